@@ -1,0 +1,68 @@
+# `make train` and `make test` need python3 and make, nothing else: each makes an environment and installs into it.
+#
+#   PYTHON=python3.12    another interpreter; it gets an environment of its own (.venv-3.12)
+#   VENV=DIR             another place for the environment
+#   ARGS="..."           more arguments, e.g. make test ARGS="-k masks", make train ARGS="--train.steps 500"
+
+PYTHON ?= python3
+version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# .venv belongs to python3; an interpreter that was asked for has its version in the name.
+VENV ?= .venv$(if $(filter-out file,$(origin PYTHON)),-$(version))
+python := $(VENV)/bin/python
+install = @echo "Installing into $(VENV) (a minute or two) ..."; \
+	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help train test lint format clean
+.NOTPARALLEL: # two pips in one environment would get into each other's way
+
+help:
+	@echo "make train    train the copy task and write its report to runs/copy"
+	@echo "make test     run the tests"
+	@echo "make lint     ruff and pyright"
+	@echo "make format   let ruff format the code"
+	@echo "make clean    remove environments, caches and builds (runs/ stays)"
+
+train: $(VENV)/.installed-experiments
+	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(python) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m pyright --pythonpath $(python)
+
+format: $(VENV)/.installed-dev
+	$(python) -m ruff check --fix
+	$(python) -m ruff format
+
+clean:
+	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written last, so that an install that was cut short is done again.
+
+$(VENV)/.installed-experiments: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+	$(install) -e '.[experiments]'
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+	$(install) -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+	$(install) -e '.[test,dev]'
+	@touch $@
+
+# An environment that another version of Python left here is removed first; any other is kept and completed.
+$(VENV)/.python-$(version):
+	@$(PYTHON) -c '' 2>/dev/null || \
+		{ echo "'$(PYTHON)' does not run. jattn needs Python 3.11 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "'$(PYTHON)' is Python $(version). jattn needs 3.11 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "'$(PYTHON)' has no venv or ensurepip. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@if test -f $(VENV)/pyvenv.cfg && ! test -d $(VENV)/lib/python$(version); then rm -rf $(VENV); fi
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,34 @@
+"""jattn: attention you can look inside, at any length, on any device, without changing a bit of its output.
+
+The axes, in every docstring and annotation:
+
+    B batch            T query length     S key/value length
+    N query heads      K kv heads         G = N/K query heads share a kv head
+    H query/key dim    D value dim        M model dim
+
+Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
+"""
+
+from jattn import heads, masks, positions, score_mods
+from jattn.api import attention_weights, dot_product_attention, explain
+from jattn.attention import attend, merge, over_heads
+from jattn.kernels import Unsupported
+from jattn.multi_head import init_multi_head, multi_head_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Unsupported",
+    "attend",
+    "attention_weights",
+    "dot_product_attention",
+    "explain",
+    "heads",
+    "init_multi_head",
+    "masks",
+    "merge",
+    "multi_head_attention",
+    "over_heads",
+    "positions",
+    "score_mods",
+]

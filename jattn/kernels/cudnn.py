@@ -1,0 +1,86 @@
+"""``"cudnn"``: NVIDIA's fused kernel, through ``jax.nn.dot_product_attention``, all heads at once.
+
+It takes the masks that the kernel knows by itself; a mask it would have to add as a bias gives rows without a visible
+key the mean of the values there, not 0. The log-sum-exp comes from the dense rule: ``jax.nn`` returns it rounded to 16
+bits and without a derivative. Where nobody uses it, XLA removes it. Forward-mode differentiation is not defined by
+cuDNN's rule and raises JAX's own error.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jattn.kernels import Request, xla
+from jattn.masks import And, Causal, MaskFunction, SlidingWindow
+
+
+def why_not(request: Request) -> str | None:
+    """The first reason why the fused kernel cannot take ``request``, or None."""
+    query, value = request.query, request.value
+    head_dim = query.shape[-1]
+    reasons = [
+        (jax.default_backend() != "gpu", f"it needs an NVIDIA GPU, the default backend is {jax.default_backend()}"),
+        (query.dtype not in (jnp.float16, jnp.bfloat16), f"it takes float16 and bfloat16, not {query.dtype}"),
+        (head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"),
+        (value is None or value.shape[-1] != head_dim, "value's head dim must equal query's"),
+        (0 in (*query.shape, request.key.shape[1]), "it takes no empty arrays"),
+        (request.bias is not None, "a bias is not given to it: its gradient there is not verified"),
+        (request.score_mod is not None, "it takes no score_mod"),
+        (request.slot_mask is not None, "it takes no mask array"),
+        (request.query_positions is not None or request.kv_positions is not None, "it takes no positions"),
+        (request.dropout is not None, "it takes no dropout"),
+        (request.precision is not None, "it has no precision setting"),
+        (not isinstance(request.scale, int | float | None), "scale must be a plain number"),
+        (not _read_masks(request)[0], "of masks it knows Causal and SlidingWindow(left), joined by &, alone"),
+    ]
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def run(request: Request) -> tuple[jax.Array, jax.Array]:
+    """``out [B,T,N,D]`` by cuDNN, forward and backward; ``lse [B,T,N]`` and its derivative by the dense formula."""
+    _, causal, left = _read_masks(request)
+    B, T = request.query.shape[:2]
+    S = request.key.shape[1]
+    query, key, value = request.query, request.key, request.value
+    assert value is not None  # why_not has seen to it
+    query_lengths, kv_lengths = request.query_lengths, request.kv_lengths
+    if kv_lengths is not None:  # what stands behind the end may be NaN, and 0 * NaN is NaN
+        real = (jnp.arange(S)[None, :] < kv_lengths[:, None])[..., None, None]
+        key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
+    visible = _visible_rows(left, B, T, S, query_lengths, kv_lengths)[..., None, None]
+    query = jnp.where(visible, query, jnp.zeros((), query.dtype))
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=request.scale,
+        is_causal=causal,
+        local_window_size=None if left is None else (left, 0),
+        query_seq_lengths=None if query_lengths is None else query_lengths.astype(jnp.int32),
+        key_value_seq_lengths=None if kv_lengths is None else kv_lengths.astype(jnp.int32),
+        implementation="cudnn",
+    )
+    _, lse = xla.weights(request)
+    return jnp.where(visible, out, jnp.zeros((), out.dtype)), lse
+
+
+def _read_masks(request: Request) -> tuple[bool, bool, int | None]:
+    """What the masks come to: ``(known, causal, left)``; ``known`` is false where cuDNN has no such mask."""
+    parts = [part for mask in request.masks for part in _conjuncts(mask)]
+    windows = [part for part in parts if isinstance(part, SlidingWindow)]
+    causal = any(isinstance(part, Causal) for part in parts) or any(window.right == 0 for window in windows)
+    static = all(isinstance(x, int) and x >= 0 for window in windows for x in (window.left, window.right))
+    known = static and all(isinstance(part, Causal | SlidingWindow) for part in parts) and (causal or not parts)
+    return known, causal, min((window.left for window in windows), default=None) if known else None
+
+
+def _conjuncts(mask: MaskFunction) -> list[MaskFunction]:
+    return [*_conjuncts(mask.left), *_conjuncts(mask.right)] if isinstance(mask, And) else [mask]
+
+
+def _visible_rows(left: int | None, B: int, T: int, S: int, query_lengths, kv_lengths) -> jax.Array:
+    """``[B,T]``: does the query see any key? cuDNN's own answer for a row that sees none is not ours."""
+    rows = jnp.arange(T)[None, :]
+    ends = jnp.full((B, 1), S) if kv_lengths is None else kv_lengths[:, None]
+    first = jnp.zeros_like(rows) if left is None else jnp.maximum(rows - left, 0)
+    visible = first < ends
+    return visible if query_lengths is None else visible & (rows < query_lengths[:, None])

@@ -1,0 +1,224 @@
+"""The multi-head layer: what happens between the projections, and the whole of it as a pure function.
+
+``z_i = attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V)`` for each head i, ``y = sum_i z_i W_i^O`` (which is what
+``concat(z_1 .. z_N) W^O`` comes to). Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from jattn.api import attention_weights, dot_product_attention
+
+Params = dict[str, dict[str, Array]]
+
+# what weights do not depend on
+_OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng")
+
+
+def attend_heads(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    position: Callable[[Array, Array], Array] | None = None,
+    query_positions: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
+    head_gate: ArrayLike | None = None,
+    return_weights: bool = False,
+    **options: Any,
+) -> Any:
+    """All that stands between the projections of a multi-head layer: positions, attention, gates.
+
+    Args:
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; instead of B there may be none or several axes.
+        position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
+        query_positions, kv_positions: ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``; ``arange`` by default.
+        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by; 0 switches it off.
+        return_weights: also return the attention weights; the output's bits stay the same.
+        options: those of ``dot_product_attention``.
+
+    Returns:
+        ``z [B,T,N,D]``, with ``return_weights`` ``(z, weights [B,N,T,S])``.
+    """
+    lead = query.shape[:-3]
+    if len(lead) > 1:  # Flax's modules take any number of batch axes; here they are one
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
+        options |= {name: _one_batch_axis(options.get(name), lead, 3) for name in ("mask", "bias")}
+        if head_gate is not None:
+            head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
+    if position is not None:
+        query = position(query, _or_arange(query_positions, query))
+        key = position(key, _or_arange(kv_positions, key))
+    options |= {"query_positions": query_positions, "kv_positions": kv_positions}
+    z = dot_product_attention(query, key, value, **options)
+    if head_gate is not None:
+        z = z * _gate(head_gate, z)
+    z = z.reshape(*lead, *z.shape[-3:])
+    if not return_weights:
+        return z
+    weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
+    return z, weights.reshape(*lead, *weights.shape[-3:])
+
+
+def init_multi_head(
+    key: Array,
+    model_dim: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    kv_model_dim: int | None = None,
+    use_bias: bool = False,
+    dtype: Any = jnp.float32,
+) -> Params:
+    """Parameters for ``multi_head_attention``, in the tree, names and shapes of Flax's modules.
+
+    ``query/kernel [M,N,H]``, ``key/kernel [M,K,H]``, ``value/kernel [M,K,D]``, ``out/kernel [N,D,M]``; with
+    ``use_bias`` also ``bias [N,H]``, ``[K,H]``, ``[K,D]``, ``[M]``, zero. Kernels are LeCun normal.
+
+    Args:
+        key: a JAX random key.
+        model_dim: M, of the input and the output.
+        num_heads: N.
+        num_kv_heads: K, a divisor of N; N by default.
+        head_dim: H, of query and key; ``model_dim / num_heads`` by default.
+        value_dim: D; ``head_dim`` by default.
+        kv_model_dim: M of ``x_kv`` where that differs (cross-attention).
+
+    Raises:
+        ValueError: a number does not divide as it must.
+    """
+    if head_dim is None and model_dim % num_heads:
+        raise ValueError(f"model_dim {model_dim} is no multiple of num_heads {num_heads}; give head_dim")
+    head_dim = model_dim // num_heads if head_dim is None else head_dim
+    value_dim = head_dim if value_dim is None else value_dim
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}")
+    kv_model_dim = model_dim if kv_model_dim is None else kv_model_dim
+    shapes = {
+        "query": (model_dim, num_heads, head_dim),
+        "key": (kv_model_dim, num_kv_heads, head_dim),
+        "value": (kv_model_dim, num_kv_heads, value_dim),
+        "out": (num_heads, value_dim, model_dim),
+    }
+    params = {}
+    for (name, shape), subkey in zip(shapes.items(), jax.random.split(key, 4), strict=True):
+        axes = {"in_axis": (0, 1), "out_axis": 2} if name == "out" else {"in_axis": 0, "out_axis": (1, 2)}
+        params[name] = {"kernel": jax.nn.initializers.lecun_normal(**axes)(subkey, shape, dtype)}
+        if use_bias:
+            params[name]["bias"] = jnp.zeros(shape[2:] if name == "out" else shape[1:], dtype)
+    return params
+
+
+def multi_head_attention(
+    params: Params,
+    x: Array,
+    x_kv: Array | None = None,
+    *,
+    precision: Any = None,
+    return_weights: bool = False,
+    **options: Any,
+) -> Any:
+    """``y = sum_i attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V) W_i^O``: multi-head attention, self or cross.
+
+    Args:
+        params: as from ``init_multi_head`` (or of a Flax module).
+        x: ``[B,T,M]`` or ``[T,M]``; asks.
+        x_kv: ``[B,S,M']`` or ``[S,M']``; is asked; ``x`` by default.
+        precision: of all products.
+        return_weights: also return the attention weights, ``[B,N,T,S]``.
+        options: those of ``attend_heads`` (``position``, ``head_gate``, ...) and of ``dot_product_attention``
+            (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
+
+    Returns:
+        ``y [B,T,M]``, with ``return_weights`` ``(y, weights)``.
+
+    Example:
+        ``params = init_multi_head(jax.random.key(0), 64, 8); y = multi_head_attention(params, x, is_causal=True)``
+    """
+    x_kv = x if x_kv is None else x_kv
+    query = project(params["query"], x, precision)
+    key, value = (project(params[name], x_kv, precision) for name in ("key", "value"))
+    z = attend_heads(query, key, value, precision=precision, return_weights=return_weights, **options)
+    z, *weights = z if return_weights else (z,)
+    y = jnp.tensordot(z, params["out"]["kernel"], axes=2, precision=precision)
+    if "bias" in params["out"]:
+        y += params["out"]["bias"].reshape((1,) * (y.ndim - 1) + (-1,))
+    return (y, *weights) if return_weights else y
+
+
+def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
+    """``x [..., M] -> [..., N, H]``: ``x W_i`` under vmap over heads, which compiles to one product for all."""
+    if params["kernel"].shape[0] != x.shape[-1]:
+        raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, as in the kernel, got {x.shape}")
+
+    def one_head(kernel):
+        return jnp.matmul(x, kernel, precision=precision)
+
+    projected = jax.vmap(one_head, in_axes=1, out_axes=-2)(params["kernel"])
+    if "bias" in params:
+        projected += params["bias"].reshape((1,) * (x.ndim - 1) + params["bias"].shape)
+    return projected
+
+
+def _or_arange(positions: ArrayLike | None, x: Array) -> Array:
+    return jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
+
+
+def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
+    """An array ``[*lead, ...]`` with its batch axes joined; what has none, or is a function, as it is."""
+    if x is None or callable(x) or jnp.ndim(x) <= trailing:
+        return x
+    x = jnp.asarray(x)
+    if x.ndim != len(lead) + trailing:
+        raise ValueError(f"expected batch axes {lead} and {trailing} more, or {trailing} alone, got {list(x.shape)}")
+    return jnp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(-1, *x.shape[-trailing:])
+
+
+def _gate(head_gate: ArrayLike, z: Array) -> Array:
+    """``head_gate`` as ``[B|1, T|1, N, 1]`` (or without B)."""
+    gate = jnp.asarray(head_gate)
+    *batch, T, N, _ = z.shape
+    if gate.shape == (N,):
+        gate = gate.reshape((1,) * (z.ndim - 2) + (N,))
+    elif batch and gate.shape == (*batch, N):
+        gate = gate[:, None, :]
+    elif gate.shape != (*batch, T, N):
+        raise ValueError(
+            f"head_gate must be [N] = [{N}], [B, N] or [B, T, N], got {list(gate.shape)} for outputs {list(z.shape)}"
+        )
+    return gate[..., None].astype(z.dtype)
+
+
+def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, positions: ArrayLike | None):
+    """Flax's defaults, for both of its module systems: ``(inputs_k, inputs_v, kv_positions)``."""
+    if inputs_k is None:
+        if inputs_v is not None:
+            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and leave inputs_v out")
+        return inputs_q, inputs_q, positions
+    return inputs_k, inputs_k if inputs_v is None else inputs_v, None
+
+
+def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construction: bool | None) -> bool:
+    """Whether dropout is off: the call's word before the constructor's, and one of them must have spoken."""
+    if dropout_rate == 0.0:
+        return True
+    chosen = at_construction if at_call is None else at_call
+    if chosen is None:
+        raise ValueError("with dropout, say deterministic=True or False, at construction or at the call")
+    return chosen
+
+
+def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:
+    """The three in one dtype: ``dtype``, or what they promote to."""
+    if dtype is None:
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.result_type(query, key, value)
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)

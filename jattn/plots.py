@@ -1,0 +1,216 @@
+"""Pictures of attention weights: one head, or all heads of a model on one colour scale.
+
+Axes (see ``jattn`` for the legend): ``T`` queries, ``S`` keys, ``N`` heads, ``L`` layers.
+
+Figures are made without pyplot: nothing is registered globally, nothing needs closing, and no display is needed.
+In a notebook run ``%matplotlib inline`` once and end a cell with the figure (``ax.figure`` for one head).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+except ImportError as missing:
+    raise ImportError(
+        "jattn.plots draws with matplotlib, which is not installed: pip install jattn[plots]"
+    ) from missing
+
+QUERIES, KEYS = "Queries (Target)", "Keys (Source)"
+COLOURS = "Blues"  # white is no weight: it prints, and order of lightness survives colour blindness
+_LABEL_LENGTH = 16  # longer tokens end in an ellipsis
+_SMALLEST, _LARGEST = 5.5, 9.0  # points, of token labels
+
+
+def attention_heatmap(
+    weights: Any,
+    tokens: Sequence[object] | None = None,
+    *,
+    key_tokens: Sequence[object] | None = None,
+    ax: Axes | None = None,
+    vmax: float | None = None,
+    cmap: str = COLOURS,
+    colorbar: bool = True,
+    title: str | None = None,
+) -> Axes:
+    """Draws one head's attention: queries down, keys across.
+
+    Args:
+        weights: ``[T, S]``, anything NumPy can read (a JAX array, for one).
+        tokens: labels of the ``T`` queries, and of the keys too when ``T == S``.
+        key_tokens: labels of the ``S`` keys, where they are others (cross-attention).
+        ax: where to draw; by default a new figure of a size that lets every label be read.
+        vmax: the weight at the dark end of the scale; by default the largest weight. Give the same number to
+            pictures that are to be compared.
+        cmap: a matplotlib colour map.
+        colorbar: whether to draw the scale beside the picture.
+        title: text above the picture.
+
+    Returns:
+        The axes; ``ax.figure.savefig("heads.png")`` writes them.
+
+    Example:
+        >>> weights = np.eye(3)[[0, 0, 1]]  # a head that looks one token back
+        >>> ax = attention_heatmap(weights, ["Le", "chat", "noir"])
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('Keys (Source)', 'Queries (Target)')
+
+    Source: the heatmap with tokens on both axes is figure 3 of Bahdanau et al. (2015), https://arxiv.org/abs/1409.0473.
+    """
+    weights = _checked(weights, (2,), "[T, S]; draw one head (weights[n]), or all with head_grid")
+    rows, columns = _labels(weights.shape, tokens, key_tokens)
+    if ax is None:
+        cell = min(max(0.19, 2.6 / max(weights.shape)), 11.0 / max(weights.shape))  # inches
+        height, width = (max(cell * size, 0.8) for size in weights.shape)
+        ax = Figure(figsize=(width + 1.7, height + 1.2), layout="compressed").subplots()
+    image = _draw(ax, weights, rows, columns, _top(weights, vmax), cmap)
+    ax.set_xlabel(KEYS)
+    ax.set_ylabel(QUERIES)
+    if title is not None:
+        ax.set_title(title, parse_math=False)
+    if colorbar:
+        _colour_bar(ax.figure, image, ax)
+    return ax
+
+
+def head_grid(
+    weights: Any,
+    tokens: Sequence[object] | None = None,
+    *,
+    key_tokens: Sequence[object] | None = None,
+    vmax: float | None = None,
+    cmap: str = COLOURS,
+    columns: int | None = None,
+    titles: Sequence[str] | None = None,
+    title: str | None = None,
+    panel_size: float | None = None,
+) -> Figure:
+    """Draws every head on one colour scale, so that heads can be compared.
+
+    Args:
+        weights: ``[L, N, T, S]`` (a row of pictures per layer) or ``[N, T, S]``.
+        tokens: labels of the ``T`` queries, and of the keys too when ``T == S``.
+        key_tokens: labels of the ``S`` keys, where they are others.
+        vmax: the weight at the dark end of the scale; by default the largest weight of any head.
+        cmap: a matplotlib colour map.
+        columns: pictures per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
+        titles: one per head, layer by layer; by default "layer l head n".
+        title: text above all.
+        panel_size: inches of one picture's longer side; by default it grows with the number of tokens.
+
+    Returns:
+        The figure; ``figure.savefig("heads.png")`` writes it.
+
+    Example:
+        >>> figure = head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
+        >>> [ax.get_title() for ax in figure.axes][5]
+        'layer 1 head 1'
+
+    Source: the view of all heads is that of Vig (2019), https://arxiv.org/abs/1906.05714; here on one scale.
+    """
+    weights = _checked(weights, (3, 4), "[N, T, S] or [L, N, T, S]")
+    layered = weights.ndim == 4
+    heads = weights.reshape(-1, *weights.shape[-2:])
+    if titles is None:
+        names = [(f"layer {i // weights.shape[1]} " if layered else "", i) for i in range(len(heads))]
+        titles = [f"{layer}head {i % weights.shape[1] if layered else i}" for layer, i in names]
+    elif len(titles) != len(heads):
+        raise ValueError(f"titles has {len(titles)} entries, expected {len(heads)}: one per head")
+    columns = columns or (weights.shape[1] if layered else min(len(heads), 4))
+    rows = math.ceil(len(heads) / columns)
+    query_labels, key_labels = _labels(heads.shape[1:], tokens, key_tokens)
+
+    longer = max(heads.shape[1:])
+    size = panel_size or (1.5 if columns > 6 else min(max(0.085 * longer, 1.7), 3.2))
+    width, height = (size * max(side / longer, 0.25) for side in heads.shape[:0:-1])
+    figure = Figure(figsize=(columns * (width + 0.15) + 1.5, rows * (height + 0.35) + 0.8), layout="compressed")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for i, ax in enumerate(grid.flat):
+        if i >= len(heads):
+            ax.set_axis_off()
+            continue
+        # Tokens stand at the left and the lower edge only: every picture of the grid shares them.
+        left, lowest = i % columns == 0, i + columns >= len(heads)
+        image = _draw(ax, heads[i], query_labels, key_labels, _top(heads, vmax), cmap, size * 72)
+        ax.tick_params(labelleft=left, labelbottom=lowest)
+        ax.set_title(titles[i], fontsize=9, parse_math=False)
+    figure.supxlabel(KEYS, fontsize=10)
+    figure.supylabel(QUERIES, fontsize=10)
+    if title is not None:
+        figure.suptitle(title, parse_math=False)
+    _colour_bar(figure, image, list(grid.flat))
+    return figure
+
+
+def _checked(weights: Any, ranks: tuple[int, ...], expected: str) -> np.ndarray:
+    array = np.asarray(weights)
+    if array.ndim not in ranks or 0 in array.shape:
+        raise ValueError(f"weights has shape {array.shape}, expected {expected}")
+    return array.astype(np.float32)  # half precisions of accelerators are not NumPy's own
+
+
+def _labels(
+    shape: Sequence[int], tokens: Sequence[object] | None, key_tokens: Sequence[object] | None
+) -> tuple[list[str] | None, list[str] | None]:
+    """The labels of queries and keys; ``None`` where there are none (then positions are shown)."""
+    if key_tokens is None and shape[0] == shape[1]:
+        key_tokens = tokens
+    for name, given, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
+        if given is not None and len(given) != size:
+            raise ValueError(f"{name} has {len(given)} entries, expected {axis}={size} for weights of shape {shape}")
+    return tuple(None if given is None else [_shown(token) for token in given] for given in (tokens, key_tokens))
+
+
+def _shown(token: object) -> str:
+    text = str(token).replace("\n", "↵").replace("\t", "⇥")
+    if not text.strip():
+        text = "␣" * len(text)
+    return text if len(text) <= _LABEL_LENGTH else text[: _LABEL_LENGTH - 1] + "…"
+
+
+def _top(weights: np.ndarray, vmax: float | None) -> float:
+    if vmax is not None:
+        return float(vmax)
+    finite = weights[np.isfinite(weights)]
+    return float(finite.max()) if finite.size and finite.max() > 0 else 1.0
+
+
+def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, cmap: str, points: float = 0.0) -> Any:
+    """The picture and its token labels; ``points`` is the length of its longer side, where the figure knows it."""
+    height, width = weights.shape
+    # A single query over many keys would be a hair line with square cells.
+    aspect = "equal" if max(weights.shape) <= 8 * min(weights.shape) else "auto"
+    image = ax.imshow(weights, vmin=0.0, vmax=vmax, cmap=cmap, aspect=aspect, interpolation="nearest")
+    if not points:
+        box, inches = ax.get_position(), ax.figure.get_size_inches()
+        points = 72 * float(min(box.width * inches[0], box.height * inches[1]))
+    cell = points / max(height, width)
+    _label(ax.xaxis, columns, width, cell, rotation=90 if _long(columns, cell) else 0)
+    _label(ax.yaxis, rows, height, cell)
+    ax.tick_params(length=2, width=0.5, color="0.5")
+    ax.spines[:].set(linewidth=0.5, color="0.5")
+    return image
+
+
+def _long(labels: list[str] | None, cell: float) -> bool:
+    return labels is not None and 0.62 * _LARGEST * max(map(len, labels)) > cell
+
+
+def _label(axis: Axis, labels: list[str] | None, size: int, cell: float, rotation: int = 0) -> None:
+    """Labels as many cells as can be read: every one, or every second, third ... one."""
+    font = min(max(0.85 * cell, _SMALLEST), _LARGEST)
+    stride = math.ceil(1.1 * font / cell) if labels else math.ceil(2.2 * font / cell)
+    ticks = range(0, size, max(stride, 1))
+    shown = [labels[i] if labels else str(i) for i in ticks]
+    axis.set_ticks(ticks, shown, fontsize=font, rotation=rotation, parse_math=False)
+
+
+def _colour_bar(figure: Any, image: Any, axes: Any) -> None:
+    bar = figure.colorbar(image, ax=axes, label="attention weight", shrink=0.8, aspect=30, pad=0.02)
+    bar.outline.set(linewidth=0.5, edgecolor="0.5")
+    bar.ax.tick_params(labelsize=8, width=0.5)

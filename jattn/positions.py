@@ -1,0 +1,144 @@
+"""Positions: the sinusoidal table and rotary embeddings. Stateless; nothing here is learned."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
+    """``table[p, 2i] = sin(p / 10000^(2i/dim))``, ``table[p, 2i+1] = cos(...)``; float32 ``[length, dim]``.
+
+    Source: Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 3.5.
+    """
+    if length < 0 or dim < 1:
+        raise ValueError(f"sinusoidal: length must be >= 0 and dim >= 1, got length={length}, dim={dim}")
+    # float64 on the host: at position 10,000 a float32 angle would be off in the fourth decimal
+    angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, dim, 2) / dim)
+    table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, -1)
+    return jnp.asarray(table[:, :dim], jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: every frequency divided by ``factor``. Source: https://arxiv.org/abs/2306.15595."""
+
+    factor: float
+
+    def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+        """The scaled frequencies, and what cosine and sine are multiplied by."""
+        return frequencies / self.factor, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by ``factor``, high ones kept, those between blended.
+
+    Low: fewer than ``low_freq_factor`` turns within ``original_length``; high: more than ``high_freq_factor``.
+    Source: Llama 3.1's published code (``apply_scaling``).
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+        """The scaled frequencies, and what cosine and sine are multiplied by."""
+        turns = self.original_length * frequencies / (2 * math.pi)
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = np.clip(keep, 0.0, 1.0)
+        return frequencies * (keep + (1.0 - keep) / self.factor), 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """ "NTK by parts": dimensions that turn more than ``beta_fast`` times are kept, fewer than ``beta_slow`` divided.
+
+    The ramp between is linear in the dimension. Cosine and sine are multiplied by ``0.1 ln(factor) + 1`` (so scores by
+    its square), or by ``attention_factor`` where given. Source: YaRN, https://arxiv.org/abs/2309.00071, section 3.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
+        """The scaled frequencies, and what cosine and sine are multiplied by."""
+        half = len(frequencies)
+
+        def dimension(turns: float) -> float:
+            # the (real-valued) index of the frequency that makes `turns` turns within original_length positions
+            return half * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(base)
+
+        low = max(math.floor(dimension(self.beta_fast)), 0)
+        high = min(math.ceil(dimension(self.beta_slow)), 2 * half - 1)
+        interpolated = np.clip((np.arange(half) - low) / max(high - low, 0.001), 0.0, 1.0)
+        scaled = frequencies * (1.0 - interpolated) + frequencies / self.factor * interpolated
+        attention_factor = self.attention_factor
+        if attention_factor is None:
+            attention_factor = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return scaled, attention_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding: pairs of features turned by ``position * base^(-2i/dim)``.
+
+    Feature ``i`` is paired with ``i + dim/2`` (the convention of GPT-NeoX, Llama's checkpoints on the hub and Flax).
+    ``fraction``: the share of the head dim that is turned, from the front (the rest passes); ``scaling``:
+    ``LinearScaling``, ``Llama3Scaling`` or ``YarnScaling``. Source: RoFormer, https://arxiv.org/abs/2104.09864.
+
+    ``Rotary()(x, positions)``: ``x [..., T, N, H]``, ``positions`` integers ``[T]`` or ``[..., T]``; returns x's shape
+    and dtype, computed in at least float32.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+    def __post_init__(self):
+        if not self.base > 1:
+            raise ValueError(f"Rotary: base must be larger than 1, got {self.base}")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Rotary: fraction must lie in (0, 1], got {self.fraction}")
+
+    def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
+        """Angle per position of each pair ``[dim/2]``, and what cosine and sine are multiplied by."""
+        dim = int(head_dim * self.fraction)
+        if dim % 2 or dim == 0:
+            raise ValueError(
+                f"Rotary turns pairs of features: head_dim * fraction must be even and positive, got "
+                f"{head_dim} * {self.fraction} = {head_dim * self.fraction}"
+            )
+        frequencies = self.base ** (-np.arange(0, dim, 2) / dim)
+        return (frequencies, 1.0) if self.scaling is None else self.scaling(frequencies, self.base)
+
+    def __call__(self, x: Array, positions: Array) -> Array:
+        """``x [..., T, N, H]`` turned by ``positions [T]`` or ``[..., T]``."""
+        positions = jnp.asarray(positions)
+        if x.ndim < 3 or positions.shape != x.shape[:-2][-positions.ndim :] or positions.ndim == 0:
+            raise ValueError(
+                f"Rotary: x must be [..., T, N, H] and positions [T] or [..., T], got x of shape {x.shape} and "
+                f"positions of shape {positions.shape} (one head [T, H]: pass x[:, None])"
+            )
+        frequencies, factor = self.frequencies(x.shape[-1])
+        dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        angles = positions.astype(dtype)[..., None, None] * jnp.asarray(frequencies, dtype).reshape(
+            (1,) * (positions.ndim + 1) + (-1,)
+        )
+        angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
+        cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
+        half = len(frequencies)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        first, second = first.astype(dtype), second.astype(dtype)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest], axis=-1)
+
+
+jax.tree_util.register_static(Rotary)  # holds numbers alone, so it may stand in any pytree or module

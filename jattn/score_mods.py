@@ -1,0 +1,138 @@
+"""Score functions: what is done to ``scale * q·k + bias`` before the softmax.
+
+A score function is any callable ``(score, b, h, q_idx, kv_idx) -> score`` over broadcastable arrays, elementwise:
+FlexAttention's ``score_mod`` (https://arxiv.org/abs/2412.05496). Where a pair is masked it is given a stand-in score
+of 1 and its result is thrown away, so an infinite derivative in the score does no harm there; what it computes from
+the indices alone must be finite everywhere. It runs under NumPy's dtype promotion, whatever the caller's setting.
+Gradients reach every array that it holds or captures.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.masks import pytree_dataclass
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """The slopes ``[N]`` of ALiBi: ``2^(-8i/N)``, i = 1..N, for N a power of two.
+
+    For other N: those of the next lower power of two, then every second one of the next higher.
+    Source: https://arxiv.org/abs/2108.12409, section 3, and its published code.
+    """
+    if num_heads < 1:
+        raise ValueError(f"alibi_slopes: num_heads must be at least 1, got {num_heads}")
+    lower = 2 ** math.floor(math.log2(num_heads))
+    slopes = 2.0 ** (-8.0 / lower * np.arange(1, lower + 1))
+    between = 2.0 ** (-4.0 / lower * np.arange(1, 2 * (num_heads - lower), 2))
+    return np.concatenate([slopes, between]).astype(np.float32)
+
+
+@pytree_dataclass
+class Alibi:
+    """``score - slopes[h] * |q - kv|``: the further away, the lower. ``slopes`` floats ``[N]`` (``alibi_slopes(N)``).
+
+    Source: https://arxiv.org/abs/2108.12409, section 3 (there causal; the distance makes it symmetric).
+    """
+
+    slopes: Any
+
+    def __post_init__(self):
+        _check_float_table("Alibi", "slopes", self.slopes, "[N]", rank=1)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score - jnp.asarray(self.slopes)[h] * abs(q_idx - kv_idx)
+
+
+@pytree_dataclass
+class RelativeBias:
+    """``score + table[bucket(kv - q), h]``: T5's learned bias; ``table`` floats ``[num_buckets, N]``, as T5 keeps it.
+
+    ``bidirectional``: half of the buckets serve keys after the query; otherwise those all fall into bucket 0.
+    ``max_distance``: from there on all distances share the last bucket. Buckets are exact up to half their number, then
+    logarithmic. Source: https://arxiv.org/abs/1910.10683, section 2.1, and its published code.
+    """
+
+    table: Any
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self):
+        _check_float_table("RelativeBias", "table", self.table, "[num_buckets, N]", rank=2)
+        exact = self.table.shape[0] // (4 if self.bidirectional else 2)
+        if exact < 1 or self.max_distance <= exact:
+            raise ValueError(
+                f"score_mods.RelativeBias: table has {self.table.shape[0]} buckets, which count distances up to "
+                f"{exact} one by one; max_distance must be larger than that and there must be such buckets, got "
+                f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
+            )
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score + jnp.asarray(self.table)[self.bucket(kv_idx - q_idx), h]
+
+    def bucket(self, offset):
+        """The bucket of each ``offset = kv - q``."""
+        buckets, first = self.table.shape[0], 0
+        if self.bidirectional:
+            buckets //= 2
+            first = jnp.where(offset > 0, buckets, 0)
+            distance = abs(offset)
+        else:
+            distance = jnp.maximum(-offset, 0)
+        exact = buckets // 2
+        # log(distance / exact) is taken at distance >= exact alone: at 0 it would be infinite
+        ratio = jnp.log(jnp.maximum(distance, exact) / exact) / math.log(self.max_distance / exact)
+        logarithmic = exact + (ratio * (buckets - exact)).astype(jnp.int32)
+        return first + jnp.where(distance < exact, distance, jnp.minimum(logarithmic, buckets - 1))
+
+
+@pytree_dataclass
+class SoftCap:
+    """``cap * tanh(score / cap)``: bounds the score by ``cap``, a positive number or scalar array.
+
+    Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
+    """
+
+    cap: Any
+
+    def __post_init__(self):
+        if isinstance(self.cap, int | float) and not self.cap > 0:
+            raise ValueError(f"score_mods.SoftCap: cap must be positive, got {self.cap}")
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return self.cap * jnp.tanh(score / self.cap)
+
+
+@pytree_dataclass
+class Then:
+    """One score function after another; write ``then(first, second, ...)``."""
+
+    first: Any
+    second: Any
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return self.second(self.first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
+
+
+def then(*mods: ScoreMod) -> ScoreMod:
+    """``mods`` applied in the order given: ``then(f, g)`` is ``g(f(score, ...), ...)``."""
+    for mod in mods:
+        if not callable(mod):
+            raise TypeError(f"then: a score function must be callable, got {type(mod).__name__}")
+    if not mods:
+        raise ValueError("then() needs at least one score function")
+    first, *rest = mods
+    for mod in rest:
+        first = Then(first, mod)
+    return first
+
+
+def _check_float_table(mod: str, argument: str, table: Any, shape: str, rank: int) -> None:
+    if not hasattr(table, "dtype") or table.ndim != rank or not jnp.issubdtype(table.dtype, jnp.floating):
+        got = f"{table.dtype} of shape {table.shape}" if hasattr(table, "dtype") else type(table).__name__
+        raise TypeError(f"score_mods.{mod}: {argument} must be a float array {shape}, got {got}")

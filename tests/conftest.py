@@ -1,0 +1,28 @@
+"""What every test runs under: eight CPU devices, strict promotion, fresh keys, no window for plots."""
+
+import itertools
+import os
+
+os.environ.setdefault("MPLBACKEND", "agg")  # before matplotlib; also for the commands that tests start
+
+import hypothesis
+import jax
+import pytest
+
+# An option and not XLA_FLAGS, so that a command started by a test sees the machine as a user's command would.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The first call of a jitted function takes as long as its compilation, so no deadline. The same examples on every
+# run, so that a green suite stays green; `pytest --hypothesis-profile=search` looks for new ones.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same")
+
+
+@pytest.fixture
+def getkey():
+    """A function whose every call returns a fresh PRNG key; each test gets the same sequence of them."""
+    root, count = jax.random.key(0), itertools.count()
+    return lambda: jax.random.fold_in(root, next(count))

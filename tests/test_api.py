@@ -1,0 +1,279 @@
+"""``dot_product_attention``: jax.nn's meaning, one set of bits, clear errors, an honest choice of implementation."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.kernels import cudnn, xla
+
+B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
+
+
+def qkv(getkey, B=B, T=T, S=S, N=N, K=K, H=H, dtype=jnp.float32):
+    return tuple(jax.random.normal(getkey(), shape, dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
+
+
+def test_the_signature_is_jax_nns_and_eight_more():
+    """A new idea is a new mask or score function, not a new keyword."""
+    ours = inspect.signature(jattn.dot_product_attention).parameters
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    assert list(ours)[: len(theirs)] == list(theirs) or set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind and ours[name].default == parameter.default, name
+    assert len(ours) == 19
+    without = {"implementation", "return_residual", "dropout_rate", "dropout_rng", "value"}
+    assert set(inspect.signature(jattn.attention_weights).parameters) == set(ours) - without
+
+
+JAX_NN = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "window and causal": {"local_window_size": (2, 3), "is_causal": True},
+    "bias and mask": {"bias": np.linspace(-1, 1, N * T * S, dtype=np.float32).reshape(1, N, T, S), "mask": np.arange(S)[None, None, None] != 4},
+    "two-dimensional mask": {"mask": np.arange(T)[:, None] + np.arange(S)[None, :] > 2},
+    "key lengths": {"key_value_seq_lengths": np.array([5, 9], np.int32)},
+    "query lengths": {"query_seq_lengths": np.array([5, 7], np.int32)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JAX_NN)
+def test_the_same_as_jax_nn(getkey, name):
+    options = JAX_NN[name]
+    q, k, v = qkv(getkey)
+    out, lse = jattn.dot_product_attention(q, k, v, **options, return_residual=True)
+    with jax.numpy_rank_promotion("allow"):
+        expected, expected_lse = jax.nn.dot_product_attention(q, k, v, **options, return_residual=True)
+    seen = np.isfinite(lse)  # rows that see nothing are the documented difference
+    np.testing.assert_allclose(out, np.where(seen[..., None], expected, 0), atol=2e-6)
+    np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-6)
+
+
+def test_unbatched(getkey):
+    q, k, v = (x[0] for x in qkv(getkey))
+    out, lse = jattn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    batched, batched_lse = jattn.dot_product_attention(q[None], k[None], v[None], is_causal=True, return_residual=True)
+    np.testing.assert_array_equal(out, batched[0])
+    np.testing.assert_array_equal(lse, batched_lse[0])
+    assert jattn.attention_weights(q, k).shape == (N, T, S)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("length", [33, 64, 128, 257, 512])
+def test_looking_changes_no_bit(getkey, dtype, length):
+    """The output's bits under jit: alone, with the lse, with the weights, and after looking at their statistics."""
+    q, k, v = qkv(getkey, B=1, T=length, S=length, N=2, K=2, H=16, dtype=dtype)
+    attend = lambda **options: jattn.dot_product_attention(q, k, v, is_causal=True, **options)
+    weights = lambda: jattn.attention_weights(q, k, is_causal=True)
+    alone = jax.jit(lambda: attend())()
+    looks = {
+        "lse": lambda: attend(return_residual=True)[0:2],
+        "weights": lambda: (attend(), weights()),
+        "largest weight and lse": lambda: (attend(), weights().max(-1), attend(return_residual=True)[1]),
+    }
+    for name, look in looks.items():
+        np.testing.assert_array_equal(alone, jax.jit(look)()[0], err_msg=name)
+
+
+def test_weights_are_those_of_the_output(getkey):
+    q, k, v = qkv(getkey)
+    options = {
+        "mask": lambda b, h, q, kv: (q + kv) % 3 > 0, "bias": jnp.linspace(-1, 1, S)[None], "sinks": jnp.arange(1.0, 7.0),
+        "score_mod": jattn.score_mods.SoftCap(2.0), "key_value_seq_lengths": np.array([3, 0]),
+    }  # fmt: skip
+    weights = jattn.attention_weights(q, k, **options)
+    assert weights.shape == (B, N, T, S)
+    out, lse = jattn.dot_product_attention(q, k, v, **options, return_residual=True)
+    np.testing.assert_allclose(jnp.einsum("bnts,bsnd->btnd", weights, jnp.repeat(v, 2, axis=2)), out, atol=1e-6)
+    share = 1 - np.exp(np.arange(1.0, 7.0) - np.asarray(lse))  # what the sinks leave
+    np.testing.assert_allclose(weights.sum(-1).swapaxes(1, 2), share, atol=1e-6)
+    assert (weights[1] == 0).all() and (share[1] == 0).all()
+
+
+def test_sinks_are_one_more_key_without_a_value(getkey):
+    q, k, v = qkv(getkey, K=N)
+    sinks = jnp.linspace(-1, 1, N)
+    bias = jnp.concatenate([jnp.zeros((1, N, T, S)), jnp.broadcast_to(sinks[None, :, None, None], (1, N, T, 1))], -1)
+    keys, values = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
+    expected, expected_lse = jattn.dot_product_attention(q, keys, values, bias, return_residual=True)
+    out, lse = jattn.dot_product_attention(q, k, v, sinks=sinks, return_residual=True)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-6)
+
+
+def test_dropout_in_the_mean_changes_nothing(getkey):
+    q, k, v = qkv(getkey, B=1)
+    drop = jax.jit(lambda key: jattn.dot_product_attention(q, k, v, dropout_rate=0.3, dropout_rng=key))
+    outs = jax.vmap(drop)(jax.random.split(jax.random.key(1), 2000))
+    np.testing.assert_allclose(
+        outs.mean(0), jattn.dot_product_attention(q, k, v), atol=6 * float(outs.std(0).max()) / 2000**0.5
+    )
+    assert len(np.unique(outs[:, 0, 0, 0, 0])) > 100
+
+
+def test_traced_positions_compile_once(getkey):
+    q, k, v = qkv(getkey, T=1)
+    count = []
+
+    @jax.jit
+    def step(position):
+        count.append(1)
+        return jattn.dot_product_attention(q, k, v, is_causal=True, query_positions=position[None])
+
+    for t in range(4):
+        np.testing.assert_allclose(
+            step(jnp.asarray(t)), jattn.dot_product_attention(q, k[:, : t + 1], v[:, : t + 1]), atol=1e-6
+        )
+    assert len(count) == 1
+
+
+def test_composes(getkey):
+    """jit, vmap over an outer axis with shared keys, grad of vmap, checkpoint, scan, forward mode."""
+    q, k, v = qkv(getkey)
+    many = jnp.stack([q, 2 * q])
+    f = lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True)
+    mapped = jax.jit(jax.vmap(f, in_axes=(0, None, None)))(many, k, v)
+    np.testing.assert_allclose(mapped[1], f(2 * q, k, v), atol=1e-6)
+    by_vmap = jax.grad(lambda k: jax.vmap(f, in_axes=(0, None, None))(many, k, v).sum())(k)
+    by_sum = jax.grad(lambda k: f(q, k, v).sum() + f(2 * q, k, v).sum())(k)
+    np.testing.assert_allclose(by_vmap, by_sum, atol=1e-5)
+    saved = jax.grad(lambda q: jax.checkpoint(f)(q, k, v).sum())(q)
+    np.testing.assert_allclose(saved, jax.grad(lambda q: f(q, k, v).sum())(q), atol=1e-6)
+    _, scanned = jax.lax.scan(lambda carry, q: (carry, f(q, k, v)), 0, many)
+    np.testing.assert_allclose(scanned, mapped, atol=1e-6)
+    _, tangent = jax.jvp(lambda q: f(q, k, v), (q,), (q,))
+    numeric = (f(q * 1.01, k, v) - f(q * 0.99, k, v)) / 0.02
+    np.testing.assert_allclose(tangent, numeric, atol=1e-3)
+
+
+q, k, v = (np.zeros(shape, np.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
+ERRORS = {
+    "rank": ((q[0, 0], k, v), {}, r"must all be \[B, length, heads, dim\]"),
+    "mixed ranks": ((q, k[0], v[0]), {}, r"query float32\[2, 7, 6, 5\], key float32\[11, 3, 5\]"),
+    "dtypes": ((q, k.astype(np.float16), v), {}, "one floating dtype"),
+    "integers": ((q.astype(int), k.astype(int), v.astype(int)), {}, "one floating dtype"),
+    "batch": ((q[:1], k, v), {}, "one batch size"),
+    "head dim": ((q, k[..., :4], v), {}, "one head dim for query and key"),
+    "lengths": ((q, k[:, :5], v), {}, "one length and one number of heads for key and value"),
+    "kv heads": ((q, k, v[:, :, :1]), {}, "one number of heads for key and value"),
+    "groups": ((q[:, :, :5], k, v), {}, "multiple of the key/value heads"),
+    "layout of PyTorch": ((q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)), {}, "layout"),
+    "a padding mask of two axes": ((q, k, v), {"mask": np.ones((B, S), bool)}, r"mask\[:, None, None, :\]"),
+    "one mask a sequence": ((q, k, v), {"mask": np.ones((B, T, S), bool)}, r"one per sequence is mask\[:, None\]"),
+    "mask of five axes": ((q, k, v), {"mask": np.ones((1, B, N, T, S), bool)}, r"got shape \[1, 2, 6, 7, 11\]"),
+    "mask of kv heads": ((q, k, v), {"mask": np.ones((B, K, T, S), bool)}, r"\[B, N, T, S\] = \[2, 6, 7, 11\]"),
+    "mask of floats": ((q, k, v), {"mask": np.ones((T, S), np.float32)}, "mask must be bool .*float32.*bias="),
+    "bias of bools": ((q, k, v), {"bias": np.ones((T, S), bool)}, "bias must be floating"),
+    "bias of another shape": ((q, k, v), {"bias": np.ones((T, T), np.float32)}, "bias must broadcast"),
+    "lengths of another shape": ((q, k, v), {"key_value_seq_lengths": np.ones(3, int)}, r"\[B\] = \[2\]"),
+    "lengths of floats": ((q, k, v), {"query_seq_lengths": np.ones(2)}, "query_seq_lengths must be integers"),
+    "positions": ((q, k, v), {"query_positions": np.arange(S)}, r"query_positions must be integers \[7\]"),
+    "key positions": ((q, k, v), {"kv_positions": np.arange(T)}, r"kv_positions must be integers \[11\]"),
+    "window": ((q, k, v), {"local_window_size": (-1, 2)}, "none negative"),
+    "sinks": ((q, k, v), {"sinks": np.zeros(K, np.float32)}, r"sinks must be floats \[N\] = \[6\]"),
+    "dropout without key": ((q, k, v), {"dropout_rate": 0.1}, "needs dropout_rng"),
+    "dropout rate": ((q, k, v), {"dropout_rate": 1.5, "dropout_rng": jax.random.key(0)}, r"\[0, 1\), got 1.5"),
+    "implementation": ((q, k, v), {"implementation": "flash"}, "None or one of .*'cudnn'.*got 'flash'"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input_is_named(name):
+    arguments, options, message = ERRORS[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        jattn.dot_product_attention(*arguments, **options)
+    with pytest.raises((ValueError, TypeError), match=message):
+        jattn.explain(*arguments, **options)
+
+
+def test_a_named_implementation_that_cannot_says_why():
+    with pytest.raises(jattn.Unsupported, match="'cudnn' cannot do this: it needs an NVIDIA GPU"):
+        jattn.dot_product_attention(q, k, v, implementation="cudnn")
+    assert issubclass(jattn.Unsupported, NotImplementedError)
+    text = jattn.explain(q, k, v, implementation="cudnn")
+    assert text.startswith("cudnn: named, but it needs an NVIDIA GPU") and "xla: could, too" in text
+    assert jattn.explain(q, k, v, is_causal=True).splitlines()[0] == "xla: taken"
+
+
+def request_of(B=B, T=T, S=S, N=N, K=K, H=8, dtype=jnp.bfloat16, **options):
+    rng = np.random.default_rng(0)
+    shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
+    return jattn.api._request(*(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes), **options)
+
+
+class TestCudnn:
+    """cuDNN's file with ``jax.nn``'s dense formula in the kernel's place, so that all round it is tested without a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def pretend(self, monkeypatch):
+        dense = jax.nn.dot_product_attention
+
+        def kernel(*args, implementation, **options):
+            assert implementation == "cudnn"
+            with jax.numpy_rank_promotion("allow"):
+                return dense(*args, **options, implementation="xla")
+
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"scale": 0.5},
+            {"is_causal": True},
+            {"mask": jattn.masks.Causal() & jattn.masks.SlidingWindow(2, 4)},
+            {"local_window_size": (0, 0)},
+            {"query_seq_lengths": np.array([3, 7]), "key_value_seq_lengths": np.array([5, 0])},
+            {"is_causal": True, "local_window_size": 1, "key_value_seq_lengths": np.array([2, 11])},
+        ],
+    )
+    def test_values_lse_and_gradients_are_those_of_xla(self, options):
+        request = request_of(**options)
+        assert cudnn.why_not(request) is None
+
+        def results(module):
+            def loss(query, key, value):
+                out, lse = module.run(dataclasses.replace(request, query=query, key=key, value=value))
+                return jnp.sum(out.astype(jnp.float32)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse)), (out, lse)
+
+            run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+            return run(request.query, request.key, request.value)
+
+        with jax.numpy_dtype_promotion("standard"):  # jax.nn's own backward pass is not strict
+            ((_, (out, lse)), gradients), ((_, (dense, dense_lse)), dense_gradients) = results(cudnn), results(xla)
+        np.testing.assert_array_equal(lse, dense_lse)
+        np.testing.assert_allclose(out.astype(jnp.float32), dense.astype(jnp.float32), atol=0.03)
+        for got, expected in zip(gradients, dense_gradients, strict=True):
+            np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=0.1)
+
+    @pytest.mark.parametrize(
+        "options, reason",
+        [
+            ({"bias": jnp.zeros((T, S))}, "a bias"),
+            ({"mask": np.ones((T, S), bool)}, "no mask array"),
+            ({"mask": lambda b, h, q, kv: kv <= q}, "Causal and SlidingWindow"),
+            ({"mask": jattn.masks.Causal() | jattn.masks.Prefix(2)}, "Causal and SlidingWindow"),
+            ({"local_window_size": (2, 1)}, "Causal and SlidingWindow"),
+            ({"score_mod": jattn.score_mods.SoftCap(1.0)}, "no score_mod"),
+            ({"query_positions": np.arange(T)}, "no positions"),
+            ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "no dropout"),
+            ({"precision": "highest"}, "no precision"),
+            ({"scale": jnp.float32(0.5)}, "plain number"),
+        ],
+    )
+    def test_refuses_honestly(self, options, reason):
+        assert reason in cudnn.why_not(request_of(**options))
+
+    def test_refuses_shapes_and_dtypes(self):
+        ask = lambda **shape: cudnn.why_not(request_of(**shape))
+        assert ask(dtype=jnp.float16) is None
+        assert "not float32" in ask(dtype=jnp.float32)
+        assert "multiple of 8 up to 256, got 12" in ask(H=12)
+        assert "got 264" in ask(H=264)
+        assert "empty" in ask(S=0)

@@ -1,0 +1,179 @@
+"""One head, its lifting to many, merging, and dropout's hash."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jattn
+from jattn import masks
+from jattn.attention import dropout_keep
+
+
+def qkv(getkey, T=7, S=11, N=6, K=3, H=5, D=13):
+    return tuple(jax.random.normal(getkey(), shape) for shape in ((T, N, H), (S, K, H), (S, K, D)))
+
+
+def test_one_head_is_the_formula(getkey):
+    q, k, v = (x[:, 0] for x in qkv(getkey))
+    out, lse = jattn.attend(q, k, v)
+    scores = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T / np.sqrt(5)
+    weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    np.testing.assert_allclose(out, weights @ np.asarray(v), atol=1e-6)
+    np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(1)), atol=1e-6)
+
+
+def test_several_masks_must_all_hold(getkey):
+    q, k, v = (x[:, 0] for x in qkv(getkey))
+    even = jnp.arange(11)[None, :] % 2 == 0
+    both, _ = jattn.attend(q, k, v, mask=(masks.Causal(), even))
+    joined, _ = jattn.attend(q, k, v, mask=lambda b, h, q, kv: (kv <= q) & (kv % 2 == 0))
+    np.testing.assert_array_equal(both, joined)
+
+
+@pytest.mark.parametrize("N, K", [(6, 6), (6, 3), (6, 2), (5, 1)])
+def test_over_heads_is_a_loop_over_heads(getkey, N, K):
+    q, k, v = qkv(getkey, N=N, K=K)
+    bias = jax.random.normal(getkey(), (N, 7, 11))
+    shared = jax.random.normal(getkey(), (1, 7, 11))
+
+    def fn(q, k, v, bias, shared):
+        return jattn.attend(q, k, v, bias=bias + shared)
+
+    out, lse = jattn.over_heads(fn)(q, k, v, bias, shared)
+    assert out.shape == (7, N, 13) and lse.shape == (7, N)
+    for n in range(N):
+        one = fn(q[:, n], k[:, n // (N // K)], v[:, n // (N // K)], bias[n], shared[0])
+        np.testing.assert_allclose(out[:, n], one[0], atol=1e-6)
+        np.testing.assert_allclose(lse[:, n], one[1], atol=1e-6)
+
+
+def test_over_heads_puts_the_head_axis_where_it_is_told(getkey):
+    q, k, _ = qkv(getkey)
+    weights, lse = jattn.over_heads(lambda q, k, v: jattn.attention.head_weights(q, k), out_axes=(0, 1))(q, k, None)
+    assert weights.shape == (6, 7, 11) and lse.shape == (7, 6)
+
+
+def test_over_heads_does_not_repeat_keys(getkey):
+    """No intermediate of grouped queries has the keys once for every query head."""
+    q, k, v = qkv(getkey, S=101, N=6, K=3, D=5)
+    jaxpr = jax.make_jaxpr(jattn.over_heads(jattn.attend))(q, k, v)
+    sizes = [np.prod(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars]
+    assert max(sizes) <= 6 * 7 * 101
+    assert 6 * 101 * 5 not in sizes
+
+
+def test_over_heads_refuses_heads_that_do_not_group(getkey):
+    q, k, v = qkv(getkey, N=5, K=3)
+    with pytest.raises(ValueError, match="5 query heads must be a multiple of the 3"):
+        jattn.over_heads(jattn.attend)(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"mask": lambda b, h, q, kv: q - kv}, TypeError, "mask must return bool, got int32"),
+        (
+            {"mask": lambda b, h, q, kv: jnp.ones((3, 11), bool)},
+            ValueError,
+            r"mask must .*\(7, 11\), got shape \(3, 11\)",
+        ),
+        ({"score_mod": lambda s, b, h, q, kv: q + kv}, TypeError, "score_mod must return floats, got int32"),
+        ({"score_mod": lambda s, b, h, q, kv: s.sum(0)[:3]}, ValueError, r"score_mod must .*got shape \(3,\)"),
+        ({"score_mod": lambda s, b, h, q, kv: s[None]}, ValueError, r"got shape \(1, 7, 11\)"),
+    ],
+)
+def test_a_wrong_mod_is_named_at_trace_time(getkey, options, error, message):
+    q, k, v = (x[:, 0] for x in qkv(getkey))
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda q, k, v: jattn.attend(q, k, v, **options), q, k, v)
+
+
+def part(rng, lse_low, empty):
+    out = rng.normal(size=(3, 2)).astype(np.float32)
+    lse = rng.uniform(lse_low, lse_low + 9, size=3).astype(np.float32)
+    lse[:empty], out[:empty] = -np.inf, 0
+    return jnp.asarray(out), jnp.asarray(lse)
+
+
+parts = st.builds(
+    lambda seed, low, empty: part(np.random.default_rng(seed), low, empty),
+    st.integers(0, 99),
+    st.sampled_from([-200.0, -3.0, 0.0, 300.0]),
+    st.integers(0, 3),
+)
+
+
+def assert_same(a, b):
+    np.testing.assert_allclose(a[0], b[0], atol=1e-5)
+    np.testing.assert_allclose(a[1], b[1], rtol=1e-5, atol=1e-5)
+
+
+@given(parts, parts, parts)
+def test_merge_is_associative_and_commutative_with_a_unit(a, b, c):
+    assert_same(jattn.merge(*jattn.merge(*a, *b), *c), jattn.merge(*a, *jattn.merge(*b, *c)))
+    assert_same(jattn.merge(*a, *b), jattn.merge(*b, *a))
+    assert_same(jattn.merge(*a, jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)), a)
+    gradients = jax.grad(lambda a, b: sum(x.sum() for x in jattn.merge(*a, *b)[:1]), (0, 1))(a, b)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+def test_merge_joins_attention_over_two_sets_of_keys(getkey):
+    q, k, v = (x[:, 0] for x in qkv(getkey))
+    whole = jattn.attend(q, k, v, mask=masks.Causal())
+    left = jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
+    right = jattn.attend(q, k[4:], v[4:], mask=masks.Causal(), kv_positions=jnp.arange(4, 11))
+    assert not np.isfinite(right[1]).all(), "some rows see nothing on the right"
+    assert_same(jattn.merge(*left, *right), whole)
+
+
+def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
+    return dropout_keep(key, rate, b, h, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey, lambda seed: jax.random.key(seed, impl="rbg")])
+def test_dropout_is_a_fair_coin_without_memory(make):
+    """Rate, and correlation between neighbours, rows, heads, sequences and keys: within 5 standard deviations of chance."""
+    key = make(0)
+    bits = np.asarray(keep(key), np.float64)
+    sigma = 1 / np.sqrt(bits.size)
+    assert abs(bits.mean() - 0.7) < 5 * np.sqrt(0.21) * sigma
+    bits = (bits - 0.7) / np.sqrt(0.21)
+    others = [
+        keep(key, h=1),
+        keep(key, b=1),
+        keep(make(1)),
+        np.roll(keep(key), 1, 0),
+        np.roll(keep(key), 1, 1),
+        np.asarray(keep(key, rows=400, columns=500)).T,
+    ]
+    for other in others:
+        other = (np.asarray(other, np.float64) - 0.7) / np.sqrt(0.21)
+        assert abs((bits * other).mean()) < 5 * sigma
+    assert np.abs(bits.mean(0)).max() < 5.5 / np.sqrt(500) and np.abs(bits.mean(1)).max() < 5.5 / np.sqrt(400)
+
+
+def test_dropout_depends_on_the_indices_alone():
+    key = jax.random.key(5)
+    np.testing.assert_array_equal(keep(key)[:, 100:150], keep(key, columns=50, start=100))
+    assert keep(key, rate=0.0).all()
+    with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\), got 1"):
+        keep(key, rate=1.0)
+
+
+def test_second_derivatives(getkey):
+    """The rule of the log-sum-exp is differentiable itself: Hessian against finite differences in float64."""
+    with jax.enable_x64(True):
+        q, k, v = (x[:, 0].astype(jnp.float64) for x in qkv(getkey, T=2, S=3, H=2, D=2))
+
+        def f(q):
+            out, lse = jattn.attend(q, k, v, mask=lambda b, h, q, kv: kv <= q)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse**2)
+
+        hessian = jax.hessian(f)(q)
+        for t, i in np.ndindex(2, 2):
+            step = jnp.zeros_like(q).at[t, i].set(1e-5)
+            numeric = (jax.grad(f)(q + step) - jax.grad(f)(q - step)) / 2e-5
+            np.testing.assert_allclose(hessian[:, :, t, i], numeric, atol=1e-8)

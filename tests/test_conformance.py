@@ -1,0 +1,411 @@
+"""Every implementation on every case: values, log-sum-exp and gradients against the formula in float64.
+
+The reference below shares no code with jattn: it loops over pairs in plain Python to see which are visible and writes
+the softmax out. Shapes are distinct primes, so that a swapped axis fails.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, score_mods
+from jattn.api import IMPLEMENTATIONS
+
+B, T, S, N, K, H, D = 2, 7, 11, 3, 3, 5, 13
+RNG = np.random.default_rng(0)
+
+
+def floats(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. ``sees`` and ``score`` say in plain terms what ``mask`` functions and score functions in ``options`` mean."""
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sees: Callable[[int, int, int, int], bool] = lambda b, h, q, kv: True
+    score: Callable[..., Any] | None = None  # (params, score, h [N,1,1], q [T,1], kv [1,S]) -> score
+    mod: Callable[[Any], Any] | None = None  # params -> score_mod
+    params: np.ndarray | None = None  # what the score function holds
+    shape: tuple[int, ...] = (B, T, S, N, K, H, D)
+    amplify: float = 1.0  # of the queries
+    tolerance: float = 2e-5
+    dtype: Any = jnp.float32
+
+
+def slot(T, S):
+    return np.arange(T), np.arange(S)
+
+
+GRID = np.arange(T)[:, None] * 3 % 5 <= np.arange(S)[None, :] % 4
+IDS = np.array([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4, 4]])
+KV_IDS = np.array([[0, 1, 1, 0, 2, 2, 5, 1, 0, 0, 2], [3, 4, 3, 4, 3, 3, 9, 9, 3, 4, 4]])
+LENGTHS = np.array([4, 0])
+TABLE = RNG.random((2, 3, 7, 11)) < 0.5
+SHIFTED = np.array([[4, 5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5, 6]])
+ALIBI = np.array([0.5, 0.25, 0.125], np.float32)
+BUCKETS = floats(8, 3)
+
+
+def t5_bucket(offset, buckets, bidirectional, max_distance):
+    """T5's bucket of one offset kv - q, in plain Python."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first = buckets if offset > 0 else 0
+        distance = abs(offset)
+    else:
+        distance = max(-offset, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return first + distance
+    large = exact + int(np.log(distance / exact) / np.log(max_distance / exact) * (buckets - exact))
+    return first + min(large, buckets - 1)
+
+
+BUCKET_OF = np.array([[t5_bucket(s - t, 8, True, 16) for s in range(S)] for t in range(T)])
+
+CASES = {
+    "plain": Case(),
+    "one query": Case(shape=(2, 1, S, N, K, H, D)),
+    "one key": Case(shape=(2, T, 1, N, K, H, D)),
+    "grouped queries": Case(shape=(B, T, S, 6, 3, H, D)),
+    "one kv head": Case(shape=(B, T, S, 5, 1, H, D)),
+    "grouped, with per-head bias and mask": Case(
+        {"bias": floats(B, 6, T, S), "mask": RNG.random((1, 6, T, S)) < 0.6}, shape=(B, T, S, 6, 3, H, D)
+    ),
+    "scale": Case({"scale": 0.7}),
+    "causal, top-left": Case({"is_causal": True}, lambda b, h, q, kv: kv <= q),
+    "causal, more queries than keys": Case(
+        {"is_causal": True}, lambda b, h, q, kv: kv <= q, shape=(B, 11, 7, N, K, H, D)
+    ),
+    "causal, bottom-right by positions": Case(
+        {"is_causal": True, "query_positions": np.arange(S - T, S)}, lambda b, h, q, kv: kv <= q
+    ),
+    "positions that differ by row": Case(
+        {"is_causal": True, "query_positions": SHIFTED, "kv_positions": np.arange(S)[::-1].copy()},
+        lambda b, h, q, kv: kv <= q,
+    ),
+    "positions up to 2**30": Case(
+        {"is_causal": True, "query_positions": 2**30 + np.arange(T), "kv_positions": 2**30 - 4 + np.arange(S)},
+        lambda b, h, q, kv: kv <= q,
+    ),
+    "window, two-sided": Case({"local_window_size": (2, 1)}, lambda b, h, q, kv: q - 2 <= kv <= q + 1),
+    "window, one number": Case({"local_window_size": 1}, lambda b, h, q, kv: abs(q - kv) <= 1),
+    "window, causal, rows behind the keys see nothing": Case(
+        {"local_window_size": (2, 0), "is_causal": True},
+        lambda b, h, q, kv: q - 2 <= kv <= q,
+        shape=(B, 11, 5, N, K, H, D),
+    ),
+    "query lengths": Case({"query_seq_lengths": np.array([3, 7])}),
+    "key lengths, one of them 0": Case({"key_value_seq_lengths": LENGTHS}),
+    "both lengths and causal": Case(
+        {"query_seq_lengths": np.array([3, 7]), "key_value_seq_lengths": np.array([5, 2]), "is_causal": True},
+        lambda b, h, q, kv: kv <= q,
+    ),
+    **{
+        f"mask array {list(shape)}": Case({"mask": RNG.random(shape) < 0.6})
+        for shape in [(T, S), (1, S), (T, 1), (N, T, S), (1, 1, S), (B, N, T, S), (B, 1, 1, S), (1, N, 1, S), (B, 1, T, 1)]
+    },
+    **{
+        f"bias {list(shape)}": Case({"bias": floats(*shape)})
+        for shape in [(T, S), (1, S), (N, T, S), (B, N, T, S), (B, 1, 1, S), (1, N, 1, S), (B, 1, T, 1)]
+    },
+    "bias that is -inf for some pairs and one whole row": Case(
+        {"bias": np.where(RNG.random((1, 1, T, S)) < 0.3, -np.inf, floats(1, 1, T, S)) + np.where(np.arange(T) == 2, -np.inf, 0)[:, None]}
+    ),
+    "mask Causal | Prefix": Case({"mask": masks.Causal() | masks.Prefix(3)}, lambda b, h, q, kv: kv <= q or kv < 3),
+    "mask SlidingWindow & ~Prefix: rows that see nothing": Case(
+        {"mask": masks.SlidingWindow(2, 1) & ~masks.Prefix(4)}, lambda b, h, q, kv: q - 2 <= kv <= q + 1 and not kv < 4
+    ),
+    "mask Segments": Case({"mask": masks.Segments(IDS, KV_IDS)}, lambda b, h, q, kv: IDS[b, q] == KV_IDS[b, kv]),
+    "mask Padding": Case({"mask": masks.Padding(LENGTHS)}, lambda b, h, q, kv: kv < LENGTHS[b]),
+    "mask Dense": Case({"mask": masks.Dense(TABLE)}, lambda b, h, q, kv: TABLE[b, h, q, kv]),
+    "mask Dense by position, outside of it nothing": Case(
+        {"mask": masks.Dense(GRID), "query_positions": np.arange(T) + 3}, lambda b, h, q, kv: q < T and GRID[q, kv]
+    ),
+    "mask function of all four indices": Case(
+        {"mask": lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0}, lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0
+    ),
+    "mask function that ignores the query": Case({"mask": lambda b, h, q, kv: kv % 3 == 0}, lambda b, h, q, kv: kv % 3 == 0),
+    "every row sees nothing": Case({"mask": lambda b, h, q, kv: kv < 0}, lambda b, h, q, kv: False),
+    "mask function and causal and lengths": Case(
+        {"mask": lambda b, h, q, kv: kv != 2, "is_causal": True, "key_value_seq_lengths": np.array([6, 9])},
+        lambda b, h, q, kv: kv <= q and kv != 2,
+    ),
+    "alibi": Case(
+        {},
+        score=lambda slopes, s, h, q, kv: s - slopes[h] * abs(q - kv),
+        mod=score_mods.Alibi,
+        params=ALIBI,
+    ),
+    "t5 bias": Case(
+        {},
+        score=lambda table, s, h, q, kv: s + table[BUCKET_OF[None], h],
+        mod=lambda table: score_mods.RelativeBias(table, bidirectional=True, max_distance=16),
+        params=BUCKETS,
+    ),
+    "soft cap, its cap learned": Case(
+        {},
+        score=lambda cap, s, h, q, kv: cap * jnp.tanh(s / cap),
+        mod=score_mods.SoftCap,
+        params=np.float32(1.5),
+        amplify=4,
+    ),
+    "alibi, then a soft cap, causal": Case(
+        {"is_causal": True},
+        lambda b, h, q, kv: kv <= q,
+        score=lambda slopes, s, h, q, kv: 2 * jnp.tanh((s - slopes[h] * abs(q - kv)) / 2),
+        mod=lambda slopes: score_mods.then(score_mods.Alibi(slopes), score_mods.SoftCap(2.0)),
+        params=ALIBI,
+    ),
+    "score function that captures a table, int times float": Case(
+        {},
+        score=lambda table, s, h, q, kv: s * 0.5 + (kv - q) * table[h],
+        mod=lambda table: lambda s, b, h, q, kv: s * 0.5 + (kv - q) * table[h],
+        params=ALIBI,
+    ),
+    "score function with an infinite derivative where masked": Case(
+        {"mask": lambda b, h, q, kv: (q + kv) % 2 == 0, "bias": np.where((np.arange(T)[:, None] + np.arange(S)) % 2, -1e9, 9.0).astype(np.float32)},
+        lambda b, h, q, kv: (q + kv) % 2 == 0,
+        score=lambda one, s, h, q, kv: one * jnp.sqrt(jnp.abs(s)),
+        mod=lambda one: lambda s, b, h, q, kv: one * jnp.sqrt(s),
+        params=np.float32(1.0),
+    ),
+    "sinks": Case({"sinks": floats(N)}),
+    "sinks, and rows that see nothing": Case({"sinks": floats(N), "key_value_seq_lengths": LENGTHS}),
+    "logits of +-1e4": Case(amplify=3e3, tolerance=2e-3),
+    "lse below -88": Case({"bias": np.full((1, 1, 1, 1), -1000.0, np.float32)}, tolerance=1e-4),
+    "no queries": Case(shape=(B, 0, S, N, K, H, D)),
+    "no keys": Case(shape=(B, T, 0, N, K, H, D)),
+    "no keys, causal": Case({"is_causal": True}, lambda b, h, q, kv: kv <= q, shape=(B, T, 0, N, K, H, D)),
+    "no sequences": Case(shape=(0, T, S, N, K, H, D)),
+    "bfloat16, causal": Case({"is_causal": True}, lambda b, h, q, kv: kv <= q, dtype=jnp.bfloat16, tolerance=2e-2),
+    "float16, head_dim 8": Case(shape=(B, T, S, N, K, 8, 8), dtype=jnp.float16, tolerance=4e-3),
+    "bfloat16, causal window and lengths, head_dim 8": Case(
+        {"is_causal": True, "local_window_size": (3, 0), "query_seq_lengths": np.array([5, 7]), "key_value_seq_lengths": np.array([7, 0])},
+        lambda b, h, q, kv: q - 3 <= kv <= q,
+        shape=(B, T, S, 6, 3, 8, 8),
+        dtype=jnp.bfloat16,
+        tolerance=2e-2,
+    ),
+}  # fmt: skip
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    """Everything that is differentiated, float32 NumPy, rounded to the case's dtype first."""
+    B, T, S, N, K, H, D = case.shape
+    rng = np.random.default_rng(7)
+    arrays = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, D)}
+    found = {name: rng.normal(size=shape) for name, shape in arrays.items()}
+    found["query"] = found["query"] * case.amplify
+    found = {name: np.array(jnp.asarray(x, case.dtype), np.float32) for name, x in found.items()}
+    found |= {name: case.options[name] for name in ("bias", "sinks") if name in case.options}
+    return found if case.params is None else found | {"params": case.params}
+
+
+def visible(case: Case) -> np.ndarray:
+    """``[B,N,T,S]``, pair by pair."""
+    B, T, S, N, *_ = case.shape
+    given = case.options
+    q_pos = np.broadcast_to(given.get("query_positions", np.arange(T)), (B, T))
+    kv_pos = np.broadcast_to(given.get("kv_positions", np.arange(S)), (B, S))
+    seen = np.ones((B, N, T, S), bool)
+    for b, h, t, s in np.ndindex(B, N, T, S):
+        seen[b, h, t, s] = case.sees(b, h, int(q_pos[b, t]), int(kv_pos[b, s]))
+        seen[b, h, t, s] &= t < given.get("query_seq_lengths", [T] * B)[b]
+        seen[b, h, t, s] &= s < given.get("key_value_seq_lengths", [S] * B)[b]
+    return seen if callable(given.get("mask", len)) else seen & given["mask"]
+
+
+def reference(case: Case, seen: np.ndarray, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The formula, written out."""
+    B, T, S, N, K, H, D = case.shape
+    key, value = (jnp.repeat(given[name], N // K, axis=2) for name in ("key", "value"))
+    scale = case.options.get("scale", 1 / np.sqrt(H))
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", given["query"], key)
+    if "bias" in given:
+        scores = scores + given["bias"][(None,) * (4 - given["bias"].ndim)]
+    if case.score is not None:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            h, q, kv = np.arange(N)[:, None, None], np.arange(T)[:, None], np.arange(S)[None, :]
+            scores = case.score(given["params"], jnp.where(seen, scores, 1.0), h, q, kv)
+    seen = seen & (scores > -jnp.inf)
+    scores = jnp.where(seen, scores, 0.0)
+    high = jnp.max(scores, axis=-1, initial=-1e300, where=seen)
+    if "sinks" in given:
+        sinks = given["sinks"]
+        high = jnp.maximum(high, sinks[None, :, None])
+    high = jax.lax.stop_gradient(jnp.where(high == -1e300, 0.0, high))
+    exponentials = jnp.where(seen, jnp.exp(jnp.where(seen, scores - high[..., None], 0.0)), 0.0)
+    total = exponentials.sum(-1)
+    if "sinks" in given:
+        total = total + jnp.exp(sinks[None, :, None] - high)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    out = jnp.einsum("bnts,bsnd->btnd", exponentials / total[..., None], value)
+    return out, jnp.where(empty, -jnp.inf, high + jnp.log(total)).swapaxes(1, 2)
+
+
+def loss(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Weights every entry of both results differently; rows that see nothing have no lse to weigh."""
+    weigh = [jnp.asarray(np.random.default_rng(9).normal(size=x.shape), jnp.float32) for x in (out, lse)]
+    parts = (out, jnp.where(lse == -jnp.inf, 0.0, lse))
+    return sum(jnp.sum(x.astype(lse.dtype) * w.astype(lse.dtype)) for x, w in zip(parts, weigh, strict=True))
+
+
+def run(case: Case, implementation: str, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    options = {name: value for name, value in case.options.items() if name not in ("bias", "sinks")}
+    if case.mod is not None:
+        options["score_mod"] = case.mod(given["params"])
+    given = {name: x.astype(case.dtype) if name in ("query", "key", "value") else x for name, x in given.items()}
+    given.pop("params", None)
+    return jattn.dot_product_attention(**given, **options, implementation=implementation, return_residual=True)
+
+
+def values_and_gradients(fn: Callable, given: dict[str, jax.Array]):
+    def both(given):
+        results = fn(given)
+        return loss(*results), results
+
+    (_, results), gradients = jax.jit(jax.value_and_grad(both, has_aux=True))(given)
+    return results, gradients
+
+
+def skip_where_unsupported(case: Case, implementation: str) -> None:
+    """Skips with the implementation's own reason; the test would otherwise raise ``Unsupported``."""
+    B, T, S, N, K, H, D = case.shape
+    q, k, v = (jnp.zeros(shape, case.dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, D)))
+    options = dict(case.options) if case.mod is None else {**case.options, "score_mod": case.mod(case.params)}
+    text = jattn.explain(q, k, v, **options, implementation=implementation)
+    if "named, but" in text:
+        pytest.skip(text.splitlines()[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_values_lse_and_gradients(implementation, name):
+    case = CASES[name]
+    skip_where_unsupported(case, implementation)
+    given = inputs(case)
+    (out, lse), gradients = values_and_gradients(
+        lambda x: run(case, implementation, x), jax.tree.map(jnp.asarray, given)
+    )
+    with jax.enable_x64(True):
+        seen = visible(case)
+        exact = {name: jnp.asarray(x, jnp.float64) for name, x in given.items()}
+        (exact_out, exact_lse), exact_gradients = values_and_gradients(lambda x: reference(case, seen, x), exact)
+    assert out.dtype == case.dtype and lse.dtype == jnp.float32
+    compare(out, exact_out, case.tolerance, "out")
+    compare(lse, exact_lse, case.tolerance, "lse")
+    for argument, gradient in gradients.items():
+        compare(gradient, exact_gradients[argument], case.tolerance * (8 if case.dtype != jnp.float32 else 2), argument)
+
+
+def compare(got: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Equal up to ``tolerance`` of the largest finite number expected; infinities in the same places; no NaN."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == expected.shape
+    assert not np.isnan(got).any(), f"NaN in {what}"
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(got[~finite], expected[~finite], err_msg=what)
+    scale = np.abs(expected[finite]).max(initial=1e-3)
+    np.testing.assert_allclose(got[finite] / scale, expected[finite] / scale, rtol=0, atol=tolerance, err_msg=what)
+
+
+POISONED = {
+    "key lengths": Case({"key_value_seq_lengths": np.array([4, 0])}, lambda b, h, q, kv: kv < (4, 0)[b]),
+    "mask array": Case({"mask": np.arange(S)[None, :] % 3 != 1}, lambda b, h, q, kv: kv % 3 != 1),
+    "mask function": Case({"mask": lambda b, h, q, kv: kv >= 5}, lambda b, h, q, kv: kv >= 5),
+    "causal": Case({"is_causal": True}, lambda b, h, q, kv: kv < T),
+    "query lengths": Case({"query_seq_lengths": np.array([3, 7])}),
+}
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_nobody_sees_may_hold_anything(implementation, name, poison):
+    """Bit-identical output and gradients, zeros against NaN or Inf in the unseen slots (and in queries that see nothing)."""
+    case = POISONED[name]
+    skip_where_unsupported(case, implementation)
+    given = inputs(case)
+    unseen = ~np.array([[case.sees(b, 0, 0, s) for s in range(S)] for b in range(B)])
+    blind = np.array([[t >= case.options.get("query_seq_lengths", [T] * B)[b] for t in range(T)] for b in range(B)])
+
+    def filled(value):
+        filled = {name: given[name].copy() for name in given}
+        filled["key"][unseen], filled["value"][unseen], filled["query"][blind] = value, value, value
+        return jax.tree.map(jnp.asarray, filled)
+
+    run_it = jax.jit(lambda given: values_and_gradients(lambda x: run(case, implementation, x), given))
+    assert unseen.any() or blind.any()
+    for clean, poisoned in zip(*map(jax.tree.leaves, (run_it(filled(0.0)), run_it(filled(poison)))), strict=True):
+        np.testing.assert_array_equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("argument", ["key", "value"])
+def test_visible_nan_shows_in_every_row_that_sees_it(implementation, argument):
+    case = Case({"is_causal": True})
+    skip_where_unsupported(case, implementation)
+    given = inputs(case)
+    given[argument][0, 4] = np.nan
+    out, _ = run(case, implementation, jax.tree.map(jnp.asarray, given))
+    assert np.isnan(out[0, 4:]).all()
+    assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dropout_keeps_what_the_key_and_the_indices_say(implementation):
+    """The kept entries are read off the values: with ``value = identity`` the output is the weights after dropout."""
+    case = Case(shape=(B, T, S, N, N, H, S))
+    q, k = (jnp.asarray(x) for x in (inputs(case)["query"], inputs(case)["key"]))
+    v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
+    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "implementation": implementation}
+    if "named, but" in jattn.explain(q, k, v, **options):
+        pytest.skip(jattn.explain(q, k, v, **options))
+    dropped = jattn.dot_product_attention(q, k, v, **options).transpose(0, 2, 1, 3)
+    kept = jnp.stack(
+        [
+            jnp.stack(
+                [
+                    jattn.attention.dropout_keep(
+                        jax.random.key(3), 0.4, b, h, jnp.arange(T)[:, None], jnp.arange(S)[None, :]
+                    )
+                    for h in range(N)
+                ]
+            )
+            for b in range(B)
+        ]
+    )
+    compare(dropped, jnp.where(kept, jattn.attention_weights(q, k) / 0.6, 0.0), 1e-6, "weights after dropout")
+    # half of the keys, at their positions: the same entries are kept
+    half = jattn.dot_product_attention(
+        q, k[:, 5:], v[:, 5:], **options, kv_positions=np.arange(5, S), return_residual=True
+    )[0].transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(half[..., 5:] != 0, dropped[..., 5:] != 0)
+
+
+def test_the_table_is_not_a_dummy():
+    """The comparison notices a wrong mask, a wrong score and a wrong gradient of one entry."""
+    case = CASES["causal, top-left"]
+    (out, lse), gradients = values_and_gradients(lambda x: run(case, "xla", x), jax.tree.map(jnp.asarray, inputs(case)))
+    off = dataclasses.replace(case, sees=lambda b, h, q, kv: kv < q + 2)
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(x, jnp.float64) for name, x in inputs(case).items()}
+        (wrong, wrong_lse), _ = values_and_gradients(lambda x: reference(off, visible(off), x), exact)
+    for got, expected in (
+        (out, wrong),
+        (lse, wrong_lse),
+        (gradients["query"], gradients["query"].at[0, 0, 0, 0].add(1)),
+    ):
+        with pytest.raises(AssertionError):
+            compare(got, expected, case.tolerance, "planted")

@@ -1,0 +1,127 @@
+"""The documents are true: every Python block in README.md and docs/ runs, and prints what is shown.
+
+The blocks of a document share one namespace and run in order, under JAX's default settings, as they do for a reader.
+A ``text`` or ``output`` block that follows a Python block directly is what that block prints.
+"""
+
+import contextlib
+import io
+import itertools
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)(?:^ *(?P=fence)[ \t]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    line: int  # of the first line of code in the document
+    code: str
+    output: str | None  # what it must print, where the document shows it
+
+
+def blocks(document: str) -> list[Block]:
+    """The Python blocks of a Markdown text, each with the output shown directly after it."""
+    fences = list(FENCE.finditer(document))
+    found = []
+    for fence, after in itertools.zip_longest(fences, fences[1:]):
+        if fence["language"].lower() not in ("python", "python3", "py"):
+            continue
+        shown = after and after["language"] in ("text", "output") and not document[fence.end() : after.start()].strip()
+        line = document.count("\n", 0, fence.start("body")) + 1
+        output = textwrap.dedent(after["body"]) if after and shown else None
+        found.append(Block(line, textwrap.dedent(fence["body"]), output))
+    return found
+
+
+def run(path: Path) -> None:
+    """Runs the blocks of the document at ``path``; fails where one fails or prints something else than is shown."""
+    found = blocks(path.read_text(encoding="utf-8"))
+    assert found, f"{path.name} has no Python block"
+    namespace = {"__name__": "__main__"}
+    for block in found:
+        # Empty lines in front make the line numbers of a traceback those of the document.
+        program = compile("\n" * (block.line - 1) + block.code, str(path), "exec", dont_inherit=True)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(program, namespace)
+        if block.output is not None:
+            assert _lines(printed.getvalue()) == _lines(block.output), f"{path.name}:{block.line} prints something else"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_document(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what a document saves stays out of the checkout
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        run(path)
+
+
+PY, END = "```python\n", "```\n"
+GOOD = {
+    "runs": f"# Title\n\n{PY}x = 1\n{END}",
+    "one namespace": f"{PY}x = 1\n{END} and \n{PY}assert x == 1\n{END}",
+    "output": f"{PY}print(1 + 1)  \n{END}\n```text\n2\n{END}",
+    "output block": f"{PY}print(1)\n{END}```output\n1\n{END}",
+    "text further down is not output": f"{PY}print(1)\n{END}\nA tree:\n\n```text\n2\n{END}",
+    "other languages are not run": f"{PY}x = 1\n{END}```bash\nexit 1\n{END}",
+    "a block inside a block": f"````markdown\n{PY}1 / 0\n{END}````\n{PY}x = 1\n{END}",
+    "in a list": f"- so:\n  {PY}  x = 1\n  if x:\n      x = 2\n  {END}",
+}
+BAD = {
+    "no code": ("# Title\n\nWords.\n", AssertionError, "no Python block"),
+    "only other code": ("```bash\nls\n```\n", AssertionError, "no Python block"),
+    "raises": (f"{PY}1 / 0\n{END}", ZeroDivisionError, None),
+    "raises in the last block": (f"{PY}x = 1\n{END}\n{PY}assert x == 2\n{END}", AssertionError, None),
+    "does not parse": (f"{PY}x =\n{END}", SyntaxError, None),
+    "wrong output": (f"words\n\n{PY}print(1)\n{END}\n```text\n2\n{END}", AssertionError, "md:4 prints something else"),
+    "no output": (f"{PY}x = 1\n{END}\n```text\n2\n{END}", AssertionError, "prints something else"),
+    "short tag": (f"```py\n1 / 0\n{END}", ZeroDivisionError, None),
+    "with an attribute": (f'```python title="x"\n1 / 0\n{END}', ZeroDivisionError, None),
+    "in a list": (f"1. so:\n   {PY}   1 / 0\n   {END}", ZeroDivisionError, None),
+    "never closed": (f"{PY}1 / 0\n", ZeroDivisionError, None),
+    "tildes": ("~~~python\n1 / 0\n~~~\n", ZeroDivisionError, None),
+}
+
+
+@pytest.mark.parametrize("document", GOOD.values(), ids=GOOD)
+def test_a_true_document_passes(tmp_path, document):
+    path = tmp_path / "good.md"
+    path.write_text(document)
+    run(path)
+
+
+@pytest.mark.parametrize("document, error, match", BAD.values(), ids=BAD)
+def test_a_false_document_fails(tmp_path, document, error, match):
+    path = tmp_path / "bad.md"
+    path.write_text(document)
+    with pytest.raises(error, match=match):
+        run(path)
+
+
+def test_documents_do_not_share_names(tmp_path):
+    for name in "first.md", "second.md":
+        (tmp_path / name).write_text(f"{PY}assert 'x' not in globals()\nx = 1\n{END}")
+        run(tmp_path / name)
+
+
+def test_tracebacks_name_the_line_of_the_document(tmp_path):
+    path = tmp_path / "bad.md"
+    path.write_text(f"# Title\n\n{PY}x = 1\n1 / 0\n{END}")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(path)
+    last = caught.traceback[-1]
+    assert (Path(last.path).name, last.lineno + 1) == ("bad.md", 5)
