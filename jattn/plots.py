@@ -17,9 +17,7 @@ try:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 except ImportError as missing:
-    raise ImportError(
-        "jattn.plots draws with matplotlib, which is not installed: pip install jattn[plots]"
-    ) from missing
+    raise ImportError("jattn.plots needs matplotlib: pip install jattn[plots]") from missing
 
 QUERIES, KEYS = "Queries (Target)", "Keys (Source)"
 COLOURS = "Blues"  # white is no weight: it prints, and order of lightness survives colour blindness
@@ -116,34 +114,36 @@ def head_grid(
     weights = _checked(weights, (3, 4), "[N, T, S] or [L, N, T, S]")
     layered = weights.ndim == 4
     heads = weights.reshape(-1, *weights.shape[-2:])
-    if titles is None:
-        names = [(f"layer {i // weights.shape[1]} " if layered else "", i) for i in range(len(heads))]
-        titles = [f"{layer}head {i % weights.shape[1] if layered else i}" for layer, i in names]
+    if titles is None and layered:
+        titles = [f"layer {layer} head {head}" for layer, head in np.ndindex(*weights.shape[:2])]
+    elif titles is None:
+        titles = [f"head {head}" for head in range(len(heads))]
     elif len(titles) != len(heads):
         raise ValueError(f"titles has {len(titles)} entries, expected {len(heads)}: one per head")
-    columns = columns or (weights.shape[1] if layered else min(len(heads), 4))
-    rows = math.ceil(len(heads) / columns)
+    across = columns or (weights.shape[1] if layered else min(len(heads), 4))
+    rows = math.ceil(len(heads) / across)
     query_labels, key_labels = _labels(heads.shape[1:], tokens, key_tokens)
 
     longer = max(heads.shape[1:])
-    size = panel_size or (1.5 if columns > 6 else min(max(0.085 * longer, 1.7), 3.2))
+    size = panel_size or (1.5 if across > 6 else min(max(0.085 * longer, 1.7), 3.2))
     width, height = (size * max(side / longer, 0.25) for side in heads.shape[:0:-1])
-    figure = Figure(figsize=(columns * (width + 0.15) + 1.5, rows * (height + 0.35) + 0.8), layout="compressed")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for i, ax in enumerate(grid.flat):
+    figure = Figure(figsize=(across * (width + 0.15) + 1.5, rows * (height + 0.35) + 0.8), layout="compressed")
+    axes: list[Axes] = list(figure.subplots(rows, across, squeeze=False).flat)
+    images = []
+    for i, ax in enumerate(axes):
         if i >= len(heads):
             ax.set_axis_off()
             continue
         # Tokens stand at the left and the lower edge only: every picture of the grid shares them.
-        left, lowest = i % columns == 0, i + columns >= len(heads)
-        image = _draw(ax, heads[i], query_labels, key_labels, _top(heads, vmax), cmap, size * 72)
+        left, lowest = i % across == 0, i + across >= len(heads)
+        images.append(_draw(ax, heads[i], query_labels, key_labels, _top(heads, vmax), cmap, size * 72))
         ax.tick_params(labelleft=left, labelbottom=lowest)
         ax.set_title(titles[i], fontsize=9, parse_math=False)
     figure.supxlabel(KEYS, fontsize=10)
     figure.supylabel(QUERIES, fontsize=10)
     if title is not None:
         figure.suptitle(title, parse_math=False)
-    _colour_bar(figure, image, list(grid.flat))
+    _colour_bar(figure, images[0], axes)
     return figure
 
 
@@ -163,7 +163,11 @@ def _labels(
     for name, given, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
         if given is not None and len(given) != size:
             raise ValueError(f"{name} has {len(given)} entries, expected {axis}={size} for weights of shape {shape}")
-    return tuple(None if given is None else [_shown(token) for token in given] for given in (tokens, key_tokens))
+    return _all_shown(tokens), _all_shown(key_tokens)
+
+
+def _all_shown(tokens: Sequence[object] | None) -> list[str] | None:
+    return None if tokens is None else [_shown(token) for token in tokens]
 
 
 def _shown(token: object) -> str:
@@ -187,8 +191,8 @@ def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, c
     aspect = "equal" if max(weights.shape) <= 8 * min(weights.shape) else "auto"
     image = ax.imshow(weights, vmin=0.0, vmax=vmax, cmap=cmap, aspect=aspect, interpolation="nearest")
     if not points:
-        box, inches = ax.get_position(), ax.figure.get_size_inches()
-        points = 72 * float(min(box.width * inches[0], box.height * inches[1]))
+        box = ax.get_window_extent()
+        points = 72 / ax.figure.dpi * float(min(box.width, box.height))
     cell = points / max(height, width)
     _label(ax.xaxis, columns, width, cell, rotation=90 if _long(columns, cell) else 0)
     _label(ax.yaxis, rows, height, cell)
