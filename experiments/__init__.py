@@ -1,0 +1,1 @@
+"""Experiments that show what attention heads learn: one config in, one report out."""

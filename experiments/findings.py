@@ -1,0 +1,71 @@
+"""What one run found: everything the report, the figures and the claims read, and nothing else.
+
+Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps at which the heads were looked at (the first is 0, the
+untrained model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """One finished run. Arrays are NumPy; ``[R,2,...]`` arrays hold untrained, then trained."""
+
+    name: str  # of the experiment, as in its config
+    description: str  # one or two sentences for the top of the report
+    config: dict[str, Any]  # the resolved config
+    environment: dict[str, str]  # versions, device, seconds
+    seeds: list[int]
+    places: list[str]  # what is read out, e.g. ["one back", "five back", "mirror", "same key"]
+    tokens: list[str]  # labels of the example's T tokens
+    metric_steps: np.ndarray  # [E]
+    metrics: Mapping[str, np.ndarray]  # name -> [R,E]; "loss", "accuracy", ...
+    look_steps: np.ndarray  # [P]
+    scores: Mapping[str, np.ndarray]  # name -> [R,P,L,N], in [0, 1]
+    offsets: np.ndarray  # [O] key position minus query position
+    offset_profile: np.ndarray  # [R,2,L,N,O] mean weight at each offset
+    example_steps: np.ndarray  # [X] steps of example_weights
+    example_weights: np.ndarray  # [X,L,N,T,T] weights of the first seed on one example
+    mean_weights: np.ndarray  # [2,L,N,T,T] weights of the first seed, averaged over a batch
+    divergence: np.ndarray  # [R,2,L*N,L*N] Jensen-Shannon / ln 2 between heads' mean patterns
+    accuracy: np.ndarray  # [R,A] per place, whole model
+    ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
+    heads: list[dict[str, Any]]  # rows {seed, layer, head, role, score, null}
+    curves: Mapping[str, Mapping[str, list[list[float]]]]  # "Y over X" -> line label -> [[x, y per seed ...], ...]
+    controls: list[dict[str, Any]]  # rows {name, metric, values (one a seed), parameters}
+    # rows {name, statement, metric, side, threshold, values, untrained, seeds, passed, failed, needed, holds}: values
+    # and untrained one a seed, passed and failed the seeds, side "at least" or "at most"
+    claims: list[dict[str, Any]]
+
+    def save(self, folder: Path) -> None:
+        """Writes ``findings.npz`` (arrays) and ``findings.json`` (the rest) into ``folder``."""
+        plain, arrays = {}, {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                arrays[field.name] = value
+            elif field.name in ("metrics", "scores"):
+                arrays |= {f"{field.name}/{key}": array for key, array in value.items()}
+            else:
+                plain[field.name] = value
+        np.savez_compressed(folder / "findings.npz", **arrays)
+        (folder / "findings.json").write_text(json.dumps(plain, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Findings":
+        """Reads what ``save`` wrote. Raises ``FileNotFoundError`` when the run has not finished."""
+        found = json.loads((folder / "findings.json").read_text())
+        with np.load(folder / "findings.npz") as arrays:
+            for name in arrays:
+                field, _, key = name.partition("/")
+                if key:
+                    found.setdefault(field, {})[key] = arrays[name]
+                else:
+                    found[field] = arrays[name]
+        return cls(**found)

@@ -1,0 +1,297 @@
+"""The report of one run: a single HTML file that needs nothing but a browser, and the same pictures as PNG.
+
+Text and tables are written here, so that they can be read without JavaScript; ``report.js`` draws the rest from the
+numbers embedded in the page. ``report.html`` is the page with ``{{slots}}``.
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.figures import write_figures
+from experiments.findings import Findings
+from experiments.panels import (
+    Panel,
+    control_rows,
+    curve_panels,
+    divergence_text,
+    head_codes,
+    head_titles,
+    in_unit,
+    matched_ablation,
+    matched_divergence,
+    matched_profiles,
+    plain,
+    time_panels,
+)
+
+HERE = Path(__file__).parent
+WEIGHT_BUDGET = 1_000_000  # attention weights in the page, two bytes each, so that it stays well below 5 MB
+LINE_BUDGET = 400  # points of a line over steps: more than the chart has pixels for
+
+
+def write_report(findings: Findings, out: Path) -> Path:
+    """Writes ``out/report.html`` and the PNGs under ``out/figures``; returns the report's path."""
+    write_figures(findings, out / "figures")
+    kept = _kept_frames(findings)
+    count = len(findings.seeds)
+    thin = f"Thin lines are the {count} seeds, strong lines their median." if count > 1 else ""
+    matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
+    left_out = len(findings.example_steps) - len(kept)
+    slots = {
+        "title": _text(plain(findings.name)),
+        "description": _text(findings.description),
+        "summary": _text(_summary(findings)),
+        "claims": _claims(findings),
+        "heads": _heads(findings),
+        "first_seed": _text(findings.seeds[0]),
+        "left_out": f"{left_out} of the steps are left out to keep this page small." if left_out else "",
+        "seeds_note": thin,
+        "matched_note": matched if count > 1 else "",
+        "controls": _controls(findings),
+        "about": _about(findings),
+        # "<" would let a token end the script element.
+        "data": json.dumps(_data(findings, kept), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "script": (HERE / "report.js").read_text(encoding="utf-8"),
+    }
+    page = (HERE / "report.html").read_text(encoding="utf-8")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # once over: what is filled in is not read again
+    path = out / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _figure(value: Any) -> str:
+    """A number for a person; a list of them by its median."""
+    if value is None or isinstance(value, str) or not np.size(value):
+        return _text(value or "–")
+    number = float(np.median(np.asarray(value, float)))
+    return f"{number:.4g}" if np.isfinite(number) else str(number)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(value))
+
+
+def _summary(findings: Findings) -> str:
+    parts = [f"{len(findings.seeds)} seed{'s' * (len(findings.seeds) > 1)}", f"{int(findings.look_steps[-1])} steps"]
+    parts += [f"{key} {findings.environment[key]}" for key in ("device", "seconds") if key in findings.environment]
+    return " · ".join(parts)
+
+
+def _claims(findings: Findings) -> str:
+    if not findings.claims:
+        return ""
+    held = sum(bool(claim["holds"]) for claim in findings.claims)
+    cards = []
+    for claim in findings.claims:
+        verdict = ("good", "✓ holds") if claim["holds"] else ("bad", "✗ fails")
+        facts = {
+            "median" if len(claim["values"]) > 1 else "number": _figure(claim["values"]),
+            "threshold": f"{_text(claim['side'])} {_figure(claim['threshold'])}",
+            "untrained": _figure(claim["untrained"]),
+            "seeds passed": f"{len(claim['passed'])} of {len(claim['values'])}, {_text(claim['needed'])} needed",
+        }
+        rows = "".join(f'<div><dt>{name}</dt><dd class="number">{fact}</dd></div>' for name, fact in facts.items())
+        name = f'<span class="verdict {verdict[0]}">{verdict[1]}</span><strong>{_text(plain(claim["name"]))}</strong>'
+        cards.append(
+            f'<article class="claim{"" if claim["holds"] else " fails"}"><header>{name}</header>'
+            f'<p>{_text(claim["statement"])}</p><dl class="facts">{rows}</dl>'
+            f"{_claim_strip(claim)}</article>"
+        )
+    key = "● seed that passed · ✕ seed that failed · ○ untrained · vertical line: threshold"
+    title = f"<h2>Claims: {held} of {len(findings.claims)} hold</h2>"
+    return f'<section id="claims">{title}<p class="soft">{key}</p>{"".join(cards)}</section>'
+
+
+def _claim_strip(claim: Mapping[str, Any]) -> str:
+    untrained = np.atleast_1d(np.asarray(claim["untrained"], float))
+    marks = [(value, "untrained", f"untrained: {value:.4g}") for value in untrained]
+    for seed, value in zip(claim["seeds"], np.asarray(claim["values"], float), strict=True):
+        marks.append((value, "seed" if seed in claim["passed"] else "lost", f"seed {seed}: {value:.4g}"))
+    marks.append((float(claim["threshold"]), "limit", f"threshold: {claim['threshold']:.4g}"))
+    return _strip(marks)
+
+
+def _strip(marks: Sequence[tuple[float, str, str]], small: bool = False) -> str:
+    """Marks ``(value, kind, text)`` on a line, as wide as the page lets it be; a small one has no numbers."""
+    values = np.array([value for value, _, _ in marks])
+    values = values[np.isfinite(values)]
+    low, high = (0.0, 1.0) if in_unit(values) else (min(values.min(), 0.0), max(values.max(), 0.0))
+    shapes = {
+        "seed": '<circle class="seed" r="4.5"/>',
+        "lost": '<path class="lost" d="M-4.5 -4.5L4.5 4.5M-4.5 4.5L4.5 -4.5"/>',
+        "untrained": '<circle class="untrained" r="4.5"/>',
+        "limit": '<path class="limit" d="M0 -10V10"/>',
+        "median": '<path class="median" d="M0 -9V9"/>',
+    }
+    drawn = []
+    for i, (value, kind, text) in enumerate(marks):
+        if np.isfinite(value):
+            x = 2 + 96 * (value - low) / (high - low)
+            y = 12 + (0 if small or kind not in ("seed", "lost") else (i % 3 - 1) * 4)  # equal seeds stay countable
+            drawn.append(
+                f'<svg x="{x:.2f}%" y="{y}" overflow="visible">{shapes[kind]}<title>{_text(text)}</title></svg>'
+            )
+    if not small:
+        drawn.append(f'<text x="2%" y="34">{low:g}</text><text x="98%" y="34" text-anchor="end">{high:g}</text>')
+    axis = '<line class="axis" x1="2%" x2="98%" y1="12" y2="12"/>'
+    return f'<svg class="strip" height="{24 if small else 36}" aria-hidden="true">{axis}{"".join(drawn)}</svg>'
+
+
+def _heads(findings: Findings) -> str:
+    if not findings.heads:
+        return ""
+    rows = []
+    for row in findings.heads:
+        score, null = row["score"], row["null"]
+        marks = [(null, "untrained", f"null: {_figure(null)}")] if _is_number(null) else []
+        marks += [(score, "seed", f"score: {_figure(score)}")] if _is_number(score) else []
+        bar = _strip(marks, small=True) if marks else ""
+        cells = "".join(f'<td class="number">{_text(row[key])}</td>' for key in ("seed", "layer", "head"))
+        cells += f"<td>{_text(plain(row['role']))}</td>"
+        cells += "".join(f'<td class="number">{_score(value)}</td>' for value in (score, null))
+        rows.append(f'<tr>{cells}<td class="meter">{bar}</td></tr>')
+    names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
+    names += (
+        '<th>role</th><th class="number">score</th><th class="number">null</th><th class="meter">○ null · ● score</th>'
+    )
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<section id="heads-table"><h2>Heads</h2><div class="scroll" tabindex="0">{table}</div></section>'
+
+
+def _score(value: Any) -> str:
+    return f"{value:.3f}" if _is_number(value) else _figure(value)
+
+
+def _controls(findings: Findings) -> str:
+    parts = []
+    for metric, rows in control_rows(findings).items():
+        lines = []
+        for row in rows:
+            values = np.atleast_1d(np.asarray(row["values"], float))
+            marks = [(value, "seed", f"{value:.4g}") for value in values] + [
+                (float(np.median(values)), "median", "median")
+            ]
+            cells = f'<td>{_text(plain(row["name"]))}</td><td class="number">{_text(row.get("parameters", ""))}</td>'
+            lines.append(f'<tr>{cells}<td class="number">{_figure(values)}</td><td>{_strip(marks)}</td></tr>')
+        names = '<th>control</th><th class="number">parameters</th><th class="number">median</th><th>each seed</th>'
+        table = f'<table class="controls"><tr>{names}</tr>{"".join(lines)}</table>'
+        parts.append(f'<h3>{_text(metric)}</h3><div class="wide">{table}</div>')
+    return f'<section id="controls"><h2>Controls</h2>{"".join(parts)}</section>' if parts else ""
+
+
+def _about(findings: Findings) -> str:
+    def table(rows: Mapping[str, object]) -> str:
+        return (
+            "<table>"
+            + "".join(f"<tr><td>{_text(k)}</td><td>{_text(v)}</td></tr>" for k, v in rows.items())
+            + "</table>"
+        )
+
+    environment = f"<h2>Environment</h2>{table(findings.environment)}"
+    return f'<section id="about">{environment}<h2>Config</h2>{table(_flat(findings.config))}</section>'
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The config with dotted keys, as the command line takes them."""
+    rows: dict[str, object] = {}
+    for key, value in config.items():
+        rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return rows
+
+
+def _kept_frames(findings: Findings) -> list[int]:
+    """Which of the example's steps fit into the page: all, or evenly spread ones with the first and the last."""
+    frames, *rest = findings.example_weights.shape
+    room = max(WEIGHT_BUDGET // int(np.prod(rest)) - len(findings.mean_weights), 2)
+    return sorted({round(i) for i in np.linspace(0, frames - 1, min(frames, room))})
+
+
+def _numbers(array: Any) -> Any:
+    """Nested lists with four significant digits; what is not finite becomes null."""
+    if np.ndim(array):
+        return [_numbers(row) for row in array]
+    return float(f"{array:.4g}") if np.isfinite(array) else None
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    lines = []
+    for line in panel.lines:
+        keep = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), LINE_BUDGET)).astype(int))
+        seeds = line.seeds[:, keep]
+        shown = {"label": line.label, "x": _numbers(line.x[keep]), "seeds": _numbers(seeds), "colour": line.colour}
+        lines.append(shown | {"median": _numbers(np.median(seeds, 0))})
+    title = panel.title.replace("\n", " ")
+    return {"title": title, "unit": panel.unit, "log": panel.log, "x_label": panel.x_label, "lines": lines}
+
+
+def _data(findings: Findings, kept: Sequence[int]) -> dict[str, Any]:
+    """What ``report.js`` draws."""
+    layers, heads = findings.example_weights.shape[1:3]
+    titles = [title.partition(" · ") for title in head_titles(findings)]
+    codes = head_codes(findings)
+    weights = {
+        "one example": (findings.example_steps[kept], findings.example_weights[kept]),
+        "mean over a batch": (findings.look_steps[[0, -1]], findings.mean_weights),
+    }
+    top = float(max(array.max() for _, array in weights.values())) or 1.0
+    ablated = np.concatenate([findings.accuracy[:, None], matched_ablation(findings)], 1)  # [R,1+L*N,A]
+    labels = [["nothing", "off"], *([code, *role.split()] for code, (_, _, role) in zip(codes, titles, strict=True))]
+    # One row per look, score and head, of the first seed.
+    scores = [[v[0, look].ravel() for v in findings.scores.values()] for look in range(len(findings.look_steps))]
+    profiles = matched_profiles(findings)
+    divergence = np.median(matched_divergence(findings), 0)
+    return {
+        "seeds": findings.seeds,
+        "tokens": [str(token) for token in findings.tokens],
+        "layers": layers,
+        "heads": [{"code": c, "title": t, "role": r} for c, (t, _, r) in zip(codes, titles, strict=True)],
+        "top": top,
+        "views": [
+            {"name": name, "steps": np.asarray(steps).tolist(), "weights": _packed(array, top)}
+            for name, (steps, array) in weights.items()
+        ],
+        "scores": {
+            "names": [plain(name) for name in findings.scores],
+            "steps": findings.look_steps.tolist(),
+            "values": _numbers(scores),
+        },
+        "panels": [_panel(panel) for panel in time_panels(findings)],
+        "offsets": {
+            "offsets": findings.offsets.tolist(),
+            "profiles": [[_spread(profiles[:, when, head]) for head in range(layers * heads)] for when in (0, 1)],
+        },
+        "ablation": {
+            "places": [plain(place) for place in findings.places],
+            "groups": [
+                {"title": " ".join(label), "label": label, "places": [_spread(v) for v in ablated[:, g].T]}
+                for g, label in enumerate(labels)
+            ],
+            "rows": [[0, *range(1 + layer * heads, 1 + (layer + 1) * heads)] for layer in range(layers)],
+        },
+        "divergence": [
+            {"title": f"{name}: {divergence_text(findings, when)}", "values": _numbers(divergence[when])}
+            for when, name in enumerate(("untrained", "trained"))
+        ],
+        "curves": [_panel(panel) for panel in curve_panels(findings)],
+    }
+
+
+def _spread(seeds: np.ndarray) -> dict[str, Any]:
+    return {"seeds": _numbers(seeds), "median": _numbers(np.median(seeds, 0))}
+
+
+def _packed(weights: np.ndarray, top: float) -> str:
+    """Weights as 16-bit fractions of ``top``: read back they are right to the fourth decimal and beyond."""
+    return base64.b64encode(np.rint(weights / top * 65535).astype("<u2").tobytes()).decode()
