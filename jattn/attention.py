@@ -237,9 +237,12 @@ def _weights(q, k, visible, bias, score_mod, scale, where, precision) -> tuple[A
     if visible is not None:
         # nobody's keys, and queries that see nothing, may hold NaN: 0 * NaN in the products' derivatives is NaN
         q, k = _zero_unseen(q, visible.any(axis=1)), _zero_unseen(k, visible.any(axis=0))
-    scores = _scores(q, k, visible, bias, score_mod, scale, where, precision)
-    high, rest = _log_sum_exp(scores)
-    return _normalise(scores, high, rest), high + rest
+    weights, rest = _softmax(_scores(q, k, visible, bias, score_mod, scale, where, precision))
+    # The lse needs the rows' maxima. Taken from the scores above, they would be a second use of what XLA fuses into one
+    # pass, and change the weights' last bits. So the scores are computed again, behind a barrier, when somebody asks.
+    q, k = jax.lax.optimization_barrier(jax.lax.stop_gradient((q, k)))
+    again = _scores(q, k, visible, bias, score_mod, scale, where, precision)
+    return weights, jax.lax.stop_gradient(_row_maximum(jax.lax.stop_gradient(again))) + rest
 
 
 def _zero_unseen(x: Array, seen: Array) -> Array:
@@ -263,26 +266,32 @@ def _scores(q, k, visible, bias, score_mod, scale, where, precision) -> Array:
 
 
 @jax.custom_jvp
-def _log_sum_exp(scores: Float[Array, "T S"]) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """The log-sum-exp of each row in two parts, ``(high, rest)``: ``lse = high + rest``, ``high`` the row's maximum.
+def _softmax(scores: Float[Array, "T S"]) -> tuple[Float[Array, "T S"], Float[Array, " T"]]:
+    """The softmax of each row, and its log-sum-exp less the row's maximum; 0 and -inf for a row that is all -inf.
 
-    Their sum rounds: at logits of 1e4 weights taken from it would be off by 5e-4. A row that sees nothing has
-    ``(0, -inf)``.
+    Weights are ``exp(scores - high) / total`` and not ``exp(scores - lse)``: that rounds the sum of ``high`` and
+    ``log(total)``, which at logits of 1e4 puts weights off by 5e-4.
     """
-    high = jnp.max(scores, axis=-1, initial=-jnp.inf)
-    high = jnp.where(high == -jnp.inf, 0.0, high)
-    return high, jnp.log(jnp.sum(jnp.exp(scores - high[:, None]), axis=-1))
+    exponentials = jnp.exp(scores - _row_maximum(scores)[:, None])
+    total = jnp.sum(exponentials, axis=-1)
+    # The largest exponential of a row is 1, so below 1 there is nothing but the row that sees nothing. A product with
+    # the reciprocal, because XLA makes one of a division unless the total has another use: the weights' last bit
+    # would tell whether somebody asked for the lse.
+    share = 1.0 / jnp.maximum(total, 1.0)
+    return exponentials * share[:, None], jnp.log(total)
 
 
-@_log_sum_exp.defjvp
-def _log_sum_exp_jvp(primals, tangents):
-    # the derivative is the weights themselves, so no second matrix of exponentials is kept for it; which part of the
-    # sum carries it is of no account
+@_softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    # written in the weights, so that no second matrix is kept for the derivative
     (scores,), (tangent,) = primals, tangents
-    high, rest = _log_sum_exp(scores)
-    change = jnp.sum(_normalise(scores, high, rest) * tangent, axis=-1)
-    return (high, rest), (jnp.zeros_like(high), change)
+    weights, rest = _softmax(scores)
+    change = jnp.sum(weights * tangent, axis=-1)
+    return (weights, rest), (weights * (tangent - change[:, None]), change)
 
 
-def _normalise(scores: Float[Array, "T S"], high: Float[Array, " T"], rest: Float[Array, " T"]) -> Float[Array, "T S"]:
-    return jnp.exp((scores - high[:, None]) - jnp.where(rest == -jnp.inf, 0.0, rest)[:, None])
+def _row_maximum(scores: Float[Array, "T S"]) -> Float[Array, " T"]:
+    # The least float instead of -inf, because -inf - -inf is NaN; by lax, because a select here would keep XLA from
+    # computing product, maximum and exponential in one pass.
+    least = jnp.finfo(scores.dtype).min.astype(scores.dtype)
+    return jax.lax.reduce(scores, least, jax.lax.max, (1,))

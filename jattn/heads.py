@@ -4,12 +4,14 @@ Each is a mean over *eligible* queries, the rows where the question makes sense;
 query is 0. ``eligible``, a bool array ``[T]``, narrows them further (to the queries behind padding, say).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
 
-def target_weight(weights: Array, targets: Array) -> Array:
+def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Float[Array, ""]:
     """Mean weight on one given key per query: ``mean over q of weights[q, targets[q]]``.
 
     Args:
@@ -23,7 +25,7 @@ def target_weight(weights: Array, targets: Array) -> Array:
     return _mean(found, targets >= 0)
 
 
-def offset_profile(weights: Array, eligible: Array | None = None) -> Array:
+def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, " T+S-1"]:
     """Mean weight at each offset of the key from the query, ``kv - q`` from ``-(T-1)`` to ``S-1``.
 
     Args:
@@ -43,13 +45,15 @@ def offset_profile(weights: Array, eligible: Array | None = None) -> Array:
     return jax.vmap(_mean)(found, counted)
 
 
-def previous_token(weights: Array, eligible: Array | None = None) -> Array:
+def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
     """Mean weight on the token before: ``mean over q >= 1 of weights[q, q-1]``. ``weights [T,T]``; a scalar."""
     targets = jnp.arange(weights.shape[0]) - 1
     return target_weight(weights, targets if eligible is None else jnp.where(eligible, targets, -1))
 
 
-def induction(weights: Array, tokens: Array, eligible: Array | None = None) -> Array:
+def induction(
+    weights: Float[Array, "T T"], tokens: Int[Array, " T"], eligible: Bool[Array, " T"] | None = None
+) -> Float[Array, ""]:
     """Mean weight on the tokens that came after an earlier occurrence of the current token.
 
     ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries whose token
@@ -65,16 +69,22 @@ def induction(weights: Array, tokens: Array, eligible: Array | None = None) -> A
     follows = jnp.roll(tokens, 1)[None, :] == tokens[:, None]  # [q, kv]: tokens[kv-1] == tokens[q]
     follows &= (position[None, :] >= 1) & (position[None, :] <= position[:, None])
     occurred = follows.any(axis=1)
-    return _mean(jnp.sum(weights * follows, axis=1), occurred if eligible is None else occurred & eligible)
+    return _mean(
+        jnp.sum(jnp.where(follows, weights, 0.0), axis=1), occurred if eligible is None else occurred & eligible
+    )
 
 
-def sink(weights: Array, eligible: Array | None = None) -> Array:
+def sink(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
     """Mean weight on the first key, over the queries after the first. Source: https://arxiv.org/abs/2309.17453."""
     later = jnp.arange(weights.shape[0]) > 0
     return _mean(weights[:, 0], later if eligible is None else later & eligible)
 
 
-def entropy(weights: Array, visible: Array | None = None, eligible: Array | None = None) -> Array:
+def entropy(
+    weights: Float[Array, "T S"],
+    visible: Bool[Array, "T S"] | None = None,
+    eligible: Bool[Array, " T"] | None = None,
+) -> Float[Array, ""]:
     """Mean of ``-sum_kv p ln p / ln(number of visible keys)``, over rows that see at least two keys.
 
     1 for a uniform head, also a causal one (each row is measured against its own maximum), 0 for a hard one.
@@ -92,7 +102,7 @@ def entropy(weights: Array, visible: Array | None = None, eligible: Array | None
     return _mean(jnp.sum(_minus_p_log_p(weights), axis=1) / most, counted)
 
 
-def divergence(patterns: Array, eligible: Array | None = None) -> Array:
+def divergence(patterns: Float[Array, "N T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, "N N"]:
     """How much heads differ: Jensen-Shannon divergence of their rows over ln 2, averaged over rows; in [0, 1].
 
     ``JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2`` with ``H`` the entropy of a row; 0 for equal heads, 1 for heads
@@ -115,7 +125,7 @@ def _jensen_shannon(one: Array, other: Array, eligible: Array) -> Array:
     middle = jnp.sum(_minus_p_log_p((one + other) / 2), axis=1)
     ends = jnp.sum(_minus_p_log_p(one) + _minus_p_log_p(other), axis=1) / 2
     # rounding may leave a hair outside [0, 1]
-    return jnp.clip(_mean((middle - ends) / jnp.log(2.0).astype(one.dtype), eligible), 0.0, 1.0)
+    return jnp.clip(_mean((middle - ends) / math.log(2.0), eligible), 0.0, 1.0)
 
 
 def _minus_p_log_p(p: Array) -> Array:
