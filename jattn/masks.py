@@ -201,9 +201,9 @@ class Segments(Mask):
         return (query_id == kv_id) & query_known & kv_known
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        q_low, q_high, q_any, q_all = _range_in_row(self.query_ids, b, q_min, q_max)
-        kv_low, kv_high, kv_any, kv_all = _range_in_row(self._key_ids(), b, kv_min, kv_max)
-        may = (q_low <= kv_high) & (kv_low <= q_high) & q_any & kv_any
+        q_low, q_high, q_all = _range_in_row(self.query_ids, b, q_min, q_max)
+        kv_low, kv_high, kv_all = _range_in_row(self._key_ids(), b, kv_min, kv_max)
+        may = (q_low <= kv_high) & (kv_low <= q_high)
         one_id = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
         return may, one_id & q_all & kv_all
 
@@ -350,7 +350,10 @@ def _look_up_row(table, b, index):
 
 
 def _range_in_row(ids, b, low, high):
-    """Least and greatest id at positions ``low..high``, and whether any and all of these positions lie in the table."""
+    """Least and greatest id at positions ``low..high``, and whether all of these positions lie in the table.
+
+    Without any, least is the largest integer and greatest the smallest: an interval that meets no other.
+    """
     xp = _namespace(ids, b, low, high)
     low, high, b = (xp.asarray(x)[..., None] for x in (low, high, b))
     positions = xp.arange(ids.shape[-1])
@@ -360,7 +363,7 @@ def _range_in_row(ids, b, low, high):
     least = xp.min(xp.where(inside, row, info.max), axis=-1, initial=info.max)
     greatest = xp.max(xp.where(inside, row, info.min), axis=-1, initial=info.min)
     whole = xp.sum(inside, axis=-1) == (high - low + 1)[..., 0]
-    return least, greatest, xp.any(inside, axis=-1), whole
+    return least, greatest, whole
 
 
 def _shared(table, b, h):
