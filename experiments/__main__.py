@@ -1,0 +1,135 @@
+"""``python -m experiments run|list|report|bench``: see ``python -m experiments run --help``."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments import config
+from experiments.findings import Findings
+
+USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--train.steps 500 ...]
+       python -m experiments list
+       python -m experiments report --run DIR
+       python -m experiments bench [--out DIR]
+
+run     trains an experiment, its controls, and writes the report; stopped and started again, it goes on
+        where it was (run --help explains every option)
+list    the experiments in configs/
+report  writes the report of a finished run anew
+bench   times jattn and jax.nn in turn, and writes the table
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command; returns the exit status."""
+    command, *rest = arguments or ["--help"]
+    commands = {"run": run_command, "list": list_command, "report": report_command, "bench": bench_command}
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if command not in commands:
+        return _fail(f"no command {command!r}; expected one of {', '.join(commands)}")
+    return commands[command](rest)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Trains an experiment and reports on it."""
+    settings, out = config.load(arguments)
+    # JAX and Orbax take seconds to import, which a wrong option or --help need not wait for
+    from experiments.run import DifferentConfig, prepare, run
+    from experiments.train import Diverged
+
+    try:
+        prepare(settings, out)
+    except DifferentConfig as different:
+        return _fail(*different.args)
+    except ValueError as wrong:
+        return _fail(str(wrong))
+    except OSError as wrong:
+        return _fail(f"--out: {wrong}")
+    try:
+        findings = run(settings, out)
+    except Diverged as diverged:
+        return _fail(str(diverged), status=1)
+    _show(findings)
+    return _write_report(findings, out)
+
+
+def list_command(arguments: Sequence[str]) -> int:
+    """Prints the experiments in configs/."""
+    if arguments:
+        return _fail(f"list takes no options, got {arguments[0]!r}")
+    table = Table("config", "name", "description", box=None)
+    for file in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")):
+        try:
+            experiment = config.read(file)
+            table.add_row(f"configs/{file.name}", experiment.name, experiment.description)
+        except ValueError as wrong:
+            table.add_row(f"configs/{file.name}", "", f"not valid: {wrong}")
+    Console().print(table)
+    return 0
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """Writes the report of a finished run anew."""
+    parser = config.Parser(prog="python -m experiments report", description=report_command.__doc__)
+    parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
+    out = Path(parser.parse_args(arguments).run)
+    try:
+        findings = Findings.load(out)
+    except FileNotFoundError:
+        return _fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
+    _show(findings)
+    return _write_report(findings, out)
+
+
+def bench_command(arguments: Sequence[str]) -> int:
+    """Times jattn and jax.nn in turn, and writes the table."""
+    parser = config.Parser(prog="python -m experiments bench", description=bench_command.__doc__)
+    parser.add_argument("--out", type=str, default="runs/bench", help="folder for the table")
+    out = Path(parser.parse_args(arguments).out)
+    from experiments import bench
+
+    rows = bench.dispatch()
+    bench.write(rows, out)
+    print(bench.table(rows), end="")
+    return 0
+
+
+def _write_report(findings: Findings, out: Path) -> int:
+    from experiments.report import write_report
+
+    print(f"report: {write_report(findings, out)}")
+    return 0
+
+
+def _show(findings: Findings) -> None:
+    """The table of heads and the table of claims, in the terminal."""
+    console = Console()
+    heads = Table("seed", "layer", "head", "role", "score", "untrained", title="heads", title_justify="left")
+    for row in findings.heads:
+        numbers = (f"{row[key]:.3f}" for key in ("score", "null"))
+        heads.add_row(*(str(row[key]) for key in ("seed", "layer", "head", "role")), *numbers)
+    claims = Table("claim", "worst", "threshold", "untrained", "seeds", "", title="claims", title_justify="left")
+    for row in findings.claims:
+        least = row["side"] == "at least"
+        values = f"{min(row['values']) if least else max(row['values']):.4g}"
+        untrained = f"{max(row['untrained']) if least else min(row['untrained']):.4g}"
+        seeds = f"{len(row['passed'])} of {len(row['values'])}, {row['needed']} needed"
+        holds = "[green]holds[/]" if row["holds"] else "[bold red]fails[/]"
+        claims.add_row(row["name"], values, f"{row['side']} {row['threshold']:g}", untrained, seeds, holds)
+    for table in (heads, claims):
+        console.print(table)
+
+
+def _fail(*lines: str, status: int = 2) -> int:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""Timing as ratios: jattn and its peers in turn, in one run, so that a busy machine is busy for all of them."""
+
+import dataclasses
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+import jattn
+
+LENGTHS = (64, 512)
+SECONDS = 4.0  # a row's calls, all contestants together
+SHAPE = {"batch": 1, "num_heads": 8, "head_dim": 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: medians in microseconds."""
+
+    length: int
+    mask: str
+    passes: str
+    jattn: float
+    jax_nn: float
+    rounds: int
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: jattn is slower."""
+        return self.jattn / self.jax_nn
+
+
+def dispatch() -> list[Row]:
+    """Jitted ``jattn.dot_product_attention`` against ``jax.nn``'s, float32, forward and with gradients."""
+    cases = [
+        (length, mask, passes) for length in LENGTHS for mask in ("full", "causal") for passes in ("forward", "both")
+    ]
+    rows = []
+    for length, mask, passes in track(cases, "dispatch"):
+        shape = (SHAPE["batch"], length, SHAPE["num_heads"], SHAPE["head_dim"])
+        arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
+        contestants = [
+            _call(fn, mask == "causal", passes) for fn in (jattn.dot_product_attention, jax.nn.dot_product_attention)
+        ]
+        medians, rounds = in_turn(contestants, arrays)
+        rows.append(Row(length, mask, passes, *medians, rounds))
+    return rows
+
+
+def _call(attention: Callable, is_causal: bool, passes: str) -> Callable:
+    def forward(query, key, value):
+        return attention(query, key, value, is_causal=is_causal)
+
+    if passes == "forward":
+        return jax.jit(forward)
+    return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)))
+
+
+def in_turn(contestants: Sequence[Callable], arrays: Sequence[jax.Array]) -> tuple[list[float], int]:
+    """The median time of each, in microseconds, and the number of rounds; the order turns round with every round."""
+    for call in contestants:
+        jax.block_until_ready(call(*arrays))
+    times: list[list[float]] = [[] for _ in contestants]
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(times[0]) < 10:
+        order = range(len(contestants))
+        for index in order if len(times[0]) % 2 else reversed(order):
+            begin = time.perf_counter()
+            jax.block_until_ready(contestants[index](*arrays))
+            times[index].append(time.perf_counter() - begin)
+    return [float(np.median(one)) * 1e6 for one in times], len(times[0])
+
+
+def environment() -> dict[str, str]:
+    """What the numbers were measured on."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{device.platform}: {device.device_kind}",
+        "machine": platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "jattn": jattn.__version__,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| T = S | mask | passes | jattn µs | jax.nn µs | ratio |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row.length} | {row.mask} | {row.passes} | {row.jattn:.0f} | {row.jax_nn:.0f} | {row.ratio:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write(rows: Sequence[Row], out: Path) -> None:
+    """``dispatch.json`` and ``dispatch.md`` in ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"environment": environment(), "shape": SHAPE, "dtype": "float32"}
+    found["rows"] = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]
+    (out / "dispatch.json").write_text(json.dumps(found, indent=1) + "\n")
+    about = ", ".join(f"{name} {value}" for name, value in environment().items())
+    head = "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32."
+    (out / "dispatch.md").write_text(f"{head}\n\n{table(rows)}\n{about}\n")

@@ -1,0 +1,346 @@
+"""What an experiment is, as data: frozen dataclasses, read from YAML files and the command line."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jsonargparse
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is learned.
+
+    Attributes:
+        kind: Which task: "copy" (from four places at once) or "copy_string" (BOS s SEP s).
+        symbols: How many different values there are to copy.
+        length: copy: tokens in a sequence; half of it is the number of keys.
+        shortest: copy_string: shortest string in training.
+        longest: copy_string: longest string in training.
+        farthest: copy_string: longest string in the curve over length.
+    """
+
+    kind: Literal["copy", "copy_string"] = "copy"
+    symbols: int = 16
+    length: int = 32
+    shortest: int = 4
+    longest: int = 20
+    farthest: int = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The transformer.
+
+    Attributes:
+        num_layers: Layers, one attention in each.
+        num_heads: Query heads in each layer.
+        num_kv_heads: Key/value heads; null is as many as query heads.
+        model_dim: Width of the residual stream.
+        head_dim: Dimension of a query/key head.
+        value_dim: Dimension of a value head; null is head_dim.
+        mlp_dim: Hidden width of the MLP after each attention; 0 leaves it out.
+        norm: Whether layer norms stand before attention, MLP and read-out.
+        position: How the model knows positions.
+        rotary_base: rotary: base of the wavelengths.
+        embed_scale: Standard deviation of the embeddings at the start.
+    """
+
+    num_layers: int = 1
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    model_dim: int = 64
+    head_dim: int = 16
+    value_dim: int | None = None
+    mlp_dim: int = 0
+    norm: bool = True
+    position: Literal["none", "sinusoidal", "learned", "rotary", "alibi", "relative"] = "learned"
+    rotary_base: float = 10000.0
+    embed_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """How it is trained: AdamW with warm-up, cosine decay and clipping.
+
+    Attributes:
+        seeds: How many seeds to train at once.
+        first_seed: The first seed; the others follow it.
+        steps: Updates.
+        batch: Sequences in an update.
+        learning_rate: Peak learning rate.
+        final_rate: Learning rate at the end, as a fraction of the peak.
+        warmup: Steps of linear warm-up.
+        b2: Decay of Adam's second moment.
+        weight_decay: AdamW's weight decay.
+        clip: Largest global norm of a gradient.
+        place_weights: Weight in the loss of each place that is read out; null is 1 each.
+        log_every: Steps over which a line of metrics is averaged.
+        look_every: Steps between two looks at the heads.
+        checkpoint_every: Steps between two checkpoints, a multiple of look_every.
+    """
+
+    seeds: int = 5
+    first_seed: int = 0
+    steps: int = 800
+    batch: int = 32
+    learning_rate: float = 3e-3
+    final_rate: float = 0.1
+    warmup: int = 50
+    b2: float = 0.99
+    weight_decay: float = 1e-4
+    clip: float = 1.0
+    place_weights: list[float] | None = None
+    log_every: int = 10
+    look_every: int = 50
+    checkpoint_every: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """How it is judged.
+
+    Attributes:
+        batch: Fresh sequences for each seed.
+        lengths: copy_string: lengths in the curve over length.
+    """
+
+    batch: int = 1024
+    lengths: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One claim: a metric, its threshold, and how many seeds must pass it.
+
+    Attributes:
+        name: Short name.
+        statement: The claim in words.
+        metric: A metric of the run, or CONTROL:METRIC for that of a control.
+        needed: How many seeds must pass.
+        at_least: The metric must reach this; give this or at_most.
+        at_most: The metric must not pass this.
+    """
+
+    name: str
+    statement: str
+    metric: str
+    needed: int
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One experiment.
+
+    Attributes:
+        name: Name of the experiment; the run folder is runs/NAME unless --out says otherwise.
+        description: One or two sentences for the top of the report.
+        task: What is learned.
+        model: The transformer.
+        train: How it is trained.
+        evaluate: How it is judged.
+        controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
+        claims: What the run is expected to show.
+    """
+
+    name: str
+    description: str = ""
+    task: Task = dataclasses.field(default_factory=Task)
+    model: Model = dataclasses.field(default_factory=Model)
+    train: Train = dataclasses.field(default_factory=Train)
+    evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
+    controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    claims: list[Claim] = dataclasses.field(default_factory=list)
+
+    def vary(self, name: str) -> "Config":
+        """The config of the control called ``name``: this one with its overrides and without claims."""
+        plain = dataclasses.asdict(self) | {"controls": {}, "claims": [], "name": f"{self.name}/{name}"}
+        for key, value in self.controls[name].items():
+            section, *rest = key.split(".")
+            if len(rest) != 1 or section not in _SECTIONS:
+                raise ValueError(f"controls.{name}: {key!r} is no option; expected SECTION.OPTION")
+            plain[section] = plain[section] | {rest[0]: value}
+        try:
+            return _build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
+        except (argparse.ArgumentError, ValueError) as error:
+            raise ValueError(f"controls.{name}: {_one_line(str(error))}") from None
+
+
+_SECTIONS = {"task": Task, "model": Model, "train": Train, "evaluate": Evaluate}
+_OPTIONS = ["config", "out", *(field.name for field in dataclasses.fields(Config))] + [
+    f"{section}.{field.name}" for section, kind in _SECTIONS.items() for field in dataclasses.fields(kind)
+]
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """A parser whose errors are one line on stderr and exit status 2."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Ends with one line that names the key and what was expected."""
+        if not self.exit_on_error:
+            raise ValueError(_one_line(message))
+        sys.stderr.write(f"error: {_one_line(message)}\n")
+        raise SystemExit(2)
+
+
+def load(arguments: Sequence[str]) -> tuple[Config, Path]:
+    """Reads ``--config FILE ... [--out DIR] [--train.steps 500 ...]``; returns the config and the run folder.
+
+    Later files and options override earlier ones. Whatever is wrong ends the program with one line on stderr
+    and status 2.
+    """
+    parser = Parser(prog="python -m experiments run", description="Trains an experiment and reports on it.")
+    parser.add_argument("--config", action="config", help="YAML file; several layer, the last one wins")
+    parser.add_argument("--out", type=str, default=None, help="run folder")
+    try:
+        config, out = _build(parser, lambda parser: parser.parse_args(arguments), "out")
+        for name in config.controls:
+            config.vary(name)
+    except ValueError as error:
+        parser.error(str(error))
+    return config, Path(out or f"runs/{config.name}")
+
+
+def read(file: Path) -> Config:
+    """Reads one YAML file. Raises ``ValueError`` with one line when it is no valid config."""
+    return _build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each key at which two configs differ, both as nested dicts."""
+    here, there = _flat(now), _flat(saved)
+    return [
+        f"{key} was {there.get(key)!r}, now {here.get(key)!r}"
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key) != there.get(key)
+    ]
+
+
+def _build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace], also: str | None = None) -> Any:
+    parser.add_class_arguments(Config, None)
+    parsed = parse(parser)
+    for section in _SECTIONS:
+        if not isinstance(parsed[section], jsonargparse.Namespace):
+            raise ValueError(f"{section}: expected options, got {parsed[section]!r}")
+    found = parser.instantiate(parsed)
+    config = Config(**{field.name: found[field.name] for field in dataclasses.fields(Config)})
+    _check(config)
+    return (config, found[also]) if also else config
+
+
+def _check(config: Config) -> None:
+    """Raises ``ValueError`` for values of the right type that make no sense."""
+    for section, keys in _POSITIVE.items():
+        for key in keys:
+            value = getattr(getattr(config, section), key)
+            if not value > 0:
+                raise ValueError(f"{section}.{key}: expected > 0, got {value!r}")
+    rules = _task_and_model_rules(config.task, config.model) + _train_rules(config) + _claim_rules(config)
+    for key, value, good, expected in rules:
+        if not good:
+            raise ValueError(f"{key}: expected {expected}, got {value!r}")
+
+
+_POSITIVE = {
+    "task": ("symbols", "length", "shortest"),
+    "model": ("num_layers", "num_heads", "model_dim", "head_dim", "rotary_base", "embed_scale"),
+    "train": ("seeds", "steps", "batch", "learning_rate", "clip", "log_every", "look_every", "checkpoint_every"),
+    "evaluate": ("batch",),
+}
+_Rule = tuple[str, Any, bool, str]  # key, value, whether it is good, what was expected
+
+
+def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
+    kv_heads, value_dim = model.num_kv_heads, model.value_dim
+    return [
+        ("task.length", task.length, task.length % 4 == 0 and task.length >= 12, "a multiple of 4, at least 12"),
+        ("task.longest", task.longest, task.longest >= task.shortest, f"at least task.shortest={task.shortest}"),
+        ("task.farthest", task.farthest, task.farthest >= task.longest, f"at least task.longest={task.longest}"),
+        (
+            "model.num_kv_heads",
+            kv_heads,
+            kv_heads is None or (kv_heads > 0 and model.num_heads % kv_heads == 0),
+            f"a divisor of model.num_heads={model.num_heads}",
+        ),
+        ("model.value_dim", value_dim, value_dim is None or value_dim > 0, "> 0"),
+        ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
+        ("model.head_dim", model.head_dim, model.position != "rotary" or model.head_dim % 2 == 0, "even for rotary"),
+        ("model.model_dim", model.model_dim, model.position != "sinusoidal" or model.model_dim % 2 == 0, "an even one"),
+    ]
+
+
+def _train_rules(config: Config) -> list[_Rule]:
+    train, places = config.train, 4 if config.task.kind == "copy" else 1
+    weights = train.place_weights
+    return [
+        ("train.first_seed", train.first_seed, train.first_seed >= 0, ">= 0"),
+        ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, f"from 0 to under train.steps={train.steps}"),
+        ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
+        ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
+        ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, ">= 0"),
+        (
+            "train.place_weights",
+            weights,
+            weights is None or (len(weights) == places and min(weights) > 0),
+            f"{places} numbers > 0, one for each place",
+        ),
+        (
+            "train.look_every",
+            train.look_every,
+            train.look_every % train.log_every == 0,
+            f"a multiple of train.log_every={train.log_every}",
+        ),
+        (
+            "train.checkpoint_every",
+            train.checkpoint_every,
+            train.checkpoint_every % train.look_every == 0,
+            f"a multiple of train.look_every={train.look_every}",
+        ),
+    ]
+
+
+def _claim_rules(config: Config) -> list[_Rule]:
+    lengths, farthest = config.evaluate.lengths, config.task.farthest
+    rules: list[_Rule] = [
+        ("name", config.name, bool(re.fullmatch(r"[\w-]+(/[\w-]+)?", config.name)), "letters, digits, '_' and '-'"),
+        ("evaluate.lengths", lengths, all(0 < n <= farthest for n in lengths), f"1 to task.farthest={farthest}"),
+    ]
+    for claim in config.claims:
+        key, seeds = f"claims.{claim.name}", config.train.seeds
+        one = (claim.at_least is None) != (claim.at_most is None)
+        rules.append((key, [claim.at_least, claim.at_most], one, "one of at_least and at_most"))
+        rules.append((f"{key}.needed", claim.needed, 0 < claim.needed <= seeds, f"1 to train.seeds={seeds}"))
+    return rules
+
+
+def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys."""
+    flat = {}
+    for key, value in plain.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _one_line(message: str) -> str:
+    """The parser's message on one line, in our words: the key, what was expected, what came."""
+    message = " ".join(message.split())
+    if wrong := re.fullmatch(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', message):
+        expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong[2])
+        return f"{wrong[1]}: expected {expected}, got {wrong[3]}"
+    if unknown := re.search(r"(?:Group '(\w+)' does not accept option|[Oo]ption) '([\w.]+)'", message):
+        message = f"unrecognized arguments: --{unknown[1] + '.' if unknown[1] else ''}{unknown[2]}"
+    if unknown := re.search(r"unrecognized arguments: --([\w.]+)", message):
+        key = unknown[1]
+        near = difflib.get_close_matches(key, _OPTIONS, 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else "--help lists what is"
+        return f"{key}: no such option; {hint}"
+    if missing := re.search(r"the following arguments are required: (.+)|Key \"(\w+)\" is required", message):
+        return f"{missing[1] or missing[2]}: missing; give --config FILE"
+    return message

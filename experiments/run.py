@@ -1,0 +1,152 @@
+"""One experiment from end to end: train it and its controls, measure, judge the claims, write the report."""
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+
+from experiments import claims, evaluate, tasks
+from experiments.config import Config, differences
+from experiments.findings import Findings
+from experiments.history import History, write_atomically
+from experiments.train import Setup, Trained, train
+
+CONTROL_METRICS = {
+    "copy": ("mean_accuracy", "hardened_accuracy"),
+    "copy_string": ("exact_match", "mean_accuracy"),
+}
+OTHER_SCORES = ("previous_token", "induction", "sink", "entropy")
+
+
+class DifferentConfig(Exception):
+    """The folder holds a run of another config; one line for each key that differs."""
+
+
+def prepare(config: Config, out: Path) -> None:
+    """Marks ``out`` as a run of ``config``, before anything is trained.
+
+    Raises:
+        ValueError: a claim names no metric.
+        DifferentConfig: ``out`` holds a run of another config.
+    """
+    claims.check(config, (*tasks.make(config.task).places, *OTHER_SCORES))
+    file = out / "config.json"
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(plain, indent=1).encode())
+    elif different := differences(json.loads(file.read_text()), plain):
+        raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
+
+
+def run(config: Config, out: Path) -> Findings:
+    """Trains ``config`` and its controls in a prepared ``out``, or goes on where that stopped; writes what it found.
+
+    Raises:
+        Diverged: the loss of a seed is no longer finite.
+    """
+    started = time.monotonic()
+    trained = train(config, out)
+    results = {"": _result(trained)}
+    for name in config.controls:
+        results[name] = _result(train(config.vary(name), out / "controls" / name))
+    findings = _findings(trained.setup, results, trained.history, time.monotonic() - started)
+    write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
+    findings.save(out)
+    return findings
+
+
+def _result(run: Trained) -> claims.Result:
+    setup = run.setup
+    trained, untrained = evaluate.measure(setup, run.params, run.untrained)
+    return claims.Result(
+        config=setup.config,
+        places=setup.task.places,
+        seeds=setup.seeds,
+        parameters=evaluate.num_parameters(run.params),
+        trained=trained,
+        untrained=untrained,
+    )
+
+
+def _findings(setup: Setup, results: dict[str, claims.Result], history: History, seconds: float) -> Findings:
+    config, places = setup.config, setup.task.places
+    trained, untrained = results[""].trained, results[""].untrained
+    metric_steps, metrics = history.metrics()
+    look_steps, scores = history.scores()
+    length = trained.offset_profile.shape[-1]
+    return Findings(
+        name=config.name,
+        description=config.description,
+        config=dataclasses.asdict(config),
+        environment=_environment(seconds),
+        seeds=setup.seeds,
+        places=list(places),
+        tokens=evaluate.example_tokens(setup),
+        metric_steps=metric_steps,
+        metrics={name: metrics[name] for name in sorted(metrics, key=_metric_order)},
+        look_steps=look_steps,
+        scores={name: scores[name] for name in (*places, *OTHER_SCORES)},
+        offsets=np.arange(1 - length, 1),
+        offset_profile=np.stack([untrained.offset_profile, trained.offset_profile], 1),
+        example_steps=look_steps,
+        example_weights=np.stack([history.look(step)["example"] for step in look_steps]),
+        mean_weights=np.stack([untrained.mean_weights[0], trained.mean_weights[0]]),
+        divergence=np.stack([untrained.divergence, trained.divergence], 1),
+        accuracy=trained.accuracy,
+        ablated=trained.ablated,
+        heads=evaluate.head_rows(setup, trained, untrained),
+        curves=_curves(results),
+        controls=_control_rows(results),
+        claims=[claims.judge(claim, results) for claim in config.claims],
+    )
+
+
+def _metric_order(name: str) -> tuple[int, str]:
+    first = ("loss", "accuracy", "exact_match")
+    return (first.index(name) if name in first else len(first)), name
+
+
+def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
+    """Exact match over string length: a line for each position scheme, of the models with as many layers."""
+    base = results[""]
+    lengths = base.config.evaluate.lengths
+    lines = {}
+    for result in results.values():
+        model = result.config.model
+        if lengths and model.num_layers == base.config.model.num_layers and model.position not in lines:
+            rows: Sequence[Sequence[float]] = result.trained.curve.T.tolist()
+            lines[model.position] = [[float(n), *row] for n, row in zip(lengths, rows, strict=True)]
+    return {"exact match over string length": lines} if lines else {}
+
+
+def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
+    """A row for each control and metric, the run itself first."""
+    return [
+        {
+            "name": name or result.config.name,
+            "metric": metric,
+            "values": claims.measure(result, result.trained, metric),
+            "parameters": result.parameters,
+        }
+        for metric in CONTROL_METRICS[results[""].config.task.kind]
+        for name, result in results.items()
+    ]
+
+
+def _environment(seconds: float) -> dict[str, str]:
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "device": f"{jax.device_count()} x {device.device_kind}",
+        "seconds": f"{seconds:.0f}",
+    }

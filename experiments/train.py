@@ -1,0 +1,196 @@
+"""The one training loop: several seeds at once, stopped and resumed at will."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from experiments import look, model, tasks
+from experiments.checkpoint import Checkpoints
+from experiments.config import Config
+from experiments.history import History
+
+# What a seed's key is folded with, so that parameters and every kind of data are drawn apart.
+INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA = range(5)
+LOOK_BATCH = 32
+
+State = dict[str, Any]  # "params" and "optimizer", every leaf with a leading axis of seeds
+
+
+class Diverged(Exception):
+    """The loss or the parameters of a seed are no longer finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A config made concrete."""
+
+    config: Config
+    task: tasks.Task
+    model: model.Transformer
+    optimizer: optax.GradientTransformation
+    keys: Array  # [R], one a seed
+
+    @classmethod
+    def of(cls, config: Config) -> "Setup":
+        """Task, model, optimizer and keys of ``config``."""
+        task, train = tasks.make(config.task), config.train
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, train.learning_rate, train.warmup, train.steps, train.learning_rate * train.final_rate
+        )
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(train.clip),
+            optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
+        )
+        seeds = jnp.arange(train.first_seed, train.first_seed + train.seeds)
+        return cls(config, task, model.make(config.model, task), optimizer, jax.vmap(jax.random.key)(seeds))
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, as numbers."""
+        return list(range(self.config.train.first_seed, self.config.train.first_seed + self.config.train.seeds))
+
+    def init(self) -> State:
+        """The untrained state of all seeds."""
+
+        def of_one_seed(key: Array) -> State:
+            key = jax.random.fold_in(key, INIT)
+            params = self.model.init(key, self.task.sample(key, 1).tokens)
+            return {"params": params, "optimizer": self.optimizer.init(params)}
+
+        return jax.jit(jax.vmap(of_one_seed))(self.keys)
+
+
+class Trained(NamedTuple):
+    """What training leaves: parameters have leaves ``[R,...]``."""
+
+    setup: Setup
+    untrained: Any
+    params: Any
+    history: History
+
+
+def train(config: Config, out: Path) -> Trained:
+    """Trains ``config`` in the folder ``out``, or goes on where a run of the same config there stopped.
+
+    The numbers are those of an uninterrupted run: a checkpoint holds the whole state, data depend on seed and step
+    alone, and lines of the history behind the checkpoint are written anew.
+
+    Raises:
+        Diverged: names the step and seed; the last checkpoint before it is kept.
+    """
+    setup, steps, every = Setup.of(config), config.train.steps, config.train.look_every
+    history = History(out)
+    state, first_look, run_chunk = setup.init(), look_at(setup), chunk(setup)
+    untrained = state["params"]
+    with Checkpoints(out / "checkpoints") as checkpoints, _progress() as progress:
+        start = checkpoints.latest or 0
+        if start:
+            state = checkpoints.load(start, state)
+        history.rewind(start)
+        if start == 0:
+            history.add_look(0, first_look(untrained))
+        bar = progress.add_task(config.name, total=steps, completed=start, shown="")
+        for begin in range(start, steps, every):
+            end = min(begin + every, steps)
+            state, metrics, looked = run_chunk(state, jnp.arange(begin, end))
+            metrics = {name: np.asarray(values) for name, values in metrics.items()}
+            _stop_unless_finite(setup, begin, metrics.pop("finite"))
+            history.add_metrics(begin, metrics, config.train.log_every)
+            history.add_look(end, looked)
+            if end % config.train.checkpoint_every == 0 or end == steps:
+                history.sync()
+                checkpoints.save(end, state)
+            shown = f"loss {metrics['loss'][-1].mean():.3f} accuracy {metrics['accuracy'][-1].mean():.3f}"
+            progress.update(bar, completed=end, shown=shown)
+    return Trained(setup, untrained, state["params"], history)
+
+
+def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array], dict[str, Any]]]:
+    """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]}, a look at the new heads)``."""
+    looking = look_at(setup)
+    update = jax.vmap(lambda state, key, step: train_step(setup, state, key, step), (0, 0, None))
+
+    @jax.jit
+    def run(state: State, steps: Array) -> Any:
+        state, metrics = jax.lax.scan(lambda state, step: update(state, setup.keys, step), state, steps)
+        return state, metrics, looking(state["params"])
+
+    return run
+
+
+def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[State, dict[str, Array]]:
+    """One update of one seed, on data that depend on its key and the step alone."""
+    data_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN_DATA), step)
+    batch = setup.task.sample(data_key, setup.config.train.batch)
+
+    def objective(params: Any) -> tuple[Array, Array]:
+        logits = setup.model.apply(params, batch.tokens)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+        place_weights = jnp.array(setup.config.train.place_weights or [1.0] * len(setup.task.places))
+        weights = batch.target_weights * place_weights[None, None]
+        return jnp.sum(loss * weights) / jnp.sum(weights), logits
+
+    (loss, logits), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
+    updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    accuracy, exact = judge(logits, batch)
+    metrics = {"loss": loss, "accuracy": accuracy.mean(), "exact_match": exact}
+    if len(setup.task.places) > 1:
+        metrics |= {f"accuracy/{place}": accuracy[index] for index, place in enumerate(setup.task.places)}
+    metrics["finite"] = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(params))
+    return {"params": params, "optimizer": optimizer}, metrics
+
+
+def judge(logits: Array, batch: tasks.Batch) -> tuple[Array, Array]:
+    """Share of right answers at each place ``[A]``, and of sequences with nothing but right answers."""
+    right, asked = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
+    accuracy = jnp.sum(right & asked, (0, 1)) / jnp.maximum(jnp.sum(asked, (0, 1)), 1)
+    return accuracy, jnp.mean(jnp.all(right | ~asked, (1, 2)))
+
+
+def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
+    """A jitted function of the parameters of all seeds: scores, offset profiles, and one example of the first seed."""
+    task, transformer = setup.task, setup.model
+    first_key = jax.random.fold_in(setup.keys[0], PROBE_DATA)
+
+    def of_one_seed(params: Any, key: Array) -> dict[str, Any]:
+        batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
+        weights = look.weights_of(transformer, params, batch.tokens)
+        return {"scores": look.scores(task, weights, batch), "offset_profile": look.offset_profile(weights, batch)}
+
+    @jax.jit
+    def looking(params: Any) -> dict[str, Any]:
+        first = jax.tree.map(lambda leaf: leaf[0], params)
+        example = look.weights_of(transformer, first, task.probe(first_key, 1).tokens)[0]
+        return jax.vmap(of_one_seed)(params, setup.keys) | {"example": example}
+
+    return looking
+
+
+def _stop_unless_finite(setup: Setup, begin: int, finite: np.ndarray) -> None:
+    """Raises ``Diverged`` for the first step, and there the first seed, that is not ``finite [n,R]``."""
+    if not finite.all():
+        step, seed = np.argwhere(~finite)[0]
+        raise Diverged(
+            f"{setup.config.name}: loss or parameters of seed {setup.seeds[seed]} are not finite at step "
+            f"{begin + step + 1}; the last good checkpoint is kept"
+        )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )

@@ -1,0 +1,157 @@
+"""Configs: what is read, what is refused, and how it is said."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import config, tasks
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def load(tmp_path, *texts_and_options):
+    """Writes each text that has a newline to a file of its own; the others are options."""
+    arguments = []
+    for index, text in enumerate(texts_and_options):
+        if "\n" in text:
+            (tmp_path / f"{index}.yaml").write_text(text)
+            arguments += ["--config", str(tmp_path / f"{index}.yaml")]
+        else:
+            arguments += text.split()
+    return config.load(arguments)
+
+
+BASE = "name: base\ntrain: {steps: 100, batch: 4}\ncontrols: {one_head: {model.num_heads: 1, train.steps: 60}}\n"
+
+
+def test_files_layer_and_options_win(tmp_path):
+    found, out = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
+    assert (found.train.steps, found.train.batch, found.model.position) == (200, 8, "rotary")
+    assert out == Path("runs/base")
+    assert load(tmp_path, BASE, "--out elsewhere")[1] == Path("elsewhere")
+
+
+def test_a_control_is_the_config_with_its_overrides(tmp_path):
+    found, _ = load(tmp_path, BASE)
+    control = found.vary("one_head")
+    assert (control.model.num_heads, control.train.steps, control.train.batch) == (1, 60, 4)
+    assert control.controls == {} and control.claims == []
+    assert dataclasses.replace(control.model, num_heads=4) == found.model
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["train: {stepz: 3}\n"], "train.stepz: no such option; did you mean train.steps?"),
+        (["--train.stepz 3"], "train.stepz: no such option; did you mean train.steps?"),
+        (["--train.steps abc"], "train.steps: expected int, got abc"),
+        (["--train.steps -3"], "train.steps: expected > 0, got -3"),
+        (["--train.learning_rate .nan"], "train.learning_rate: expected > 0, got nan"),
+        (["--model.position circular"], "model.position: expected Literal['none', 'sinusoidal', 'learned', "),
+        (["--model.num_kv_heads 3"], "model.num_kv_heads: expected a divisor of model.num_heads=4, got 3"),
+        (["--task.length 30"], "task.length: expected a multiple of 4, at least 12, got 30"),
+        (["--task.longest 2"], "task.longest: expected at least task.shortest=4, got 2"),
+        (["--train.warmup 100"], "train.warmup: expected from 0 to under train.steps=100, got 100"),
+        (["--train.place_weights [1,2]"], "train.place_weights: expected 4 numbers > 0, one for each place"),
+        (["--train.look_every 15"], "train.look_every: expected a multiple of train.log_every=10, got 15"),
+        (["train: 7\n"], "train: expected options, got 7"),
+        (["controls: {a: {model.num_headz: 1}}\n"], "controls.a: model.num_headz: no such option"),
+        (["controls: {a: {model.num_heads: 0}}\n"], "controls.a: model.num_heads: expected > 0, got 0"),
+        (["controls: {a: {num_heads: 1}}\n"], "controls.a: 'num_heads' is no option; expected SECTION.OPTION"),
+        (
+            ["claims: [{name: a, statement: b, metric: c, needed: 1}]\n"],
+            "claims.a: expected one of at_least and at_most",
+        ),
+        (["claims: [{name: a, statement: b, metric: c, needed: 9, at_most: 1}]\n"], "claims.a.needed: expected 1 to"),
+        (["claims: [{nam: a}]\n"], "nam: no such option; did you mean name?"),
+        (["--config nowhere.yaml"], "nowhere.yaml"),
+        (["train: {steps: 3\n:\n"], "Problems parsing config"),
+        (["--out"], "--out: expected one argument"),
+        (["surplus"], "unrecognized arguments: surplus"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        load(tmp_path, BASE, *arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1, error
+
+
+def test_a_missing_config_is_named(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        config.load([])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: name: missing; give --config FILE\n"
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        config.load(["--help"])
+    text = capsys.readouterr().out
+    sections = {"task": config.Task, "model": config.Model, "train": config.Train, "evaluate": config.Evaluate}
+    names = [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
+    for name in [*names, "name", "description", "controls", "claims"]:
+        # an option, then words of explanation before the type in brackets
+        assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Z\"c]\w+.*?\(", text, re.S), name
+
+
+def test_differences_name_the_key_and_both_values(tmp_path):
+    saved = dataclasses.asdict(load(tmp_path, BASE)[0])
+    now = dataclasses.asdict(load(tmp_path, BASE, "--train.steps 300", "controls: {}\n")[0])
+    assert config.differences(saved, saved) == []
+    assert "train.steps was 100, now 300" in config.differences(saved, now)
+    assert len(config.differences(saved, now)) == 3  # and the two keys of the control that is gone
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_configs_of_the_project_are_valid(file):
+    assert config.read(file).name == file.stem
+
+
+def test_copy_sources_hold_the_answers():
+    task = tasks.CopyFromFourPlaces(length=16, symbols=7)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 50))
+    keys, values = batch.tokens[..., 0], batch.tokens[..., 1]
+    for half in (keys[:, :8], keys[:, 8:]):
+        np.testing.assert_array_equal(np.sort(half, 1), np.tile(np.arange(8), (50, 1)))
+    asked = batch.target_weights > 0
+    np.testing.assert_array_equal(asked, batch.sources >= 0)
+    assert asked.any((0, 2))[8:].sum() >= 6 and not asked[:, :8].any()
+    np.testing.assert_array_equal(batch.real, np.tile(asked.any((0, 2)), (50, 1)))
+    assert not batch.real[0, [8, 10]].any()  # one back or five back and the mirror are one place there
+    for b, q in np.argwhere(asked[..., 0]):
+        expected = [q - 1, q - 5, 15 - q, int(np.flatnonzero(keys[b, :8] == keys[b, q])[0])]
+        assert batch.sources[b, q].tolist() == expected and len(set(expected)) == 4
+        assert batch.targets[b, q].tolist() == values[b, expected].tolist()
+
+
+def test_copy_string_is_a_string_and_its_copy():
+    task = tasks.CopyString(symbols=9, shortest=2, longest=6, farthest=12)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 60))
+    lengths = set()
+    for tokens, targets, weights, sources, real in zip(*batch, strict=True):
+        row = task.labels(tokens.tolist())
+        n = row.index("SEP") - 1
+        lengths.add(n)
+        assert row[0] == "BOS" and row[1:n] == row[n + 2 : 2 * n + 1] and set(row[2 * n + 1 :]) <= {"·"}
+        assert np.flatnonzero(weights[:, 0]).tolist() == list(range(n + 1, 2 * n + 1))
+        assert targets[n + 1 : 2 * n + 1, 0].tolist() == tokens[1 : n + 1, 0].tolist()
+        assert sources[n + 1 : 2 * n + 1, 0].tolist() == list(range(1, n + 1))
+        assert real.sum() == 2 * n + 1
+    assert lengths == set(range(2, 7))
+    far = jax.jit(lambda n: task.sample_length(jax.random.key(1), 3, n))(jnp.asarray(12))
+    assert far.tokens.shape == (3, 25, 1) and bool(far.real.all())
+    assert task.probe(jax.random.key(1), 2).tokens.shape == (2, 9, 1)
+
+
+def test_samples_depend_on_the_key_alone():
+    for task in (tasks.CopyFromFourPlaces(16, 4), tasks.CopyString(9, 2, 6, 12)):
+        first, again, other = (task.sample(jax.random.key(seed), 4).tokens for seed in (0, 0, 1))
+        np.testing.assert_array_equal(first, again)
+        assert (first != other).any()

@@ -1,0 +1,228 @@
+"""The training loop: resumed to the same bits, refused, stopped; and one experiment from end to end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import config, train
+from experiments.__main__ import main as run_main
+from experiments.checkpoint import Checkpoints
+from experiments.findings import Findings
+from experiments.history import History
+
+TINY = """
+name: tiny
+task: {kind: copy, length: 12, symbols: 3}
+model: {model_dim: 8, num_heads: 2, head_dim: 4}
+train: {seeds: 2, steps: 40, warmup: 2, batch: 4, log_every: 2, look_every: 4, checkpoint_every: 8}
+evaluate: {batch: 8}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    """Optax mixes dtypes; jattn's own tests run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    return file
+
+
+def start(file, out, cache):
+    """A process that trains, on one thread: with several, XLA's CPU backend may add in another order every time."""
+    code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:]))"
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error.decode()
+
+
+def kill_after(process, step, out):
+    """Kills without warning, once the metrics of ``step`` are written."""
+    while process.poll() is None:
+        lines = out / "metrics.jsonl"
+        if lines.exists() and f'"step": {step},' in lines.read_text():
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def state_of(out):
+    setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        assert checkpoints.latest == 40
+        return checkpoints.load(40, setup.init())
+
+
+def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
+    whole, broken, cache = tmp_path / "whole", tmp_path / "broken", tmp_path / "cache"
+    finish(start(tiny, whole, cache))
+    for step in (6, 26):  # before the first checkpoint, and between two
+        kill_after(start(tiny, broken, cache), step, broken)
+    finish(start(tiny, broken, cache))
+    assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
+    steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert steps.count(40) == 2 and len(steps) == 20 + 11
+    for step in range(0, 41, 4):
+        one, other = History(whole).look(step), History(broken).look(step)
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+    jax.tree.map(np.testing.assert_array_equal, state_of(whole), state_of(broken))
+
+
+def test_a_history_cut_anywhere_rewinds_to_the_checkpoint(tmp_path):
+    history = History(tmp_path)
+    look = {"scores": {"sink": np.full((1, 1, 2), 0.1)}, "offset_profile": np.zeros(3), "example": np.zeros(2)}
+    for begin in range(0, 12, 4):
+        history.add_metrics(begin, {"loss": np.arange(4.0)[:, None] + begin / 3}, 2)
+        history.add_look(begin + 4, look)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    kept = [line for line in whole.splitlines(keepends=True) if json.loads(line)["step"] <= 4]
+    for size in range(len(b"".join(kept)), len(whole) + 1):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:size])
+        history.rewind(4)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
+    (tmp_path / "looks" / "00000008.tmp").touch()
+    history.rewind(4)
+    assert [file.name for file in (tmp_path / "looks").iterdir()] == ["00000004.npz"]
+    steps, metrics = history.metrics()
+    assert steps.tolist() == [2, 4] and metrics["loss"].tolist() == [[0.5, 2.5]]
+    assert history.scores()[1]["sink"].shape == (1, 1, 1, 2)
+    history.rewind(0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"" and not list((tmp_path / "looks").iterdir())
+
+
+def test_numbers_read_back_as_the_same_float32(tmp_path, getkey):
+    history, values = History(tmp_path), np.asarray(jax.random.normal(getkey(), (1, 50)))
+    history.add_metrics(0, {"loss": values}, 1)
+    np.testing.assert_array_equal(history.metrics()[1]["loss"][:, 0], values[0])
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch, capsys):
+    step = train.train_step
+
+    def breaks(setup, state, key, at):
+        state, metrics = step(setup, state, key, at)
+        second = jnp.all(jax.random.key_data(key) == jax.random.key_data(setup.keys[1]))
+        metrics["finite"] &= ~((at >= 21) & second)
+        return state, metrics
+
+    monkeypatch.setattr(train, "train_step", breaks)
+    out = tmp_path / "out"
+    assert run_main(["run", "--config", str(tiny), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "seed 1" in said and "step 22;" in said and said.count("\n") == 1
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        assert checkpoints.latest == 16
+    assert "NaN" not in (out / "metrics.jsonl").read_text()
+
+
+def test_an_update_that_is_not_finite_is_seen(tiny):
+    setup = train.Setup.of(
+        config.load(["--config", str(tiny), "--train.learning_rate", "1e38", "--train.warmup", "0"])[0]
+    )
+    state = jax.tree.map(lambda leaf: leaf[0], setup.init())
+    step = jax.jit(lambda state, at: train.train_step(setup, state, setup.keys[0], at))
+    state, metrics = step(state, 0)  # the loss is still that of the untrained model
+    assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
+
+
+def test_one_experiment_from_end_to_end(tmp_path, capsys):
+    file, out = tmp_path / "string.yaml", tmp_path / "out"
+    file.write_text("""
+name: string
+task: {kind: copy_string, symbols: 5, shortest: 2, longest: 4, farthest: 8}
+model: {num_heads: 2, model_dim: 8, head_dim: 4, position: alibi}
+train: {seeds: 2, first_seed: 3, steps: 4, warmup: 1, batch: 4, log_every: 2, look_every: 2, checkpoint_every: 2}
+evaluate: {batch: 8, lengths: [2, 8]}
+controls: {relative: {model.position: relative}}
+claims:
+- {name: sink, statement: Some head looks first., metric: best/sink, at_least: 0.0, needed: 2}
+- {name: never, statement: Never., metric: "relative:exact_match", at_least: 2.0, needed: 1}
+""")
+    assert run_main(["run", "--config", str(file), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "holds" in shown and "fails" in shown and (out / "report.html").exists()
+    found = Findings.load(out)
+    assert found.seeds == [3, 4] and found.places == ["copy source"] and len(found.heads) == 2 * 2
+    assert found.scores["copy source"].shape == (2, 3, 1, 2) and found.look_steps.tolist() == [0, 2, 4]
+    tokens = len(found.tokens)
+    assert found.example_weights.shape == (3, 1, 2, tokens, tokens)
+    np.testing.assert_allclose(found.example_weights.sum(-1), 1.0, atol=1e-5)
+    assert found.offset_profile.shape == (2, 2, 1, 2, len(found.offsets)) and found.offsets[-1] == 0
+    assert found.ablated.shape == (2, 1, 2, 1) and found.divergence.shape == (2, 2, 2, 2)
+    curves = found.curves["exact match over string length"]
+    assert list(curves) == ["alibi", "relative"] and [row[0] for row in curves["alibi"]] == [2, 8]
+    claims = json.loads((out / "claims.json").read_text())
+    assert [claim["holds"] for claim in claims] == [True, False]
+    assert claims[0]["passed"] == [3, 4] and claims[1]["failed"] == [3, 4] and len(claims[0]["untrained"]) == 2
+
+    (out / "report.html").unlink()
+    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
+    capsys.readouterr()
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"error: {out} holds another run: train.{line}" for line in ("batch was 4, now 8", "steps was 4, now 6")
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["fly"], "no command 'fly'; expected one of run, list, report"),
+        (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+        (["list", "all"], "list takes no options, got 'all'"),
+    ],
+)
+def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, said):
+    assert run_main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_a_claim_on_an_unknown_metric_is_refused_before_training(tiny, tmp_path, capsys):
+    claim = "[{name: a, statement: b, metric: beauty, needed: 1, at_least: 0}]"
+    assert run_main(["run", "--config", str(tiny), "--out", str(tmp_path / "out"), "--claims", claim]) == 2
+    assert re.match(r"error: claims.a.metric: expected .*'clean_heads'.*, got 'beauty'\n$", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_is_a_file_is_refused(tiny, capsys):
+    assert run_main(["run", "--config", str(tiny), "--out", str(tiny)]) == 2
+    assert re.match(r"error: --out: .*tiny.yaml.*\n$", capsys.readouterr().err)
+
+
+def test_list_shows_every_config(capsys):
+    assert run_main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "configs/copy.yaml" in shown and "configs/copy_string.yaml" in shown

@@ -1,0 +1,187 @@
+"""Head statistics against slow NumPy references, and on heads built by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import heads
+
+T, VOCABULARY = 13, 5
+
+
+def causal_weights(key, length=T):
+    """A random causal head ``[T,T]``."""
+    scores = jax.random.normal(key, (length, length)) * 2
+    return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf))
+
+
+def hard(targets, keys=T):
+    """A head that puts all of its weight on one key per query; rows of -1 look at key 0."""
+    return jax.nn.one_hot(jnp.maximum(jnp.asarray(targets), 0), keys)
+
+
+def uniform_causal(length=T):
+    rows = jnp.tril(jnp.ones((length, length)))
+    return rows / rows.sum(1, keepdims=True)
+
+
+def slow_mean(values):
+    return sum(values) / len(values) if values else 0.0
+
+
+def slow_induction(weights, tokens, eligible):
+    found = []
+    for q in range(len(tokens)):
+        after = [j + 1 for j in range(q) if tokens[j] == tokens[q]]
+        if after and eligible[q]:
+            found.append(sum(weights[q, kv] for kv in after))
+    return slow_mean(found)
+
+
+def slow_entropy(weights, visible, eligible):
+    found = []
+    for row, seen, use in zip(weights, visible, eligible, strict=True):
+        if use and seen.sum() >= 2:
+            found.append(-sum(p * np.log(p) for p in row if p > 0) / np.log(seen.sum()))
+    return slow_mean(found)
+
+
+def slow_profile(weights, eligible):
+    length, keys = weights.shape
+    return [
+        slow_mean([weights[q, q + o] for q in range(length) if eligible[q] and 0 <= q + o < keys])
+        for o in range(1 - length, keys)
+    ]
+
+
+def slow_divergence(one, other, eligible):
+    def entropy(row):
+        return -sum(p * np.log(p) for p in row if p > 0)
+
+    rows = [
+        (entropy((p + r) / 2) - (entropy(p) + entropy(r)) / 2) / np.log(2)
+        for p, r, use in zip(one, other, eligible, strict=True)
+        if use
+    ]
+    return slow_mean(rows)
+
+
+@pytest.fixture(params=["all queries", "some", "none"])
+def eligible(request):
+    rows = {"all queries": np.ones(T, bool), "some": np.arange(T) % 3 > 0, "none": np.zeros(T, bool)}
+    return jnp.asarray(rows[request.param])
+
+
+def test_statistics_equal_the_slow_reference(getkey, eligible):
+    for _ in range(3):
+        weights = causal_weights(getkey())
+        w, tokens = np.asarray(weights, np.float64), jax.random.randint(getkey(), (T,), 0, VOCABULARY)
+        t, visible = np.asarray(tokens), np.tril(np.ones((T, T), bool))
+        targets = np.where(eligible, np.asarray(jax.random.randint(getkey(), (T,), 0, T)), -1)
+        rows = [q for q in range(1, T) if eligible[q]]
+        pairs = [
+            (
+                heads.target_weight(weights, jnp.asarray(targets)),
+                slow_mean([w[q, targets[q]] for q in range(T) if targets[q] >= 0]),
+            ),
+            (heads.previous_token(weights, eligible), slow_mean([w[q, q - 1] for q in rows])),
+            (heads.sink(weights, eligible), slow_mean([w[q, 0] for q in rows])),
+            (heads.induction(weights, tokens, eligible), slow_induction(w, t, eligible)),
+            (heads.entropy(weights, jnp.asarray(visible), eligible), slow_entropy(w, visible, eligible)),
+            (heads.offset_profile(weights, eligible), slow_profile(w, eligible)),
+        ]
+        for found, expected in pairs:
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_divergence_equals_the_slow_reference(getkey, eligible):
+    patterns = jnp.stack([causal_weights(getkey()) for _ in range(3)])
+    p = np.asarray(patterns, np.float64)
+    expected = [[slow_divergence(one, other, eligible) for other in p] for one in p]
+    np.testing.assert_allclose(heads.divergence(patterns, eligible), expected, atol=1e-6)
+
+
+def test_defaults_take_every_query(getkey):
+    weights, tokens = causal_weights(getkey()), jax.random.randint(getkey(), (T,), 0, VOCABULARY)
+    every = jnp.ones(T, bool)
+    for name, arguments in {"previous_token": (), "sink": (), "offset_profile": (), "induction": (tokens,)}.items():
+        statistic = getattr(heads, name)
+        np.testing.assert_array_equal(statistic(weights, *arguments), statistic(weights, *arguments, every))
+    np.testing.assert_array_equal(heads.entropy(weights), heads.entropy(weights, jnp.ones((T, T), bool), every))
+    patterns = jnp.stack([weights, causal_weights(getkey())])
+    np.testing.assert_array_equal(heads.divergence(patterns), heads.divergence(patterns, every))
+
+
+def test_heads_of_known_role():
+    tokens = jnp.array([3, 1, 4, 2, 3, 1, 4, 2, 3, 1, 4, 2, 3])  # period 4: the continuation stands 3 back
+    position = jnp.arange(T)
+    built = {
+        "previous_token": hard(position - 1),
+        "induction": hard(jnp.where(position >= 4, position - 3, -1)),
+        "sink": hard(jnp.zeros(T, int)),
+    }
+    scores = {
+        "previous_token": lambda weights: heads.previous_token(weights, position >= 4),
+        "induction": lambda weights: heads.induction(weights, tokens),
+        "sink": lambda weights: heads.sink(weights, position >= 4),
+    }
+    for kind, weights in built.items():
+        for name, score in scores.items():
+            assert score(weights) == (1.0 if name == kind else 0.0), (kind, name)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_induction_has_no_off_by_one(shift):
+    tokens = jnp.tile(jnp.arange(5), 3)
+    position = jnp.arange(15)
+    beside = jnp.where(position >= 5, position - 4 + shift, -1)
+    assert heads.induction(hard(beside, 15), tokens) == 0.0
+    assert heads.induction(hard(jnp.where(position >= 5, position - 4, -1), 15), tokens) == 1.0
+
+
+def test_induction_counts_every_continuation_and_no_query_without_one():
+    tokens = jnp.array([0, 1, 0, 2, 0, 3])  # at 4 the token 0 came twice before, followed by 1 and by 2
+    weights = jnp.zeros((6, 6)).at[4, 1].set(0.5).at[4, 3].set(0.5).at[2, 1].set(1.0)
+    assert heads.induction(weights, tokens) == 1.0
+    assert heads.induction(weights, jnp.arange(6)) == 0.0
+    # a doubled token: its continuation is itself
+    assert heads.induction(jnp.eye(2), jnp.array([7, 7])) == 1.0
+    # the last token is followed by nothing, also not by the first
+    assert heads.induction(hard([0, 0, 0], 3), jnp.array([5, 6, 5])) == 0.0
+
+
+def test_entropy_of_uniform_and_hard_heads():
+    causal = jnp.tril(jnp.ones((T, T), bool))
+    np.testing.assert_allclose(heads.entropy(uniform_causal(), causal), 1.0, atol=1e-6)
+    np.testing.assert_allclose(heads.entropy(jnp.full((3, 7), 1 / 7)), 1.0, atol=1e-6)
+    assert heads.entropy(jnp.eye(T), causal) == 0.0
+    assert heads.entropy(jnp.ones((1, 1))) == 0.0  # one visible key: no row to speak of
+
+
+def test_divergence_is_a_distance_in_the_unit_interval():
+    patterns = jnp.stack([jnp.eye(T), hard(jnp.arange(T) - 1), uniform_causal(), jnp.eye(T)])
+    found = heads.divergence(patterns, jnp.arange(T) >= 1)
+    np.testing.assert_array_equal(jnp.diagonal(found), 0.0)
+    np.testing.assert_allclose(found, found.T, atol=1e-7)
+    np.testing.assert_allclose(found[0, 1], 1.0, atol=1e-6)  # never the same key
+    np.testing.assert_allclose(found[0, 3], 0.0, atol=1e-6)
+    assert 0.0 < found[0, 2] < 1.0 and found.max() <= 1.0
+
+
+def test_cross_attention_profile():
+    weights = jnp.zeros((2, 4)).at[0, 3].set(1.0).at[1, 0].set(1.0)
+    np.testing.assert_array_equal(heads.offset_profile(weights), [1.0, 0.0, 0.0, 0.0, 1.0])
+
+
+def test_statistics_lift_by_vmap_and_jit(getkey):
+    weights = jnp.stack([jnp.stack([causal_weights(getkey()) for _ in range(2)]) for _ in range(3)])  # [B,N,T,T]
+    tokens = jax.random.randint(getkey(), (3, T), 0, VOCABULARY)
+    lifted = jax.jit(jax.vmap(jax.vmap(heads.induction, (0, None)), (0, 0)))(weights, tokens)
+    one_by_one = [[heads.induction(w, t) for w in of_batch] for of_batch, t in zip(weights, tokens, strict=True)]
+    np.testing.assert_allclose(lifted, one_by_one, atol=1e-6)
+
+
+def test_entropy_is_differentiable_at_zero_weights():
+    gradient = jax.grad(lambda weights: heads.entropy(weights))(jnp.eye(3))
+    assert jnp.isfinite(gradient).all()
