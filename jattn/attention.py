@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, UInt
 
-from jattn.masks import MaskFunction, mod_semantics
+from jattn.masks import MaskFunction
+from jattn.mods import mod_semantics
 from jattn.score_mods import ScoreMod
 
 MaskLike = Array | MaskFunction | Sequence[Array | MaskFunction]

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.masks import pytree_dataclass
+from jattn.mods import pytree_dataclass
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 

@@ -15,7 +15,7 @@ JATTN = Path(__file__).parents[1] / "jattn"
 
 # Floor 0 first; one string is one row. A name stands for a module or, as `kernels`, for a package with its files.
 HOUSE = [
-    ["masks", "score_mods", "positions"],
+    ["mods", "masks", "score_mods", "positions"],
     ["attention", "blockwise"],
     ["kernels", "api"],
     ["multi_head", "cache", "sharding", "heads"],

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import masks, score_mods
+from jattn import mods, score_mods
 
 Q, KV = np.arange(150)[:, None], np.arange(170)[None, :]
 SCORE = np.random.default_rng(0).normal(size=(150, 170)).astype(np.float32)
 
 
 def call(mod, score=SCORE, h=1):
-    with masks.mod_semantics():
+    with mods.mod_semantics():
         return mod(jnp.asarray(score), 0, h, jnp.asarray(Q), jnp.asarray(KV))
 
 

@@ -1,0 +1,50 @@
+"""What masks and score functions have in common: they are pytrees, and run under NumPy's promotion rules."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import numpy as np
+
+Class = TypeVar("Class", bound=type)
+
+
+@dataclass_transform(eq_default=False, frozen_default=True)
+def pytree_dataclass(cls: Class) -> Class:
+    """Makes ``cls`` a frozen dataclass and a pytree: arrays are leaves, pytrees are subtrees, all else is static.
+
+    Equality is identity (``eq=False``), because arrays have no single truth value.
+    """
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    names = tuple(field.name for field in dataclasses.fields(cls))
+
+    def flatten(tree):
+        values = {name: getattr(tree, name) for name in names}
+        dynamic = tuple(name for name, value in values.items() if _holds_arrays(value))
+        static = tuple((name, value) for name, value in values.items() if name not in dynamic)
+        return tuple(values[name] for name in dynamic), (dynamic, static)
+
+    def unflatten(structure, leaves):
+        dynamic, static = structure
+        tree = object.__new__(cls)  # not cls(...): JAX also unflattens placeholders, which __post_init__ would refuse
+        for name, value in (*zip(dynamic, leaves, strict=True), *static):
+            object.__setattr__(tree, name, value)
+        return tree
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+def _holds_arrays(value: Any) -> bool:
+    if value is None or isinstance(value, np.generic):
+        return False
+    return hasattr(value, "dtype") or not jax.tree_util.all_leaves([value])
+
+
+@contextlib.contextmanager
+def mod_semantics() -> Iterator[None]:
+    """The promotion rules that masks and score functions run under: NumPy's, whatever the caller's are."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
