@@ -99,7 +99,7 @@ def measured(**changed):
 
 def test_clean_heads_serve_one_place_and_no_other():
     accuracy = np.array([[1.0, 1.0, 0.9]])
-    ablated = np.array([[[[0.4, 0.96, 0.9], [0.5, 1.0, 0.8], [1.0, 0.51, 0.9], [1.0, 1.0, 0.2]]]])
+    ablated = np.array([[[[0.4, 0.96, 0.9], [1.0, 0.45, 0.8], [1.0, 0.51, 0.9], [1.0, 1.0, 0.2]]]])
     # head 0 serves place 0 alone; head 1 also hurts place 2; head 2 costs place 1 only 49 points; head 3 serves place 2
     assert claims.clean_heads(measured(accuracy=accuracy, ablated=ablated)).tolist() == [2]
     two_for_one = np.array([[[[0.4, 1.0, 0.9], [0.4, 1.0, 0.9]]]])
