@@ -1,6 +1,7 @@
 """``dot_product_attention``: checks the input, chooses an implementation, calls it."""
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -26,7 +27,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
     score_mod: ScoreMod | None = None,
@@ -95,7 +96,7 @@ def attention_weights(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
     score_mod: ScoreMod | None = None,
     query_positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
@@ -271,11 +272,11 @@ def _positions(name: str, positions: ArrayLike | None, batch: int, length: int) 
     return positions.reshape(-1, length)
 
 
-def _window(window: int | tuple[int, int]) -> tuple[int, int]:
-    sides = (window, window) if isinstance(window, int) else tuple(window)
-    if len(sides) != 2 or any(side < 0 for side in sides):
+def _window(window: SupportsIndex | tuple[SupportsIndex, SupportsIndex]) -> tuple[int, int]:
+    sides = window if isinstance(window, tuple) else (window, window)
+    if len(sides) != 2 or any(operator.index(side) < 0 for side in sides):  # NumPy's integers are welcome, too
         raise ValueError(f"local_window_size must be (left, right) or one number, none negative, got {window}")
-    return sides
+    return operator.index(sides[0]), operator.index(sides[1])
 
 
 def _dropout(rate: float, rng: Array | None) -> tuple[float, Array] | None:

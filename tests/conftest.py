@@ -26,3 +26,12 @@ def getkey():
     """A function whose every call returns a fresh PRNG key; each test gets the same sequence of them."""
     root, count = jax.random.key(0), itertools.count()
     return lambda: jax.random.fold_in(root, next(count))
+
+
+@pytest.fixture(scope="module")
+def as_experiments_run():
+    """Optax mixes dtypes, where jattn's own tests run under strict promotion; compiled lightly: nothing runs for long."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -98,7 +98,7 @@ CASES = {
         lambda b, h, q, kv: kv <= q,
     ),
     "window, two-sided": Case({"local_window_size": (2, 1)}, lambda b, h, q, kv: q - 2 <= kv <= q + 1),
-    "window, one number": Case({"local_window_size": 1}, lambda b, h, q, kv: abs(q - kv) <= 1),
+    "window, one number": Case({"local_window_size": np.int64(1)}, lambda b, h, q, kv: abs(q - kv) <= 1),
     "window, causal, rows behind the keys see nothing": Case(
         {"local_window_size": (2, 0), "is_causal": True},
         lambda b, h, q, kv: q - 2 <= kv <= q,

@@ -44,7 +44,7 @@ def blocks(document: str) -> list[Block]:
     return found
 
 
-def run(path: Path) -> None:
+def check_document(path: Path) -> None:
     """Runs the blocks of the document at ``path``; fails where one fails or prints something else than is shown."""
     found = blocks(path.read_text(encoding="utf-8"))
     assert found, f"{path.name} has no Python block"
@@ -67,7 +67,7 @@ def _lines(text: str) -> list[str]:
 def test_document(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what a document saves stays out of the checkout
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        run(path)
+        check_document(path)
 
 
 PY, END = "```python\n", "```\n"
@@ -101,7 +101,7 @@ BAD = {
 def test_a_true_document_passes(tmp_path, document):
     path = tmp_path / "good.md"
     path.write_text(document)
-    run(path)
+    check_document(path)
 
 
 @pytest.mark.parametrize("document, error, match", BAD.values(), ids=BAD)
@@ -109,19 +109,19 @@ def test_a_false_document_fails(tmp_path, document, error, match):
     path = tmp_path / "bad.md"
     path.write_text(document)
     with pytest.raises(error, match=match):
-        run(path)
+        check_document(path)
 
 
 def test_documents_do_not_share_names(tmp_path):
     for name in "first.md", "second.md":
         (tmp_path / name).write_text(f"{PY}assert 'x' not in globals()\nx = 1\n{END}")
-        run(tmp_path / name)
+        check_document(tmp_path / name)
 
 
 def test_tracebacks_name_the_line_of_the_document(tmp_path):
     path = tmp_path / "bad.md"
     path.write_text(f"# Title\n\n{PY}x = 1\n1 / 0\n{END}")
     with pytest.raises(ZeroDivisionError) as caught:
-        run(path)
+        check_document(path)
     last = caught.traceback[-1]
     assert (Path(last.path).name, last.lineno + 1) == ("bad.md", 5)

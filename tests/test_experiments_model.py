@@ -12,14 +12,7 @@ POSITIONS = ["none", "sinusoidal", "learned", "rotary", "alibi", "relative"]
 TASK = tasks.CopyString(symbols=5, shortest=3, longest=5, farthest=6)
 OPTIONS = config.Model(num_layers=2, num_heads=4, num_kv_heads=2, model_dim=12, head_dim=6, value_dim=5, mlp_dim=7)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def light_compiler():
-    """Compiling is most of these tests' time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
 
 def built(position, key, **changes):

@@ -28,14 +28,7 @@ train: {seeds: 2, steps: 40, warmup: 2, batch: 4, log_every: 2, look_every: 4, c
 evaluate: {batch: 8}
 """
 
-
-@pytest.fixture(scope="module", autouse=True)
-def light_compiler():
-    """Optax mixes dtypes, where jattn's own tests run under strict promotion; and nothing here runs for long."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
 
 @pytest.fixture

@@ -130,6 +130,7 @@ def test_no_pyplot(monkeypatch, tmp_path):
     module = imported_anew()
     module.attention_heatmap(np.eye(3), list("abc")).figure.savefig(tmp_path / "head.png")
     module.head_grid(np.stack([np.eye(3)] * 2)).savefig(tmp_path / "heads.png")
+    assert {file.name for file in tmp_path.iterdir()} == {"head.png", "heads.png"}
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):

@@ -22,40 +22,40 @@ def qkv():
         yield tuple(x @ jnp.asarray(GOLDEN[name]) for name in ("W_Q", "W_K", "W_V"))
 
 
-def close(got, expected, decimals=6):
+def assert_close(got, expected, decimals=6):
     np.testing.assert_allclose(got, expected, atol=0.51 * 10**-decimals)
 
 
 def test_the_sentence_with_one_head(qkv):
     q, k, v = qkv
-    close(q, PRINTED["Q"], 12)
-    close(q @ k.T, MEANT["single_head"]["scores"], 12)
+    assert_close(q, PRINTED["Q"], 12)
+    assert_close(q @ k.T, MEANT["single_head"]["scores"], 12)
     out, _ = jattn.attend(q, k, v)
     weights = jattn.attention_weights(q[:, None], k[:, None])[0]
-    close(weights, MEANT["single_head"]["weights"])
-    close(out, MEANT["single_head"]["output"])
+    assert_close(weights, MEANT["single_head"]["weights"])
+    assert_close(out, MEANT["single_head"]["output"])
 
 
 def test_the_sentence_as_printed_is_scale_1(qkv):
     q, k, v = qkv
     weights = jattn.attention_weights(q[:, None], k[:, None], scale=1.0)[0]
     out, _ = jattn.attend(q, k, v, scale=1.0)
-    close(weights, MEANT["single_head"]["weights_scale_1"])
-    close(out, MEANT["single_head"]["output_scale_1"])
-    close(weights[0], PRINTED["weights_Le_scale_1"], 4)
-    close(out[0], PRINTED["output_Le_scale_1"], 4)
-    close((q @ k.T)[0], PRINTED["scores_Le"], 12)
+    assert_close(weights, MEANT["single_head"]["weights_scale_1"])
+    assert_close(out, MEANT["single_head"]["output_scale_1"])
+    assert_close(weights[0], PRINTED["weights_Le_scale_1"], 4)
+    assert_close(out[0], PRINTED["output_Le_scale_1"], 4)
+    assert_close((q @ k.T)[0], PRINTED["scores_Le"], 12)
 
 
 def test_the_sentence_with_two_heads(qkv):
     q, k, v = (x[:, :, None] for x in qkv)  # seven words, one sequence, two heads of size 1
-    close(jattn.attention_weights(q, k), MEANT["two_heads"]["weights"])
+    assert_close(jattn.attention_weights(q, k), MEANT["two_heads"]["weights"])
     out, _ = jattn.over_heads(jattn.attend)(q, k, v)
-    close(out[..., 0], MEANT["two_heads"]["head_outputs"])
+    assert_close(out[..., 0], MEANT["two_heads"]["head_outputs"])
     names = {"query": "W_Q", "key": "W_K", "value": "W_V"}
     params = {name: {"kernel": jnp.asarray(GOLDEN[matrix])[:, :, None]} for name, matrix in names.items()}
     params["out"] = {"kernel": jnp.asarray(GOLDEN["W_O"])[:, None, :]}
-    close(jattn.multi_head_attention(params, jnp.asarray(GOLDEN["embeddings"])), MEANT["two_heads"]["final"])
+    assert_close(jattn.multi_head_attention(params, jnp.asarray(GOLDEN["embeddings"])), MEANT["two_heads"]["final"])
 
 
 def test_the_sentence_with_each_word_alone(qkv):
@@ -64,11 +64,11 @@ def test_the_sentence_with_each_word_alone(qkv):
     expected = PRINTED["two_heads_each_word_alone"]
     weights = jattn.attention_weights(q, k)
     assert (weights == 1).all()
-    close(weights[0, :, 0], expected["weights_Le"], 12)
-    close((q * k)[0, 0], expected["scores_Le"], 12)
+    assert_close(weights[0, :, 0], expected["weights_Le"], 12)
+    assert_close((q * k)[0, 0], expected["scores_Le"], 12)
     out = jattn.dot_product_attention(q, k, v)
-    close(out[0, 0], expected["head_outputs_Le"], 12)
-    close(out[0].ravel() @ jnp.asarray(GOLDEN["W_O"]), expected["final_Le"], 12)
+    assert_close(out[0, 0], expected["head_outputs_Le"], 12)
+    assert_close(out[0].ravel() @ jnp.asarray(GOLDEN["W_O"]), expected["final_Le"], 12)
 
 
 def test_output_and_weights_of_many_sequences(getkey):
