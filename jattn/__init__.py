@@ -10,8 +10,9 @@ Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp o
 """
 
 from jattn import heads, masks, positions, score_mods
-from jattn.api import attention_weights, dot_product_attention, explain
+from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
 from jattn.attention import attend, merge, over_heads
+from jattn.blocks import block_mask
 from jattn.kernels import Unsupported
 from jattn.multi_head import init_multi_head, multi_head_attention
 
@@ -21,8 +22,10 @@ __all__ = [
     "Unsupported",
     "attend",
     "attention_weights",
+    "block_mask",
     "dot_product_attention",
     "explain",
+    "fold_weights",
     "heads",
     "init_multi_head",
     "masks",

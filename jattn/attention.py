@@ -21,7 +21,7 @@ from jattn.masks import MaskFunction
 from jattn.mods import mod_semantics
 from jattn.score_mods import ScoreMod
 
-MaskLike = Array | MaskFunction | Sequence[Array | MaskFunction]
+MaskLike = ArrayLike | MaskFunction | Sequence[ArrayLike | MaskFunction]
 
 
 def attend(
@@ -35,8 +35,8 @@ def attend(
     scale: ArrayLike | None = None,
     batch: ArrayLike = 0,
     head: ArrayLike = 0,
-    query_positions: Int[Array, " T"] | None = None,
-    kv_positions: Int[Array, " S"] | None = None,
+    query_positions: Int[ArrayLike, " T"] | None = None,
+    kv_positions: Int[ArrayLike, " S"] | None = None,
     dropout: tuple[float, Array] | None = None,
     precision: Any = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
@@ -65,7 +65,7 @@ def attend(
     weights, lse = _weights(q, k, visible, bias, score_mod, scale, (batch, head, q_idx, kv_idx), precision)
     if dropout is not None:
         rate, rng = dropout
-        kept = dropout_keep(rng, rate, batch, head, q_idx, kv_idx)
+        kept = dropout_keep(dropout_seeds(rng), rate, batch, head, q_idx, kv_idx)
         weights = jnp.where(kept, weights / (1.0 - rate), 0.0)
     if visible is not None:
         v = _zero_unseen(v, visible.any(axis=0))
@@ -83,8 +83,8 @@ def head_weights(
     scale: ArrayLike | None = None,
     batch: ArrayLike = 0,
     head: ArrayLike = 0,
-    query_positions: Int[Array, " T"] | None = None,
-    kv_positions: Int[Array, " S"] | None = None,
+    query_positions: Int[ArrayLike, " T"] | None = None,
+    kv_positions: Int[ArrayLike, " S"] | None = None,
     precision: Any = None,
 ) -> tuple[Float[Array, "T S"], Float[Array, " T"]]:
     """The weights ``[T,S]`` of ``attend`` before dropout, and its lse ``[T]``: float32 (float64 for float64 input)."""
@@ -117,13 +117,14 @@ def merge(
     return out.astype(out_a.dtype), lse
 
 
-def over_heads(fn: Callable, out_axes: Any = 1) -> Callable:
+def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) -> Callable:
     """Lifts ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head to all heads of a sequence, by ``vmap``.
 
     The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
     one entry a head, or of 1, shared by all (``value`` and those may be None). Where K < N, N/K query heads in a row
     share a key and value head (grouped queries, https://arxiv.org/abs/2305.13245), which is not repeated.
     ``out_axes``: where the head axis stands in each output, counted from the front, as in ``jax.vmap``.
+    ``lift``: ``one_by_one`` instead of ``jax.vmap`` computes one head after the other.
 
     Raises:
         ValueError: N is no multiple of K.
@@ -137,13 +138,14 @@ def over_heads(fn: Callable, out_axes: Any = 1) -> Callable:
         if num_kv_heads == 0 or num_heads % num_kv_heads:
             raise ValueError(f"the {num_heads} query heads must be a multiple of the {num_kv_heads} key/value heads")
         rest, axes = map_axes(rest)
+        value_axis = None if value is None else 1
         if num_heads == num_kv_heads:
-            return jax.vmap(fn, in_axes=(1, 1, 1, *axes), out_axes=out_axes)(query, key, value, *rest)
+            return lift(fn, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
         groups = (num_kv_heads, num_heads // num_kv_heads)
         query = query.reshape(query.shape[0], *groups, *query.shape[2:])
         rest = [x if axis is None else x.reshape(*groups, *x.shape[1:]) for x, axis in zip(rest, axes, strict=True)]
-        one_group = jax.vmap(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
-        out = jax.vmap(one_group, in_axes=(1, 1, 1, *axes), out_axes=out_axes)(query, key, value, *rest)
+        one_group = lift(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
+        out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
 
         def join(axis, part):  # the kv head axis and, behind it, the axis of queries that share one
             return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_heads, *x.shape[axis + 2 :]), part)
@@ -153,7 +155,24 @@ def over_heads(fn: Callable, out_axes: Any = 1) -> Callable:
     return lifted
 
 
-def map_axes(arrays: Sequence[Array | None]) -> tuple[list, list]:
+def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0) -> Callable:
+    """What ``jax.vmap(fn, in_axes, out_axes)`` computes, in a loop, so that only one call's arrays are live."""
+
+    def mapped(*args):
+        moved = [None if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, in_axes, strict=True)]
+
+        def call(entries):
+            return fn(*(x if axis is None else one for x, one, axis in zip(args, entries, in_axes, strict=True)))
+
+        def move(axis, part):
+            return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
+
+        return jax.tree.map(move, out_axes, jax.lax.map(call, moved))
+
+    return mapped
+
+
+def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
     """``arrays`` ready for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others mapped."""
     shared = [x is None or x.shape[0] == 1 for x in arrays]
     ready = [x[0] if one and x is not None else x for x, one in zip(arrays, shared, strict=True)]
@@ -165,17 +184,26 @@ def softmax_dtype(x: Array) -> Any:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
+def dropout_seeds(rng: Array) -> UInt[Array, "2"]:
+    """The two words that ``dropout_keep`` takes from a key; any type of key."""
+    return jax.random.bits(rng, (2,), jnp.uint32)
+
+
 def dropout_keep(
-    rng: Array, rate: float, batch: ArrayLike, head: ArrayLike, q_idx: Int[Array, "T 1"], kv_idx: Int[Array, "1 S"]
+    seeds: UInt[Array, "2"],
+    rate: float,
+    batch: ArrayLike,
+    head: ArrayLike,
+    q_idx: Int[Array, "T 1"],
+    kv_idx: Int[Array, "1 S"],
 ) -> Bool[Array, "T S"]:
-    """``True`` with probability ``1 - rate``, for each pair, from ``(rng, batch, head, q, kv)`` alone.
+    """``True`` with probability ``1 - rate``, for each pair, from ``(seeds, batch, head, q, kv)`` alone.
 
     A hash of the counters rather than ``jax.random.bernoulli``, so that any block of the matrix can be drawn by itself,
     in any order. Two words of state a row keep rows apart (a collision needs 64 equal bits).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
-    seeds = jax.random.bits(rng, (2,), jnp.uint32)
     first, second = (
         _mix(_mix(_mix(seed ^ _word(batch)) + _word(head)) ^ q_idx.astype(jnp.uint32)) for seed in (seeds[0], seeds[1])
     )
@@ -197,10 +225,10 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> jnp.uint32(16))
 
 
-def _indices(q: Array, k: Array, query_positions: Array | None, kv_positions: Array | None) -> tuple[Array, Array]:
+def _indices(q: Array, k: Array, query_positions: Any, kv_positions: Any) -> tuple[Array, Array]:
     """Positions as ``[T,1]`` and ``[1,S]``."""
-    rows = jnp.arange(q.shape[0]) if query_positions is None else query_positions
-    columns = jnp.arange(k.shape[0]) if kv_positions is None else kv_positions
+    rows = jnp.arange(q.shape[0]) if query_positions is None else jnp.asarray(query_positions)
+    columns = jnp.arange(k.shape[0]) if kv_positions is None else jnp.asarray(kv_positions)
     return rows[:, None], columns[None, :]
 
 
@@ -212,14 +240,14 @@ def _visible(mask: MaskLike | None, batch, head, q_idx: Array, kv_idx: Array) ->
         if callable(part):
             with mod_semantics():
                 part = part(batch, head, q_idx, kv_idx)
-            _check_mod("mask", part, bool, (q_idx.shape[0], kv_idx.shape[1]))
+            check_mod("mask", part, bool, (q_idx.shape[0], kv_idx.shape[1]))
             part = jnp.asarray(part)
             part = part.reshape((1,) * (2 - part.ndim) + part.shape)
-        visible = part if visible is None else visible & part
+        visible = jnp.asarray(part) if visible is None else visible & part
     return visible
 
 
-def _check_mod(name: str, result: Any, kind: Any, shape: tuple[int, ...]) -> None:
+def check_mod(name: str, result: Any, kind: Any, shape: tuple[int, ...]) -> None:
     """Raises for what a mask (``kind`` bool) or score function (floating) must not return."""
     dtype = jnp.result_type(result)
     if not (dtype == bool if kind is bool else jnp.issubdtype(dtype, kind)):
@@ -243,7 +271,7 @@ def _weights(q, k, visible, bias, score_mod, scale, where, precision) -> tuple[A
     # pass, and change the weights' last bits. So the scores are computed again, behind a barrier, when somebody asks.
     q, k = jax.lax.optimization_barrier(jax.lax.stop_gradient((q, k)))
     again = _scores(q, k, visible, bias, score_mod, scale, where, precision)
-    return weights, jax.lax.stop_gradient(_row_maximum(jax.lax.stop_gradient(again))) + rest
+    return weights, jax.lax.stop_gradient(row_maximum(jax.lax.stop_gradient(again))) + rest
 
 
 def _zero_unseen(x: Array, seen: Array) -> Array:
@@ -261,7 +289,7 @@ def _scores(q, k, visible, bias, score_mod, scale, where, precision) -> Array:
             scores = jnp.where(visible, scores, 1.0)  # the stand-in that keeps an infinite derivative away
         with mod_semantics():
             modified = score_mod(scores, *where)
-        _check_mod("score_mod", modified, jnp.floating, scores.shape)
+        check_mod("score_mod", modified, jnp.floating, scores.shape)
         scores = jnp.broadcast_to(modified, scores.shape).astype(dtype)
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
@@ -273,7 +301,7 @@ def _softmax(scores: Float[Array, "T S"]) -> tuple[Float[Array, "T S"], Float[Ar
     Weights are ``exp(scores - high) / total`` and not ``exp(scores - lse)``: that rounds the sum of ``high`` and
     ``log(total)``, which at logits of 1e4 puts weights off by 5e-4.
     """
-    exponentials = jnp.exp(scores - _row_maximum(scores)[:, None])
+    exponentials = jnp.exp(scores - row_maximum(scores)[:, None])
     total = jnp.sum(exponentials, axis=-1)
     # The largest exponential of a row is 1, so below 1 there is nothing but the row that sees nothing. A product with
     # the reciprocal, because XLA makes one of a division unless the total has another use: the weights' last bit
@@ -291,7 +319,8 @@ def _softmax_jvp(primals, tangents):
     return (weights, rest), (weights * (tangent - change[:, None]), change)
 
 
-def _row_maximum(scores: Float[Array, "T S"]) -> Float[Array, " T"]:
+def row_maximum(scores: Float[Array, "T S"]) -> Float[Array, " T"]:
+    """The largest score of each row; the least float where there is none above it."""
     # The least float instead of -inf, because -inf - -inf is NaN; by lax, because a select here would keep XLA from
     # computing product, maximum and exponential in one pass.
     least = jnp.finfo(scores.dtype).min.astype(scores.dtype)

@@ -378,7 +378,7 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(implementation):
             jnp.stack(
                 [
                     jattn.attention.dropout_keep(
-                        jax.random.key(3), 0.4, b, h, jnp.arange(T)[:, None], jnp.arange(S)[None, :]
+                        jattn.attention.dropout_seeds(jax.random.key(3)), 0.4, b, h, jnp.arange(T)[:, None], jnp.arange(S)[None, :]
                     )
                     for h in range(N)
                 ]

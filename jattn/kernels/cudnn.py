@@ -1,16 +1,19 @@
 """``"cudnn"``: NVIDIA's fused kernel, through ``jax.nn.dot_product_attention``, all heads at once.
 
 It takes the masks that the kernel knows by itself; a mask it would have to add as a bias gives rows without a visible
-key the mean of the values there, not 0. The log-sum-exp comes from the dense rule: ``jax.nn`` returns it rounded to 16
-bits and without a derivative. Where nobody uses it, XLA removes it. Forward-mode differentiation is not defined by
-cuDNN's rule and raises JAX's own error.
+key the mean of the values there, not 0. The log-sum-exp comes from the blockwise rule: ``jax.nn`` returns it rounded
+to 16 bits and without a derivative. Where nobody uses it, XLA removes it. Forward-mode differentiation is not defined
+by cuDNN's rule and raises JAX's own error.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from jattn.kernels import Request, xla
+from jattn.kernels import blockwise
 from jattn.masks import And, Causal, MaskFunction, SlidingWindow
+from jattn.request import Request
 
 
 def why_not(request: Request) -> str | None:
@@ -25,7 +28,7 @@ def why_not(request: Request) -> str | None:
         (0 in (*query.shape, request.key.shape[1]), "it takes no empty arrays"),
         (request.bias is not None, "a bias is not given to it: its gradient there is not verified"),
         (request.score_mod is not None, "it takes no score_mod"),
-        (request.slot_mask is not None, "it takes no mask array"),
+        (request.has_mask_array, "it takes no mask array"),
         (request.query_positions is not None or request.kv_positions is not None, "it takes no positions"),
         (request.dropout is not None, "it takes no dropout"),
         (request.precision is not None, "it has no precision setting"),
@@ -36,7 +39,7 @@ def why_not(request: Request) -> str | None:
 
 
 def run(request: Request) -> tuple[jax.Array, jax.Array]:
-    """``out [B,T,N,D]`` by cuDNN, forward and backward; ``lse [B,T,N]`` and its derivative by the dense formula."""
+    """``out [B,T,N,D]`` by cuDNN, forward and backward; ``lse [B,T,N]`` and its derivative by the blockwise rule."""
     _, causal, left = _read_masks(request)
     B, T = request.query.shape[:2]
     S = request.key.shape[1]
@@ -59,7 +62,7 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
         key_value_seq_lengths=None if kv_lengths is None else kv_lengths.astype(jnp.int32),
         implementation="cudnn",
     )
-    _, lse = xla.weights(request)
+    _, lse = blockwise.run(dataclasses.replace(request, value=value[..., :0]))
     return jnp.where(visible, out, jnp.zeros((), out.dtype)), lse
 
 

@@ -1,0 +1,211 @@
+"""Which blocks of the ``[T,S]`` matrix are computed: the tile, the table of visible blocks, ``block_mask``.
+
+A block that no query sees is *empty* and skipped, one that every query sees whole is *full* and computed without a
+mask, the others are *mixed*. ``may`` says which are not empty, ``must`` which are full, as in ``Mask.bounds``. Tables
+are NumPy arrays wherever masks and positions are static; the trips through empty blocks then vanish at trace time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jattn.masks import Dense, Mask, MaskFunction, bounds
+from jattn.mods import mod_semantics, pytree_dataclass
+
+LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
+WORTH = 0.85
+
+
+def tile(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
+    """The rows and columns of a block: each length cut into the fewest equal parts of at most ``largest``."""
+    return _part(T, largest), _part(S, largest)
+
+
+def _part(length: int, largest: int) -> int:
+    parts = -(-length // largest)
+    return max(length, 1) if parts <= 1 else -(-length // (parts * 16)) * 16
+
+
+def choose_blocks(
+    see: Callable[[tuple[int, int]], tuple[Any, Any]], T: int, S: int, block_sizes: tuple[int, int] | None = None
+) -> tuple[tuple[int, int], tuple[Any, Any]]:
+    """The tile, and ``see(tile)``: the table of its visible blocks.
+
+    Large blocks keep products near the machine's own rate and the loop short: at H = 64 on two cores, small ones cost
+    an eighth more per pair. They are taken where they leave out enough of the matrix to pay for that, which shows
+    while tracing only if the table is static: for a window, or a causal mask of two blocks. ``block_sizes`` overrides.
+
+    Raises:
+        ValueError: ``block_sizes`` are not two positive numbers.
+    """
+    if block_sizes is not None:
+        if len(block_sizes) != 2 or any(size < 1 for size in block_sizes):
+            raise ValueError(f"block_sizes must be two positive numbers (of queries, of keys), got {block_sizes}")
+        size = min(block_sizes[0], max(T, 1)), min(block_sizes[1], max(S, 1))
+        return size, see(size)
+    large, small = tile(T, S), tile(T, S, SMALL)
+    found = see(large)
+    if small != large and isinstance(found[0], np.ndarray):
+        finer = see(small)
+        if finer[0].mean() <= WORTH * found[0].mean():
+            return small, finer
+    return large, found
+
+
+def cut(x: Any, axis: int, size: int, fill: Any = 0) -> Any:
+    """``x`` with ``axis`` cut into ``[parts, size]``, filled up with ``fill``; an axis of length 1 stays one part.
+
+    ``fill=None`` repeats the last entry.
+    """
+    xp = np if isinstance(x, np.ndarray) else jnp
+    missing = -x.shape[axis] % size
+    if missing:
+        widths = [(0, missing if one == axis % x.ndim else 0) for one in range(x.ndim)]
+        x = xp.pad(x, widths, mode="edge") if fill is None else xp.pad(x, widths, constant_values=fill)
+    axis %= x.ndim
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def visible_blocks(
+    masks: Sequence[MaskFunction],
+    slot_masks: Sequence[Any],
+    b: Any,
+    h: Any,
+    q_positions: Any,
+    kv_positions: Any,
+    lengths: tuple[int, int],
+    size: tuple[int, int],
+) -> tuple[Any, Any]:
+    """``(may, must)``, each ``[..., blocks of T, blocks of S]``, of everything that must hold at once.
+
+    ``b``, ``h``: index arrays of the leading axes; positions ``[..., T]`` and ``[..., S]``, None where they are the
+    slots; ``slot_masks``: bool arrays ``[..., T|1, S|1]``. Leading axes broadcast: an axis stays 1 where nothing
+    depends on it.
+    """
+    (T, S), (rows, columns) = lengths, size
+    b, h = (x[..., None, None] if np.ndim(x) else x for x in (b, h))
+    q_low, q_high = (x[..., :, None] for x in _ranges(q_positions, T, rows))
+    kv_low, kv_high = (x[..., None, :] for x in _ranges(kv_positions, S, columns))
+    may = np.ones((-(-T // rows), -(-S // columns)), bool)
+    # a block that reaches behind the end of a sequence is never full
+    must = (np.arange(1, may.shape[0] + 1) * rows <= T)[:, None] & (np.arange(1, may.shape[1] + 1) * columns <= S)
+    with mod_semantics():
+        for mask in masks:
+            one_may, one_must = bounds(mask, b, h, q_low, q_high, kv_low, kv_high)
+            may, must = may & one_may, must & one_must
+        for array in slot_masks:
+            blocks = [rows if array.shape[-2] != 1 else 1, columns if array.shape[-1] != 1 else 1]
+            axes = (-3, -1)
+            may = may & cut(cut(array, -2, blocks[0], False), -1, blocks[1], False).any(axes)
+            must = must & cut(cut(array, -2, blocks[0], False), -1, blocks[1], False).all(axes)
+    return may, must & may
+
+
+def _ranges(positions: Any, length: int, size: int) -> tuple[Any, Any]:
+    """The least and greatest position of each block."""
+    blocks = cut(np.arange(length) if positions is None else positions, -1, size, fill=None)
+    return blocks.min(-1), blocks.max(-1)
+
+
+@pytree_dataclass
+class BlockList:
+    """Blocks, row by row: the p-th is ``(row[p], column[p])``, row i has those from ``starts[i]`` to ``starts[i+1]``.
+
+    ``whole``: all entries count. Otherwise only the first ``starts[-1]``, because how many is known when it runs.
+    """
+
+    row: Any
+    column: Any
+    starts: Any
+    whole: bool
+
+
+def block_lists(may: Any, must: Any) -> tuple[BlockList, BlockList]:
+    """The full and the mixed blocks of one table ``[blocks of T, blocks of S]``."""
+    return _list(must), _list(may & True ^ must)
+
+
+def _list(table: Any) -> BlockList:
+    if isinstance(table, np.ndarray | np.generic):
+        row, column = np.nonzero(table)
+        starts = np.concatenate([[0], np.cumsum(table.sum(1))])
+        return BlockList(*(x.astype(np.int32) for x in (row, column, starts)), whole=True)
+    order = jnp.argsort(~table.ravel(), stable=True).astype(jnp.int32)  # the blocks of the list first, in their order
+    ends = jnp.cumsum(table.sum(1, dtype=jnp.int32))
+    return BlockList(order // table.shape[1], order % table.shape[1], jnp.pad(ends, (1, 0)), whole=False)
+
+
+@pytree_dataclass
+class BlockMask(Mask):
+    """A mask and what is known of its blocks: see ``block_mask``."""
+
+    mask: Any
+    may: Any
+    must: Any
+    lengths: tuple[int, int]
+    size: tuple[int, int]
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.mask(b, h, q_idx, kv_idx)
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        (rows, columns), (T, S) = self.size, self.lengths
+        inside = (q_min >= 0) & (q_max < T) & (kv_min >= 0) & (kv_max < S)
+        block = (b, h, q_min // rows, q_max // rows, kv_min // columns, kv_max // columns)
+        may, _ = Dense(self.may).bounds(*block)
+        _, must = Dense(self.must).bounds(*block)
+        return may | (True ^ inside), must & inside
+
+
+def block_mask(
+    mask: MaskFunction,
+    query_length: int,
+    kv_length: int,
+    *,
+    batch: int = 1,
+    num_heads: int = 1,
+    block_sizes: tuple[int, int] | None = None,
+) -> BlockMask:
+    """``mask`` together with the table of its blocks, found by asking it for every pair once, in linear memory.
+
+    For a plain function, of which nothing is known: what the result says of a block, it knows. Make it once, outside
+    the layers and steps that use it, and give it as ``mask=`` to any of them; it joins with others by ``&``, ``|``
+    and ``~``. Made outside ``jit``, its table is static and empty blocks cost nothing.
+
+    Args:
+        mask: ``(b, h, q_idx, kv_idx) -> bool``.
+        query_length, kv_length: T and S; at positions beyond them nothing is known, and the mask itself decides.
+        batch, num_heads: over how many sequences and heads the mask differs; 1 where it is the same for all, and then
+            it is asked with the index 0.
+        block_sizes: queries and keys of a block of the table; at most 512 by default.
+
+    Returns:
+        a ``Mask``, equal to ``mask`` pair by pair; a pytree.
+    """
+    size = tile(query_length, kv_length, SMALL) if block_sizes is None else block_sizes
+    q_blocks, kv_blocks = (
+        cut(np.arange(length), 0, one, fill=-1) for length, one in zip((query_length, kv_length), size, strict=True)
+    )
+
+    def of_block(b, h, q_idx, kv_idx):
+        real = (q_idx >= 0)[:, None] & (kv_idx >= 0)[None, :]
+        with mod_semantics():
+            visible = jnp.broadcast_to(mask(b, h, q_idx[:, None], kv_idx[None, :]), real.shape)
+        return (visible & real).any(), (visible | ~real).all()
+
+    def table(b, h):
+        return jax.lax.map(
+            lambda q: jax.lax.map(lambda kv: of_block(b, h, q, kv), jnp.asarray(kv_blocks)), jnp.asarray(q_blocks)
+        )
+
+    def tables():
+        return jax.lax.map(lambda b: jax.lax.map(lambda h: table(b, h), jnp.arange(num_heads)), jnp.arange(batch))
+
+    may, must = jax.jit(tables)()
+    if not isinstance(may, Tracer):
+        may, must = np.asarray(may), np.asarray(must)
+    return BlockMask(mask, may, must, (query_length, kv_length), size)

@@ -1,0 +1,173 @@
+"""Attention of one head in O(T + S) memory: the formulas of ``jattn.attention``, block by block.
+
+Values by online softmax (https://arxiv.org/abs/1805.02867; https://arxiv.org/abs/2112.05682): with ``high`` the largest
+score of a row seen so far,
+
+    numerator = sum_kv exp(score - high) v      total = sum_kv exp(score - high)      out = numerator / total
+
+All derivatives come from one linear rule. For fixed ``high`` both sums are plain sums over blocks, so their tangents
+are the sums of the blocks' tangents, and ``d out = (d numerator - out d total) / total``. The rule is a scan over the
+blocks that recomputes each from its inputs; JAX transposes it into the backward pass, again block by block, and
+differentiates it again for higher orders. Empty blocks are skipped, full ones computed without a mask (``blocks``).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int
+
+from jattn.attention import MaskLike, row_maximum
+from jattn.blocks import cut
+from jattn.head_blocks import Arrays, Fixed, Formula, cut_head, take
+from jattn.score_mods import ScoreMod
+
+
+def attend(
+    q: Float[Array, "T H"],
+    k: Float[Array, "S H"],
+    v: Float[Array, "S D"],
+    *,
+    mask: MaskLike | None = None,
+    bias: Float[Array, "#T #S"] | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: ArrayLike | None = None,
+    batch: ArrayLike = 0,
+    head: ArrayLike = 0,
+    query_positions: Int[ArrayLike, " T"] | None = None,
+    kv_positions: Int[ArrayLike, " S"] | None = None,
+    dropout: tuple[float, Array] | None = None,
+    precision: Any = None,
+    block_sizes: tuple[int, int] | None = None,
+    visible: tuple[Any, Any] | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
+    """``jattn.attend``, the same arguments and results, without ever holding a ``[T,S]`` array.
+
+    Differentiable in forward and reverse mode, to any order, in ``q, k, v, bias, scale`` and every float array that
+    ``score_mod`` captures; memory stays O(T + S) throughout. Under ``vmap`` over something that the mask depends on,
+    every block is computed; ``jattn.dot_product_attention`` decides what to skip outside of it.
+
+    Args:
+        block_sizes: queries and keys of a block; ``jattn.blocks.choose_blocks`` has the default. Changes no result
+            beyond rounding.
+        visible: ``(may, must)`` of all blocks of that size, where they are known (``jattn.blocks.visible_blocks``).
+    """
+    head_inputs = (q, k, v, mask, bias, score_mod, scale, batch, head, query_positions, kv_positions)
+    formula, arrays, fixed = cut_head(*head_inputs, dropout, precision, block_sizes, visible)
+    out, high, total = _values(formula, arrays, fixed)
+    out = jax.lax.collapse(out, 0, 2)[: q.shape[0]].astype(v.dtype)
+    return out, _lse(high, total).reshape(-1)[: q.shape[0]]
+
+
+def fold(
+    step: Callable[[Any, Array, Array, Array], Any],
+    init: Any,
+    q: Float[Array, "T H"],
+    k: Float[Array, "S H"],
+    *,
+    lse: Float[Array, " T"] | None = None,
+    mask: MaskLike | None = None,
+    bias: Float[Array, "#T #S"] | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: ArrayLike | None = None,
+    batch: ArrayLike = 0,
+    head: ArrayLike = 0,
+    query_positions: Int[ArrayLike, " T"] | None = None,
+    kv_positions: Int[ArrayLike, " S"] | None = None,
+    precision: Any = None,
+    block_sizes: tuple[int, int] | None = None,
+    visible: tuple[Any, Any] | None = None,
+) -> Any:
+    """``carry = step(carry, weights, q_idx, kv_idx)`` over the blocks of one head's weights; see ``fold_weights``."""
+    v = jnp.zeros((k.shape[0], 0), k.dtype)
+    head_inputs = (q, k, v, mask, bias, score_mod, scale, batch, head, query_positions, kv_positions)
+    formula, arrays, fixed = cut_head(*head_inputs, None, precision, block_sizes, visible)
+    rows, columns = formula.size
+    known = _lse(*_values(formula, arrays, fixed)[1:]) if lse is None else cut(lse.astype(arrays.q.dtype), 0, rows)
+    known = jnp.where(known == -jnp.inf, 0.0, known)  # a row that sees nothing: exp(-inf - 0) = 0
+
+    def visit(carry, i, j, masked):
+        scores, _ = formula.scores(take(arrays, i, j), fixed, i, j, masked)
+        weights = jnp.exp(scores - known[i][:, None])
+        q_idx, kv_idx = i * rows + jnp.arange(rows), j * columns + jnp.arange(columns)
+        return step(carry, weights, q_idx[:, None], kv_idx[None, :])
+
+    return _over_blocks(visit, init, fixed)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _values(formula: Formula, arrays: Arrays, fixed: Fixed) -> tuple[Array, Array, Array]:
+    """``out [blocks, rows, D]``; ``high`` and ``total [blocks, rows]``: ``lse = high + log(total)``."""
+    rows, dtype = formula.size[0], arrays.q.dtype
+
+    def of_row(i):
+        def visit(masked, blocks):
+            def body(p, sums):
+                numerator, high, total = sums
+                j = blocks.column[p]
+                scores, v = formula.scores(take(arrays, i, j), fixed, i, j, masked)
+                higher = jnp.maximum(high, row_maximum(scores))
+                shrink = jnp.exp(high - higher)
+                new_numerator, new_total = formula.sums(scores, v, higher, fixed, i, j)
+                return numerator * shrink[:, None] + new_numerator, higher, total * shrink + new_total
+
+            return body
+
+        # the least float and not -inf, because -inf - -inf is NaN
+        sums = (jnp.zeros((rows, arrays.v.shape[1]), dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype),
+                jnp.zeros(rows, dtype))  # fmt: skip
+        for masked, blocks in ((False, fixed.full), (True, fixed.mixed)):
+            if blocks.row.shape[0]:
+                sums = jax.lax.fori_loop(blocks.starts[i], blocks.starts[i + 1], visit(masked, blocks), sums)
+        numerator, high, total = sums
+        # the largest score adds 1 to the total, so below 1 there is nothing but a row that sees nothing
+        return numerator * (1.0 / jnp.maximum(total, 1.0))[:, None], high, total
+
+    return jax.lax.map(of_row, jnp.arange(arrays.q.shape[0]))
+
+
+@_values.defjvp
+def _values_rule(formula, primals, tangents):
+    (arrays, fixed), (change, _) = primals, tangents
+    out, high, total = _values(formula, arrays, fixed)
+
+    def visit(sums, i, j, masked):
+        def of_block(block):
+            return formula.sums(*formula.scores(block, fixed, i, j, masked), high[i], fixed, i, j)
+
+        _, changes = jax.jvp(of_block, (take(arrays, i, j),), (take(change, i, j),))
+        return jax.tree.map(lambda x, y: x.at[i].add(y), sums, changes)
+
+    numerator, total_change = _over_blocks(visit, (jnp.zeros_like(out), jnp.zeros_like(total)), fixed)
+    share = 1.0 / jnp.maximum(total, 1.0)
+    # high is no function of the inputs as far as the rule goes: any constant gives the same out and lse
+    return (out, high, total), (
+        (numerator - out * total_change[..., None]) * share[..., None],
+        jnp.zeros_like(high),
+        total_change,
+    )
+
+
+def _over_blocks(visit: Callable, carry: Any, fixed: Fixed) -> Any:
+    """``carry = visit(carry, i, j, masked)`` over all blocks that are not empty. Differentiated, it keeps no block."""
+    for masked, blocks in ((False, fixed.full), (True, fixed.mixed)):
+        if not blocks.row.shape[0]:
+            continue
+
+        def body(carry, entry, masked=masked, blocks=blocks):
+            p, i, j = entry
+            if blocks.whole:
+                return visit(carry, i, j, masked), None
+            return jax.lax.cond(p < blocks.starts[-1], lambda: visit(carry, i, j, masked), lambda: carry), None
+
+        entries = (jnp.arange(blocks.row.shape[0]), jnp.asarray(blocks.row), jnp.asarray(blocks.column))
+        carry, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, entries)
+    return carry
+
+
+def _lse(high: Array, total: Array) -> Array:
+    seen = total != 0.0
+    lse = high + jnp.log(jnp.where(seen, total, 1.0))  # 1, so that the derivative of the log is finite
+    return jnp.where(seen, lse, -jnp.inf)

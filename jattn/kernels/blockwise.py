@@ -1,0 +1,99 @@
+"""``"blockwise"``: the formula in O(T + S) memory of ``jattn.blockwise``, head by head. Takes every request.
+
+What to skip is decided here, outside of any vmap, where a condition still saves work: one table of blocks for all heads
+of a sequence (a block is computed where any head sees it), and for each sequence its own where masks differ by batch.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jattn import blockwise
+from jattn.attention import one_by_one
+from jattn.blocks import choose_blocks, visible_blocks
+from jattn.kernels.lift import lift
+from jattn.request import Request
+
+
+def why_not(request: Request) -> str | None:
+    """None: it takes every request."""
+    return None
+
+
+def run(request: Request) -> tuple[jax.Array, jax.Array]:
+    """``out [B,T,N,D]``, ``lse [B,T,N]``; beyond inputs and outputs O(T + S) memory, forward and backward."""
+    return _compiled_where_eager(_run, request)
+
+
+def fold(request: Request, step: Callable, init: Any, lse: jax.Array | None) -> Any:
+    """``jattn.fold_weights``: the carries of all heads ``[B,N,...]``; ``lse [B,T,N]`` or None."""
+    return _compiled_where_eager(_fold, step, request, init, lse)
+
+
+def _run(request: Request) -> tuple[jax.Array, jax.Array]:
+    size, how = _how(request)
+
+    def one_head(q, k, v, options, *visible):
+        return blockwise.attend(q, k, v, dropout=request.dropout, block_sizes=size, visible=visible, **options)
+
+    return lift(one_head, request, out_axes=1, **how)
+
+
+def _fold(step: Callable, request: Request, init: Any, lse: jax.Array | None) -> Any:
+    size, how = _how(request)
+
+    def one_head(q, k, v, options, lse, *visible):
+        return blockwise.fold(step, init, q, k, lse=lse, block_sizes=size, visible=visible, **options)
+
+    per_head = [None if lse is None else jnp.moveaxis(lse, 2, 1)]
+    return lift(one_head, request, out_axes=0, per_head=per_head, **how)
+
+
+def _how(request: Request) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The size of the blocks; their table, and what lifts one head to many.
+
+    With one CPU device, heads and sequences go one by one: a head keeps all cores busy, and its blocks stay in the
+    cache. With several devices an axis may be sharded, and a loop over it would gather it: vmap, and one table for all
+    sequences. With one accelerator vmap, but over sequences only where they share the table.
+    """
+    alone, on_cpu = jax.device_count() == 1, jax.default_backend() == "cpu"
+    T, S = request.query.shape[1], request.key.shape[1]
+    size, (may, must) = choose_blocks(functools.partial(_table, request), T, S)
+    if not alone:
+        may, must = may.any(0, keepdims=True), must.all(0, keepdims=True)
+    heads = one_by_one if alone and on_cpu else jax.vmap
+    sequences = one_by_one if alone and (on_cpu or may.shape[0] > 1) else jax.vmap
+    return size, {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
+
+
+def _table(request: Request, size: tuple[int, int]) -> tuple[Any, Any]:
+    """``(may, must)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
+    B, T, N, _ = request.query.shape
+    q_positions, kv_positions = (
+        None if x is None else x[:, None] for x in (request.query_positions, request.kv_positions)
+    )
+    b, h, lengths = np.arange(B)[:, None], np.arange(N)[None, :], (T, request.key.shape[1])
+    may, must = visible_blocks(request.masks, request.slot_masks, b, h, q_positions, kv_positions, lengths, size)
+    may, must = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (may, must))
+    return may.any(1), must.all(1)
+
+
+def _compiled_where_eager(fn: Callable, *args: Any) -> Any:
+    """``fn(*args)``, compiled where JAX is not tracing anyway, because a loop that runs eagerly compiles every time."""
+    leaves, structure = jax.tree.flatten(args)
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return fn(*args)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
+    static = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+    return _compiled(fn, structure, static, arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _compiled(fn: Callable, structure: Any, static: tuple, arrays: list) -> Any:
+    rest = iter(arrays)
+    return fn(*jax.tree.unflatten(structure, [next(rest) if leaf is None else leaf for leaf in static]))

@@ -1,0 +1,57 @@
+"""Lifting a function of one head to all heads of all sequences of a ``Request``."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.attention import map_axes, over_heads
+from jattn.request import Request
+
+
+def lift(
+    one_head: Callable,
+    request: Request,
+    out_axes: Any,
+    *,
+    per_head: Sequence[Any] = (),
+    per_sequence: Sequence[Any] = (),
+    sequences: Callable = jax.vmap,
+    heads: Callable = jax.vmap,
+) -> Any:
+    """``one_head(q, k, v, options, *per_head, *per_sequence)`` over heads and sequences.
+
+    ``options`` are ``attend``'s, without dropout, for that head; ``out_axes`` as in ``over_heads``, without the batch
+    axis, which comes first. ``per_head`` arrays have leading axes ``[B|1, N|1]``, ``per_sequence`` ``[B|1]``; where
+    it is 1, NumPy arrays stay NumPy. ``sequences`` and ``heads`` do the lifting.
+    """
+    slot_masks = request.slot_masks
+    of_heads, of_sequences = [request.bias, *slot_masks, *per_head], [request.query_positions, request.kv_positions]
+    rest, axes = map_axes([*of_heads, *of_sequences, *per_sequence])
+
+    def one_sequence(batch, query, key, value, *rest):
+        of_heads_here, (query_positions, kv_positions, *extra) = rest[: len(of_heads)], rest[len(of_heads) :]
+
+        def with_options(q, k, v, head, bias, *arrays):
+            options = {
+                "mask": [*request.masks, *arrays[: len(slot_masks)]],
+                "bias": bias,
+                "score_mod": request.score_mod,
+                "scale": request.scale,
+                "batch": batch,
+                "head": head,
+                "query_positions": query_positions,
+                "kv_positions": kv_positions,
+                "precision": request.precision,
+            }
+            return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
+
+        num_heads = jnp.arange(request.query.shape[2])
+        return over_heads(with_options, out_axes, lift=heads)(query, key, value, num_heads, *of_heads_here)
+
+    batch = jnp.arange(request.query.shape[0])
+    value_axis = None if request.value is None else 0
+    return sequences(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
+        batch, request.query, request.key, request.value, *rest
+    )
