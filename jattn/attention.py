@@ -324,4 +324,6 @@ def row_maximum(scores: Float[Array, "T S"]) -> Float[Array, " T"]:
     # The least float instead of -inf, because -inf - -inf is NaN; by lax, because a select here would keep XLA from
     # computing product, maximum and exponential in one pass.
     least = jnp.finfo(scores.dtype).min.astype(scores.dtype)
+    if scores.shape[1] == 1:  # of one column XLA takes the entry itself, and forgets the least
+        return jnp.maximum(scores[:, 0], least)
     return jax.lax.reduce(scores, least, jax.lax.max, (1,))

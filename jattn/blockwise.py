@@ -88,11 +88,15 @@ def fold(
     known = _lse(*_values(formula, arrays, fixed)[1:]) if lse is None else cut(lse.astype(arrays.q.dtype), 0, rows)
     known = jnp.where(known == -jnp.inf, 0.0, known)  # a row that sees nothing: exp(-inf - 0) = 0
 
-    def visit(carry, i, j, masked):
-        scores, _ = formula.scores(take(arrays, i, j), fixed, i, j, masked)
-        weights = jnp.exp(scores - known[i][:, None])
-        q_idx, kv_idx = i * rows + jnp.arange(rows), j * columns + jnp.arange(columns)
-        return step(carry, weights, q_idx[:, None], kv_idx[None, :])
+    def visit(carry, i, j, masked, where_it_counts):
+        block, row_lse = take(arrays, i, j), known[i][:, None]
+
+        def of_block():
+            weights = jnp.exp(formula.scores(block, fixed, i, j, masked)[0] - row_lse)
+            q_idx, kv_idx = i * rows + jnp.arange(rows), j * columns + jnp.arange(columns)
+            return step(carry, weights, q_idx[:, None], kv_idx[None, :])
+
+        return where_it_counts(of_block, carry)
 
     return _over_blocks(visit, init, fixed)
 
@@ -103,10 +107,10 @@ def _values(formula: Formula, arrays: Arrays, fixed: Fixed) -> tuple[Array, Arra
     rows, dtype = formula.size[0], arrays.q.dtype
 
     def of_row(i):
-        def visit(masked, blocks):
+        def visit(masked, column):
             def body(p, sums):
                 numerator, high, total = sums
-                j = blocks.column[p]
+                j = column[p]
                 scores, v = formula.scores(take(arrays, i, j), fixed, i, j, masked)
                 higher = jnp.maximum(high, row_maximum(scores))
                 shrink = jnp.exp(high - higher)
@@ -120,7 +124,8 @@ def _values(formula: Formula, arrays: Arrays, fixed: Fixed) -> tuple[Array, Arra
                 jnp.zeros(rows, dtype))  # fmt: skip
         for masked, blocks in ((False, fixed.full), (True, fixed.mixed)):
             if blocks.row.shape[0]:
-                sums = jax.lax.fori_loop(blocks.starts[i], blocks.starts[i + 1], visit(masked, blocks), sums)
+                starts, column = jnp.asarray(blocks.starts), jnp.asarray(blocks.column)
+                sums = jax.lax.fori_loop(starts[i], starts[i + 1], visit(masked, column), sums)
         numerator, high, total = sums
         # the largest score adds 1 to the total, so below 1 there is nothing but a row that sees nothing
         return numerator * (1.0 / jnp.maximum(total, 1.0))[:, None], high, total
@@ -133,15 +138,19 @@ def _values_rule(formula, primals, tangents):
     (arrays, fixed), (change, _) = primals, tangents
     out, high, total = _values(formula, arrays, fixed)
 
-    def visit(sums, i, j, masked):
-        def of_block(block):
-            return formula.sums(*formula.scores(block, fixed, i, j, masked), high[i], fixed, i, j)
+    def visit(sums, i, j, masked, where_it_counts):
+        block, block_change, row_high = take(arrays, i, j), take(change, i, j), high[i]
 
-        _, changes = jax.jvp(of_block, (take(arrays, i, j),), (take(change, i, j),))
+        def of_block(block):
+            return formula.sums(*formula.scores(block, fixed, i, j, masked), row_high, fixed, i, j)
+
+        changes = where_it_counts(
+            lambda: jax.jvp(of_block, (block,), (block_change,))[1], jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums)
+        )
         return jax.tree.map(lambda x, y: x.at[i].add(y), sums, changes)
 
     numerator, total_change = _over_blocks(visit, (jnp.zeros_like(out), jnp.zeros_like(total)), fixed)
-    share = 1.0 / jnp.maximum(total, 1.0)
+    share = 1.0 / jnp.where(total != 0.0, total, 1.0)  # no maximum: at a total of 1 it would halve second derivatives
     # high is no function of the inputs as far as the rule goes: any constant gives the same out and lse
     return (out, high, total), (
         (numerator - out * total_change[..., None]) * share[..., None],
@@ -151,16 +160,23 @@ def _values_rule(formula, primals, tangents):
 
 
 def _over_blocks(visit: Callable, carry: Any, fixed: Fixed) -> Any:
-    """``carry = visit(carry, i, j, masked)`` over all blocks that are not empty. Differentiated, it keeps no block."""
+    """``carry = visit(carry, i, j, masked, where_it_counts)`` over all blocks that are not empty.
+
+    ``where_it_counts(compute, otherwise)`` is ``compute()``, or in a list whose length is known only when it runs and
+    behind its end, ``otherwise``. What is read from whole arrays is read outside of it: a condition would make their
+    gradients anew at every turn. Differentiated, the loop keeps no block.
+    """
     for masked, blocks in ((False, fixed.full), (True, fixed.mixed)):
         if not blocks.row.shape[0]:
             continue
 
         def body(carry, entry, masked=masked, blocks=blocks):
             p, i, j = entry
-            if blocks.whole:
-                return visit(carry, i, j, masked), None
-            return jax.lax.cond(p < blocks.starts[-1], lambda: visit(carry, i, j, masked), lambda: carry), None
+
+            def where_it_counts(compute, otherwise):
+                return compute() if blocks.whole else jax.lax.cond(p < blocks.starts[-1], compute, lambda: otherwise)
+
+            return visit(carry, i, j, masked, where_it_counts), None
 
         entries = (jnp.arange(blocks.row.shape[0]), jnp.asarray(blocks.row), jnp.asarray(blocks.column))
         carry, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, entries)

@@ -112,7 +112,6 @@ def cut_head(
 ) -> tuple[Formula, Arrays, Fixed]:  # fmt: skip
     """One head cut into blocks, with everything that its masks and score function capture as explicit arrays."""
     T, S, dtype = q.shape[0], k.shape[0], softmax_dtype(q)
-    batch, head = jnp.asarray(batch), jnp.asarray(head)
     parts = () if mask is None else mask if isinstance(mask, tuple | list) else (mask,)
     masks, slot_masks = [x for x in parts if callable(x)], [x for x in parts if not callable(x)]
 
@@ -122,6 +121,7 @@ def cut_head(
         return visible_blocks(masks, slot_masks, batch, head, query_positions, kv_positions, (T, S), size)
 
     size, table = choose_blocks(see, T, S, block_sizes)
+    batch, head = jnp.asarray(batch), jnp.asarray(head)  # only now: a table of plain numbers is static
     (rows, columns), (full, mixed) = size, block_lists(*table)
     if T % rows:
         slot_masks = [*slot_masks, jnp.ones((T, 1), bool)]

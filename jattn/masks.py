@@ -315,6 +315,7 @@ def _range_in_row(ids, b, low, high):
     Without any, least is the largest integer and greatest the smallest: an interval that meets no other.
     """
     xp = _namespace(ids, b, low, high)
+    ids = xp.asarray(ids)  # jax.numpy's own width of integers, of which the largest is taken below
     low, high, b = (xp.asarray(x)[..., None] for x in (low, high, b))
     positions = xp.arange(ids.shape[-1])
     row, known = _look_up_row(ids, b, positions)

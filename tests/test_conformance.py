@@ -5,6 +5,7 @@ the softmax out. Shapes are distinct primes, so that a swapped axis fails.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import jattn
 from jattn import masks, score_mods
 from jattn.api import IMPLEMENTATIONS
+from jattn.blocks import choose_blocks
+from jattn.kernels import blockwise
 
 B, T, S, N, K, H, D = 2, 7, 11, 3, 3, 5, 13
 RNG = np.random.default_rng(0)
@@ -40,8 +43,39 @@ class Case:
     dtype: Any = jnp.float32
 
 
-def slot(T, S):
-    return np.arange(T), np.arange(S)
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An implementation, and how it is called."""
+
+    implementation: str
+    block_sizes: tuple[int, int] | None = None
+    traced: bool = False  # positions, lengths and masks as arguments of the jitted function
+
+    def __str__(self):
+        return self.implementation + (
+            "" if self.block_sizes is None else " in blocks of {}x{}".format(*self.block_sizes)
+        )
+
+
+# Lengths are mostly 7 and 11, so 7 queries divide and the others do not; blocks of the usual size hold all in one.
+VARIANTS = [Variant(name) for name in IMPLEMENTATIONS if name != "blockwise"] + [
+    Variant("blockwise", (3, 4)),
+    Variant("blockwise", (7, 4), traced=True),
+]
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def variant(request, monkeypatch):
+    if request.param.block_sizes is not None:
+        monkeypatch.setattr(
+            blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=request.param.block_sizes)
+        )
+        blockwise._compiled.clear_cache()
+    return request.param
+
+
+def test_every_implementation_has_a_variant():
+    assert {variant.implementation for variant in VARIANTS} == set(IMPLEMENTATIONS)
 
 
 GRID = np.arange(T)[:, None] * 3 % 5 <= np.arange(S)[None, :] % 4
@@ -76,6 +110,9 @@ CASES = {
     "plain": Case(),
     "one query": Case(shape=(2, 1, S, N, K, H, D)),
     "one key": Case(shape=(2, T, 1, N, K, H, D)),
+    "one key, which half of the queries see": Case(
+        {"mask": lambda b, h, q, kv: (q + b) % 2 == 0}, lambda b, h, q, kv: (q + b) % 2 == 0, shape=(2, T, 1, N, K, H, D)
+    ),
     "grouped queries": Case(shape=(B, T, S, 6, 3, H, D)),
     "one kv head": Case(shape=(B, T, S, 5, 1, H, D)),
     "grouped, with per-head bias and mask": Case(
@@ -261,13 +298,31 @@ def loss(out: jax.Array, lse: jax.Array) -> jax.Array:
     return sum(jnp.sum(x.astype(lse.dtype) * w.astype(lse.dtype)) for x, w in zip(parts, weigh, strict=True))
 
 
-def run(case: Case, implementation: str, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    options = {name: value for name, value in case.options.items() if name not in ("bias", "sinks")}
+def run(
+    case: Case, variant: Variant, given: dict[str, jax.Array], arrays: list | None = None
+) -> tuple[jax.Array, jax.Array]:
+    options = dict(case.options)
+    if arrays is not None:
+        leaves, structure = jax.tree.flatten(options)
+        rest = iter(arrays)
+        options = jax.tree.unflatten(structure, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
+    options = {name: value for name, value in options.items() if name not in ("bias", "sinks")}
     if case.mod is not None:
         options["score_mod"] = case.mod(given["params"])
     given = {name: x.astype(case.dtype) if name in ("query", "key", "value") else x for name, x in given.items()}
     given.pop("params", None)
-    return jattn.dot_product_attention(**given, **options, implementation=implementation, return_residual=True)
+    return jattn.dot_product_attention(**given, **options, implementation=variant.implementation, return_residual=True)
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray)
+
+
+def caller(case: Case, variant: Variant) -> Callable:
+    """``given -> results and gradients``, jitted; for a traced variant, with all arrays of the options as arguments."""
+    arrays = [leaf for leaf in jax.tree.leaves(case.options) if is_array(leaf)] if variant.traced else None
+    jitted = jax.jit(lambda given, arrays: values_and_gradients(lambda x: run(case, variant, x, arrays), given))
+    return lambda given: jitted(jax.tree.map(jnp.asarray, given), arrays)
 
 
 def values_and_gradients(fn: Callable, given: dict[str, jax.Array]):
@@ -275,33 +330,37 @@ def values_and_gradients(fn: Callable, given: dict[str, jax.Array]):
         results = fn(given)
         return loss(*results), results
 
-    (_, results), gradients = jax.jit(jax.value_and_grad(both, has_aux=True))(given)
+    (_, results), gradients = jax.value_and_grad(both, has_aux=True)(given)
     return results, gradients
 
 
-def skip_where_unsupported(case: Case, implementation: str) -> None:
+@functools.cache
+def expected(name: str):
+    """The reference for one case, computed once for all implementations."""
+    case = CASES[name]
+    with jax.enable_x64(True):
+        seen = visible(case)
+        exact = {name: jnp.asarray(x, jnp.float64) for name, x in inputs(case).items()}
+        run_it = jax.jit(lambda given: values_and_gradients(lambda x: reference(case, seen, x), given))
+        return jax.tree.map(np.asarray, run_it(exact))
+
+
+def skip_where_unsupported(case: Case, variant: Variant) -> None:
     """Skips with the implementation's own reason; the test would otherwise raise ``Unsupported``."""
     B, T, S, N, K, H, D = case.shape
     q, k, v = (jnp.zeros(shape, case.dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, D)))
     options = dict(case.options) if case.mod is None else {**case.options, "score_mod": case.mod(case.params)}
-    text = jattn.explain(q, k, v, **options, implementation=implementation)
+    text = jattn.explain(q, k, v, **options, implementation=variant.implementation)
     if "named, but" in text:
         pytest.skip(text.splitlines()[0])
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_values_lse_and_gradients(implementation, name):
+def test_values_lse_and_gradients(variant, name):
     case = CASES[name]
-    skip_where_unsupported(case, implementation)
-    given = inputs(case)
-    (out, lse), gradients = values_and_gradients(
-        lambda x: run(case, implementation, x), jax.tree.map(jnp.asarray, given)
-    )
-    with jax.enable_x64(True):
-        seen = visible(case)
-        exact = {name: jnp.asarray(x, jnp.float64) for name, x in given.items()}
-        (exact_out, exact_lse), exact_gradients = values_and_gradients(lambda x: reference(case, seen, x), exact)
+    skip_where_unsupported(case, variant)
+    (out, lse), gradients = caller(case, variant)(inputs(case))
+    (exact_out, exact_lse), exact_gradients = expected(name)
     assert out.dtype == case.dtype and lse.dtype == jnp.float32
     compare(out, exact_out, case.tolerance, "out")
     compare(lse, exact_lse, case.tolerance, "lse")
@@ -329,13 +388,11 @@ POISONED = {
 }
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("name", POISONED)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_nobody_sees_may_hold_anything(implementation, name, poison):
+def test_what_nobody_sees_may_hold_anything(variant, name):
     """Bit-identical output and gradients, zeros against NaN or Inf in the unseen slots (and in queries that see nothing)."""
     case = POISONED[name]
-    skip_where_unsupported(case, implementation)
+    skip_where_unsupported(case, variant)
     given = inputs(case)
     unseen = ~np.array([[case.sees(b, 0, 0, s) for s in range(S)] for b in range(B)])
     blind = np.array([[t >= case.options.get("query_seq_lengths", [T] * B)[b] for t in range(T)] for b in range(B)])
@@ -343,33 +400,33 @@ def test_what_nobody_sees_may_hold_anything(implementation, name, poison):
     def filled(value):
         filled = {name: given[name].copy() for name in given}
         filled["key"][unseen], filled["value"][unseen], filled["query"][blind] = value, value, value
-        return jax.tree.map(jnp.asarray, filled)
+        return filled
 
-    run_it = jax.jit(lambda given: values_and_gradients(lambda x: run(case, implementation, x), given))
+    run_it = caller(case, variant)
     assert unseen.any() or blind.any()
-    for clean, poisoned in zip(*map(jax.tree.leaves, (run_it(filled(0.0)), run_it(filled(poison)))), strict=True):
-        np.testing.assert_array_equal(clean, poisoned)
+    clean = jax.tree.leaves(run_it(filled(0.0)))
+    for poison in (np.nan, np.inf):
+        for got, wanted in zip(jax.tree.leaves(run_it(filled(poison))), clean, strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("argument", ["key", "value"])
-def test_visible_nan_shows_in_every_row_that_sees_it(implementation, argument):
+def test_visible_nan_shows_in_every_row_that_sees_it(variant, argument):
     case = Case({"is_causal": True})
-    skip_where_unsupported(case, implementation)
+    skip_where_unsupported(case, variant)
     given = inputs(case)
     given[argument][0, 4] = np.nan
-    out, _ = run(case, implementation, jax.tree.map(jnp.asarray, given))
+    out, _ = run(case, variant, jax.tree.map(jnp.asarray, given))
     assert np.isnan(out[0, 4:]).all()
     assert np.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_dropout_keeps_what_the_key_and_the_indices_say(implementation):
+def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     """The kept entries are read off the values: with ``value = identity`` the output is the weights after dropout."""
     case = Case(shape=(B, T, S, N, N, H, S))
     q, k = (jnp.asarray(x) for x in (inputs(case)["query"], inputs(case)["key"]))
     v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
-    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "implementation": implementation}
+    options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "implementation": variant.implementation}
     if "named, but" in jattn.explain(q, k, v, **options):
         pytest.skip(jattn.explain(q, k, v, **options))
     dropped = jattn.dot_product_attention(q, k, v, **options).transpose(0, 2, 1, 3)
@@ -378,7 +435,12 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(implementation):
             jnp.stack(
                 [
                     jattn.attention.dropout_keep(
-                        jattn.attention.dropout_seeds(jax.random.key(3)), 0.4, b, h, jnp.arange(T)[:, None], jnp.arange(S)[None, :]
+                        jattn.attention.dropout_seeds(jax.random.key(3)),
+                        0.4,
+                        b,
+                        h,
+                        jnp.arange(T)[:, None],
+                        jnp.arange(S)[None, :],
                     )
                     for h in range(N)
                 ]
@@ -397,7 +459,9 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(implementation):
 def test_the_table_is_not_a_dummy():
     """The comparison notices a wrong mask, a wrong score and a wrong gradient of one entry."""
     case = CASES["causal, top-left"]
-    (out, lse), gradients = values_and_gradients(lambda x: run(case, "xla", x), jax.tree.map(jnp.asarray, inputs(case)))
+    (out, lse), gradients = values_and_gradients(
+        lambda x: run(case, Variant("xla"), x), jax.tree.map(jnp.asarray, inputs(case))
+    )
     off = dataclasses.replace(case, sees=lambda b, h, q, kv: kv < q + 2)
     with jax.enable_x64(True):
         exact = {name: jnp.asarray(x, jnp.float64) for name, x in inputs(case).items()}

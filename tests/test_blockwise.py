@@ -1,0 +1,336 @@
+"""What blockwise promises beyond the conformance table: memory, composition, higher orders, the same bits every time."""
+
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import blockwise, masks, score_mods
+from jattn.attention import attend, one_by_one, over_heads
+
+T, S, H, D = 13, 17, 5, 3
+SIZES = (4, 5)
+
+
+def floats(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def head(T=T, S=S, H=H, D=D):
+    return tuple(jnp.asarray(floats(*shape, seed=i)) for i, shape in enumerate([(T, H), (S, H), (S, D)]))
+
+
+def compare(got, wanted, tolerance=1e-5):
+    """Equal up to ``tolerance`` of the largest number wanted."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        scale = float(np.max(np.abs(y), initial=1e-3))
+        np.testing.assert_allclose(np.asarray(x) / scale, np.asarray(y) / scale, rtol=0, atol=tolerance)
+
+
+def loss(fn, **options):
+    """A scalar of one head's output and log-sum-exp; ``options`` as in ``attend``."""
+
+    def of(q, k, v):
+        out, lse = fn(q, k, v, **options)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(jnp.where(lse == -jnp.inf, 0.0, lse)))
+
+    return of
+
+
+in_blocks = functools.partial(blockwise.attend, block_sizes=SIZES)
+OPTIONS = {
+    "causal and soft cap": {"mask": masks.Causal(), "score_mod": score_mods.SoftCap(1.3)},
+    "dropout": {"dropout": (0.3, jax.random.key(4)), "mask": masks.SlidingWindow(6, 2)},
+}
+
+
+class TestOrders:
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_forward_mode_second_order_and_both_mixed(self, name):
+        q, k, v = head()
+        tangents = tuple(jnp.asarray(floats(*x.shape, seed=7)) for x in (q, k, v))
+
+        def everything(fn):
+            of = loss(fn, **OPTIONS[name])
+            gradient = jax.grad(of, (0, 1, 2))
+            _, along = jax.jvp(of, (q, k, v), tangents)
+            _, hessian_vector = jax.jvp(gradient, (q, k, v), tangents)
+            reverse_twice = jax.grad(
+                lambda *x: sum(jnp.vdot(g, t) for g, t in zip(gradient(*x), tangents, strict=True))
+            )
+            return along, hessian_vector, reverse_twice(q, k, v)
+
+        compare(jax.jit(lambda: everything(in_blocks))(), jax.jit(lambda: everything(attend))(), 3e-5)
+
+    def test_hessian(self):
+        q, k, v = head(T=3, S=5, H=2, D=2)
+        of = [lambda q, fn=fn: loss(fn, mask=masks.Causal())(q, k, v) for fn in (in_blocks, attend)]
+        compare(*(jax.jit(jax.hessian(one))(q) for one in of), 3e-5)
+
+    def test_third_derivative(self):
+        q, k, v = head(T=5, S=6, H=2, D=2)
+
+        def along(fn):
+            line = lambda s: loss(fn)(q * s, k, v)
+            return jax.jit(jax.grad(jax.grad(jax.grad(line))))(1.0)
+
+        compare(along(functools.partial(blockwise.attend, block_sizes=(2, 4))), along(attend), 1e-4)
+
+
+class TestComposition:
+    def test_vmap_over_anything_and_grad_on_either_side(self):
+        q, k, v = head()
+        slopes, lengths = jnp.array([0.1, 0.5, 0.9]), jnp.array([3, 17, 9])
+
+        def of(fn, q, slope, length, v):
+            mod = lambda s, b, h, q_idx, kv_idx: s - slope * abs(q_idx - kv_idx)
+            mask = lambda b, h, q_idx, kv_idx: kv_idx < length
+            return loss(fn, score_mod=mod, mask=[masks.Causal(), mask])(q, k, v)
+
+        queries = jnp.stack([q, 2 * q, -q])
+        args = (queries, slopes, lengths, v)
+
+        def both(fn):
+            axes = (0, 0, 0, None)
+            single = functools.partial(of, fn)
+            inside = jax.vmap(jax.grad(single, (0, 1, 3)), axes)(*args)
+            outside = jax.grad(lambda *x: jax.vmap(single, axes)(*x).sum(), (0, 1, 3))(*args)
+            return inside, outside
+
+        compare(jax.jit(lambda: both(in_blocks))(), jax.jit(lambda: both(attend))())
+
+    def test_vmap_over_what_the_blocks_depend_on(self):
+        """Then the table is batched, and nothing may be skipped for one that another needs."""
+        q, k, v = head()
+        ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (3, S)), axis=1))
+
+        def gradients(fn):
+            of = lambda ids: jax.grad(loss(fn, mask=masks.Segments(ids[:T], ids)), (0, 1, 2))(q, k, v)
+            return jax.vmap(of)(ids)
+
+        compare(jax.jit(lambda: gradients(in_blocks))(), jax.jit(lambda: gradients(attend))())
+
+    def test_checkpoint_inside_scan_over_layers(self):
+        q, k, v = head(D=H)
+        k, v = k[:T], v[:T]
+        mods = jnp.array([0.3, 0.6])  # one temperature a layer, captured by the score function
+
+        def gradients(fn):
+            @jax.checkpoint
+            def layer(x, temperature):
+                mod = lambda s, b, h, q_idx, kv_idx: s * temperature
+                return x + fn(x, k, v, score_mod=mod, mask=masks.Causal())[0], None
+
+            return jax.grad(lambda x, mods: jnp.sum(jax.lax.scan(layer, x, mods)[0] ** 2), (0, 1))(q, mods)
+
+        compare(jax.jit(lambda: gradients(in_blocks))(), jax.jit(lambda: gradients(attend))())
+
+    @pytest.mark.parametrize("groups", [(2, 3), (3, 1)])
+    def test_heads_one_by_one_or_together(self, groups):
+        """On one CPU device heads go one by one, which the suite's eight devices never choose by themselves."""
+        K, G = groups
+        query, key, value = (
+            jnp.asarray(floats(n, heads, dim, seed=5)) for n, heads, dim in ((T, K * G, H), (S, K, H), (S, K, D))
+        )
+        bias = jnp.asarray(floats(K * G, T, S))
+
+        def results(lift):
+            def one(q, k, v, head, bias, shared):
+                out, lse = in_blocks(q, k, v, bias=bias * shared, head=head, mask=lambda b, h, q, kv: kv <= q + h)
+                return jnp.sin(out), lse
+
+            call = over_heads(one, (1, 1), lift=lift)
+            of = lambda *x: call(*x[:3], jnp.arange(K * G), *x[3:])
+            total = lambda *x: sum(jnp.sum(y) for y in of(*x))
+            args = (query, key, value, bias, jnp.ones((1,)))
+            return of(*args), jax.grad(total, tuple(range(5)))(*args)
+
+        compare(jax.jit(lambda: results(one_by_one))(), jax.jit(lambda: results(jax.vmap))())
+
+    def test_sharded_batch_and_heads_need_no_gather(self):
+        mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "heads"))
+        arrays = [jnp.asarray(floats(2, 16, 4, H, seed=i)) for i in range(3)]
+        ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (2, 16)), axis=1))
+
+        def of(q, k, v, ids):
+            mask = masks.Causal() & masks.Segments(ids)
+            return jnp.sum(jnp.sin(jattn.dot_product_attention(q, k, v, mask=mask, implementation="blockwise")))
+
+        step = jax.jit(jax.value_and_grad(of, (0, 1, 2)))
+        sharded = [jax.device_put(x, spec) for x in arrays]
+        text = step.lower(*sharded, ids).compile().as_text()
+        assert "all-gather" not in text and "all-to-all" not in text
+        compare(step(*sharded, ids), step(*arrays, ids))
+
+
+class TestMemory:
+    """XLA's own figures for what it holds beside inputs and outputs; nothing is run."""
+
+    def temporaries(self, length, what, heads=1, **options):
+        x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
+        bias = options.pop("bias", None)
+        args = [x, x, x] if bias is None else [x, x, x, jax.ShapeDtypeStruct(bias, jnp.float32)]
+
+        def of(q, k, v, bias=None):
+            out = jattn.dot_product_attention(q, k, v, bias, implementation="blockwise", **options)
+            return jnp.sum(jnp.sin(out))
+
+        fn = jax.grad(of, tuple(range(len(args))))
+        if what == "hessian-vector":
+            gradient = fn
+            fn = lambda *x: jax.jvp(gradient, x[: len(x) // 2], x[len(x) // 2 :])
+            args = args * 2
+        return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    @pytest.mark.parametrize("what, limit", [("gradient", 80), ("hessian-vector", 160)])
+    def test_grows_with_the_length_and_not_its_square(self, what, limit):
+        at = {n: self.temporaries(n, what, is_causal=True) for n in (8192, 32768)}
+        assert at[32768] <= limit * 2**20
+        assert math.log(at[32768] / at[8192]) / math.log(4) <= 1.05
+
+    def test_where_the_blocks_are_known_only_when_it_runs(self):
+        lengths = np.array([5000])
+        traced = lambda n: self.temporaries(n, "gradient", mask=lambda b, h, q, kv: kv < jnp.asarray(lengths)[b])
+        assert traced(16384) <= 60 * 2**20
+
+    def test_the_gradient_of_a_bias_is_summed_block_by_block(self):
+        n = 8192
+        few, many = (self.temporaries(n, "gradient", heads=heads, bias=(1, 1, n, n)) for heads in (1, 4))
+        assert many - few < n * n * 4  # a gradient for each head would be three more
+
+
+def test_bits_are_the_same_from_run_to_run():
+    arrays = [jnp.asarray(floats(1, 33, 2, 8, seed=i)) for i in range(3)]
+    table = jnp.asarray(floats(8, 2))
+
+    def of(q, k, v, table):
+        mod = score_mods.RelativeBias(table, max_distance=16)
+        return jnp.sum(jattn.dot_product_attention(q, k, v, score_mod=mod, implementation="blockwise") ** 2)
+
+    step = jax.jit(jax.value_and_grad(of, (0, 1, 2, 3)))
+    first, second = step(*arrays, table), step(*arrays, table)
+    for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_asking_for_the_lse_changes_no_bit():
+    arrays = [jnp.asarray(floats(1, 45, 2, 8, seed=i)) for i in range(3)]
+    call = functools.partial(jattn.dot_product_attention, implementation="blockwise", is_causal=True)
+    alone = jax.jit(call)(*arrays)
+    beside, _ = jax.jit(functools.partial(call, return_residual=True))(*arrays)
+    np.testing.assert_array_equal(alone, beside)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_one_shape_compiles_once(jitted, caplog):
+    """Also eagerly, where a loop would otherwise compile at every call."""
+    arrays = [jnp.asarray(floats(1, 19, 2, 7, seed=i)) for i in range(3)]
+    mask, mod = masks.Causal() | masks.Prefix(3), lambda s, b, h, q, kv: s * 0.5
+    call = lambda q, k, v: jattn.dot_product_attention(q, k, v, mask=mask, score_mod=mod, implementation="blockwise")
+    call = jax.jit(call) if jitted else call
+    call(*arrays)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for i in range(100):
+            call(arrays[0] * 1.0, *arrays[1:]) if i else call(*arrays)
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
+    assert not [text for text in compiled if "multiply" not in text], compiled
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bits_err_at_most_twice_as_much_as_dense(dtype):
+    query, key, value = (jnp.asarray(floats(1, n, 3, 16, seed=i), dtype) for i, n in enumerate((61, 83, 83)))
+
+    def results(implementation, *arrays):
+        call = functools.partial(jattn.dot_product_attention, is_causal=True, implementation=implementation)
+        of = lambda *x: jnp.sum(jnp.sin(call(*x).astype(jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)))
+        return call(*arrays), *jax.grad(of, (0, 1, 2))(*arrays)
+
+    with jax.enable_x64(True):
+        exact = results("xla", *(jnp.asarray(np.asarray(x, np.float64)) for x in (query, key, value)))
+    for dense, blocks, wanted in zip(
+        results("xla", query, key, value), results("blockwise", query, key, value), exact, strict=True
+    ):
+        errors = [np.abs(np.asarray(x, np.float64) - np.asarray(wanted)).max() for x in (blocks, dense)]
+        assert errors[0] <= 2 * errors[1]
+
+
+def test_what_it_captures_gets_its_gradient():
+    """Tables, slopes, a temperature, a whole bias, all at once, by a closure."""
+    q, k, v = head()
+    params = {"table": jnp.asarray(floats(30)), "cap": jnp.float32(1.7), "bias": jnp.asarray(floats(T, S))}
+    offsets = np.arange(30)  # captured, too, but no float
+
+    def gradients(fn):
+        def of(params):
+            def mod(score, b, h, q_idx, kv_idx):
+                score = params["cap"] * jnp.tanh(score / params["cap"]) + params["bias"][q_idx, kv_idx]
+                return score + params["table"][jnp.asarray(offsets)[abs(q_idx - kv_idx)]]
+
+            return loss(fn, score_mod=mod, mask=masks.SlidingWindow(5, 4))(q, k, v)
+
+        return jax.jit(jax.grad(of))(params)
+
+    compare(gradients(in_blocks), gradients(attend))
+
+
+# Recipes, made in the test: jattn's classes are type-checked by samples, and Hypothesis wants no other randomness.
+IDS = [np.sort(np.random.default_rng(seed).integers(0, 4, 40)) for seed in range(8)]
+MASKS = st.recursive(
+    st.one_of(
+        st.just(lambda: masks.Causal()),
+        st.tuples(st.integers(0, 9), st.integers(0, 4)).map(lambda sides: lambda: masks.SlidingWindow(*sides)),
+        st.integers(0, 12).map(lambda length: lambda: masks.Prefix(length)),
+        st.integers(0, 7).map(lambda which: lambda: masks.Segments(IDS[which])),
+        st.integers(2, 4).map(lambda m: lambda: lambda b, h, q, kv: (q + kv) % m != 0),
+    ),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map(lambda pair: lambda: masks.and_masks(pair[0](), pair[1]())),
+        st.tuples(inner, inner).map(lambda pair: lambda: masks.or_masks(pair[0](), pair[1]())),
+        inner.map(lambda one: lambda: ~masks.and_masks(one())),
+    ),
+    max_leaves=3,
+)
+MODS = st.one_of(
+    st.none(),
+    st.just(score_mods.SoftCap(1.5)),
+    st.just(score_mods.Alibi(np.array([0.25], np.float32))),
+    st.just(score_mods.then(score_mods.Alibi(np.array([0.5], np.float32)), score_mods.SoftCap(2.0))),
+)
+
+
+@hypothesis.settings(max_examples=25, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
+@hypothesis.given(
+    T=st.integers(1, 18),
+    S=st.integers(1, 18),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    mask=MASKS,
+    mod=MODS,
+)
+def test_any_shape_mask_score_function_and_blocks(T, S, sizes, mask, mod):
+    """Values, lse and gradients against the dense formula in float64."""
+    arrays, mask = head(T=T, S=S, H=4, D=3), mask()
+    fn = functools.partial(blockwise.attend, block_sizes=sizes)
+
+    def results(fn, arrays):
+        of = loss(fn, mask=mask, score_mod=mod)
+        return fn(*arrays, mask=mask, score_mod=mod), jax.grad(of, (0, 1, 2))(*arrays)
+
+    got = jax.jit(functools.partial(results, fn))(arrays)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        wanted = jax.tree.map(np.asarray, jax.jit(functools.partial(results, attend))(exact))
+    (out, lse), gradients = got
+    (exact_out, exact_lse), exact_gradients = wanted
+    np.testing.assert_array_equal(lse == -np.inf, exact_lse == -np.inf)
+    compare(
+        [out, np.where(lse == -np.inf, 0, lse), gradients],
+        [exact_out, np.where(exact_lse == -np.inf, 0, exact_lse), exact_gradients],
+        2e-5,
+    )
