@@ -1,25 +1,31 @@
 """``python -m experiments run|list|report|bench``: see ``python -m experiments run --help``."""
 
+import datetime
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments import config
+from experiments.bench_cases import CASES, LENGTHS, PARTS, PEERS, Plan
 from experiments.findings import Findings
 
 USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--train.steps 500 ...]
        python -m experiments list
        python -m experiments report --run DIR
-       python -m experiments bench [--out DIR]
+       python -m experiments bench [--suite attention|dispatch] [--peers jax,torch,tokamax] [--device cpu|gpu]
+                                   [--lengths 128,4096] [--cases full,causal] [--parts times,memory,peak,compile]
+                                   [--seconds 6] [--out DIR] [--resume | --redraw]
 
 run     trains an experiment, its controls, and writes the report; stopped and started again, it goes on
         where it was (run --help explains every option)
 list    the experiments in configs/
 report  writes the report of a finished run anew
-bench   times jattn and jax.nn in turn, and writes the table
+bench   times jattn and its peers in turn, and writes tables and a picture; hours for all lengths
+        (bench --help explains every option)
 """
 
 
@@ -87,14 +93,64 @@ def report_command(arguments: Sequence[str]) -> int:
 
 
 def bench_command(arguments: Sequence[str]) -> int:
-    """Times jattn and jax.nn in turn, and writes the table."""
+    """Times jattn and its peers in turn, and writes tables and a picture."""
+    options = _bench_parser().parse_args(arguments)
+    if options.suite not in ("attention", "dispatch"):
+        return _fail(f"--suite: expected one of attention, dispatch, got {options.suite!r}")
+    if options.suite == "dispatch":
+        return _bench_dispatch(options)
+    today = Path(__file__).parent / "results" / f"{options.device}-{datetime.date.today()}"
+    lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
+    try:
+        plan = Plan.read(Path(options.out or today), options.device, options.seconds, **lists)
+    except ValueError as wrong:
+        return _fail(str(wrong))
+    # JAX takes seconds to import, which a wrong option need not wait for
+    from experiments import bench_attention, bench_tables
+
+    try:
+        if options.redraw:
+            found = bench_attention.read(plan.out)
+        else:
+            bench_attention.use(plan.device)
+            found = bench_attention.measure(plan, resume=options.resume)
+    except bench_attention.Refused as refused:
+        return _fail(str(refused))
+    bench_attention.write_report(found, plan.out)
+    for line in found["missing"].values():
+        print(line)
+    answered = [one for one in bench_tables.asked(found) if one.measured is not None]
+    if answered:
+        print(bench_tables.asked_table(answered))
+    print(f"report: {plan.out / 'attention.md'}")
+    return 0
+
+
+def _bench_parser() -> config.Parser:
     parser = config.Parser(prog="python -m experiments bench", description=bench_command.__doc__)
-    parser.add_argument("--out", type=str, default="runs/bench", help="folder for the table")
-    out = Path(parser.parse_args(arguments).out)
+    parser.add_argument("--suite", type=str, default="attention", help="attention; dispatch: short calls, two columns")
+    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
+    parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, numbers above 1")
+    parser.add_argument("--cases", type=str, default=",".join(CASES), help="some of these")
+    parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure, some of these")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time for each row, all contestants together")
+    parser.add_argument("--out", type=str, default=None, help="folder; default experiments/results/DEVICE-DATE")
+    parser.add_argument("--resume", action="store_true", help="go on with the results in --out")
+    parser.add_argument("--redraw", action="store_true", help="tables and picture of the results in --out anew")
+    return parser
+
+
+def _bench_dispatch(options: Any) -> int:
+    """Short calls against jax.nn's; ``--out`` is its only option."""
+    defaults = _bench_parser().get_defaults()
+    for name in defaults.keys():
+        if name not in ("suite", "out") and options[name] != defaults[name]:
+            return _fail(f"--{name}: --suite dispatch takes no other option than --out")
     from experiments import bench
 
     rows = bench.dispatch()
-    bench.write(rows, out)
+    bench.write(rows, Path(options.out or "runs/bench"))
     print(bench.table(rows), end="")
     return 0
 

@@ -1,6 +1,8 @@
 """Timing as ratios: jattn and its peers in turn, in one run, so that a busy machine is busy for all of them."""
 
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 import platform
@@ -51,7 +53,10 @@ def dispatch() -> list[Row]:
         contestants = [
             _call(fn, mask == "causal", passes) for fn in (jattn.dot_product_attention, jax.nn.dot_product_attention)
         ]
-        medians, rounds = in_turn(contestants, arrays)
+        calls = [functools.partial(_finish, contestant, arrays) for contestant in contestants]
+        for call in calls:
+            call()
+        medians, rounds = in_turn(calls, SECONDS, least=10)
         rows.append(Row(length, mask, passes, *medians, rounds))
     return rows
 
@@ -65,18 +70,33 @@ def _call(attention: Callable, is_causal: bool, passes: str) -> Callable:
     return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)))
 
 
-def in_turn(contestants: Sequence[Callable], arrays: Sequence[jax.Array]) -> tuple[list[float], int]:
-    """The median time of each, in microseconds, and the number of rounds; the order turns round with every round."""
-    for call in contestants:
-        jax.block_until_ready(call(*arrays))
-    times: list[list[float]] = [[] for _ in contestants]
-    end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or len(times[0]) < 10:
-        order = range(len(contestants))
+def _finish(call: Callable, arrays: Sequence[jax.Array]) -> None:
+    jax.block_until_ready(call(*arrays))
+
+
+def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
+    """The median time of each call, in microseconds, and the number of rounds; the order turns round with every round.
+
+    Args:
+        calls: what to time; each returns when its work is done, and has run before.
+        seconds: when no further round begins.
+        least: so many rounds, however long they take.
+        settle: seconds of rest before every turn, in which the threads of the one before go to sleep; a turn then
+            repeats a short call for about as long.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    repeats = [1] * len(calls)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < least:
+        order = range(len(calls))
         for index in order if len(times[0]) % 2 else reversed(order):
+            if settle:
+                time.sleep(settle)
             begin = time.perf_counter()
-            jax.block_until_ready(contestants[index](*arrays))
-            times[index].append(time.perf_counter() - begin)
+            for _ in range(repeats[index]):
+                calls[index]()
+            times[index].append((time.perf_counter() - begin) / repeats[index])
+            repeats[index] = max(1, round(settle / times[index][-1]))
     return [float(np.median(one)) * 1e6 for one in times], len(times[0])
 
 
@@ -92,6 +112,23 @@ def environment() -> dict[str, str]:
         "flax": flax.__version__,
         "jattn": jattn.__version__,
     }
+
+
+def cpu_model() -> str:
+    """The processor's name, as Linux knows it; elsewhere as Python does."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def source_digest() -> str:
+    """A short digest of jattn's source files, which tells apart two states of one version."""
+    folder = Path(jattn.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def table(rows: Sequence[Row]) -> str:

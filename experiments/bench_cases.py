@@ -1,0 +1,115 @@
+"""What the attention benchmark is asked to measure: the cases, and the work in each. Imports neither JAX nor a peer."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+WINDOW, CAP, BUCKETS, DOCUMENTS = 512, 30.0, 32, 8
+CASES = {
+    "full": "every query sees every key",
+    "causal": "a query sees no later key; counted as half of the pairs",
+    "window": f"`local_window_size=({WINDOW}, 0)`",
+    "segments": f"{DOCUMENTS} packed documents of random lengths, causal; their ids known when compiled",
+    "segments-traced": "the same, the ids an argument of the compiled function",
+    "alibi": "ALiBi as `score_mod`, causal",
+    "softcap": f"`{CAP:g} * tanh(score / {CAP:g})` as `score_mod`",
+    "t5": f"T5's bias of {BUCKETS} buckets as `score_mod`, with the gradient of its table",
+}
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
+PEERS = ("jax", "torch", "tokamax", "jattn-xla")
+PARTS = ("times", "memory", "peak", "compile")
+DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of attention, T = S = ``length``; its inputs are the same whoever asks."""
+
+    case: str
+    length: int
+    dtype: str = "float32"
+    num_heads: int = 8
+    head_dim: int = 64
+
+    def arrays(self) -> list[np.ndarray]:
+        """Query, key and value ``[1,T,N,H]`` in float32, and what the case adds as an argument.
+
+        That is the documents' ids ``[T]`` or T5's table ``[32,N]``.
+        """
+        rng = np.random.default_rng(0)
+        shape = (1, self.length, self.num_heads, self.head_dim)
+        arrays = [rng.standard_normal(shape, np.float32) for _ in range(3)]
+        if self.case.startswith("segments"):
+            arrays.append(document_ids(self.length))
+        if self.case == "t5":
+            arrays.append(rng.standard_normal((BUCKETS, self.num_heads), np.float32))
+        return arrays
+
+    def differentiated(self) -> tuple[int, ...]:
+        """Which of ``arrays()`` the backward pass differentiates."""
+        return (0, 1, 2, 3) if self.case == "t5" else (0, 1, 2)
+
+    def pairs(self) -> float:
+        """How many (query, key) pairs one head sees."""
+        n = self.length
+        if self.case in ("causal", "alibi"):
+            return n * n / 2
+        if self.case == "window":
+            return float(np.minimum(np.arange(n), WINDOW).sum() + n)
+        if self.case.startswith("segments"):
+            sizes = np.unique(document_ids(n), return_counts=True)[1].astype(float)
+            return float((sizes * (sizes + 1) / 2).sum())
+        return float(n * n)
+
+    def flops(self, passes: str) -> float:
+        """Of the products alone: two forward, and five backward, where the scores are computed again."""
+        return {"forward": 4.0, "both": 14.0}[passes] * self.pairs() * self.head_dim * self.num_heads
+
+
+def document_ids(length: int) -> np.ndarray:
+    """Ids ``[T]``, rising from 0, of ``DOCUMENTS`` documents cut at random places; always the same ones."""
+    rng = np.random.default_rng(1)
+    cuts = np.sort(rng.choice(np.arange(1, length), min(DOCUMENTS, length) - 1, replace=False))
+    return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one run measures. ``seconds``: the time that one row's calls take, all contestants together."""
+
+    out: Path
+    device: str = "cpu"
+    peers: Sequence[str] = PEERS[:3]
+    lengths: Sequence[int] = LENGTHS
+    cases: Sequence[str] = tuple(CASES)
+    parts: Sequence[str] = PARTS
+    seconds: float = 6.0
+
+    @classmethod
+    def read(cls, out: Path, device: str, seconds: float, **lists: str) -> "Plan":
+        """From the options of the command line, lists separated by commas.
+
+        Raises:
+            ValueError: an option makes no sense; one line, which names it.
+        """
+        known = {"peers": PEERS, "cases": tuple(CASES), "parts": PARTS}
+        chosen: dict[str, tuple] = {}
+        for option, text in lists.items():
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            if option == "lengths":
+                good, expected = words and all(w.isdecimal() and int(w) > 1 for w in words), "whole numbers above 1"
+                chosen[option] = tuple(sorted({int(w) for w in words})) if good else ()
+            else:
+                good, expected = set(words) <= set(known[option]), f"some of {', '.join(known[option])}"
+                good = good and (words or option == "peers")  # without a peer jattn runs alone
+                chosen[option] = tuple(name for name in known[option] if name in words)
+            if not good:
+                raise ValueError(f"--{option}: expected {expected}, separated by commas, got {text!r}")
+        if device not in DTYPES:
+            raise ValueError(f"--device: expected one of {', '.join(DTYPES)}, got {device!r}")
+        if not seconds > 0:
+            raise ValueError(f"--seconds: expected > 0, got {seconds}")
+        return cls(out, device, seconds=seconds, **chosen)
