@@ -41,7 +41,7 @@ def attend(
     dropout: tuple[float, Array] | None = None,
     precision: Any = None,
     block_sizes: tuple[int, int] | None = None,
-    visible: tuple[Any, Any] | None = None,
+    visible: tuple[Any, Any, bool] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
     """``jattn.attend``, the same arguments and results, without ever holding a ``[T,S]`` array.
 
@@ -52,7 +52,7 @@ def attend(
     Args:
         block_sizes: queries and keys of a block; ``jattn.blocks.choose_blocks`` has the default. Changes no result
             beyond rounding.
-        visible: ``(may, must)`` of all blocks of that size, where they are known (``jattn.blocks.visible_blocks``).
+        visible: ``(may, must)`` of all blocks of that size and ``all_seen``, where they are known (``jattn.blocks``).
     """
     head_inputs = (q, k, v, mask, bias, score_mod, scale, batch, head, query_positions, kv_positions)
     formula, arrays, fixed = cut_head(*head_inputs, dropout, precision, block_sizes, visible)
@@ -78,7 +78,7 @@ def fold(
     kv_positions: Int[ArrayLike, " S"] | None = None,
     precision: Any = None,
     block_sizes: tuple[int, int] | None = None,
-    visible: tuple[Any, Any] | None = None,
+    visible: tuple[Any, Any, bool] | None = None,
 ) -> Any:
     """``carry = step(carry, weights, q_idx, kv_idx)`` over the blocks of one head's weights; see ``fold_weights``."""
     v = jnp.zeros((k.shape[0], 0), k.dtype)

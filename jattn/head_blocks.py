@@ -15,7 +15,7 @@ from jax.core import eval_jaxpr
 from jaxtyping import Array
 
 from jattn.attention import check_mod, dropout_keep, dropout_seeds, softmax_dtype
-from jattn.blocks import BlockList, block_lists, choose_blocks, cut, visible_blocks
+from jattn.blocks import BlockList, all_seen, block_lists, choose_blocks, cut, visible_blocks
 from jattn.mods import mod_semantics
 
 
@@ -56,6 +56,7 @@ class Formula:
     rate: float
     product_dtype: Any
     precision: Any
+    all_seen: bool  # there is no key that nobody sees, and no query that sees nothing
 
     def visible(self, fixed: Fixed, i, j) -> Array:
         """Which pairs of a mixed block are visible."""
@@ -72,7 +73,7 @@ class Formula:
         """The scores ``[rows, columns]`` of a block, -inf where masked, and its values ``[D, columns]``."""
         q, k, v, scale, bias, captured = block
         visible = self.visible(fixed, i, j) if masked else None
-        if visible is not None:
+        if visible is not None and not self.all_seen:
             # what nobody in the block sees, and queries that see nothing, may hold NaN, and 0 * NaN is NaN
             q = jnp.where(visible.any(axis=1)[:, None], q, 0.0)
             k, v = (jnp.where(visible.any(axis=0)[None, :], x, 0.0) for x in (k, v))
@@ -115,12 +116,13 @@ def cut_head(
     parts = () if mask is None else mask if isinstance(mask, tuple | list) else (mask,)
     masks, slot_masks = [x for x in parts if callable(x)], [x for x in parts if not callable(x)]
 
-    def see(size):
-        if visible is not None:
-            return visible
-        return visible_blocks(masks, slot_masks, batch, head, query_positions, kv_positions, (T, S), size)
-
-    size, table = choose_blocks(see, T, S, block_sizes)
+    if visible is None:
+        asked = (masks, slot_masks, batch, head, query_positions, kv_positions, (T, S))
+        size, table = choose_blocks(lambda size: visible_blocks(*asked, size), T, S, block_sizes)
+        seen = all_seen(*asked)
+    else:
+        may, must, seen = visible
+        size, table = choose_blocks(lambda size: (may, must), T, S, block_sizes)
     batch, head = jnp.asarray(batch), jnp.asarray(head)  # only now: a table of plain numbers is static
     (rows, columns), (full, mixed) = size, block_lists(*table)
     if T % rows:
@@ -165,7 +167,7 @@ def cut_head(
         full, mixed,
     )  # fmt: skip
     rate = 0.0 if dropout is None else dropout[0]
-    formula = Formula(size, tuple(pure for pure, _ in pure_masks), pure_score, rate, _product_dtype(q), precision)
+    formula = Formula(size, tuple(pure for pure, _ in pure_masks), pure_score, rate, _product_dtype(q), precision, seen)
     return formula, arrays, fixed
 
 

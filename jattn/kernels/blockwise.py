@@ -15,9 +15,11 @@ from jax.core import Tracer
 
 from jattn import blockwise
 from jattn.attention import one_by_one
-from jattn.blocks import choose_blocks, visible_blocks
+from jattn.blocks import all_seen, choose_blocks, visible_blocks
 from jattn.kernels.lift import lift
 from jattn.request import Request
+
+Where = tuple[Any, Any, Any, Any, Any, Any, tuple[int, int]]  # the arguments of visible_blocks, but for the size
 
 
 def why_not(request: Request) -> str | None:
@@ -36,26 +38,26 @@ def fold(request: Request, step: Callable, init: Any, lse: jax.Array | None) -> 
 
 
 def _run(request: Request) -> tuple[jax.Array, jax.Array]:
-    size, how = _how(request)
+    size, seen, how = _how(request)
 
-    def one_head(q, k, v, options, *visible):
-        return blockwise.attend(q, k, v, dropout=request.dropout, block_sizes=size, visible=visible, **options)
+    def one_head(q, k, v, options, *table):
+        return blockwise.attend(q, k, v, dropout=request.dropout, block_sizes=size, visible=(*table, seen), **options)
 
     return lift(one_head, request, out_axes=1, **how)
 
 
 def _fold(step: Callable, request: Request, init: Any, lse: jax.Array | None) -> Any:
-    size, how = _how(request)
+    size, seen, how = _how(request)
 
-    def one_head(q, k, v, options, lse, *visible):
-        return blockwise.fold(step, init, q, k, lse=lse, block_sizes=size, visible=visible, **options)
+    def one_head(q, k, v, options, lse, *table):
+        return blockwise.fold(step, init, q, k, lse=lse, block_sizes=size, visible=(*table, seen), **options)
 
     per_head = [None if lse is None else jnp.moveaxis(lse, 2, 1)]
     return lift(one_head, request, out_axes=0, per_head=per_head, **how)
 
 
-def _how(request: Request) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The size of the blocks; their table, and what lifts one head to many.
+def _how(request: Request) -> tuple[tuple[int, int], bool, dict[str, Any]]:
+    """The size of the blocks; ``all_seen``; their table, and what lifts one head to many.
 
     With one CPU device, heads and sequences go one by one: a head keeps all cores busy, and its blocks stay in the
     cache. With several devices an axis may be sharded, and a loop over it would gather it: vmap, and one table for all
@@ -63,23 +65,28 @@ def _how(request: Request) -> tuple[tuple[int, int], dict[str, Any]]:
     """
     alone, on_cpu = jax.device_count() == 1, jax.default_backend() == "cpu"
     T, S = request.query.shape[1], request.key.shape[1]
-    size, (may, must) = choose_blocks(functools.partial(_table, request), T, S)
+    where = _everywhere(request)
+    size, (may, must) = choose_blocks(functools.partial(_table, where), T, S)
     if not alone:
         may, must = may.any(0, keepdims=True), must.all(0, keepdims=True)
     heads = one_by_one if alone and on_cpu else jax.vmap
     sequences = one_by_one if alone and (on_cpu or may.shape[0] > 1) else jax.vmap
-    return size, {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
+    return size, all_seen(*where), {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
 
 
-def _table(request: Request, size: tuple[int, int]) -> tuple[Any, Any]:
-    """``(may, must)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
+def _everywhere(request: Request) -> Where:
+    """What ``visible_blocks`` asks for, with leading axes ``[B|1, N|1]``."""
     B, T, N, _ = request.query.shape
+    b, h, lengths = np.arange(B)[:, None], np.arange(N)[None, :], (T, request.key.shape[1])
     q_positions, kv_positions = (
         None if x is None else x[:, None] for x in (request.query_positions, request.kv_positions)
     )
-    b, h, lengths = np.arange(B)[:, None], np.arange(N)[None, :], (T, request.key.shape[1])
-    may, must = visible_blocks(request.masks, request.slot_masks, b, h, q_positions, kv_positions, lengths, size)
-    may, must = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (may, must))
+    return request.masks, request.slot_masks, b, h, q_positions, kv_positions, lengths
+
+
+def _table(where: Where, size: tuple[int, int]) -> tuple[Any, Any]:
+    """``(may, must)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
+    may, must = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*where, size))
     return may.any(1), must.all(1)
 
 
