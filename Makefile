@@ -26,7 +26,7 @@ train: $(VENV)/.installed-experiments
 	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check

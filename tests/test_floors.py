@@ -16,7 +16,7 @@ JATTN = Path(__file__).parents[1] / "jattn"
 # Floor 0 first; one string is one row. A name stands for a module or, as `kernels`, for a package with its files.
 HOUSE = [
     ["mods", "masks", "score_mods", "positions"],
-    ["attention blocks", "head_blocks", "blockwise"],
+    ["attention", "blocks", "head_blocks", "blockwise"],
     ["request", "kernels", "api"],
     ["multi_head", "cache", "sharding", "heads"],
     ["nnx linen", "plots interop"],
