@@ -6,9 +6,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 import jattn
+from jattn import masks
 from jattn.plots import attention_heatmap
 
 HERE = Path(__file__).parent
@@ -42,6 +45,36 @@ def head_0() -> None:
     axes.figure.savefig(HERE / "head-0.png", dpi=150)
 
 
+def block_tables() -> None:
+    """Empty, mixed and full blocks of four masks, for long-context.md."""
+    length, size = 8192, 512
+    ids = np.repeat(np.arange(5), [1400, 2600, 800, 2000, 1392])
+    shown = {
+        "Causal()": masks.Causal(),
+        "SlidingWindow(1500)": masks.SlidingWindow(1500),
+        "Segments(ids) & Causal()": masks.Segments(ids) & masks.Causal(),
+        "Causal() | Prefix(2048)": masks.Causal() | masks.Prefix(2048),
+    }
+    kinds = {"empty: skipped": "white", "mixed: computed, masked": "tab:orange", "full: computed": "tab:blue"}
+    figure = Figure(figsize=(9, 3.1), layout="constrained")
+    all_axes = figure.subplots(1, len(shown), sharey=True)
+    for axes, (title, mask) in zip(all_axes, shown.items(), strict=True):
+        known = jattn.block_mask(mask, length, length, block_sizes=(size, size))
+        kind = known.may[0, 0].astype(int) + known.must[0, 0]
+        edges = np.arange(0, length + 1, size)
+        axes.pcolormesh(edges, edges, kind, cmap=ListedColormap(list(kinds.values())), vmin=0, vmax=2,
+                        edgecolors="lightgray", linewidth=0.5)  # fmt: skip
+        axes.set(title=f"{title}\n{kind.astype(bool).mean():.0%} not empty", xlabel="key", aspect="equal")
+        axes.set(xticks=[0, 4096, 8192], yticks=[0, 4096, 8192])
+        axes.title.set_fontsize(9)
+    all_axes[0].set(ylabel="query")
+    all_axes[0].invert_yaxis()  # shared by all
+    patches = [Patch(facecolor=color, edgecolor="gray", label=label) for label, color in kinds.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(HERE / "block-tables.png", dpi=150)
+
+
 if __name__ == "__main__":
     why_scale()
     head_0()
+    block_tables()

@@ -19,8 +19,8 @@ from jattn.score_mods import ScoreMod
 IMPLEMENTATIONS: dict[str, Implementation] = {"blockwise": blockwise, "xla": xla, "cudnn": cudnn}
 
 # T * S of a head, from where on the dense matrix costs more time than the loop over its blocks (measured on CPU:
-# experiments/results), and memory anyway.
-PAIRS = 2**20
+# experiments/results), and memory anyway. Beside few queries or keys, as in decoding, the matrix itself grows linearly.
+PAIRS, FEW = 2**20, 16
 
 
 def dot_product_attention(
@@ -233,7 +233,8 @@ def _choose(request: Request, named: str | None) -> str:
 
 
 def _is_small(request: Request) -> bool:
-    return request.query.shape[1] * request.key.shape[1] < PAIRS
+    T, S = request.query.shape[1], request.key.shape[1]
+    return T * S < PAIRS or min(T, S) < FEW
 
 
 def _known(name: str) -> Implementation:

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from jattn.attention import check_mod
 from jattn.masks import Dense, Mask, MaskFunction, bounds
-from jattn.mods import mod_semantics, pytree_dataclass
+from jattn.mods import holds_plain_function, mod_semantics, pytree_dataclass
 
 LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
 WORTH = 0.85
@@ -131,12 +131,13 @@ def all_seen(
     may hold, which is a tenth of the work where blocks are mixed.
     """
     T, S = lengths
-    if T != S or slot_masks:
+    if T != S or slot_masks or any(map(holds_plain_function, masks)):
         return False
     b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
     q, kv = (np.arange(T) if x is None else x for x in (q_positions, kv_positions))
-    musts = [bounds(mask, b, h, q, q, kv, kv)[1] for mask in masks]
-    return all(isinstance(must, np.ndarray | np.generic) and bool(must.all()) for must in musts)
+    with mod_semantics():
+        sees = [mask(b, h, q, kv) for mask in masks]  # the pairs themselves: bounds may cost O(T) for each
+    return all(isinstance(seen, np.ndarray | np.generic) and bool(seen.all()) for seen in sees)
 
 
 def _ranges(positions: Any, length: int, size: int) -> tuple[Any, Any]:

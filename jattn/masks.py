@@ -201,12 +201,13 @@ class Dense(Mask):
         kv_low, kv_high = _clip_interval(kv_min, kv_max, table.shape[3])
 
         def count(q_end, kv_end):
-            return _look_up(sums, *_shared(table, b, h), q_end, kv_end)[0]
+            return _look_up(sums, *_shared(table, b, h), q_end, kv_end)
 
-        visible = count(q_high, kv_high) - count(q_low, kv_high) - count(q_high, kv_low) + count(q_low, kv_low)
+        total, known = count(q_high, kv_high)  # known: b and h lie in the table
+        visible = total - count(q_low, kv_high)[0] - count(q_high, kv_low)[0] + count(q_low, kv_low)[0]
         q_size, kv_size = _interval_size(q_min, q_max, table.shape[2]), _interval_size(kv_min, kv_max, table.shape[3])
         whole = (q_high - q_low) * (kv_high - kv_low)
-        return visible > 0, (visible == whole) & (whole == q_size * kv_size)
+        return (visible > 0) & known, (visible == whole) & (whole == q_size * kv_size) & known
 
     def _table(self):
         return self.array[(None,) * (4 - self.array.ndim)]

@@ -43,6 +43,13 @@ def _holds_arrays(value: Any) -> bool:
     return hasattr(value, "dtype") or not jax.tree_util.all_leaves([value])
 
 
+def holds_plain_function(mod: Any) -> bool:
+    """Is ``mod`` a plain function, or does it join one? What those capture may change from call to call."""
+    if not dataclasses.is_dataclass(mod):
+        return callable(mod)
+    return any(holds_plain_function(part) for part in vars(mod).values() if callable(part))
+
+
 @contextlib.contextmanager
 def mod_semantics() -> Iterator[None]:
     """The promotion rules that masks and score functions run under: NumPy's, whatever the caller's are."""

@@ -232,7 +232,7 @@ def test_asking_for_the_lse_changes_no_bit():
 def test_one_shape_compiles_once(jitted, caplog):
     """Also eagerly, where a loop would otherwise compile at every call."""
     arrays = [jnp.asarray(floats(1, 19, 2, 7, seed=i)) for i in range(3)]
-    mask, mod = masks.Causal() | masks.Prefix(3), lambda s, b, h, q, kv: s * 0.5
+    mask, mod = masks.Causal() | masks.Prefix(3), score_mods.SoftCap(2.0)
     call = lambda q, k, v: jattn.dot_product_attention(q, k, v, mask=mask, score_mod=mod, implementation="blockwise")
     call = jax.jit(call) if jitted else call
     call(*arrays)
@@ -241,6 +241,31 @@ def test_one_shape_compiles_once(jitted, caplog):
             call(arrays[0] * 1.0, *arrays[1:]) if i else call(*arrays)
     compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
     assert not [text for text in compiled if "multiply" not in text], compiled
+
+
+def test_a_plain_function_is_asked_again_at_every_eager_call():
+    """What it captures may have changed since it was compiled."""
+    arrays = [jnp.asarray(floats(1, 9, 2, 4, seed=i)) for i in range(3)]
+    temperature = 1.0
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * temperature
+
+    results = []
+    joined = score_mods.then(mod, score_mods.SoftCap(9.0))
+    for implementation in ("blockwise", "xla"):
+        for value in (1.0, 0.0):
+            temperature = value
+            call = functools.partial(jattn.dot_product_attention, *arrays, implementation=implementation)
+            results += [call(score_mod=mod), call(score_mod=joined)]
+    compare(results[:4], results[4:])
+    assert temperature == 0.0 and not np.allclose(results[0], results[2])
+
+
+def test_one_query_is_no_long_sequence():
+    q, k = jnp.zeros((1, 1, 1, 4)), jnp.zeros((1, 2**20, 1, 4))
+    assert jattn.explain(q, k, k).startswith("xla: taken")
+    assert jattn.explain(k[:, :1024], k[:, :1024], k[:, :1024]).startswith("blockwise: taken")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -17,6 +17,7 @@ from jattn import blockwise
 from jattn.attention import one_by_one
 from jattn.blocks import all_seen, choose_blocks, visible_blocks
 from jattn.kernels.lift import lift
+from jattn.mods import holds_plain_function
 from jattn.request import Request
 
 Where = tuple[Any, Any, Any, Any, Any, Any, tuple[int, int]]  # the arguments of visible_blocks, but for the size
@@ -91,16 +92,24 @@ def _table(where: Where, size: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def _compiled_where_eager(fn: Callable, *args: Any) -> Any:
-    """``fn(*args)``, compiled where JAX is not tracing anyway, because a loop that runs eagerly compiles every time."""
+    """``fn(*args)``, compiled where JAX is not tracing anyway, because a loop that runs eagerly compiles every time.
+
+    With a plain function it is compiled anew each time, because what that captures may have changed since.
+    """
     leaves, structure = jax.tree.flatten(args)
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return fn(*args)
     arrays = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
     static = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+    mods = [mod for one in args if isinstance(one, Request) for mod in (*one.masks, one.score_mod)]
+    if any(map(holds_plain_function, mods)) or any(map(callable, static)):
+        return jax.jit(lambda arrays: _call(fn, structure, static, arrays))(arrays)
     return _compiled(fn, structure, static, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compiled(fn: Callable, structure: Any, static: tuple, arrays: list) -> Any:
+def _call(fn: Callable, structure: Any, static: tuple, arrays: list) -> Any:
     rest = iter(arrays)
     return fn(*jax.tree.unflatten(structure, [next(rest) if leaf is None else leaf for leaf in static]))
+
+
+_compiled = jax.jit(_call, static_argnums=(0, 1, 2))
