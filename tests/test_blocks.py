@@ -317,12 +317,13 @@ class TestBlockMask:
         """Of other positions, sequences and heads it knows nothing: they may be visible, and none must."""
         sees = lambda b, h, q, kv: kv <= q + 3 * b - h
         found = self.staircase()
-        low, high = (data.draw(st.tuples(st.integers(-3, T + 2), st.integers(-3, S + 2)).map(sorted)) for _ in range(2))
-        b, h = data.draw(st.integers(0, B + 1)), data.draw(st.integers(0, N + 1))
-        may, must = masks.bounds(found, b, h, *low, *high)
-        visible = [sees(b, h, q, kv) for q in range(low[0], low[1] + 1) for kv in range(high[0], high[1] + 1)]
+        ends = (st.lists(st.integers(-1, length), min_size=2, max_size=2).map(sorted) for length in (T, S))
+        (q_min, q_max), (kv_min, kv_max) = (data.draw(pair) for pair in ends)
+        b, h = data.draw(st.integers(0, B)), data.draw(st.integers(0, N))
+        may, must = masks.bounds(found, b, h, q_min, q_max, kv_min, kv_max)
+        visible = [sees(b, h, q, kv) for q in range(q_min, q_max + 1) for kv in range(kv_min, kv_max + 1)]
         assert (may or not any(visible)) and (all(visible) or not must)
-        if b >= B or h >= N or low[0] < 0 or low[1] >= T or high[0] < 0 or high[1] >= S:
+        if b == B or h == N or min(q_min, kv_min) < 0 or q_max == T or kv_max == S:
             assert may and not must
 
     @staticmethod
