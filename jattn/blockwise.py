@@ -93,7 +93,7 @@ def fold(
 
         def of_block():
             weights = jnp.exp(formula.scores(block, fixed, i, j, masked)[0] - row_lse)
-            q_idx, kv_idx = i * rows + jnp.arange(rows), j * columns + jnp.arange(columns)
+            q_idx, kv_idx = i * rows + jnp.arange(rows, dtype=i.dtype), j * columns + jnp.arange(columns, dtype=j.dtype)
             return step(carry, weights, q_idx[:, None], kv_idx[None, :])
 
         return where_it_counts(of_block, carry)
