@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Var
 
 from jattn.attention import check_mod
 from jattn.masks import Dense, Mask, MaskFunction, bounds
@@ -174,6 +175,22 @@ def _list(table: Any) -> BlockList:
     return BlockList(order // table.shape[1], order % table.shape[1], jnp.pad(ends, (1, 0)), whole=False)
 
 
+def _depends_on(mask: MaskFunction, index: str) -> bool:
+    """Does any path lead from the index ``b`` or ``h`` to what ``mask`` returns?"""
+
+    def visible(one):
+        b, h = (one, np.int32(0)) if index == "b" else (np.int32(0), one)
+        with mod_semantics():
+            return mask(b, h, np.int32(0), np.int32(0))
+
+    program = jax.make_jaxpr(visible)(np.int32(0)).jaxpr
+    reached = set(program.invars)
+    for equation in program.eqns:
+        if not reached.isdisjoint(x for x in equation.invars if isinstance(x, Var)):
+            reached.update(equation.outvars)
+    return not reached.isdisjoint(x for x in program.outvars if isinstance(x, Var))
+
+
 @pytree_dataclass
 class BlockMask(Mask):
     """A mask and what is known of its blocks: see ``block_mask``."""
@@ -204,8 +221,8 @@ def block_mask(
     query_length: int,
     kv_length: int,
     *,
-    batch: int = 1,
-    num_heads: int = 1,
+    batch: int | None = None,
+    num_heads: int | None = None,
     block_sizes: tuple[int, int] | None = None,
 ) -> BlockMask:
     """``mask`` together with the table of its blocks, found by asking it for every pair once, in linear memory.
@@ -217,13 +234,20 @@ def block_mask(
     Args:
         mask: ``(b, h, q_idx, kv_idx) -> bool``.
         query_length, kv_length: T and S; at positions beyond them nothing is known, and the mask itself decides.
-        batch, num_heads: over how many sequences and heads the mask differs; 1 where it is the same for all, and then
-            it is asked with the index 0.
+        batch, num_heads: over how many sequences and heads the mask differs; None where it is the same for all.
         block_sizes: queries and keys of a block of the table; at most 512 by default.
 
     Returns:
         a ``Mask``, equal to ``mask`` pair by pair; a pytree.
+
+    Raises:
+        ValueError: ``mask`` makes use of b without a ``batch``, or of h without a ``num_heads``; or ``block_sizes``
+            are not two positive integers.
+        TypeError: ``mask`` does not return bools.
     """
+    for index, argument, count in (("b", "batch", batch), ("h", "num_heads", num_heads)):
+        if count is None and _depends_on(mask, index):
+            raise ValueError(f"block_mask: mask makes use of {index}; say by {argument}= over how many it differs")
     size = tile(query_length, kv_length, SMALL) if block_sizes is None else _two_sizes(block_sizes)
     q_blocks, kv_blocks = (
         cut(np.arange(length), 0, one, fill=-1) for length, one in zip((query_length, kv_length), size, strict=True)
@@ -243,7 +267,8 @@ def block_mask(
         )
 
     def tables():
-        return jax.lax.map(lambda b: jax.lax.map(lambda h: table(b, h), jnp.arange(num_heads)), jnp.arange(batch))
+        heads, sequences = jnp.arange(num_heads or 1), jnp.arange(batch or 1)
+        return jax.lax.map(lambda b: jax.lax.map(lambda h: table(b, h), heads), sequences)
 
     may, must = jax.jit(tables)()
     if not isinstance(may, Tracer):

@@ -124,7 +124,10 @@ class Prefix(Mask):
 
 @pytree_dataclass
 class Padding(Mask):
-    """Keys behind the end of their sequence are not visible: ``kv < lengths[b]``. ``lengths``: integers ``[B]``."""
+    """Keys behind the end of their sequence are not visible: ``kv < lengths[b]``.
+
+    ``lengths``: integers ``[B]``; a B of 1 serves every sequence.
+    """
 
     lengths: Any
 
@@ -132,19 +135,23 @@ class Padding(Mask):
         _check_table(self.lengths, "Padding", "lengths", ranks=(1,), kind="i")
 
     def __call__(self, b, h, q_idx, kv_idx):
-        length, known = _look_up(self.lengths, b)
+        length, known = self._length(b)
         return (kv_idx < length) & known
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        length, known = _look_up(self.lengths, b)
+        length, known = self._length(b)
         return (kv_min < length) & known, (kv_max < length) & known
+
+    def _length(self, b):
+        return (self.lengths[0], np.True_) if len(self.lengths) == 1 else _look_up(self.lengths, b)
 
 
 @pytree_dataclass
 class Segments(Mask):
     """Packed sequences: a pair is visible where its two ids are equal. ``query_ids`` ``[T]`` or ``[B,T]``, integers.
 
-    ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``. Usually joined: ``Segments(ids) & Causal()``.
+    ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 serves every sequence. Usually joined:
+    ``Segments(ids) & Causal()``.
     """
 
     query_ids: Any
@@ -307,6 +314,8 @@ def _look_up(table, *indices) -> tuple[Any, Any]:
 
 
 def _look_up_row(table, b, index):
+    if table.ndim == 2 and table.shape[0] == 1:  # one row serves every sequence, as an axis of 1 does elsewhere
+        table = table[0]
     return _look_up(table, index) if table.ndim == 1 else _look_up(table, b, index)
 
 
@@ -330,7 +339,8 @@ def _range_in_row(ids, b, low, high):
 
 def _shared(table, b, h):
     """Batch and head index into a 4-D table whose axes of size 1 serve every batch and head."""
-    return (b if table.shape[0] != 1 else b * 0), (h if table.shape[1] != 1 else h * 0)
+    xp = _namespace(b, h)  # zeros of their own, and no ``b * 0``: the result shall not even formally depend on b
+    return (b if table.shape[0] != 1 else xp.zeros_like(b)), (h if table.shape[1] != 1 else xp.zeros_like(h))
 
 
 def _clip_interval(low, high, size):

@@ -1,4 +1,4 @@
-"""What every test runs under: eight CPU devices, strict promotion, fresh keys, no window for plots."""
+"""What every test runs under: eight CPU devices, strict promotion, light compilation, fresh keys, no window for plots."""
 
 import itertools
 import os
@@ -13,6 +13,10 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A test compiles for far longer than it runs, so LLVM optimises little. With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the
+# environment everything is compiled as users have it; the suite then takes half as long again.
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)
 
 # The first call of a jitted function takes as long as its compilation, so no deadline. The same examples on every
 # run, so that a green suite stays green; `pytest --hypothesis-profile=search` looks for new ones.
@@ -30,8 +34,6 @@ def getkey():
 
 @pytest.fixture(scope="module")
 def as_experiments_run():
-    """Optax mixes dtypes, where jattn's own tests run under strict promotion; compiled lightly: nothing runs for long."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    """Optax mixes dtypes, where jattn's own tests run under strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)

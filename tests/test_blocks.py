@@ -409,6 +409,25 @@ class TestBlockMask:
         with pytest.raises(error, match=message):
             jattn.block_mask(mask, T, S)
 
+    @pytest.mark.parametrize(
+        "mask, index, argument",
+        [
+            (lambda b, h, q, kv: kv <= q + h, "h", "num_heads"),
+            (lambda b, h, q, kv: kv < jnp.array([3, 4])[b], "b", "batch"),
+            (Segments(IDS) & Causal(), "b", "batch"),
+            (Dense(TABLE[:1]), "h", "num_heads"),
+        ],
+    )
+    def test_a_mask_that_differs_where_nobody_says_so(self, mask, index, argument):
+        with pytest.raises(ValueError, match=f"mask makes use of {index}; say by {argument}="):
+            jattn.block_mask(mask, T, S)
+        with pytest.raises(ValueError, match=f"mask makes use of {index}"):
+            jax.jit(lambda: jattn.block_mask(mask, T, S))()
+
+    @pytest.mark.parametrize("mask", [Segments(IDS[:1]), Dense(TABLE[:1, :1]), Padding(np.array([3]))])
+    def test_a_table_of_one_row_does_not_differ(self, mask):
+        jattn.block_mask(mask, T, S)
+
     def test_asking_takes_linear_memory(self):
         n = 4096
         asked = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).may)

@@ -25,12 +25,10 @@ def inputs(dtype=jnp.float32):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 3 x 4, which divide neither length; compiled lightly, since nothing runs for long."""
+    """Blocks of 3 x 4, which divide neither length."""
     monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(3, 4)))
     blockwise._compiled.clear_cache()
-    jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     blockwise._compiled.clear_cache()
 
 
