@@ -10,6 +10,7 @@
 A row without a visible key has ``out = 0`` and ``lse = -inf``. Source: https://arxiv.org/abs/1706.03762, section 3.2.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,15 +160,19 @@ def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0) -
     """What ``jax.vmap(fn, in_axes, out_axes)`` computes, in a loop, so that only one call's arrays are live."""
 
     def mapped(*args):
-        moved = [None if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(args, in_axes, strict=True)]
+        (count,) = {x.shape[axis] for x, axis in zip(args, in_axes, strict=True) if axis is not None}
+        if count == 0:
+            return jax.vmap(fn, in_axes, out_axes)(*args)
 
-        def call(entries):
-            return fn(*(x if axis is None else one for x, one, axis in zip(args, entries, in_axes, strict=True)))
+        def call(i):
+            # looked up in the loop, since arrays that it ran over would first be copied with that axis in front
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            return fn(*(x if axis is None else pick(x, axis=axis) for x, axis in zip(args, in_axes, strict=True)))
 
         def move(axis, part):
             return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
 
-        return jax.tree.map(move, out_axes, jax.lax.map(call, moved))
+        return jax.tree.map(move, out_axes, jax.lax.map(call, jnp.arange(count)))
 
     return mapped
 

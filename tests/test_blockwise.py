@@ -153,6 +153,11 @@ class TestComposition:
 
         compare(jax.jit(lambda: results(one_by_one))(), jax.jit(lambda: results(jax.vmap))())
 
+    def test_no_heads_one_by_one(self):
+        call = over_heads(in_blocks, (1, 1), lift=one_by_one)
+        out, lse = call(jnp.zeros((T, 0, H)), jnp.zeros((S, 1, H)), jnp.zeros((S, 1, D)))
+        assert (out.shape, lse.shape) == ((T, 0, D), (T, 0))
+
     def test_sharded_batch_and_heads_need_no_gather(self):
         mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "heads"))
