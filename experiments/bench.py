@@ -82,7 +82,7 @@ def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float
         seconds: when no further round begins.
         least: so many rounds, however long they take.
         settle: seconds of rest before every turn, in which the threads of the one before go to sleep; a turn then
-            repeats a short call for about as long.
+            repeats a short call for about as long. One more call before it is not timed.
     """
     times: list[list[float]] = [[] for _ in calls]
     repeats = [1] * len(calls)
@@ -92,6 +92,7 @@ def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float
         for index in order if len(times[0]) % 2 else reversed(order):
             if settle:
                 time.sleep(settle)
+            calls[index]()  # untimed: it brings back the memory and the caches that others have used meanwhile
             begin = time.perf_counter()
             for _ in range(repeats[index]):
                 calls[index]()
