@@ -13,13 +13,16 @@ from jattn import heads, masks, positions, score_mods
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
 from jattn.attention import attend, merge, over_heads
 from jattn.blocks import block_mask
+from jattn.cache import KVCache, append, init_cache
 from jattn.kernels import Unsupported
 from jattn.multi_head import init_multi_head, multi_head_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KVCache",
     "Unsupported",
+    "append",
     "attend",
     "attention_weights",
     "block_mask",
@@ -27,6 +30,7 @@ __all__ = [
     "explain",
     "fold_weights",
     "heads",
+    "init_cache",
     "init_multi_head",
     "masks",
     "merge",

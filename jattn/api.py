@@ -43,6 +43,7 @@ def dot_product_attention(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    broadcast_dropout: bool = False,
     precision: Any = None,
 ) -> Any:
     """``softmax(scale * query key^T + bias, masked) value`` for every head: ``jax.nn.dot_product_attention`` and more.
@@ -68,6 +69,7 @@ def dot_product_attention(
         sinks: floats ``[N]``: a score for attending to nothing, part of the softmax's denominator and of the lse.
             Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
         dropout_rate, dropout_rng: weights dropped with this probability, by a hash of the key and (b, h, q, kv).
+        broadcast_dropout: drop the same pairs (q, kv) in all heads of all sequences.
         precision: of the products, as in ``jax.numpy.einsum``.
 
     Returns:
@@ -83,7 +85,7 @@ def dot_product_attention(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
         query_positions=query_positions, kv_positions=kv_positions, dropout_rate=dropout_rate, dropout_rng=dropout_rng,
-        precision=precision,
+        broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
     out, lse = IMPLEMENTATIONS[_choose(request, implementation)].run(request)
     if sinks is not None:

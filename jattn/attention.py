@@ -12,7 +12,7 @@ A row without a visible key has ``out = 0`` and ``lse = -inf``. Source: https://
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ from jattn.mods import mod_semantics
 from jattn.score_mods import ScoreMod
 
 MaskLike = ArrayLike | MaskFunction | Sequence[ArrayLike | MaskFunction]
+
+
+class Dropout(NamedTuple):
+    """Weights are dropped with probability ``rate``; with ``broadcast`` the same in all heads of all sequences."""
+
+    rate: float
+    rng: Array
+    broadcast: bool = False
 
 
 def attend(
@@ -38,7 +46,7 @@ def attend(
     head: ArrayLike = 0,
     query_positions: Int[ArrayLike, " T"] | None = None,
     kv_positions: Int[ArrayLike, " S"] | None = None,
-    dropout: tuple[float, Array] | None = None,
+    dropout: tuple[float, Array] | Dropout | None = None,
     precision: Any = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
     """Scaled dot-product attention of one head: ``(out [T,D], lse [T])``, as in the formulas at the top of this file.
@@ -65,9 +73,9 @@ def attend(
     visible = _visible(mask, batch, head, q_idx, kv_idx)
     weights, lse = _weights(q, k, visible, bias, score_mod, scale, (batch, head, q_idx, kv_idx), precision)
     if dropout is not None:
-        rate, rng = dropout
-        kept = dropout_keep(dropout_seeds(rng), rate, batch, head, q_idx, kv_idx)
-        weights = jnp.where(kept, weights / (1.0 - rate), 0.0)
+        drop = as_dropout(dropout)
+        kept = dropout_keep(dropout_seeds(drop, batch, head), drop.rate, q_idx, kv_idx)
+        weights = jnp.where(kept, weights / (1.0 - drop.rate), 0.0)
     if visible is not None:
         v = _zero_unseen(v, visible.any(axis=0))
     out = jnp.einsum("ts,sd->td", weights.astype(v.dtype), v, precision=precision, preferred_element_type=weights.dtype)
@@ -189,29 +197,30 @@ def softmax_dtype(x: Array) -> Any:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 
-def dropout_seeds(rng: Array) -> UInt[Array, "2"]:
-    """The two words that ``dropout_keep`` takes from a key; any type of key."""
-    return jax.random.bits(rng, (2,), jnp.uint32)
+def as_dropout(dropout: Any) -> Dropout:
+    """``(rate, key)`` as a ``Dropout``."""
+    return Dropout(*dropout)
+
+
+def dropout_seeds(dropout: Dropout, batch: ArrayLike, head: ArrayLike) -> UInt[Array, "2"]:
+    """The two words that ``dropout_keep`` takes for one head; from any type of key."""
+    words = jax.random.bits(dropout.rng, (2,), jnp.uint32)
+    if dropout.broadcast:
+        return words
+    return _mix(_mix(words ^ _word(batch)) + _word(head))
 
 
 def dropout_keep(
-    seeds: UInt[Array, "2"],
-    rate: float,
-    batch: ArrayLike,
-    head: ArrayLike,
-    q_idx: Int[Array, "T 1"],
-    kv_idx: Int[Array, "1 S"],
+    seeds: UInt[Array, "2"], rate: float, q_idx: Int[Array, "T 1"], kv_idx: Int[Array, "1 S"]
 ) -> Bool[Array, "T S"]:
-    """``True`` with probability ``1 - rate``, for each pair, from ``(seeds, batch, head, q, kv)`` alone.
+    """``True`` with probability ``1 - rate``, for each pair, from ``(seeds, q, kv)`` alone.
 
     A hash of the counters rather than ``jax.random.bernoulli``, so that any block of the matrix can be drawn by itself,
     in any order. Two words of state a row keep rows apart (a collision needs 64 equal bits).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
-    first, second = (
-        _mix(_mix(_mix(seed ^ _word(batch)) + _word(head)) ^ q_idx.astype(jnp.uint32)) for seed in (seeds[0], seeds[1])
-    )
+    first, second = (_mix(seed ^ q_idx.astype(jnp.uint32)) for seed in (seeds[0], seeds[1]))
     bits = _mix(_mix(first ^ kv_idx.astype(jnp.uint32)) + second)
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 

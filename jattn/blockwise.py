@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jattn.attention import MaskLike, row_maximum
+from jattn.attention import Dropout, MaskLike, row_maximum
 from jattn.blocks import cut
 from jattn.head_blocks import Arrays, Fixed, Formula, cut_head, take
 from jattn.score_mods import ScoreMod
@@ -38,7 +38,7 @@ def attend(
     head: ArrayLike = 0,
     query_positions: Int[ArrayLike, " T"] | None = None,
     kv_positions: Int[ArrayLike, " S"] | None = None,
-    dropout: tuple[float, Array] | None = None,
+    dropout: Dropout | tuple[float, Array] | None = None,
     precision: Any = None,
     block_sizes: tuple[int, int] | None = None,
     visible: tuple[Any, Any, bool] | None = None,

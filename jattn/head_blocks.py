@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jaxtyping import Array
 
-from jattn.attention import check_mod, dropout_keep, dropout_seeds, softmax_dtype
+from jattn.attention import as_dropout, check_mod, dropout_keep, dropout_seeds, softmax_dtype
 from jattn.blocks import BlockList, all_seen, block_lists, choose_blocks, cut, visible_blocks
 from jattn.mods import mod_semantics
 
@@ -94,7 +94,7 @@ class Formula:
         exponentials = jnp.exp(scores - high[:, None])
         total = jnp.sum(exponentials, axis=1)
         if fixed.seeds is not None:
-            kept = dropout_keep(fixed.seeds, self.rate, *self._where(fixed, i, j))
+            kept = dropout_keep(fixed.seeds, self.rate, *self._where(fixed, i, j)[2:])
             exponentials = jnp.where(kept, exponentials * (1.0 / (1.0 - self.rate)), 0.0)
         return self.product("qk,dk->qd", exponentials, v), total
 
@@ -161,9 +161,10 @@ def cut_head(
         bias=None if bias is None else _whole(bias.astype(dtype), size),
         captured=captured,
     )
+    seeds = None if dropout is None else dropout_seeds(as_dropout(dropout), batch, head)
     fixed = Fixed(
         batch, head, q_positions, kv_positions, [_whole(jnp.asarray(x), size) for x in slot_masks],
-        [consts for _, consts in pure_masks], score_captured, None if dropout is None else dropout_seeds(dropout[1]),
+        [consts for _, consts in pure_masks], score_captured, seeds,
         full, mixed,
     )  # fmt: skip
     rate = 0.0 if dropout is None else dropout[0]

@@ -1,5 +1,7 @@
-"""Flax Linen: a multi-head attention layer with Flax's parameters, round ``jattn.multi_head.attend_heads``."""
+"""Flax Linen: ``flax.linen.MultiHeadDotProductAttention`` and its ``attention_fn``, round ``attend_heads``."""
 
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,16 +9,89 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike
 
+from jattn.cache import KVCache
+from jattn.flax_common import (
+    as_cache,
+    attend_as_flax,
+    choose_deterministic,
+    choose_norm,
+    decode_as_flax,
+    head_dims,
+    join_inputs,
+    refuse_extras,
+)
 from jattn.masks import MaskFunction
-from jattn.multi_head import attend_heads, choose_deterministic, common_dtype, join_inputs
 from jattn.score_mods import ScoreMod
 
 
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    *,
+    is_causal: bool = False,
+    **extras: Any,
+) -> Array:
+    """``flax.linen.dot_product_attention``, argument by argument: the ``attention_fn`` for a model with Flax's modules.
+
+    ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; by ``functools.partial``
+    also with ``is_causal`` and with ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``,
+    ``head_gate``, ``implementation``, with their meaning in ``jattn.multi_head.attend_heads`` and
+    ``jattn.dot_product_attention``.
+
+    Args:
+        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; K may divide N.
+        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        force_fp32_for_softmax: weights and output in float32. The softmax itself is always computed in at least that.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: products of your own, such as quantised
+            ones; with them the call goes to Flax's function, which knows no ``extras``.
+        others: as in Flax.
+
+    Returns:
+        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax the mean of the values).
+    """
+    if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
+        if is_causal or callable(mask):
+            raise ValueError("products of your own (einsum) go with Flax's arguments alone: give the mask as an array")
+        refuse_extras(nn.dot_product_attention, **extras)
+        return nn.dot_product_attention(
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+            precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
+            attn_weights_value_einsum,
+        )  # fmt: skip
+    z = attend_as_flax(
+        query, key, value, dtype=dtype, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
+        is_causal=is_causal, return_weights=module is not None, **extras,
+    )  # fmt: skip
+    z, *weights = z if module is not None else (z,)
+    if force_fp32_for_softmax:
+        z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights[0].astype(z.dtype))
+    return z
+
+
 class MultiHeadDotProductAttention(nn.Module):
-    """Multi-head attention with the parameters of ``flax.linen.MultiHeadDotProductAttention``.
+    """``flax.linen.MultiHeadDotProductAttention``: its arguments, parameters, checkpoints, numbers, decoding; and more.
 
     ``query/key/value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` one with
-    ``[N,D,M]``; with ``normalize_qk`` there are ``query_ln`` and ``key_ln``. Same key, same bits as Flax's.
+    ``[N,D,M]``; with ``normalize_qk`` there are ``query_ln`` and ``key_ln``. Same key, same bits as Flax's. Where the
+    two differ on purpose, docs/flax.md says so.
 
     Attributes:
         num_heads: N.
@@ -25,9 +100,11 @@ class MultiHeadDotProductAttention(nn.Module):
         num_kv_heads: K, a divisor of N; N by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x`` for queries and keys, such as ``jattn.positions.Rotary()``.
+        score_mod: as in ``jattn.dot_product_attention``.
+        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), at first 0.
+        qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: a norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
-        dtype, param_dtype, precision, kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias, dropout_rate,
-            deterministic, normalize_qk: as in Flax. Dropout draws each head and sequence by itself.
+        others: as in Flax. An ``attention_fn`` of your own gets Flax's keywords.
 
     Example:
         ``layer = MultiHeadAttention(8); params = layer.init(key, x); y = layer.apply(params, x, is_causal=True)``
@@ -38,10 +115,7 @@ class MultiHeadDotProductAttention(nn.Module):
     param_dtype: Any = jnp.float32
     qkv_features: int | None = None
     out_features: int | None = None
-    num_kv_heads: int | None = None
-    value_dim: int | None = None
-    position: Callable[[Array, Array], Array] | None = None
-    implementation: str | None = None
+    broadcast_dropout: bool = True
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: Any = None
@@ -50,7 +124,23 @@ class MultiHeadDotProductAttention(nn.Module):
     bias_init: Callable = nn.initializers.zeros_init()
     out_bias_init: Callable | None = None
     use_bias: bool = True
+    attention_fn: Callable[..., Array] = dot_product_attention
+    decode: bool = False
     normalize_qk: bool = False
+    force_fp32_for_softmax: bool = False
+    qkv_dot_general: Callable | None = None
+    out_dot_general: Callable | None = None
+    qkv_dot_general_cls: Any = None
+    out_dot_general_cls: Any = None
+    qk_attn_weights_einsum_cls: Callable | None = None
+    attn_weights_value_einsum_cls: Callable | None = None
+    num_kv_heads: int | None = None
+    value_dim: int | None = None
+    position: Callable[[Array, Array], Array] | None = None
+    score_mod: ScoreMod | None = None
+    sinks: bool = False
+    qk_norm: str | None = None
+    implementation: str | None = None
 
     @nn.compact
     def __call__(
@@ -59,56 +149,106 @@ class MultiHeadDotProductAttention(nn.Module):
         inputs_k: Array | None = None,
         inputs_v: Array | None = None,
         *,
+        inputs_kv: Array | None = None,
         mask: ArrayLike | MaskFunction | None = None,
-        bias: ArrayLike | None = None,
-        score_mod: ScoreMod | None = None,
-        head_gate: ArrayLike | None = None,
-        is_causal: bool = False,
-        input_positions: ArrayLike | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
         sow_weights: bool = False,
-    ) -> Array:
+        is_causal: bool = False,
+        input_positions: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        score_mod: ScoreMod | None = None,
+        head_gate: ArrayLike | None = None,
+        cache: KVCache | None = None,
+        valid: ArrayLike | None = None,
+    ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
+        With ``decode`` the module goes on from the collection ``cache`` by the T tokens of the input. Without a mask,
+        or with a mask array over the cache's slots, a token sees itself and what came before; a ``Mask`` or a function
+        of positions decides by itself.
+
         Args:
-            inputs_q, inputs_k, inputs_v: as in Flax: k defaults to q, v to k.
+            inputs_q, inputs_k, inputs_v, inputs_kv: as in Flax: k defaults to q, v to k; ``inputs_kv`` is both.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
-            bias, score_mod, is_causal: as in ``jattn.dot_product_attention``.
-            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
-            input_positions: ``[T]`` or ``[..., T]``: of the queries, in self-attention also of the keys.
             deterministic, dropout_rng: as in Flax.
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
+            is_causal: a token sees itself and what came before.
+            input_positions: ``[T]`` or ``[..., T]``: of the queries, and of the keys where there are as many.
+            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            score_mod: instead of the attribute.
+            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
+            cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``); the
+                result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
+
+        Raises:
+            ValueError: ``attention_fn`` is not jattn's and cannot take what is asked for.
         """
-        inputs_k, inputs_v, kv_positions = join_inputs(inputs_q, inputs_k, inputs_v, input_positions)
+        if inputs_kv is not None:
+            if inputs_k is not None or inputs_v is not None:
+                raise ValueError("inputs_kv is both keys and values: leave out inputs_k and inputs_v, or inputs_kv")
+            warnings.warn("inputs_kv is deprecated in Flax: pass inputs_k", DeprecationWarning, stacklevel=2)
+            inputs_k = inputs_kv
+        inputs_k, inputs_v = join_inputs(inputs_q, inputs_k, inputs_v)
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
-        if not choose_deterministic(self.dropout_rate, deterministic, self.deterministic):
-            dropout_rng = self.make_rng("dropout") if dropout_rng is None else dropout_rng
+        own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
+        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
+        if not deterministic and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        options: dict[str, Any] = {
+            "mask": mask,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": deterministic,
+            "dtype": self.dtype,
+            "precision": self.precision,
+        }
+        extras = {
+            "position": self.position,
+            "score_mod": self.score_mod if score_mod is None else score_mod,
+            "sinks": self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
+            if self.sinks
+            else None,
+            "implementation": self.implementation,
+            "input_positions": input_positions,
+            "bias": bias,
+            "head_gate": head_gate,
+            "cache": cache,
+            "valid": valid,
+        }
+        einsums = {
+            name: None if made is None else made()
+            for name, made in (
+                ("qk_attn_weights_einsum", self.qk_attn_weights_einsum_cls),
+                ("attn_weights_value_einsum", self.attn_weights_value_einsum_cls),
+            )
+        }
+        new_cache = None
+        if self.attention_fn is dot_product_attention and not any(einsums.values()):
+            if own is not None:
+                extras["cache"], is_causal = own, is_causal or not callable(mask)
+            z = attend_as_flax(query, key, value, is_causal=is_causal, return_weights=sow_weights, **options, **extras)
+            z, *others = z if isinstance(z, tuple) else (z,)
+            if self.force_fp32_for_softmax:
+                z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
+            if sow_weights:
+                self.sow("intermediates", "attention_weights", others[0].astype(z.dtype))
+            new_cache = others[-1] if extras["cache"] is not None else None
         else:
-            dropout_rng = None
-        z = attend_heads(
-            query,
-            key,
-            value,
-            position=self.position,
-            query_positions=input_positions,
-            kv_positions=kv_positions,
-            head_gate=head_gate,
-            return_weights=sow_weights,
-            mask=mask if mask is None or callable(mask) else jnp.asarray(mask, bool),
-            bias=bias,
-            score_mod=score_mod,
-            is_causal=is_causal,
-            implementation=self.implementation,
-            dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
-            dropout_rng=dropout_rng,
-            precision=self.precision,
-        )
-        if sow_weights:
-            z, weights = z
-            self.sow("intermediates", "attention_weights", weights.astype(z.dtype))
-        return nn.DenseGeneral(
-            features=inputs_q.shape[-1] if self.out_features is None else self.out_features,
+            refuse_extras(self.attention_fn, is_causal=is_causal or None, **extras)
+            if own is not None:
+                key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
+            options |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
+            known = inspect.signature(self.attention_fn).parameters
+            options = {name: option for name, option in options.items() if name in known}
+            if sow_weights:
+                options["module"] = self
+            z = self.attention_fn(query, key, value, **options)
+        if keep is not None:
+            keep(new_cache)
+        y = nn.DenseGeneral(
+            features=self.out_features or inputs_q.shape[-1],
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
@@ -116,20 +256,17 @@ class MultiHeadDotProductAttention(nn.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(z)
+        return y if cache is None else (y, new_cache)
 
     def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
         """Query, key and value of all heads; called from within the compact ``__call__``."""
-        qkv_features = inputs_q.shape[-1] if self.qkv_features is None else self.qkv_features
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        if qkv_features % self.num_heads or self.num_heads % num_kv_heads:
-            raise ValueError(
-                f"qkv_features ({qkv_features}) must be a multiple of num_heads ({self.num_heads}), and that of "
-                f"num_kv_heads ({num_kv_heads})"
-            )
-        head_dim = qkv_features // self.num_heads
-        value_dim = head_dim if self.value_dim is None else self.value_dim
+        num_kv_heads, head_dim, value_dim = head_dims(
+            self.num_heads, self.num_kv_heads, self.qkv_features or inputs_q.shape[-1], self.value_dim
+        )
 
         def dense(name: str, heads: int, dim: int) -> nn.Module:
             return nn.DenseGeneral(
@@ -140,17 +277,39 @@ class MultiHeadDotProductAttention(nn.Module):
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 precision=self.precision,
+                dot_general=self.qkv_dot_general,
+                dot_general_cls=self.qkv_dot_general_cls,
                 name=name,
             )
 
         query = dense("query", self.num_heads, head_dim)(inputs_q)
         key = dense("key", num_kv_heads, head_dim)(inputs_k)
         value = dense("value", num_kv_heads, value_dim)(inputs_v)
-        if self.normalize_qk:
-            norm: dict[str, Any] = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
-            query, key = nn.LayerNorm(name="query_ln", **norm)(query), nn.LayerNorm(name="key_ln", **norm)(key)
-        return common_dtype(query, key, value, self.dtype)
+        norm = choose_norm(self.normalize_qk, self.qk_norm)
+        if norm is not None:
+            kind: Callable = nn.RMSNorm if norm == "rms" else nn.LayerNorm
+            options: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+            options |= {} if norm == "rms" else {"use_bias": False}
+            query, key = kind(name="query_ln", **options)(query), kind(name="key_ln", **options)(key)
+        return query, key, value
+
+    def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable | None]:
+        """Flax's collection ``cache`` and what writes it back; none in the call that creates it, whose input is as long
+        as the cache shall be."""
+        there = self.has_variable("cache", "cached_key")
+        cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+        cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
+        if not there:
+            return None, None
+
+        def keep(cache: KVCache) -> None:
+            cached_key.value = cache.key.reshape(cached_key.value.shape)
+            cached_value.value = cache.value.reshape(cached_value.value.shape)
+            index.value = cache.length
+
+        return as_cache(cached_key.value, cached_value.value, index.value, key), keep
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """Multi-head attention: ``MultiHeadDotProductAttention`` under Flax's other name (Linen names parameters by it)."""
+    """``flax.linen.MultiHeadAttention``: the above under the name that Linen gives to its parameters."""

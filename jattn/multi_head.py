@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
+from jattn.cache import KVCache, append, seen_of
 
 Params = dict[str, dict[str, Array]]
 
 # what weights do not depend on
-_OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng")
+_OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng", "broadcast_dropout")
 
 
 def attend_heads(
@@ -28,41 +29,61 @@ def attend_heads(
     query_positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
     head_gate: ArrayLike | None = None,
+    cache: KVCache | None = None,
+    valid: ArrayLike | None = None,
     return_weights: bool = False,
     **options: Any,
 ) -> Any:
-    """All that stands between the projections of a multi-head layer: positions, attention, gates.
+    """All that stands between the projections of a multi-head layer: positions, cache, attention, gates.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; instead of B there may be none or several axes.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
         query_positions, kv_positions: ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``; ``arange`` by default.
         head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by; 0 switches it off.
+        cache: what came before. Keys and values, as many as queries, are appended to it, at the positions that follow,
+            and the queries attend to all that it holds (within ``mask``; ``is_causal`` where a chunk has several).
+            ``query_positions``, if given, are what ``position`` alone sees.
+        valid: bool ``[B,T]``, with ``cache``: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights; the output's bits stay the same.
         options: those of ``dot_product_attention``.
 
     Returns:
-        ``z [B,T,N,D]``, with ``return_weights`` ``(z, weights [B,N,T,S])``.
+        ``z [B,T,N,D]``; with ``return_weights`` and with ``cache`` a tuple, where the weights ``[B,N,T,S]`` and then
+        the new cache follow.
     """
     lead = query.shape[:-3]
-    if len(lead) > 1:  # Flax's modules take any number of batch axes; here they are one
+    if len(lead) != 1 and (lead or cache is not None):  # Flax's modules take any number of batch axes; here one
         query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
-        options |= {name: _one_batch_axis(options.get(name), lead, 3) for name in ("mask", "bias")}
+        for name in ("mask", "bias"):
+            options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
         if head_gate is not None:
             head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
+    here: Any = None
+    if cache is not None:
+        here = cache.next_positions(query.shape[1], valid)
+        query_positions = kv_positions = here if query_positions is None else query_positions
     if position is not None:
         query = position(query, _or_arange(query_positions, query))
         key = position(key, _or_arange(kv_positions, key))
-    options |= {"query_positions": query_positions, "kv_positions": kv_positions}
+    if cache is not None:
+        chunk = (key, value)
+        appended = append(cache, *chunk, valid=valid)
+        key, value, seen = seen_of(cache, appended, *chunk, here, options.get("mask"))
+        query, key, value = common_dtype(query, key, value, None)
+        cache, query_positions, kv_positions, options = appended, here, None, options | seen
+    options = {"query_positions": query_positions, "kv_positions": kv_positions} | options
     z = dot_product_attention(query, key, value, **options)
     if head_gate is not None:
         z = z * _gate(head_gate, z)
-    z = z.reshape(*lead, *z.shape[-3:])
-    if not return_weights:
-        return z
-    weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
-    return z, weights.reshape(*lead, *weights.shape[-3:])
+    results = [z.reshape(*lead, *z.shape[-3:])]
+    if return_weights:
+        weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
+        results.append(weights.reshape(*lead, *weights.shape[-3:]))
+    if cache is not None:
+        results.append(cache)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def init_multi_head(
@@ -134,11 +155,11 @@ def multi_head_attention(
         x_kv: ``[B,S,M']`` or ``[S,M']``; is asked; ``x`` by default.
         precision: of all products.
         return_weights: also return the attention weights, ``[B,N,T,S]``.
-        options: those of ``attend_heads`` (``position``, ``head_gate``, ...) and of ``dot_product_attention``
-            (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
+        options: those of ``attend_heads`` (``position``, ``head_gate``, ``cache``, ...) and of
+            ``dot_product_attention`` (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
 
     Returns:
-        ``y [B,T,M]``, with ``return_weights`` ``(y, weights)``.
+        ``y [B,T,M]``, with ``return_weights`` ``(y, weights)``, with ``cache`` ``(y, cache)``, with both all three.
 
     Example:
         ``params = init_multi_head(jax.random.key(0), 64, 8); y = multi_head_attention(params, x, is_causal=True)``
@@ -147,11 +168,11 @@ def multi_head_attention(
     query = project(params["query"], x, precision)
     key, value = (project(params[name], x_kv, precision) for name in ("key", "value"))
     z = attend_heads(query, key, value, precision=precision, return_weights=return_weights, **options)
-    z, *weights = z if return_weights else (z,)
+    z, *others = z if isinstance(z, tuple) else (z,)
     y = jnp.tensordot(z, params["out"]["kernel"], axes=2, precision=precision)
     if "bias" in params["out"]:
         y += params["out"]["bias"].reshape((1,) * (y.ndim - 1) + (-1,))
-    return (y, *weights) if return_weights else y
+    return (y, *others) if others else y
 
 
 def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
@@ -177,9 +198,17 @@ def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x
     x = jnp.asarray(x)
-    if x.ndim != len(lead) + trailing:
+    batch = x.shape[:-trailing] if trailing else x.shape
+    if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):
         raise ValueError(f"expected batch axes {lead} and {trailing} more, or {trailing} alone, got {list(x.shape)}")
     return jnp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(-1, *x.shape[-trailing:])
+
+
+def _all_axes(x: Any, rank: int) -> Any:
+    """An array whose missing leading axes are 1, as broadcasting has it; one for all heads and sequences as it is."""
+    if x is None or callable(x) or jnp.ndim(x) <= 3:
+        return x
+    return jnp.reshape(x, (1,) * (rank - jnp.ndim(x)) + jnp.shape(x))
 
 
 def _gate(head_gate: ArrayLike, z: Array) -> Array:
@@ -195,25 +224,6 @@ def _gate(head_gate: ArrayLike, z: Array) -> Array:
             f"head_gate must be [N] = [{N}], [B, N] or [B, T, N], got {list(gate.shape)} for outputs {list(z.shape)}"
         )
     return gate[..., None].astype(z.dtype)
-
-
-def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, positions: ArrayLike | None):
-    """Flax's defaults, for both of its module systems: ``(inputs_k, inputs_v, kv_positions)``."""
-    if inputs_k is None:
-        if inputs_v is not None:
-            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and leave inputs_v out")
-        return inputs_q, inputs_q, positions
-    return inputs_k, inputs_k if inputs_v is None else inputs_v, None
-
-
-def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construction: bool | None) -> bool:
-    """Whether dropout is off: the call's word before the constructor's, and one of them must have spoken."""
-    if dropout_rate == 0.0:
-        return True
-    chosen = at_construction if at_call is None else at_call
-    if chosen is None:
-        raise ValueError("with dropout, say deterministic=True or False, at construction or at the call")
-    return chosen
 
 
 def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:

@@ -1,23 +1,83 @@
-"""Flax NNX: a multi-head attention layer with Flax's parameters, round ``jattn.multi_head.attend_heads``."""
+"""Flax NNX: ``flax.nnx.MultiHeadAttention`` and its ``attention_fn``, round ``jattn.multi_head.attend_heads``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from jaxtyping import Array, ArrayLike
 
+from jattn.cache import KVCache
+from jattn.flax_common import (
+    as_cache,
+    attend_as_flax,
+    choose_deterministic,
+    choose_norm,
+    decode_as_flax,
+    head_dims,
+    join_inputs,
+    refuse_extras,
+)
 from jattn.masks import MaskFunction
-from jattn.multi_head import attend_heads, choose_deterministic, common_dtype, join_inputs
 from jattn.score_mods import ScoreMod
+
+Metadata = Mapping[str, Any]
+NOTHING: Metadata = MappingProxyType({})
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable = dtypes.promote_dtype,
+    is_causal: bool = False,
+    **extras: Any,
+) -> Array:
+    """``flax.nnx.dot_product_attention``, argument by argument: the ``attention_fn`` for a model with Flax's modules.
+
+    ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; by ``functools.partial`` also with
+    ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``, ``implementation``, with
+    their meaning in ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
+
+    Args:
+        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``.
+        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        others: as in Flax.
+
+    Returns:
+        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax the mean of the values, or worse).
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    z = attend_as_flax(
+        query, key, value, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
+        is_causal=is_causal, return_weights=module is not None, **extras,
+    )  # fmt: skip
+    if module is not None:
+        z, weights = z
+        module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
+    return z
 
 
 class MultiHeadAttention(nnx.Module):
-    """Multi-head attention with the parameters of ``flax.nnx.MultiHeadAttention``: names, shapes, initial values.
+    """``flax.nnx.MultiHeadAttention``: its arguments, parameters, checkpoints, numbers and decoding; and more.
 
     ``query/key/value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` one with
-    ``[N,D,M]``; with ``normalize_qk`` there are ``query_ln`` and ``key_ln``. Same key, same bits as Flax's.
+    ``[N,D,M]``; with ``normalize_qk`` there are ``query_ln`` and ``key_ln``. Same key, same bits as Flax's. Where the
+    two differ on purpose, docs/flax.md says so.
 
     Args:
         num_heads: N.
@@ -28,9 +88,11 @@ class MultiHeadAttention(nnx.Module):
         in_kv_features: of the keys' and values' input; ``in_features`` by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x`` for queries and keys, such as ``jattn.positions.Rotary()``.
+        score_mod: as in ``jattn.dot_product_attention``.
+        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), at first 0.
+        qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: a norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
-        dtype, param_dtype, precision, kernel_init, out_kernel_init, bias_init, out_bias_init, use_bias, dropout_rate,
-            deterministic, normalize_qk, rngs: as in Flax. Dropout draws each head and sequence by itself.
+        others: as in Flax. An ``attention_fn`` of your own gets Flax's keywords.
 
     Raises:
         ValueError: a number of features or heads does not divide as it must.
@@ -50,9 +112,13 @@ class MultiHeadAttention(nnx.Module):
         *,
         value_dim: int | None = None,
         position: Callable[[Array, Array], Array] | None = None,
+        score_mod: ScoreMod | None = None,
+        sinks: bool = False,
+        qk_norm: str | None = None,
         implementation: str | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        broadcast_dropout: bool = True,
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         precision: Any = None,
@@ -61,44 +127,78 @@ class MultiHeadAttention(nnx.Module):
         bias_init: Callable = nnx.initializers.zeros_init(),
         out_bias_init: Callable | None = None,
         use_bias: bool = True,
+        attention_fn: Callable[..., Array] = dot_product_attention,
+        decode: bool | None = None,
         normalize_qk: bool = False,
+        qkv_promote_dtype: Callable = dtypes.promote_dtype,
+        out_promote_dtype: Callable = dtypes.promote_dtype,
+        ln_promote_dtype: Callable = dtypes.promote_dtype,
+        qkv_dot_general: Callable | None = None,
+        out_dot_general: Callable | None = None,
+        qkv_dot_general_cls: Any = None,
+        out_dot_general_cls: Any = None,
         rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Metadata = NOTHING,
+        out_kernel_metadata: Metadata = NOTHING,
+        bias_metadata: Metadata = NOTHING,
+        out_bias_metadata: Metadata = NOTHING,
+        query_ln_scale_metadata: Metadata = NOTHING,
+        key_ln_scale_metadata: Metadata = NOTHING,
     ):
-        qkv_features = in_features if qkv_features is None else qkv_features
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if qkv_features % num_heads or num_heads % num_kv_heads:
-            raise ValueError(
-                f"qkv_features ({qkv_features}) must be a multiple of num_heads ({num_heads}), and that of "
-                f"num_kv_heads ({num_kv_heads})"
-            )
-        head_dim = qkv_features // num_heads
-        value_dim = head_dim if value_dim is None else value_dim
-        in_kv_features = in_features if in_kv_features is None else in_kv_features
-        self.dtype, self.precision = dtype, precision
-        self.dropout_rate, self.deterministic = dropout_rate, deterministic
-        self.position, self.implementation = position, implementation
-        shared: dict[str, Any] = {
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "precision": precision,
-            "use_bias": use_bias,
-            "rngs": rngs,
-        }
-        inits: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
-        out_inits: dict[str, Any] = {
-            "kernel_init": out_kernel_init or kernel_init,
-            "bias_init": out_bias_init or bias_init,
+        self.num_heads, self.in_features = num_heads, in_features
+        self.qkv_features = in_features if qkv_features is None else qkv_features
+        self.out_features = in_features if out_features is None else out_features
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
+        dims = head_dims(num_heads, num_kv_heads, self.qkv_features, value_dim)
+        self.num_kv_heads, self.head_dim, self.value_dim = dims
+        self.dtype, self.param_dtype, self.precision, self.use_bias = dtype, param_dtype, precision, use_bias
+        self.broadcast_dropout, self.dropout_rate, self.deterministic = broadcast_dropout, dropout_rate, deterministic
+        self.position, self.score_mod, self.implementation = position, score_mod, implementation
+        self.attention_fn, self.decode = attention_fn, decode
+        shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        linear = shared | {"use_bias": use_bias, "precision": precision}
+        qkv = linear | {
+            "kernel_init": kernel_init,
+            "bias_init": bias_init,
+            "promote_dtype": qkv_promote_dtype,
+            "dot_general": qkv_dot_general,
+            "dot_general_cls": qkv_dot_general_cls,
+            "kernel_metadata": kernel_metadata,
+            "bias_metadata": bias_metadata,
         }
         # the order in which Flax draws its parameters
-        self.query = nnx.LinearGeneral(in_features, (num_heads, head_dim), **shared, **inits)
-        self.key = nnx.LinearGeneral(in_kv_features, (num_kv_heads, head_dim), **shared, **inits)
-        self.value = nnx.LinearGeneral(in_kv_features, (num_kv_heads, value_dim), **shared, **inits)
-        norm: dict[str, Any] = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.query_ln = nnx.LayerNorm(head_dim, **norm) if normalize_qk else nnx.data(None)
-        self.key_ln = nnx.LayerNorm(head_dim, **norm) if normalize_qk else nnx.data(None)
-        out_features = in_features if out_features is None else out_features
-        self.out = nnx.LinearGeneral((num_heads, value_dim), out_features, axis=(-2, -1), **shared, **out_inits)
-        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else nnx.data(None)
+        self.query = nnx.LinearGeneral(in_features, (num_heads, self.head_dim), **qkv)
+        self.key = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.head_dim), **qkv)
+        self.value = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.value_dim), **qkv)
+        norm = choose_norm(normalize_qk, qk_norm)
+        self.normalize_qk = norm is not None
+        self.query_ln = self.key_ln = nnx.data(None)
+        if norm is not None:
+            kind: Callable = nnx.RMSNorm if norm == "rms" else nnx.LayerNorm
+            options: dict[str, Any] = (
+                shared | {"promote_dtype": ln_promote_dtype} | ({} if norm == "rms" else {"use_bias": False})
+            )
+            self.query_ln = kind(self.head_dim, **options, scale_metadata=query_ln_scale_metadata)
+            self.key_ln = kind(self.head_dim, **options, scale_metadata=key_ln_scale_metadata)
+        self.out = nnx.LinearGeneral(
+            (num_heads, self.value_dim),
+            self.out_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            bias_init=out_bias_init or bias_init,
+            promote_dtype=out_promote_dtype,
+            dot_general=out_dot_general,
+            dot_general_cls=out_dot_general_cls,
+            kernel_metadata=out_kernel_metadata or kernel_metadata,
+            bias_metadata=out_bias_metadata or bias_metadata,
+            **linear,
+        )
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else nnx.data(None)
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else nnx.data(None)
+        self.cached_key: nnx.Cache | None = nnx.data(None)
+        self.cached_value: nnx.Cache | None = nnx.data(None)
+        self.cache_index: nnx.Cache | None = nnx.data(None)
 
     def __call__(
         self,
@@ -107,56 +207,135 @@ class MultiHeadAttention(nnx.Module):
         inputs_v: Array | None = None,
         *,
         mask: ArrayLike | MaskFunction | None = None,
-        bias: ArrayLike | None = None,
-        score_mod: ScoreMod | None = None,
-        head_gate: ArrayLike | None = None,
-        is_causal: bool = False,
-        input_positions: ArrayLike | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
-    ) -> Array:
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        score_mod: ScoreMod | None = None,
+        head_gate: ArrayLike | None = None,
+        cache: KVCache | None = None,
+        valid: ArrayLike | None = None,
+    ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
         Args:
             inputs_q, inputs_k, inputs_v: as in Flax: k defaults to q, v to k.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
-            bias, score_mod, is_causal: as in ``jattn.dot_product_attention``.
-            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
-            input_positions: ``[T]`` or ``[..., T]``: of the queries, in self-attention also of the keys.
-            deterministic, rngs: as in Flax.
+            deterministic, rngs, out_sharding, qkv_sharding: as in Flax.
             sow_weights: sow the weights ``[..., N, T, S]`` as ``nnx.Intermediate`` ``attention_weights``.
+            decode: go on from the module's own cache (``init_cache``) by the T tokens of the input. Without a mask, or
+                with a mask array over the cache's slots, a token sees itself and what came before; a ``Mask`` or a
+                function of positions decides by itself.
+            is_causal: a token sees itself and what came before.
+            input_positions: ``[T]`` or ``[..., T]``: of the queries, and of the keys where there are as many.
+            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            score_mod: instead of the constructor's.
+            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
+            cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``); the
+                result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
+
+        Raises:
+            ValueError: no cache to decode from; ``attention_fn`` is not jattn's and cannot take what is asked for.
         """
-        inputs_k, inputs_v, kv_positions = join_inputs(inputs_q, inputs_k, inputs_v, input_positions)
-        query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
+        inputs_k, inputs_v = join_inputs(inputs_q, inputs_k, inputs_v)
+        query = self.query(inputs_q, out_sharding=qkv_sharding)
+        key = self.key(inputs_k, out_sharding=qkv_sharding)
+        value = self.value(inputs_v, out_sharding=qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        query, key, value = common_dtype(query, key, value, self.dtype)
-        dropout_rng = None
-        if not choose_deterministic(self.dropout_rate, deterministic, self.deterministic):
-            dropout_rng = self._dropout_key(rngs)
-        z = attend_heads(
-            query,
-            key,
-            value,
-            position=self.position,
-            query_positions=input_positions,
-            kv_positions=kv_positions,
-            head_gate=head_gate,
-            return_weights=sow_weights,
-            mask=mask if mask is None or callable(mask) else jnp.asarray(mask, bool),
-            bias=bias,
-            score_mod=score_mod,
-            is_causal=is_causal,
-            implementation=self.implementation,
-            dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
-            dropout_rng=dropout_rng,
-            precision=self.precision,
-        )
-        if sow_weights:
-            z, weights = z
-            self.sow(nnx.Intermediate, "attention_weights", weights.astype(z.dtype))
-        return self.out(z)
+        decode = (self.decode if decode is None else decode) and cache is None
+        own = self._own_cache(key) if decode else None
+        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
+        options: dict[str, Any] = {
+            "mask": mask,
+            "dropout_rng": None if deterministic else self._dropout_key(rngs),
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": deterministic,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "is_causal": is_causal,
+        }
+        if input_positions is not None:
+            options["input_positions"] = input_positions
+        extras = {
+            "position": self.position,
+            "score_mod": self.score_mod if score_mod is None else score_mod,
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "implementation": self.implementation,
+            "bias": bias,
+            "head_gate": head_gate,
+            "cache": cache,
+            "valid": valid,
+        }
+        new_cache = None
+        if self.attention_fn is dot_product_attention:
+            if own is not None:
+                extras["cache"], options["is_causal"] = own, is_causal or not callable(mask)
+            z = attend_as_flax(query, key, value, return_weights=sow_weights, **options, **extras)
+            z, *others = z if isinstance(z, tuple) else (z,)
+            if sow_weights:
+                self.sow(nnx.Intermediate, "attention_weights", others[0].astype(z.dtype))
+            new_cache = others[-1] if extras["cache"] is not None else None
+        else:
+            refuse_extras(self.attention_fn, **extras)
+            if own is not None:
+                options["is_causal"] = False  # the mask says it, and is_causal would not know of the cache
+                key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
+            z = self.attention_fn(query, key, value, module=self if sow_weights else None, **options)
+        if own is not None and new_cache is not None:
+            self._keep(new_cache)
+        y = self.out(z, out_sharding=out_sharding)
+        return y if cache is None else (y, new_cache)
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
+        """An empty cache to decode from, for inputs of ``input_shape`` ``[..., greatest length, M]``."""
+        slots = (*input_shape[:-1], self.num_kv_heads)
+        self.cached_key = nnx.Cache(jnp.zeros((*slots, self.head_dim), dtype))
+        self.cached_value = nnx.Cache(jnp.zeros((*slots, self.value_dim), dtype))
+        self.cache_index = nnx.Cache(jnp.array(0, jnp.int32))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Class method used by ``nnx.view``.
+
+        Args:
+            deterministic: if True, the module is set to deterministic mode.
+            decode: if True, the module is set to decode mode.
+            batch_size: the batch size to use for the cache.
+            max_length: the max length to use for the cache.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is None and max_length is None:
+            return
+        if batch_size is None or max_length is None:
+            raise TypeError("a cache needs both batch_size and max_length")
+        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        self.init_cache((*batch, max_length, self.in_features), jnp.float32 if self.dtype is None else self.dtype)
+
+    def _own_cache(self, key: Array) -> KVCache:
+        if self.cached_key is None or self.cached_value is None or self.cache_index is None:
+            raise ValueError("decode=True, but there is no cache: call init_cache(input_shape) first")
+        return as_cache(self.cached_key[...], self.cached_value[...], self.cache_index[...], key)
+
+    def _keep(self, cache: KVCache) -> None:
+        assert self.cached_key is not None and self.cached_value is not None and self.cache_index is not None
+        self.cached_key[...] = cache.key.reshape(self.cached_key.shape)
+        self.cached_value[...] = cache.value.reshape(self.cached_value.shape)
+        self.cache_index[...] = cache.length
 
     def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | None) -> jax.Array:
         stream = self.rngs if rngs is None else rngs

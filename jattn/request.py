@@ -3,11 +3,11 @@
 import operator
 from typing import Any, SupportsIndex
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from jattn.attention import Dropout
 from jattn.masks import Causal, MaskFunction, SlidingWindow
 from jattn.mods import pytree_dataclass
 from jattn.score_mods import ScoreMod
@@ -35,7 +35,7 @@ class Request:
     score_mod: ScoreMod | None
     query_positions: Any
     kv_positions: Any
-    dropout: tuple[float, jax.Array] | None  # (rate, key)
+    dropout: Dropout | None
     precision: Any
 
     @property
@@ -47,7 +47,7 @@ class Request:
 def make_request(
     query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, score_mod=None, query_positions=None, kv_positions=None,
-    dropout_rate=0.0, dropout_rng=None, precision=None,
+    dropout_rate=0.0, dropout_rng=None, broadcast_dropout=False, precision=None,
 ) -> Request:  # fmt: skip
     """The checked request: everything batched, masks that were keywords as masks."""
     query, key, value = _qkv(query, key, value)
@@ -90,7 +90,7 @@ def make_request(
         score_mod=score_mod,
         query_positions=_positions("query_positions", query_positions, B, T),
         kv_positions=_positions("kv_positions", kv_positions, B, S),
-        dropout=_dropout(dropout_rate, dropout_rng),
+        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
         precision=precision,
     )
 
@@ -174,14 +174,14 @@ def _window(window: SupportsIndex | tuple[SupportsIndex, SupportsIndex]) -> tupl
     return operator.index(sides[0]), operator.index(sides[1])
 
 
-def _dropout(rate: float, rng: Array | None) -> tuple[float, Array] | None:
+def _dropout(rate: float, rng: Array | None, broadcast: bool) -> Dropout | None:
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
     if rate == 0.0:
         return None
     if rng is None:
         raise ValueError(f"dropout_rate={rate} needs dropout_rng, a key from jax.random.key; or pass dropout_rate=0")
-    return rate, rng
+    return Dropout(rate, rng, broadcast)
 
 
 def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:

@@ -19,15 +19,15 @@ def qkv(getkey, B=B, T=T, S=S, N=N, K=K, H=H, dtype=jnp.float32):
     return tuple(jax.random.normal(getkey(), shape, dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 
 
-def test_the_signature_is_jax_nns_and_eight_more():
+def test_the_signature_is_jax_nns_and_nine_more():
     """A new idea is a new mask or score function, not a new keyword."""
     ours = inspect.signature(jattn.dot_product_attention).parameters
     theirs = inspect.signature(jax.nn.dot_product_attention).parameters
     assert list(ours)[: len(theirs)] == list(theirs) or set(theirs) <= set(ours)
     for name, parameter in theirs.items():
         assert ours[name].kind == parameter.kind and ours[name].default == parameter.default, name
-    assert len(ours) == 19
-    without = {"implementation", "return_residual", "dropout_rate", "dropout_rng", "value"}
+    assert len(ours) == 20
+    without = {"implementation", "return_residual", "dropout_rate", "dropout_rng", "broadcast_dropout", "value"}
     assert set(inspect.signature(jattn.attention_weights).parameters) == set(ours) - without
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks
-from jattn.attention import dropout_keep, dropout_seeds
+from jattn.attention import Dropout, dropout_keep, dropout_seeds
 
 
 def qkv(getkey, T=7, S=11, N=6, K=3, H=5, D=13):
@@ -130,7 +130,8 @@ def test_merge_joins_attention_over_two_sets_of_keys(getkey):
 
 
 def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
-    return dropout_keep(dropout_seeds(key), rate, b, h, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])
+    seeds = dropout_seeds(Dropout(rate, key), b, h)
+    return dropout_keep(seeds, rate, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey, lambda seed: jax.random.key(seed, impl="rbg")])

@@ -17,6 +17,7 @@ import pytest
 import jattn
 from jattn import masks, score_mods
 from jattn.api import IMPLEMENTATIONS
+from jattn.attention import Dropout, dropout_keep, dropout_seeds
 from jattn.blocks import choose_blocks
 from jattn.kernels import blockwise
 
@@ -439,30 +440,18 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     if "named, but" in jattn.explain(q, k, v, **options):
         pytest.skip(jattn.explain(q, k, v, **options))
     dropped = jattn.dot_product_attention(q, k, v, **options).transpose(0, 2, 1, 3)
-    kept = jnp.stack(
-        [
-            jnp.stack(
-                [
-                    jattn.attention.dropout_keep(
-                        jattn.attention.dropout_seeds(jax.random.key(3)),
-                        0.4,
-                        b,
-                        h,
-                        jnp.arange(T)[:, None],
-                        jnp.arange(S)[None, :],
-                    )
-                    for h in range(N)
-                ]
-            )
-            for b in range(B)
-        ]
-    )
+    dropout, where = Dropout(0.4, jax.random.key(3)), (jnp.arange(T)[:, None], jnp.arange(S)[None, :])
+    kept = np.stack([[dropout_keep(dropout_seeds(dropout, b, h), 0.4, *where) for h in range(N)] for b in range(B)])
     compare(dropped, jnp.where(kept, jattn.attention_weights(q, k) / 0.6, 0.0), 1e-6, "weights after dropout")
     # half of the keys, at their positions: the same entries are kept
     half = jattn.dot_product_attention(
         q, k[:, 5:], v[:, 5:], **options, kv_positions=np.arange(5, S), return_residual=True
     )[0].transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(half[..., 5:] != 0, dropped[..., 5:] != 0)
+    # one pattern for all heads of all sequences
+    shared = jattn.dot_product_attention(q, k, v, **options, broadcast_dropout=True).transpose(0, 2, 1, 3) != 0
+    np.testing.assert_array_equal(shared, np.broadcast_to(shared[:1, :1], shared.shape))
+    assert 0.5 < shared.mean() < 0.7
 
 
 def test_the_table_is_not_a_dummy():

@@ -18,8 +18,8 @@ HOUSE = [
     ["mods", "masks", "score_mods", "positions"],
     ["attention", "blocks", "head_blocks", "blockwise"],
     ["request", "kernels", "api"],
-    ["multi_head", "cache", "sharding", "heads"],
-    ["nnx linen", "plots interop"],
+    ["cache", "multi_head", "sharding", "heads"],
+    ["flax_common", "nnx linen", "plots interop"],
 ]
 
 

@@ -1,16 +1,11 @@
-"""The multi-head layer: one product per projection, gates, any batch axes, and the two Flax modules round it."""
+"""The multi-head layer as a function: one product per projection, gates, positions."""
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 
 import jattn
-import jattn.linen
-import jattn.nnx
-from jattn import masks
 from jattn.multi_head import project
 from jattn.positions import Rotary
 
@@ -141,7 +136,9 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
             r"head_gate must be \[N\] = \[4\]",
         ),
         (
-            lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((2, 4, 3, 3), bool)),
+            lambda: jattn.multi_head.attend_heads(
+                *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)
+            ),
             r"expected batch axes \(2, 2\) and 3 more",
         ),
     ],
@@ -149,199 +146,3 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# --- the modules ---
-
-OPTIONS = {
-    "plain": {},
-    "no bias": {"use_bias": False},
-    "normalised": {"normalize_qk": True},
-    "features": {"qkv_features": 30, "out_features": 7},
-    "bfloat16": {"dtype": jnp.bfloat16},
-}
-CALLS = {
-    "self": lambda x, x_kv: ((x,), {}),
-    "cross": lambda x, x_kv: ((x, x_kv), {}),
-    "keys and values apart": lambda x, x_kv: ((x, x_kv, 2 * x_kv), {}),
-    "float mask": lambda x, x_kv: (
-        (x, x_kv),
-        {"mask": jnp.asarray(np.arange(S) % 3 > 0, jnp.float32)[None, None, None]},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_flax_nnx_parameters_and_numbers(getkey, name):
-    """Same key, same bits in the same tree; the same numbers in every kind of call."""
-    options, x, x_kv = OPTIONS[name], jax.random.normal(getkey(), (B, T, M)), jax.random.normal(getkey(), (B, S, M))
-    theirs = nnx.MultiHeadAttention(N, M, decode=False, rngs=nnx.Rngs(3), **options)
-    ours = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(3), **options)
-    pure = lambda module: nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    jax.tree.map(np.testing.assert_array_equal, pure(ours), pure(theirs))
-    tolerance = 3e-2 if "dtype" in options else 2e-6
-    for call in CALLS.values():
-        args, kwargs = call(x, x_kv)
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            expected = theirs(*args, **kwargs)
-        got = ours(*args, **kwargs)
-        assert got.dtype == expected.dtype
-        np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_flax_linen_parameters_and_numbers(getkey, name):
-    options, x, x_kv = OPTIONS[name], jax.random.normal(getkey(), (B, T, M)), jax.random.normal(getkey(), (B, S, M))
-    theirs = linen.MultiHeadDotProductAttention(N, **options)
-    ours = jattn.linen.MultiHeadDotProductAttention(N, **options)
-    key = getkey()
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        params = theirs.init(key, x)
-    jax.tree.map(np.testing.assert_array_equal, ours.init(key, x), params)
-    tolerance = 3e-2 if "dtype" in options else 2e-6
-    for call in CALLS.values():
-        args, kwargs = call(x, x_kv)
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            expected = theirs.apply(params, *args, **kwargs)
-        got = ours.apply(params, *args, **kwargs)
-        assert got.dtype == expected.dtype
-        np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance)
-
-
-def test_names_of_the_module_classes(getkey):
-    """Linen names parameters after the class, so a checkpoint fits only under the same name."""
-
-    class Model(linen.Module):
-        layer: type
-
-        @linen.compact
-        def __call__(self, x):
-            return self.layer(N)(x)
-
-    x = jnp.zeros((1, T, M))
-    for name in ("MultiHeadDotProductAttention", "MultiHeadAttention"):
-        ours, theirs = (Model(getattr(module, name)).init(getkey(), x) for module in (jattn.linen, linen))
-        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-
-
-BEYOND = {"num_kv_heads": K, "value_dim": D, "qkv_features": 30, "position": Rotary(fraction=0.8)}
-
-
-def test_the_modules_and_the_function_agree(getkey):
-    """NNX, Linen and ``multi_head_attention`` on the same parameters: one set of numbers, with everything switched on."""
-    params, x, _ = layer(getkey)
-    positions = jnp.arange(T)[None] + jnp.array([[0], [5]])
-    call = {
-        "mask": masks.Causal() | masks.Prefix(2),
-        "score_mod": jattn.score_mods.SoftCap(3.0),
-        "bias": jax.random.normal(getkey(), (1, N, T, T)),
-        "head_gate": jnp.arange(1.0, N + 1),
-    }
-    expected = jattn.multi_head_attention(
-        params, x, position=BEYOND["position"], query_positions=positions, kv_positions=positions, **call
-    )
-    in_linen = jattn.linen.MultiHeadAttention(N, **BEYOND)
-    np.testing.assert_allclose(
-        in_linen.apply({"params": params}, x, input_positions=positions, **call), expected, atol=1e-6
-    )
-    in_nnx = jattn.nnx.MultiHeadAttention(N, M, **BEYOND, rngs=nnx.Rngs(0))
-    nnx.update(in_nnx, params)
-    np.testing.assert_allclose(in_nnx(x, input_positions=positions, **call), expected, atol=1e-6)
-
-
-def test_sown_weights(getkey):
-    """Under Flax's name and shape, with no bit of the output changed."""
-    x = jax.random.normal(getkey(), (B, T, M))
-    in_linen = jattn.linen.MultiHeadAttention(N)
-    params = in_linen.init(getkey(), x)
-    alone = jax.jit(lambda: in_linen.apply(params, x, is_causal=True))()
-    sow = lambda: in_linen.apply(params, x, is_causal=True, sow_weights=True, mutable=["intermediates"])
-    y, sown = jax.jit(sow)()
-    np.testing.assert_array_equal(alone, y)
-    (weights,) = sown["intermediates"]["attention_weights"]
-    np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.tri(T) > 0, (B, N, T, T)))
-
-    in_nnx = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))
-    nnx.update(in_nnx, params["params"])
-    y, sown = nnx.capture(in_nnx, nnx.Intermediate)(x, is_causal=True, sow_weights=True)
-    np.testing.assert_allclose(y, alone, atol=1e-6)
-    (captured,) = jax.tree.leaves(nnx.to_pure_dict(sown))
-    np.testing.assert_allclose(captured, weights, atol=1e-6)
-
-
-def test_dropout_in_the_modules(getkey):
-    x = jax.random.normal(getkey(), (B, T, M))
-    in_linen = jattn.linen.MultiHeadAttention(N, dropout_rate=0.5)
-    params = in_linen.init(getkey(), x, deterministic=True)
-    apply = lambda **options: in_linen.apply(params, x, **options)
-    off = jattn.linen.MultiHeadAttention(N).apply(params, x)
-    np.testing.assert_array_equal(apply(deterministic=True), off)
-    key = getkey()
-    on = apply(deterministic=False, rngs={"dropout": key})
-    assert np.abs(on - off).max() > 0.01
-    np.testing.assert_array_equal(on, apply(deterministic=False, rngs={"dropout": key}))
-    np.testing.assert_array_equal(
-        apply(deterministic=False, dropout_rng=key), apply(deterministic=False, dropout_rng=key, rngs={"dropout": key})
-    )
-    with pytest.raises(ValueError, match="say deterministic=True or False"):
-        apply()
-    with pytest.raises(flax.errors.InvalidRngError):
-        apply(deterministic=False)
-
-    in_nnx = jattn.nnx.MultiHeadAttention(N, M, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0, dropout=1))
-    first, second = in_nnx(x), in_nnx(x)
-    assert np.abs(first - second).max() > 0.01
-    np.testing.assert_array_equal(in_nnx(x, rngs=nnx.Rngs(dropout=7)), in_nnx(x, rngs=nnx.Rngs(dropout=7)))
-    np.testing.assert_array_equal(in_nnx(x, deterministic=True), in_nnx(x, deterministic=True))
-
-
-def test_any_number_of_batch_axes(getkey):
-    x = jax.random.normal(getkey(), (3, B, T, M))
-    module = jattn.linen.MultiHeadAttention(N, position=Rotary(1000.0))
-    params = module.init(getkey(), x)
-    mask = jax.random.bernoulli(getkey(), 0.7, (3, B, 1, T, T))
-    positions = jnp.cumsum(jnp.ones((3, B, T), int), -1) * 2
-    gate = jax.random.uniform(getkey(), (3, B, N))
-    y = module.apply(params, x, mask=mask, input_positions=positions, head_gate=gate)
-    for i in range(3):
-        one = module.apply(params, x[i], mask=mask[i], input_positions=positions[i], head_gate=gate[i])
-        np.testing.assert_allclose(y[i], one, atol=1e-6)
-    np.testing.assert_allclose(module.apply(params, x[0, 0]), module.apply(params, x)[0, 0], atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"qkv_features": 13}, {"num_kv_heads": 4}])
-def test_the_modules_refuse_what_does_not_divide(options):
-    with pytest.raises(ValueError, match=r"qkv_features .* must be a multiple of num_heads \(6\)"):
-        jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"qkv_features .* must be a multiple of num_heads \(6\)"):
-        jattn.linen.MultiHeadAttention(N, **options).init(jax.random.key(0), jnp.zeros((1, T, M)))
-    with pytest.raises(ValueError, match="inputs_v without inputs_k"):
-        jattn.linen.MultiHeadAttention(N).init(jax.random.key(0), jnp.zeros((1, T, M)), None, jnp.zeros((1, T, M)))
-
-
-def test_nnx_transforms(getkey):
-    """jit, grad, split and merge, and layers stacked by vmap and run by scan."""
-    x = jax.random.normal(getkey(), (B, T, M))
-    module = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))
-    graphdef, state = nnx.split(module)
-    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(module, x), nnx.merge(graphdef, state)(x), atol=1e-6)
-    gradients = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(module)
-    assert all(
-        np.abs(leaf).max() > 0 for path, leaf in jax.tree.leaves_with_path(gradients) if "'bias'" not in str(path)
-    )
-
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def build(key):
-        return jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(key))
-
-    layers = build(jax.random.split(getkey(), 3))
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def forward(x, layer):
-        return x + layer(x)
-
-    y, by_loop = forward(x, layers), x
-    for i in range(3):
-        one = nnx.merge(nnx.graphdef(layers), jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(layers)))
-        by_loop = by_loop + one(by_loop)
-    np.testing.assert_allclose(y, by_loop, atol=1e-5)

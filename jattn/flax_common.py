@@ -1,0 +1,117 @@
+"""What Flax's two module systems share: the meaning of the arguments of ``MultiHeadAttention`` and ``attention_fn``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from jattn.cache import KVCache, append
+from jattn.multi_head import attend_heads, common_dtype
+
+
+def attend_as_flax(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    dtype: Any,
+    mask: Any,
+    deterministic: bool,
+    dropout_rate: float,
+    dropout_rng: Any,
+    input_positions: ArrayLike | None = None,
+    **options: Any,
+) -> Any:
+    """``attend_heads`` for arguments as Flax has them: a mask array of any dtype, dropout that ``deterministic`` stops.
+
+    ``input_positions`` are those of the queries, and of the keys where there are as many. ``options`` are those of
+    ``attend_heads``; with neither weights nor a cache asked for, the result is the output alone.
+    """
+    query, key, value = common_dtype(query, key, value, dtype)
+    if deterministic or dropout_rate == 0.0:
+        dropout_rate, dropout_rng = 0.0, None
+    if input_positions is not None:
+        same = key.shape[-3] == query.shape[-3] and options.get("cache") is None
+        options |= {"query_positions": input_positions, "kv_positions": input_positions if same else None}
+    if mask is not None and not callable(mask):
+        mask = jnp.asarray(mask, bool)
+        mask = mask.reshape((1,) * (2 - mask.ndim) + mask.shape)
+    return attend_heads(query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_rng=dropout_rng, **options)
+
+
+def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
+    """Flax's defaults for ``inputs_k`` and ``inputs_v``."""
+    if inputs_k is None:
+        if inputs_v is not None:
+            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and leave inputs_v out")
+        return inputs_q, inputs_q
+    return inputs_k, inputs_k if inputs_v is None else inputs_v
+
+
+def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construction: bool | None) -> bool:
+    """Whether dropout is off: the call's word before the constructor's, and one of them must have spoken."""
+    if dropout_rate == 0.0:
+        return True
+    chosen = at_construction if at_call is None else at_call
+    if chosen is None:
+        raise ValueError("with dropout, say deterministic=True or False, at construction or at the call")
+    return chosen
+
+
+def head_dims(num_heads: int, num_kv_heads: int | None, qkv_features: int, value_dim: int | None):
+    """``(num_kv_heads, head_dim, value_dim)``. Raises ValueError where something does not divide."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if qkv_features % num_heads or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"qkv_features ({qkv_features}) must be a multiple of num_heads ({num_heads}), and that of "
+            f"num_kv_heads ({num_kv_heads})"
+        )
+    head_dim = qkv_features // num_heads
+    return num_kv_heads, head_dim, head_dim if value_dim is None else value_dim
+
+
+def choose_norm(normalize_qk: bool, qk_norm: str | None) -> str | None:
+    """``"layer"``, ``"rms"`` or None; ``normalize_qk`` is Flax's word for ``"layer"``."""
+    if qk_norm not in (None, "layer", "rms"):
+        raise ValueError(f"qk_norm must be None, 'layer' or 'rms', got {qk_norm!r}")
+    if normalize_qk and qk_norm == "rms":
+        raise ValueError("normalize_qk=True means qk_norm='layer', but qk_norm is 'rms'; leave normalize_qk out")
+    return "layer" if normalize_qk else qk_norm
+
+
+def as_cache(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:
+    """Flax's three cache arrays, of any number of batch axes, as a cache of one. ``key`` is that of the chunk."""
+    if cached_key.shape[:-3] != key.shape[:-3] or cached_key.shape[-2:] != key.shape[-2:]:
+        wanted = [*cached_key.shape[:-3], "tokens", *cached_key.shape[-2:]]
+        raise ValueError(
+            f"the autoregressive cache, of shape {list(cached_key.shape)}, takes keys of shape {wanted}, got "
+            f"{list(key.shape)}; init_cache with the batch and the greatest length that are to come"
+        )
+    key, value = (x.reshape(-1, *x.shape[-3:]) for x in (cached_key, cached_value))
+    return KVCache(key, value, cache_index)
+
+
+def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
+    """Flax's own protocol, for an ``attention_fn`` that knows no cache: ``(key, value, mask, cache)``.
+
+    All slots, and a mask array by which a token sees those up to its own.
+    """
+    if callable(mask):
+        raise ValueError("an attention_fn of your own decodes with Flax's mask arrays; give the mask as an array")
+    lead, tokens = key.shape[:-3], key.shape[-3]
+    appended = append(cache, *(x.reshape(-1, *x.shape[-3:]) for x in (key, value)))
+    key, value = (x.reshape(*lead, *x.shape[-3:]) for x in (appended.key, appended.value))
+    written = jnp.arange(cache.capacity)[None, :] <= cache.next_positions(tokens)[:, None]
+    written = jnp.broadcast_to(written, (*lead, 1, *written.shape))
+    return key, value, written if mask is None else jnp.logical_and(mask, written), appended
+
+
+def refuse_extras(attention_fn: Callable, **extras: Any) -> None:
+    """An ``attention_fn`` of the user's own gets Flax's keywords; what goes beyond them would be lost."""
+    given = [name for name, value in extras.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: only for jattn's own attention_fn, but this module calls "
+            f"{getattr(attention_fn, '__name__', attention_fn)!r}, which gets Flax's keywords"
+        )

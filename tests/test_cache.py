@@ -1,0 +1,199 @@
+"""Decoding from a cache gives what the full pass gives: chunks of any length, ragged batches, rolling windows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import jattn
+from jattn import masks, score_mods
+from jattn.cache import KVCache
+from jattn.positions import Rotary
+
+B, T, M, N, K, H, D = 2, 13, 12, 6, 3, 4, 5
+IDS = np.repeat([[0, 1, 2], [3, 4, 4]], [5, 4, 4], axis=1)
+
+CASES = {
+    "causal": {"is_causal": True},
+    "rotary": {"is_causal": True, "position": Rotary(100.0)},
+    "window": {"mask": masks.SlidingWindow(3), "position": Rotary(100.0)},
+    "packed segments": {"mask": masks.Segments(IDS) & masks.Causal()},
+    "prefix": {"mask": masks.Causal() | masks.Prefix(4)},
+    "a plain function": {"mask": lambda b, h, q, kv: (kv <= q) & ((q - kv) % (h + 1) == 0)},
+    "ALiBi": {"is_causal": True, "score_mod": score_mods.Alibi(jnp.geomspace(0.5, 0.01, N))},
+    "soft cap and sinks": {
+        "is_causal": True,
+        "score_mod": score_mods.SoftCap(2.0),
+        "sinks": jnp.linspace(-1.0, 1.0, N),
+    },
+    "a gate": {"is_causal": True, "head_gate": jnp.linspace(0.0, 2.0, N)},
+}
+CHUNKS = {"one by one": [1] * T, "prefill, then one by one": [6, *[1] * 7], "chunks": [5, 2, 1, 5], "at once": [T]}
+
+
+@pytest.fixture(scope="module")
+def layer():
+    params = jattn.init_multi_head(jax.random.key(0), M, N, num_kv_heads=K, head_dim=H, value_dim=D)
+    return params, jax.random.normal(jax.random.key(1), (B, T, M))
+
+
+def empty(capacity=T, scalar=False, **options):
+    cache = jattn.init_cache(B, capacity, K, H, value_dim=D, **options)
+    return KVCache(cache.key, cache.value, jnp.int32(0), cache.rolling) if scalar else cache
+
+
+def decode(layer, cache, chunks, **options):
+    """The outputs of all chunks, one behind the other, and the last cache; one compilation per length of a chunk."""
+    params, x = layer
+    step = jax.jit(lambda cache, x: jattn.multi_head_attention(params, x, cache=cache, **options))
+    outputs, start = [], 0
+    for length in chunks:
+        y, cache = step(cache, x[:, start : start + length])
+        outputs.append(y)
+        start += length
+    assert step._cache_size() <= len(set(chunks))
+    return jnp.concatenate(outputs, axis=1), cache
+
+
+def full(layer, **options):
+    params, x = layer
+    return jattn.multi_head_attention(params, x, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("scalar", [False, True], ids=["a length each", "one length"])
+def test_chunks_equal_the_full_pass(layer, name, scalar):
+    expected = full(layer, **CASES[name])
+    kinds = ["prefill, then one by one", "chunks"] if name == "prefix" else ["prefill, then one by one", "one by one"]
+    for kind in kinds:
+        got, cache = decode(layer, empty(T + 3, scalar), CHUNKS[kind], **CASES[name])
+        np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=kind)
+        assert (np.asarray(cache.length) == T).all()
+
+
+@pytest.mark.parametrize("kind", CHUNKS)
+@pytest.mark.parametrize("name", ["window", "a gate"])
+def test_a_rolling_window_of_fixed_size(layer, name, kind):
+    """4 slots give what a full cache gives under a window of 4; also where a chunk is longer than the window."""
+    options = dict(CASES[name])
+    options["mask"] = masks.SlidingWindow(3)
+    options.pop("is_causal", None)
+    expected = full(layer, **options)
+    given = options if name == "window" else options | {"mask": None, "is_causal": True}
+    got, cache = decode(layer, empty(4, rolling=True), CHUNKS[kind], **given)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert cache.key.shape == (B, 4, K, H)
+    np.testing.assert_array_equal(np.sort(cache.slot_positions, axis=1), [[9, 10, 11, 12]] * B)
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_ragged_batches_padded_on_either_side(layer, rolling):
+    """Each sequence gets what it gets alone; what stands in the padding, NaN included, changes nothing."""
+    params, x = layer
+    lengths, pads = [7, 4], 7
+    left = np.full((B, pads, M), np.nan, np.float32)
+    right, more = left.copy(), np.asarray(x[:, 9:])
+    for b, length in enumerate(lengths):
+        left[b, pads - length :] = x[b, :length]
+        right[b, :length] = x[b, :length]
+    options = {"is_causal": True, "position": Rotary(100.0)}
+    for padded in (left, right):
+        valid = ~np.isnan(padded[..., 0])
+        cache = empty(8, rolling=True) if rolling else empty(20)
+        first, cache = jattn.multi_head_attention(params, jnp.asarray(padded), cache=cache, valid=valid, **options)
+        np.testing.assert_array_equal(cache.length, lengths)
+        second, cache = jattn.multi_head_attention(params, jnp.asarray(more[:, :1]), cache=cache, **options)
+        for b, length in enumerate(lengths):
+            alone = jnp.concatenate([x[b, :length], more[b, :1]])
+            expected = jattn.multi_head_attention(params, alone, **options)
+            np.testing.assert_allclose(first[b][valid[b]], expected[:length], atol=1e-5)
+            np.testing.assert_allclose(second[b], expected[length:], atol=1e-5)
+
+
+def test_what_lies_in_empty_slots_is_never_seen(layer):
+    cache = empty(T + 5)
+    dirty = KVCache(*(jnp.full_like(x, jnp.nan) for x in (cache.key, cache.value)), cache.length)
+    for options in ({"is_causal": True}, {}):
+        got, expected = (decode(layer, one, CHUNKS["chunks"], **options)[0] for one in (dirty, cache))
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_append_puts_tokens_where_they_belong():
+    tokens = jnp.arange(1.0, 9.0).reshape(1, 8, 1, 1)
+    put = lambda cache, part, **options: jattn.append(cache, tokens[:, part], tokens[:, part], **options)
+    cache = put(put(jattn.init_cache(1, 5, 1, 1), slice(0, 2)), slice(2, 5))
+    np.testing.assert_array_equal(cache.key.ravel(), [1, 2, 3, 4, 5])
+    cache = jattn.init_cache(1, 3, 1, 1, rolling=True)
+    assert (np.asarray(cache.slot_positions) < 0).all()
+    cache = put(put(cache, slice(0, 2)), slice(2, 7))
+    np.testing.assert_array_equal(cache.value.ravel(), [7, 5, 6])
+    np.testing.assert_array_equal(cache.slot_positions, [[6, 4, 5]])
+    valid = jnp.array([[False, True, False, True]])
+    cache = put(jattn.init_cache(1, 5, 1, 1), slice(0, 4), valid=valid)
+    np.testing.assert_array_equal(cache.key.ravel(), [2, 4, 0, 0, 0])
+    np.testing.assert_array_equal(jattn.init_cache(1, 5, 1, 1).next_positions(4, valid), [[-1, 0, -1, 1]])
+    np.testing.assert_array_equal(put(cache, slice(7, 8)).key.ravel(), [2, 4, 8, 0, 0])
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_overflow_is_an_error(layer, scalar):
+    params, x = layer
+    step = lambda cache, x: jattn.multi_head_attention(params, x, cache=cache, is_causal=True)
+    _, cache = step(empty(5, scalar), x[:, :5])
+    with pytest.raises(ValueError, match="6 tokens do not fit into a cache of 5"):
+        step(cache, x[:, 5:6])
+    with pytest.raises(ValueError, match="7 tokens do not fit into a cache of 5"):
+        step(empty(5, scalar), x[:, :7])
+    checked = jax.jit(checkify.checkify(step))
+    error, (y, _) = checked(empty(5, scalar), x[:, :5])
+    error.throw()
+    assert np.isfinite(y).all()
+    error, _ = checked(cache, x[:, 5:6])
+    with pytest.raises(checkify.JaxRuntimeError, match="more tokens than fit into a cache of 5"):
+        error.throw()
+    assert np.isnan(jax.jit(step)(cache, x[:, 5:6])[0]).all(), "unchecked it is at least seen"
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H + 1)), jnp.zeros((B, 2, K, D))), r"key must be \[2, 'L', 3, 4\]"),
+        (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 3, K, D))), r"value must be \[2, 'L', 3, 5\]"),
+        (
+            lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))),
+            r"valid must be bools \[B, L\] = \[2, 2\], got float32",
+        ),
+        (
+            lambda: jattn.multi_head.attend_heads(
+                jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
+                cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
+            ),
+            "a mask array goes by slot, which a rolling cache does not keep",
+        ),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(layer):
+    params, x = layer
+
+    def step(cache, token):
+        y, weights, cache = jattn.multi_head_attention(
+            params, token[:, None], cache=cache, is_causal=True, return_weights=True
+        )
+        return cache, (y[:, 0], weights[:, :, 0])
+
+    cache, (y, weights) = jax.lax.scan(step, empty(T), jnp.moveaxis(x, 1, 0))
+    expected, expected_weights = full(layer, is_causal=True, return_weights=True)
+    np.testing.assert_allclose(jnp.moveaxis(y, 0, 1), expected, atol=1e-5)
+    np.testing.assert_allclose(jnp.moveaxis(weights, 0, 2), expected_weights, atol=1e-5)
+
+
+def test_a_cache_of_fewer_bits(layer):
+    got, cache = decode(layer, empty(T, dtype=jnp.bfloat16), CHUNKS["chunks"], is_causal=True)
+    assert cache.key.dtype == jnp.bfloat16 and got.dtype == jnp.float32
+    np.testing.assert_allclose(got, full(layer, is_causal=True), atol=0.05)

@@ -1,0 +1,256 @@
+"""The Flax modules under Flax's transforms, what they add to Flax's, and where they differ from it on purpose."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jattn
+import jattn.linen
+import jattn.nnx
+from jattn import masks
+from jattn.positions import Rotary
+
+B, T, S, M, N, K, D = 2, 7, 11, 12, 6, 3, 5
+BEYOND = {"num_kv_heads": K, "value_dim": D, "qkv_features": 30, "position": Rotary(fraction=0.8)}
+
+
+@pytest.fixture
+def x(getkey):
+    return jax.random.normal(getkey(), (B, T, M))
+
+
+def capture(module):
+    return nnx.capture(module, nnx.Intermediate)
+
+
+def flaxs_promotion():
+    return jax.numpy_dtype_promotion("standard")
+
+
+# --- beyond Flax ---
+
+
+def test_the_modules_and_the_function_agree(getkey, x):
+    """NNX, Linen and ``multi_head_attention`` on the same parameters: one set of numbers, with everything switched on."""
+    params = jattn.init_multi_head(getkey(), M, N, num_kv_heads=K, head_dim=5, value_dim=D, use_bias=True)
+    params = jax.tree.map(lambda p: p if p.ndim == 3 else jax.random.normal(getkey(), p.shape), params)
+    positions = jnp.arange(T)[None] + jnp.array([[0], [5]])
+    sinks = jax.random.normal(getkey(), (N,))
+    call = {
+        "mask": masks.Causal() | masks.Prefix(2),
+        "bias": jax.random.normal(getkey(), (1, N, T, T)),
+        "head_gate": jnp.arange(1.0, N + 1),
+    }
+    score_mod = jattn.score_mods.SoftCap(3.0)
+    expected = jattn.multi_head_attention(
+        params, x, position=BEYOND["position"], query_positions=positions, kv_positions=positions, score_mod=score_mod,
+        sinks=sinks, **call,
+    )  # fmt: skip
+    for at_call in (False, True):
+        options = BEYOND | {"sinks": True} | ({} if at_call else {"score_mod": score_mod})
+        called = call | {"input_positions": positions} | ({"score_mod": score_mod} if at_call else {})
+        in_linen = jattn.linen.MultiHeadAttention(N, **options)
+        assert "sinks" in in_linen.init(getkey(), x)["params"]
+        y = in_linen.apply({"params": params | {"sinks": sinks}}, x, **called)
+        np.testing.assert_allclose(y, expected, atol=1e-6)
+        in_nnx = jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0))
+        nnx.update(in_nnx, params | {"sinks": sinks})
+        np.testing.assert_allclose(in_nnx(x, **called), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_query_and_key_norms(getkey, x, norm):
+    """Of each head's features; the layer norm is Flax's ``normalize_qk``."""
+    in_linen = jattn.linen.MultiHeadAttention(N, qk_norm=norm)
+    params = in_linen.init(getkey(), x)
+    assert params["params"]["query_ln"]["scale"].shape == (M // N,)
+    in_nnx = jattn.nnx.MultiHeadAttention(N, M, qk_norm=norm, rngs=nnx.Rngs(0))
+    nnx.update(in_nnx, params["params"])
+    y = in_linen.apply(params, x)
+    np.testing.assert_allclose(in_nnx(x), y, atol=1e-6)
+
+    def normed(projected):
+        centred = projected - (projected.mean(-1, keepdims=True) if norm == "layer" else 0)
+        return centred / jnp.sqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6)
+
+    p = params["params"]
+    project = lambda name: jattn.multi_head.project(p[name], x)
+    z = jattn.dot_product_attention(normed(project("query")), normed(project("key")), project("value"))
+    expected = jnp.tensordot(z, p["out"]["kernel"], 2) + p["out"]["bias"].reshape(1, 1, -1)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="qk_norm must be None, 'layer' or 'rms', got 'batch'"):
+        jattn.linen.MultiHeadAttention(N, qk_norm="batch").init(getkey(), x)
+    with pytest.raises(ValueError, match="normalize_qk=True means qk_norm='layer'"):
+        jattn.nnx.MultiHeadAttention(N, M, normalize_qk=True, qk_norm="rms", rngs=nnx.Rngs(0))
+
+
+def test_any_number_of_batch_axes(getkey):
+    x = jax.random.normal(getkey(), (3, B, T, M))
+    module = jattn.linen.MultiHeadAttention(N, position=Rotary(1000.0))
+    params = module.init(getkey(), x)
+    mask = jax.random.bernoulli(getkey(), 0.7, (3, B, 1, T, T))
+    positions = jnp.cumsum(jnp.ones((3, B, T), int), -1) * 2
+    gate = jax.random.uniform(getkey(), (3, B, N))
+    y = module.apply(params, x, mask=mask, input_positions=positions, head_gate=gate)
+    for i in range(3):
+        one = module.apply(params, x[i], mask=mask[i], input_positions=positions[i], head_gate=gate[i])
+        np.testing.assert_allclose(y[i], one, atol=1e-6)
+    np.testing.assert_allclose(module.apply(params, x[0, 0]), module.apply(params, x)[0, 0], atol=1e-6)
+    shared = module.apply(params, x, mask=mask[0])  # as broadcasting has it, the same for the first axis
+    np.testing.assert_allclose(shared[1], module.apply(params, x[1], mask=mask[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"qkv_features": 13}, {"num_kv_heads": 4}])
+def test_what_does_not_divide_is_refused(options):
+    with pytest.raises(ValueError, match=r"qkv_features .* must be a multiple of num_heads \(6\)"):
+        jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"qkv_features .* must be a multiple of num_heads \(6\)"):
+        jattn.linen.MultiHeadAttention(N, **options).init(jax.random.key(0), jnp.zeros((1, T, M)))
+    with pytest.raises(ValueError, match="inputs_v without inputs_k"):
+        jattn.linen.MultiHeadAttention(N).init(jax.random.key(0), jnp.zeros((1, T, M)), None, jnp.zeros((1, T, M)))
+
+
+# --- Flax's transforms ---
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_nnx_transforms(getkey, x, graph):
+    """jit, grad, split and merge, and layers stacked by vmap and run by scan, in both of NNX's modes."""
+    with nnx.set_graph_mode(graph):
+        module = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0), **BEYOND)
+        graphdef, state = nnx.split(module)
+        np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(module, x), nnx.merge(graphdef, state)(x), atol=1e-6)
+        gradients = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(module)
+        assert all(
+            np.abs(leaf).max() > 0 for path, leaf in jax.tree.leaves_with_path(gradients) if "'bias'" not in str(path)
+        )
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def build(key):
+            return jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(key))
+
+        layers = build(jax.random.split(getkey(), 3))
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(x, layer):
+            return x + layer(x)
+
+        y, by_loop = forward(x, layers), x
+        for i in range(3):
+            one = nnx.merge(nnx.graphdef(layers), jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(layers)))
+            by_loop = by_loop + one(by_loop)
+        np.testing.assert_allclose(y, by_loop, atol=1e-5)
+
+
+def test_bridge_between_the_module_systems(getkey, x):
+    """Each system's module inside the other's, with its parameters."""
+    inside = nnx.bridge.ToNNX(jattn.linen.MultiHeadAttention(N), rngs=nnx.Rngs(0)).lazy_init(x)
+    params = nnx.to_pure_dict(nnx.state(inside, nnx.Param))
+    np.testing.assert_allclose(inside(x), jattn.linen.MultiHeadAttention(N).apply({"params": params}, x), atol=1e-6)
+    other = nnx.bridge.ToLinen(jattn.nnx.MultiHeadAttention, args=(N, M))
+    y, _ = other.init_with_output(getkey(), x)
+    assert y.shape == x.shape
+
+
+class Block(linen.Module):
+    """One layer on a residual stream, as a carry."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        return x + jattn.linen.MultiHeadAttention(N, **BEYOND)(x, is_causal=True), None
+
+
+def test_linen_transforms(getkey, x):
+    """scan over layers, remat of each, and vmap over a batch of parameters."""
+    scanned = linen.scan(linen.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    params = scanned.init(getkey(), x, None)
+    y, _ = scanned.apply(params, x, None)
+    by_loop = x
+    for i in range(3):
+        by_loop, _ = Block().apply(jax.tree.map(lambda p, i=i: p[i], params), by_loop, None)
+    np.testing.assert_allclose(y, by_loop, atol=1e-5)
+    gradients = jax.grad(lambda p: jnp.sum(scanned.apply(p, x, None)[0] ** 2))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    many = linen.vmap(jattn.linen.MultiHeadAttention, variable_axes={"params": 0}, split_rngs={"params": True})(N)
+    params = many.init(getkey(), x)
+    for i in range(B):
+        one = jattn.linen.MultiHeadAttention(N).apply(jax.tree.map(lambda p, i=i: p[i], params), x[i])
+        np.testing.assert_allclose(many.apply(params, x)[i], one, atol=1e-6)
+
+
+def test_sharding_metadata_of_the_parameters():
+    """As Flax's: metadata given for kernels and biases sits on the parameters."""
+    options = {"kernel_metadata": {"kind": "qkv"}, "out_kernel_metadata": {"kind": "out"}, "bias_metadata": {"kind": "bias"},
+               "query_ln_scale_metadata": {"kind": "query"}, "key_ln_scale_metadata": {"kind": "key"}}  # fmt: skip
+    ours, theirs = (
+        kind(N, M, normalize_qk=True, decode=False, rngs=nnx.Rngs(0), **options)
+        for kind in (jattn.nnx.MultiHeadAttention, nnx.MultiHeadAttention)
+    )
+    kinds = lambda module: {
+        path: leaf.get_metadata().get("kind") for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
+    assert kinds(ours) == kinds(theirs) and None not in kinds(ours).values()
+
+
+# --- where Flax is wrong or silent: the table of docs/flax.md, row by row ---
+
+
+def test_a_row_that_sees_nothing_is_zero(x):
+    """Flax: the mean of all values, padding included."""
+    mask = jnp.ones((B, 1, T, T), bool).at[:, :, 2].set(False)
+    ours = jattn.nnx.MultiHeadAttention(N, M, use_bias=False, rngs=nnx.Rngs(0))
+    theirs = nnx.MultiHeadAttention(N, M, use_bias=False, decode=False, rngs=nnx.Rngs(0))
+    assert (ours(x, mask=mask)[:, 2] == 0).all()
+    with flaxs_promotion():
+        assert np.abs(theirs(x, mask=mask)[:, 2]).max() > 0.01
+
+
+def test_is_causal_with_a_padding_mask(x):
+    """``(B,1,1,S)``: Flax's weights path takes the mask's shape for that of the scores, and fails."""
+    mask = jnp.arange(T)[None, None, None] < jnp.array([4, T]).reshape(B, 1, 1, 1)
+    ours = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))
+    both = mask & (np.tri(T) > 0)[None, None]
+    for sow in (False, True):
+        y, _ = capture(ours)(x, mask=mask, is_causal=True, sow_weights=sow)
+        np.testing.assert_allclose(y, ours(x, mask=both), atol=1e-6)
+    theirs = nnx.MultiHeadAttention(N, M, decode=False, rngs=nnx.Rngs(0))
+    with flaxs_promotion(), pytest.raises(ValueError, match="broadcast"):
+        capture(theirs)(x, mask=mask, is_causal=True, sow_weights=True)
+
+
+def test_is_causal_while_decoding(x):
+    """Flax 0.12.8 then lets each token see the first alone; later ones ignore it, as here."""
+    module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
+    module.init_cache(x.shape)
+    got = jnp.concatenate([module(x[:, i : i + 1], is_causal=True) for i in range(T)], axis=1)
+    np.testing.assert_allclose(got, module(x, is_causal=True, decode=False), atol=1e-5)
+
+
+def test_sowing_weights_changes_no_bit_in_bfloat16(x):
+    """Flax computes the output by another formula when weights are asked for."""
+    differs = {}
+    for name, kind in (("ours", jattn.nnx.MultiHeadAttention), ("theirs", nnx.MultiHeadAttention)):
+        with flaxs_promotion():
+            module = kind(N, M, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
+            graphdef, state = nnx.split(module)
+            call = lambda sow, g=graphdef, s=state: jax.jit(lambda: capture(nnx.merge(g, s))(x, sow_weights=sow)[0])()
+            plain, sown = call(False), call(True)
+        differs[name] = bool((plain != sown).any())
+    assert differs == {"ours": False, "theirs": True}
+
+
+def test_precision_reaches_the_products(x):
+    """Flax's NNX drops it where neither dropout nor weights are asked for."""
+
+    def precisions(kind):
+        module = kind(N, M, precision="highest", decode=False, rngs=nnx.Rngs(0))
+        with flaxs_promotion():
+            text = str(jax.make_jaxpr(lambda x: module(x))(x))
+        return text.count("dot_general["), text.count("precision=Precision.HIGHEST") + text.count(
+            "precision=(Precision.HIGHEST"
+        )
+
+    ours, theirs = precisions(jattn.nnx.MultiHeadAttention), precisions(nnx.MultiHeadAttention)
+    assert ours[0] == ours[1] and theirs[0] > theirs[1]
