@@ -58,7 +58,7 @@ def attend_heads(
         query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
         for name in ("mask", "bias"):
             options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
-        if head_gate is not None:
+        if head_gate is not None and jnp.ndim(head_gate) > max(len(lead), 1):  # [N] serves every sequence
             head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
     here: Any = None
     if cache is not None:

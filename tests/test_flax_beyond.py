@@ -98,6 +98,8 @@ def test_any_number_of_batch_axes(getkey):
         one = module.apply(params, x[i], mask=mask[i], input_positions=positions[i], head_gate=gate[i])
         np.testing.assert_allclose(y[i], one, atol=1e-6)
     np.testing.assert_allclose(module.apply(params, x[0, 0]), module.apply(params, x)[0, 0], atol=1e-6)
+    of_all = module.apply(params, x, head_gate=gate[0, 0])
+    np.testing.assert_allclose(of_all[2], module.apply(params, x[2], head_gate=gate[0, 0]), atol=1e-6)
     shared = module.apply(params, x, mask=mask[0])  # as broadcasting has it, the same for the first axis
     np.testing.assert_allclose(shared[1], module.apply(params, x[1], mask=mask[0]), atol=1e-6)
 
@@ -226,6 +228,16 @@ def test_is_causal_while_decoding(x):
     module.init_cache(x.shape)
     got = jnp.concatenate([module(x[:, i : i + 1], is_causal=True) for i in range(T)], axis=1)
     np.testing.assert_allclose(got, module(x, is_causal=True, decode=False), atol=1e-5)
+
+
+def test_decode_may_be_left_unsaid(x):
+    """Flax wants it said, at construction or at the call."""
+    np.testing.assert_array_equal(
+        jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))(x),
+        jattn.nnx.MultiHeadAttention(N, M, decode=False, rngs=nnx.Rngs(0))(x),
+    )
+    with flaxs_promotion(), pytest.raises(ValueError, match="No `decode` argument"):
+        nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))(x)
 
 
 def test_sowing_weights_changes_no_bit_in_bfloat16(x):
