@@ -426,7 +426,10 @@ class TestBlockMask:
 
     @pytest.mark.parametrize("mask", [Segments(IDS[:1]), Dense(TABLE[:1, :1]), Padding(np.array([3]))])
     def test_a_table_of_one_row_does_not_differ(self, mask):
-        jattn.block_mask(mask, T, S)
+        found = jattn.block_mask(mask, T, S)
+        assert found.may.shape[:2] == (1, 1)
+        at = np.ix_(range(B), range(N), range(T), range(S))
+        np.testing.assert_array_equal(*np.broadcast_arrays(found(*at), mask(0, 0, *at[2:])))
 
     def test_asking_takes_linear_memory(self):
         n = 4096
