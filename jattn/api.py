@@ -8,19 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.attention import merge
-from jattn.kernels import Implementation, Unsupported, blockwise, cudnn, xla
+from jattn.kernels import Implementation, Unsupported, blockwise, cudnn, decode, xla
 from jattn.masks import MaskFunction
 from jattn.request import Request, make_lse, make_request, make_sinks
 from jattn.score_mods import ScoreMod
 
 # The order in which ``implementation=None`` tries them: it takes the first whose ``why_not`` has no objection, and
-# "blockwise" only from PAIRS on. cudnn stands behind xla, so it is taken by name alone, until the conformance table has
-# passed on a GPU.
-IMPLEMENTATIONS: dict[str, Implementation] = {"blockwise": blockwise, "xla": xla, "cudnn": cudnn}
+# "decode" and "blockwise" only where they pay (``_pays``). cudnn stands behind xla, so it is taken by name alone, until
+# the conformance table has passed on a GPU.
+IMPLEMENTATIONS: dict[str, Implementation] = {"decode": decode, "blockwise": blockwise, "xla": xla, "cudnn": cudnn}
 
 # T * S of a head, from where on the dense matrix costs more time than the loop over its blocks (measured on CPU:
-# experiments/results), and memory anyway. Beside few queries or keys, as in decoding, the matrix itself grows linearly.
+# experiments/results), and memory anyway. Beside few queries or keys the matrix itself grows linearly.
 PAIRS, FEW = 2**20, 16
+# Numbers in all keys for each query, from where on reading them chunk by chunk pays (measured on CPU).
+KEYS = 2**20
 
 
 def dot_product_attention(
@@ -219,14 +221,13 @@ def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **op
              else f"{chosen}: named, but {reasons[chosen]}"]  # fmt: skip
     for name, reason in reasons.items():
         if name != chosen:
-            small = "; faster from T * S = 2**20 on" if name == "blockwise" and _is_small(request) else ""
-            lines.append(f"{name}: {reason or f'could, too; name it to take it{small}'}")
+            lines.append(f"{name}: {reason or f'could, too; name it to take it{_where_it_pays(name, request)}'}")
     return "\n".join(lines)
 
 
 def _choose(request: Request, named: str | None) -> str:
     if named is None:
-        order = [name for name in IMPLEMENTATIONS if not (name == "blockwise" and _is_small(request))]
+        order = [name for name in IMPLEMENTATIONS if _pays(name, request)]
         return next(name for name in order if IMPLEMENTATIONS[name].why_not(request) is None)
     reason = _known(named).why_not(request)
     if reason is not None:
@@ -234,9 +235,23 @@ def _choose(request: Request, named: str | None) -> str:
     return named
 
 
-def _is_small(request: Request) -> bool:
+def _pays(name: str, request: Request) -> bool:
+    """Is the implementation worth its loop at these lengths?"""
     T, S = request.query.shape[1], request.key.shape[1]
-    return T * S < PAIRS or min(T, S) < FEW
+    if name == "decode":
+        return jax.default_backend() == "cpu" and 0 < T < FEW and request.key.size >= T * KEYS
+    return name != "blockwise" or (T * S >= PAIRS and min(T, S) >= FEW)
+
+
+def _where_it_pays(name: str, request: Request) -> str:
+    if _pays(name, request):
+        return ""
+    where = (
+        f"on CPU, below {FEW} queries, from {KEYS} numbers in the keys on for each"
+        if name == "decode"
+        else (f"from T * S = {PAIRS} on")
+    )
+    return f"; faster {where}"
 
 
 def _known(name: str) -> Implementation:

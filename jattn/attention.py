@@ -69,8 +69,8 @@ def attend(
     Raises:
         TypeError, ValueError: a mask or score function returned another dtype or shape than (T, S).
     """
-    q_idx, kv_idx = _indices(q, k, query_positions, kv_positions)
-    visible = _visible(mask, batch, head, q_idx, kv_idx)
+    q_idx, kv_idx = indices(q, k, query_positions, kv_positions)
+    visible = visible_pairs(mask, batch, head, q_idx, kv_idx)
     weights, lse = _weights(q, k, visible, bias, score_mod, scale, (batch, head, q_idx, kv_idx), precision)
     if dropout is not None:
         drop = as_dropout(dropout)
@@ -97,8 +97,8 @@ def head_weights(
     precision: Any = None,
 ) -> tuple[Float[Array, "T S"], Float[Array, " T"]]:
     """The weights ``[T,S]`` of ``attend`` before dropout, and its lse ``[T]``: float32 (float64 for float64 input)."""
-    q_idx, kv_idx = _indices(q, k, query_positions, kv_positions)
-    visible = _visible(mask, batch, head, q_idx, kv_idx)
+    q_idx, kv_idx = indices(q, k, query_positions, kv_positions)
+    visible = visible_pairs(mask, batch, head, q_idx, kv_idx)
     return _weights(q, k, visible, bias, score_mod, scale, (batch, head, q_idx, kv_idx), precision)
 
 
@@ -239,14 +239,14 @@ def _mix(x: Array) -> Array:
     return x ^ (x >> jnp.uint32(16))
 
 
-def _indices(q: Array, k: Array, query_positions: Any, kv_positions: Any) -> tuple[Array, Array]:
+def indices(q: Array, k: Array, query_positions: Any, kv_positions: Any) -> tuple[Array, Array]:
     """Positions as ``[T,1]`` and ``[1,S]``."""
     rows = jnp.arange(q.shape[0]) if query_positions is None else jnp.asarray(query_positions)
     columns = jnp.arange(k.shape[0]) if kv_positions is None else jnp.asarray(kv_positions)
     return rows[:, None], columns[None, :]
 
 
-def _visible(mask: MaskLike | None, batch, head, q_idx: Array, kv_idx: Array) -> Bool[Array, "#T #S"] | None:
+def visible_pairs(mask: MaskLike | None, batch, head, q_idx: Array, kv_idx: Array) -> Bool[Array, "#T #S"] | None:
     """The visible pairs, of a shape that broadcasts to ``[T,S]``; None where there is no mask."""
     parts = () if mask is None else mask if isinstance(mask, tuple | list) else (mask,)
     visible: Any = None
@@ -293,9 +293,15 @@ def _zero_unseen(x: Array, seen: Array) -> Array:
 
 
 def _scores(q, k, visible, bias, score_mod, scale, where, precision) -> Array:
-    dtype = softmax_dtype(q)
-    scores = jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=dtype)
-    scores *= jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, dtype)
+    scores = jnp.einsum("th,sh->ts", q, k, precision=precision, preferred_element_type=softmax_dtype(q))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return finish_scores(scores, visible, bias, score_mod, scale, where)
+
+
+def finish_scores(scores: Array, visible: Array | None, bias, score_mod, scale: ArrayLike, where: tuple) -> Array:
+    """The scores ``[T,S]`` from ``q k^T``: scaled, with bias, modified, and -inf where not visible."""
+    dtype = scores.dtype
+    scores *= jnp.asarray(scale, dtype)
     if bias is not None:
         scores += bias.astype(dtype)
     if score_mod is not None:

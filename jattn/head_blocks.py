@@ -168,11 +168,11 @@ def cut_head(
         full, mixed,
     )  # fmt: skip
     rate = 0.0 if dropout is None else dropout[0]
-    formula = Formula(size, tuple(pure for pure, _ in pure_masks), pure_score, rate, _product_dtype(q), precision, seen)
+    formula = Formula(size, tuple(pure for pure, _ in pure_masks), pure_score, rate, product_dtype(q), precision, seen)
     return formula, arrays, fixed
 
 
-def _product_dtype(x: Array) -> Any:
+def product_dtype(x: Array) -> Any:
     """What products are computed in: the inputs' dtype; on CPU at least float32, whose products are faster there."""
     return softmax_dtype(x) if jax.default_backend() == "cpu" else x.dtype
 

@@ -19,7 +19,7 @@ from jattn import masks, score_mods
 from jattn.api import IMPLEMENTATIONS
 from jattn.attention import Dropout, dropout_keep, dropout_seeds
 from jattn.blocks import choose_blocks
-from jattn.kernels import blockwise
+from jattn.kernels import blockwise, decode
 
 B, T, S, N, K, H, D = 2, 7, 11, 3, 3, 5, 13
 RNG = np.random.default_rng(0)
@@ -53,21 +53,30 @@ class Variant:
     traced: bool = False  # positions, lengths and masks as arguments of the jitted function
 
     def __str__(self):
-        return self.implementation + (
-            "" if self.block_sizes is None else " in blocks of {}x{}".format(*self.block_sizes)
+        return (
+            self.implementation
+            + ("" if self.block_sizes is None else " in blocks of {}x{}".format(*self.block_sizes))
+            + ("" if not self.traced else ", traced")
         )
 
 
 # Lengths are mostly 7 and 11, so 7 queries divide and the others do not; the traced one takes the cases with arrays.
-VARIANTS = [Variant(name) for name in IMPLEMENTATIONS if name != "blockwise"] + [
+VARIANTS = [Variant(name) for name in IMPLEMENTATIONS if name not in ("blockwise", "decode")] + [
     Variant("blockwise", (3, 4)),
     Variant("blockwise", (7, 4), traced=True),
+    Variant("decode", (0, 4)),  # as with one device, which takes the products of all heads together
+    Variant("decode", (0, 4), traced=True),  # as with several
 ]
 
 
 @pytest.fixture(params=VARIANTS, ids=str)
 def variant(request, monkeypatch):
-    if request.param.block_sizes is not None:
+    if request.param.implementation == "decode":
+        monkeypatch.setattr(decode, "chunk_length", lambda *shape: request.param.block_sizes[1])
+        if not request.param.traced:
+            monkeypatch.setattr(jax, "device_count", lambda: 1)
+        blockwise._compiled.clear_cache()
+    elif request.param.block_sizes is not None:
         monkeypatch.setattr(
             blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=request.param.block_sizes)
         )
@@ -362,7 +371,12 @@ def has_arrays(case: Case) -> bool:
 
 @pytest.mark.parametrize(
     "variant, name",
-    [(one, name) for one in VARIANTS for name, case in CASES.items() if not one.traced or has_arrays(case)],
+    [
+        (one, name)
+        for one in VARIANTS
+        for name, case in CASES.items()
+        if (has_arrays(case) if one.traced else one.implementation != "decode" or not has_arrays(case))
+    ],
     indirect=["variant"],
     ids=str,
 )

@@ -30,12 +30,12 @@ def why_not(request: Request) -> str | None:
 
 def run(request: Request) -> tuple[jax.Array, jax.Array]:
     """``out [B,T,N,D]``, ``lse [B,T,N]``; beyond inputs and outputs O(T + S) memory, forward and backward."""
-    return _compiled_where_eager(_run, request)
+    return compiled_where_eager(_run, request)
 
 
 def fold(request: Request, step: Callable, init: Any, lse: jax.Array | None) -> Any:
     """``jattn.fold_weights``: the carries of all heads ``[B,N,...]``; ``lse [B,T,N]`` or None."""
-    return _compiled_where_eager(_fold, step, request, init, lse)
+    return compiled_where_eager(_fold, step, request, init, lse)
 
 
 def _run(request: Request) -> tuple[jax.Array, jax.Array]:
@@ -66,13 +66,12 @@ def _how(request: Request) -> tuple[tuple[int, int], bool, dict[str, Any]]:
     """
     alone, on_cpu = jax.device_count() == 1, jax.default_backend() == "cpu"
     T, S = request.query.shape[1], request.key.shape[1]
-    where = _everywhere(request)
-    size, (may, must) = choose_blocks(functools.partial(_table, where), T, S)
+    size, (may, must) = choose_blocks(functools.partial(block_table, request), T, S)
     if not alone:
         may, must = may.any(0, keepdims=True), must.all(0, keepdims=True)
     heads = one_by_one if alone and on_cpu else jax.vmap
     sequences = one_by_one if alone and (on_cpu or may.shape[0] > 1) else jax.vmap
-    return size, all_seen(*where), {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
+    return size, all_seen(*_everywhere(request)), {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
 
 
 def _everywhere(request: Request) -> Where:
@@ -85,13 +84,13 @@ def _everywhere(request: Request) -> Where:
     return request.masks, request.slot_masks, b, h, q_positions, kv_positions, lengths
 
 
-def _table(where: Where, size: tuple[int, int]) -> tuple[Any, Any]:
+def block_table(request: Request, size: tuple[int, int]) -> tuple[Any, Any]:
     """``(may, must)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
-    may, must = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*where, size))
+    may, must = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*_everywhere(request), size))
     return may.any(1), must.all(1)
 
 
-def _compiled_where_eager(fn: Callable, *args: Any) -> Any:
+def compiled_where_eager(fn: Callable, *args: Any) -> Any:
     """``fn(*args)``, compiled where JAX is not tracing anyway, because a loop that runs eagerly compiles every time.
 
     With a plain function it is compiled anew each time, because what that captures may have changed since.

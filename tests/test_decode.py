@@ -1,0 +1,98 @@
+"""The implementation for few queries, where the conformance table does not reach: what it skips, and where it pays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn.kernels import decode
+from jattn.masks import SlidingWindow
+
+B, S, N, K, H, CHUNK = 2, 23, 6, 3, 5, 4
+
+
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Keys come in chunks of 4."""
+    monkeypatch.setattr(decode, "chunk_length", lambda *shape: CHUNK)
+
+
+@pytest.fixture
+def arrays(getkey):
+    shapes = (B, 1, N, H), (B, S, K, H), (B, S, K, H)
+    return [jax.random.normal(getkey(), shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "options, chunks",
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"key_value_seq_lengths": np.array([9, 6])}, [0, 1, 2]),
+        ({"mask": SlidingWindow(5), "query_positions": np.array([14])}, [2, 3]),
+        ({"mask": np.arange(S)[None, :] // CHUNK == 1}, [1]),
+        ({"mask": np.zeros((1, S), bool)}, []),
+    ],
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_chunks_that_no_query_sees_are_not_computed(in_chunks, arrays, options, chunks, traced):
+    computed = set()
+
+    def watched(score, b, h, q, kv):
+        jax.debug.callback(lambda first: computed.add(int(np.ravel(first)[-1]) // CHUNK), kv[0, -1])
+        return score
+
+    def call(arrays, options):
+        return jattn.dot_product_attention(*arrays, **options, score_mod=watched, implementation="decode")
+
+    if traced:
+        moving = {name: x for name, x in options.items() if name != "mask" or isinstance(x, np.ndarray)}
+        fixed = {name: x for name, x in options.items() if name not in moving}
+        out = jax.jit(lambda arrays, moving: call(arrays, moving | fixed))(arrays, moving)
+    else:
+        out = call(arrays, options)
+    jax.effects_barrier()
+    assert sorted(computed) == chunks
+    np.testing.assert_allclose(out, jattn.dot_product_attention(*arrays, **options, implementation="xla"), atol=2e-6)
+
+
+def test_products_of_all_heads_together_are_each_heads_own(in_chunks, arrays, monkeypatch):
+    """NaN in one kv head's keys and values stays with the query heads that see it."""
+    q, k, v = arrays
+    k, v = (x.at[0, 7, 1].set(jnp.nan) for x in (k, v))
+    for devices in (1, 8):
+        monkeypatch.setattr(jax, "device_count", lambda devices=devices: devices)
+        out = jax.jit(lambda *x: jattn.dot_product_attention(*x, implementation="decode"))(q, k, v)
+        bad = np.isnan(out).any(-1)[:, 0]
+        np.testing.assert_array_equal(bad, np.array([[False, False, True, True, False, False], [False] * 6]))
+
+
+def test_where_it_is_taken():
+    one = jnp.zeros((1, 1, 8, 64))
+    cache, short = jnp.zeros((1, 65536, 2, 64)), jnp.zeros((1, 512, 2, 64))
+    assert jattn.explain(one, cache, cache).startswith("decode: taken")
+    assert "decode: could, too" in jattn.explain(one, short, short)
+    many = jnp.zeros((1, 64, 8, 64))
+    assert jattn.explain(many, cache, cache).startswith("blockwise: taken")
+
+
+def test_a_chunk_is_a_power_of_two_and_not_tiny():
+    assert decode.chunk_length(1, 2, 64) == 8192
+    assert decode.chunk_length(3, 5, 48) == 1024
+    assert decode.chunk_length(64, 32, 128) == 128
+
+
+def test_gradients_keep_no_chunk(arrays):
+    """Temporaries are those of one chunk, backward, too."""
+
+    def temporaries(length):
+        q, k = jnp.zeros((1, 1, 4, 8)), jnp.zeros((1, length, 2, 8))
+
+        def loss(q, k, v):
+            return jattn.dot_product_attention(q, k, v, implementation="decode").sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, k.nbytes
+
+    (short, _), (long, of_keys) = temporaries(2**17), temporaries(2**19)
+    assert long - short < of_keys / 10
