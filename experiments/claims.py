@@ -91,7 +91,12 @@ def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
     control, _, metric = claim.metric.rpartition(":")
     result = results[control]
     seeds = result.seeds
-    values = measure(result, result.trained, metric)
+    values, untrained = (measure(result, found, metric) for found in (result.trained, result.untrained))
+    return verdict(claim, values, untrained, seeds)
+
+
+def verdict(claim: Claim, values: list[float], untrained: list[float], seeds: list[int]) -> dict[str, Any]:
+    """One row of ``claims.json`` from the claim's metric, one number a seed, and that of the untrained models."""
     if claim.at_least is not None:
         threshold, passed = claim.at_least, [value >= claim.at_least for value in values]
     else:
@@ -103,7 +108,7 @@ def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
         "side": "at least" if claim.at_least is not None else "at most",
         "threshold": threshold,
         "values": values,
-        "untrained": measure(result, result.untrained, metric),
+        "untrained": untrained,
         "seeds": seeds,
         "passed": [seed for seed, good in zip(seeds, passed, strict=True) if good],
         "failed": [seed for seed, good in zip(seeds, passed, strict=True) if not good],

@@ -115,6 +115,21 @@ class Evaluate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A sentence encoder that is looked at instead of trained.
+
+    Attributes:
+        folder: Folder of a saved model of the BERT family, with config.json, *.safetensors and tokenizer.json.
+        package: Installed package that the folder lies in; empty for a folder of its own.
+        groups: Groups of sentences that mean the same.
+    """
+
+    folder: str = ""
+    package: str = ""
+    groups: list[list[str]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """One claim: a metric, its threshold, and how many seeds must pass it.
 
@@ -146,6 +161,7 @@ class Config:
         model: The transformer.
         train: How it is trained.
         evaluate: How it is judged.
+        pretrained: A model to look at; task, model, train and evaluate then have nothing to say.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
         claims: What the run is expected to show.
     """
@@ -156,6 +172,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     train: Train = dataclasses.field(default_factory=Train)
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
+    pretrained: Pretrained = dataclasses.field(default_factory=Pretrained)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
 
@@ -173,7 +190,7 @@ class Config:
             raise ValueError(f"controls.{name}: {_one_line(str(error))}") from None
 
 
-_SECTIONS = {"task": Task, "model": Model, "train": Train, "evaluate": Evaluate}
+_SECTIONS = {"task": Task, "model": Model, "train": Train, "evaluate": Evaluate, "pretrained": Pretrained}
 _OPTIONS = ["config", "out", *(field.name for field in dataclasses.fields(Config))] + [
     f"{section}.{field.name}" for section, kind in _SECTIONS.items() for field in dataclasses.fields(kind)
 ]
@@ -242,6 +259,9 @@ def _check(config: Config) -> None:
             value = getattr(getattr(config, section), key)
             if not value > 0:
                 raise ValueError(f"{section}.{key}: expected > 0, got {value!r}")
+    groups = config.pretrained.groups
+    if config.pretrained.folder and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
+        raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
     rules = _task_and_model_rules(config.task, config.model) + _train_rules(config) + _claim_rules(config)
     for key, value, good, expected in rules:
         if not good:

@@ -52,6 +52,7 @@ STYLE = {
 }
 DPI = 200
 WIDTH = 9.0  # inches: at a README's 900 pixels the smallest text is 11 pixels high
+MANY = 6  # heads in a layer, from where on their names are short and pictures wider
 
 
 def write_figures(findings: Findings, folder: Path) -> list[Path]:
@@ -59,11 +60,12 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
         "heads": heads_figure,
-        "training": training_figure,
         "offsets": offsets_figure,
         "ablation": ablation_figure,
         "divergence": divergence_figure,
     }
+    if time_panels(findings):
+        drawn["training"] = training_figure
     if findings.curves:
         drawn["curves"] = curves_figure
     if findings.controls:
@@ -117,18 +119,30 @@ def _seeds(findings: Findings) -> str:
     return f"thin: each of {count} seeds, strong: median" if count > 1 else f"seed {findings.seeds[0]}"
 
 
+def _names(findings: Findings) -> list[str]:
+    """What stands above each head of the first seed: its place and, on the next line, its role."""
+    titles = head_titles(findings)
+    if findings.example_weights.shape[2] > MANY:
+        roles = (title.partition(" · ")[1:] for title in titles)
+        titles = ["".join((code, *role)) for code, role in zip(head_codes(findings), roles, strict=True)]
+    return [title.replace(" · ", "\n") for title in titles]
+
+
+def _width(heads: int) -> float:
+    """Inches for a row of so many heads."""
+    return max(WIDTH, 1.5 + 1.05 * heads)
+
+
 def heads_figure(findings: Findings) -> Figure:
     """Every head of the first seed on one example, untrained above trained."""
     first, last = findings.example_weights[0], findings.example_weights[-1]
     rows = np.stack([first, last], 1).reshape(-1, *first.shape[1:])  # [2L,N,T,T]
-    names = [name.partition(" · ")[0] for name in head_titles(findings)]
     heads = first.shape[1]
     titles = []
     for layer in range(first.shape[0]):
-        part = slice(layer * heads, (layer + 1) * heads)
-        titles += [f"{name}\nuntrained" for name in names[part]]
-        titles += [name.replace(" · ", "\n") for name in head_titles(findings)[part]]
-    panel = (WIDTH - 1.5) / heads - 0.15
+        names = _names(findings)[layer * heads : (layer + 1) * heads]
+        titles += [name.partition("\n")[0] + "\nuntrained" for name in names] + names
+    panel = (_width(heads) - 1.5) / heads - 0.15
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         top = float(findings.example_weights.max())
         title = f"{plain(findings.name)}: one example, seed {findings.seeds[0]}"
@@ -137,9 +151,9 @@ def heads_figure(findings: Findings) -> Figure:
 
 def _head_axes(findings: Findings, height: float) -> tuple[Figure, list[Axes]]:
     layers, heads = findings.example_weights.shape[1:3]
-    columns = min(heads, 4)
+    columns = min(heads, 4 if heads <= MANY else MANY)
     rows = layers * -(-heads // columns)
-    figure = Figure(figsize=(WIDTH, height * rows + 0.7))
+    figure = Figure(figsize=(WIDTH if columns <= 4 else 1.5 * WIDTH, height * rows + 0.7))
     axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     for ax in axes[layers * heads :]:
         ax.set_axis_off()
@@ -150,7 +164,7 @@ def offsets_figure(findings: Findings) -> Figure:
     """Mean weight at each offset from the query: one picture per head, untrained and trained."""
     profiles = matched_profiles(findings)
     figure, axes = _head_axes(findings, 1.75)
-    for head, title in enumerate(head_titles(findings)):
+    for head, title in enumerate(_names(findings)):
         ax = axes[head]
         for when, colour, name in ((0, FAINT, "untrained"), (1, PALETTE[0], "trained")):
             for seed in profiles[:, when, head]:
@@ -163,7 +177,7 @@ def offsets_figure(findings: Findings) -> Figure:
                 right = x > np.mean(findings.offsets)  # the text goes to the side with more room
                 side = {"xytext": (-5 if right else 5, -5), "ha": "right" if right else "left"}
                 ax.annotate(f"{x:+d}: {median[peak]:.2f}", (x, median[peak]), textcoords="offset points", **side)
-        ax.set_title(title.replace(" · ", "\n"), parse_math=False)
+        ax.set_title(title, parse_math=False)
         ax.set_ylim(-0.03, 1.03)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     figure.supxlabel("key position - query position", fontsize=9)
@@ -175,9 +189,9 @@ def ablation_figure(findings: Findings) -> Figure:
     """Accuracy of every place when one head is switched off, beside the whole model's."""
     ablated = np.concatenate([findings.accuracy[:, None], matched_ablation(findings)], 1)  # [R,1+L*N,A]
     layers, heads = findings.example_weights.shape[1:3]
-    names = ["nothing off", *(title.replace(" · ", "\n") for title in head_titles(findings))]
+    names = ["nothing off", *_names(findings)]
     rows = [[0, *range(1 + layer * heads, 1 + (layer + 1) * heads)] for layer in range(layers)]
-    figure = Figure(figsize=(WIDTH, 2.3 * layers + 0.6))
+    figure = Figure(figsize=(_width(heads), 2.3 * layers + 0.6))
     axes = figure.subplots(layers, 1, sharey=True, squeeze=False)[:, 0]
     count = len(findings.places)
     width = 0.8 / count
@@ -202,15 +216,19 @@ def ablation_figure(findings: Findings) -> Figure:
 def divergence_figure(findings: Findings) -> Figure:
     """How much the heads' patterns differ, before and after training, on one scale."""
     matrices = matched_divergence(findings)
-    titles = head_codes(findings)
+    titles, heads = head_codes(findings), findings.example_weights.shape[2]
+    ticks = range(len(titles))
+    if len(titles) > 24:  # a name for each layer
+        ticks = range(0, len(titles), heads)
+        titles = [titles[at].partition("H")[0] for at in ticks]
     figure = Figure(figsize=(WIDTH, 3.9))
     axes = figure.subplots(1, 2)
     for when, (ax, name) in enumerate(zip(axes, ("untrained", "trained"), strict=True)):
         median = np.median(matrices[:, when], 0)
         image = ax.imshow(median, vmin=0, vmax=1, cmap=COLOURS)
         ax.grid(visible=False)
-        ax.set_xticks(range(len(titles)), titles)
-        ax.set_yticks(range(len(titles)), titles)
+        ax.set_xticks(ticks, titles)
+        ax.set_yticks(ticks, titles)
         for row, column in np.ndindex(*median.shape) if len(median) <= 12 else ():
             dark = median[row, column] > 0.55
             text = f"{median[row, column]:.2f}"

@@ -6,10 +6,13 @@ untrained model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` 
 
 import dataclasses
 import json
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import flax
+import jax
 import numpy as np
 
 
@@ -60,12 +63,24 @@ class Findings:
     @classmethod
     def load(cls, folder: Path) -> "Findings":
         """Reads what ``save`` wrote. Raises ``FileNotFoundError`` when the run has not finished."""
-        found = json.loads((folder / "findings.json").read_text())
+        found = {"metrics": {}, "scores": {}} | json.loads((folder / "findings.json").read_text())
         with np.load(folder / "findings.npz") as arrays:
             for name in arrays:
                 field, _, key = name.partition("/")
                 if key:
-                    found.setdefault(field, {})[key] = arrays[name]
+                    found[field][key] = arrays[name]
                 else:
                     found[field] = arrays[name]
         return cls(**found)
+
+
+def environment(seconds: float) -> dict[str, str]:
+    """What a run was made on, and how long it took."""
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "device": f"{jax.device_count()} x {device.device_kind}",
+        "seconds": f"{seconds:.0f}",
+    }

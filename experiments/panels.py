@@ -107,7 +107,12 @@ def control_rows(findings: Findings) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def time_panels(findings: Findings) -> list[Panel]:
-    """Losses, accuracies, the places' scores and the other scores: the panels that share the axis of steps."""
+    """Losses, accuracies, the places' scores and the other scores: the panels that share the axis of steps.
+
+    None where nothing was trained.
+    """
+    if not findings.metrics:
+        return []
     losses = {name: values for name, values in findings.metrics.items() if "loss" in name}
     units = {name: values for name, values in findings.metrics.items() if name not in losses and in_unit(values)}
     others = {name: values for name, values in findings.metrics.items() if name not in losses and name not in units}

@@ -436,7 +436,8 @@ function drawAll() {
   showFrame(state.frame);
 }
 
-for (const id of ["training", "offsets", "ablation", "divergence"]) $(id).hidden = false;
+for (const id of ["offsets", "ablation", "divergence"]) $(id).hidden = false;
+$("training").hidden = data.panels.length === 0;
 $("curves").hidden = data.curves.length === 0;
 readColours();
 setUpAttention();

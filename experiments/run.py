@@ -2,19 +2,16 @@
 
 import dataclasses
 import json
-import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import flax
-import jax
 import numpy as np
 
-from experiments import claims, evaluate, tasks
+from experiments import claims, evaluate, pretrained, tasks
 from experiments.config import Config, differences
-from experiments.findings import Findings
+from experiments.findings import Findings, environment
 from experiments.history import History, write_atomically
 from experiments.train import Setup, Trained, train
 
@@ -33,10 +30,13 @@ def prepare(config: Config, out: Path) -> None:
     """Marks ``out`` as a run of ``config``, before anything is trained.
 
     Raises:
-        ValueError: a claim names no metric.
+        ValueError: a claim names no metric; a pretrained model is not there.
         DifferentConfig: ``out`` holds a run of another config.
     """
-    claims.check(config, (*tasks.make(config.task).places, *OTHER_SCORES))
+    if config.pretrained.folder:
+        pretrained.check(config)
+    else:
+        claims.check(config, (*tasks.make(config.task).places, *OTHER_SCORES))
     file = out / "config.json"
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     if not file.exists():
@@ -49,18 +49,24 @@ def prepare(config: Config, out: Path) -> None:
 def run(config: Config, out: Path) -> Findings:
     """Trains ``config`` and its controls in a prepared ``out``, or goes on where that stopped; writes what it found.
 
+    A pretrained model is looked at instead.
+
     Raises:
         Diverged: the loss of a seed is no longer finite.
     """
+    findings = pretrained.run(config) if config.pretrained.folder else _train(config, out)
+    write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
+    findings.save(out)
+    return findings
+
+
+def _train(config: Config, out: Path) -> Findings:
     started = time.monotonic()
     trained = train(config, out)
     results = {"": _result(trained)}
     for name in config.controls:
         results[name] = _result(train(config.vary(name), out / "controls" / name))
-    findings = _findings(trained.setup, results, trained.history, time.monotonic() - started)
-    write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
-    findings.save(out)
-    return findings
+    return _findings(trained.setup, results, trained.history, time.monotonic() - started)
 
 
 def _result(run: Trained) -> claims.Result:
@@ -86,7 +92,7 @@ def _findings(setup: Setup, results: dict[str, claims.Result], history: History,
         name=config.name,
         description=config.description,
         config=dataclasses.asdict(config),
-        environment=_environment(seconds),
+        environment=environment(seconds),
         seeds=setup.seeds,
         places=list(places),
         tokens=evaluate.example_tokens(setup),
@@ -139,14 +145,3 @@ def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
         for metric in CONTROL_METRICS[results[""].config.task.kind]
         for name, result in results.items()
     ]
-
-
-def _environment(seconds: float) -> dict[str, str]:
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "device": f"{jax.device_count()} x {device.device_kind}",
-        "seconds": f"{seconds:.0f}",
-    }
