@@ -1,6 +1,6 @@
 """What Flax's two module systems share: the meaning of the arguments of ``MultiHeadAttention`` and ``attention_fn``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +38,21 @@ def attend_as_flax(
         mask = jnp.asarray(mask, bool)
         mask = mask.reshape((1,) * (2 - mask.ndim) + mask.shape)
     return attend_heads(query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_rng=dropout_rng, **options)
+
+
+def split_results(
+    results: Any, *, return_weights: bool, return_statistics: Sequence[str], force_fp32: bool = False
+) -> tuple[Array, dict[str, Any], KVCache | None]:
+    """``(z, what to sow by name, cache)`` of what ``attend_as_flax`` returned; weights in the output's dtype."""
+    z, *others = results if isinstance(results, tuple) else (results,)
+    if force_fp32:
+        z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
+    found = {}
+    if return_weights:
+        found["attention_weights"] = others.pop(0).astype(z.dtype)
+    if return_statistics:
+        found["attention_statistics"] = others.pop(0)
+    return z, found, others.pop() if others else None
 
 
 def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:

@@ -1,14 +1,114 @@
-"""What a head does, in numbers: statistics of one head's weights ``[T,S]``; lift them by ``jax.vmap``.
+"""What a head does, in numbers: statistics of all heads at any length, and of one head's matrix of weights.
 
 Each is a mean over *eligible* queries, the rows where the question makes sense; a statistic without any eligible
-query is 0. ``eligible``, a bool array ``[T]``, narrows them further (to the queries behind padding, say).
+query is 0. ``statistics`` needs no matrix of weights. The others take one head's ``[T,S]``, to be lifted by
+``jax.vmap``; there ``eligible``, a bool array ``[T]``, narrows the rows further (to those behind padding, say).
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
+
+from jattn.api import dot_product_attention, fold_weights
+
+STATISTICS = ("entropy", "max_weight", "distance", "previous_token", "current_token", "first_token")
+
+
+def statistics(
+    query: ArrayLike,
+    key: ArrayLike,
+    *,
+    lse: ArrayLike | None = None,
+    names: Sequence[str] = STATISTICS,
+    **options: Any,
+) -> dict[str, Array]:
+    """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
+
+    With ``p`` the weights of a query, and means over the queries in brackets that see anything:
+
+    - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
+    - ``max_weight``: ``max p`` (all).
+    - ``distance``: ``sum p |q - kv|`` (all).
+    - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (all).
+    - ``first_token``: p at ``kv = 0`` (``q > 0``), also known as a sink. Source: https://arxiv.org/abs/2309.17453.
+
+    ``q`` and ``kv`` are positions, as masks see them.
+
+    Args:
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
+        lse: as of ``dot_product_attention(..., return_residual=True)``; computed when None.
+        names: which statistics.
+        options: those of ``fold_weights``. Positions must be the same for all sequences, ``[T]`` and ``[S]``.
+
+    Raises:
+        ValueError: no such statistic; positions that differ by sequence; as ``fold_weights``.
+
+    Example:
+        ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
+    """
+    unknown = [name for name in names if name not in STATISTICS]
+    if unknown or isinstance(names, str):
+        raise ValueError(f"names must be some of {', '.join(STATISTICS)}, got {names!r}")
+    query, key = jnp.asarray(query), jnp.asarray(key)
+    T, S = query.shape[-3], key.shape[-3]
+    at = [
+        _positions(which, options.get(which), length) for which, length in (("query_positions", T), ("kv_positions", S))
+    ]
+    if lse is None:
+        no_value = jnp.zeros((*key.shape[:-1], 0), key.dtype)
+        _, lse = dot_product_attention(query, key, no_value, return_residual=True, **options)
+    dtype = jnp.result_type(lse)
+
+    def step(rows: dict[str, Array], weights: Array, q_idx: Array, kv_idx: Array) -> dict[str, Array]:
+        q, kv = at[0][q_idx], at[1][kv_idx]
+        found = {
+            "entropy": lambda: _minus_p_log_p(weights).sum(1),
+            "distance": lambda: (weights * abs(q - kv).astype(dtype)).sum(1),
+            "previous_token": lambda: jnp.where(kv == q - 1, weights, 0.0).sum(1),
+            "current_token": lambda: jnp.where(kv == q, weights, 0.0).sum(1),
+            "first_token": lambda: jnp.where(kv == 0, weights, 0.0).sum(1),
+        }
+        rows_here = q_idx[:, 0]
+        return {
+            name: row.at[rows_here].max(weights.max(1))
+            if name == "max_weight"
+            else row.at[rows_here].add(found[name]())
+            for name, row in rows.items()
+        }
+
+    rows = fold_weights(step, {name: jnp.zeros(T, dtype) for name in names}, query, key, lse=lse, **options)
+    seen, later = jnp.moveaxis(jnp.asarray(lse), -1, -2) > -jnp.inf, at[0] > 0  # [B,N,T], [T]
+    counted = dict.fromkeys(names, seen)
+    counted |= {name: seen & later.reshape((1,) * (seen.ndim - 1) + (T,)) for name in ("previous_token", "first_token")}
+    if "entropy" in rows:
+        most = _log_visible(query, key, options)
+        counted["entropy"] = seen & (most > math.log(1.5))
+        rows["entropy"] /= jnp.where(counted["entropy"], most, 1.0)
+    over_rows = _mean
+    for _ in range(seen.ndim - 1):
+        over_rows = jax.vmap(over_rows)
+    return {name: over_rows(row, counted[name]) for name, row in rows.items()}
+
+
+def _positions(name: str, positions: Any, length: int) -> Array:
+    positions = jnp.arange(length) if positions is None else jnp.asarray(positions)
+    if positions.shape != (length,):
+        raise ValueError(
+            f"statistics take {name} that are the same for all sequences, [{length}], got {list(positions.shape)}"
+        )
+    return positions
+
+
+def _log_visible(query: Array, key: Array, options: dict[str, Any]) -> Array:
+    """``ln`` of the number of keys that each query sees, ``[B,N,T]``: the log-sum-exp of scores that are all 0."""
+    plain = {name: value for name, value in options.items() if name not in ("bias", "score_mod", "scale")}
+    query, key = jnp.zeros_like(query), jnp.zeros_like(key)
+    _, count = dot_product_attention(query, key, key[..., :0], return_residual=True, **plain)
+    return jnp.moveaxis(count, -1, -2)
 
 
 def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Float[Array, ""]:

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jattn.flax_common import (
     head_dims,
     join_inputs,
     refuse_extras,
+    split_results,
 )
 from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
@@ -161,6 +162,7 @@ class MultiHeadDotProductAttention(nn.Module):
         head_gate: ArrayLike | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
+        sow_statistics: Sequence[str] = (),
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
@@ -180,6 +182,8 @@ class MultiHeadDotProductAttention(nn.Module):
             head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
             cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``); the
                 result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
+            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), sown in ``intermediates`` as
+                ``attention_statistics``, ``{name: [B,N]}``; at any length, and the output's bits stay the same.
 
         Raises:
             ValueError: ``attention_fn`` is not jattn's and cannot take what is asked for.
@@ -228,15 +232,15 @@ class MultiHeadDotProductAttention(nn.Module):
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if own is not None:
                 extras["cache"], is_causal = own, is_causal or not callable(mask)
-            z = attend_as_flax(query, key, value, is_causal=is_causal, return_weights=sow_weights, **options, **extras)
-            z, *others = z if isinstance(z, tuple) else (z,)
-            if self.force_fp32_for_softmax:
-                z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
-            if sow_weights:
-                self.sow("intermediates", "attention_weights", others[0].astype(z.dtype))
-            new_cache = others[-1] if extras["cache"] is not None else None
+            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics}
+            z = attend_as_flax(query, key, value, is_causal=is_causal, **looks, **options, **extras)
+            z, found, new_cache = split_results(z, **looks, force_fp32=self.force_fp32_for_softmax)
+            for name, seen in found.items():
+                self.sow("intermediates", name, seen)
         else:
-            refuse_extras(self.attention_fn, is_causal=is_causal or None, **extras)
+            refuse_extras(
+                self.attention_fn, is_causal=is_causal or None, sow_statistics=sow_statistics or None, **extras
+            )
             if own is not None:
                 key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
             options |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}

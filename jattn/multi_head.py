@@ -4,7 +4,7 @@
 ``concat(z_1 .. z_N) W^O`` comes to). Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,13 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
 from jattn.cache import KVCache, append, seen_of
+from jattn.heads import statistics
 
 Params = dict[str, dict[str, Array]]
 
 # what weights do not depend on
 _OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng", "broadcast_dropout")
+_NOT_FOLDED = (*_OUTPUT_ONLY, "sinks")  # sinks are in the lse
 
 
 def attend_heads(
@@ -32,6 +34,7 @@ def attend_heads(
     cache: KVCache | None = None,
     valid: ArrayLike | None = None,
     return_weights: bool = False,
+    return_statistics: Sequence[str] = (),
     **options: Any,
 ) -> Any:
     """All that stands between the projections of a multi-head layer: positions, cache, attention, gates.
@@ -46,11 +49,12 @@ def attend_heads(
             ``query_positions``, if given, are what ``position`` alone sees.
         valid: bool ``[B,T]``, with ``cache``: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights; the output's bits stay the same.
+        return_statistics: also return these statistics of every head (``jattn.heads.statistics``); as above.
         options: those of ``dot_product_attention``.
 
     Returns:
-        ``z [B,T,N,D]``; with ``return_weights`` and with ``cache`` a tuple, where the weights ``[B,N,T,S]`` and then
-        the new cache follow.
+        ``z [B,T,N,D]``; with ``return_weights``, ``return_statistics`` or ``cache`` a tuple, where the weights
+        ``[B,N,T,S]``, the statistics ``{name: [B,N]}`` and the new cache follow, in this order.
     """
     lead = query.shape[:-3]
     if len(lead) != 1 and (lead or cache is not None):  # Flax's modules take any number of batch axes; here one
@@ -74,13 +78,17 @@ def attend_heads(
         query, key, value = common_dtype(query, key, value, None)
         cache, query_positions, kv_positions, options = appended, here, None, options | seen
     options = {"query_positions": query_positions, "kv_positions": kv_positions} | options
-    z = dot_product_attention(query, key, value, **options)
+    z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
     if head_gate is not None:
         z = z * _gate(head_gate, z)
     results = [z.reshape(*lead, *z.shape[-3:])]
     if return_weights:
         weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
+    if return_statistics:
+        folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
+        found = statistics(query, key, lse=lse, names=return_statistics, **folded)
+        results.append({name: x.reshape(*lead, x.shape[-1]) for name, x in found.items()})
     if cache is not None:
         results.append(cache)
     return results[0] if len(results) == 1 else tuple(results)

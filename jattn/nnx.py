@@ -1,6 +1,6 @@
 """Flax NNX: ``flax.nnx.MultiHeadAttention`` and its ``attention_fn``, round ``jattn.multi_head.attend_heads``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ from jattn.flax_common import (
     head_dims,
     join_inputs,
     refuse_extras,
+    split_results,
 )
 from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
@@ -220,6 +221,7 @@ class MultiHeadAttention(nnx.Module):
         head_gate: ArrayLike | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
+        sow_statistics: Sequence[str] = (),
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
@@ -238,6 +240,8 @@ class MultiHeadAttention(nnx.Module):
             head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``); the
                 result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
+            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), sown as ``nnx.Intermediate``
+                ``attention_statistics``, ``{name: [B,N]}``; at any length, and the output's bits stay the same.
 
         Raises:
             ValueError: no cache to decode from; ``attention_fn`` is not jattn's and cannot take what is asked for.
@@ -277,13 +281,14 @@ class MultiHeadAttention(nnx.Module):
         if self.attention_fn is dot_product_attention:
             if own is not None:
                 extras["cache"], options["is_causal"] = own, is_causal or not callable(mask)
-            z = attend_as_flax(query, key, value, return_weights=sow_weights, **options, **extras)
-            z, *others = z if isinstance(z, tuple) else (z,)
-            if sow_weights:
-                self.sow(nnx.Intermediate, "attention_weights", others[0].astype(z.dtype))
-            new_cache = others[-1] if extras["cache"] is not None else None
+            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics}
+            z, found, new_cache = split_results(
+                attend_as_flax(query, key, value, **looks, **options, **extras), **looks
+            )
+            for name, seen in found.items():
+                self.sow(nnx.Intermediate, name, seen)
         else:
-            refuse_extras(self.attention_fn, **extras)
+            refuse_extras(self.attention_fn, sow_statistics=sow_statistics or None, **extras)
             if own is not None:
                 options["is_causal"] = False  # the mask says it, and is_causal would not know of the cache
                 key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
