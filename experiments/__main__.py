@@ -16,7 +16,7 @@ from experiments.findings import Findings
 USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--train.steps 500 ...]
        python -m experiments list
        python -m experiments report --run DIR
-       python -m experiments bench [--suite attention|dispatch] [--peers jax,torch,tokamax] [--device cpu|gpu]
+       python -m experiments bench [--suite attention|dispatch|layers] [--peers jax,torch,tokamax] [--device cpu|gpu]
                                    [--lengths 128,4096] [--cases full,causal] [--parts times,memory,peak,compile]
                                    [--seconds 6] [--out DIR] [--resume | --redraw]
 
@@ -95,10 +95,12 @@ def report_command(arguments: Sequence[str]) -> int:
 def bench_command(arguments: Sequence[str]) -> int:
     """Times jattn and its peers in turn, and writes tables and a picture."""
     options = _bench_parser().parse_args(arguments)
-    if options.suite not in ("attention", "dispatch"):
-        return _fail(f"--suite: expected one of attention, dispatch, got {options.suite!r}")
+    if options.suite not in ("attention", "dispatch", "layers"):
+        return _fail(f"--suite: expected one of attention, dispatch, layers, got {options.suite!r}")
     if options.suite == "dispatch":
         return _bench_dispatch(options)
+    if options.suite == "layers":
+        return _bench_layers(options)
     today = Path(__file__).parent / "results" / f"{options.device}-{datetime.date.today()}"
     lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
     try:
@@ -128,7 +130,9 @@ def bench_command(arguments: Sequence[str]) -> int:
 
 def _bench_parser() -> config.Parser:
     parser = config.Parser(prog="python -m experiments bench", description=bench_command.__doc__)
-    parser.add_argument("--suite", type=str, default="attention", help="attention; dispatch: short calls, two columns")
+    parser.add_argument(
+        "--suite", type=str, default="attention", help="attention; dispatch: short calls; layers: Flax's modules"
+    )
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
     parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
     parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, numbers above 1")
@@ -143,16 +147,46 @@ def _bench_parser() -> config.Parser:
 
 def _bench_dispatch(options: Any) -> int:
     """Short calls against jax.nn's; ``--out`` is its only option."""
-    defaults = _bench_parser().get_defaults()
-    for name in defaults.keys():
-        if name not in ("suite", "out") and options[name] != defaults[name]:
-            return _fail(f"--{name}: --suite dispatch takes no other option than --out")
+    if not _takes(options, "out"):
+        return 2
     from experiments import bench
 
     rows = bench.dispatch()
     bench.write(rows, Path(options.out or "runs/bench"))
     print(bench.table(rows), end="")
     return 0
+
+
+def _bench_layers(options: Any) -> int:
+    """jattn's Flax modules against Flax's own; ``--out`` and ``--seconds`` are its only options."""
+    if not _takes(options, "out", "seconds"):
+        return 2
+    if not options.seconds > 0:
+        return _fail(f"--seconds: expected > 0, got {options.seconds}")
+    from experiments import bench_attention, bench_layers, bench_tables
+
+    bench_attention.use("cpu")
+    out = Path(options.out or "runs/bench")
+    try:
+        found = bench_layers.measure(bench_layers.Sizes(seconds=options.seconds), out)
+    except bench_layers.Failed as failed:
+        return _fail(str(failed), status=1)
+    except OSError as wrong:
+        return _fail(f"--out: {wrong}")
+    print(bench_tables.asked_table(bench_layers.asked(found)))
+    print(f"report: {out / 'layers.md'}")
+    return 0
+
+
+def _takes(options: Any, *names: str) -> bool:
+    """Whether all other options are left as they are; says which is not."""
+    defaults = _bench_parser().get_defaults()
+    for name in defaults.keys():
+        if name not in ("suite", *names) and options[name] != defaults[name]:
+            others = " and ".join(f"--{name}" for name in names)
+            _fail(f"--{name}: --suite {options.suite} takes no other option than {others}")
+            return False
+    return True
 
 
 def _write_report(findings: Findings, out: Path) -> int:

@@ -44,7 +44,7 @@ def answer(asked: dict[str, Any]) -> float:
         return _compile_seconds(contestant, problem, asked["passes"])
     # what is computed must stay alive until the peak has been read
     kept = contestant.inputs(problem) if asked["passes"] == "inputs" else contestant.call(problem, asked["passes"])()
-    peak = _peak_on_gpu(contestant) if asked["device"] == "gpu" else _peak_resident()
+    peak = _peak_on_gpu(contestant) if asked["device"] == "gpu" else peak_resident()
     del kept
     return peak
 
@@ -59,7 +59,7 @@ def _compile_seconds(contestant: Any, problem: Problem, passes: str) -> float:
     return time.perf_counter() - begin
 
 
-def _peak_resident() -> float:
+def peak_resident() -> float:
     """Bytes of memory that this process has held at most."""
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss may have been inherited from the process that started this one
