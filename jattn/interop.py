@@ -174,7 +174,7 @@ def load(folder: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.flo
         ``model = load("all-MiniLM-L6-v2"); hidden = model(tokens, valid=tokens != 0)``
     """
     try:
-        from safetensors.numpy import load_file
+        from safetensors import safe_open
     except ImportError as missing:
         raise ImportError("reading safetensors needs the package of that name: pip install 'jattn[hf]'") from missing
     folder = Path(folder)
@@ -184,7 +184,8 @@ def load(folder: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.flo
             raise FileNotFoundError(f"no {wanted} in {str(folder)!r}; expected the folder of a saved model")
     tensors: dict[str, Any] = {}
     for file in files:
-        tensors |= load_file(file)
+        with safe_open(file, framework="flax") as opened:  # NumPy's has no bfloat16
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if not BUFFERS.search(name)}
     return from_tensors(tensors, json.loads((folder / "config.json").read_text()), ignore=ignore, dtype=dtype)
 
 

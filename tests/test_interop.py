@@ -208,6 +208,17 @@ def test_bert(tmp_path):
     assert interop.load(tmp_path, ignore=["cls."], dtype=jnp.bfloat16).token_embed.embedding[...].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_checkpoint_of_16_bits(tmp_path, tiny_gpt2, dtype):
+    from safetensors.flax import save_file
+
+    rounded = {name: jnp.asarray(x, dtype) for name, x in tiny_gpt2.items()}
+    save_file(rounded, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    expected = gpt2_reference({name: np.asarray(x, np.float32) for name, x in rounded.items()}, TOKENS)
+    np.testing.assert_allclose(interop.load(tmp_path)(TOKENS), expected, atol=2e-5)
+
+
 def test_bert_with_fused_projections_and_other_token_types():
     tensors = bert_tensors()
     fused = {name: x for name, x in tensors.items() if "attention.self" not in name}
