@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from jattn.attention import Dropout, MaskLike, row_maximum
+from jattn.attention import Dropout, MaskLike, row_maximum, softmax_dtype
 from jattn.blocks import cut
 from jattn.head_blocks import Arrays, Fixed, Formula, cut_head, take
 from jattn.score_mods import ScoreMod
@@ -99,6 +99,30 @@ def fold(
         return where_it_counts(of_block, carry)
 
     return _over_blocks(visit, init, fixed)
+
+
+def count_visible(q: Array, k: Array, *, block_sizes=None, visible=None, **options: Any) -> Int[Array, " T"]:
+    """How many keys each query of one head sees: only blocks that the mask cuts through are computed.
+
+    Arguments as in ``attend``; of ``q [T,H]`` and ``k [S,H]`` only the lengths matter.
+    """
+    T, dtype = q.shape[0], softmax_dtype(q)
+    q, k = jnp.zeros((T, 1), dtype), jnp.zeros((k.shape[0], 1), dtype)
+    batch, head = options.get("batch", 0), options.get("head", 0)
+    q_positions, kv_positions = options.get("query_positions"), options.get("kv_positions")
+    head_inputs = (q, k, k, options.get("mask"), None, None, None, batch, head, q_positions, kv_positions)
+    formula, arrays, fixed = cut_head(*head_inputs, None, None, block_sizes, visible)
+
+    def visit(counts, i, j, masked, where_it_counts):
+        def of_block():
+            if not masked:
+                return jnp.full(formula.size[0], formula.size[1], counts.dtype)
+            return formula.visible(fixed, i, j).sum(1, dtype=counts.dtype)
+
+        return counts.at[i].add(where_it_counts(of_block, jnp.zeros(formula.size[0], counts.dtype)))
+
+    counts = jnp.zeros(arrays.q.shape[:2], jnp.int32)
+    return _over_blocks(visit, counts, fixed).reshape(-1)[:T]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

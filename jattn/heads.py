@@ -11,104 +11,207 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from jattn.api import dot_product_attention, fold_weights
+from jattn.api import dot_product_attention
+from jattn.kernels import blockwise
+from jattn.request import Request, make_lse, make_request
 
-STATISTICS = ("entropy", "max_weight", "distance", "previous_token", "current_token", "first_token")
+OF_TOKENS = ("duplicate_token", "induction")
+STATISTICS = (
+    "entropy", "max_weight", "max_logit", "distance", "previous_token", "current_token", "first_token",
+    "offset_profile", "received", *OF_TOKENS,
+)  # fmt: skip
 
 
 def statistics(
     query: ArrayLike,
     key: ArrayLike,
     *,
+    tokens: ArrayLike | None = None,
     lse: ArrayLike | None = None,
-    names: Sequence[str] = STATISTICS,
+    names: Sequence[str] | None = None,
     **options: Any,
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    With ``p`` the weights of a query, and means over the queries in brackets that see anything:
+    With ``p`` the weights of a query, and means over the eligible queries: those in brackets that see anything.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
-    - ``max_weight``: ``max p`` (all).
+    - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all.
     - ``distance``: ``sum p |q - kv|`` (all).
     - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (all).
     - ``first_token``: p at ``kv = 0`` (``q > 0``), also known as a sink. Source: https://arxiv.org/abs/2309.17453.
+    - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (those that have such a key).
+    - ``received`` ``[B,N,S]``: for each key the sum of p over all queries.
+    - ``duplicate_token``: p at earlier occurrences of the query's token; ``induction``: p at the tokens that came after
+      these (both: queries whose token occurred before). Source:
+      https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.
+    - ``support``, always: ``{name: [B,N]}``, the number of eligible queries of each mean.
 
-    ``q`` and ``kv`` are positions, as masks see them.
+    ``q`` and ``kv`` are positions, as masks see them; in the profiles and for tokens they are slots.
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
+        tokens: integers ``[B,T]`` or ``[T]``, of self-attention; for the last two.
         lse: as of ``dot_product_attention(..., return_residual=True)``; computed when None.
-        names: which statistics.
-        options: those of ``fold_weights``. Positions must be the same for all sequences, ``[T]`` and ``[S]``.
+        names: which statistics; all that the arguments allow by default.
+        options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
-        ValueError: no such statistic; positions that differ by sequence; as ``fold_weights``.
+        ValueError: no such statistic; tokens of another shape, or not there; as ``fold_weights``.
 
     Example:
         ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
     """
-    unknown = [name for name in names if name not in STATISTICS]
-    if unknown or isinstance(names, str):
-        raise ValueError(f"names must be some of {', '.join(STATISTICS)}, got {names!r}")
-    query, key = jnp.asarray(query), jnp.asarray(key)
-    T, S = query.shape[-3], key.shape[-3]
-    at = [
-        _positions(which, options.get(which), length) for which, length in (("query_positions", T), ("kv_positions", S))
-    ]
+    names = _names(names, tokens is not None)
+    request = make_request(query, key, None, **options)
+    (B, T, _, _), S, one_sequence = request.query.shape, request.key.shape[1], jnp.ndim(query) == 3
     if lse is None:
-        no_value = jnp.zeros((*key.shape[:-1], 0), key.dtype)
-        _, lse = dot_product_attention(query, key, no_value, return_residual=True, **options)
-    dtype = jnp.result_type(lse)
-
-    def step(rows: dict[str, Array], weights: Array, q_idx: Array, kv_idx: Array) -> dict[str, Array]:
-        q, kv = at[0][q_idx], at[1][kv_idx]
-        found = {
-            "entropy": lambda: _minus_p_log_p(weights).sum(1),
-            "distance": lambda: (weights * abs(q - kv).astype(dtype)).sum(1),
-            "previous_token": lambda: jnp.where(kv == q - 1, weights, 0.0).sum(1),
-            "current_token": lambda: jnp.where(kv == q, weights, 0.0).sum(1),
-            "first_token": lambda: jnp.where(kv == 0, weights, 0.0).sum(1),
-        }
-        rows_here = q_idx[:, 0]
-        return {
-            name: row.at[rows_here].max(weights.max(1))
-            if name == "max_weight"
-            else row.at[rows_here].add(found[name]())
-            for name, row in rows.items()
-        }
-
-    rows = fold_weights(step, {name: jnp.zeros(T, dtype) for name in names}, query, key, lse=lse, **options)
-    seen, later = jnp.moveaxis(jnp.asarray(lse), -1, -2) > -jnp.inf, at[0] > 0  # [B,N,T], [T]
-    counted = dict.fromkeys(names, seen)
-    counted |= {name: seen & later.reshape((1,) * (seen.ndim - 1) + (T,)) for name in ("previous_token", "first_token")}
-    if "entropy" in rows:
-        most = _log_visible(query, key, options)
-        counted["entropy"] = seen & (most > math.log(1.5))
-        rows["entropy"] /= jnp.where(counted["entropy"], most, 1.0)
-    over_rows = _mean
-    for _ in range(seen.ndim - 1):
-        over_rows = jax.vmap(over_rows)
-    return {name: over_rows(row, counted[name]) for name, row in rows.items()}
+        no_value = jnp.zeros((*request.key.shape[:-1], 0), request.key.dtype)
+        _, found = dot_product_attention(request.query, request.key, no_value, return_residual=True, **options)
+        lse = jnp.asarray(found)
+    else:
+        lse = make_lse(lse, request, one_sequence)
+    positions = [
+        jnp.arange(length)[None] if given is None else jnp.asarray(given)
+        for given, length in ((request.query_positions, T), (request.kv_positions, S))
+    ]
+    tokens = None if tokens is None else _tokens(tokens, B, T, S, one_sequence)
+    folded = [name for name in names if name != "max_logit" or "max_weight" not in names]
+    sizes = {"offset_profile": T + S - 1, "received": S}
+    init = {"max_weight" if name == "max_logit" else name: jnp.zeros(sizes.get(name, T), lse.dtype) for name in folded}
+    per_sequence = [*positions, *(() if tokens is None else (tokens,))]
+    rows = blockwise.fold(request, _step, init, lse, per_sequence)
+    result = _averages(names, rows, request, lse, positions[0], tokens)
+    return jax.tree.map(lambda x: x[0], result) if one_sequence else result
 
 
-def _positions(name: str, positions: Any, length: int) -> Array:
-    positions = jnp.arange(length) if positions is None else jnp.asarray(positions)
-    if positions.shape != (length,):
+def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
+    known = STATISTICS if with_tokens else tuple(name for name in STATISTICS if name not in OF_TOKENS)
+    if names is None:
+        return known
+    if isinstance(names, str) or not set(names) <= set(STATISTICS):
+        raise ValueError(f"names must be some of {', '.join(STATISTICS)}, got {names!r}")
+    if not set(names) <= set(known):
+        raise ValueError(f"{' and '.join(OF_TOKENS)} need tokens=, integers [B, T]")
+    return tuple(names)
+
+
+def _tokens(tokens: ArrayLike, B: int, T: int, S: int, one_sequence: bool) -> Array:
+    tokens = jnp.asarray(tokens)
+    wanted = (T,) if one_sequence else (B, T)
+    if T != S or tokens.shape != wanted or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            f"statistics take {name} that are the same for all sequences, [{length}], got {list(positions.shape)}"
+            f"tokens must be integers {list(wanted)} of self-attention, got {tokens.dtype} of shape "
+            f"{list(tokens.shape)} for {T} queries and {S} keys"
         )
-    return positions
+    return tokens.reshape(B, T)
 
 
-def _log_visible(query: Array, key: Array, options: dict[str, Any]) -> Array:
-    """``ln`` of the number of keys that each query sees, ``[B,N,T]``: the log-sum-exp of scores that are all 0."""
-    plain = {name: value for name, value in options.items() if name not in ("bias", "score_mod", "scale")}
-    query, key = jnp.zeros_like(query), jnp.zeros_like(key)
-    _, count = dot_product_attention(query, key, key[..., :0], return_residual=True, **plain)
-    return jnp.moveaxis(count, -1, -2)
+def _step(
+    carry: dict[str, Array], weights: Array, q_idx: Array, kv_idx: Array, *of_sequence: Array
+) -> dict[str, Array]:
+    """What a block adds to each row's (or diagonal's, or column's) sum."""
+    q_at, kv_at, *tokens = of_sequence
+    q, kv = q_at[q_idx], kv_at[kv_idx]
+
+    def where(pairs: Array) -> Array:
+        return jnp.where(pairs, weights, 0.0).sum(1)
+
+    def same(shift: int) -> Array:  # is the key, or the one before it, the query's token, earlier?
+        return (
+            (tokens[0][q_idx] == tokens[0][jnp.maximum(kv_idx - shift, 0)])
+            & (kv_idx >= shift)
+            & (kv_idx - shift < q_idx)
+        )
+
+    of_rows = {
+        "entropy": lambda: _minus_p_log_p(weights).sum(1),
+        "distance": lambda: (weights * abs(q - kv).astype(weights.dtype)).sum(1),
+        "previous_token": lambda: where(kv == q - 1),
+        "current_token": lambda: where(kv == q),
+        "first_token": lambda: where(kv == 0),
+        "duplicate_token": lambda: where(same(0)),
+        "induction": lambda: where(same(1)),
+    }
+    rows, columns = q_idx[:, 0], kv_idx[0]
+    added = {name: carry[name].at[rows].add(make()) for name, make in of_rows.items() if name in carry}
+    if "max_weight" in carry:
+        added["max_weight"] = carry["max_weight"].at[rows].max(weights.max(1))
+    if "received" in carry:
+        added["received"] = carry["received"].at[columns].add(weights.sum(0))
+    if "offset_profile" in carry:
+        profile, T = carry["offset_profile"], q_at.shape[0]
+        diagonals = columns[0] - rows[-1] + T - 1 + jnp.arange(weights.shape[0] + weights.shape[1] - 1)
+        # what lies before the first, as in a block that reaches behind T, would count from the end
+        diagonals = jnp.where(diagonals < 0, profile.shape[0], diagonals)
+        added["offset_profile"] = profile.at[diagonals].add(_diagonal_sums(weights))
+    return added
+
+
+def _diagonal_sums(block: Array) -> Array:
+    """``[t,s] -> [t+s-1]``: the sum over each diagonal, from the lower left corner to the upper right."""
+    t, s = block.shape
+
+    def add(i: Array, sums: Array) -> Array:  # row by row, which beats every reshape and gather several times over
+        row, here = jax.lax.dynamic_index_in_dim(block, i, keepdims=False), t - 1 - i
+        return jax.lax.dynamic_update_slice(sums, jax.lax.dynamic_slice(sums, (here,), (s,)) + row, (here,))
+
+    return jax.lax.fori_loop(0, t, add, jnp.zeros(t + s - 1, block.dtype))
+
+
+def _averages(
+    names: Sequence[str],
+    rows: dict[str, Array],
+    request: Request,
+    lse: Array,
+    q_positions: Array,
+    tokens: Array | None,
+) -> dict[str, Any]:
+    """The means over eligible queries of the sums ``[B,N,...]``."""
+    S, lse = request.key.shape[1], jnp.moveaxis(lse, 2, 1)  # [B,N,T]
+    seen, later = lse > -jnp.inf, (q_positions > 0)[:, None]
+    eligible = {"previous_token": seen & later, "first_token": seen & later}
+    if tokens is not None:
+        eligible |= dict.fromkeys(OF_TOKENS, seen & jax.vmap(_occurred)(tokens)[:, None])
+    if "entropy" in names:
+        count = blockwise.count_visible(request)
+        eligible["entropy"] = seen & (count >= 2)
+        most = jnp.log(jnp.maximum(count, 2).astype(lse.dtype))
+        rows = rows | {"entropy": rows["entropy"] / most}
+    found: dict[str, Any] = {"support": {name: eligible.get(name, seen).sum(-1) for name in names}}
+    for name in names:
+        if name == "max_logit":
+            weight = jnp.where(seen, rows["max_weight"], 1.0)
+            highest = jnp.max(jnp.where(seen, lse + jnp.log(weight), -jnp.inf), axis=-1, initial=-jnp.inf)
+            found[name] = jnp.where(seen.any(-1), highest, 0.0)
+        elif name == "received":
+            found[name] = rows[name]
+        elif name == "offset_profile":
+            found[name] = rows[name] / _pairs_at_offsets(seen, S, lse.dtype)
+        else:
+            counted = eligible.get(name, seen)
+            total = jnp.where(counted, rows[name], 0.0).sum(-1)
+            found[name] = total / jnp.maximum(counted.sum(-1), 1).astype(total.dtype)
+    return found
+
+
+def _occurred(tokens: Array) -> Array:
+    """Bool ``[T]``: did the token occur before?"""
+    order = jnp.argsort(tokens, stable=True)
+    again = jnp.concatenate([jnp.zeros(1, bool), tokens[order][1:] == tokens[order][:-1]])[: tokens.shape[0]]
+    return jnp.zeros(tokens.shape, bool).at[order].set(again)
+
+
+def _pairs_at_offsets(seen: Array, S: int, dtype: Any) -> Array:
+    """``[B,N,T+S-1]``: how many queries that see anything have a key at each offset; 1 instead of 0."""
+    T = seen.shape[-1]
+    offsets = np.arange(T + S - 1) - (T - 1)
+    first, end = np.clip(-offsets, 0, T), np.clip(S - offsets, 0, T)
+    upto = jnp.concatenate([jnp.zeros((*seen.shape[:-1], 1), jnp.int32), jnp.cumsum(seen, -1, dtype=jnp.int32)], -1)
+    return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
 
 
 def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Float[Array, ""]:

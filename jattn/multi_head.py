@@ -88,7 +88,7 @@ def attend_heads(
     if return_statistics:
         folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
         found = statistics(query, key, lse=lse, names=return_statistics, **folded)
-        results.append({name: x.reshape(*lead, x.shape[-1]) for name, x in found.items()})
+        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found))
     if cache is not None:
         results.append(cache)
     return results[0] if len(results) == 1 else tuple(results)

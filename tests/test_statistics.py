@@ -12,6 +12,8 @@ import jattn
 import jattn.linen
 import jattn.nnx
 from jattn import heads, masks
+from jattn.blocks import choose_blocks
+from jattn.kernels import blockwise
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
 SEES = {
@@ -28,11 +30,15 @@ OPTIONS = {
 }
 
 
-def reference(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s):
+def reference(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s, tokens=None):
     """Every statistic of every head, pair by pair."""
-    found = {name: np.zeros((B, N)) for name in heads.STATISTICS}
+    T, S = query.shape[1], key.shape[1]
+    means = [name for name in heads.STATISTICS if name not in ("max_logit", "offset_profile", "received")]
+    found = {name: np.zeros((B, N)) for name in [*means, "max_logit"]}
+    found |= {"offset_profile": np.zeros((B, N, T + S - 1)), "received": np.zeros((B, N, S))}
+    support = {name: np.zeros((B, N), int) for name in found}
     for b, n in np.ndindex(B, N):
-        rows = {name: [] for name in heads.STATISTICS}
+        rows, logits, offsets = {name: [] for name in means}, [], [[] for _ in range(T + S - 1)]
         for i, q in enumerate(q_at):
             there = [j for j, kv in enumerate(kv_at) if sees(b, n, q, kv)]
             if not there:
@@ -40,20 +46,41 @@ def reference(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s):
             scores = np.array(
                 [score(query[b, i, n] @ key[b, j, n // (N // K)] / np.sqrt(H), q, kv_at[j]) for j in there]
             )
-            p = np.exp(scores - scores.max())
+            logits += list(scores)
+            p = np.zeros(S)
+            p[there] = np.exp(scores - scores.max())
             p /= p.sum()
-            at = dict(zip((kv_at[j] for j in there), p, strict=True))
+            at = dict(zip(kv_at, p, strict=True))
             if len(there) > 1:
-                rows["entropy"].append(-np.sum(p * np.log(p)) / np.log(len(there)))
+                rows["entropy"].append(-np.sum(p[there] * np.log(p[there])) / np.log(len(there)))
             rows["max_weight"].append(p.max())
             rows["distance"].append(sum(weight * abs(q - kv) for kv, weight in at.items()))
             rows["current_token"].append(at.get(q, 0.0))
             if q > 0:
                 rows["previous_token"].append(at.get(q - 1, 0.0))
                 rows["first_token"].append(at.get(0, 0.0))
+            for j in range(S):
+                offsets[j - i + T - 1].append(p[j])
+            found["received"][b, n] += p
+            if tokens is not None and tokens[b, i] in tokens[b, :i]:
+                before = [j for j in range(i) if tokens[b, j] == tokens[b, i]]
+                rows["duplicate_token"].append(sum(p[j] for j in before))
+                rows["induction"].append(sum(p[j + 1] for j in before))
         for name, values in rows.items():
             found[name][b, n] = np.mean(values) if values else 0.0
-    return found
+            support[name][b, n] = len(values)
+        found["max_logit"][b, n] = max(logits, default=0.0)
+        found["offset_profile"][b, n] = [np.mean(values) if values else 0.0 for values in offsets]
+        for name in ("max_logit", "offset_profile", "received"):
+            support[name][b, n] = support["max_weight"][b, n]
+    return found, support
+
+
+def check(found, expected, names=None):
+    values, support = expected
+    for name in names or [name for name in heads.STATISTICS if name in found]:
+        np.testing.assert_allclose(found[name], values[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(found["support"][name], support[name], err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +90,43 @@ def arrays():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("shift", [0, 4])
-def test_every_statistic_is_that_of_the_weights(arrays, name, shift):
-    q_at, kv_at = np.arange(T) + shift, np.arange(S)
-    positions = {"query_positions": q_at} if shift else {}
+@pytest.mark.parametrize("at", ["slots", "shifted", "by sequence"])
+def test_every_statistic_is_that_of_the_weights(arrays, name, at):
+    q_at = {
+        "slots": np.arange(T),
+        "shifted": np.arange(T) + 4,
+        "by sequence": np.array([np.arange(T), np.arange(T) + 4]),
+    }[at]
+    positions = {} if at == "slots" else {"query_positions": q_at}
     found = jax.jit(lambda *both: heads.statistics(*both, **OPTIONS[name], **positions))(*arrays)
-    expected = reference(*(x.astype(np.float64) for x in arrays), SEES[name], q_at, kv_at)
-    assert found.keys() == set(heads.STATISTICS)
-    for one, values in expected.items():
-        np.testing.assert_allclose(found[one], values, rtol=1e-5, atol=1e-6, err_msg=one)
+    assert found.keys() == {*heads.STATISTICS, "support"} - {*heads.OF_TOKENS}
+    exact = [x.astype(np.float64) for x in arrays]
+    if at == "by sequence":
+        both = [reference(*exact, SEES[name], one, np.arange(S)) for one in q_at]
+        expected = [{key: np.stack([both[0][i][key][0], both[1][i][key][1]]) for key in both[0][i]} for i in (0, 1)]
+    else:
+        expected = reference(*exact, SEES[name], q_at, np.arange(S))
+    check(found, expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_statistics_of_tokens(name):
+    rng = np.random.default_rng(4)
+    query, key = (rng.normal(size=(B, S, heads_, H)).astype(np.float32) for heads_ in (N, K))
+    tokens = rng.integers(0, 4, (B, S))
+    found = heads.statistics(query, key, tokens=tokens, names=heads.OF_TOKENS, **OPTIONS[name])
+    exact = [x.astype(np.float64) for x in (query, key)]
+    check(found, reference(*exact, SEES[name], np.arange(S), np.arange(S), tokens=tokens), heads.OF_TOKENS)
+    one = heads.statistics(query[0], key[0], tokens=tokens[0], names=["induction"], **OPTIONS[name])
+    np.testing.assert_allclose(one["induction"], found["induction"][0], rtol=1e-6)
+
+
+def test_in_blocks_of_any_size(arrays, monkeypatch):
+    """Also blocks that reach behind the end."""
+    sizes = functools.partial(choose_blocks, block_sizes=(3, 4))
+    monkeypatch.setattr(blockwise, "choose_blocks", sizes)
+    found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True))(*arrays)
+    check(found, reference(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S)))
 
 
 def test_score_functions_and_a_known_lse(arrays):
@@ -82,26 +137,91 @@ def test_score_functions_and_a_known_lse(arrays):
         _, lse = jattn.dot_product_attention(*arrays, arrays[1], score_mod=bend, return_residual=True)
         found = heads.statistics(*arrays, lse=lse, score_mod=bend)
     exact = [x.astype(np.float64) for x in arrays]
-    expected = reference(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv))
-    for one, values in expected.items():
-        np.testing.assert_allclose(found[one], values, rtol=1e-5, atol=1e-6, err_msg=one)
+    check(found, reference(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv)))
 
 
-def test_known_heads():
-    """Uniform and causal: entropy 1. A perfect previous-token head: all its weight there."""
-    n = 9
-    flat = heads.statistics(jnp.zeros((n, 1, 4)), jnp.zeros((n, 1, 4)), is_causal=True)
-    np.testing.assert_allclose(flat["entropy"], 1.0, rtol=1e-6)
-    at = jnp.eye(n)[:, None]
-    back = heads.statistics(1e3 * jnp.roll(at, -1, axis=2).at[0].set(0.0), at, is_causal=True)
-    np.testing.assert_allclose(back["previous_token"], 1.0, atol=1e-6)
-    assert back["entropy"] < 1e-6 and back["current_token"] < 0.2  # the first token sees itself alone
+def test_gradients_of_entropy_and_distance():
+    """Against the dense formula, differentiated."""
+    query, key = (jax.random.normal(jax.random.key(i), (5, 2, 3)) for i in range(2))
+
+    def folded(query, key):
+        found = heads.statistics(query, key, is_causal=True, names=["entropy", "distance"])
+        return (found["entropy"] * jnp.array([1.0, 2.0]) + found["distance"]).sum()
+
+    def dense(query, key):
+        weights = jattn.attention_weights(query, key, is_causal=True)
+        distance = abs(jnp.arange(5.0)[:, None] - jnp.arange(5.0)[None])
+        entropies = jax.vmap(lambda one: heads.entropy(one, jnp.tril(jnp.ones((5, 5), bool))))(weights)
+        return (entropies * jnp.array([1.0, 2.0])).sum() + (weights * distance[None]).sum() / 5
+
+    for got, wanted in zip(*(jax.grad(fn, (0, 1))(query, key) for fn in (folded, dense)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+# heads of known role, built by hand
+
+LENGTH, SEQUENCES, WIDE = 64, 8, 4
+
+
+@pytest.fixture(scope="module")
+def known():
+    """``{role: statistics, mean over sequences}``: scores are 0, and 50 on the keys of the role."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 32, (SEQUENCES, LENGTH))
+    for i in range(1, LENGTH):  # no token twice in a row: there its own place would be what came after
+        tokens[:, i] = np.where(tokens[:, i] == tokens[:, i - 1], (tokens[:, i] + 1) % 32, tokens[:, i])
+    q, kv = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
+    same = (tokens[:, :, None] == tokens[:, None, :]) & (kv < q)
+    after = np.concatenate([np.zeros((SEQUENCES, LENGTH, 1), bool), same[:, :, :-1]], 2)
+    roles = {
+        "previous": kv == q - 1, "current": kv == q, "first": kv == 0, "three back": kv == q - 3,
+        "duplicate": same, "induction": after, "uniform": kv < 0, "window": kv > q - WIDE,
+    }  # fmt: skip
+    patterns = np.stack([np.broadcast_to(one, same.shape) for one in roles.values()], 2)  # [B,T,N,S]
+    scale = 50.0 * np.sqrt(LENGTH)
+    key = np.broadcast_to(np.eye(LENGTH, dtype=np.float32)[:, None], (SEQUENCES, LENGTH, 1, LENGTH))
+    found = heads.statistics((patterns * scale).astype(np.float32), key, tokens=tokens, is_causal=True)
+    return {
+        role: {name: np.mean(x[:, i], 0) for name, x in found.items() if name != "support"}
+        for i, role in enumerate(roles)
+    }
+
+
+DETECTORS = {
+    "previous_token": "previous", "current_token": "current", "first_token": "first", "duplicate_token": "duplicate",
+    "induction": "induction",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_detector_knows_its_own_kind_alone(known, name):
+    chance = known["uniform"][name]
+    for role, found in known.items():
+        if role == DETECTORS[name]:
+            assert found[name] >= 0.99, role
+        elif (role, name) != ("window", "previous_token") and (role, name) != ("window", "current_token"):
+            assert found[name] <= chance + 0.05, role
+    assert chance < 0.2
+    if name in ("previous_token", "current_token"):
+        np.testing.assert_allclose(known["window"][name], 1 / WIDE, atol=0.05)
+
+
+def test_profiles_and_spread_of_known_heads(known):
+    np.testing.assert_allclose(known["uniform"]["entropy"], 1.0, rtol=1e-5)  # a causal head, too
+    assert known["previous"]["entropy"] < 0.01 < known["window"]["entropy"] < 0.8
+    assert known["three back"]["offset_profile"].argmax() == LENGTH - 1 - 3
+    assert known["three back"]["offset_profile"].max() > 0.99
+    np.testing.assert_allclose(known["three back"]["distance"], 3, atol=0.2)
+    assert known["first"]["received"].argmax() == 0 and known["first"]["received"][0] > LENGTH - 0.01
+    np.testing.assert_allclose(known["first"]["max_logit"], 50.0, rtol=1e-5)
 
 
 def test_long_sequences_take_memory_in_proportion():
     def temporaries(n):
         x = jnp.zeros((n, 1, 16))
-        compiled = jax.jit(lambda q, k: heads.statistics(q, k, is_causal=True)).lower(x, x).compile()
+        tokens = jnp.zeros(n, int)
+        every = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, is_causal=True))
+        compiled = every.lower(x, x, tokens).compile()
         assert f"{n},{n}" not in compiled.as_text()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -114,9 +234,13 @@ def test_statistics_that_there_are_not(arrays, names):
         heads.statistics(*arrays, names=names)
 
 
-def test_positions_that_differ_by_sequence(arrays):
-    with pytest.raises(ValueError, match=r"query_positions that are the same for all sequences, \[7\], got \[2, 7\]"):
-        heads.statistics(*arrays, query_positions=np.zeros((B, T), int))
+@pytest.mark.parametrize("tokens", [np.zeros((B, T), int), np.zeros(S, int), np.zeros((B, S))])
+def test_tokens_of_another_shape(arrays, tokens):
+    query = np.concatenate([arrays[0], arrays[0]], 1)[:, :S]
+    with pytest.raises(ValueError, match=r"tokens must be integers \[2, 11\]"):
+        heads.statistics(query, arrays[1], tokens=tokens)
+    with pytest.raises(ValueError, match="need tokens="):
+        heads.statistics(query, arrays[1], names=["induction"])
 
 
 # what the modules sow

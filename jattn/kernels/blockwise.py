@@ -5,7 +5,7 @@ of a sequence (a block is computed where any head sees it), and for each sequenc
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,9 +33,19 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
     return compiled_where_eager(_run, request)
 
 
-def fold(request: Request, step: Callable, init: Any, lse: jax.Array | None) -> Any:
-    """``jattn.fold_weights``: the carries of all heads ``[B,N,...]``; ``lse [B,T,N]`` or None."""
-    return compiled_where_eager(_fold, step, request, init, lse)
+def fold(
+    request: Request, step: Callable, init: Any, lse: jax.Array | None, per_sequence: Sequence[jax.Array] = ()
+) -> Any:
+    """``jattn.fold_weights``: the carries of all heads ``[B,N,...]``; ``lse [B,T,N]`` or None.
+
+    ``step`` also gets what its sequence has of the arrays ``per_sequence``, ``[B|1,...]``.
+    """
+    return compiled_where_eager(_fold, step, request, init, lse, list(per_sequence))
+
+
+def count_visible(request: Request) -> jax.Array:
+    """How many keys each query sees, integers ``[B,N,T]``."""
+    return compiled_where_eager(_count_visible, request)
 
 
 def _run(request: Request) -> tuple[jax.Array, jax.Array]:
@@ -47,14 +57,27 @@ def _run(request: Request) -> tuple[jax.Array, jax.Array]:
     return lift(one_head, request, out_axes=1, **how)
 
 
-def _fold(step: Callable, request: Request, init: Any, lse: jax.Array | None) -> Any:
+def _fold(step: Callable, request: Request, init: Any, lse: jax.Array | None, per_sequence: list[jax.Array]) -> Any:
     size, seen, how = _how(request)
 
-    def one_head(q, k, v, options, lse, *table):
-        return blockwise.fold(step, init, q, k, lse=lse, block_sizes=size, visible=(*table, seen), **options)
+    def one_head(q, k, v, options, lse, may, must, *extra):
+        def with_extra(carry, weights, q_idx, kv_idx):
+            return step(carry, weights, q_idx, kv_idx, *extra)
+
+        return blockwise.fold(with_extra, init, q, k, lse=lse, block_sizes=size, visible=(may, must, seen), **options)
 
     per_head = [None if lse is None else jnp.moveaxis(lse, 2, 1)]
+    how |= {"per_sequence": (*how["per_sequence"], *per_sequence)}
     return lift(one_head, request, out_axes=0, per_head=per_head, **how)
+
+
+def _count_visible(request: Request) -> jax.Array:
+    size, seen, how = _how(request)
+
+    def one_head(q, k, v, options, *table):
+        return blockwise.count_visible(q, k, block_sizes=size, visible=(*table, seen), **options)
+
+    return lift(one_head, request, out_axes=0, **how)
 
 
 def _how(request: Request) -> tuple[tuple[int, int], bool, dict[str, Any]]:
