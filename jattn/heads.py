@@ -145,8 +145,6 @@ def _step(
     if "offset_profile" in carry:
         profile, T = carry["offset_profile"], q_at.shape[0]
         diagonals = columns[0] - rows[-1] + T - 1 + jnp.arange(weights.shape[0] + weights.shape[1] - 1)
-        # what lies before the first, as in a block that reaches behind T, would count from the end
-        diagonals = jnp.where(diagonals < 0, profile.shape[0], diagonals)
         added["offset_profile"] = profile.at[diagonals].add(_diagonal_sums(weights))
     return added
 
