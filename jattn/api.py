@@ -198,7 +198,11 @@ def fold_weights(
     one_sequence = jnp.ndim(query) == 3
     if lse is not None:
         lse = make_lse(lse, request, one_sequence)
-    carries = blockwise.fold(request, step, jax.tree.map(jnp.asarray, init), lse)
+
+    def of_weights(carry: Any, logs: Array, q_idx: Array, kv_idx: Array) -> Any:
+        return step(carry, jnp.exp(logs), q_idx, kv_idx)
+
+    carries = blockwise.fold(request, of_weights, jax.tree.map(jnp.asarray, init), lse)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 

@@ -80,7 +80,10 @@ def fold(
     block_sizes: tuple[int, int] | None = None,
     visible: tuple[Any, Any, bool] | None = None,
 ) -> Any:
-    """``carry = step(carry, weights, q_idx, kv_idx)`` over the blocks of one head's weights; see ``fold_weights``."""
+    """``carry = step(carry, logs, q_idx, kv_idx)`` over the blocks of the logarithms of one head's weights.
+
+    -inf where a weight is 0; otherwise as ``jattn.fold_weights``.
+    """
     v = jnp.zeros((k.shape[0], 0), k.dtype)
     head_inputs = (q, k, v, mask, bias, score_mod, scale, batch, head, query_positions, kv_positions)
     formula, arrays, fixed = cut_head(*head_inputs, None, precision, block_sizes, visible)
@@ -92,9 +95,9 @@ def fold(
         block, row_lse = take(arrays, i, j), known[i][:, None]
 
         def of_block():
-            weights = jnp.exp(formula.scores(block, fixed, i, j, masked)[0] - row_lse)
+            logs = formula.scores(block, fixed, i, j, masked)[0] - row_lse
             q_idx, kv_idx = i * rows + jnp.arange(rows, dtype=i.dtype), j * columns + jnp.arange(columns, dtype=j.dtype)
-            return step(carry, weights, q_idx[:, None], kv_idx[None, :])
+            return step(carry, logs, q_idx[:, None], kv_idx[None, :])
 
         return where_it_counts(of_block, carry)
 

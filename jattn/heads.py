@@ -110,10 +110,9 @@ def _tokens(tokens: ArrayLike, B: int, T: int, S: int, one_sequence: bool) -> Ar
     return tokens.reshape(B, T)
 
 
-def _step(
-    carry: dict[str, Array], weights: Array, q_idx: Array, kv_idx: Array, *of_sequence: Array
-) -> dict[str, Array]:
-    """What a block adds to each row's (or diagonal's, or column's) sum."""
+def _step(carry: dict[str, Array], logs: Array, q_idx: Array, kv_idx: Array, *of_sequence: Array) -> dict[str, Array]:
+    """What a block, of the logarithms of weights, adds to each row's (or diagonal's, or column's) sum."""
+    weights = jnp.exp(logs)
     q_at, kv_at, *tokens = of_sequence
     q, kv = q_at[q_idx], kv_at[kv_idx]
 
@@ -128,7 +127,7 @@ def _step(
         )
 
     of_rows = {
-        "entropy": lambda: _minus_p_log_p(weights).sum(1),
+        "entropy": lambda: (weights * jnp.where(logs > -jnp.inf, -logs, 0.0)).sum(1),
         "distance": lambda: (weights * abs(q - kv).astype(weights.dtype)).sum(1),
         "previous_token": lambda: where(kv == q - 1),
         "current_token": lambda: where(kv == q),

@@ -36,7 +36,7 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
 def fold(
     request: Request, step: Callable, init: Any, lse: jax.Array | None, per_sequence: Sequence[jax.Array] = ()
 ) -> Any:
-    """``jattn.fold_weights``: the carries of all heads ``[B,N,...]``; ``lse [B,T,N]`` or None.
+    """The carries of all heads ``[B,N,...]`` of ``jattn.blockwise.fold``; ``lse [B,T,N]`` or None.
 
     ``step`` also gets what its sequence has of the arrays ``per_sequence``, ``[B|1,...]``.
     """
@@ -61,8 +61,8 @@ def _fold(step: Callable, request: Request, init: Any, lse: jax.Array | None, pe
     size, seen, how = _how(request)
 
     def one_head(q, k, v, options, lse, may, must, *extra):
-        def with_extra(carry, weights, q_idx, kv_idx):
-            return step(carry, weights, q_idx, kv_idx, *extra)
+        def with_extra(carry, logs, q_idx, kv_idx):
+            return step(carry, logs, q_idx, kv_idx, *extra)
 
         return blockwise.fold(with_extra, init, q, k, lse=lse, block_sizes=size, visible=(may, must, seen), **options)
 
