@@ -260,7 +260,7 @@ def _check(config: Config) -> None:
             if not value > 0:
                 raise ValueError(f"{section}.{key}: expected > 0, got {value!r}")
     groups = config.pretrained.groups
-    if config.pretrained.folder and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
+    if config.pretrained != Pretrained() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
         raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
     rules = _task_and_model_rules(config.task, config.model) + _train_rules(config) + _claim_rules(config)
     for key, value, good, expected in rules:

