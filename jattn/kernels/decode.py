@@ -29,7 +29,7 @@ from jattn.kernels.blockwise import block_table, compiled_where_eager
 from jattn.kernels.lift import lift
 from jattn.request import Request
 
-CHUNK = 2**20  # numbers in a chunk of keys: 4 MiB of float32, where the loop costs little and a cache still helps
+CHUNK = 2**20  # numbers in a chunk of keys: of 2**17 to 2**21 the fastest with all of 65536 slots full
 
 
 class Sums(NamedTuple):
