@@ -13,15 +13,17 @@ from experiments import config
 from experiments.bench_cases import CASES, LENGTHS, PARTS, PEERS, Plan
 from experiments.findings import Findings
 
-USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--train.steps 500 ...]
+USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--check]
+                                 [--sweep model.num_heads=1,2,4 ...] [--train.steps 500 ...]
        python -m experiments list
        python -m experiments report --run DIR
        python -m experiments bench [--suite attention|dispatch|layers] [--peers jax,torch,tokamax] [--device cpu|gpu]
                                    [--lengths 128,4096] [--cases full,causal] [--parts times,memory,peak,compile]
                                    [--seconds 6] [--out DIR] [--resume | --redraw]
 
-run     trains an experiment, its controls, and writes the report; stopped and started again, it goes on
-        where it was (run --help explains every option)
+run     trains an experiment, its controls, every point of its sweep, and writes the report; stopped and started
+        again, it goes on where it was; with --check a claim that fails ends with status 1 (run --help explains
+        every option)
 list    the experiments in configs/
 report  writes the report of a finished run anew
 bench   times jattn and its peers in turn, and writes tables and a picture; hours for all lengths
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
-    settings, out = config.load(arguments)
+    settings, out, check = config.load(arguments)
     # JAX and Orbax take seconds to import, which a wrong option or --help need not wait for
     from experiments.run import DifferentConfig, prepare, run
     from experiments.train import Diverged
@@ -61,7 +63,9 @@ def run_command(arguments: Sequence[str]) -> int:
     except Diverged as diverged:
         return _fail(str(diverged), status=1)
     _show(findings)
-    return _write_report(findings, out)
+    _write_report(findings, out)
+    failed = [claim["name"] for claim in findings.claims if not claim["holds"]]
+    return _fail(f"claims that fail: {', '.join(failed)}", status=1) if check and failed else 0
 
 
 def list_command(arguments: Sequence[str]) -> int:
@@ -89,7 +93,8 @@ def report_command(arguments: Sequence[str]) -> int:
     except FileNotFoundError:
         return _fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
     _show(findings)
-    return _write_report(findings, out)
+    _write_report(findings, out)
+    return 0
 
 
 def bench_command(arguments: Sequence[str]) -> int:
@@ -189,19 +194,18 @@ def _takes(options: Any, *names: str) -> bool:
     return True
 
 
-def _write_report(findings: Findings, out: Path) -> int:
+def _write_report(findings: Findings, out: Path) -> None:
     from experiments.report import write_report
 
     print(f"report: {write_report(findings, out)}")
-    return 0
 
 
 def _show(findings: Findings) -> None:
     """The table of heads and the table of claims, in the terminal."""
     console = Console()
-    heads = Table("seed", "layer", "head", "role", "score", "untrained", title="heads", title_justify="left")
+    heads = Table("seed", "layer", "head", "role", "score", "null", "p", title="heads", title_justify="left")
     for row in findings.heads:
-        numbers = (f"{row[key]:.3f}" for key in ("score", "null"))
+        numbers = (f"{row[key]:.3f}" for key in ("score", "null", "p_value"))
         heads.add_row(*(str(row[key]) for key in ("seed", "layer", "head", "role")), *numbers)
     claims = Table("claim", "worst", "threshold", "untrained", "seeds", "", title="claims", title_justify="left")
     for row in findings.claims:

@@ -1,6 +1,6 @@
 """Claims: metrics of a run, one number a seed, held against the thresholds in its config."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,12 @@ class Result(NamedTuple):
     parameters: int  # of one seed's model
     trained: Measured
     untrained: Measured
+    groups: dict[str, np.ndarray]  # role -> [R,A], accuracy with all heads of that role off; empty for a control
 
 
 # What a clean head's absence costs: at least this at its own place, at most this at every other.
 OWN_DROP, OTHER_DROP = 0.5, 0.05
+OWN_WEIGHT = 0.9  # on its place, from which on a head is there for it
 
 
 def clean_heads(found: Measured) -> np.ndarray:
@@ -38,6 +40,12 @@ def own_place_weight(places: tuple[str, ...], trained: Measured, looked_at: Meas
     owner = fall.reshape(len(fall), -1, len(places)).argmax(1)  # [R,A]
     scores = np.stack([looked_at.scores[place].reshape(len(fall), -1) for place in places], -1)  # [R,L*N,A]
     return np.take_along_axis(scores, owner[:, None], 1)[:, 0]
+
+
+def distinct_places(places: tuple[str, ...], found: Measured) -> np.ndarray:
+    """``[R]``: how many places have a head with at least ``OWN_WEIGHT`` of its weight on them."""
+    best = np.stack([found.scores[place].max((1, 2)) for place in places], -1)
+    return (best >= OWN_WEIGHT).sum(-1)
 
 
 def mean_divergence(found: Measured) -> np.ndarray:
@@ -60,20 +68,25 @@ METRICS: dict[str, Metric] = {
     "own_place_weight_untrained": lambda result, found: own_place_weight(
         result.places, result.trained, result.untrained
     ).max(-1),
+    "distinct_places": lambda result, found: distinct_places(result.places, found),
     "divergence": lambda result, found: mean_divergence(found),
+    "noise_floor": lambda result, found: found.noise.mean(-1),
 }
 BEST = "best/"  # best/SCORE is the largest score among the heads
+OFF = "off/"  # off/ROLE is the mean accuracy with all heads of that role switched off
 
 
-def check(config: Config, scores: tuple[str, ...]) -> None:
+def check(config: Config, scores: Sequence[str], roles: Sequence[str]) -> None:
     """Raises ``ValueError`` for a claim whose metric does not exist, before anything is trained."""
     known = [*METRICS, *(BEST + score for score in scores)]
     if config.task.kind != "copy_string" or not config.evaluate.lengths:
         known.remove("exact_match_at_last_length")
+    controls = list(config.variants())
     for claim in config.claims:
         control, _, metric = claim.metric.rpartition(":")
-        if (control and control not in config.controls) or metric not in known:
-            expected = f"[CONTROL:]METRIC with CONTROL of {list(config.controls)} and METRIC of {known}"
+        of_run = [] if control else [OFF + role for role in roles]
+        if (control and control not in controls) or metric not in [*known, *of_run]:
+            expected = f"[CONTROL:]METRIC with CONTROL of {controls} and METRIC of {[*known, *of_run]}"
             raise ValueError(f"claims.{claim.name}.metric: expected {expected}, got {claim.metric!r}")
 
 
@@ -81,6 +94,9 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
     """``metric`` of the model ``found``, one number a seed."""
     if metric.startswith(BEST):
         values = found.scores[metric.removeprefix(BEST)].max((1, 2))
+    elif metric.startswith(OFF):  # where no head has the role, nothing is switched off
+        off = result.groups.get(metric.removeprefix(OFF), found.accuracy)
+        values = (off if found is result.trained else found.accuracy).mean(-1)
     else:
         values = METRICS[metric](result, found)
     return [float(value) for value in values]

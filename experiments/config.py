@@ -3,11 +3,12 @@
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jsonargparse
 
@@ -17,20 +18,23 @@ class Task:
     """What is learned.
 
     Attributes:
-        kind: Which task: "copy" (from four places at once) or "copy_string" (BOS s SEP s).
+        kind: Which task: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed
+            distances), "induction" (what followed the last time) or "skills" (fixed distances and induction).
         symbols: How many different values there are to copy.
-        length: copy: tokens in a sequence; half of it is the number of keys.
-        shortest: copy_string: shortest string in training.
-        longest: copy_string: longest string in training.
+        length: Tokens in a sequence (copy: half of it is the number of keys); copy_string has lengths of its own.
+        shortest: Shortest string of copy_string in training; shortest period of induction and skills.
+        longest: Longest string of copy_string in training; longest period of induction and skills.
         farthest: copy_string: longest string in the curve over length.
+        offsets: shift_bank: the distances back that are read out.
     """
 
-    kind: Literal["copy", "copy_string"] = "copy"
+    kind: Literal["copy", "copy_string", "shift_bank", "induction", "skills"] = "copy"
     symbols: int = 16
     length: int = 32
     shortest: int = 4
     longest: int = 20
     farthest: int = 40
+    offsets: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 4, 7])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Train:
         b2: Decay of Adam's second moment.
         weight_decay: AdamW's weight decay.
         clip: Largest global norm of a gradient.
+        entropy_penalty: Weight in the loss of the heads' mean entropy (0 to 1), which makes them choose.
         place_weights: Weight in the loss of each place that is read out; null is 1 each.
         log_every: Steps over which a line of metrics is averaged.
         look_every: Steps between two looks at the heads.
@@ -95,6 +100,7 @@ class Train:
     b2: float = 0.99
     weight_decay: float = 1e-4
     clip: float = 1.0
+    entropy_penalty: float = 0.0
     place_weights: list[float] | None = None
     log_every: int = 10
     look_every: int = 50
@@ -136,7 +142,8 @@ class Claim:
     Attributes:
         name: Short name.
         statement: The claim in words.
-        metric: A metric of the run, or CONTROL:METRIC for that of a control.
+        metric: A metric of the run, or CONTROL:METRIC for that of a control, or of a point of the sweep as
+            OPTION=VALUE:METRIC.
         needed: How many seeds must pass.
         at_least: The metric must reach this; give this or at_most.
         at_most: The metric must not pass this.
@@ -163,6 +170,7 @@ class Config:
         evaluate: How it is judged.
         pretrained: A model to look at; task, model, train and evaluate then have nothing to say.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
+        sweep: Option -> values; every combination is one more control, and curves are drawn over the first option.
         claims: What the run is expected to show.
     """
 
@@ -174,24 +182,34 @@ class Config:
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
     pretrained: Pretrained = dataclasses.field(default_factory=Pretrained)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
 
-    def vary(self, name: str) -> "Config":
-        """The config of the control called ``name``: this one with its overrides and without claims."""
-        plain = dataclasses.asdict(self) | {"controls": {}, "claims": [], "name": f"{self.name}/{name}"}
-        for key, value in self.controls[name].items():
-            section, *rest = key.split(".")
+    def variants(self) -> dict[str, "Config"]:
+        """The configs of all controls by their names, then those of the sweep as "OPTION=VALUE,OPTION=VALUE".
+
+        Each is this one with its overrides and without claims. The point of a sweep that this config is itself stays.
+        """
+        points = [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
+        swept = {",".join(f"{key}={value}" for key, value in point.items()): point for point in points if point}
+        found = {name: self._vary(f"controls.{name}", name, changed) for name, changed in self.controls.items()}
+        return found | {name: self._vary("sweep", name, changed) for name, changed in swept.items()}
+
+    def _vary(self, key: str, name: str, changed: dict[str, Any]) -> "Config":
+        plain = dataclasses.asdict(self) | {"controls": {}, "sweep": {}, "claims": [], "name": f"{self.name}/{name}"}
+        for option, value in changed.items():
+            section, *rest = option.split(".")
             if len(rest) != 1 or section not in _SECTIONS:
-                raise ValueError(f"controls.{name}: {key!r} is no option; expected SECTION.OPTION")
+                raise ValueError(f"{key}: {option!r} is no option; expected SECTION.OPTION")
             plain[section] = plain[section] | {rest[0]: value}
         try:
             return _build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
         except (argparse.ArgumentError, ValueError) as error:
-            raise ValueError(f"controls.{name}: {_one_line(str(error))}") from None
+            raise ValueError(f"{key}: {_one_line(str(error))}") from None
 
 
 _SECTIONS = {"task": Task, "model": Model, "train": Train, "evaluate": Evaluate, "pretrained": Pretrained}
-_OPTIONS = ["config", "out", *(field.name for field in dataclasses.fields(Config))] + [
+_OPTIONS = ["config", "out", "check", *(field.name for field in dataclasses.fields(Config))] + [
     f"{section}.{field.name}" for section, kind in _SECTIONS.items() for field in dataclasses.fields(kind)
 ]
 
@@ -207,8 +225,16 @@ class Parser(jsonargparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def load(arguments: Sequence[str]) -> tuple[Config, Path]:
-    """Reads ``--config FILE ... [--out DIR] [--train.steps 500 ...]``; returns the config and the run folder.
+class Asked(NamedTuple):
+    """What the command line of ``run`` asks for."""
+
+    config: Config
+    out: Path  # the run folder
+    check: bool  # whether a claim that fails fails the run
+
+
+def load(arguments: Sequence[str]) -> Asked:
+    """Reads ``--config FILE ... [--out DIR] [--check] [--sweep OPTION=A,B ...] [--train.steps 500 ...]``.
 
     Later files and options override earlier ones. Whatever is wrong ends the program with one line on stderr
     and status 2.
@@ -216,13 +242,26 @@ def load(arguments: Sequence[str]) -> tuple[Config, Path]:
     parser = Parser(prog="python -m experiments run", description="Trains an experiment and reports on it.")
     parser.add_argument("--config", action="config", help="YAML file; several layer, the last one wins")
     parser.add_argument("--out", type=str, default=None, help="run folder")
+    parser.add_argument("--check", action="store_true", help="Exit with status 1 when a claim fails")
     try:
-        config, out = _build(parser, lambda parser: parser.parse_args(arguments), "out")
-        for name in config.controls:
-            config.vary(name)
+        config, parsed = _build_and_parse(parser, lambda parser: parser.parse_args(_spell_out_sweeps(arguments)))
+        config.variants()
     except ValueError as error:
         parser.error(str(error))
-    return config, Path(out or f"runs/{config.name}")
+    return Asked(config, Path(parsed["out"] or f"runs/{config.name}"), parsed["check"])
+
+
+def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
+    """``--sweep a=1,2 --sweep b=x,y`` as the one ``--sweep {a: [1,2], b: [x,y]}`` that the parser takes."""
+    rest, swept = list(arguments), []
+    while "--sweep" in rest:
+        at = rest.index("--sweep")
+        key, equals, values = (rest[at + 1] if at + 1 < len(rest) else "").partition("=")
+        if not (key and equals and values):
+            raise ValueError(f"sweep: expected --sweep OPTION=VALUE,VALUE, got {' '.join(rest[at : at + 2])!r}")
+        swept.append(f"{key}: [{values}]")
+        del rest[at : at + 2]
+    return [*rest, "--sweep", f"{{{', '.join(swept)}}}"] if swept else rest
 
 
 def read(file: Path) -> Config:
@@ -240,7 +279,11 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def _build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace], also: str | None = None) -> Any:
+def _build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> Config:
+    return _build_and_parse(parser, parse)[0]
+
+
+def _build_and_parse(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> tuple[Config, Any]:
     parser.add_class_arguments(Config, None)
     parsed = parse(parser)
     for section in _SECTIONS:
@@ -249,7 +292,7 @@ def _build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace], al
     found = parser.instantiate(parsed)
     config = Config(**{field.name: found[field.name] for field in dataclasses.fields(Config)})
     _check(config)
-    return (config, found[also]) if also else config
+    return config, found
 
 
 def _check(config: Config) -> None:
@@ -280,6 +323,7 @@ _Rule = tuple[str, Any, bool, str]  # key, value, whether it is good, what was e
 def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
     kv_heads, value_dim = model.num_kv_heads, model.value_dim
     return [
+        *_of_task(task),
         ("task.length", task.length, task.length % 4 == 0 and task.length >= 12, "a multiple of 4, at least 12"),
         ("task.longest", task.longest, task.longest >= task.shortest, f"at least task.shortest={task.shortest}"),
         ("task.farthest", task.farthest, task.farthest >= task.longest, f"at least task.longest={task.longest}"),
@@ -296,8 +340,35 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
     ]
 
 
+def _of_task(task: Task) -> list[_Rule]:
+    """What only one kind of task asks for."""
+    length, offsets = task.length, task.offsets
+    if task.kind == "shift_bank":
+        good = bool(offsets) and len(set(offsets)) == len(offsets) and all(0 < one < length for one in offsets)
+        return [("task.offsets", offsets, good, f"different numbers from 1 to under task.length={length}")]
+    if task.kind == "induction":
+        longest = min(length // 2, task.symbols)
+        return [
+            ("task.longest", task.longest, task.longest <= longest, f"at most {longest}, half of task.length"),
+            (
+                "task.symbols",
+                task.symbols,
+                task.symbols >= length - task.longest,
+                "at least task.length - task.longest",
+            ),
+        ]
+    if task.kind == "skills":
+        longest = min(length // 2, task.symbols)
+        return [
+            ("task.shortest", task.shortest, task.shortest >= 7, "at least 7: five back is the next token at 6"),
+            ("task.longest", task.longest, task.longest <= longest, f"at most {longest}, half of task.length"),
+        ]
+    return []
+
+
 def _train_rules(config: Config) -> list[_Rule]:
-    train, places = config.train, 4 if config.task.kind == "copy" else 1
+    train, kind = config.train, config.task.kind
+    places = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets)}.get(kind, 1)
     weights = train.place_weights
     return [
         ("train.first_seed", train.first_seed, train.first_seed >= 0, ">= 0"),
@@ -305,6 +376,7 @@ def _train_rules(config: Config) -> list[_Rule]:
         ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
         ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
         ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, ">= 0"),
+        ("train.entropy_penalty", train.entropy_penalty, train.entropy_penalty >= 0, ">= 0"),
         (
             "train.place_weights",
             weights,
@@ -329,7 +401,7 @@ def _train_rules(config: Config) -> list[_Rule]:
 def _claim_rules(config: Config) -> list[_Rule]:
     lengths, farthest = config.evaluate.lengths, config.task.farthest
     rules: list[_Rule] = [
-        ("name", config.name, bool(re.fullmatch(r"[\w-]+(/[\w-]+)?", config.name)), "letters, digits, '_' and '-'"),
+        ("name", config.name, bool(re.fullmatch(r"[\w-]+(/[\w=.,-]+)?", config.name)), "letters, digits, '_' and '-'"),
         ("evaluate.lengths", lengths, all(0 < n <= farthest for n in lengths), f"1 to task.farthest={farthest}"),
     ]
     for claim in config.claims:

@@ -1,5 +1,6 @@
 """What a model can do and how its heads do it: everything the claims and the report read, on fresh data."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,12 +9,14 @@ import numpy as np
 from jax import Array
 
 from experiments import look
-from experiments.tasks import CopyString
-from experiments.train import PROBE_DATA, TEST_DATA, Setup, judge
+from experiments.model import layer_by_layer
+from experiments.tasks import Batch, CopyString
+from experiments.train import EXAMPLES, INIT, NULL_DATA, PROBE_DATA, TEST_DATA, Setup, judge
 from jattn import heads
 
 LOOK_BATCH = 256  # sequences that weights are averaged over
-ROLE_AT = 0.5  # share of a head's weight from which on a pattern is its role
+NULL_HEADS = 256  # of untrained models, which say what a head scores by chance
+NULL_BATCH = 32
 
 
 class Measured(NamedTuple):
@@ -23,10 +26,11 @@ class Measured(NamedTuple):
     exact_match: Array  # [R] share of sequences without a mistake
     ablated: Array  # [R,L,N,A] accuracy with one head switched off
     hardened: Array  # [R,A] accuracy with each row of weights replaced by its largest
-    scores: dict[str, Array]  # name -> [R,L,N]
+    scores: dict[str, Array]  # name -> [R,L,N]: of places, and the statistics of jattn.heads
     offset_profile: Array  # [R,L,N,O]
     mean_weights: Array  # [R,L,N,T,T] over sequences of one layout
     divergence: Array  # [R,L*N,L*N] between those
+    noise: Array  # [R,L*N] between those of one half of the sequences and the other
     curve: Array  # [R,C] exact match at each of evaluate.lengths
 
 
@@ -39,31 +43,37 @@ def measure(setup: Setup, *models: Any) -> list[Measured]:
 
 def _measure(setup: Setup, params: Any, key: Array) -> Measured:
     """One seed."""
-    task, options = setup.task, setup.config.model
-    shape = options.num_layers, options.num_heads
+    task, model = setup.task, setup.model
     batch = task.sample(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
 
-    def answers(head_gates: Array, harden: bool = False) -> tuple[Array, Array]:
-        return judge(setup.model.apply(params, batch.tokens, head_gates=head_gates, harden=harden), batch)
+    def answers(**options: Any) -> tuple[Array, Array]:
+        return judge(model.apply(params, batch.tokens, **options), batch)
 
-    one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
-    accuracy, exact_match = jax.vmap(answers)(jnp.concatenate([jnp.ones((1, *shape)), one_off]))
-
+    _, kept = model.apply(params, batch.tokens[:2], sow_heads=True, mutable=["intermediates"])
+    clean = layer_by_layer(kept["intermediates"], "attention_heads")
+    accuracy, exact_match = answers()
     looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], batch)
-    weights = look.weights_of(setup.model, params, looked_at.tokens)
+    scores, weights = look.scores(model, task, params, looked_at, look.ALL)
     probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
-    mean_weights = look.weights_of(setup.model, params, probe.tokens).mean(0)
+    patterns = look.weights_of(model, params, probe.tokens)
+    flat, real = patterns.reshape(len(patterns), -1, *patterns.shape[3:]), probe.real[0]
     return Measured(
-        accuracy=accuracy[0],
-        exact_match=exact_match[0],
-        ablated=accuracy[1:].reshape(*shape, -1),
-        hardened=answers(jnp.ones(shape), harden=True)[0],
-        scores=look.scores(task, weights, looked_at),
+        accuracy=accuracy,
+        exact_match=exact_match,
+        ablated=heads.ablate(lambda per_layer: answers(per_layer=per_layer)[0], clean, batch_size=len(clean) * 4),
+        hardened=answers(harden=True)[0],
+        scores=scores,
         offset_profile=look.offset_profile(weights, looked_at),
-        mean_weights=mean_weights,
-        divergence=heads.divergence(mean_weights.reshape(-1, *mean_weights.shape[2:]), probe.real[0]),
+        mean_weights=patterns.mean(0),
+        divergence=heads.pattern_divergence(flat.mean(0), real),
+        noise=noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
         curve=_curve(setup, params, key),
     )
+
+
+def noise_floor(one: Array, other: Array, real: Array) -> Array:
+    """``[N]``: how much each head's mean pattern ``[N,T,S]`` differs from its own on other sequences."""
+    return jax.vmap(lambda *both: heads.pattern_divergence(jnp.stack(both), real)[0, 1])(one, other)
 
 
 def _curve(setup: Setup, params: Any, key: Array) -> Array:
@@ -80,6 +90,50 @@ def _curve(setup: Setup, params: Any, key: Array) -> Array:
     return jax.lax.map(exact_match, jnp.array(lengths))
 
 
+def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
+    """What heads score that cannot have a role, by pattern: ``NULL_HEADS`` of other untrained models.
+
+    For what depends on the tokens also the trained heads, of ``params`` with leaves ``[R,...]``, beside the tokens of
+    other sequences.
+    """
+    names = [name for name in setup.task.roles if name not in setup.task.places]
+
+    def untrained(key: Array) -> dict[str, Array]:
+        batch, key = _null_batch(setup, key), jax.random.fold_in(jax.random.fold_in(key, NULL_DATA), INIT)
+        return look.scores(setup.model, setup.task, setup.model.init(key, batch.tokens[:1]), batch, names)[0]
+
+    def shuffled(both: tuple[Any, Array]) -> dict[str, Array]:
+        params, key = both
+        return look.of_shuffled(setup.model, setup.task, params, _null_batch(setup, key))
+
+    options = setup.config.model
+    keys = jax.vmap(jax.random.key)(jnp.arange(math.ceil(NULL_HEADS / (options.num_layers * options.num_heads))))
+    found = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)
+    beside = jax.jit(lambda both: jax.lax.map(shuffled, both))((params, setup.keys))
+    return {
+        name: np.concatenate([np.ravel(one[name]) for one in (found, beside) if name in one])
+        for name in setup.task.roles
+    }
+
+
+def _null_batch(setup: Setup, key: Array) -> Batch:
+    return setup.task.sample(jax.random.fold_in(key, NULL_DATA), NULL_BATCH)
+
+
+def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """``{role: [R,A]}``: accuracy with all heads switched off that have a role; ``labels [R,L,N]``."""
+    roles = [str(role) for role in np.unique(labels) if role != heads.labels.MIXED]
+
+    def accuracy(params: Any, key: Array, gates: Array) -> Array:
+        batch = setup.task.sample(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+        per_layer = [{"head_gate": gate} for gate in gates]
+        return judge(setup.model.apply(params, batch.tokens, per_layer=per_layer), batch)[0]
+
+    every_seed = jax.jit(lambda *each: jax.lax.map(lambda one: accuracy(*one), each))
+    gates = {role: jnp.asarray(labels != role, jnp.float32) for role in roles}
+    return {role: np.asarray(every_seed(params, setup.keys, gates[role])) for role in roles}
+
+
 def num_parameters(params: Any) -> int:
     """Parameters of one seed's model."""
     return sum(leaf[0].size for leaf in jax.tree.leaves(params))
@@ -90,25 +144,23 @@ def drops(found: Measured) -> np.ndarray:
     return found.accuracy[:, None, None] - found.ablated
 
 
-def head_rows(setup: Setup, trained: Measured, untrained: Measured) -> list[dict[str, Any]]:
-    """Rows ``{seed, layer, head, role, score, null}``: each head's role, its score, and the untrained model's.
+def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
+    """The role of every head ``[R,L,N]`` among those of the task, held against their null."""
+    return heads.roles({name: trained.scores[name] for name in setup.task.roles}, null(setup, params))
 
-    The role is the pattern that holds at least half of the head's weight, "mixed" where none does; then the score is
-    the largest of all. Places come first: a head on its place may be an induction head as well.
-    """
-    patterns = [*setup.task.places, "previous_token", "induction", "sink"]
+
+def head_rows(seeds: list[int], found: heads.Roles) -> list[dict[str, Any]]:
+    """Rows ``{seed, layer, head, role, score, null, p_value}`` of all heads; ``null`` is the threshold."""
     rows = []
-    for r, layer, head in np.ndindex(trained.scores["sink"].shape):
-        scores = {name: float(trained.scores[name][r, layer, head]) for name in patterns}
-        role = next((name for name in patterns if scores[name] >= ROLE_AT), None)
-        shown = role or max(scores, key=scores.__getitem__)
-        null = float(untrained.scores[shown][r, layer, head])
-        row = {"seed": setup.seeds[r], "layer": layer, "head": head, "role": role or "mixed"}
-        rows.append(row | {"score": scores[shown], "null": null})
+    for r, layer, head in np.ndindex(found.label.shape):
+        at = r, layer, head
+        row = {"seed": seeds[r], "layer": layer, "head": head, "role": str(found.label[at])}
+        numbers = {"score": found.score[at], "null": found.threshold[at], "p_value": found.p_value[at]}
+        rows.append(row | {name: float(number) for name, number in numbers.items()})
     return rows
 
 
-def example_tokens(setup: Setup) -> list[str]:
-    """Labels of the tokens of the example that ``train.look_at`` follows."""
-    tokens = jax.jit(lambda key: setup.task.probe(jax.random.fold_in(key, PROBE_DATA), 1).tokens)(setup.keys[0])
-    return setup.task.labels(np.asarray(tokens[0]).tolist())
+def example_tokens(setup: Setup) -> list[list[str]]:
+    """Labels of the tokens of the examples that ``train.look_at`` follows."""
+    tokens = jax.jit(lambda key: setup.task.probe(jax.random.fold_in(key, PROBE_DATA), EXAMPLES).tokens)(setup.keys[0])
+    return [setup.task.labels(example) for example in np.asarray(tokens).tolist()]

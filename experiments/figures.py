@@ -1,8 +1,9 @@
-"""Pictures of one run, as PNG: every one from a ``Findings``, all in one style.
+"""Pictures of one run, as PNG and as SVG: every one from a ``Findings``, all in one style.
 
 Several seeds are always shown as they are: one thin line or dot per seed, and the median over them drawn strong.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,27 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
 
 from experiments.findings import Findings
 from experiments.panels import (
+    WHEN,
+    Matrix,
     Panel,
+    ablation_matrices,
     control_rows,
     curve_panels,
-    divergence_text,
-    head_codes,
+    divergence_matrices,
+    head_maps,
+    head_names,
     head_titles,
     in_unit,
-    matched_ablation,
-    matched_divergence,
     matched_profiles,
     plain,
+    pooled,
+    role_colours,
+    statistics_matrices,
     time_panels,
 )
 from jattn.plots import COLOURS, head_grid
@@ -49,6 +57,8 @@ STYLE = {
     "legend.fontsize": 8,
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "jattn",  # the same run gives the same file
 }
 DPI = 200
 WIDTH = 9.0  # inches: at a README's 900 pixels the smallest text is 11 pixels high
@@ -63,7 +73,10 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
         "offsets": offsets_figure,
         "ablation": ablation_figure,
         "divergence": divergence_figure,
+        "map": map_figure,
     }
+    if findings.statistics:
+        drawn["statistics"] = statistics_figure
     if time_panels(findings):
         drawn["training"] = training_figure
     if findings.curves:
@@ -73,8 +86,10 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
     files = []
     with matplotlib.rc_context(STYLE):
         for name, draw in drawn.items():
-            files.append(folder / f"{name}.png")
-            draw(findings).savefig(files[-1], dpi=DPI)
+            figure = draw(findings)
+            for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
+                files.append(folder / f"{name}.{kind}")
+                figure.savefig(files[-1], **options)
     return files
 
 
@@ -121,11 +136,10 @@ def _seeds(findings: Findings) -> str:
 
 def _names(findings: Findings) -> list[str]:
     """What stands above each head of the first seed: its place and, on the next line, its role."""
-    titles = head_titles(findings)
-    if findings.example_weights.shape[2] > MANY:
-        roles = (title.partition(" · ")[1:] for title in titles)
-        titles = ["".join((code, *role)) for code, role in zip(head_codes(findings), roles, strict=True)]
-    return [title.replace(" · ", "\n") for title in titles]
+    if findings.ablated.shape[2] > MANY:
+        parted = (name.partition(" ") for name in head_names(findings))
+        return [code + "\n" + (role if len(role) <= 15 else role[:14] + "…") for code, _, role in parted]
+    return [title.replace(" · ", "\n") for title in head_titles(findings)]
 
 
 def _width(heads: int) -> float:
@@ -134,8 +148,10 @@ def _width(heads: int) -> float:
 
 
 def heads_figure(findings: Findings) -> Figure:
-    """Every head of the first seed on one example, untrained above trained."""
-    first, last = findings.example_weights[0], findings.example_weights[-1]
+    """Every head of the first seed on the first example, untrained above trained; long sequences in blocks."""
+    (first, last), tokens = pooled(findings.example_weights[[0, -1], 0])
+    if len(tokens) == len(findings.tokens[0]):
+        tokens = findings.tokens[0]
     rows = np.stack([first, last], 1).reshape(-1, *first.shape[1:])  # [2L,N,T,T]
     heads = first.shape[1]
     titles = []
@@ -144,13 +160,12 @@ def heads_figure(findings: Findings) -> Figure:
         titles += [name.partition("\n")[0] + "\nuntrained" for name in names] + names
     panel = (_width(heads) - 1.5) / heads - 0.15
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
-        top = float(findings.example_weights.max())
-        title = f"{plain(findings.name)}: one example, seed {findings.seeds[0]}"
-        return head_grid(rows, findings.tokens, vmax=top, titles=titles, title=title, panel_size=panel)
+        title = f"{plain(findings.name)}: example 1, seed {findings.seeds[0]}"
+        return head_grid(rows, tokens, vmax=float(rows.max()), titles=titles, title=title, panel_size=panel)
 
 
 def _head_axes(findings: Findings, height: float) -> tuple[Figure, list[Axes]]:
-    layers, heads = findings.example_weights.shape[1:3]
+    layers, heads = findings.ablated.shape[1:3]
     columns = min(heads, 4 if heads <= MANY else MANY)
     rows = layers * -(-heads // columns)
     figure = Figure(figsize=(WIDTH if columns <= 4 else 1.5 * WIDTH, height * rows + 0.7))
@@ -166,7 +181,7 @@ def offsets_figure(findings: Findings) -> Figure:
     figure, axes = _head_axes(findings, 1.75)
     for head, title in enumerate(_names(findings)):
         ax = axes[head]
-        for when, colour, name in ((0, FAINT, "untrained"), (1, PALETTE[0], "trained")):
+        for when, colour, name in ((0, FAINT, WHEN[0]), (1, PALETTE[0], WHEN[1])):
             for seed in profiles[:, when, head]:
                 ax.plot(findings.offsets, seed, color=colour, linewidth=0.5, alpha=0.35)
             median = np.median(profiles[:, when, head], 0)
@@ -185,56 +200,108 @@ def offsets_figure(findings: Findings) -> Figure:
     return figure
 
 
+def _on_lines(names: Sequence[str], width: float) -> bool:
+    """Whether names can stand over columns of so many inches, a word a line; else they are turned."""
+    return 0.06 * max(len(word) for name in names for word in name.split()) < width
+
+
+def _names_height(names: Sequence[str], width: float) -> float:
+    """Inches that names over columns need."""
+    flat = _on_lines(names, width)
+    return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
+
+
+def _draw_matrix(ax: Axes, matrix: Matrix, cell: float, square: bool = False) -> AxesImage:
+    """The matrix in cells about ``cell`` inches wide, with numbers where they can be read."""
+    image = ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=COLOURS, aspect="equal" if square else "auto")
+    flat = _on_lines(matrix.columns, cell)
+    columns = [name.replace(" ", "\n") for name in matrix.columns] if flat else matrix.columns
+    for axis, names in ((ax.xaxis, columns), (ax.yaxis, matrix.rows)):
+        stride = -(-len(names) // 24) if square else 1
+        ticks = range(0, len(names), stride)
+        axis.set_ticks(ticks, [names[i] for i in ticks], fontsize=7, parse_math=False)
+    ax.tick_params(
+        axis="x", rotation=0 if flat else 90, length=0, top=True, labeltop=True, bottom=False, labelbottom=False
+    )
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False)
+    for row, column in np.ndindex(*matrix.shades.shape) if cell > 0.26 else ():
+        value, ink = matrix.median[row, column], "white" if matrix.shades[row, column] > 0.55 else INK
+        text = f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+        ax.text(column, row, text.replace("-0.00", "0.00"), ha="center", va="center", fontsize=7, color=ink)
+    ax.set_title(matrix.title)
+    return image
+
+
+def _median_of(findings: Findings) -> str:
+    count = len(findings.seeds)
+    return f"median of {count} seeds" if count > 1 else f"seed {findings.seeds[0]}"
+
+
+def statistics_figure(findings: Findings) -> Figure:
+    """Every statistic of every head, untrained and trained."""
+    matrices = statistics_matrices(findings)
+    rows, columns = matrices[0].shades.shape
+    figure = Figure(figsize=(1.3 * WIDTH, 0.19 * rows + 1.9))
+    for ax, matrix in zip(figure.subplots(1, 2), matrices, strict=True):
+        image = _draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns)
+    figure.colorbar(image, ax=figure.axes, aspect=40, pad=0.01)
+    scale = "colours: 0 to 1; distance and max logit: their column's range"
+    figure.suptitle(f"{plain(findings.name)}: each head in numbers ({_median_of(findings)})\n{scale}", fontsize=10)
+    return figure
+
+
 def ablation_figure(findings: Findings) -> Figure:
-    """Accuracy of every place when one head is switched off, beside the whole model's."""
-    ablated = np.concatenate([findings.accuracy[:, None], matched_ablation(findings)], 1)  # [R,1+L*N,A]
-    layers, heads = findings.example_weights.shape[1:3]
-    names = ["nothing off", *_names(findings)]
-    rows = [[0, *range(1 + layer * heads, 1 + (layer + 1) * heads)] for layer in range(layers)]
-    figure = Figure(figsize=(_width(heads), 2.3 * layers + 0.6))
-    axes = figure.subplots(layers, 1, sharey=True, squeeze=False)[:, 0]
-    count = len(findings.places)
-    width = 0.8 / count
-    for ax, row in zip(axes, rows, strict=True):
-        for place, name in enumerate(findings.places):
-            x = np.arange(len(row)) + width * (place - (count - 1) / 2)
-            values = ablated[:, row, place]
-            ax.bar(
-                x, np.median(values, 0), 0.9 * width, color=PALETTE[place % len(PALETTE)], alpha=0.75, label=plain(name)
-            )
-            spread = np.linspace(-0.3, 0.3, len(values))[:, None] * width
-            ax.plot((x + spread).ravel(), values.ravel(), "o", color=INK, markersize=1.8, markeredgewidth=0, alpha=0.7)
-        ax.set_xticks(range(len(row)), [names[i] for i in row], parse_math=False)
-        ax.set_ylim(0, 1.04)
-        ax.grid(axis="x", visible=False)
-        ax.set_ylabel("accuracy")
-    axes[0].legend(ncols=min(count, 5), loc="lower left", bbox_to_anchor=(0, 1.0))
-    figure.supxlabel("head switched off", fontsize=9)
+    """The accuracy that every place loses with one head, or all heads of a role, switched off."""
+    matrices = ablation_matrices(findings)
+    rows, widest = len(findings.places), max(len(matrix.columns) for matrix in matrices)
+    cell = (WIDTH - 2.5) / widest
+    above = sum(_names_height(matrix.columns, cell) for matrix in matrices)
+    figure = Figure(figsize=(WIDTH, len(matrices) * (0.26 * rows + 0.45) + above + 0.4))
+    axes = figure.subplots(len(matrices), 1, squeeze=False)[:, 0]
+    for ax, matrix in zip(axes, matrices, strict=True):
+        image = _draw_matrix(ax, matrix, cell)
+        ax.set_xlim(-0.5, widest - 0.5)  # cells of one size
+        ax.spines[:].set_visible(False)
+    figure.colorbar(image, ax=list(axes), label="accuracy lost", aspect=40, pad=0.01)
+    figure.suptitle(f"{plain(findings.name)}: what each head is needed for ({_median_of(findings)})", fontsize=10)
     return figure
 
 
 def divergence_figure(findings: Findings) -> Figure:
     """How much the heads' patterns differ, before and after training, on one scale."""
-    matrices = matched_divergence(findings)
-    titles, heads = head_codes(findings), findings.example_weights.shape[2]
-    ticks = range(len(titles))
-    if len(titles) > 24:  # a name for each layer
-        ticks = range(0, len(titles), heads)
-        titles = [titles[at].partition("H")[0] for at in ticks]
-    figure = Figure(figsize=(WIDTH, 3.9))
+    matrices = divergence_matrices(findings)
+    figure = Figure(figsize=(WIDTH, 4.2))
     axes = figure.subplots(1, 2)
-    for when, (ax, name) in enumerate(zip(axes, ("untrained", "trained"), strict=True)):
-        median = np.median(matrices[:, when], 0)
-        image = ax.imshow(median, vmin=0, vmax=1, cmap=COLOURS)
-        ax.grid(visible=False)
-        ax.set_xticks(ticks, titles)
-        ax.set_yticks(ticks, titles)
-        for row, column in np.ndindex(*median.shape) if len(median) <= 12 else ():
-            dark = median[row, column] > 0.55
-            text = f"{median[row, column]:.2f}"
-            ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else INK)
-        ax.set_title(f"{name}: {divergence_text(findings, when)}")
+    for ax, matrix in zip(axes, matrices, strict=True):
+        image = _draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
+        ax.set_title(matrix.title.replace(": ", "\n").replace(" · ", "\n"))
     figure.colorbar(image, ax=list(axes), label="Jensen-Shannon divergence / ln 2", shrink=0.9)
+    return figure
+
+
+def map_figure(findings: Findings) -> Figure:
+    """The first seed's heads in the plane, coloured by role, untrained and trained on one scale."""
+    maps, reach = head_maps(findings)
+    colours, names = role_colours(findings), head_names(findings)
+    figure = Figure(figsize=(WIDTH, 5.3), layout="compressed")
+    for ax, shown in zip(figure.subplots(1, 2), maps, strict=True):
+        for name, point, side in zip(names, shown.points, shown.sides, strict=True):
+            code, _, role = name.partition(" ")
+            ax.plot(*point, "o", color=_ink(colours.get(role, -1))["color"], markersize=6, markeredgewidth=0)
+            if side is not None:
+                place = {"ha": ("center", "left", "right")[side[0]], "va": ("center", "bottom", "top")[side[1]]}
+                offset = np.multiply(side, (5, 4))
+                ax.annotate(code, point, xytext=offset, textcoords="offset points", fontsize=8, **place)
+        ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+        ax.set_title(shown.title.replace(": ", "\n").replace(" · ", "\n"))
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=_ink(at)["color"], label=role) for role, at in colours.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
+    figure.suptitle(
+        f"{plain(findings.name)}: how far the heads' patterns are apart (seed {findings.seeds[0]})", fontsize=10
+    )
     return figure
 
 

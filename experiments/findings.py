@@ -1,7 +1,8 @@
 """What one run found: everything the report, the figures and the claims read, and nothing else.
 
 Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps at which the heads were looked at (the first is 0, the
-untrained model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs).
+untrained model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs), ``X``
+steps of the examples' weights, ``I`` examples.
 """
 
 import dataclasses
@@ -26,20 +27,26 @@ class Findings:
     environment: dict[str, str]  # versions, device, seconds
     seeds: list[int]
     places: list[str]  # what is read out, e.g. ["one back", "five back", "mirror", "same key"]
-    tokens: list[str]  # labels of the example's T tokens
+    tokens: list[list[str]]  # labels of the T tokens of each of the I examples
     metric_steps: np.ndarray  # [E]
     metrics: Mapping[str, np.ndarray]  # name -> [R,E]; "loss", "accuracy", ...
     look_steps: np.ndarray  # [P]
     scores: Mapping[str, np.ndarray]  # name -> [R,P,L,N], in [0, 1]
+    # name -> [R,2,L,N]: jattn.heads.statistics at the end; in [0, 1] but for distance (tokens) and max_logit (a score)
+    statistics: Mapping[str, np.ndarray]
     offsets: np.ndarray  # [O] key position minus query position
     offset_profile: np.ndarray  # [R,2,L,N,O] mean weight at each offset
     example_steps: np.ndarray  # [X] steps of example_weights
-    example_weights: np.ndarray  # [X,L,N,T,T] weights of the first seed on one example
+    example_weights: np.ndarray  # [X,I,L,N,T,T] weights of the first seed on each example
     mean_weights: np.ndarray  # [2,L,N,T,T] weights of the first seed, averaged over a batch
     divergence: np.ndarray  # [R,2,L*N,L*N] Jensen-Shannon / ln 2 between heads' mean patterns
+    noise: np.ndarray  # [R,2,L*N] the same of each head with itself, between two batches: the floor of what can be told
     accuracy: np.ndarray  # [R,A] per place, whole model
     ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
-    heads: list[dict[str, Any]]  # rows {seed, layer, head, role, score, null}
+    groups: Mapping[str, np.ndarray]  # role -> [R,A] per place, all heads of that role switched off
+    # rows {seed, layer, head, role, score, null, p_value}: null is the score that heads without the role may reach, a
+    # quantile of those that cannot have it; the role is "mixed" where no score passes its null
+    heads: list[dict[str, Any]]
     curves: Mapping[str, Mapping[str, list[list[float]]]]  # "Y over X" -> line label -> [[x, y per seed ...], ...]
     controls: list[dict[str, Any]]  # rows {name, metric, values (one a seed), parameters}
     # rows {name, statement, metric, side, threshold, values, untrained, seeds, passed, failed, needed, holds}: values
@@ -53,7 +60,7 @@ class Findings:
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
                 arrays[field.name] = value
-            elif field.name in ("metrics", "scores"):
+            elif field.name in NAMED:
                 arrays |= {f"{field.name}/{key}": array for key, array in value.items()}
             else:
                 plain[field.name] = value
@@ -63,7 +70,7 @@ class Findings:
     @classmethod
     def load(cls, folder: Path) -> "Findings":
         """Reads what ``save`` wrote. Raises ``FileNotFoundError`` when the run has not finished."""
-        found = {"metrics": {}, "scores": {}} | json.loads((folder / "findings.json").read_text())
+        found = {name: {} for name in NAMED} | json.loads((folder / "findings.json").read_text())
         with np.load(folder / "findings.npz") as arrays:
             for name in arrays:
                 field, _, key = name.partition("/")
@@ -72,6 +79,9 @@ class Findings:
                 else:
                     found[field] = arrays[name]
         return cls(**found)
+
+
+NAMED = ("metrics", "scores", "statistics", "groups")  # fields that map names to arrays
 
 
 def environment(seconds: float) -> dict[str, str]:

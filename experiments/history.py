@@ -40,7 +40,7 @@ class History:
 
     def add_look(self, step: int, looked: dict[str, Any]) -> None:
         """Writes what ``train.look_at`` found at ``step``."""
-        arrays = {name: np.asarray(looked[name]) for name in ("offset_profile", "example")}
+        arrays = {name: np.asarray(looked[name]) for name in ("offset_profile", "examples")}
         unfinished = self.looks / f"{step:08d}.tmp"
         with unfinished.open("wb") as file:
             np.savez_compressed(file, **arrays)
@@ -61,7 +61,7 @@ class History:
         return self._gather([{"step": line["step"]} | line["scores"] for line in self._read() if "scores" in line])
 
     def look(self, step: int) -> dict[str, np.ndarray]:
-        """Arrays of the look at ``step``: ``offset_profile [R,L,N,O]``, ``example [L,N,T,T]``."""
+        """Arrays of the look at ``step``: ``offset_profile [R,L,N,O]``, ``examples [I,L,N,T,T]``."""
         with np.load(self.looks / f"{step:08d}.npz") as arrays:
             return dict(arrays)
 

@@ -1,43 +1,63 @@
-"""What the heads of a model do on a batch: the scores that are tracked while it trains."""
+"""What the heads of a model do on a batch: the scores that are tracked while it trains, and those at the end."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.model import Transformer, attention_weights
+from experiments.model import Transformer, attention_weights, layer_by_layer
 from experiments.tasks import Batch, Task
 from jattn import heads
+
+# What is tracked: in [0, 1], so that all share one scale.
+TRACKED = (
+    "previous_token", "current_token", "first_token", "duplicate_token", "induction", "max_weight", "entropy",
+)  # fmt: skip
+ALL = (*TRACKED, "distance", "max_logit")
+
+
+def with_weights(model: Transformer, params: Any, tokens: Array) -> tuple[Array, Array]:
+    """Logits ``[B,T,A,classes]``, and the attention weights ``[B,L,N,T,T]`` of all layers and heads."""
+    logits, kept = model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
+    return logits, attention_weights(kept["intermediates"])
 
 
 def weights_of(model: Transformer, params: Any, tokens: Array) -> Array:
     """Attention weights ``[B,L,N,T,T]`` of all layers and heads."""
-    _, kept = model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
-    return attention_weights(kept["intermediates"])
+    return with_weights(model, params, tokens)[1]
 
 
-def scores(task: Task, weights: Array, batch: Batch) -> dict[str, Array]:
-    """Scores ``[L,N]`` in [0, 1] of ``weights [B,L,N,T,T]``, averaged over the batch.
+def entropy(weights: Array, batch: Batch) -> Array:
+    """Entropy ``[L,N]`` of the rows of ``weights [B,L,N,T,T]``, each over the largest that it could have."""
+    visible = jnp.tril(jnp.ones(weights.shape[-2:], bool))
+    return _over_heads_and_batch(lambda w, b: heads.entropy(w, visible, b.real), weights, batch)
 
-    A place has the weight on its source; that ``induction`` runs over the queries that are asked, the
-    others over all real ones.
+
+def scores(
+    model: Transformer, task: Task, params: Any, batch: Batch, names: Sequence[str] = TRACKED
+) -> tuple[dict[str, Array], Array]:
+    """Scores ``[L,N]``, averaged over the batch, and the weights ``[B,L,N,T,T]``.
+
+    Of each place the weight on its source, where it is asked; then the statistics ``names`` of ``jattn.heads``, over
+    all real queries.
     """
+    asked = {"names": list(names), "tokens": batch.tokens[..., 0], "eligible": batch.real}
+    _, kept = model.apply(params, batch.tokens, sow_weights=True, sow_statistics=asked, mutable=["intermediates"])
+    weights = attention_weights(kept["intermediates"])
+    layers = layer_by_layer(kept["intermediates"], "attention_statistics")
+    found = {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
+    return of_places(task, weights, batch.sources) | found, weights
 
-    def of_one_head(weights: Array, batch: Batch) -> dict[str, Array]:  # [T,T], a batch of one without its axis
-        asked = jnp.any(batch.target_weights > 0, -1)
-        visible = jnp.tril(jnp.ones(weights.shape, bool))
-        places = {
-            place: heads.target_weight(weights, batch.sources[:, index]) for index, place in enumerate(task.places)
-        }
-        return places | {
-            "previous_token": heads.previous_token(weights, batch.real),
-            "induction": heads.induction(weights, batch.tokens[:, 0], asked),
-            "sink": heads.sink(weights, batch.real),
-            "entropy": heads.entropy(weights, visible, batch.real),
-        }
 
-    return _over_heads_and_batch(of_one_head, weights, batch)
+def of_places(task: Task, weights: Array, sources: Array) -> dict[str, Array]:
+    """The mean weight ``[L,N]`` of ``weights [B,L,N,T,T]`` on each place's ``sources [B,T,A]``."""
+
+    def of_one_head(weights: Array, sources: Array) -> dict[str, Array]:
+        return {place: heads.target_weight(weights, sources[:, index]) for index, place in enumerate(task.places)}
+
+    return _over_heads_and_batch(of_one_head, weights, sources)
 
 
 def offset_profile(weights: Array, batch: Batch) -> Array:
@@ -46,8 +66,22 @@ def offset_profile(weights: Array, batch: Batch) -> Array:
     return _over_heads_and_batch(lambda w, b: heads.offset_profile(w, b.real)[:length], weights, batch)
 
 
-def _over_heads_and_batch(statistic: Any, weights: Array, batch: Batch) -> Any:
+def of_shuffled(model: Transformer, task: Task, params: Any, batch: Batch) -> dict[str, Array]:
+    """Scores ``[L,N]`` of what depends on the tokens, each sequence beside the tokens and sources of the one before.
+
+    What a head that sees these tokens scores by chance: part of the null of its roles.
+    """
+    tokens, sources = (jnp.roll(x, 1, 0) for x in (batch.tokens[..., 0], batch.sources))
+    asked = {"names": list(heads.OF_TOKENS), "tokens": tokens, "eligible": batch.real}
+    _, kept = model.apply(params, batch.tokens, sow_weights=True, sow_statistics=asked, mutable=["intermediates"])
+    layers = layer_by_layer(kept["intermediates"], "attention_statistics")
+    found = {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in heads.OF_TOKENS}
+    places = of_places(task, attention_weights(kept["intermediates"]), sources)
+    return found | {place: score for place, score in places.items() if place in task.of_tokens}
+
+
+def _over_heads_and_batch(statistic: Any, weights: Array, of_sequence: Any) -> Any:
     for _ in range(2):
         statistic = jax.vmap(statistic, (0, None))
-    found = jax.vmap(statistic)(weights, batch)
+    found = jax.vmap(statistic)(weights, of_sequence)
     return jax.tree.map(lambda values: values.mean(0), found)

@@ -1,5 +1,6 @@
 """The experiments' one model: a small causal transformer, built of jattn's own attention module."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jattn.linen import MultiHeadDotProductAttention
 # Multiplying scores by this leaves all weight on the largest: scores that differ by 1e-4 are e^-100 apart.
 SHARPNESS = 1e6
 RELATIVE_BUCKETS = 32
+# Adam moves all parameters at one pace, and a bias has to go farther than a weight: it is learned in these units.
+RELATIVE_UNIT = 8.0
 
 
 class Transformer(nn.Module):
@@ -27,14 +30,19 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: Array, *, head_gates: Array | None = None, harden: bool = False, sow_weights: bool = False
+        self,
+        tokens: Array,
+        *,
+        harden: bool = False,
+        per_layer: Sequence[Mapping[str, Any]] | None = None,
+        **attention: Any,
     ) -> Array:
         """Logits ``[B,T,A,classes]`` of ``tokens [B,T,F]``.
 
         Args:
-            head_gates: ``[L,N]``, multiplied onto each head's output; 0 switches a head off.
             harden: put the whole weight of each attention row on its largest.
-            sow_weights: keep every layer's ``attention_weights [B,N,T,S]`` in ``intermediates``.
+            per_layer: for each layer options of its attention's call, such as ``head_gate`` (``jattn.heads.ablate``).
+            attention: options of every layer's call, such as ``sow_weights``.
         """
         options = self.options
         embedding = nn.initializers.normal(options.embed_scale)
@@ -48,8 +56,8 @@ class Transformer(nn.Module):
         elif options.position == "sinusoidal":
             x = x + positions.sinusoidal(x.shape[1], options.model_dim)[None]
         for layer in range(options.num_layers):
-            gate = None if head_gates is None else head_gates[layer]
-            x = Block(options, name=f"layer_{layer}")(x, gate, harden, sow_weights)
+            here = attention | dict(per_layer[layer] if per_layer else {})
+            x = Block(options, name=f"layer_{layer}")(x, harden, here)
         x = _norm(options, "norm")(x)
         return nn.DenseGeneral((self.num_places, self.num_classes), name="read_out")(x)
 
@@ -60,7 +68,7 @@ class Block(nn.Module):
     options: config.Model
 
     @nn.compact
-    def __call__(self, x: Array, head_gate: Array | None, harden: bool, sow_weights: bool) -> Array:
+    def __call__(self, x: Array, harden: bool, attend: Mapping[str, Any]) -> Array:
         """``x [B,T,M]`` to the same shape."""
         options = self.options
         attention = MultiHeadDotProductAttention(
@@ -72,11 +80,7 @@ class Block(nn.Module):
             name="attention",
         )
         x = x + attention(
-            _norm(options, "attention_norm")(x),
-            is_causal=True,
-            score_mod=self._score_mod(harden),
-            head_gate=head_gate,
-            sow_weights=sow_weights,
+            _norm(options, "attention_norm")(x), is_causal=True, score_mod=self._score_mod(harden), **attend
         )
         if options.mlp_dim:
             hidden = nn.Dense(options.mlp_dim, name="mlp_in")(_norm(options, "mlp_norm")(x))
@@ -89,8 +93,8 @@ class Block(nn.Module):
             mods.append(score_mods.Alibi(jnp.asarray(score_mods.alibi_slopes(options.num_heads))))
         elif options.position == "relative":
             shape = (RELATIVE_BUCKETS, options.num_heads)
-            table = self.param("relative_bias", nn.initializers.normal(1.0), shape)
-            mods.append(score_mods.RelativeBias(table, bidirectional=False))
+            table = self.param("relative_bias", nn.initializers.normal(1 / RELATIVE_UNIT), shape)
+            mods.append(score_mods.RelativeBias(RELATIVE_UNIT * table, bidirectional=False))
         if harden:
             mods.append(lambda score, b, h, q_idx, kv_idx: score * SHARPNESS)
         return score_mods.then(*mods) if mods else None
@@ -105,7 +109,12 @@ def make(options: config.Model, task: Task) -> Transformer:
     return Transformer(options, task.vocabulary, task.max_length, len(task.places), task.symbols)
 
 
+def layer_by_layer(intermediates: dict[str, Any], name: str) -> list[Any]:
+    """What every layer's attention has sown under ``name``."""
+    layers = sorted(intermediates, key=lambda layer: int(layer.rpartition("_")[2]))
+    return [intermediates[layer]["attention"][name][0] for layer in layers]
+
+
 def attention_weights(intermediates: dict[str, Any]) -> Array:
     """The sown weights of all layers, ``[B,L,N,T,S]``."""
-    layers = sorted(intermediates, key=lambda name: int(name.rpartition("_")[2]))
-    return jnp.stack([intermediates[name]["attention"]["attention_weights"][0] for name in layers], 1)
+    return jnp.stack(layer_by_layer(intermediates, "attention_weights"), 1)

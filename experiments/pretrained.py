@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ from flax import nnx
 from jax import Array
 from rich.progress import track
 
-from experiments import claims
+from experiments import claims, evaluate, look
 from experiments.config import Config, Pretrained
 from experiments.findings import Findings, environment
 from jattn import heads, interop
 
-PATTERNS = ("previous_token", "next_token", "current_token", "first_token", "separator")
+PATTERNS = (
+    "previous_token", "next_token", "current_token", "first_token", "separator", "duplicate_token", "induction",
+)  # fmt: skip
 METRICS = ("margin", "nearest_accuracy", *(claims.BEST + name for name in PATTERNS))
-ROLE_AT = 0.5  # share of a head's weight from which on a pattern is its role
+NULL_HEADS = 216  # of models with random parameters, which say what a head scores by chance
+EXAMPLES = 3
 CASE_LENGTH = 256  # tokens at which the tokenizer cuts, as the encoder's own settings have it
 
 
@@ -38,7 +41,7 @@ class Sentences:
 
 def check(config: Config) -> None:
     """Raises ``ValueError`` where the config asks for what a pretrained model has not, or its folder is not there."""
-    for section in ("task", "model", "train", "evaluate", "controls"):
+    for section in ("task", "model", "train", "evaluate", "controls", "sweep"):
         default = next(field for field in dataclasses.fields(Config) if field.name == section).default_factory()
         if getattr(config, section) != default:
             raise ValueError(f"{section}: a pretrained model is not trained here; leave its options out")
@@ -75,9 +78,14 @@ def run(config: Config) -> Findings:
     folder = folder_of(config.pretrained)
     sentences = read_sentences(config.pretrained, folder)
     model = interop.load(folder)
-    twin = interop.Transformer(model.config, rngs=nnx.Rngs(0))
-    looked = [_look(one, sentences) for one in track((twin, model), "heads")]
-    return _findings(config, sentences, looked, time.monotonic() - started)
+    count = math.ceil(NULL_HEADS / (model.config.num_layers * model.config.num_heads))
+    twins = [interop.Transformer(model.config, rngs=nnx.Rngs(seed)) for seed in range(count)]
+    looking = looker(sentences)
+    *twins, looked = [looking(one) for one in track([*twins, model], "heads")]
+    roles = _roles(looked, twins)
+    looked["ablated"] = ablate(model, sentences)
+    groups = _groups(model, sentences, roles.label[0])
+    return _findings(config, sentences, (twins[0], looked), roles, groups, time.monotonic() - started)
 
 
 def read_sentences(options: Pretrained, folder: Path) -> Sentences:
@@ -116,61 +124,98 @@ def qualities(embeddings: Array, groups: np.ndarray) -> Array:
     return jnp.stack([(jnp.asarray(groups)[nearest] == groups).mean(), margin])
 
 
-def _look(model: interop.Transformer, sentences: Sentences) -> dict[str, np.ndarray]:
-    """Everything the report shows of one model."""
-    shape = model.config.num_layers, model.config.num_heads
+def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, Any]]:
+    """A function that finds what the report shows of a model; compiled once for all models of one config."""
     tokens, valid = jnp.asarray(sentences.tokens), jnp.asarray(sentences.valid)
-    forward = nnx.capture(embed, nnx.Intermediate)
-    embeddings, sown = nnx.jit(lambda model: forward(model, tokens, valid, sow_weights=True))(model)
-    weights = jnp.stack([layer["attention"]["attention_weights"][0] for _, layer in sorted(sown["layers"].items())], 1)
 
-    @nnx.jit
-    def switched(model: interop.Transformer) -> Array:
-        graph, state = nnx.split(model)
-        one_off = 1.0 - jnp.eye(math.prod(shape)).reshape(-1, *shape)
+    def forward(model: interop.Transformer, seen: Array) -> Array:
+        asked = {"names": look.ALL, "tokens": seen, "eligible": valid}
+        return embed(model, tokens, valid, sow_weights=True, sow_statistics=asked)
 
-        def with_gates(gates: Array) -> Array:
-            return qualities(embed(nnx.merge(graph, state), tokens, valid, head_gates=gates), sentences.groups)
+    def of_layers(sown: Any, names: Sequence[str]) -> dict[str, Array]:
+        layers = _layers(sown, "attention_statistics")
+        return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
 
-        return jax.lax.map(with_gates, one_off, batch_size=shape[1])
+    capture = nnx.jit(nnx.capture(forward, nnx.Intermediate))
+    scores = jax.jit(_scores)
 
-    return jax.tree.map(
-        np.asarray,
-        {
+    def looking(model: interop.Transformer) -> dict[str, Any]:
+        (embeddings, sown), (_, beside) = capture(model, tokens), capture(model, jnp.roll(tokens, 1, 0))
+        weights = jnp.stack(_layers(sown, "attention_weights"), 1)
+        found = {
             "weights": weights,  # [B,L,N,T,T]
             "accuracy": qualities(embeddings, sentences.groups),  # [2]
-            "ablated": switched(model).reshape(*shape, 2),
-            "divergence": _divergence(weights, valid),
-            **jax.jit(_scores)(weights, tokens, valid),
-        },
-    )
-
-
-def _scores(weights: Array, tokens: Array, valid: Array) -> dict[str, Array]:
-    """Scores ``[L,N]`` of the heads, averaged over sentences."""
-    T = tokens.shape[1]
-
-    def of_one_head(weights: Array, tokens: Array, valid: Array) -> dict[str, Array]:
-        at, last = jnp.arange(T), valid.sum() - 1
-        targets = {
-            "previous_token": at - 1,
-            "next_token": jnp.where(at < last, at + 1, -1),
-            "current_token": at,
-            "first_token": jnp.where(at > 0, 0, -1),
-            "separator": jnp.where(at < last, last, -1),
+            "shuffled": of_layers(beside, heads.OF_TOKENS),
+            **of_layers(sown, look.ALL),  # [L,N]
+            **scores(weights, valid),
         }
-        found = {name: heads.target_weight(weights, jnp.where(valid, to, -1)) for name, to in targets.items()}
-        return found | {"entropy": heads.entropy(weights, valid[None, :] & valid[:, None], valid)}
+        return jax.tree.map(np.asarray, found)
 
-    for axes in ((0, None, None), (0, None, None), (0, 0, 0)):
+    return looking
+
+
+def ablate(model: interop.Transformer, sentences: Sentences) -> np.ndarray:
+    """``[L,N,2]``: the qualities with each head switched off."""
+    tokens, valid = jnp.asarray(sentences.tokens), jnp.asarray(sentences.valid)
+    graph, state = nnx.split(model)
+    _, sown = nnx.capture(lambda model: model(tokens, valid=valid, sow_heads=True), nnx.Intermediate)(model)
+
+    @jax.jit
+    def switched(state: Any) -> Array:
+        def qualities_of(per_layer: list[dict[str, Any]]) -> Array:
+            return qualities(embed(nnx.merge(graph, state), tokens, valid, per_layer=per_layer), sentences.groups)
+
+        return heads.ablate(qualities_of, _layers(sown, "attention_heads"), batch_size=model.config.num_heads)
+
+    return np.asarray(switched(state))
+
+
+def _layers(sown: Any, name: str) -> list[Any]:
+    return [layer["attention"][name][0] for _, layer in sorted(sown["layers"].items())]
+
+
+def _scores(weights: Array, valid: Array) -> dict[str, Array]:
+    """What no statistic of ``jattn.heads`` tells: scores ``[L,N]`` of the heads, averaged over sentences."""
+    T = valid.shape[1]
+
+    def of_one_head(weights: Array, valid: Array) -> dict[str, Array]:
+        at, last = jnp.arange(T), valid.sum() - 1
+        targets = {"next_token": jnp.where(at < last, at + 1, -1), "separator": jnp.where(at < last, last, -1)}
+        return {name: heads.target_weight(weights, jnp.where(valid, to, -1)) for name, to in targets.items()}
+
+    for axes in ((0, None), (0, None), (0, 0)):
         of_one_head = jax.vmap(of_one_head, axes)
-    return jax.tree.map(lambda x: x.mean(0), of_one_head(weights, tokens, valid))
+    return jax.tree.map(lambda x: x.mean(0), of_one_head(weights, valid))
 
 
-def _divergence(weights: Array, valid: Array) -> Array:
-    """``[L*N,L*N]``: between heads, row by row, averaged over sentences."""
-    flat = weights.reshape(weights.shape[0], -1, *weights.shape[3:])
-    return jax.jit(lambda *both: jax.lax.map(lambda one: heads.divergence(*one), both).mean(0))(flat, valid)
+def _roles(model: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
+    """The role of every head ``[1,L,N]``, held against the twins' and, for tokens, against other sentences' tokens."""
+    null = {name: np.stack([twin[name] for twin in twins]) for name in PATTERNS}
+    null |= {name: np.concatenate([null[name], model["shuffled"][name][None]]) for name in heads.OF_TOKENS}
+    return heads.roles({name: model[name][None] for name in PATTERNS}, null)
+
+
+def _groups(model: interop.Transformer, sentences: Sentences, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """``{role: [1,2]}``: the qualities with all heads off that have a role; ``labels [L,N]``."""
+
+    @nnx.jit
+    def without(model: interop.Transformer, gates: Array) -> Array:
+        per_layer = [{"head_gate": gate} for gate in gates]
+        return qualities(embed(model, sentences.tokens, sentences.valid, per_layer=per_layer), sentences.groups)
+
+    roles = [str(role) for role in np.unique(labels) if role != heads.labels.MIXED]
+    return {role: np.asarray(without(model, jnp.asarray(labels != role, jnp.float32)))[None] for role in roles}
+
+
+def _divergence(weights: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``[L*N,L*N]`` between the heads' mean patterns, and ``[L*N]`` between those of every other sentence."""
+    T, rows = weights.shape[-1], jnp.asarray(valid.any(0))
+    every, even, odd = (
+        jnp.asarray(_mean_weights(weights[part], valid[part]).reshape(-1, T, T))
+        for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+    )
+    both = jnp.asarray(valid[0::2].any(0) & valid[1::2].any(0))
+    return np.asarray(heads.pattern_divergence(every, rows)), np.asarray(evaluate.noise_floor(even, odd, both))
 
 
 def _offset_profile(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
@@ -191,13 +236,25 @@ def _mean_weights(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
     return (weights * pairs).sum(0) / np.maximum(pairs.sum(0), 1)
 
 
+def _examples(sentences: Sentences) -> tuple[list[int], int]:
+    """Which sentences are shown, the longest ones, and their greatest length."""
+    lengths = np.array([len(words) for words in sentences.words])
+    shown = np.argsort(-lengths, kind="stable")[:EXAMPLES]
+    return shown.tolist(), int(lengths.max())
+
+
 def _findings(
-    config: Config, sentences: Sentences, looked: Sequence[dict[str, np.ndarray]], seconds: float
+    config: Config,
+    sentences: Sentences,
+    looked: Sequence[dict[str, Any]],
+    roles: heads.Roles,
+    groups: dict[str, np.ndarray],
+    seconds: float,
 ) -> Findings:
     twin, model = looked
-    names, T = (*PATTERNS, "entropy"), sentences.tokens.shape[1]
-    longest = len(max(sentences.words, key=len))
-    example = int(np.argmax([len(words) == longest for words in sentences.words]))
+    T, (shown, longest) = sentences.tokens.shape[1], _examples(sentences)
+    cut = (slice(None),) * 3 + (slice(longest),) * 2
+    rows = sentences.valid[shown][:, None, None, :, None]
 
     def both(make: Any) -> np.ndarray:
         return np.stack([make(one) for one in looked])
@@ -207,6 +264,7 @@ def _findings(
         "margin": both(lambda one: one["accuracy"][1]),
         **{claims.BEST + name: both(lambda one, name=name: one[name].max()) for name in PATTERNS},
     }
+    divergence, noise = zip(*(_divergence(one["weights"], sentences.valid) for one in looked), strict=True)
     steps = np.array([0, 1])  # the twin, the model
     return Findings(
         name=config.name,
@@ -216,20 +274,24 @@ def _findings(
         environment=environment(seconds),
         seeds=[0],
         places=["nearest sentence", "cosine margin"],
-        tokens=sentences.words[example],
+        tokens=[sentences.words[one] + ["·"] * (longest - len(sentences.words[one])) for one in shown],
         metric_steps=np.zeros(0, int),
         metrics={},
         look_steps=steps,
-        scores={name: both(lambda one, name=name: one[name])[None] for name in names},
+        scores={name: both(lambda one, name=name: one[name])[None] for name in (*PATTERNS, "max_weight", "entropy")},
+        statistics={name: both(lambda one, name=name: one[name])[None]
+                    for name in dict.fromkeys((*PATTERNS, *look.ALL))},
         offsets=np.arange(1 - T, T),
         offset_profile=both(lambda one: _offset_profile(one["weights"], sentences.valid))[None],
         example_steps=steps,
-        example_weights=both(lambda one: one["weights"][example, :, :, :longest, :longest]),
+        example_weights=both(lambda one: (one["weights"][shown] * rows)[cut]),
         mean_weights=both(lambda one: _mean_weights(one["weights"], sentences.valid)[..., :longest, :longest]),
-        divergence=both(lambda one: one["divergence"])[None],
+        divergence=np.stack(divergence)[None],
+        noise=np.stack(noise)[None],
         accuracy=model["accuracy"][None],
         ablated=model["ablated"][None],
-        heads=_head_rows(twin, model),
+        groups=groups,
+        heads=evaluate.head_rows([0], roles),
         curves={},
         controls=[
             {"name": name, "metric": metric, "values": [float(measured[metric][when])], "parameters": ""}
@@ -241,15 +303,3 @@ def _findings(
             for claim in config.claims
         ],
     )  # fmt: skip
-
-
-def _head_rows(twin: dict[str, np.ndarray], model: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Rows ``{seed, layer, head, role, score, null}``: the pattern that holds at least half of the head's weight."""
-    rows = []
-    for layer, head in np.ndindex(model["entropy"].shape):
-        scores = {name: float(model[name][layer, head]) for name in PATTERNS}
-        best = max(scores, key=scores.__getitem__)
-        role = best if scores[best] >= ROLE_AT else "mixed"
-        null = float(twin[best][layer, head])
-        rows.append({"seed": 0, "layer": layer, "head": head, "role": role, "score": scores[best], "null": null})
-    return rows

@@ -2,8 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const heads = data.heads; // [{code, title, role}], layer by layer
-const tokens = data.tokens;
-const size = tokens.length;
+const size = data.views[0].labels.length;
 const dashes = ["", "7 3", "2 3", "7 3 2 3"];
 
 function node(space, tag, attributes, children) {
@@ -39,11 +38,12 @@ const series = (index) => (index < 0 ? "var(--ink)" : `var(--c${index % 8})`);
 
 const views = data.views.map((view) => {
   const bytes = Uint8Array.from(atob(view.weights), (c) => c.charCodeAt(0));
-  return { ...view, weights: new Uint16Array(bytes.buffer) };
+  return { ...view, weights: data.width === 2 ? new Uint16Array(bytes.buffer) : bytes };
 });
+const unit = data.top / (256 ** data.width - 1), digits = data.width === 2 ? 4 : 2;
 const state = { view: 0, frame: views[0].steps.length - 1, head: 0, pointed: 0, query: size - 1, key: 0 };
 const at = (head, query, key) =>
-  (views[state.view].weights[((state.frame * heads.length + head) * size + query) * size + key] / 65535) * data.top;
+  views[state.view].weights[((state.frame * heads.length + head) * size + query) * size + key] * unit;
 
 function strongestKey(head, query) {
   let best = 0;
@@ -61,7 +61,7 @@ function shorten(pen, text, room) {
 function layout(pen, width, large) {
   const widest = large ? 11 : 9;
   pen.font = `bold ${widest}px system-ui, sans-serif`; // as wide as a label gets
-  const label = width < 120 ? 0 : Math.min(extent(tokens.map((t) => pen.measureText(t).width))[1], large ? 90 : 44) + 5;
+  const label = width < 120 ? 0 : Math.min(extent(views[state.view].labels.map((t) => pen.measureText(t).width))[1], large ? 90 : 44) + 5;
   const edge = label + (large ? 18 : 0);
   const cell = (width - edge - 2) / size;
   const font = clamp(cell * 0.95, 9, widest);
@@ -112,7 +112,7 @@ function drawLabels(pen, place, large) {
     if (isKey) pen.rotate(-Math.PI / 2);
     pen.font = `${chosen ? "bold " : ""}${font}px system-ui, sans-serif`;
     pen.fillStyle = chosen ? ink.mark : ink.soft;
-    pen.fillText(shorten(pen, tokens[index], label - 4), 0, 0);
+    pen.fillText(shorten(pen, views[state.view].labels[index], label - 4), 0, 0);
     pen.restore();
   };
   pen.textAlign = "right";
@@ -170,9 +170,9 @@ function choose(head) {
 function showReadout() {
   const { pointed, query, key } = state;
   $("head").textContent = heads[pointed].title;
-  $("query").textContent = `${query}: ${tokens[query]}`;
-  $("key").textContent = `${key}: ${tokens[key]}`;
-  $("weight").textContent = at(pointed, query, key).toFixed(4);
+  $("query").textContent = views[state.view].texts[query];
+  $("key").textContent = views[state.view].texts[key];
+  $("weight").textContent = at(pointed, query, key).toFixed(digits);
 }
 
 function showHeads() {
@@ -183,7 +183,7 @@ function showHeads() {
     const [name, weight, part] = caption.children;
     name.textContent = large ? title : code;
     part.textContent = role;
-    weight.textContent = at(head(), state.query, state.key).toFixed(large ? 4 : 2);
+    weight.textContent = at(head(), state.query, state.key).toFixed(large ? digits : 2);
     if (!large) figure.classList.toggle("chosen", head() === state.head);
   }
   showReadout();
@@ -218,9 +218,10 @@ function showFrame(frame) {
 }
 
 function showView(view) {
+  const step = views[state.view].steps[state.frame]; // the new view's nearest, so that views are compared at one step
   state.view = view;
   $("step").max = views[view].steps.length - 1;
-  showFrame(views[view].steps.length - 1);
+  showFrame(nearest(views[view].steps, step));
 }
 
 let playing = 0;
@@ -366,64 +367,112 @@ function setUpProfiles() {
   });
 }
 
-function setUpBars() {
-  const { places, groups, rows } = data.ablation; // groups [{title, lines of its label}], rows [[group ...] ...]
-  $("ablation-legend").append(...places.map((place, i) => html("span", {},
-    svg("svg", { "aria-hidden": "true" }, svg("rect", { width: 18, height: 10, style: `fill:${series(i)}` })), place)));
-  return rows.map((row) => {
+// ---- matrices and maps
+
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = "11px system-ui, sans-serif"; // of the style sheet
+const textWidth = (text) => ruler.measureText(text).width;
+const widest = (texts) => Math.max(0, ...texts.map(textWidth));
+const brief = (value) => (value === null ? "–" : value.toFixed(Math.abs(value) < 10 ? 2 : 1).replace(/^-(0\.0+)$/, "$1"));
+const exact = (value) => (value === null ? "–" : value.toFixed(3).replace(/^-(0\.0+)$/, "$1"));
+
+function setUpMatrices(host, matrices, tall, label) {
+  return matrices.map((matrix) => {
+    const chart = html("div", { class: "chart" });
+    host.append(html("figure", {}, html("figcaption", {}, matrix.title), chart));
+    return () => matrixChart(chart, matrix, tall, `${label} ${matrix.title}`);
+  });
+}
+
+/** Cells `tall` pixels high, or square ones; what has no room in a cell stands in its tooltip. */
+function matrixChart(host, { rows, columns, values, shades, seeds }, tall, label) {
+  const left = Math.min(widest(rows) + 8, host.clientWidth * 0.35);
+  const wide = Math.min((host.clientWidth - left) / columns.length, tall ? 92 : 440 / columns.length), high = tall || wide;
+  const words = columns.map((name) => name.split(" ")), flat = widest(words.flat()) < wide - 4;
+  const names = columns.map((name) => shorten(ruler, name, 130)), stride = flat ? 1 : Math.ceil(13 / wide);
+  const top = flat ? 13 * Math.max(...words.map((w) => w.length)) + 5 : widest(names) + 8;
+  const numbered = high >= 12 && widest(values.flat().map(brief)) < wide - 3;
+  const chart = svg("svg", { height: top + rows.length * high + 2, role: "img", "aria-label": label });
+  columns.forEach((name, c) => {
+    const x = left + (c + 0.5) * wide;
+    if (flat) words[c].forEach((word, i) => chart.append(svg("text", { x, y: top - 6 - 13 * (words[c].length - 1 - i), "text-anchor": "middle" }, word)));
+    else if (c % stride === 0) chart.append(svg("text", { transform: `translate(${x + 4} ${top - 5}) rotate(-90)` }, names[c]));
+  });
+  const skip = Math.ceil(12 / high), cells = [];
+  rows.forEach((name, r) => {
+    if (r % skip === 0) chart.append(svg("text", { x: left - 6, y: top + (r + 0.5) * high + 4, "text-anchor": "end" }, shorten(ruler, name, left - 8)));
+    columns.forEach((column, c) => {
+      const value = values[r][c], shade = shades[r][c], [red, green, blue] = colour(shade ?? 0);
+      const each = seeds.length > 1 ? seeds.map((of, i) => `\nseed ${data.seeds[i]}: ${exact(of[r][c])}`) : [];
+      const cell = svg("rect", { class: high < 12 ? "flush" : "edged", x: left + c * wide, y: top + r * high, width: wide, height: high },
+        svg("title", {}, `${name}, ${column}: ${exact(value)}${each.join("")}`));
+      cell.style.fill = shade === null ? "var(--raised)" : `rgb(${red},${green},${blue})`;
+      const ink = shade === null ? "var(--ink)" : 0.3 * red + 0.6 * green + 0.1 * blue > 140 ? "#111" : "#fff";
+      chart.append(cell);
+      cells.push(cell);
+      if (numbered) chart.append(svg("text", { class: "cell", x: left + (c + 0.5) * wide, y: top + (r + 0.5) * high + 4,
+        "text-anchor": "middle", style: `fill:${ink}` }, brief(value)));
+    });
+  });
+  host.replaceChildren(chart, readable(chart, cells, columns.length));
+}
+
+/** A line that says what the tooltip of the mark says that is pointed at, touched or reached by arrow keys. */
+function readable(chart, marks, across) {
+  const line = html("p", { class: "told", role: "status" });
+  let chosen = 0;
+  const tell = (index) => {
+    marks[chosen].classList.remove("marked");
+    chosen = index;
+    marks[chosen].classList.add("marked");
+    line.textContent = marks[chosen].textContent.replaceAll("\n", " · ");
+  };
+  chart.setAttribute("tabindex", "0");
+  chart.addEventListener("focus", () => tell(chosen));
+  chart.addEventListener("pointerover", (event) => { if (marks.includes(event.target)) tell(marks.indexOf(event.target)); });
+  chart.addEventListener("keydown", (event) => {
+    const by = { ArrowUp: -across, ArrowDown: across, ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (by === undefined) return;
+    if (marks[chosen + by]) tell(chosen + by);
+    event.preventDefault();
+  });
+  return line;
+}
+
+function setUpMaps() {
+  $("roles-legend").append(...Object.entries(data.roles).map(([role, index]) => html("span", {},
+    svg("svg", { "aria-hidden": "true" }, svg("circle", { cx: 20, cy: 5, r: 5, style: `fill:${series(index)}` })), role)));
+  return data.maps.map((map) => {
     const host = html("div", { class: "chart" });
-    $("bars").append(host);
-    return () => barChart(host, row.map((g) => groups[g]), places);
+    $("maps").append(html("figure", {}, html("figcaption", {}, map.title), host));
+    return () => mapChart(host, map);
   });
 }
 
-function barChart(host, groups, places) {
-  const left = 42, width = Math.max(host.clientWidth, 200), tall = 150, words = Math.max(...groups.map((g) => g.label.length));
-  const chart = svg("svg", { height: tall + 26 + words * 13, role: "img", "aria-label": "accuracy with one head switched off" });
-  const y = (value) => 8 + (1 - value) * tall;
-  for (const value of [0, 0.25, 0.5, 0.75, 1])
-    chart.append(svg("line", { class: "grid", x1: left, x2: width, y1: y(value), y2: y(value) }),
-      svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, value));
-  const room = (width - left) / groups.length, bar = Math.min((room * 0.8) / places.length, 44);
-  groups.forEach((group, g) => {
-    const middle = left + room * (g + 0.5);
-    group.label.forEach((word, i) => chart.append(svg("text", { x: middle, y: tall + 25 + i * 13, "text-anchor": "middle" }, word)));
-    places.forEach((place, p) => {
-      const x = middle + bar * (p - places.length / 2), { median, seeds } = group.places[p];
-      chart.append(svg("rect", { x: x + 1, y: y(median), width: bar - 2, height: median * tall, style: `fill:${series(p)}`,
-        "fill-opacity": 0.75 }, svg("title", {}, `${place}, ${group.title}: median ${median.toFixed(3)}`)));
-      seeds.forEach((value, i) => chart.append(svg("circle", { cx: x + bar * (0.5 + (seeds.length > 1 ? 0.6 * (i / (seeds.length - 1) - 0.5) : 0)),
-        cy: y(value), r: 1.6, style: "fill:var(--ink)" }, svg("title", {}, `seed ${data.seeds[i]}: ${value.toFixed(3)}`))));
-    });
+/** A dot per head on axes of one scale, and its name where it has room. */
+function mapChart(host, { title, points, sides }) {
+  const left = 34, side = Math.min(host.clientWidth - left - 2, 440), middle = side / 2, scale = middle / data.reach;
+  const chart = svg("svg", { height: side + 22, role: "img", "aria-label": `map of the heads, ${title}` });
+  const x = (value) => left + middle + value * scale, y = (value) => 2 + middle - value * scale;
+  for (const value of ticks(-data.reach, data.reach, 4))
+    chart.append(svg("line", { class: "grid", x1: left, x2: left + side, y1: y(value), y2: y(value) }),
+      svg("line", { class: "grid", x1: x(value), x2: x(value), y1: 2, y2: 2 + side }),
+      svg("text", { x: left - 5, y: y(value) + 4, "text-anchor": "end" }, short(value)),
+      svg("text", { x: x(value), y: side + 16, "text-anchor": "middle" }, short(value)));
+  chart.append(svg("rect", { class: "frame", x: left, y: 2, width: side, height: side }));
+  const dots = points.map(([px, py], h) => {
+    const { code, role } = heads[h], index = data.roles[role] ?? -1;
+    return svg("circle", { cx: x(px), cy: y(py), r: 5, style: `fill:${series(index)}` },
+      svg("title", {}, `${code}${role ? ` ${role}` : ""}: ${short(px)}, ${short(py)}`));
   });
-  host.replaceChildren(chart);
-}
-
-function setUpMatrices() {
-  return data.divergence.map(({ title, values }) => {
-    const host = html("div");
-    $("matrices").append(html("figure", {}, html("figcaption", {}, title), host));
-    return () => matrixChart(host, title, values);
+  chart.append(...dots);
+  points.forEach(([px, py], h) => {
+    if (!sides[h]) return;
+    const [right, up] = sides[h];
+    chart.append(svg("text", { class: "cell ink", x: x(px) + 8 * right, y: y(py) + 4 - 12 * up,
+      "text-anchor": right > 0 ? "start" : right < 0 ? "end" : "middle" }, heads[h].code));
   });
-}
-
-function matrixChart(host, title, values) {
-  const left = 40, width = Math.min(host.clientWidth, 480), cell = (width - left) / values.length;
-  const chart = svg("svg", { height: width - left + 20, role: "img", "aria-label": title });
-  values.forEach((row, r) => {
-    chart.append(svg("text", { x: left - 6, y: (r + 0.5) * cell + 4, "text-anchor": "end" }, heads[r].code));
-    if (cell > 26 || r % 4 === 0)
-      chart.append(svg("text", { x: left + (r + 0.5) * cell, y: width - left + 15, "text-anchor": "middle" }, heads[r].code));
-    row.forEach((value, c) => {
-      const [red, green, blue] = colour(value);
-      chart.append(svg("rect", { x: left + c * cell, y: r * cell, width: cell, height: cell, fill: `rgb(${red},${green},${blue})` },
-        svg("title", {}, `${heads[r].code} and ${heads[c].code}: ${value.toFixed(3)}`)));
-      const text = 0.3 * red + 0.6 * green + 0.1 * blue > 140 ? "#111" : "#fff";
-      if (cell > 28) chart.append(svg("text", { x: left + (c + 0.5) * cell, y: (r + 0.5) * cell + 4, "text-anchor": "middle",
-        style: `fill:${text};pointer-events:none` }, value.toFixed(2)));
-    });
-  });
-  host.replaceChildren(chart);
+  host.replaceChildren(chart, readable(chart, dots, 1));
 }
 
 // ---- all of it
@@ -437,12 +486,17 @@ function drawAll() {
 }
 
 for (const id of ["offsets", "ablation", "divergence"]) $(id).hidden = false;
+$("statistics").hidden = data.statistics.length === 0;
 $("training").hidden = data.panels.length === 0;
 $("curves").hidden = data.curves.length === 0;
 readColours();
 setUpAttention();
 charts = [
-  ...setUpPanels($("panels"), data.panels, 150, true), ...setUpProfiles(), ...setUpBars(), ...setUpMatrices(),
+  ...setUpPanels($("panels"), data.panels, 150, true), ...setUpProfiles(),
+  ...setUpMatrices($("statistics-matrices"), data.statistics, 20, "statistics of the heads,"),
+  ...setUpMatrices($("ablation-matrices"), data.ablation, 26, "accuracy lost"),
+  ...setUpMatrices($("divergence-matrices"), data.divergence, 0, "divergence of the heads,"),
+  ...setUpMaps(),
   ...setUpPanels($("curve-panels"), data.curves, 230, false),
 ];
 drawAll();

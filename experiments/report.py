@@ -1,10 +1,9 @@
-"""The report of one run: a single HTML file that needs nothing but a browser, and the same pictures as PNG.
+"""The report of one run: a single HTML file that needs nothing but a browser, and the same pictures as PNG and SVG.
 
 Text and tables are written here, so that they can be read without JavaScript; ``report.js`` draws the rest from the
-numbers embedded in the page. ``report.html`` is the page with ``{{slots}}``.
+numbers embedded in the page (``report_data``). ``report.html`` is the page with ``{{slots}}``.
 """
 
-import base64
 import html
 import json
 import re
@@ -16,34 +15,21 @@ import numpy as np
 
 from experiments.figures import write_figures
 from experiments.findings import Findings
-from experiments.panels import (
-    Panel,
-    control_rows,
-    curve_panels,
-    divergence_text,
-    head_codes,
-    head_titles,
-    in_unit,
-    matched_ablation,
-    matched_divergence,
-    matched_profiles,
-    plain,
-    time_panels,
-)
+from experiments.panels import control_rows, in_unit, plain
+from experiments.report_data import charts, profiles, weights
 
 HERE = Path(__file__).parent
-WEIGHT_BUDGET = 1_000_000  # attention weights in the page, two bytes each, so that it stays well below 5 MB
-LINE_BUDGET = 400  # points of a line over steps: more than the chart has pixels for
+PAGE_BUDGET = 4_900_000  # bytes of the page
+WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, where the rest leaves as many
 
 
 def write_report(findings: Findings, out: Path) -> Path:
-    """Writes ``out/report.html`` and the PNGs under ``out/figures``; returns the report's path."""
+    """Writes ``out/report.html`` and the pictures under ``out/figures``; returns the report's path."""
     write_figures(findings, out / "figures")
-    kept = _kept_frames(findings)
     count = len(findings.seeds)
-    thin = f"Thin lines are the {count} seeds, strong lines their median." if count > 1 else ""
     matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
-    left_out = len(findings.example_steps) - len(kept)
+    thin = f"Thin lines are the {count} seeds, strong lines their median." if count > 1 else ""
+    offsets, offsets_note = profiles(findings, thin)
     slots = {
         "title": _text(plain(findings.name)),
         "description": _text(findings.description),
@@ -51,16 +37,21 @@ def write_report(findings: Findings, out: Path) -> Path:
         "claims": _claims(findings),
         "heads": _heads(findings),
         "first_seed": _text(findings.seeds[0]),
-        "left_out": f"{left_out} of the steps are left out to keep this page small." if left_out else "",
         "seeds_note": thin,
+        "seeds_median": f"Numbers are medians over {count} seeds." if count > 1 else "",
+        "offsets_note": offsets_note,
         "matched_note": matched if count > 1 else "",
         "controls": _controls(findings),
         "about": _about(findings),
-        # "<" would let a token end the script element.
-        "data": json.dumps(_data(findings, kept), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "script": (HERE / "report.js").read_text(encoding="utf-8"),
     }
     page = (HERE / "report.html").read_text(encoding="utf-8")
+    drawn = charts(findings) | {"offsets": offsets}
+    left = PAGE_BUDGET - len(page) - len(json.dumps(drawn, separators=(",", ":"))) - sum(map(len, slots.values()))
+    shown, slots["weights_note"] = weights(findings, min(WEIGHT_BUDGET, left * 3 // 4))  # three bytes are four letters
+    # "<" would let a token end the script element.
+    text = json.dumps(drawn | shown, separators=(",", ":"), allow_nan=False)
+    slots["data"] = text.replace("<", "\\u003c")
     page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # once over: what is filled in is not read again
     path = out / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -161,13 +152,15 @@ def _heads(findings: Findings) -> str:
         cells = "".join(f'<td class="number">{_text(row[key])}</td>' for key in ("seed", "layer", "head"))
         cells += f"<td>{_text(plain(row['role']))}</td>"
         cells += "".join(f'<td class="number">{_score(value)}</td>' for value in (score, null))
+        p_value = row["p_value"]
+        cells += f'<td class="number">{f"{p_value:.3g}" if _is_number(p_value) else _figure(p_value)}</td>'
         rows.append(f'<tr>{cells}<td class="meter">{bar}</td></tr>')
     names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
-    names += (
-        '<th>role</th><th class="number">score</th><th class="number">null</th><th class="meter">○ null · ● score</th>'
-    )
+    names += "<th>role</th>" + "".join(f'<th class="number">{name}</th>' for name in ("score", "null", "p-value"))
+    names += '<th class="meter">○ null · ● score</th>'
+    note = '<p class="soft">A head has a role where its score passes the null, which heads without it may reach.</p>'
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<section id="heads-table"><h2>Heads</h2><div class="scroll" tabindex="0">{table}</div></section>'
+    return f'<section id="heads-table"><h2>Heads</h2>{note}<div class="scroll" tabindex="0">{table}</div></section>'
 
 
 def _score(value: Any) -> str:
@@ -209,89 +202,3 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     for key, value in config.items():
         rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
     return rows
-
-
-def _kept_frames(findings: Findings) -> list[int]:
-    """Which of the example's steps fit into the page: all, or evenly spread ones with the first and the last."""
-    frames, *rest = findings.example_weights.shape
-    room = max(WEIGHT_BUDGET // int(np.prod(rest)) - len(findings.mean_weights), 2)
-    return sorted({round(i) for i in np.linspace(0, frames - 1, min(frames, room))})
-
-
-def _numbers(array: Any) -> Any:
-    """Nested lists with four significant digits; what is not finite becomes null."""
-    if np.ndim(array):
-        return [_numbers(row) for row in array]
-    return float(f"{array:.4g}") if np.isfinite(array) else None
-
-
-def _panel(panel: Panel) -> dict[str, Any]:
-    lines = []
-    for line in panel.lines:
-        keep = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), LINE_BUDGET)).astype(int))
-        seeds = line.seeds[:, keep]
-        shown = {"label": line.label, "x": _numbers(line.x[keep]), "seeds": _numbers(seeds), "colour": line.colour}
-        lines.append(shown | {"median": _numbers(np.median(seeds, 0))})
-    title = panel.title.replace("\n", " ")
-    return {"title": title, "unit": panel.unit, "log": panel.log, "x_label": panel.x_label, "lines": lines}
-
-
-def _data(findings: Findings, kept: Sequence[int]) -> dict[str, Any]:
-    """What ``report.js`` draws."""
-    layers, heads = findings.example_weights.shape[1:3]
-    titles = [title.partition(" · ") for title in head_titles(findings)]
-    codes = head_codes(findings)
-    weights = {
-        "one example": (findings.example_steps[kept], findings.example_weights[kept]),
-        "mean over a batch": (findings.look_steps[[0, -1]], findings.mean_weights),
-    }
-    top = float(max(array.max() for _, array in weights.values())) or 1.0
-    ablated = np.concatenate([findings.accuracy[:, None], matched_ablation(findings)], 1)  # [R,1+L*N,A]
-    labels = [["nothing", "off"], *([code, *role.split()] for code, (_, _, role) in zip(codes, titles, strict=True))]
-    # One row per look, score and head, of the first seed.
-    scores = [[v[0, look].ravel() for v in findings.scores.values()] for look in range(len(findings.look_steps))]
-    profiles = matched_profiles(findings)
-    divergence = np.median(matched_divergence(findings), 0)
-    return {
-        "seeds": findings.seeds,
-        "tokens": [str(token) for token in findings.tokens],
-        "layers": layers,
-        "heads": [{"code": c, "title": t, "role": r} for c, (t, _, r) in zip(codes, titles, strict=True)],
-        "top": top,
-        "views": [
-            {"name": name, "steps": np.asarray(steps).tolist(), "weights": _packed(array, top)}
-            for name, (steps, array) in weights.items()
-        ],
-        "scores": {
-            "names": [plain(name) for name in findings.scores],
-            "steps": findings.look_steps.tolist(),
-            "values": _numbers(scores),
-        },
-        "panels": [_panel(panel) for panel in time_panels(findings)],
-        "offsets": {
-            "offsets": findings.offsets.tolist(),
-            "profiles": [[_spread(profiles[:, when, head]) for head in range(layers * heads)] for when in (0, 1)],
-        },
-        "ablation": {
-            "places": [plain(place) for place in findings.places],
-            "groups": [
-                {"title": " ".join(label), "label": label, "places": [_spread(v) for v in ablated[:, g].T]}
-                for g, label in enumerate(labels)
-            ],
-            "rows": [[0, *range(1 + layer * heads, 1 + (layer + 1) * heads)] for layer in range(layers)],
-        },
-        "divergence": [
-            {"title": f"{name}: {divergence_text(findings, when)}", "values": _numbers(divergence[when])}
-            for when, name in enumerate(("untrained", "trained"))
-        ],
-        "curves": [_panel(panel) for panel in curve_panels(findings)],
-    }
-
-
-def _spread(seeds: np.ndarray) -> dict[str, Any]:
-    return {"seeds": _numbers(seeds), "median": _numbers(np.median(seeds, 0))}
-
-
-def _packed(weights: np.ndarray, top: float) -> str:
-    """Weights as 16-bit fractions of ``top``: read back they are right to the fourth decimal and beyond."""
-    return base64.b64encode(np.rint(weights / top * 65535).astype("<u2").tobytes()).decode()

@@ -1,6 +1,7 @@
 """One experiment from end to end: train it and its controls, measure, judge the claims, write the report."""
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -9,17 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from experiments import claims, evaluate, pretrained, tasks
+from experiments import claims, evaluate, look, pretrained, tasks
 from experiments.config import Config, Pretrained, differences
 from experiments.findings import Findings, environment
 from experiments.history import History, write_atomically
+from experiments.panels import plain
 from experiments.train import Setup, Trained, train
+from jattn.heads import Roles
 
 CONTROL_METRICS = {
     "copy": ("mean_accuracy", "hardened_accuracy"),
     "copy_string": ("exact_match", "mean_accuracy"),
+    "shift_bank": ("mean_accuracy", "hardened_accuracy", "distinct_places"),
+    "induction": ("mean_accuracy", "best/previous_token", "best/induction"),
+    "skills": ("worst_place_accuracy", "clean_heads"),
 }
-OTHER_SCORES = ("previous_token", "induction", "sink", "entropy")
 
 
 class DifferentConfig(Exception):
@@ -36,7 +41,8 @@ def prepare(config: Config, out: Path) -> None:
     if config.pretrained != Pretrained():
         pretrained.check(config)
     else:
-        claims.check(config, (*tasks.make(config.task).places, *OTHER_SCORES))
+        task = tasks.make(config.task)
+        claims.check(config, (*task.places, *look.ALL), task.roles)
     file = out / "config.json"
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     if not file.exists():
@@ -63,10 +69,16 @@ def run(config: Config, out: Path) -> Findings:
 def _train(config: Config, out: Path) -> Findings:
     started = time.monotonic()
     trained = train(config, out)
-    results = {"": _result(trained)}
-    for name in config.controls:
-        results[name] = _result(train(config.vary(name), out / "controls" / name))
-    return _findings(trained.setup, results, trained.history, time.monotonic() - started)
+    result = _result(trained)
+    roles = evaluate.find_roles(trained.setup, result.trained, trained.params)
+    results = {"": result._replace(groups=evaluate.ablate_groups(trained.setup, trained.params, roles.label))}
+    itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
+    for name, variant in config.variants().items():
+        if dataclasses.replace(variant, name=config.name) == itself:
+            results[name] = result  # the point of a sweep that is the run itself
+        else:
+            results[name] = _result(train(variant, out / "controls" / name))
+    return _findings(trained.setup, results, roles, trained.history, time.monotonic() - started)
 
 
 def _result(run: Trained) -> claims.Result:
@@ -79,10 +91,13 @@ def _result(run: Trained) -> claims.Result:
         parameters=evaluate.num_parameters(run.params),
         trained=trained,
         untrained=untrained,
+        groups={},
     )
 
 
-def _findings(setup: Setup, results: dict[str, claims.Result], history: History, seconds: float) -> Findings:
+def _findings(
+    setup: Setup, results: dict[str, claims.Result], roles: Roles, history: History, seconds: float
+) -> Findings:
     config, places = setup.config, setup.task.places
     trained, untrained = results[""].trained, results[""].untrained
     metric_steps, metrics = history.metrics()
@@ -99,16 +114,19 @@ def _findings(setup: Setup, results: dict[str, claims.Result], history: History,
         metric_steps=metric_steps,
         metrics={name: metrics[name] for name in sorted(metrics, key=_metric_order)},
         look_steps=look_steps,
-        scores={name: scores[name] for name in (*places, *OTHER_SCORES)},
+        scores={name: scores[name] for name in (*places, *look.TRACKED)},
+        statistics={name: np.stack([untrained.scores[name], trained.scores[name]], 1) for name in look.ALL},
         offsets=np.arange(1 - length, 1),
         offset_profile=np.stack([untrained.offset_profile, trained.offset_profile], 1),
         example_steps=look_steps,
-        example_weights=np.stack([history.look(step)["example"] for step in look_steps]),
+        example_weights=np.stack([history.look(step)["examples"] for step in look_steps]),
         mean_weights=np.stack([untrained.mean_weights[0], trained.mean_weights[0]]),
         divergence=np.stack([untrained.divergence, trained.divergence], 1),
+        noise=np.stack([untrained.noise, trained.noise], 1),
         accuracy=trained.accuracy,
         ablated=trained.ablated,
-        heads=evaluate.head_rows(setup, trained, untrained),
+        groups=results[""].groups,
+        heads=evaluate.head_rows(setup.seeds, roles),
         curves=_curves(results),
         controls=_control_rows(results),
         claims=[claims.judge(claim, results) for claim in config.claims],
@@ -121,7 +139,12 @@ def _metric_order(name: str) -> tuple[int, str]:
 
 
 def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Exact match over string length: a line for each position scheme, of the models with as many layers."""
+    """Exact match over string length, a line for each position scheme; what a sweep varies, over its first option."""
+    return _length_curves(results) | _sweep_curves(results)
+
+
+def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
+    """Of the models with as many layers as the run itself."""
     base = results[""]
     lengths = base.config.evaluate.lengths
     lines = {}
@@ -131,6 +154,26 @@ def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[
             rows: Sequence[Sequence[float]] = result.trained.curve.T.tolist()
             lines[model.position] = [[float(n), *row] for n, row in zip(lengths, rows, strict=True)]
     return {"exact match over string length": lines} if lines else {}
+
+
+def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
+    """A curve for each metric of the controls; a line for each combination of the options after the first."""
+    base = results[""]
+    if not base.config.sweep:
+        return {}
+    (option, values), *others = base.config.sweep.items()
+    if not all(isinstance(value, int | float) for value in values):
+        return {}  # there is no axis for words; the table of controls has them
+    curves: dict[str, dict[str, list[list[float]]]] = {}
+    for metric in CONTROL_METRICS[base.config.task.kind]:
+        lines = curves.setdefault(f"{plain(metric)} over {option}", {})
+        for rest in itertools.product(*(values for _, values in others)):
+            tail = [f"{key}={value}" for (key, _), value in zip(others, rest, strict=True)]
+            found = [(value, results[",".join([f"{option}={value}", *tail])]) for value in sorted(values)]
+            lines[", ".join(tail) or base.config.name] = [
+                [float(value), *claims.measure(result, result.trained, metric)] for value, result in found
+            ]
+    return curves
 
 
 def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""What is learned: pure functions from a key to a batch, with the place that each read-out should look at."""
+"""What is learned: pure functions from a key to a batch, with the place that each read-out should look at.
+
+Of each task, ``places`` names the read-outs, ``of_tokens`` those whose source depends on the tokens, and ``roles`` the
+patterns among which a head's role is chosen: places and statistics of ``jattn.heads``, each pattern under one name.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,6 +39,8 @@ class CopyFromFourPlaces:
     symbols: int = 16
 
     places = ("one back", "five back", "mirror", "same key")
+    of_tokens = ("same key",)
+    roles = (*places, "current_token", "first_token", "induction")
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
@@ -46,17 +52,11 @@ class CopyFromFourPlaces:
         """Longest sequence that the model will meet."""
         return self.length
 
-    @property
-    def chance(self) -> float:
-        """Accuracy of a guess."""
-        return 1 / self.symbols
-
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
         half = self.length // 2
         first_key, second_key, value_key = jax.random.split(key, 3)
-        first = jnp.argsort(jax.random.uniform(first_key, (batch, half)))  # a permutation in each row
-        second = jnp.argsort(jax.random.uniform(second_key, (batch, half)))
+        first, second = (_permutations(key, batch, half) for key in (first_key, second_key))
         keys = jnp.concatenate([first, second], 1)
         values = jax.random.randint(value_key, (batch, self.length), 0, self.symbols)
 
@@ -68,15 +68,8 @@ class CopyFromFourPlaces:
 
         asked_ever = (position >= half) & ~_has_twins(fixed[0])
         asked = asked_ever[None, :] & ~_has_twins(sources)
-        sources = jnp.where(asked[..., None], sources, -1)
-        targets = jnp.take_along_axis(values[..., None], jnp.maximum(sources, 0), 1)
-        return Batch(
-            tokens=jnp.stack([keys, values], -1),
-            targets=targets,
-            target_weights=jnp.broadcast_to(asked[..., None], sources.shape).astype(jnp.float32),
-            sources=sources,
-            real=jnp.broadcast_to(asked_ever[None, :], keys.shape),
-        )
+        real = jnp.broadcast_to(asked_ever[None, :], keys.shape)
+        return _ask(jnp.stack([keys, values], -1), values, sources, asked, real)
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout, for patterns that are averaged over a batch."""
@@ -97,6 +90,8 @@ class CopyString:
     farthest: int = 40
 
     places = ("copy source",)
+    of_tokens = places
+    roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
@@ -107,11 +102,6 @@ class CopyString:
     def max_length(self) -> int:
         """Longest sequence that the model will meet, in the curve over length."""
         return 2 * self.farthest + 1
-
-    @property
-    def chance(self) -> float:
-        """Accuracy of a guess."""
-        return 1 / self.symbols
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences with strings of ``shortest`` to ``longest`` symbols, padded at the end."""
@@ -157,14 +147,205 @@ class CopyString:
         return [special.get(int(token), _letter(token)) for (token,) in tokens]
 
 
-Task = CopyFromFourPlaces | CopyString
+@dataclasses.dataclass(frozen=True)
+class ShiftBank:
+    """Copy from several fixed distances at once: read-out ``i`` gives the symbol ``offsets[i]`` back."""
+
+    length: int = 32
+    symbols: int = 16
+    offsets: tuple[int, ...] = (1, 2, 4, 7)
+
+    of_tokens = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the read-outs."""
+        return tuple(f"{offset} back" for offset in self.offsets)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Patterns that a head may have."""
+        previous = () if 1 in self.offsets else ("previous_token",)
+        return (*self.places, *previous, "current_token", "first_token", "duplicate_token", "induction")
+
+    @property
+    def vocabulary(self) -> tuple[int, ...]:
+        """Number of different ids in each field of a token."""
+        return (self.symbols,)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the model will meet."""
+        return self.length
+
+    def sample(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences of random symbols, asked wherever all of the sources exist."""
+        tokens = jax.random.randint(key, (batch, self.length), 0, self.symbols)
+        position = jnp.arange(self.length)
+        sources = position[:, None] - jnp.array(self.offsets)[None]
+        asked = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
+        return _ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
+
+    def probe(self, key: Array, batch: int) -> Batch:
+        """Sequences of one layout, for patterns that are averaged over a batch."""
+        return self.sample(key, batch)
+
+    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """A short label for each token of one sequence ``[T,1]``."""
+        return [_letter(token) for (token,) in tokens]
+
+
+@dataclasses.dataclass(frozen=True)
+class Induction:
+    """Say what followed the current token the last time it was there.
+
+    Half of the sequences are a random prefix and a segment that repeats with a random period; the others are pairs of
+    a key and a value, then the same pairs in another order, asked at the keys. In the first alone a token is also
+    found by a blur of what stood before it; in the second nothing but the token right before a value tells its key.
+    No token occurs twice within a segment or among the pairs.
+    """
+
+    length: int = 64
+    symbols: int = 64
+    shortest: int = 8
+    longest: int = 24
+
+    places = ("next token",)
+    of_tokens = places
+    roles = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
+
+    @property
+    def vocabulary(self) -> tuple[int, ...]:
+        """Number of different ids in each field of a token."""
+        return (self.symbols,)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the model will meet."""
+        return self.length
+
+    def sample(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences, of either kind by chance."""
+        kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
+        is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
+        repeated, pairs = self._repeated(repeated_key, batch), self._pairs(pairs_key, batch)
+        tokens, sources, asked = (
+            jnp.where(is_repeated.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(repeated, pairs, strict=True)
+        )
+        return _ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+
+    def probe(self, key: Array, batch: int) -> Batch:
+        """Sequences of one layout: no prefix, a period of the middle length."""
+        period = jnp.full((batch, 1), (self.shortest + self.longest) // 2)
+        tokens, sources, asked = self._repeat(key, jnp.zeros_like(period), period)
+        return _ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+
+    def _repeated(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
+        symbol_key, prefix_key, period_key = jax.random.split(key, 3)
+        prefix = jax.random.randint(prefix_key, (batch, 1), 0, self.length - 2 * self.longest + 1)
+        period = jax.random.randint(period_key, (batch, 1), self.shortest, self.longest + 1)
+        return self._repeat(symbol_key, prefix, period)
+
+    def _repeat(self, key: Array, prefix: Array, period: Array) -> tuple[Array, Array, Array]:
+        """``(tokens, sources, asked)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""
+        order, position = _permutations(key, len(prefix), self.symbols), jnp.arange(self.length)[None]
+        first = jnp.where(position < prefix, position, prefix + (position - prefix) % period)
+        return jnp.take_along_axis(order, first, 1), position - period + 1, position - prefix >= period
+
+    def _pairs(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
+        symbol_key, order_key = jax.random.split(key)
+        count, half = self.length // 4, self.length // 2
+        order = _permutations(order_key, batch, count)  # which pair comes when, the second time
+        again = jnp.stack([2 * order, 2 * order + 1], -1).reshape(batch, half)
+        first = jnp.concatenate([jnp.broadcast_to(jnp.arange(half), (batch, half)), again], 1)
+        position = jnp.arange(self.length)
+        asked = jnp.broadcast_to((position >= half) & (position % 2 == 0), first.shape)
+        return jnp.take_along_axis(_permutations(symbol_key, batch, self.symbols), first, 1), first + 1, asked
+
+    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """A short label for each token of one sequence ``[T,1]``."""
+        return [_letter(token) for (token,) in tokens]
+
+
+@dataclasses.dataclass(frozen=True)
+class Skills:
+    """Four read-outs of a segment that repeats with a random period: one back, five back, mirrored, and what is next.
+
+    Asked in the second half, where the four answers are different tokens. No token occurs twice within a period.
+    """
+
+    length: int = 32
+    symbols: int = 32
+    shortest: int = 8
+    longest: int = 16
+
+    places = ("one back", "five back", "mirror", "next token")
+    of_tokens = ("next token",)
+    roles = ("one back", "five back", "mirror", "current_token", "first_token", "duplicate_token", "induction")
+
+    @property
+    def vocabulary(self) -> tuple[int, ...]:
+        """Number of different ids in each field of a token."""
+        return (self.symbols,)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the model will meet."""
+        return self.length
+
+    def sample(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences, different for every key."""
+        period_key, symbol_key = jax.random.split(key)
+        period = jax.random.randint(period_key, (batch, 1), self.shortest, self.longest + 1)
+        return self._repeat(symbol_key, period)
+
+    def probe(self, key: Array, batch: int) -> Batch:
+        """Sequences of one layout: a period of the middle length."""
+        return self._repeat(key, jnp.full((batch, 1), (self.shortest + self.longest) // 2))
+
+    def _repeat(self, key: Array, period: Array) -> Batch:
+        position, half = jnp.arange(self.length)[None], self.length // 2
+        tokens = jnp.take_along_axis(_permutations(key, len(period), self.symbols), position % period, 1)
+        fixed = (position - 1, position - 5, self.length - 1 - position)
+        sources = jnp.stack([*(jnp.broadcast_to(f, tokens.shape) for f in fixed), position - period + 1], -1)
+        late = position >= half
+        asked = late & ~_has_twins(sources % period[..., None])
+        return _ask(tokens[..., None], tokens, sources, asked, jnp.broadcast_to(late, tokens.shape))
+
+    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """A short label for each token of one sequence ``[T,1]``."""
+        return [_letter(token) for (token,) in tokens]
+
+
+Task = CopyFromFourPlaces | CopyString | ShiftBank | Induction | Skills
 
 
 def make(options: config.Task) -> Task:
     """The task that a config names."""
-    if options.kind == "copy":
-        return CopyFromFourPlaces(options.length, options.symbols)
-    return CopyString(options.symbols, options.shortest, options.longest, options.farthest)
+    match options.kind:
+        case "copy":
+            return CopyFromFourPlaces(options.length, options.symbols)
+        case "copy_string":
+            return CopyString(options.symbols, options.shortest, options.longest, options.farthest)
+        case "shift_bank":
+            return ShiftBank(options.length, options.symbols, tuple(options.offsets))
+        case "induction":
+            return Induction(options.length, options.symbols, options.shortest, options.longest)
+        case "skills":
+            return Skills(options.length, options.symbols, options.shortest, options.longest)
+
+
+def _ask(tokens: Array, values: Array, sources: Array, asked: Array, real: Array) -> Batch:
+    """The batch in which the answers at ``asked [B,T]`` are the ``values [B,T]`` at ``sources [B,T,A]``."""
+    sources = jnp.where(asked[..., None], sources, -1)
+    targets = jnp.take_along_axis(values[..., None], jnp.maximum(sources, 0), 1)
+    weights = jnp.broadcast_to(asked[..., None], sources.shape).astype(jnp.float32)
+    return Batch(tokens, targets, weights, sources, real)
+
+
+def _permutations(key: Array, batch: int, length: int) -> Array:
+    """``[batch,length]``: the numbers below ``length``, in an order of its own in each row."""
+    return jnp.argsort(jax.random.uniform(key, (batch, length)))
 
 
 def _has_twins(sources: Array) -> Array:

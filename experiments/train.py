@@ -18,8 +18,9 @@ from experiments.config import Config
 from experiments.history import History
 
 # What a seed's key is folded with, so that parameters and every kind of data are drawn apart.
-INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA = range(5)
+INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA = range(6)
 LOOK_BATCH = 32
+EXAMPLES = 3  # sequences whose weights are kept at every look
 
 State = dict[str, Any]  # "params" and "optimizer", every leaf with a leading axis of seeds
 
@@ -131,14 +132,19 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
     data_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN_DATA), step)
     batch = setup.task.sample(data_key, setup.config.train.batch)
 
-    def objective(params: Any) -> tuple[Array, Array]:
-        logits = setup.model.apply(params, batch.tokens)
+    def objective(params: Any) -> tuple[Array, tuple[Array, Array]]:
+        penalty = setup.config.train.entropy_penalty
+        if penalty:
+            logits, weights = look.with_weights(setup.model, params, batch.tokens)
+        else:
+            logits = setup.model.apply(params, batch.tokens)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
         place_weights = jnp.array(setup.config.train.place_weights or [1.0] * len(setup.task.places))
-        weights = batch.target_weights * place_weights[None, None]
-        return jnp.sum(loss * weights) / jnp.sum(weights), logits
+        asked = batch.target_weights * place_weights[None, None]
+        objective = jnp.sum(loss * asked) / jnp.sum(asked)
+        return objective + (penalty * look.entropy(weights, batch).mean() if penalty else 0.0), (objective, logits)
 
-    (loss, logits), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
+    (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
     updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     accuracy, exact = judge(logits, batch)
@@ -157,20 +163,20 @@ def judge(logits: Array, batch: tasks.Batch) -> tuple[Array, Array]:
 
 
 def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
-    """A jitted function of the parameters of all seeds: scores, offset profiles, and one example of the first seed."""
+    """A jitted function of the parameters of all seeds: scores, offset profiles, and examples of the first seed."""
     task, transformer = setup.task, setup.model
     first_key = jax.random.fold_in(setup.keys[0], PROBE_DATA)
 
     def of_one_seed(params: Any, key: Array) -> dict[str, Any]:
         batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
-        weights = look.weights_of(transformer, params, batch.tokens)
-        return {"scores": look.scores(task, weights, batch), "offset_profile": look.offset_profile(weights, batch)}
+        scores, weights = look.scores(transformer, task, params, batch)
+        return {"scores": scores, "offset_profile": look.offset_profile(weights, batch)}
 
     @jax.jit
     def looking(params: Any) -> dict[str, Any]:
         first = jax.tree.map(lambda leaf: leaf[0], params)
-        example = look.weights_of(transformer, first, task.probe(first_key, 1).tokens)[0]
-        return jax.vmap(of_one_seed)(params, setup.keys) | {"example": example}
+        examples = look.weights_of(transformer, first, task.probe(first_key, EXAMPLES).tokens)
+        return jax.vmap(of_one_seed)(params, setup.keys) | {"examples": examples}
 
     return looking
 

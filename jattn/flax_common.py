@@ -1,6 +1,6 @@
 """What Flax's two module systems share: the meaning of the arguments of ``MultiHeadAttention`` and ``attention_fn``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,7 +41,12 @@ def attend_as_flax(
 
 
 def split_results(
-    results: Any, *, return_weights: bool, return_statistics: Sequence[str], force_fp32: bool = False
+    results: Any,
+    *,
+    return_weights: bool,
+    return_statistics: Sequence[str] | Mapping[str, Any],
+    return_heads: bool,
+    force_fp32: bool = False,
 ) -> tuple[Array, dict[str, Any], KVCache | None]:
     """``(z, what to sow by name, cache)`` of what ``attend_as_flax`` returned; weights in the output's dtype."""
     z, *others = results if isinstance(results, tuple) else (results,)
@@ -52,6 +57,8 @@ def split_results(
         found["attention_weights"] = others.pop(0).astype(z.dtype)
     if return_statistics:
         found["attention_statistics"] = others.pop(0)
+    if return_heads:
+        found["attention_heads"] = others.pop(0)
     return z, found, others.pop() if others else None
 
 

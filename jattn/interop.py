@@ -109,7 +109,7 @@ class Transformer(nnx.Module):
         *,
         valid: ArrayLike | None = None,
         token_types: ArrayLike | None = None,
-        head_gates: ArrayLike | None = None,
+        per_layer: Sequence[Mapping[str, Any]] | None = None,
         **attention: Any,
     ) -> Array:
         """The last hidden state ``[B,T,M]`` of ``tokens``, integers ``[B,T]``.
@@ -118,7 +118,7 @@ class Transformer(nnx.Module):
             tokens: ids below ``config.vocabulary``; T is at most ``config.max_length``.
             valid: bool ``[B,T]``: False for padding, which nobody sees.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
-            head_gates: ``[L,N]``: what each layer's heads are multiplied by.
+            per_layer: for each layer options of its attention's call, such as ``head_gate`` (``jattn.heads.ablate``).
             attention: options of every layer's call, such as ``sow_weights``.
 
         Raises:
@@ -138,8 +138,7 @@ class Transformer(nnx.Module):
         if valid is not None:
             attention["mask"] = jnp.asarray(valid, bool)[:, None, None, :]
         for i, layer in enumerate(self.layers):
-            gate = None if head_gates is None else jnp.asarray(head_gates)[i]
-            x = layer(x, is_causal=config.causal, head_gate=gate, **attention)
+            x = layer(x, is_causal=config.causal, **attention, **(per_layer[i] if per_layer else {}))
         return x if self.last_norm is None else self.last_norm(x)
 
     def logits(self, hidden: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -160,9 +160,12 @@ class MultiHeadDotProductAttention(nn.Module):
         bias: ArrayLike | None = None,
         score_mod: ScoreMod | None = None,
         head_gate: ArrayLike | None = None,
+        head_fill: ArrayLike | None = None,
+        held: tuple[Array, Array] | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
-        sow_statistics: Sequence[str] = (),
+        sow_statistics: Sequence[str] | Mapping[str, Any] = (),
+        sow_heads: bool = False,
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
@@ -180,10 +183,15 @@ class MultiHeadDotProductAttention(nn.Module):
             bias: added to the scores; broadcasts to ``[..., N, T, S]``.
             score_mod: instead of the attribute.
             head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
+            head_fill, held: what a head that is off gives instead of 0, and queries and keys (as sown in
+                ``attention_heads``) whose weights are used instead: for ``jattn.heads.ablate``.
             cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``); the
                 result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
-            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), sown in ``intermediates`` as
-                ``attention_statistics``, ``{name: [B,N]}``; at any length, and the output's bits stay the same.
+            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
+                ``names``, ``tokens`` and ``eligible``; sown in ``intermediates`` as ``attention_statistics``,
+                ``{name: [B,N]}``, at any length. The output's bits stay the same.
+            sow_heads: sow what ``jattn.heads`` works on as ``attention_heads``: ``query`` and ``key`` as they meet,
+                ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output's bits stay the same.
 
         Raises:
             ValueError: ``attention_fn`` is not jattn's and cannot take what is asked for.
@@ -218,6 +226,8 @@ class MultiHeadDotProductAttention(nn.Module):
             "input_positions": input_positions,
             "bias": bias,
             "head_gate": head_gate,
+            "head_fill": head_fill,
+            "held": held,
             "cache": cache,
             "valid": valid,
         }
@@ -232,15 +242,14 @@ class MultiHeadDotProductAttention(nn.Module):
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if own is not None:
                 extras["cache"], is_causal = own, is_causal or not callable(mask)
-            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics}
+            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
             z = attend_as_flax(query, key, value, is_causal=is_causal, **looks, **options, **extras)
             z, found, new_cache = split_results(z, **looks, force_fp32=self.force_fp32_for_softmax)
             for name, seen in found.items():
                 self.sow("intermediates", name, seen)
         else:
-            refuse_extras(
-                self.attention_fn, is_causal=is_causal or None, sow_statistics=sow_statistics or None, **extras
-            )
+            looks = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, is_causal=is_causal or None, **looks, **extras)
             if own is not None:
                 key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
             options |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}

@@ -4,7 +4,7 @@
 ``concat(z_1 .. z_N) W^O`` comes to). Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,10 +31,13 @@ def attend_heads(
     query_positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
     head_gate: ArrayLike | None = None,
+    head_fill: ArrayLike | None = None,
+    held: tuple[Array, Array] | None = None,
     cache: KVCache | None = None,
     valid: ArrayLike | None = None,
     return_weights: bool = False,
-    return_statistics: Sequence[str] = (),
+    return_statistics: Sequence[str] | Mapping[str, Any] = (),
+    return_heads: bool = False,
     **options: Any,
 ) -> Any:
     """All that stands between the projections of a multi-head layer: positions, cache, attention, gates.
@@ -44,17 +47,23 @@ def attend_heads(
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
         query_positions, kv_positions: ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``; ``arange`` by default.
         head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by; 0 switches it off.
+        head_fill: with ``head_gate``, what takes the place of the output that the gate leaves out,
+            ``gate * z + (1 - gate) * fill``; broadcasts to z ``[B,T,N,D]``.
+        held: ``(query, key)`` as ``return_heads`` gave them: the weights are theirs, the values those of this call.
         cache: what came before. Keys and values, as many as queries, are appended to it, at the positions that follow,
             and the queries attend to all that it holds (within ``mask``; ``is_causal`` where a chunk has several).
             ``query_positions``, if given, are what ``position`` alone sees.
         valid: bool ``[B,T]``, with ``cache``: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights; the output's bits stay the same.
-        return_statistics: also return these statistics of every head (``jattn.heads.statistics``); as above.
+        return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
+            dict of that function's arguments (``names``, ``tokens``, ``eligible``); as above.
+        return_heads: also return ``{"query", "key", "lse", "z"}``, which ``jattn.heads`` works on: the first two as
+            they meet (with positions), z as it leaves (with gates); as above.
         options: those of ``dot_product_attention``.
 
     Returns:
-        ``z [B,T,N,D]``; with ``return_weights``, ``return_statistics`` or ``cache`` a tuple, where the weights
-        ``[B,N,T,S]``, the statistics ``{name: [B,N]}`` and the new cache follow, in this order.
+        ``z [B,T,N,D]``; with ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache`` a tuple, where
+        the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache follow, in this order.
     """
     lead = query.shape[:-3]
     if len(lead) != 1 and (lead or cache is not None):  # Flax's modules take any number of batch axes; here one
@@ -78,17 +87,26 @@ def attend_heads(
         query, key, value = common_dtype(query, key, value, None)
         cache, query_positions, kv_positions, options = appended, here, None, options | seen
     options = {"query_positions": query_positions, "kv_positions": kv_positions} | options
+    if held is not None:
+        query, key = _held(held, query, key)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
     if head_gate is not None:
-        z = z * _gate(head_gate, z)
+        z = _through_gate(z, _gate(head_gate, z), head_fill)
+    elif head_fill is not None:
+        raise ValueError("head_fill without head_gate: the gate says which heads it takes the place of")
     results = [z.reshape(*lead, *z.shape[-3:])]
     if return_weights:
         weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
     if return_statistics:
         folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
-        found = statistics(query, key, lse=lse, names=return_statistics, **folded)
+        asked = return_statistics if isinstance(return_statistics, Mapping) else {"names": return_statistics}
+        of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
+        found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)
         results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found))
+    if return_heads:
+        found = {"query": query, "key": key, "lse": lse, "z": z}
+        results.append({name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()})
     if cache is not None:
         results.append(cache)
     return results[0] if len(results) == 1 else tuple(results)
@@ -232,6 +250,26 @@ def _gate(head_gate: ArrayLike, z: Array) -> Array:
             f"head_gate must be [N] = [{N}], [B, N] or [B, T, N], got {list(gate.shape)} for outputs {list(z.shape)}"
         )
     return gate[..., None].astype(z.dtype)
+
+
+def _through_gate(z: Array, gate: Array, fill: ArrayLike | None) -> Array:
+    if fill is None:
+        return z * gate
+    try:
+        fill = jnp.broadcast_to(jnp.asarray(fill), z.shape).astype(z.dtype)
+    except ValueError:
+        raise ValueError(
+            f"head_fill must broadcast to the heads' outputs {list(z.shape)}, got {list(jnp.shape(fill))}"
+        ) from None
+    return z * gate + fill * (1 - gate)
+
+
+def _held(held: tuple[Array, Array], query: Array, key: Array) -> tuple[Array, Array]:
+    """The held query and key, with the batch axes of those whose place they take."""
+    for name, one, other in zip(("query", "key"), held, (query, key), strict=True):
+        if jnp.shape(one)[-3:] != other.shape[-3:] or jnp.size(one) != other.size:
+            raise ValueError(f"the held {name} must have the shape {list(other.shape)}, got {list(jnp.shape(one))}")
+    return jnp.reshape(held[0], query.shape).astype(query.dtype), jnp.reshape(held[1], key.shape).astype(key.dtype)
 
 
 def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:

@@ -219,9 +219,12 @@ class MultiHeadAttention(nnx.Module):
         bias: ArrayLike | None = None,
         score_mod: ScoreMod | None = None,
         head_gate: ArrayLike | None = None,
+        head_fill: ArrayLike | None = None,
+        held: tuple[Array, Array] | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
-        sow_statistics: Sequence[str] = (),
+        sow_statistics: Sequence[str] | Mapping[str, Any] = (),
+        sow_heads: bool = False,
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
@@ -238,10 +241,15 @@ class MultiHeadAttention(nnx.Module):
             bias: added to the scores; broadcasts to ``[..., N, T, S]``.
             score_mod: instead of the constructor's.
             head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
+            head_fill, held: what a head that is off gives instead of 0, and queries and keys (as sown in
+                ``attention_heads``) whose weights are used instead: for ``jattn.heads.ablate``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``); the
                 result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
-            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), sown as ``nnx.Intermediate``
-                ``attention_statistics``, ``{name: [B,N]}``; at any length, and the output's bits stay the same.
+            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
+                ``names``, ``tokens`` and ``eligible``; sown as ``nnx.Intermediate`` ``attention_statistics``,
+                ``{name: [B,N]}``, at any length. The output's bits stay the same.
+            sow_heads: sow what ``jattn.heads`` works on as ``attention_heads``: ``query`` and ``key`` as they meet,
+                ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output's bits stay the same.
 
         Raises:
             ValueError: no cache to decode from; ``attention_fn`` is not jattn's and cannot take what is asked for.
@@ -274,6 +282,8 @@ class MultiHeadAttention(nnx.Module):
             "implementation": self.implementation,
             "bias": bias,
             "head_gate": head_gate,
+            "head_fill": head_fill,
+            "held": held,
             "cache": cache,
             "valid": valid,
         }
@@ -281,14 +291,16 @@ class MultiHeadAttention(nnx.Module):
         if self.attention_fn is dot_product_attention:
             if own is not None:
                 extras["cache"], options["is_causal"] = own, is_causal or not callable(mask)
-            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics}
+            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
             z, found, new_cache = split_results(
                 attend_as_flax(query, key, value, **looks, **options, **extras), **looks
             )
             for name, seen in found.items():
                 self.sow(nnx.Intermediate, name, seen)
         else:
-            refuse_extras(self.attention_fn, sow_statistics=sow_statistics or None, **extras)
+            refuse_extras(
+                self.attention_fn, sow_statistics=sow_statistics or None, sow_heads=sow_heads or None, **extras
+            )
             if own is not None:
                 options["is_causal"] = False  # the mask says it, and is_causal would not know of the cache
                 key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)

@@ -30,23 +30,48 @@ BASE = "name: base\ntrain: {steps: 100, batch: 4}\ncontrols: {one_head: {model.n
 
 
 def test_files_layer_and_options_win(tmp_path):
-    found, out = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
+    found, out, _ = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
     assert (found.train.steps, found.train.batch, found.model.position) == (200, 8, "rotary")
     assert out == Path("runs/base")
     assert load(tmp_path, BASE, "--out elsewhere")[1] == Path("elsewhere")
 
 
 def test_a_control_is_the_config_with_its_overrides(tmp_path):
-    found, _ = load(tmp_path, BASE)
-    control = found.vary("one_head")
+    found = load(tmp_path, BASE).config
+    control = found.variants()["one_head"]
     assert (control.model.num_heads, control.train.steps, control.train.batch) == (1, 60, 4)
     assert control.controls == {} and control.claims == []
     assert dataclasses.replace(control.model, num_heads=4) == found.model
 
 
+def test_a_sweep_is_a_product_of_values(tmp_path):
+    words = "--sweep model.num_heads=1,4 --sweep model.position=rotary,none --check"
+    found, _, check = load(tmp_path, BASE, words)
+    assert check and not load(tmp_path, BASE).check
+    names = [
+        f"model.num_heads={heads},model.position={position}" for heads in (1, 4) for position in ("rotary", "none")
+    ]
+    assert list(found.variants()) == ["one_head", *names]
+    last = found.variants()[names[-1]]
+    assert (last.model.num_heads, last.model.position, last.train.steps) == (4, "none", 100)
+    assert last.sweep == {} and last.controls == {} and last.name == f"base/{names[-1]}"
+    same = load(tmp_path, BASE, "sweep: {model.num_heads: [1, 4], model.position: [rotary, none]}\n").config
+    assert same == found
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
+        (["--sweep"], "sweep: expected --sweep OPTION=VALUE,VALUE, got '--sweep'"),
+        (["--sweep model.num_heads"], "sweep: expected --sweep OPTION=VALUE,VALUE, got '--sweep model.num_heads'"),
+        (["--sweep model.num_headz=1"], "sweep: model.num_headz: no such option; did you mean model.num_heads?"),
+        (["--sweep model.num_heads=2,0"], "sweep: model.num_heads: expected > 0, got 0"),
+        (["--sweep num_heads=2"], "sweep: 'num_heads' is no option; expected SECTION.OPTION"),
+        (["--train.entropy_penalty -1"], "train.entropy_penalty: expected >= 0, got -1.0"),
+        (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected different numbers from 1 to under"),
+        (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
+        (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
+        (["--task.kind skills --task.shortest 5 --task.longest 16"], "task.shortest: expected at least 7"),
         (["train: {stepz: 3}\n"], "train.stepz: no such option; did you mean train.steps?"),
         (["--train.stepz 3"], "train.stepz: no such option; did you mean train.steps?"),
         (["--train.steps abc"], "train.steps: expected int, got abc"),
@@ -96,14 +121,14 @@ def test_help_explains_every_field(capsys):
     text = capsys.readouterr().out
     sections = {"task": config.Task, "model": config.Model, "train": config.Train, "evaluate": config.Evaluate}
     names = [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
-    for name in [*names, "name", "description", "controls", "claims"]:
+    for name in [*names, "name", "description", "controls", "sweep", "claims", "check"]:
         # an option, then words of explanation before the type in brackets
         assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Z\"c]\w+.*?\(", text, re.S), name
 
 
 def test_differences_name_the_key_and_both_values(tmp_path):
-    saved = dataclasses.asdict(load(tmp_path, BASE)[0])
-    now = dataclasses.asdict(load(tmp_path, BASE, "--train.steps 300", "controls: {}\n")[0])
+    saved = dataclasses.asdict(load(tmp_path, BASE).config)
+    now = dataclasses.asdict(load(tmp_path, BASE, "--train.steps 300", "controls: {}\n").config)
     assert config.differences(saved, saved) == []
     assert "train.steps was 100, now 300" in config.differences(saved, now)
     assert len(config.differences(saved, now)) == 3  # and the two keys of the control that is gone
@@ -150,8 +175,66 @@ def test_copy_string_is_a_string_and_its_copy():
     assert task.probe(jax.random.key(1), 2).tokens.shape == (2, 9, 1)
 
 
+def test_shift_bank_sources_are_as_far_back_as_they_say():
+    task = tasks.ShiftBank(length=12, symbols=5, offsets=(1, 3, 6))
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 20))
+    assert task.places == ("1 back", "3 back", "6 back")
+    np.testing.assert_array_equal(batch.target_weights[..., 0] > 0, np.tile(np.arange(12) >= 6, (20, 1)))
+    for b, q in np.ndindex(20, 12):
+        expected = [q - 1, q - 3, q - 6] if q >= 6 else [-1] * 3
+        assert batch.sources[b, q].tolist() == expected
+        if q >= 6:
+            assert batch.targets[b, q].tolist() == batch.tokens[b, expected, 0].tolist()
+
+
+def test_induction_asks_for_what_followed_the_last_time():
+    task = tasks.Induction(length=32, symbols=29, shortest=4, longest=7)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 200))
+    kinds, periods, prefixes = set(), set(), set()
+    for tokens, targets, weights, sources, _ in zip(*batch, strict=True):
+        row, asked = tokens[:, 0].tolist(), np.flatnonzero(weights[:, 0])
+        for q in asked:
+            last = max(i for i in range(q) if row[i] == row[q])
+            assert sources[q, 0] == last + 1 and targets[q, 0] == row[last + 1]
+            assert q == 31 or row[q + 1] == row[last + 1]  # it is the next token, too
+        again = [q for q in range(32) if row[q] in row[:q]]
+        if asked.tolist() == list(range(16, 32, 2)):
+            kinds.add("pairs")
+            assert len(set(row)) == 16 and again == list(range(16, 32))
+            assert sorted(zip(row[::2], row[1::2], strict=True)) == sorted(
+                2 * list(zip(row[0:16:2], row[1:16:2], strict=True))
+            )
+            assert row[:16] != row[16:]
+        else:
+            kinds.add("repeated")
+            period = asked[0] - row.index(row[asked[0]])
+            periods.add(period)
+            prefixes.add(asked[0] - period)
+            assert asked.tolist() == list(range(asked[0], 32)) == again
+    assert kinds == {"pairs", "repeated"} and periods == set(range(4, 8)) and prefixes == set(range(19))
+    probe = task.probe(jax.random.key(1), 3)
+    assert (probe.sources == probe.sources[:1]).all() and (probe.tokens[0] != probe.tokens[1]).any()
+
+
+def test_skills_ask_for_four_different_tokens():
+    task = tasks.Skills(length=24, symbols=13, shortest=7, longest=12)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 100))
+    for tokens, targets, weights, sources, real in zip(*batch, strict=True):
+        row = tokens[:, 0].tolist()
+        period = row[1:].index(row[0]) + 1
+        assert len(set(row[:period])) == period and all(row[i] == row[i - period] for i in range(period, 24))
+        for q in range(24):
+            places = [q - 1, q - 5, 23 - q, q - period + 1]
+            wanted = q >= 12 and len({row[place] for place in places}) == 4
+            assert weights[q].tolist() == [float(wanted)] * 4 and real[q] == (q >= 12)
+            if wanted:
+                assert sources[q].tolist() == places and targets[q].tolist() == [row[place] for place in places]
+    assert (batch.target_weights.sum((1, 2)) > 0).mean() > 0.9
+
+
 def test_samples_depend_on_the_key_alone():
-    for task in (tasks.CopyFromFourPlaces(16, 4), tasks.CopyString(9, 2, 6, 12)):
+    kinds = (tasks.ShiftBank(16, 5), tasks.Induction(16, 16, 2, 8), tasks.Skills(16, 16, 7, 8))
+    for task in (tasks.CopyFromFourPlaces(16, 4), tasks.CopyString(9, 2, 6, 12), *kinds):
         first, again, other = (task.sample(jax.random.key(seed), 4).tokens for seed in (0, 0, 1))
         np.testing.assert_array_equal(first, again)
         assert (first != other).any()

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from experiments import claims, config, look, model, tasks
+from experiments import claims, config, look, model, tasks, train
 from experiments.evaluate import Measured
+from jattn import heads
 
 POSITIONS = ["none", "sinusoidal", "learned", "rotary", "alibi", "relative"]
 TASK = tasks.CopyString(symbols=5, shortest=3, longest=5, farthest=6)
@@ -70,19 +72,53 @@ def test_a_gate_of_zero_switches_a_head_off(getkey):
     without = jax.tree.map(lambda leaf: leaf, params)
     without["params"]["layer_1"]["attention"]["out"] = out | {"kernel": out["kernel"].at[2].set(0.0)}
     expected = transformer.apply(without, batch.tokens)
-    np.testing.assert_allclose(transformer.apply(params, batch.tokens, head_gates=gates), expected, atol=1e-5)
+    per_layer = [{"head_gate": gate} for gate in gates]
+    np.testing.assert_allclose(transformer.apply(params, batch.tokens, per_layer=per_layer), expected, atol=1e-5)
 
 
-def test_scores_find_heads_built_by_hand():
+def test_place_scores_and_profiles_find_heads_built_by_hand():
     batch = TASK.probe(jax.random.key(0), 3)  # strings of 4: sources stand 4 back
     position = jnp.arange(9)
     built_by_hand = [position - 1, jnp.maximum(position - 4, 0), jnp.zeros(9, int)]
     weights = jnp.stack([jax.nn.one_hot(targets, 9) for targets in built_by_hand])
-    found = look.scores(TASK, jnp.broadcast_to(weights[None, None], (3, 1, 3, 9, 9)), batch)
-    assert found["previous_token"][0, 0] == 1 and found["copy source"][0, 1] == 1 and found["sink"][0, 2] == 1
-    assert found["copy source"].tolist() == [[0, 1, 0]] and found["previous_token"].shape == (1, 3)
-    profile = look.offset_profile(jnp.broadcast_to(weights[None, None], (3, 1, 3, 9, 9)), batch)
+    weights = jnp.broadcast_to(weights[None, None], (3, 1, 3, 9, 9))
+    assert look.of_places(TASK, weights, batch.sources)["copy source"].tolist() == [[0, 1, 0]]
+    profile = look.offset_profile(weights, batch)
     assert profile.shape == (1, 3, 9) and profile[0, 0].argmax() == 7 and profile[0, 1].argmax() == 4
+
+
+def test_scores_are_those_of_the_weights(getkey):
+    transformer, params, batch = built("relative", getkey())
+    found, weights = look.scores(transformer, TASK, params, batch, look.ALL)
+    assert set(found) == {"copy source", *look.ALL} and found["induction"].shape == (2, 4)
+
+    def mean(statistic, *others):
+        each = [
+            [[statistic(w, *of) for w in layer] for layer in of_one]
+            for of_one, *of in zip(weights, *others, strict=True)
+        ]
+        return np.mean(each, 0)
+
+    np.testing.assert_allclose(found["previous_token"], mean(heads.previous_token, batch.real), atol=1e-6)
+    np.testing.assert_allclose(found["first_token"], mean(heads.first_token, batch.real), atol=1e-6)
+    expected = mean(lambda w, t, real: heads.induction(w, t[:, 0], real), batch.tokens, batch.real)
+    np.testing.assert_allclose(found["induction"], expected, atol=1e-6)
+    np.testing.assert_allclose(found["entropy"], look.entropy(weights, batch), atol=1e-5)
+
+
+def test_shuffled_tokens_leave_places_of_fixed_positions_out(getkey):
+    task = tasks.Skills(length=16, symbols=16, shortest=7, longest=8)
+    transformer = model.make(config.Model(num_heads=2, model_dim=8, head_dim=4), task)
+    batch = task.sample(getkey(), 4)
+    params = transformer.init(getkey(), batch.tokens)
+    found = look.of_shuffled(transformer, task, params, batch)
+    assert set(found) == {"duplicate_token", "induction", "next token"}
+    weights = look.weights_of(transformer, params, batch.tokens)
+    other = jnp.roll(batch.tokens[..., 0], 1, 0)
+    each = [
+        [heads.induction(w, t, r) for w in layers[0]] for layers, t, r in zip(weights, other, batch.real, strict=True)
+    ]
+    np.testing.assert_allclose(found["induction"][0], np.mean(each, 0), atol=1e-6)
 
 
 def measured(**changed):
@@ -116,7 +152,7 @@ def test_mean_divergence_runs_over_different_heads():
 @pytest.mark.parametrize("side, passed", [("at_least", [8, 9]), ("at_most", [7, 8])])
 def test_a_claim_holds_when_enough_seeds_pass(side, passed):
     values = measured(exact_match=np.array([0.25, 0.5, 0.75]))
-    result = claims.Result(config.Config("x"), ("a",), [7, 8, 9], 1, values, measured(exact_match=np.zeros(3)))
+    result = claims.Result(config.Config("x"), ("a",), [7, 8, 9], 1, values, measured(exact_match=np.zeros(3)), {})
     for needed in (2, 3):
         claim = config.Claim("x", "y", "exact_match", needed, **{side: 0.5})
         row = claims.judge(claim, {"": result})
@@ -124,3 +160,35 @@ def test_a_claim_holds_when_enough_seeds_pass(side, passed):
         assert sorted(row["passed"] + row["failed"]) == [7, 8, 9]
     missing = result._replace(trained=measured(exact_match=np.full(3, np.nan)))
     assert not claims.judge(claim, {"": missing})["passed"]
+
+
+def test_distinct_places_have_a_head_that_is_there_for_them():
+    scores = {"a": np.array([[[0.95, 0.2]]]), "b": np.array([[[0.0, 0.89]]]), "c": np.array([[[0.0, 0.91]]])}
+    assert claims.distinct_places(("a", "b", "c"), measured(scores=scores)).tolist() == [2]
+
+
+def test_a_group_that_is_off_is_judged_by_its_role():
+    accuracy, off = np.array([[1.0, 0.9], [1.0, 1.0]]), {"induction": np.array([[0.2, 0.1], [0.0, 0.3]])}
+    trained, untrained = measured(accuracy=accuracy), measured(accuracy=np.zeros((2, 2)))
+    result = claims.Result(config.Config("x"), ("a", "b"), [0, 1], 1, trained, untrained, off)
+    np.testing.assert_allclose(claims.measure(result, trained, "off/induction"), [0.15, 0.15])
+    np.testing.assert_allclose(claims.measure(result, trained, "off/first_token"), [0.95, 1.0])  # no head has it
+    np.testing.assert_allclose(claims.measure(result, untrained, "off/induction"), [0.0, 0.0])
+
+
+def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
+    task = config.Task("shift_bank", length=12, symbols=3)
+    options = {"task": task, "model": config.Model(num_heads=2, model_dim=8, head_dim=4)}
+    gradients = []
+    for penalty in (0.0, 0.5):
+        train_options = config.Train(seeds=1, steps=4, warmup=0, batch=4, entropy_penalty=penalty, clip=1e9)
+        setup = train.Setup.of(config.Config("x", train=train_options, **options))
+        state = jax.tree.map(lambda leaf: leaf[0], setup.init())
+        after, metrics = train.train_step(setup, state, setup.keys[0], jnp.asarray(0))
+        gradients.append((metrics["loss"], after["optimizer"]))
+    batch = setup.task.sample(jax.random.fold_in(jax.random.fold_in(setup.keys[0], train.TRAIN_DATA), 0), 4)
+    assert gradients[0][0] == gradients[1][0]  # the loss that is shown leaves the penalty out
+    moments = [jax.tree.leaves(optax.tree.get(optimizer, "mu")) for _, optimizer in gradients]
+    entropy = jax.grad(lambda params: look.entropy(look.weights_of(setup.model, params, batch.tokens), batch).mean())
+    for without, with_penalty, slope in zip(*moments, jax.tree.leaves(entropy(state["params"])), strict=True):
+        np.testing.assert_allclose(with_penalty - without, 0.1 * 0.5 * slope, atol=1e-6)

@@ -40,7 +40,7 @@ def tiny(tmp_path):
 
 def start(file, out, cache):
     """A process that trains, on one thread: with several, XLA's CPU backend may add in another order every time."""
-    code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:]))"
+    code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
     environment = os.environ | {
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -97,7 +97,7 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
 
 def test_a_history_cut_anywhere_rewinds_to_the_checkpoint(tmp_path):
     history = History(tmp_path)
-    look = {"scores": {"sink": np.full((1, 1, 2), 0.1)}, "offset_profile": np.zeros(3), "example": np.zeros(2)}
+    look = {"scores": {"sink": np.full((1, 1, 2), 0.1)}, "offset_profile": np.zeros(3), "examples": np.zeros(2)}
     for begin in range(0, 12, 4):
         history.add_metrics(begin, {"loss": np.arange(4.0)[:, None] + begin / 3}, 2)
         history.add_look(begin + 4, look)
@@ -161,23 +161,32 @@ model: {num_heads: 2, model_dim: 8, head_dim: 4, position: alibi}
 train: {seeds: 2, first_seed: 3, steps: 4, warmup: 1, batch: 4, log_every: 2, look_every: 2, checkpoint_every: 2}
 evaluate: {batch: 8, lengths: [2, 8]}
 controls: {relative: {model.position: relative}}
+sweep: {model.num_heads: [1, 2], model.position: [alibi, none]}
 claims:
-- {name: sink, statement: Some head looks first., metric: best/sink, at_least: 0.0, needed: 2}
+- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 2}
 - {name: never, statement: Never., metric: "relative:exact_match", at_least: 2.0, needed: 1}
 """)
-    assert run_main(["run", "--config", str(file), "--out", str(out)]) == 0
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 1  # for the claim that fails
     shown = capsys.readouterr().out
     assert "holds" in shown and "fails" in shown and (out / "report.html").exists()
     found = Findings.load(out)
     assert found.seeds == [3, 4] and found.places == ["copy source"] and len(found.heads) == 2 * 2
     assert found.scores["copy source"].shape == (2, 3, 1, 2) and found.look_steps.tolist() == [0, 2, 4]
-    tokens = len(found.tokens)
-    assert found.example_weights.shape == (3, 1, 2, tokens, tokens)
+    (tokens,) = {len(example) for example in found.tokens}
+    assert found.example_weights.shape == (3, train.EXAMPLES, 1, 2, tokens, tokens)
     np.testing.assert_allclose(found.example_weights.sum(-1), 1.0, atol=1e-5)
     assert found.offset_profile.shape == (2, 2, 1, 2, len(found.offsets)) and found.offsets[-1] == 0
     assert found.ablated.shape == (2, 1, 2, 1) and found.divergence.shape == (2, 2, 2, 2)
+    assert found.noise.shape == (2, 2, 2) and found.statistics["max_logit"].shape == (2, 2, 1, 2)
+    assert all(0 < row["p_value"] <= 1 for row in found.heads)
     curves = found.curves["exact match over string length"]
-    assert list(curves) == ["alibi", "relative"] and [row[0] for row in curves["alibi"]] == [2, 8]
+    assert list(curves) == ["alibi", "relative", "none"] and [row[0] for row in curves["alibi"]] == [2, 8]
+    swept = found.curves["exact match over model.num_heads"]
+    assert list(swept) == ["model.position=alibi", "model.position=none"]
+    assert [row[0] for row in swept["model.position=none"]] == [1, 2] and len(swept["model.position=none"][0]) == 3
+    parameters = {row["name"]: row["parameters"] for row in found.controls}
+    assert parameters["model.num_heads=2,model.position=alibi"] == parameters["string"] > 0
+    assert not (out / "controls" / "model.num_heads=2,model.position=alibi").exists()  # the run itself
     claims = json.loads((out / "claims.json").read_text())
     assert [claim["holds"] for claim in claims] == [True, False]
     assert claims[0]["passed"] == [3, 4] and claims[1]["failed"] == [3, 4] and len(claims[0]["untrained"]) == 2

@@ -86,7 +86,7 @@ def test_statistics_equal_the_slow_reference(getkey, eligible):
                 slow_mean([w[q, targets[q]] for q in range(T) if targets[q] >= 0]),
             ),
             (heads.previous_token(weights, eligible), slow_mean([w[q, q - 1] for q in rows])),
-            (heads.sink(weights, eligible), slow_mean([w[q, 0] for q in rows])),
+            (heads.first_token(weights, eligible), slow_mean([w[q, 0] for q in rows])),
             (heads.induction(weights, tokens, eligible), slow_induction(w, t, eligible)),
             (heads.entropy(weights, jnp.asarray(visible), eligible), slow_entropy(w, visible, eligible)),
             (heads.offset_profile(weights, eligible), slow_profile(w, eligible)),
@@ -99,18 +99,23 @@ def test_divergence_equals_the_slow_reference(getkey, eligible):
     patterns = jnp.stack([causal_weights(getkey()) for _ in range(3)])
     p = np.asarray(patterns, np.float64)
     expected = [[slow_divergence(one, other, eligible) for other in p] for one in p]
-    np.testing.assert_allclose(heads.divergence(patterns, eligible), expected, atol=1e-6)
+    np.testing.assert_allclose(heads.pattern_divergence(patterns, eligible), expected, atol=1e-6)
 
 
 def test_defaults_take_every_query(getkey):
     weights, tokens = causal_weights(getkey()), jax.random.randint(getkey(), (T,), 0, VOCABULARY)
     every = jnp.ones(T, bool)
-    for name, arguments in {"previous_token": (), "sink": (), "offset_profile": (), "induction": (tokens,)}.items():
+    for name, arguments in {
+        "previous_token": (),
+        "first_token": (),
+        "offset_profile": (),
+        "induction": (tokens,),
+    }.items():
         statistic = getattr(heads, name)
         np.testing.assert_array_equal(statistic(weights, *arguments), statistic(weights, *arguments, every))
     np.testing.assert_array_equal(heads.entropy(weights), heads.entropy(weights, jnp.ones((T, T), bool), every))
     patterns = jnp.stack([weights, causal_weights(getkey())])
-    np.testing.assert_array_equal(heads.divergence(patterns), heads.divergence(patterns, every))
+    np.testing.assert_array_equal(heads.pattern_divergence(patterns), heads.pattern_divergence(patterns, every))
 
 
 def test_heads_of_known_role():
@@ -124,7 +129,7 @@ def test_heads_of_known_role():
     scores = {
         "previous_token": lambda weights: heads.previous_token(weights, position >= 4),
         "induction": lambda weights: heads.induction(weights, tokens),
-        "sink": lambda weights: heads.sink(weights, position >= 4),
+        "sink": lambda weights: heads.first_token(weights, position >= 4),
     }
     for kind, weights in built.items():
         for name, score in scores.items():
@@ -161,7 +166,7 @@ def test_entropy_of_uniform_and_hard_heads():
 
 def test_divergence_is_a_distance_in_the_unit_interval():
     patterns = jnp.stack([jnp.eye(T), hard(jnp.arange(T) - 1), uniform_causal(), jnp.eye(T)])
-    found = heads.divergence(patterns, jnp.arange(T) >= 1)
+    found = heads.pattern_divergence(patterns, jnp.arange(T) >= 1)
     np.testing.assert_array_equal(jnp.diagonal(found), 0.0)
     np.testing.assert_allclose(found, found.T, atol=1e-7)
     np.testing.assert_allclose(found[0, 1], 1.0, atol=1e-6)  # never the same key

@@ -51,9 +51,13 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
     assert main(["run", "--config", str(file), "--out", str(out)]) == 0
     found = Findings.load(out)
     assert [row["role"] in (*pretrained.PATTERNS, "mixed") for row in found.heads] == [True] * 6
+    assert all(0 < row["p_value"] <= 1 for row in found.heads)
     assert [claim["holds"] for claim in found.claims] == [False, True]
-    assert found.tokens == ["[CLS]", "the", "cat", "naps", "now", "[SEP]"]
-    np.testing.assert_allclose(found.example_weights.sum(-1), 1.0, atol=1e-5)
+    assert found.tokens[0] == ["[CLS]", "the", "cat", "naps", "now", "[SEP]"]
+    assert found.tokens[1] == ["[CLS]", "a", "cat", "sleeps", "[SEP]", "·"]
+    np.testing.assert_allclose(found.example_weights[:, 0].sum(-1), 1.0, atol=1e-5)
+    assert (found.example_weights[:, 1, :, :, 5:] == 0).all()
+    assert found.noise.shape == (1, 2, 6) and found.statistics["distance"].shape == (1, 2, 2, 3)
     page = (out / "report.html").read_text()
     assert "Claims: 1 of 2 hold" in page and not (out / "figures" / "training.png").exists()
     assert main(["report", "--run", str(out)]) == 0
@@ -64,7 +68,8 @@ def test_scores_and_ablations_are_those_of_the_weights(folder, config, as_experi
     """Against plain loops over the sentences, one by one and without padding."""
     sentences = pretrained.read_sentences(config.pretrained, folder)
     model = pretrained.interop.load(folder)
-    looked = pretrained._look(model, sentences)
+    looked = pretrained.looker(sentences)(model)
+    ablated = pretrained.ablate(model, sentences)
     shares = {name: [] for name in ("previous_token", "next_token", "current_token", "first_token", "separator")}
     for b, words in enumerate(sentences.words):
         n = len(words)
@@ -79,9 +84,10 @@ def test_scores_and_ablations_are_those_of_the_weights(folder, config, as_experi
         np.testing.assert_allclose(looked[name][1, 2], np.mean(expected), atol=1e-5, err_msg=name)
     gates = np.ones((2, 3), np.float32)
     gates[1, 2] = 0.0
-    off = pretrained.embed(model, sentences.tokens, sentences.valid, head_gates=gates)
-    np.testing.assert_allclose(looked["ablated"][1, 2], pretrained.qualities(off, sentences.groups), atol=1e-5)
-    assert np.abs(looked["ablated"][1, 2] - looked["accuracy"]).max() > 1e-4
+    per_layer = [{"head_gate": gate} for gate in gates]
+    off = pretrained.embed(model, sentences.tokens, sentences.valid, per_layer=per_layer)
+    np.testing.assert_allclose(ablated[1, 2], pretrained.qualities(off, sentences.groups), atol=1e-5)
+    assert np.abs(ablated[1, 2] - looked["accuracy"]).max() > 1e-4
 
 
 def test_qualities():

@@ -1,20 +1,15 @@
-"""What a head does, in numbers: statistics of all heads at any length, and of one head's matrix of weights.
+"""Statistics of all heads at any length, without their matrices of weights."""
 
-Each is a mean over *eligible* queries, the rows where the question makes sense; a statistic without any eligible
-query is 0. ``statistics`` needs no matrix of weights. The others take one head's ``[T,S]``, to be lifted by
-``jax.vmap``; there ``eligible``, a bool array ``[T]``, narrows the rows further (to those behind padding, say).
-"""
-
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, ArrayLike
 
-from jattn.api import dot_product_attention
+from jattn.api import dot_product_attention, fold_weights
+from jattn.attention import softmax_dtype
 from jattn.kernels import blockwise
 from jattn.request import Request, make_lse, make_request
 
@@ -32,6 +27,7 @@ def statistics(
     tokens: ArrayLike | None = None,
     lse: ArrayLike | None = None,
     names: Sequence[str] | None = None,
+    eligible: ArrayLike | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
@@ -57,10 +53,11 @@ def statistics(
         tokens: integers ``[B,T]`` or ``[T]``, of self-attention; for the last two.
         lse: as of ``dot_product_attention(..., return_residual=True)``; computed when None.
         names: which statistics; all that the arguments allow by default.
+        eligible: bool ``[B,T]`` or ``[T]``: the queries that count at all; all by default.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
-        ValueError: no such statistic; tokens of another shape, or not there; as ``fold_weights``.
+        ValueError: no such statistic; tokens or eligible of another shape, or not there; as ``fold_weights``.
 
     Example:
         ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
@@ -74,6 +71,8 @@ def statistics(
         lse = jnp.asarray(found)
     else:
         lse = make_lse(lse, request, one_sequence)
+    if eligible is not None:  # an infinite lse leaves a row no weight at all
+        lse = jnp.where(eligible_rows(eligible, B, T)[..., None], lse, jnp.inf)
     positions = [
         jnp.arange(length)[None] if given is None else jnp.asarray(given)
         for given, length in ((request.query_positions, T), (request.kv_positions, S))
@@ -97,6 +96,16 @@ def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
     if not set(names) <= set(known):
         raise ValueError(f"{' and '.join(OF_TOKENS)} need tokens=, integers [B, T]")
     return tuple(names)
+
+
+def eligible_rows(eligible: ArrayLike, B: int, T: int) -> Array:
+    """The argument ``eligible``, checked: bool ``[T]`` or ``[B,T]``."""
+    rows = jnp.asarray(eligible)
+    if rows.shape not in ((T,), (B, T)) or rows.dtype != bool:
+        raise ValueError(
+            f"eligible must be bool [B, T] = {[B, T]} or [T], got {rows.dtype} of shape {list(rows.shape)}"
+        )
+    return rows
 
 
 def _tokens(tokens: ArrayLike, B: int, T: int, S: int, one_sequence: bool) -> Array:
@@ -171,7 +180,7 @@ def _averages(
 ) -> dict[str, Any]:
     """The means over eligible queries of the sums ``[B,N,...]``."""
     S, lse = request.key.shape[1], jnp.moveaxis(lse, 2, 1)  # [B,N,T]
-    seen, later = lse > -jnp.inf, (q_positions > 0)[:, None]
+    seen, later = jnp.isfinite(lse), (q_positions > 0)[:, None]
     eligible = {"previous_token": seen & later, "first_token": seen & later}
     if tokens is not None:
         eligible |= dict.fromkeys(OF_TOKENS, seen & jax.vmap(_occurred)(tokens)[:, None])
@@ -213,129 +222,24 @@ def _pairs_at_offsets(seen: Array, S: int, dtype: Any) -> Array:
     return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
 
 
-def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Float[Array, ""]:
-    """Mean weight on one given key per query: ``mean over q of weights[q, targets[q]]``.
+def coarse_weights(query: ArrayLike, key: ArrayLike, size: int = 64, **options: Any) -> Array:
+    """A picture of each head's weights at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
+
+    Block ``(i, j)`` is the weight that the queries of the i-th of ``size`` equal spans give to the keys of the j-th
+    span, averaged over the queries that see anything; so rows sum to 1. In O(T + S) memory.
 
     Args:
-        weights: ``[T,S]``, rows that sum to 1.
-        targets: integers ``[T]``: the key slot to look at; -1 leaves a query out.
-
-    Returns:
-        A scalar in [0, 1].
+        query, key: as in ``statistics``.
+        size: spans along either axis; at most T and S of them are used.
+        options: those of ``fold_weights``.
     """
-    found = jnp.take_along_axis(weights, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-    return _mean(found, targets >= 0)
+    T, S = jnp.shape(query)[-3], jnp.shape(key)[-3]
+    rows, columns = min(size, T), min(size, S)
 
+    def add(carry: Array, weights: Array, q_idx: Array, kv_idx: Array) -> Array:
+        of_row = jax.nn.one_hot(q_idx[:, 0] * rows // T, rows, axis=0, dtype=weights.dtype)
+        of_column = jax.nn.one_hot(kv_idx[0] * columns // S, columns, dtype=weights.dtype)
+        return carry + of_row @ weights @ of_column
 
-def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, " T+S-1"]:
-    """Mean weight at each offset of the key from the query, ``kv - q`` from ``-(T-1)`` to ``S-1``.
-
-    Args:
-        weights: ``[T,S]``.
-        eligible: bool ``[T]``; all queries by default.
-
-    Returns:
-        ``[T+S-1]``: entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries that have such a key.
-    """
-    length, keys = weights.shape
-    offsets = jnp.arange(length + keys - 1) - (length - 1)
-    kv_idx = jnp.arange(length)[None, :] + offsets[:, None]  # [T+S-1,T]
-    counted = (kv_idx >= 0) & (kv_idx < keys)
-    if eligible is not None:
-        counted &= eligible[None, :]
-    found = weights[jnp.arange(length)[None, :], jnp.clip(kv_idx, 0, keys - 1)]
-    return jax.vmap(_mean)(found, counted)
-
-
-def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
-    """Mean weight on the token before: ``mean over q >= 1 of weights[q, q-1]``. ``weights [T,T]``; a scalar."""
-    targets = jnp.arange(weights.shape[0]) - 1
-    return target_weight(weights, targets if eligible is None else jnp.where(eligible, targets, -1))
-
-
-def induction(
-    weights: Float[Array, "T T"], tokens: Int[Array, " T"], eligible: Bool[Array, " T"] | None = None
-) -> Float[Array, ""]:
-    """Mean weight on the tokens that came after an earlier occurrence of the current token.
-
-    ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries whose token
-    occurred before. Where it occurred several times, any continuation counts, so a perfect induction head scores 1.
-    Source: https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads (prefix matching).
-
-    Args:
-        weights: ``[T,T]``, causal self-attention.
-        tokens: integers ``[T]``.
-        eligible: bool ``[T]``; all queries by default.
-    """
-    position = jnp.arange(tokens.shape[0])
-    follows = jnp.roll(tokens, 1)[None, :] == tokens[:, None]  # [q, kv]: tokens[kv-1] == tokens[q]
-    follows &= (position[None, :] >= 1) & (position[None, :] <= position[:, None])
-    occurred = follows.any(axis=1)
-    return _mean(
-        jnp.sum(jnp.where(follows, weights, 0.0), axis=1), occurred if eligible is None else occurred & eligible
-    )
-
-
-def sink(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
-    """Mean weight on the first key, over the queries after the first. Source: https://arxiv.org/abs/2309.17453."""
-    later = jnp.arange(weights.shape[0]) > 0
-    return _mean(weights[:, 0], later if eligible is None else later & eligible)
-
-
-def entropy(
-    weights: Float[Array, "T S"],
-    visible: Bool[Array, "T S"] | None = None,
-    eligible: Bool[Array, " T"] | None = None,
-) -> Float[Array, ""]:
-    """Mean of ``-sum_kv p ln p / ln(number of visible keys)``, over rows that see at least two keys.
-
-    1 for a uniform head, also a causal one (each row is measured against its own maximum), 0 for a hard one.
-
-    Args:
-        weights: ``[T,S]``.
-        visible: bool ``[T,S]``: the pairs that the mask leaves; all by default.
-        eligible: bool ``[T]``; all queries by default.
-    """
-    if visible is None:
-        visible = jnp.ones(weights.shape, bool)
-    count = jnp.sum(visible, axis=1)
-    counted = count >= 2 if eligible is None else (count >= 2) & eligible
-    most = jnp.log(jnp.maximum(count, 2).astype(weights.dtype))
-    return _mean(jnp.sum(_minus_p_log_p(weights), axis=1) / most, counted)
-
-
-def divergence(patterns: Float[Array, "N T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, "N N"]:
-    """How much heads differ: Jensen-Shannon divergence of their rows over ln 2, averaged over rows; in [0, 1].
-
-    ``JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2`` with ``H`` the entropy of a row; 0 for equal heads, 1 for heads
-    that never look at the same key. Source: Lin, 1991, https://doi.org/10.1109/18.61115.
-
-    Args:
-        patterns: ``[N,T,S]``, the weights of N heads, best averaged over many sequences: on a single one, heads that
-            look for content differ even from themselves.
-        eligible: bool ``[T]``; all queries by default.
-
-    Returns:
-        ``[N,N]``, symmetric, with a zero diagonal.
-    """
-    rows = jnp.ones(patterns.shape[1], bool) if eligible is None else eligible
-    return jax.vmap(lambda one: jax.vmap(lambda other: _jensen_shannon(one, other, rows))(patterns))(patterns)
-
-
-def _jensen_shannon(one: Array, other: Array, eligible: Array) -> Array:
-    """The mean over eligible rows for one pair of heads, both ``[T,S]``."""
-    middle = jnp.sum(_minus_p_log_p((one + other) / 2), axis=1)
-    ends = jnp.sum(_minus_p_log_p(one) + _minus_p_log_p(other), axis=1) / 2
-    # rounding may leave a hair outside [0, 1]
-    return jnp.clip(_mean((middle - ends) / math.log(2.0), eligible), 0.0, 1.0)
-
-
-def _minus_p_log_p(p: Array) -> Array:
-    """``-p ln p``, with 0 at ``p = 0``."""
-    return -p * jnp.log(jnp.where(p > 0, p, 1.0))
-
-
-def _mean(values: Array, counted: Array) -> Array:
-    """Mean of ``values`` where ``counted``; 0 where nothing is."""
-    total = jnp.sum(jnp.where(counted, values, 0.0))
-    return total / jnp.maximum(jnp.sum(counted), 1).astype(values.dtype)
+    sums = fold_weights(add, jnp.zeros((rows, columns), softmax_dtype(jnp.asarray(query))), query, key, **options)
+    return sums / jnp.maximum(sums.sum(-1, keepdims=True), jnp.finfo(sums.dtype).tiny)

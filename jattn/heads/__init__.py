@@ -1,0 +1,48 @@
+"""Looking inside heads, and intervening: what each does, how they differ, what each is needed for.
+
+From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
+``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
+``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
+``residual_contributions``. By intervening: ``ablate``, ``importance``, ``forbid``. And ``roles``: one label per head,
+against what heads score that cannot have it.
+"""
+
+from jattn.heads.circuits import composition, copying_score, ov_circuit, qk_circuit, residual_contributions
+from jattn.heads.compare import divergence
+from jattn.heads.folded import OF_TOKENS, STATISTICS, coarse_weights, statistics
+from jattn.heads.intervene import ablate, forbid, importance
+from jattn.heads.labels import Roles, roles
+from jattn.heads.matrix import (
+    entropy,
+    first_token,
+    induction,
+    offset_profile,
+    pattern_divergence,
+    previous_token,
+    target_weight,
+)
+
+__all__ = [
+    "OF_TOKENS",
+    "STATISTICS",
+    "Roles",
+    "ablate",
+    "coarse_weights",
+    "composition",
+    "copying_score",
+    "divergence",
+    "entropy",
+    "first_token",
+    "forbid",
+    "importance",
+    "induction",
+    "offset_profile",
+    "ov_circuit",
+    "pattern_divergence",
+    "previous_token",
+    "qk_circuit",
+    "residual_contributions",
+    "roles",
+    "statistics",
+    "target_weight",
+]

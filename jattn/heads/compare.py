@@ -1,0 +1,91 @@
+"""How much the heads of a layer differ, in linear memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from jattn.heads.folded import eligible_rows
+from jattn.heads.matrix import jensen_shannon
+from jattn.kernels import xla
+from jattn.request import Request, make_request
+
+WEIGHTS = 2**21  # of all heads and sequences that are held at once
+
+
+def divergence(
+    query: ArrayLike, key: ArrayLike, *, eligible: ArrayLike | None = None, **options: Any
+) -> tuple[Array, Array]:
+    """How much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``, float32 (or float64).
+
+    ``between[i, j]`` is the Jensen-Shannon divergence over ln 2 of heads i and j, row by row, averaged over rows: 0 for
+    equal heads, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over the
+    sequences of the batch: on a single sequence, heads that look for content differ even from themselves. ``floor[i]``
+    is the divergence of head i from itself, between one half of the sequences and the other (those of even and of odd
+    index): what is not above it cannot be told from noise. It is NaN for a single sequence.
+    Source: Lin, 1991, https://doi.org/10.1109/18.61115.
+
+    Goes through a few rows of all heads at a time, in O(T + S) memory, and computes ``N^2 T S`` logarithms.
+
+    Args:
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; sequences of one layout, so that rows correspond.
+        eligible: bool ``[B,T]`` or ``[T]``: the queries that count; all by default. One that sees nothing never does.
+        options: those of ``fold_weights``, without ``lse``: ``mask``, ``is_causal``, ``score_mod``, ...
+
+    Raises:
+        ValueError, TypeError: as ``fold_weights``; ``eligible`` has another shape.
+    """
+    request = make_request(query, key, None, **options)
+    (B, T, N, _), S = request.query.shape, request.key.shape[1]
+    counts = jnp.ones((B, T), bool) if eligible is None else jnp.broadcast_to(eligible_rows(eligible, B, T), (B, T))
+    size = max(1, min(T, WEIGHTS // max(B * N * S, 1)))
+
+    def add(carry: tuple, start: Array) -> tuple[tuple, None]:
+        rows = start + jnp.arange(size)
+        weights, _ = xla.weights(_rows(request, jnp.minimum(rows, T - 1)))  # [B,N,size,S]
+        counted = counts[:, jnp.minimum(rows, T - 1)] & (rows < T)[None]
+        weights = jnp.where(counted[:, None, :, None], weights, 0.0)
+        every, even, odd = (
+            _mean_pattern(weights[part]) for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
+        )
+        between = jax.lax.map(lambda one: jax.vmap(_sums, (None, 0))(one, every), every)  # one head against all
+        return jax.tree.map(jnp.add, carry, (between, jax.vmap(_sums)(even, odd))), None
+
+    dtype = jax.eval_shape(xla.weights, _rows(request, jnp.arange(min(T, 1))))[0].dtype
+    zeros = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in ((N, N), (N,)))
+    (between, floor), _ = jax.lax.scan(add, zeros, jnp.arange(0, T, size))
+    mean = [total / jnp.maximum(count, 1) for total, count in (between, floor)]
+    return mean[0], mean[1] if B > 1 else jnp.full(N, jnp.nan, dtype)
+
+
+def _rows(request: Request, rows: Array) -> Request:
+    """The request of these queries alone."""
+    T = request.query.shape[1]
+
+    def of_pairs(array: Any) -> Any:
+        return array if array is None or array.shape[2] == 1 else jnp.asarray(array)[:, :, rows]
+
+    positions = jnp.arange(T)[None] if request.query_positions is None else jnp.asarray(request.query_positions)
+    return dataclasses.replace(
+        request,
+        query=request.query[:, rows],
+        bias=of_pairs(request.bias),
+        slot_masks=tuple(map(of_pairs, request.slot_masks)),
+        query_positions=positions[:, rows],
+        query_lengths=None,  # they are among the slot_masks
+    )
+
+
+def _mean_pattern(weights: Array) -> tuple[Array, Array]:
+    """Of ``weights [B,N,T,S]`` the mean over the sequences in which a row sees anything, and whether there is one."""
+    seen = (weights > 0).any(-1).sum(0)  # [N,T]
+    return weights.sum(0) / jnp.maximum(seen, 1)[..., None].astype(weights.dtype), seen > 0
+
+
+def _sums(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The sum over rows of the divergence of two patterns ``[T,S]``, and the number of these rows."""
+    both = one[1] & other[1]
+    found = jnp.where(both, jensen_shannon(one[0], other[0]), 0.0)
+    return found.sum(), both.sum().astype(found.dtype)

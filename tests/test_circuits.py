@@ -1,0 +1,115 @@
+"""Circuits of parameters against the matrices they stand for, and on heads built by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import heads
+
+M, N, K, H, D, V = 13, 6, 3, 5, 4, 17
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    rng = np.random.default_rng(0)
+    shapes = {"query": (M, N, H), "key": (M, K, H), "value": (M, K, D), "out": (N, D, M)}
+    shapes |= {"embed": (V, M), "unembed": (M, V)}
+    return {name: normal(rng, shape) for name, shape in shapes.items()}
+
+
+def normal(rng, shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def of_head(kernels, n):
+    """``W_V W_O`` and ``W_Q W_K^T`` in float64, each [M,M]."""
+    exact = {name: np.asarray(x, np.float64) for name, x in kernels.items()}
+    shared = n // (N // K)
+    ov = exact["value"][:, shared] @ exact["out"][n]
+    return ov, exact["query"][:, n] @ exact["key"][:, shared].T
+
+
+def test_circuits_are_the_products(kernels):
+    ov = heads.ov_circuit(kernels["embed"], kernels["value"], kernels["out"], kernels["unembed"])
+    qk = heads.qk_circuit(kernels["embed"], kernels["query"], kernels["key"])
+    assert ov.shape == qk.shape == (N, V, V)
+    for n in range(N):
+        writes, reads = of_head(kernels, n)
+        embed, unembed = (np.asarray(kernels[name], np.float64) for name in ("embed", "unembed"))
+        np.testing.assert_allclose(ov[n], embed @ writes @ unembed, rtol=1e-4, atol=1e-4)
+        expected = embed @ reads @ embed.T / np.sqrt(H)
+        np.testing.assert_allclose(qk[n], expected, rtol=1e-4, atol=1e-4)
+    whole = heads.qk_circuit(kernels["embed"], kernels["query"], kernels["key"], scale=1.0)
+    np.testing.assert_allclose(whole, np.sqrt(H) * np.asarray(qk), rtol=1e-5)
+
+
+def test_the_copying_score_is_that_of_the_circuit(kernels):
+    names = ("embed", "value", "out", "unembed")
+    found = jax.jit(lambda arrays: heads.copying_score(*arrays))([kernels[name] for name in names])
+    for n in range(N):
+        circuit = np.asarray(kernels["embed"]) @ of_head(kernels, n)[0] @ np.asarray(kernels["unembed"])
+        eigenvalues = np.linalg.eigvals(circuit)
+        np.testing.assert_allclose(found["eigenvalues"][n], eigenvalues.sum().real / abs(eigenvalues).sum(), atol=1e-4)
+        np.testing.assert_allclose(found["argmax"][n], (circuit.argmax(1) == np.arange(V)).mean(), atol=1e-6)
+
+
+def test_a_head_that_copies_and_one_that_does_the_opposite():
+    """A token's embedding is its own column of the identity; D is smaller than V, so copying goes through a code."""
+    code = jnp.linalg.qr(normal(np.random.default_rng(1), (12, 12)))[0][:, :8]
+    value = jnp.stack([code, code], 1)  # [M,N,D]
+    out = jnp.stack([code.T, -code.T])
+    found = heads.copying_score(jnp.eye(12), value, out, jnp.eye(12))
+    np.testing.assert_allclose(found["eigenvalues"], [1, -1], atol=1e-4)
+    np.testing.assert_allclose(found["argmax"], [1, 0])
+
+
+def test_composition_is_the_ratio_of_norms(kernels):
+    rng = np.random.default_rng(2)
+    later_value, later_out = normal(rng, (M, K, 7)), normal(rng, (N, 7, M))
+    found = heads.composition(kernels["value"], kernels["out"], query=kernels["query"], key=kernels["key"],
+                              later_value=later_value, later_out=later_out)  # fmt: skip
+    norm = np.linalg.norm
+    for n, p in np.ndindex(N, N):
+        writes, reads = of_head(kernels, n)[0], of_head(kernels, p)[1]
+        ov = np.asarray(later_value[:, p // 2], np.float64) @ np.asarray(later_out[p], np.float64)
+        for name, other in {"Q": reads, "K": reads.T, "V": ov}.items():
+            expected = norm(writes @ other) / (norm(writes) * norm(other))
+            np.testing.assert_allclose(found[name][n, p], expected, rtol=1e-4)
+
+
+def test_composition_tells_a_wired_pair_of_heads_from_chance():
+    rng = np.random.default_rng(3)
+    dim = 64
+    value, out, query, key = (normal(rng, shape) for shape in ((dim, 2, 8), (2, 8, dim), (dim, 2, 8), (dim, 2, 8)))
+    key = key.at[:, 1].set(out[0].T)  # head 1 of the later layer looks for what head 0 of the earlier one writes
+    found = heads.composition(value, out, query=query, key=key)
+    assert set(found) == {"Q", "K"}
+    others = np.delete(np.ravel(found["K"]), 1)
+    assert found["K"][0, 1] > 0.35 and others.max() < 0.2
+    np.testing.assert_allclose(np.mean(found["Q"]), dim**-0.5, rtol=0.2)
+
+
+def test_contributions_add_up_to_the_layer_s_output():
+    params = jattn.init_multi_head(jax.random.key(0), M, N, num_kv_heads=K, head_dim=H, value_dim=D, use_bias=True)
+    params["out"]["bias"] += 0.5
+    x = jax.random.normal(jax.random.key(1), (2, 9, M))
+    query, key, value = (jattn.multi_head.project(params[name], x) for name in ("query", "key", "value"))
+    z, found = jattn.multi_head.attend_heads(query, key, value, is_causal=True, return_heads=True)
+    np.testing.assert_array_equal(z, found["z"])
+    parts = heads.residual_contributions(found["z"], params["out"]["kernel"])
+    assert parts.shape == (2, 9, N, M)
+    expected = jattn.multi_head_attention(params, x, is_causal=True)
+    np.testing.assert_allclose(parts.sum(-2) + params["out"]["bias"][None, None], expected, atol=1e-5)
+
+
+def test_kernels_that_do_not_belong_together(kernels):
+    with pytest.raises(ValueError, match="each pair whole"):
+        heads.composition(kernels["value"], kernels["out"], query=kernels["query"])
+    with pytest.raises(ValueError, match="each pair whole"):
+        heads.composition(kernels["value"], kernels["out"])
+    with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
+        heads.ov_circuit(kernels["embed"], jnp.zeros((M, 4, D)), kernels["out"], kernels["unembed"])
+    with pytest.raises(ValueError, match="a column for each of the 17 rows of embed"):
+        heads.copying_score(kernels["embed"], kernels["value"], kernels["out"], jnp.zeros((M, V + 1)))

@@ -1,0 +1,131 @@
+"""``jattn.heads.divergence`` and ``coarse_weights``: at any length, and against the matrices of weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import heads, masks
+from jattn.heads import compare
+
+B, T, S, N, K, H = 4, 7, 11, 6, 3, 5
+OPTIONS = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "array by slot": {"mask": np.random.default_rng(0).random((B, 1, T, S)) > 0.4},
+    "bias and positions": {"bias": np.linspace(0, 2, N * T * S, dtype=np.float32).reshape(N, T, S),
+                           "query_positions": np.arange(T) + 4, "is_causal": True},
+    "padding": {"query_seq_lengths": np.array([7, 4, 0, 5]), "key_value_seq_lengths": np.array([11, 3, 5, 1])},
+    "window": {"mask": masks.SlidingWindow(2, 1)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(3)
+    return rng.normal(size=(B, T, N, H)).astype(np.float32) * 2, rng.normal(size=(B, S, K, H)).astype(np.float32)
+
+
+def entropy(p):
+    return -sum(x * np.log2(x) for x in p if x > 0)
+
+
+def slow(weights, eligible):
+    """Of ``weights [B,N,T,S]``, pattern by pattern and row by row."""
+
+    def patterns(part):
+        rows = {}
+        for n, t in np.ndindex(N, T):
+            seen = [w[n, t] for w, use in zip(weights[part], eligible[part], strict=True) if use[t] and w[n, t].any()]
+            if seen:
+                rows[n, t] = np.mean(seen, 0)
+        return rows
+
+    def js(one, other, i, j):
+        found = [
+            entropy((one[i, t] + other[j, t]) / 2) - (entropy(one[i, t]) + entropy(other[j, t])) / 2
+            for t in range(T)
+            if (i, t) in one and (j, t) in other
+        ]
+        return np.mean(found) if found else 0.0
+
+    every, even, odd = patterns(slice(None)), patterns(slice(0, None, 2)), patterns(slice(1, None, 2))
+    pairs = np.array([[js(every, every, i, j) for j in range(N)] for i in range(N)])
+    return pairs, np.array([js(even, odd, i, i) for i in range(N)])
+
+
+@pytest.mark.parametrize("size", [compare.WEIGHTS, 2 * B * N * S], ids=["all rows at once", "two rows at a time"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_divergence_is_that_of_the_mean_patterns(arrays, name, size, monkeypatch):
+    monkeypatch.setattr(compare, "WEIGHTS", size)
+    eligible = np.random.default_rng(1).random((B, T)) > 0.2
+    found = jax.jit(lambda *both: heads.divergence(*both, eligible=eligible, **OPTIONS[name]))(*arrays)
+    weights = np.asarray(jattn.attention_weights(*arrays, **OPTIONS[name]), np.float64)
+    for one, expected in zip(found, slow(weights, eligible), strict=True):
+        np.testing.assert_allclose(one, expected, atol=1e-6)
+
+
+def test_divergence_of_one_sequence_has_no_floor(arrays):
+    query, key = (x[0] for x in arrays)
+    between, floor = heads.divergence(query, key, is_causal=True)
+    expected = heads.pattern_divergence(jattn.attention_weights(query, key, is_causal=True))
+    np.testing.assert_allclose(between, expected, atol=1e-6)
+    assert np.isnan(floor).all()
+
+
+def test_equal_heads_are_0_apart_and_opposite_ones_1_never_more():
+    """Some tools report sums of rows, or nats without a maximum: beyond ln 2 there is no divergence of this kind."""
+    position = 50 * np.eye(9, dtype=np.float32)
+    query = np.stack([position, np.roll(position, 1, 1), position], 1)  # heads 0 and 2: itself; head 1: the next
+    between, floor = heads.divergence(np.stack([query, query]), np.stack([position[:, None] * np.ones((1, 3, 1))] * 2))
+    np.testing.assert_allclose(between, [[0, 1, 0], [1, 0, 1], [0, 1, 0]], atol=1e-6)
+    assert between.max() <= 1.0
+    np.testing.assert_allclose(floor, 0, atol=1e-6)
+
+
+def test_heads_that_look_for_content_differ_from_themselves():
+    """The noise floor: without it a random content head seems to specialise."""
+    rng = np.random.default_rng(0)
+    content = 3 * rng.normal(size=(8, 32, 2, 8)).astype(np.float32)
+    place = np.broadcast_to(3 * rng.normal(size=(32, 2, 8)).astype(np.float32), content.shape)
+    _, floor = heads.divergence(content, content[:, :, ::-1])
+    _, none = heads.divergence(place, place)
+    assert (floor > 0.3).all() and np.abs(none).max() < 1e-6
+
+
+def test_divergence_takes_linear_memory():
+    def temporaries(length):
+        one = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+        compiled = jax.jit(lambda q, k: heads.divergence(q, k, is_causal=True)).lower(one, one).compile()
+        assert f"{length},{length}]" not in compiled.as_text()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(65536) < 64 * 2**20
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 64])
+def test_coarse_weights_are_blocks_of_the_matrix(arrays, size):
+    found = heads.coarse_weights(*arrays, size, is_causal=True)
+    weights = np.asarray(jattn.attention_weights(*arrays, is_causal=True), np.float64)
+    rows, columns = min(size, T), min(size, S)
+    expected = np.zeros((B, N, rows, columns))
+    for t, s in np.ndindex(T, S):
+        expected[:, :, t * rows // T, s * columns // S] += weights[:, :, t, s]
+    np.testing.assert_allclose(found, expected / expected.sum(-1, keepdims=True), atol=1e-6)
+    one = heads.coarse_weights(arrays[0][0], arrays[1][0], size, is_causal=True)
+    np.testing.assert_allclose(one, found[0], atol=1e-6)
+
+
+def test_coarse_weights_of_rows_that_see_nothing_are_0(arrays):
+    found = heads.coarse_weights(*arrays, 7, query_seq_lengths=np.array([7, 4, 0, 5]))
+    np.testing.assert_array_equal(
+        found.sum(-1).round(5)[:, 0], [[1] * 7, [1] * 4 + [0] * 3, [0] * 7, [1] * 5 + [0] * 2]
+    )
+
+
+@pytest.mark.parametrize("eligible", [np.ones((B, T)), np.ones((T, B), bool), np.ones(S, bool)])
+@pytest.mark.parametrize("measure", [heads.divergence, heads.statistics])
+def test_eligible_of_another_kind_is_named(arrays, eligible, measure):
+    with pytest.raises(ValueError, match=r"eligible must be bool \[B, T\] = \[4, 7\] or \[T\]"):
+        measure(*arrays, eligible=eligible)

@@ -1,0 +1,109 @@
+"""Roles against the null, and the errors of other tools that jattn's measures must not repeat."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import heads
+
+RNG = np.random.default_rng(0)
+
+
+def null(*names, size=200):
+    return {name: RNG.uniform(0, 0.2, size) for name in names}
+
+
+def test_a_head_gets_the_role_that_passes_its_null_by_the_most():
+    scores = {"previous": np.array([[0.9, 0.3], [0.1, 0.25]]), "first": np.array([[0.05, 0.8], [0.1, 0.5]])}
+    found = heads.roles(scores, null("previous", "first"))
+    assert found.label.tolist() == [["previous", "first"], ["mixed", "first"]]
+    assert found.score.tolist() == [[0.9, 0.8], [0.1, 0.5]]
+    assert (found.p_value[found.label != "mixed"] == 2 / 201).all()
+    assert found.p_value[1, 0] > 0.05 and (found.threshold < 0.2).all()
+
+
+def test_the_threshold_is_a_quantile_of_the_null_of_that_pattern():
+    low, high = RNG.uniform(0, 0.1, 500), RNG.uniform(0, 0.9, 500)
+    found = heads.roles({"a": np.array([0.5, 0.5]), "b": np.array([0.0, 0.95])}, {"a": low, "b": high}, level=0.1)
+    # 0.5 is far above the null of a; as a score of b it would be nothing
+    assert found.label.tolist() == ["a", "a"]
+    np.testing.assert_allclose(found.threshold, np.quantile(low, 0.95, method="higher"))
+    p = 2 * (1 + (low >= 0.5).sum()) / 501
+    np.testing.assert_allclose(found.p_value, p)
+
+
+def test_heads_without_roles_get_one_as_often_as_the_level_says():
+    names = ("a", "b", "c", "d")
+    scores = {name: RNG.normal(size=4000) for name in names}
+    found = heads.roles(scores, {name: RNG.normal(size=20000) for name in names}, level=0.05)
+    assert 0.035 < (found.label != "mixed").mean() < 0.06
+
+
+def test_a_null_that_could_never_be_passed_is_refused():
+    scores = {"a": np.ones(1), "b": np.ones(1)}
+    heads.roles(scores, null("a", "b", size=39))
+    with pytest.raises(ValueError, match=r"needs at least 39 scores in the null of each, got \{'a': 38, 'b': 38\}"):
+        heads.roles(scores, null("a", "b", size=38))
+    with pytest.raises(ValueError, match=r"null must have the patterns of scores, \['a', 'b'\], got \['a'\]"):
+        heads.roles(scores, null("a"))
+    with pytest.raises(ValueError, match="must not be NaN"):
+        heads.roles({"a": np.array([np.nan])}, null("a"))
+    with pytest.raises(ValueError, match="scores must have one shape"):
+        heads.roles({"a": np.ones(1), "b": np.ones(2)}, null("a", "b"))
+
+
+# known errors of other tools, as regression cases
+
+
+def hard(targets):
+    """Query and key of one head that looks at ``targets [T]`` alone."""
+    length = len(targets)
+    return 300 * jax.nn.one_hot(jnp.asarray(targets), length)[:, None], jnp.eye(length)[:, None]
+
+
+def test_a_perfect_induction_head_scores_1_and_not_a_half():
+    """A detector that compares the whole matrix with a pattern of ones counts the first half of the queries, for which
+    there is nothing to look at, as failures: with a segment of n tokens twice it gives 0.5."""
+    n = 16
+    tokens = np.tile(np.arange(n), 2)
+    targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + 1)
+    query, key = hard(targets)
+    found = heads.statistics(query, key, tokens=tokens, is_causal=True)
+    np.testing.assert_allclose(found["induction"], 1.0, atol=1e-6)
+    assert found["support"]["induction"].tolist() == [n]
+    over_all_rows = np.mean((np.arange(2 * n) >= n).astype(float))
+    np.testing.assert_allclose(over_all_rows, 0.5)  # what that detector says
+
+
+@pytest.mark.parametrize("shift, pattern", [(0, "duplicate_token"), (1, "induction")])
+def test_induction_is_not_off_by_one(shift, pattern):
+    """The token *after* the earlier occurrence; at the occurrence itself it is a duplicate-token head."""
+    n = 12
+    tokens = np.tile(np.arange(n), 2)
+    targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + shift)
+    found = heads.statistics(*hard(targets), tokens=tokens, is_causal=True)
+    other = {"duplicate_token": "induction", "induction": "duplicate_token"}[pattern]
+    np.testing.assert_allclose(found[pattern], 1.0, atol=1e-6)
+    np.testing.assert_allclose(found[other], 0.0, atol=1e-6)
+
+
+def test_a_uniform_causal_head_is_not_coherent():
+    """Entropy over ln T, where a causal query sees t keys, calls a head of length 29 that looks everywhere 0.27
+    coherent. Each row is measured against what it can see."""
+    T = 29
+    nothing = jnp.zeros((T, 1, 4))
+    found = heads.statistics(nothing, nothing, is_causal=True, names=["entropy"])
+    np.testing.assert_allclose(found["entropy"], 1.0, atol=1e-6)
+    weights = np.tri(T, dtype=np.float32) / np.arange(1, T + 1, dtype=np.float32)[:, None]
+    np.testing.assert_allclose(heads.entropy(jnp.asarray(weights), jnp.tri(T, dtype=bool)), 1.0, atol=1e-6)
+    rows = -np.sum(np.where(weights > 0, weights * np.log(np.where(weights > 0, weights, 1)), 0), 1)
+    np.testing.assert_allclose(1 - rows.mean() / np.log(T), 0.27, atol=0.005)  # what that formula says
+
+
+def test_divergence_never_passes_its_maximum():
+    """A sum over rows passes ln 2; the mean over rows, over ln 2, reaches 1 and no more."""
+    T = 8
+    one, other = jnp.eye(T), jnp.eye(T)[::-1]
+    found = heads.pattern_divergence(jnp.stack([one, other]))
+    np.testing.assert_allclose(found, [[0, 1], [1, 0]], atol=1e-6)
