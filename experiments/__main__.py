@@ -1,4 +1,4 @@
-"""``python -m experiments run|list|report|bench``: see ``python -m experiments run --help``."""
+"""``python -m experiments run|list|report|keep|bench``: see ``python -m experiments run --help``."""
 
 import datetime
 import sys
@@ -17,15 +17,17 @@ USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [-
                                  [--sweep model.num_heads=1,2,4 ...] [--train.steps 500 ...]
        python -m experiments list
        python -m experiments report --run DIR
-       python -m experiments bench [--suite attention|dispatch|layers] [--peers jax,torch,tokamax] [--device cpu|gpu]
-                                   [--lengths 128,4096] [--cases full,causal] [--parts times,memory,peak,compile]
-                                   [--seconds 6] [--out DIR] [--resume | --redraw]
+       python -m experiments keep --run DIR [--to experiments/results]
+       python -m experiments bench [--suite attention|dispatch|layers|looking] [--peers jax,torch,tokamax]
+                                   [--device cpu|gpu] [--lengths 128,4096] [--cases full,causal]
+                                   [--parts times,memory,peak,compile] [--seconds 6] [--out DIR] [--resume | --redraw]
 
 run     trains an experiment, its controls, every point of its sweep, and writes the report; stopped and started
         again, it goes on where it was; with --check a claim that fails ends with status 1 (run --help explains
         every option)
 list    the experiments in configs/
 report  writes the report of a finished run anew
+keep    writes a finished run's claims, numbers and pictures, small enough for a repository, to TO/NAME
 bench   times jattn and its peers in turn, and writes tables and a picture; hours for all lengths
         (bench --help explains every option)
 """
@@ -34,7 +36,13 @@ bench   times jattn and its peers in turn, and writes tables and a picture; hour
 def main(arguments: Sequence[str]) -> int:
     """Runs one command; returns the exit status."""
     command, *rest = arguments or ["--help"]
-    commands = {"run": run_command, "list": list_command, "report": report_command, "bench": bench_command}
+    commands = {
+        "run": run_command,
+        "list": list_command,
+        "report": report_command,
+        "keep": keep_command,
+        "bench": bench_command,
+    }
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
@@ -97,15 +105,30 @@ def report_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def keep_command(arguments: Sequence[str]) -> int:
+    """Writes what of a finished run is kept in a repository."""
+    parser = config.Parser(prog="python -m experiments keep", description=keep_command.__doc__)
+    parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
+    parser.add_argument("--to", type=str, default=str(Path(__file__).parent / "results"), help="folder of results")
+    options = parser.parse_args(arguments)
+    from experiments.keep import keep
+
+    try:
+        print(f"kept: {keep(Path(options.run), Path(options.to))}")
+    except FileNotFoundError:
+        return _fail(f"--run: expected the folder of a finished run, got {options.run!r}")
+    return 0
+
+
 def bench_command(arguments: Sequence[str]) -> int:
     """Times jattn and its peers in turn, and writes tables and a picture."""
     options = _bench_parser().parse_args(arguments)
-    if options.suite not in ("attention", "dispatch", "layers"):
-        return _fail(f"--suite: expected one of attention, dispatch, layers, got {options.suite!r}")
+    if options.suite not in ("attention", "dispatch", "layers", "looking"):
+        return _fail(f"--suite: expected one of attention, dispatch, layers, looking, got {options.suite!r}")
     if options.suite == "dispatch":
         return _bench_dispatch(options)
-    if options.suite == "layers":
-        return _bench_layers(options)
+    if options.suite in ("layers", "looking"):
+        return _bench_in_turn(options)
     today = Path(__file__).parent / "results" / f"{options.device}-{datetime.date.today()}"
     lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
     try:
@@ -136,7 +159,10 @@ def bench_command(arguments: Sequence[str]) -> int:
 def _bench_parser() -> config.Parser:
     parser = config.Parser(prog="python -m experiments bench", description=bench_command.__doc__)
     parser.add_argument(
-        "--suite", type=str, default="attention", help="attention; dispatch: short calls; layers: Flax's modules"
+        "--suite",
+        type=str,
+        default="attention",
+        help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics",
     )
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
     parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
@@ -162,24 +188,25 @@ def _bench_dispatch(options: Any) -> int:
     return 0
 
 
-def _bench_layers(options: Any) -> int:
-    """jattn's Flax modules against Flax's own; ``--out`` and ``--seconds`` are its only options."""
+def _bench_in_turn(options: Any) -> int:
+    """jattn's modules against Flax's, or looking against attention; ``--out`` and ``--seconds`` are the options."""
     if not _takes(options, "out", "seconds"):
         return 2
     if not options.seconds > 0:
         return _fail(f"--seconds: expected > 0, got {options.seconds}")
-    from experiments import bench_attention, bench_layers, bench_tables
+    from experiments import bench_attention, bench_layers, bench_looking, bench_tables
 
     bench_attention.use("cpu")
     out = Path(options.out or "runs/bench")
+    suite = {"layers": bench_layers, "looking": bench_looking}[options.suite]
     try:
-        found = bench_layers.measure(bench_layers.Sizes(seconds=options.seconds), out)
+        found = suite.measure(suite.Sizes(seconds=options.seconds), out)
     except bench_layers.Failed as failed:
         return _fail(str(failed), status=1)
     except OSError as wrong:
         return _fail(f"--out: {wrong}")
-    print(bench_tables.asked_table(bench_layers.asked(found)))
-    print(f"report: {out / 'layers.md'}")
+    print(bench_tables.asked_table(suite.asked(found)))
+    print(f"report: {out / options.suite}.md")
     return 0
 
 

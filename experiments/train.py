@@ -114,14 +114,19 @@ def train(config: Config, out: Path) -> Trained:
     return Trained(setup, untrained, state["params"], history)
 
 
+def updates(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
+    """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]})``."""
+    update = jax.vmap(lambda state, key, step: train_step(setup, state, key, step), (0, 0, None))
+    return jax.jit(lambda state, steps: jax.lax.scan(lambda s, step: update(s, setup.keys, step), state, steps))
+
+
 def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array], dict[str, Any]]]:
     """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]}, a look at the new heads)``."""
-    looking = look_at(setup)
-    update = jax.vmap(lambda state, key, step: train_step(setup, state, key, step), (0, 0, None))
+    looking, update = look_at(setup), updates(setup)
 
     @jax.jit
     def run(state: State, steps: Array) -> Any:
-        state, metrics = jax.lax.scan(lambda state, step: update(state, setup.keys, step), state, steps)
+        state, metrics = update(state, steps)
         return state, metrics, looking(state["params"])
 
     return run

@@ -193,6 +193,12 @@ claims:
 
     (out / "report.html").unlink()
     assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
+    assert run_main(["keep", "--run", str(out), "--to", str(tmp_path)]) == 0
+    kept = json.loads((tmp_path / "string" / "summary.json").read_text())
+    assert kept["controls"] == found.controls and kept["curves"] == found.curves and len(kept["heads"]) == 4
+    np.testing.assert_allclose(kept["noise_floor"], found.noise.mean(-1), rtol=1e-3)
+    sizes = [file.stat().st_size for file in (tmp_path / "string").iterdir()]
+    assert len(sizes) == 3 + len(list((out / "figures").glob("*.png"))) and max(sizes) < 200_000
     capsys.readouterr()
     assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
     said = capsys.readouterr().err.splitlines()
@@ -206,6 +212,7 @@ claims:
     [
         (["fly"], "no command 'fly'; expected one of run, list, report"),
         (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+        (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
         (["list", "all"], "list takes no options, got 'all'"),
     ],
 )

@@ -218,14 +218,56 @@ def test_profiles_and_spread_of_known_heads(known):
 
 def test_long_sequences_take_memory_in_proportion():
     def temporaries(n):
-        x = jnp.zeros((n, 1, 16))
+        x = jnp.zeros((n, 1, 64))
         tokens = jnp.zeros(n, int)
         every = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, is_causal=True))
         compiled = every.lower(x, x, tokens).compile()
         assert f"{n},{n}" not in compiled.as_text()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(16384) < 64 * 2**20
+    assert temporaries(32768) < 64 * 2**20
+
+
+def test_equal_to_dense_at_1024():
+    n = 1024
+    query, key = (jax.random.normal(jax.random.key(i), (n, 2, 64)) for i in range(2))
+    tokens = jax.random.randint(jax.random.key(2), (n,), 0, 50)
+    found = heads.statistics(query, key, tokens=tokens, is_causal=True)
+    p, visible = np.asarray(jattn.attention_weights(query, key, is_causal=True), np.float64), np.tri(n, dtype=bool)
+    position, same = np.arange(n), np.asarray(tokens[:, None] == tokens[None]) & np.tri(n, k=-1, dtype=bool)
+    after = np.pad(same, ((0, 0), (1, 0)))[:, :-1]
+    rows = {
+        "entropy": (-(p * np.log(np.where(visible, p, 1.0))).sum(-1) / np.log(np.maximum(position, 1) + 1))[:, 1:],
+        "max_weight": p.max(-1),
+        "distance": (p * abs(position[:, None] - position)).sum(-1),
+        "previous_token": p[:, position[1:], position[:-1]],
+        "current_token": p[:, position, position],
+        "first_token": p[:, 1:, 0],
+        "duplicate_token": (p * same).sum(-1)[:, same.any(1)],
+        "induction": (p * after).sum(-1)[:, same.any(1)],
+    }
+    for name, values in rows.items():
+        np.testing.assert_allclose(found[name], values.mean(-1), rtol=1e-5, atol=1e-6, err_msg=name)
+        assert (found["support"][name] == values.shape[-1]).all()
+    np.testing.assert_allclose(found["received"], p.sum(-2), rtol=1e-5, atol=1e-5)
+    profile = [np.diagonal(p, offset, 1, 2).mean(-1) for offset in range(1 - n, n)]
+    np.testing.assert_allclose(found["offset_profile"], np.stack(profile, -1), rtol=1e-4, atol=1e-5)
+    scores = np.einsum("tnh,snh->nts", query, key)[:, visible] / 8
+    np.testing.assert_allclose(found["max_logit"], scores.max(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(B, T), (T,)])
+def test_queries_that_are_not_eligible_count_nowhere(arrays, shape):
+    eligible = np.random.default_rng(5).random(shape) > 0.4
+    found = heads.statistics(*arrays, eligible=eligible, mask=masks.SlidingWindow(2, 1))
+    q, kv = np.arange(T)[:, None], np.arange(S)
+    rows = np.broadcast_to(eligible, (B, T))[:, None, :, None]
+    hidden = heads.statistics(*arrays, mask=(kv - q <= 1) & (q - kv <= 2) & rows)
+    assert 0 < eligible.sum() < eligible.size
+    for name, values in hidden.items():
+        if name != "support":
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_array_equal(found["support"][name], hidden["support"][name])
 
 
 @pytest.mark.parametrize("names", [["entropy", "variance"], "entropy"])
