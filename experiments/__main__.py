@@ -100,6 +100,8 @@ def report_command(arguments: Sequence[str]) -> int:
         findings = Findings.load(out)
     except FileNotFoundError:
         return _fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
+    except TypeError:
+        return _fail(f"--run: {str(out)!r} was written by another version; run its config anew")
     _show(findings)
     _write_report(findings, out)
     return 0
@@ -117,6 +119,8 @@ def keep_command(arguments: Sequence[str]) -> int:
         print(f"kept: {keep(Path(options.run), Path(options.to))}")
     except FileNotFoundError:
         return _fail(f"--run: expected the folder of a finished run, got {options.run!r}")
+    except OSError as wrong:
+        return _fail(f"--to: {wrong}")
     return 0
 
 
@@ -244,6 +248,10 @@ def _show(findings: Findings) -> None:
         claims.add_row(row["name"], values, f"{row['side']} {row['threshold']:g}", untrained, seeds, holds)
     for table in (heads, claims):
         console.print(table)
+    from experiments.panels import divergence_text  # SciPy, too, takes a while
+
+    for when, name in enumerate(("untrained", "trained")):
+        console.print(f"divergence between heads, {name}: {divergence_text(findings, when)}", highlight=False)
 
 
 def _fail(*lines: str, status: int = 2) -> int:

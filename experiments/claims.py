@@ -72,27 +72,47 @@ METRICS: dict[str, Metric] = {
     "divergence": lambda result, found: mean_divergence(found),
     "noise_floor": lambda result, found: found.noise.mean(-1),
 }
+AT = "accuracy/"  # accuracy/PLACE is that at one place
 BEST = "best/"  # best/SCORE is the largest score among the heads
 OFF = "off/"  # off/ROLE is the mean accuracy with all heads of that role switched off
 
 
-def check(config: Config, scores: Sequence[str], roles: Sequence[str]) -> None:
-    """Raises ``ValueError`` for a claim whose metric does not exist, before anything is trained."""
-    known = [*METRICS, *(BEST + score for score in scores)]
-    if config.task.kind != "copy_string" or not config.evaluate.lengths:
-        known.remove("exact_match_at_last_length")
-    controls = list(config.variants())
+def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
+    """Raises ``ValueError`` for a claim that no model of ``config`` can answer, before anything is trained.
+
+    ``known`` names the metrics of a config. Only the run itself is measured with all heads of a role off.
+    """
+    variants = {"": config, **config.variants()}
     for claim in config.claims:
         control, _, metric = claim.metric.rpartition(":")
-        of_run = [] if control else [OFF + role for role in roles]
-        if (control and control not in controls) or metric not in [*known, *of_run]:
-            expected = f"[CONTROL:]METRIC with CONTROL of {controls} and METRIC of {[*known, *of_run]}"
-            raise ValueError(f"claims.{claim.name}.metric: expected {expected}, got {claim.metric!r}")
+        key = f"claims.{claim.name}"
+        if control not in variants:
+            controls = list(variants)[1:]
+            raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, CONTROL of {controls}, got {claim.metric!r}")
+        metrics = [one for one in known(variants[control]) if not (control and one.startswith(OFF))]
+        if metric not in metrics:
+            raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, METRIC of {metrics}, got {claim.metric!r}")
+        seeds = variants[control].train.seeds
+        if claim.needed > seeds:
+            raise ValueError(f"{key}.needed: expected at most the {seeds} seeds of {control}, got {claim.needed}")
+
+
+def known_metrics(config: Config, places: Sequence[str], scores: Sequence[str], roles: Sequence[str]) -> list[str]:
+    """The metrics of a config whose task has these places, scores and roles."""
+    named = [
+        *(AT + place for place in places),
+        *(BEST + score for score in (*places, *scores)),
+        *(OFF + role for role in roles),
+    ]
+    curve = config.task.kind == "copy_string" and config.evaluate.lengths
+    return [name for name in (*METRICS, *named) if curve or name != "exact_match_at_last_length"]
 
 
 def measure(result: Result, found: Measured, metric: str) -> list[float]:
     """``metric`` of the model ``found``, one number a seed."""
-    if metric.startswith(BEST):
+    if metric.startswith(AT):
+        values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
+    elif metric.startswith(BEST):
         values = found.scores[metric.removeprefix(BEST)].max((1, 2))
     elif metric.startswith(OFF):  # where no head has the role, nothing is switched off
         off = result.groups.get(metric.removeprefix(OFF), found.accuracy)

@@ -170,7 +170,8 @@ class Config:
         evaluate: How it is judged.
         pretrained: A model to look at; task, model, train and evaluate then have nothing to say.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
-        sweep: Option -> values; every combination is one more control, and curves are drawn over the first option.
+        sweep: Option -> values; every combination is one more control, and where the first option has numbers, curves
+            are drawn over them.
         claims: What the run is expected to show.
     """
 
@@ -190,22 +191,33 @@ class Config:
 
         Each is this one with its overrides and without claims. The point of a sweep that this config is itself stays.
         """
+        for option, values in self.sweep.items():
+            words = [str(value) for value in values]
+            good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
+            if not good or option == "train.seeds":
+                raise ValueError(
+                    f"sweep.{option}: expected different numbers or words (not of train.seeds), got {values}"
+                )
+        for name in self.controls:
+            if not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(f"controls: expected names of letters, digits, '_' and '-', got {name!r}")
         points = [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
         swept = {",".join(f"{key}={value}" for key, value in point.items()): point for point in points if point}
         found = {name: self._vary(f"controls.{name}", name, changed) for name, changed in self.controls.items()}
         return found | {name: self._vary("sweep", name, changed) for name, changed in swept.items()}
 
     def _vary(self, key: str, name: str, changed: dict[str, Any]) -> "Config":
-        plain = dataclasses.asdict(self) | {"controls": {}, "sweep": {}, "claims": [], "name": f"{self.name}/{name}"}
+        plain = dataclasses.asdict(self) | {"controls": {}, "sweep": {}, "claims": []}
         for option, value in changed.items():
             section, *rest = option.split(".")
             if len(rest) != 1 or section not in _SECTIONS:
                 raise ValueError(f"{key}: {option!r} is no option; expected SECTION.OPTION")
             plain[section] = plain[section] | {rest[0]: value}
         try:
-            return _build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
+            config = _build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
         except (argparse.ArgumentError, ValueError) as error:
             raise ValueError(f"{key}: {_one_line(str(error))}") from None
+        return dataclasses.replace(config, name=f"{self.name}/{name}")
 
 
 _SECTIONS = {"task": Task, "model": Model, "train": Train, "evaluate": Evaluate, "pretrained": Pretrained}
@@ -253,20 +265,25 @@ def load(arguments: Sequence[str]) -> Asked:
 
 def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
     """``--sweep a=1,2 --sweep b=x,y`` as the one ``--sweep {a: [1,2], b: [x,y]}`` that the parser takes."""
-    rest, swept = list(arguments), []
+    spaced = (("--sweep", word[8:]) if word.startswith("--sweep=") else (word,) for word in arguments)
+    rest, swept = list(itertools.chain.from_iterable(spaced)), {}
     while "--sweep" in rest:
         at = rest.index("--sweep")
         key, equals, values = (rest[at + 1] if at + 1 < len(rest) else "").partition("=")
-        if not (key and equals and values):
-            raise ValueError(f"sweep: expected --sweep OPTION=VALUE,VALUE, got {' '.join(rest[at : at + 2])!r}")
-        swept.append(f"{key}: [{values}]")
+        if not (key and equals and values) or key in swept:
+            raise ValueError(
+                f"sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got {' '.join(rest[at : at + 2])!r}"
+            )
+        swept[key] = f"{key}: [{values}]"
         del rest[at : at + 2]
-    return [*rest, "--sweep", f"{{{', '.join(swept)}}}"] if swept else rest
+    return [*rest, "--sweep", f"{{{', '.join(swept.values())}}}"] if swept else rest
 
 
 def read(file: Path) -> Config:
     """Reads one YAML file. Raises ``ValueError`` with one line when it is no valid config."""
-    return _build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
+    config = _build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
+    config.variants()
+    return config
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -401,7 +418,7 @@ def _train_rules(config: Config) -> list[_Rule]:
 def _claim_rules(config: Config) -> list[_Rule]:
     lengths, farthest = config.evaluate.lengths, config.task.farthest
     rules: list[_Rule] = [
-        ("name", config.name, bool(re.fullmatch(r"[\w-]+(/[\w=.,-]+)?", config.name)), "letters, digits, '_' and '-'"),
+        ("name", config.name, bool(re.fullmatch(r"[\w-]+", config.name)), "letters, digits, '_' and '-'"),
         ("evaluate.lengths", lengths, all(0 < n <= farthest for n in lengths), f"1 to task.farthest={farthest}"),
     ]
     for claim in config.claims:

@@ -11,12 +11,14 @@ from jax import Array
 from experiments import look
 from experiments.model import layer_by_layer
 from experiments.tasks import Batch, CopyString
-from experiments.train import EXAMPLES, INIT, NULL_DATA, PROBE_DATA, TEST_DATA, Setup, judge
+from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge
 from jattn import heads
 
-LOOK_BATCH = 256  # sequences that weights are averaged over
+LOOK_BATCH = 256  # sequences that weights are averaged over, at the end
 NULL_HEADS = 256  # of untrained models, which say what a head scores by chance
 NULL_BATCH = 32
+LEVEL = 0.05  # the share of heads without any role that may get one
+CURVE_BATCH = 256  # strings at each length of the curve
 
 
 class Measured(NamedTuple):
@@ -84,30 +86,34 @@ def _curve(setup: Setup, params: Any, key: Array) -> Array:
 
     def exact_match(length: Array) -> Array:
         key_here = jax.random.fold_in(jax.random.fold_in(key, TEST_DATA), length)
-        batch = task.sample_length(key_here, LOOK_BATCH, length)
+        batch = task.sample_length(key_here, CURVE_BATCH, length)
         return judge(setup.model.apply(params, batch.tokens), batch)[1]
 
     return jax.lax.map(exact_match, jnp.array(lengths))
 
 
 def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
-    """What heads score that cannot have a role, by pattern: ``NULL_HEADS`` of other untrained models.
+    """What heads score that cannot have a role, by pattern: ``NULL_HEADS`` (or what the roles need) of other untrained
+    models.
 
-    For what depends on the tokens also the trained heads, of ``params`` with leaves ``[R,...]``, beside the tokens of
-    other sequences.
+    For what depends on the tokens also about as many scores of the trained heads, of ``params`` with leaves
+    ``[R,...]``, beside the tokens of other sequences.
     """
     names = [name for name in setup.task.roles if name not in setup.task.places]
+    options, needed = setup.config.model, max(NULL_HEADS, math.ceil(len(setup.task.roles) / LEVEL))
+    heads_each = options.num_layers * options.num_heads
+    shifts = 1 + jnp.arange(min(math.ceil(needed / (heads_each * len(setup.seeds))), NULL_BATCH - 1))
 
     def untrained(key: Array) -> dict[str, Array]:
-        batch, key = _null_batch(setup, key), jax.random.fold_in(jax.random.fold_in(key, NULL_DATA), INIT)
+        batch, key = _null_batch(setup, key), jax.random.fold_in(key, NULL_INIT)
         return look.scores(setup.model, setup.task, setup.model.init(key, batch.tokens[:1]), batch, names)[0]
 
     def shuffled(both: tuple[Any, Array]) -> dict[str, Array]:
         params, key = both
-        return look.of_shuffled(setup.model, setup.task, params, _null_batch(setup, key))
+        batch = _null_batch(setup, key)
+        return jax.lax.map(lambda shift: look.of_shuffled(setup.model, setup.task, params, batch, shift), shifts)
 
-    options = setup.config.model
-    keys = jax.vmap(jax.random.key)(jnp.arange(math.ceil(NULL_HEADS / (options.num_layers * options.num_heads))))
+    keys = jax.vmap(jax.random.key)(jnp.arange(math.ceil(needed / heads_each)))
     found = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)
     beside = jax.jit(lambda both: jax.lax.map(shuffled, both))((params, setup.keys))
     return {
@@ -146,7 +152,8 @@ def drops(found: Measured) -> np.ndarray:
 
 def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
     """The role of every head ``[R,L,N]`` among those of the task, held against their null."""
-    return heads.roles({name: trained.scores[name] for name in setup.task.roles}, null(setup, params))
+    scores = {name: trained.scores[name] for name in setup.task.roles}
+    return heads.roles(scores, null(setup, params), level=LEVEL)
 
 
 def head_rows(seeds: list[int], found: heads.Roles) -> list[dict[str, Any]]:

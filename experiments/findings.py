@@ -40,7 +40,9 @@ class Findings:
     example_weights: np.ndarray  # [X,I,L,N,T,T] weights of the first seed on each example
     mean_weights: np.ndarray  # [2,L,N,T,T] weights of the first seed, averaged over a batch
     divergence: np.ndarray  # [R,2,L*N,L*N] Jensen-Shannon / ln 2 between heads' mean patterns
-    noise: np.ndarray  # [R,2,L*N] the same of each head with itself, between two batches: the floor of what can be told
+    noise: (
+        np.ndarray
+    )  # [R,2,L*N] the same of each head with itself, between two halves of the batch: the floor of what can be told
     accuracy: np.ndarray  # [R,A] per place, whole model
     ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
     groups: Mapping[str, np.ndarray]  # role -> [R,A] per place, all heads of that role switched off

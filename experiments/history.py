@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,20 @@ class History:
         steps = np.array([line["step"] for line in lines])
         names = [name for name in lines[0] if name != "step"]
         return steps, {name: np.stack([np.array(line[name], np.float32) for line in lines], 1) for name in names}
+
+
+class Clock:
+    """The seconds that all processes took which worked on a run, as far as they ended by themselves."""
+
+    def __init__(self, out: Path):
+        self._file, self._started = out / "seconds.json", time.monotonic()
+
+    def stop(self) -> float:
+        """The sum, with this process; written down for the next."""
+        before = json.loads(self._file.read_text()) if self._file.exists() else 0.0
+        seconds = before + time.monotonic() - self._started
+        write_atomically(self._file, json.dumps(seconds).encode())
+        return seconds
 
 
 def write_atomically(file: Path, content: bytes) -> None:

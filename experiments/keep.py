@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,23 @@ def keep(run: Path, folder: Path) -> Path:
         FileNotFoundError: the run has not finished.
     """
     findings = Findings.load(run)
-    out = folder / findings.name
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    out = Path(
+        tempfile.mkdtemp(prefix=".keep-", dir=folder)
+    )  # beside, so that what is there stays until all is written
     for name in ("claims.json", "config.json"):
         shutil.copy(run / name, out / name)
     (out / "summary.json").write_text(json.dumps(summary(findings), indent=1) + "\n")
     for picture in sorted((run / "figures").glob("*.png")):
         small = Image.open(picture).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
         small.save(out / picture.name, optimize=True)
-    return out
+    out.chmod(0o755)
+    shutil.rmtree(folder / findings.name, ignore_errors=True)
+    return out.rename(folder / findings.name)
 
 
 def summary(findings: Findings) -> dict[str, Any]:
-    """What a run found, in numbers of four digits: by seed, and of heads the median over them."""
+    """What a run found, by seed; numbers of four digits, but for curves and controls."""
     pairs = np.triu_indices(findings.divergence.shape[-1], 1)
     between = findings.divergence[:, :, pairs[0], pairs[1]]
     return {
@@ -43,6 +48,7 @@ def summary(findings: Findings) -> dict[str, Any]:
         "places": findings.places,
         "accuracy": _digits(findings.accuracy),
         "groups_off": {role: _digits(accuracy) for role, accuracy in findings.groups.items()},
+        "heads_in_groups": dict(Counter(row["role"] for row in findings.heads)),
         "divergence": _digits(between.mean(-1) if between.size else np.zeros(between.shape[:2])),
         "noise_floor": _digits(findings.noise.mean(-1)),
         "best_scores": {name: _digits(values[:, -1].max((1, 2))) for name, values in findings.scores.items()},

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from experiments.model import Transformer, attention_weights, layer_by_layer
 from experiments.tasks import Batch, Task
@@ -66,12 +67,12 @@ def offset_profile(weights: Array, batch: Batch) -> Array:
     return _over_heads_and_batch(lambda w, b: heads.offset_profile(w, b.real)[:length], weights, batch)
 
 
-def of_shuffled(model: Transformer, task: Task, params: Any, batch: Batch) -> dict[str, Array]:
-    """Scores ``[L,N]`` of what depends on the tokens, each sequence beside the tokens and sources of the one before.
+def of_shuffled(model: Transformer, task: Task, params: Any, batch: Batch, shift: ArrayLike = 1) -> dict[str, Array]:
+    """Scores ``[L,N]`` of what depends on the tokens, each sequence beside the tokens and sources of another.
 
-    What a head that sees these tokens scores by chance: part of the null of its roles.
+    That is the one ``shift`` before it in the batch. What a head scores by chance: part of the null of its roles.
     """
-    tokens, sources = (jnp.roll(x, 1, 0) for x in (batch.tokens[..., 0], batch.sources))
+    tokens, sources = (jnp.roll(x, shift, 0) for x in (batch.tokens[..., 0], batch.sources))
     asked = {"names": list(heads.OF_TOKENS), "tokens": tokens, "eligible": batch.real}
     _, kept = model.apply(params, batch.tokens, sow_weights=True, sow_statistics=asked, mutable=["intermediates"])
     layers = layer_by_layer(kept["intermediates"], "attention_statistics")

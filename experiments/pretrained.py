@@ -25,6 +25,7 @@ PATTERNS = (
 )  # fmt: skip
 METRICS = ("margin", "nearest_accuracy", *(claims.BEST + name for name in PATTERNS))
 NULL_HEADS = 216  # of models with random parameters, which say what a head scores by chance
+SHIFTS = (1, 2, 3)  # sentences beside the tokens of those so many before
 EXAMPLES = 3
 CASE_LENGTH = 256  # tokens at which the tokenizer cuts, as the encoder's own settings have it
 
@@ -140,12 +141,13 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
     scores = jax.jit(_scores)
 
     def looking(model: interop.Transformer) -> dict[str, Any]:
-        (embeddings, sown), (_, beside) = capture(model, tokens), capture(model, jnp.roll(tokens, 1, 0))
+        embeddings, sown = capture(model, tokens)
+        beside = [capture(model, jnp.roll(tokens, shift, 0))[1] for shift in SHIFTS]
         weights = jnp.stack(_layers(sown, "attention_weights"), 1)
         found = {
             "weights": weights,  # [B,L,N,T,T]
             "accuracy": qualities(embeddings, sentences.groups),  # [2]
-            "shuffled": of_layers(beside, heads.OF_TOKENS),
+            "shuffled": [of_layers(one, heads.OF_TOKENS) for one in beside],
             **of_layers(sown, look.ALL),  # [L,N]
             **scores(weights, valid),
         }
@@ -191,7 +193,8 @@ def _scores(weights: Array, valid: Array) -> dict[str, Array]:
 def _roles(model: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
     """The role of every head ``[1,L,N]``, held against the twins' and, for tokens, against other sentences' tokens."""
     null = {name: np.stack([twin[name] for twin in twins]) for name in PATTERNS}
-    null |= {name: np.concatenate([null[name], model["shuffled"][name][None]]) for name in heads.OF_TOKENS}
+    for name in heads.OF_TOKENS:
+        null[name] = np.concatenate([null[name], np.stack([one[name] for one in model["shuffled"]])])
     return heads.roles({name: model[name][None] for name in PATTERNS}, null)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from experiments import claims, evaluate, look, pretrained, tasks
 from experiments.config import Config, Pretrained, differences
 from experiments.findings import Findings, environment
-from experiments.history import History, write_atomically
+from experiments.history import Clock, History, write_atomically
 from experiments.panels import plain
 from experiments.train import Setup, Trained, train
 from jattn.heads import Roles
@@ -41,8 +40,7 @@ def prepare(config: Config, out: Path) -> None:
     if config.pretrained != Pretrained():
         pretrained.check(config)
     else:
-        task = tasks.make(config.task)
-        claims.check(config, (*task.places, *look.ALL), task.roles)
+        claims.check(config, _known_metrics)
     file = out / "config.json"
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     if not file.exists():
@@ -50,6 +48,11 @@ def prepare(config: Config, out: Path) -> None:
         write_atomically(file, json.dumps(plain, indent=1).encode())
     elif different := differences(json.loads(file.read_text()), plain):
         raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
+
+
+def _known_metrics(config: Config) -> list[str]:
+    task = tasks.make(config.task)
+    return claims.known_metrics(config, task.places, look.ALL, task.roles)
 
 
 def run(config: Config, out: Path) -> Findings:
@@ -67,7 +70,7 @@ def run(config: Config, out: Path) -> Findings:
 
 
 def _train(config: Config, out: Path) -> Findings:
-    started = time.monotonic()
+    clock = Clock(out)
     trained = train(config, out)
     result = _result(trained)
     roles = evaluate.find_roles(trained.setup, result.trained, trained.params)
@@ -78,7 +81,7 @@ def _train(config: Config, out: Path) -> Findings:
             results[name] = result  # the point of a sweep that is the run itself
         else:
             results[name] = _result(train(variant, out / "controls" / name))
-    return _findings(trained.setup, results, roles, trained.history, time.monotonic() - started)
+    return _findings(trained.setup, results, roles, trained.history, clock.stop())
 
 
 def _result(run: Trained) -> claims.Result:
@@ -144,15 +147,17 @@ def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[
 
 
 def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Of the models with as many layers as the run itself."""
-    base = results[""]
-    lengths = base.config.evaluate.lengths
+    """Of the models that differ from the run itself in their positions alone."""
+    base = results[""].config
+    lengths = base.evaluate.lengths
     lines = {}
     for result in results.values():
-        model = result.config.model
-        if lengths and model.num_layers == base.config.model.num_layers and model.position not in lines:
+        other = result.config
+        alike = dataclasses.replace(other.model, position=base.model.position) == base.model
+        if lengths and alike and (other.task, other.evaluate) == (base.task, base.evaluate):
             rows: Sequence[Sequence[float]] = result.trained.curve.T.tolist()
-            lines[model.position] = [[float(n), *row] for n, row in zip(lengths, rows, strict=True)]
+            line = [[float(n), *row] for n, row in zip(lengths, rows, strict=True)]
+            lines.setdefault(other.model.position, line)
     return {"exact match over string length": lines} if lines else {}
 
 

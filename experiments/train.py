@@ -18,7 +18,7 @@ from experiments.config import Config
 from experiments.history import History
 
 # What a seed's key is folded with, so that parameters and every kind of data are drawn apart.
-INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA = range(6)
+INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
 LOOK_BATCH = 32
 EXAMPLES = 3  # sequences whose weights are kept at every look
 

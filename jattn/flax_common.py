@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.cache import KVCache, append
-from jattn.multi_head import attend_heads, common_dtype
+from jattn.multi_head import asks_for, attend_heads, common_dtype
 
 
 def attend_as_flax(
@@ -55,7 +55,7 @@ def split_results(
     found = {}
     if return_weights:
         found["attention_weights"] = others.pop(0).astype(z.dtype)
-    if return_statistics:
+    if asks_for(return_statistics):
         found["attention_statistics"] = others.pop(0)
     if return_heads:
         found["attention_heads"] = others.pop(0)

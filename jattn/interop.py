@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
+from jattn import masks
 from jattn.nnx import MultiHeadAttention
 
 Tensors = Mapping[str, Any]
@@ -122,7 +123,8 @@ class Transformer(nnx.Module):
             attention: options of every layer's call, such as ``sow_weights``.
 
         Raises:
-            ValueError: ``tokens`` are no integers ``[B,T]``, or longer than the model has positions.
+            ValueError: ``tokens`` are no integers ``[B,T]``, or longer than the model has positions; ``per_layer`` is
+                not one for each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[1] > config.max_length:
@@ -135,10 +137,15 @@ class Transformer(nnx.Module):
             x = x + self.type_embed(jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types))
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        if valid is not None:
-            attention["mask"] = jnp.asarray(valid, bool)[:, None, None, :]
+        if per_layer is not None and len(per_layer) != config.num_layers:
+            raise ValueError(
+                f"per_layer must have options for each of {config.num_layers} layers, got {len(per_layer)}"
+            )
         for i, layer in enumerate(self.layers):
-            x = layer(x, is_causal=config.causal, **attention, **(per_layer[i] if per_layer else {}))
+            options = {"is_causal": config.causal, **attention, **(per_layer[i] if per_layer else {})}
+            if valid is not None:
+                options["mask"] = _real_keys(jnp.asarray(valid, bool), options.get("mask"))
+            x = layer(x, **options)
         return x if self.last_norm is None else self.last_norm(x)
 
     def logits(self, hidden: Array) -> Array:
@@ -154,6 +161,14 @@ class Transformer(nnx.Module):
         if self.pooler is None:
             raise ValueError("this checkpoint has no pooler")
         return jnp.tanh(self.pooler(hidden[:, 0]))
+
+
+def _real_keys(valid: Array, mask: Any) -> Any:
+    """Only keys that are real ``[B,T]`` are seen, and of these what ``mask``, if any, leaves."""
+    if callable(mask):
+        return masks.and_masks(mask, lambda b, h, q_idx, kv_idx: valid[b, kv_idx])
+    real = valid[:, None, None, :]
+    return real if mask is None else real & jnp.asarray(mask, bool)
 
 
 def load(folder: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.float32) -> Transformer:

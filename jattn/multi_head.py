@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
+from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, seen_of
 from jattn.heads import statistics
 
@@ -73,6 +74,7 @@ def attend_heads(
             options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
         if head_gate is not None and jnp.ndim(head_gate) > max(len(lead), 1):  # [N] serves every sequence
             head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
+        head_fill, valid = _one_batch_axis(head_fill, lead, 3), _one_batch_axis(valid, lead, 1)
     here: Any = None
     if cache is not None:
         here = cache.next_positions(query.shape[1], valid)
@@ -88,7 +90,7 @@ def attend_heads(
         cache, query_positions, kv_positions, options = appended, here, None, options | seen
     options = {"query_positions": query_positions, "kv_positions": kv_positions} | options
     if held is not None:
-        query, key = _held(held, query, key)
+        query, key = _held(held, query, key, lead)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
     if head_gate is not None:
         z = _through_gate(z, _gate(head_gate, z), head_fill)
@@ -98,15 +100,15 @@ def attend_heads(
     if return_weights:
         weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
-    if return_statistics:
+    if asks_for(return_statistics):
         folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
         asked = return_statistics if isinstance(return_statistics, Mapping) else {"names": return_statistics}
         of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
         found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)
-        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found))
+        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[z.ndim - 3 :]), found))
     if return_heads:
         found = {"query": query, "key": key, "lse": lse, "z": z}
-        results.append({name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()})
+        results.append({name: x.reshape(*lead, *x.shape[z.ndim - 3 :]) for name, x in found.items()})
     if cache is not None:
         results.append(cache)
     return results[0] if len(results) == 1 else tuple(results)
@@ -249,27 +251,37 @@ def _gate(head_gate: ArrayLike, z: Array) -> Array:
         raise ValueError(
             f"head_gate must be [N] = [{N}], [B, N] or [B, T, N], got {list(gate.shape)} for outputs {list(z.shape)}"
         )
-    return gate[..., None].astype(z.dtype)
+    return gate[..., None].astype(softmax_dtype(z))
+
+
+def asks_for(statistics: Sequence[str] | Mapping[str, Any]) -> bool:
+    """Are there names of statistics, or is there a dict of arguments, which may leave the names to the function?"""
+    return isinstance(statistics, Mapping) or bool(statistics)
 
 
 def _through_gate(z: Array, gate: Array, fill: ArrayLike | None) -> Array:
+    """In float32 at least: a gate's derivative is a sum over queries and dimensions."""
+    wide = z.astype(gate.dtype)
     if fill is None:
-        return z * gate
+        return (wide * gate).astype(z.dtype)
     try:
-        fill = jnp.broadcast_to(jnp.asarray(fill), z.shape).astype(z.dtype)
+        fill = jnp.broadcast_to(jnp.asarray(fill), z.shape).astype(gate.dtype)
     except ValueError:
         raise ValueError(
             f"head_fill must broadcast to the heads' outputs {list(z.shape)}, got {list(jnp.shape(fill))}"
         ) from None
-    return z * gate + fill * (1 - gate)
+    return (wide * gate + fill * (1 - gate)).astype(z.dtype)
 
 
-def _held(held: tuple[Array, Array], query: Array, key: Array) -> tuple[Array, Array]:
+def _held(held: tuple[Array, Array], query: Array, key: Array, lead: tuple[int, ...]) -> tuple[Array, Array]:
     """The held query and key, with the batch axes of those whose place they take."""
+    found = []
     for name, one, other in zip(("query", "key"), held, (query, key), strict=True):
-        if jnp.shape(one)[-3:] != other.shape[-3:] or jnp.size(one) != other.size:
-            raise ValueError(f"the held {name} must have the shape {list(other.shape)}, got {list(jnp.shape(one))}")
-    return jnp.reshape(held[0], query.shape).astype(query.dtype), jnp.reshape(held[1], key.shape).astype(key.dtype)
+        wanted = (*lead, *other.shape[-3:])
+        if jnp.shape(one) != wanted:
+            raise ValueError(f"the held {name} must have the shape {list(wanted)}, got {list(jnp.shape(one))}")
+        found.append(jnp.reshape(one, other.shape).astype(other.dtype))
+    return found[0], found[1]
 
 
 def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:

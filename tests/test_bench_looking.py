@@ -35,7 +35,7 @@ def test_the_suite_writes_what_it_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_looking, "Sizes", lambda seconds: tiny)
     assert run_main(["bench", "--suite", "looking", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "looking.json").read_text())
-    assert found["statistics"]["matrix"] in (True, False) and found["statistics"]["temporaries"] > 0
+    assert found["statistics"]["temporaries"] > 0
     assert all(median > 0 for median in found["statistics"]["medians"].values())
     assert found["tracking"][0]["look_every"] == 20
     assert "| shift_bank | " in (tmp_path / "looking.md").read_text()

@@ -96,12 +96,22 @@ def test_contributions_add_up_to_the_layer_s_output():
     params["out"]["bias"] += 0.5
     x = jax.random.normal(jax.random.key(1), (2, 9, M))
     query, key, value = (jattn.multi_head.project(params[name], x) for name in ("query", "key", "value"))
-    z, found = jattn.multi_head.attend_heads(query, key, value, is_causal=True, return_heads=True)
-    np.testing.assert_array_equal(z, found["z"])
+    _, found = jattn.multi_head.attend_heads(query, key, value, is_causal=True, return_heads=True)
     parts = heads.residual_contributions(found["z"], params["out"]["kernel"])
     assert parts.shape == (2, 9, N, M)
     expected = jattn.multi_head_attention(params, x, is_causal=True)
     np.testing.assert_allclose(parts.sum(-2) + params["out"]["bias"][None, None], expected, atol=1e-5)
+
+
+def test_kernels_of_16_bits(kernels):
+    names = ("embed", "value", "out", "unembed")
+    half = [kernels[name].astype(jnp.bfloat16) for name in names]
+    exact = heads.copying_score(*(x.astype(jnp.float32) for x in half))
+    for name, values in heads.copying_score(*half).items():
+        assert values.dtype == jnp.float32
+        np.testing.assert_allclose(values, exact[name], atol=1e-5)
+    query, key = (kernels[name].astype(jnp.bfloat16) for name in ("query", "key"))
+    assert heads.composition(half[1], half[2], query=query, key=key)["K"].dtype == jnp.float32
 
 
 def test_kernels_that_do_not_belong_together(kernels):

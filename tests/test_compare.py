@@ -18,6 +18,7 @@ OPTIONS = {
                            "query_positions": np.arange(T) + 4, "is_causal": True},
     "padding": {"query_seq_lengths": np.array([7, 4, 0, 5]), "key_value_seq_lengths": np.array([11, 3, 5, 1])},
     "window": {"mask": masks.SlidingWindow(2, 1)},
+    "functions": {"mask": lambda b, h, q, kv: (kv + q + b + h) % 3 > 0, "score_mod": lambda s, b, h, q, kv: s - 0.3 * kv},
 }  # fmt: skip
 
 
@@ -48,11 +49,14 @@ def slow(weights, eligible):
             for t in range(T)
             if (i, t) in one and (j, t) in other
         ]
+        return found
+
+    def mean(found):
         return np.mean(found) if found else 0.0
 
-    every, even, odd = patterns(slice(None)), patterns(slice(0, None, 2)), patterns(slice(1, None, 2))
-    pairs = np.array([[js(every, every, i, j) for j in range(N)] for i in range(N)])
-    return pairs, np.array([js(even, odd, i, i) for i in range(N)])
+    even, odd = patterns(slice(0, None, 2)), patterns(slice(1, None, 2))
+    pairs = np.array([[mean(js(even, odd, i, j) + js(even, odd, j, i)) for j in range(N)] for i in range(N)])
+    return pairs, np.diagonal(pairs)
 
 
 @pytest.mark.parametrize("size", [compare.WEIGHTS, 2 * B * N * S], ids=["all rows at once", "two rows at a time"])
@@ -60,10 +64,15 @@ def slow(weights, eligible):
 def test_divergence_is_that_of_the_mean_patterns(arrays, name, size, monkeypatch):
     monkeypatch.setattr(compare, "WEIGHTS", size)
     eligible = np.random.default_rng(1).random((B, T)) > 0.2
-    found = jax.jit(lambda *both: heads.divergence(*both, eligible=eligible, **OPTIONS[name]))(*arrays)
-    weights = np.asarray(jattn.attention_weights(*arrays, **OPTIONS[name]), np.float64)
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.jit(lambda *both: heads.divergence(*both, eligible=eligible, **OPTIONS[name]))(*arrays)
+        weights = np.asarray(jattn.attention_weights(*arrays, **OPTIONS[name]), np.float64)
     for one, expected in zip(found, slow(weights, eligible), strict=True):
         np.testing.assert_allclose(one, expected, atol=1e-6)
+    if size < compare.WEIGHTS:
+        with jax.numpy_dtype_promotion("standard"):
+            eager = heads.divergence(*arrays, eligible=eligible, **OPTIONS[name])
+        np.testing.assert_allclose(eager[0], found[0], atol=1e-6)
 
 
 def test_divergence_of_one_sequence_has_no_floor(arrays):
@@ -92,6 +101,37 @@ def test_heads_that_look_for_content_differ_from_themselves():
     _, floor = heads.divergence(content, content[:, :, ::-1])
     _, none = heads.divergence(place, place)
     assert (floor > 0.3).all() and np.abs(none).max() < 1e-6
+
+
+def test_the_floor_is_as_noisy_as_the_divergence():
+    """Heads of one distribution are as far apart as each is from itself: so nothing real hides below the floor."""
+    rng = np.random.default_rng(1)
+    for sequences in (8, 32):
+        query, key = (2 * rng.normal(size=(sequences, 24, 4, 8)).astype(np.float32) for _ in range(2))
+        between, floor = heads.divergence(query, key)
+        apart = between[np.triu_indices(4, 1)]
+        np.testing.assert_allclose(apart.mean(), floor.mean(), rtol=0.1)
+        np.testing.assert_array_equal(between, between.T)
+
+
+def test_a_half_without_rows_has_no_floor(arrays):
+    _, floor = heads.divergence(*arrays, eligible=np.array([True, False] * 2)[:, None] & np.ones((B, T), bool))
+    assert np.isnan(floor).all()
+
+
+def test_nothing_at_all_and_nothing_hidden(arrays):
+    query, key = arrays
+    for lead in ((0, T), (B, 0)):
+        between, floor = heads.divergence(np.zeros((*lead, N, H), np.float32), np.zeros((lead[0], S, K, H), np.float32))
+        assert (between == 0).all() and np.isnan(floor).all()
+    empty = heads.statistics(
+        np.zeros((B, 0, N, H), np.float32), np.zeros((B, 0, K, H), np.float32), names=["offset_profile"]
+    )
+    assert empty["offset_profile"].shape == (B, N, 0)
+    spoiled = query.copy()
+    spoiled[0, 3, 1] = np.nan
+    between, _ = heads.divergence(spoiled, key)
+    assert np.isnan(between[1]).all() and np.isfinite(np.delete(np.delete(between, 1, 0), 1, 1)).all()
 
 
 def test_divergence_takes_linear_memory():

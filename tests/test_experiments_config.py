@@ -45,7 +45,7 @@ def test_a_control_is_the_config_with_its_overrides(tmp_path):
 
 
 def test_a_sweep_is_a_product_of_values(tmp_path):
-    words = "--sweep model.num_heads=1,4 --sweep model.position=rotary,none --check"
+    words = "--sweep=model.num_heads=1,4 --sweep model.position=rotary,none --check"
     found, _, check = load(tmp_path, BASE, words)
     assert check and not load(tmp_path, BASE).check
     names = [
@@ -62,10 +62,24 @@ def test_a_sweep_is_a_product_of_values(tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--sweep"], "sweep: expected --sweep OPTION=VALUE,VALUE, got '--sweep'"),
-        (["--sweep model.num_heads"], "sweep: expected --sweep OPTION=VALUE,VALUE, got '--sweep model.num_heads'"),
+        (["--sweep"], "sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got '--sweep'"),
+        (
+            ["--sweep model.num_heads"],
+            "sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got '--sweep model.num_heads'",
+        ),
         (["--sweep model.num_headz=1"], "sweep: model.num_headz: no such option; did you mean model.num_heads?"),
         (["--sweep model.num_heads=2,0"], "sweep: model.num_heads: expected > 0, got 0"),
+        (["--sweep=model.num_heads"], "sweep: expected --sweep OPTION=VALUE,VALUE, each option once"),
+        (["--sweep model.num_heads=1 --sweep model.num_heads=2"], "sweep: expected --sweep OPTION=VALUE,VALUE, each"),
+        (["--sweep model.num_heads=1,1"], "sweep.model.num_heads: expected different numbers or words"),
+        (["--sweep task.offsets=[1,2],[3]"], "sweep.task.offsets: expected different numbers or words"),
+        (["sweep: {model.num_heads: []}\n"], "sweep.model.num_heads: expected different numbers or words"),
+        (["--sweep train.seeds=1,2"], "sweep.train.seeds: expected different numbers or words (not of train.seeds)"),
+        (
+            ["controls: {..: {model.num_heads: 2}}\n"],
+            "controls: expected names of letters, digits, '_' and '-', got '..'",
+        ),
+        (["name: base/..\n"], "name: expected letters, digits, '_' and '-', got 'base/..'"),
         (["--sweep num_heads=2"], "sweep: 'num_heads' is no option; expected SECTION.OPTION"),
         (["--train.entropy_penalty -1"], "train.entropy_penalty: expected >= 0, got -1.0"),
         (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected different numbers from 1 to under"),

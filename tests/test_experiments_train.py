@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config, train
+from experiments import claims, config, evaluate, run, train
 from experiments.__main__ import main as run_main
 from experiments.checkpoint import Checkpoints
 from experiments.findings import Findings
@@ -178,18 +178,25 @@ claims:
     assert found.offset_profile.shape == (2, 2, 1, 2, len(found.offsets)) and found.offsets[-1] == 0
     assert found.ablated.shape == (2, 1, 2, 1) and found.divergence.shape == (2, 2, 2, 2)
     assert found.noise.shape == (2, 2, 2) and found.statistics["max_logit"].shape == (2, 2, 1, 2)
-    assert all(0 < row["p_value"] <= 1 for row in found.heads)
     curves = found.curves["exact match over string length"]
     assert list(curves) == ["alibi", "relative", "none"] and [row[0] for row in curves["alibi"]] == [2, 8]
     swept = found.curves["exact match over model.num_heads"]
     assert list(swept) == ["model.position=alibi", "model.position=none"]
-    assert [row[0] for row in swept["model.position=none"]] == [1, 2] and len(swept["model.position=none"][0]) == 3
+    rows = {row["name"]: row["values"] for row in found.controls if row["metric"] == "exact_match"}
+    for heads, line in zip((1, 2), swept["model.position=none"], strict=True):
+        assert line == [heads, *rows[f"model.num_heads={heads},model.position=none"]]
     parameters = {row["name"]: row["parameters"] for row in found.controls}
     assert parameters["model.num_heads=2,model.position=alibi"] == parameters["string"] > 0
     assert not (out / "controls" / "model.num_heads=2,model.position=alibi").exists()  # the run itself
-    claims = json.loads((out / "claims.json").read_text())
-    assert [claim["holds"] for claim in claims] == [True, False]
-    assert claims[0]["passed"] == [3, 4] and claims[1]["failed"] == [3, 4] and len(claims[0]["untrained"]) == 2
+    judged = json.loads((out / "claims.json").read_text())
+    assert [claim["holds"] for claim in judged] == [True, False]
+    assert judged[0]["passed"] == [3, 4] and judged[1]["failed"] == [3, 4] and len(judged[0]["untrained"]) == 2
+
+    spent = json.loads((out / "seconds.json").read_text())
+    claim = json.dumps([{"name": "s", "statement": "t", "metric": "best/entropy", "at_most": 1.01, "needed": 2}])
+    elsewhere = ["run", "--config", str(file), "--out", str(tmp_path / "held"), "--claims", claim, "--check"]
+    assert run_main([*elsewhere, "--controls", "{}", "--sweep", "model.num_heads=2"]) == 0  # every claim holds
+    assert spent > 1
 
     (out / "report.html").unlink()
     assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
@@ -205,6 +212,38 @@ claims:
     assert said == [
         f"error: {out} holds another run: train.{line}" for line in ("batch was 4, now 8", "steps was 4, now 6")
     ]
+
+
+def test_groups_of_heads_are_switched_off_together(tiny):
+    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    params = setup.init()["params"]
+    labels = np.array([[["a", "mixed"]], [["a", "a"]]])
+    found = evaluate.ablate_groups(setup, params, labels)
+    assert list(found) == ["a"] and found["a"].shape == (2, 4)
+    for seed, gates in enumerate(([0.0, 1.0], [0.0, 0.0])):
+        one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], params)
+        batch = setup.task.sample(jax.random.fold_in(setup.keys[seed], train.TEST_DATA), 8)
+        logits = setup.model.apply(one, batch.tokens, per_layer=[{"head_gate": jnp.array(gates)}])
+        np.testing.assert_allclose(found["a"][seed], train.judge(logits, batch)[0], atol=1e-6)
+
+
+def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
+    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    found = evaluate.null(setup, setup.init()["params"])
+    assert set(found) == set(setup.task.roles)
+    untrained = evaluate.NULL_HEADS
+    beside = 2 * 2 * (evaluate.NULL_BATCH - 1)  # seeds, heads, other sequences: as many as there are
+    sizes = {name: len(values) for name, values in found.items()}
+    assert sizes["mirror"] == sizes["first_token"] == untrained
+    assert sizes["same key"] == sizes["induction"] == untrained + min(beside, untrained)
+    assert np.std(found["induction"]) > 0 and len(np.unique(found["mirror"])) > untrained / 2
+
+
+def test_a_config_of_the_project_asks_for_metrics_that_there_are():
+    for file in (Path(__file__).parents[1] / "configs").glob("*.yaml"):
+        settings = config.read(file)
+        if not settings.pretrained.groups:
+            claims.check(settings, run._known_metrics)
 
 
 @pytest.mark.parametrize(

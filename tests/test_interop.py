@@ -278,6 +278,24 @@ def test_folders_that_hold_no_model(tmp_path):
         interop.load(tmp_path)
 
 
+def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
+    from jattn import masks
+
+    model, tokens = interop.from_tensors(bert_tensors(), BERT), np.arange(10).reshape(2, 5) % VOCABULARY
+    valid, window = np.array([[True] * 5, [True] * 3 + [False] * 2]), np.tri(5, dtype=bool)
+    plain = model(tokens, valid=valid)
+    by_array = model(tokens, valid=valid, mask=window[None, None])
+    by_mask = model(tokens, valid=valid, mask=masks.Causal())
+    assert not np.allclose(plain, by_array, atol=1e-3)
+    np.testing.assert_allclose(by_array, by_mask, atol=1e-5)
+    short = model(tokens[1:, :3], mask=window[None, None, :3, :3])
+    np.testing.assert_allclose(by_mask[1:, :3], short, atol=1e-5)
+    layers = [{"mask": masks.Causal()}] * LAYERS
+    np.testing.assert_allclose(model(tokens, valid=valid, per_layer=layers), by_mask, atol=1e-6)
+    with pytest.raises(ValueError, match=rf"per_layer must have options for each of {LAYERS} layers, got 1"):
+        model(tokens, per_layer=[{}])
+
+
 @pytest.mark.parametrize("tokens", [np.zeros((1, LENGTH + 1), int), np.zeros(3, int), np.zeros((1, 3))])
 def test_tokens_of_another_shape(tiny_gpt2, tokens):
     with pytest.raises(ValueError, match=rf"integers \[B, T\] with T at most {LENGTH}"):

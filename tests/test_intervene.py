@@ -100,6 +100,19 @@ def test_importance_is_the_slope_of_the_gate(model, x):
         step = jnp.zeros((L, B, N)).at[layer, :, head].set(1e-2)
         slope = (losses(1.0 + step) - losses(1.0 - step)) / 2e-2
         np.testing.assert_allclose(found[layer, head], abs(slope).mean(), rtol=2e-2)
+    half = Model(nnx.Rngs(0))
+    nnx.update(half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(half)))
+
+    def sum_of_half(gates):  # a gate's slope is a sum over many numbers, which bfloat16 would lose
+        y = half(jnp.tile(x, (1, 40, 1)).astype(jnp.bfloat16), [{"head_gate": gate} for gate in gates])
+        return (y.astype(jnp.float32) ** 2).sum((1, 2))
+
+    def sum_of_whole(gates):
+        return (model(jnp.tile(x, (1, 40, 1)), [{"head_gate": gate} for gate in gates]) ** 2).sum((1, 2))
+
+    with jax.numpy_dtype_promotion("standard"):
+        pair = [heads.importance(losses_of, L, N, B) for losses_of in (sum_of_half, sum_of_whole)]
+    np.testing.assert_allclose(*pair, rtol=0.05)
     with pytest.raises(ValueError, match=r"one loss for each sequence, \[3\], got \[\]"):
         heads.importance(lambda gates: losses(gates).sum(), L, N, B)
 
@@ -109,8 +122,34 @@ def test_ablate_says_what_is_wrong(clean):
         heads.ablate(lambda layers: 0.0, clean, "noise")
     with pytest.raises(ValueError, match=r"same number of heads, got \[3, 4\]"):
         heads.ablate(lambda layers: 0.0, [clean[0], {"z": clean[1]["z"][:, :, :3]}])
-    with pytest.raises(ValueError, match="at least 2 sequences"):
-        heads.ablate(lambda layers: 0.0, [{"z": layer["z"][:1]} for layer in clean], "resample")
+    for few in (slice(1), 0):  # a batch of one, and none at all, where the first axis are tokens
+        with pytest.raises(ValueError, match="at least 2 sequences"):
+            heads.ablate(lambda layers: 0.0, [{"z": layer["z"][few]} for layer in clean], "resample")
+    with pytest.raises(ValueError, match="clean must be a dict for each layer"):
+        heads.ablate(lambda layers: 0.0, [])
+    with pytest.raises(ValueError, match=r"heads must be numbers from 0 on, got \[-1\]"):
+        heads.forbid(previous, heads=[-1])
+
+
+def test_any_number_of_batch_axes(x):
+    """Statistics, heads, fills and held weights come and go with the axes of the input."""
+    layer = jattn.linen.MultiHeadAttention(N)
+    params = layer.init(jax.random.key(0), x)
+    looks = {"sow_heads": True, "sow_statistics": {}, "mutable": ["intermediates"]}
+    one, sown = layer.apply(params, x[0], is_causal=True, **looks)
+    found = {name: sown["intermediates"][f"attention_{name}"][0] for name in ("heads", "statistics")}
+    assert found["heads"]["z"].shape == (T, N, 2) and found["statistics"]["entropy"].shape == (N,)
+    many = jnp.stack([x, x[::-1]])
+    _, sown = layer.apply(params, many, is_causal=True, **looks)
+    of_many = sown["intermediates"]["attention_heads"][0]
+    np.testing.assert_allclose(of_many["z"][0, 0], found["heads"]["z"], atol=1e-6)
+    gates = jnp.array([1.0, 0.0, 1.0, 1.0])
+    fill = jnp.roll(of_many["z"], 1, 0)
+    held = of_many["query"], of_many["key"]
+    gated, sown = layer.apply(params, many, is_causal=True, head_gate=gates, head_fill=fill, held=held, **looks)
+    z = sown["intermediates"]["attention_heads"][0]["z"]  # as it leaves, with gates
+    np.testing.assert_allclose(z[:, :, :, 1], fill[:, :, :, 1], atol=1e-6)
+    np.testing.assert_allclose(z[:, :, :, 0], of_many["z"][:, :, :, 0], atol=1e-6)
 
 
 def test_fills_and_held_weights_of_another_shape(x):

@@ -270,6 +270,27 @@ def test_queries_that_are_not_eligible_count_nowhere(arrays, shape):
             np.testing.assert_array_equal(found["support"][name], hidden["support"][name])
 
 
+def test_a_nan_is_never_hidden_and_never_spread(arrays):
+    query = arrays[0].copy()
+    query[0, 3, 1] = np.nan
+    seen = heads.statistics(query, arrays[1])
+    assert np.isnan(seen["max_weight"][0, 1]) and np.isfinite(np.delete(seen["max_weight"], 1, 1)).all()
+    unseen = heads.statistics(query, arrays[1], eligible=np.arange(T) != 3)
+    expected = heads.statistics(*arrays, eligible=np.arange(T) != 3)
+    for name in heads.STATISTICS[:9]:
+        np.testing.assert_allclose(unseen[name], expected[name], rtol=1e-6, err_msg=name)
+
+
+def test_sinks_do_not_make_a_query_see(arrays):
+    options = {"query_seq_lengths": np.array([3, 0])}
+    sinks = np.full(N, -30.0, np.float32)
+    _, lse = jattn.dot_product_attention(*arrays, arrays[1], sinks=sinks, return_residual=True, **options)
+    found, expected = heads.statistics(*arrays, lse=lse, **options), heads.statistics(*arrays, **options)
+    for name in heads.STATISTICS[:9]:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(found["support"][name], expected["support"][name])
+
+
 @pytest.mark.parametrize("names", [["entropy", "variance"], "entropy"])
 def test_statistics_that_there_are_not(arrays, names):
     with pytest.raises(ValueError, match="names must be some of entropy, max_weight"):

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jattn.attention import softmax_dtype
+
 
 def ov_circuit(
     embed: Float[Array, "V M"],
@@ -43,7 +45,8 @@ def copying_score(
     - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 where all are positive, which
       copies, -1 where all are negative, which anti-copies; about 0 by chance.
 
-    The circuit is not formed: tokens go one by one, and its eigenvalues are those of ``W_O W_U W_E W_V [D,D]``.
+    The circuit is not formed: tokens go one by one, and its eigenvalues are those of ``W_O W_U W_E W_V [D,D]``, for
+    which JAX needs a CPU or a GPU. Float32 (or float64) for kernels of any dtype.
 
     Args:
         embed, unembed: ``[V,M]`` and ``[M,V]``, of the same V tokens.
@@ -56,7 +59,7 @@ def copying_score(
         raise ValueError(
             f"unembed must have a column for each of the {embed.shape[0]} rows of embed, got {list(unembed.shape)}"
         )
-    value = _for_each_head(value, out.shape[0])
+    embed, value, out, unembed = _wide(embed, _for_each_head(value, out.shape[0]), out, unembed)
 
     def of_one_head(value: Array, out: Array) -> tuple[Array, Array]:  # [M,D], [D,M]
         read, write = embed @ value, out @ unembed  # [V,D], [D,V]
@@ -96,13 +99,16 @@ def composition(
     pairs = {"query and key": (query, key), "later_value and later_out": (later_value, later_out)}
     if any((one is None) != (other is None) for one, other in pairs.values()) or query is None and later_out is None:
         raise ValueError(f"composition needs {' or '.join(pairs)}, each pair whole")
+    value, out = _wide(value, out)
     left, right = _triangles(_by_head(_for_each_head(value, out.shape[0]))), out
     found = {}
     if query is not None and key is not None:
+        query, key = _wide(query, key)
         asks, answers = _by_head(query), _by_head(_for_each_head(key, query.shape[1]))  # [P,M,H]
         found["Q"] = _composed(left, right, asks, answers)
         found["K"] = _composed(left, right, answers, asks)
     if later_value is not None and later_out is not None:
+        later_value, later_out = _wide(later_value, later_out)
         reads = _by_head(_for_each_head(later_value, later_out.shape[0]))
         found["V"] = _composed(left, right, reads, jnp.swapaxes(later_out, 1, 2))
     return found
@@ -122,6 +128,11 @@ def _composed(left: Array, out: Array, first: Array, second: Array) -> Array:
     norm_left = _norm(jnp.einsum("nad,ndm->nam", left, out))
     norm_right = _norm(jnp.einsum("pmh,pbh->pmb", first, triangle))
     return _norm(both) / jnp.maximum(norm_left[:, None] * norm_right[None], jnp.finfo(both.dtype).tiny)
+
+
+def _wide(*kernels: Array) -> list[Array]:
+    """In float32 at least, which decompositions need."""
+    return [kernel.astype(softmax_dtype(kernel)) for kernel in kernels]
 
 
 def _triangles(factors: Array) -> Array:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from jattn.attention import softmax_dtype
 from jattn.heads.folded import eligible_rows
 from jattn.heads.matrix import jensen_shannon
 from jattn.kernels import xla
+from jattn.kernels.blockwise import compiled_where_eager
 from jattn.request import Request, make_request
 
 WEIGHTS = 2**21  # of all heads and sequences that are held at once
@@ -21,13 +23,14 @@ def divergence(
     """How much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``, float32 (or float64).
 
     ``between[i, j]`` is the Jensen-Shannon divergence over ln 2 of heads i and j, row by row, averaged over rows: 0 for
-    equal heads, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over the
-    sequences of the batch: on a single sequence, heads that look for content differ even from themselves. ``floor[i]``
-    is the divergence of head i from itself, between one half of the sequences and the other (those of even and of odd
-    index): what is not above it cannot be told from noise. It is NaN for a single sequence.
+    equal patterns, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over
+    sequences: on a single sequence, heads that look for content differ even from themselves. So where there are several
+    sequences, the pattern of head i in one half of them (those of even index) is held against that of head j in the
+    other, and the other way round. ``floor``, the diagonal, is then how far a head is from itself: what is not above it
+    is no difference. For a single sequence the diagonal is 0 and the floor NaN, as it is where a half sees nothing.
     Source: Lin, 1991, https://doi.org/10.1109/18.61115.
 
-    Goes through a few rows of all heads at a time, in O(T + S) memory, and computes ``N^2 T S`` logarithms.
+    Goes through a few rows of all heads at a time, in O(T + S) memory (forward), and computes ``2 N^2 T S`` logarithms.
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; sequences of one layout, so that rows correspond.
@@ -38,26 +41,32 @@ def divergence(
         ValueError, TypeError: as ``fold_weights``; ``eligible`` has another shape.
     """
     request = make_request(query, key, None, **options)
-    (B, T, N, _), S = request.query.shape, request.key.shape[1]
+    B, T, N, _ = request.query.shape
     counts = jnp.ones((B, T), bool) if eligible is None else jnp.broadcast_to(eligible_rows(eligible, B, T), (B, T))
+    total, count = compiled_where_eager(_sum_over_rows, request, counts)
+    between = total / jnp.maximum(count, 1)
+    floor = jnp.where((jnp.diagonal(count) > 0) & (B > 1), jnp.diagonal(between), jnp.nan)
+    return between, floor
+
+
+def _sum_over_rows(request: Request, counts: Array) -> tuple[Array, Array]:
+    """``[N,N]``: the sums of the divergences of all pairs of rows, and how many there are."""
+    (B, T, N, _), S = request.query.shape, request.key.shape[1]
+    zeros = jnp.zeros((N, N), softmax_dtype(request.query))
     size = max(1, min(T, WEIGHTS // max(B * N * S, 1)))
 
-    def add(carry: tuple, start: Array) -> tuple[tuple, None]:
+    def add(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
         rows = start + jnp.arange(size)
         weights, _ = xla.weights(_rows(request, jnp.minimum(rows, T - 1)))  # [B,N,size,S]
         counted = counts[:, jnp.minimum(rows, T - 1)] & (rows < T)[None]
         weights = jnp.where(counted[:, None, :, None], weights, 0.0)
-        every, even, odd = (
-            _mean_pattern(weights[part]) for part in (slice(None), slice(0, None, 2), slice(1, None, 2))
-        )
-        between = jax.lax.map(lambda one: jax.vmap(_sums, (None, 0))(one, every), every)  # one head against all
-        return jax.tree.map(jnp.add, carry, (between, jax.vmap(_sums)(even, odd))), None
+        even, odd = _mean_pattern(weights[0::2]), _mean_pattern(weights[1::2] if B > 1 else weights)
+        found = jax.lax.map(lambda one: jax.vmap(_sums, (None, 0))(one, odd), even)  # one head against all
+        return jax.tree.map(lambda old, new: old + new + new.T, carry, found), None
 
-    dtype = jax.eval_shape(xla.weights, _rows(request, jnp.arange(min(T, 1))))[0].dtype
-    zeros = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for shape in ((N, N), (N,)))
-    (between, floor), _ = jax.lax.scan(add, zeros, jnp.arange(0, T, size))
-    mean = [total / jnp.maximum(count, 1) for total, count in (between, floor)]
-    return mean[0], mean[1] if B > 1 else jnp.full(N, jnp.nan, dtype)
+    if B * T * S == 0:
+        return zeros, zeros
+    return jax.lax.scan(add, (zeros, zeros), jnp.arange(0, T, size))[0]
 
 
 def _rows(request: Request, rows: Array) -> Request:
@@ -80,7 +89,7 @@ def _rows(request: Request, rows: Array) -> Request:
 
 def _mean_pattern(weights: Array) -> tuple[Array, Array]:
     """Of ``weights [B,N,T,S]`` the mean over the sequences in which a row sees anything, and whether there is one."""
-    seen = (weights > 0).any(-1).sum(0)  # [N,T]
+    seen = (weights != 0).any(-1).sum(0)  # [N,T]; a NaN shall be seen
     return weights.sum(0) / jnp.maximum(seen, 1)[..., None].astype(weights.dtype), seen > 0
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
 from jattn.kernels import blockwise
-from jattn.request import Request, make_lse, make_request
+from jattn.request import make_lse, make_request
 
 OF_TOKENS = ("duplicate_token", "induction")
 STATISTICS = (
@@ -65,25 +65,29 @@ def statistics(
     names = _names(names, tokens is not None)
     request = make_request(query, key, None, **options)
     (B, T, _, _), S, one_sequence = request.query.shape, request.key.shape[1], jnp.ndim(query) == 3
+    given = lse is not None
     if lse is None:
         no_value = jnp.zeros((*request.key.shape[:-1], 0), request.key.dtype)
         _, found = dot_product_attention(request.query, request.key, no_value, return_residual=True, **options)
         lse = jnp.asarray(found)
     else:
         lse = make_lse(lse, request, one_sequence)
-    if eligible is not None:  # an infinite lse leaves a row no weight at all
-        lse = jnp.where(eligible_rows(eligible, B, T)[..., None], lse, jnp.inf)
+    counts = jnp.ones((1, T), bool) if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
     positions = [
-        jnp.arange(length)[None] if given is None else jnp.asarray(given)
-        for given, length in ((request.query_positions, T), (request.kv_positions, S))
+        jnp.arange(length)[None] if own is None else jnp.asarray(own)
+        for own, length in ((request.query_positions, T), (request.kv_positions, S))
     ]
     tokens = None if tokens is None else _tokens(tokens, B, T, S, one_sequence)
     folded = [name for name in names if name != "max_logit" or "max_weight" not in names]
-    sizes = {"offset_profile": T + S - 1, "received": S}
+    sizes = {"offset_profile": max(T + S - 1, 0), "received": S}
     init = {"max_weight" if name == "max_logit" else name: jnp.zeros(sizes.get(name, T), lse.dtype) for name in folded}
-    per_sequence = [*positions, *(() if tokens is None else (tokens,))]
+    per_sequence = [counts, *positions, *(() if tokens is None else (tokens,))]
     rows = blockwise.fold(request, _step, init, lse, per_sequence)
-    result = _averages(names, rows, request, lse, positions[0], tokens)
+    seen = (counts[:, :, None] & (lse != -jnp.inf)).swapaxes(1, 2)  # [B,N,T]; a NaN shall be seen
+    visible = blockwise.count_visible(request) if given or "entropy" in names else None
+    if given and visible is not None:  # with sinks, a row that sees nothing has a finite lse
+        seen &= visible > 0
+    result = _averages(names, rows, S, lse, seen, visible, positions[0], tokens)
     return jax.tree.map(lambda x: x[0], result) if one_sequence else result
 
 
@@ -121,8 +125,9 @@ def _tokens(tokens: ArrayLike, B: int, T: int, S: int, one_sequence: bool) -> Ar
 
 def _step(carry: dict[str, Array], logs: Array, q_idx: Array, kv_idx: Array, *of_sequence: Array) -> dict[str, Array]:
     """What a block, of the logarithms of weights, adds to each row's (or diagonal's, or column's) sum."""
+    counts, q_at, kv_at, *tokens = of_sequence
+    logs = jnp.where(counts[q_idx], logs, -jnp.inf)
     weights = jnp.exp(logs)
-    q_at, kv_at, *tokens = of_sequence
     q, kv = q_at[q_idx], kv_at[kv_idx]
 
     def where(pairs: Array) -> Array:
@@ -173,21 +178,22 @@ def _diagonal_sums(block: Array) -> Array:
 def _averages(
     names: Sequence[str],
     rows: dict[str, Array],
-    request: Request,
+    S: int,
     lse: Array,
+    seen: Array,
+    visible: Array | None,
     q_positions: Array,
     tokens: Array | None,
 ) -> dict[str, Any]:
-    """The means over eligible queries of the sums ``[B,N,...]``."""
-    S, lse = request.key.shape[1], jnp.moveaxis(lse, 2, 1)  # [B,N,T]
-    seen, later = jnp.isfinite(lse), (q_positions > 0)[:, None]
+    """The means over eligible queries of the sums ``[B,N,...]``; ``seen [B,N,T]`` count and see anything, ``visible``
+    keys."""
+    lse, later = jnp.moveaxis(lse, 2, 1), (q_positions > 0)[:, None]  # [B,N,T]
     eligible = {"previous_token": seen & later, "first_token": seen & later}
     if tokens is not None:
         eligible |= dict.fromkeys(OF_TOKENS, seen & jax.vmap(_occurred)(tokens)[:, None])
-    if "entropy" in names:
-        count = blockwise.count_visible(request)
-        eligible["entropy"] = seen & (count >= 2)
-        most = jnp.log(jnp.maximum(count, 2).astype(lse.dtype))
+    if "entropy" in names and visible is not None:
+        eligible["entropy"] = seen & (visible >= 2)
+        most = jnp.log(jnp.maximum(visible, 2).astype(lse.dtype))
         rows = rows | {"entropy": rows["entropy"] / most}
     found: dict[str, Any] = {"support": {name: eligible.get(name, seen).sum(-1) for name in names}}
     for name in names:
@@ -216,7 +222,7 @@ def _occurred(tokens: Array) -> Array:
 def _pairs_at_offsets(seen: Array, S: int, dtype: Any) -> Array:
     """``[B,N,T+S-1]``: how many queries that see anything have a key at each offset; 1 instead of 0."""
     T = seen.shape[-1]
-    offsets = np.arange(T + S - 1) - (T - 1)
+    offsets = np.arange(max(T + S - 1, 0)) - (T - 1)
     first, end = np.clip(-offsets, 0, T), np.clip(S - offsets, 0, T)
     upto = jnp.concatenate([jnp.zeros((*seen.shape[:-1], 1), jnp.int32), jnp.cumsum(seen, -1, dtype=jnp.int32)], -1)
     return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
@@ -225,14 +231,19 @@ def _pairs_at_offsets(seen: Array, S: int, dtype: Any) -> Array:
 def coarse_weights(query: ArrayLike, key: ArrayLike, size: int = 64, **options: Any) -> Array:
     """A picture of each head's weights at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
 
-    Block ``(i, j)`` is the weight that the queries of the i-th of ``size`` equal spans give to the keys of the j-th
-    span, averaged over the queries that see anything; so rows sum to 1. In O(T + S) memory.
+    Block ``(i, j)`` is the share of their weight that the queries of the i-th of ``size`` equal spans give to the keys
+    of the j-th span; so rows sum to 1, or to 0 where nobody sees anything. In O(T + S) memory (forward).
 
     Args:
         query, key: as in ``statistics``.
         size: spans along either axis; at most T and S of them are used.
         options: those of ``fold_weights``.
+
+    Raises:
+        ValueError: ``size`` is not positive; as ``fold_weights``.
     """
+    if not size > 0:
+        raise ValueError(f"size must be positive, got {size}")
     T, S = jnp.shape(query)[-3], jnp.shape(key)[-3]
     rows, columns = min(size, T), min(size, S)
 

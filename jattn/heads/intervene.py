@@ -32,7 +32,8 @@ def ablate(
         run: a function of one dict per layer, to be passed on to that layer's attention as keyword arguments:
             ``head_gate`` ``[N]`` and, as asked for, ``head_fill`` and ``held``. It returns any pytree of arrays.
         clean: what each layer's attention hands out on the same inputs when nothing is switched off, as the modules
-            sow it (``sow_heads=True``): ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N heads.
+            sow it (``sow_heads=True``): dicts with ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N
+            heads. Padding is part of means and of other sequences' outputs: give sequences of one length.
         kind: what a head gives that is off: ``"zero"``; ``"mean"``, its mean output over sequences and queries; or
             ``"resample"``, its output on the sequence before in the batch (B at least 2).
         hold_weights: every layer keeps the attention weights of the clean run, so that what is seen is the loss of
@@ -47,11 +48,13 @@ def ablate(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if not clean or not all(isinstance(layer, Mapping) for layer in clean):
+        raise ValueError(f"clean must be a dict for each layer, got {[type(layer).__name__ for layer in clean]}")
     numbers = sorted({layer["z"].shape[-2] for layer in clean})
     if len(numbers) != 1:
         raise ValueError(f"the layers of clean must have the same number of heads, got {numbers}")
-    if kind == "resample" and clean[0]["z"].shape[0] < 2:
-        raise ValueError("kind='resample' needs at least 2 sequences, got 1: there is no other to take an output from")
+    if kind == "resample" and (clean[0]["z"].ndim < 4 or clean[0]["z"].shape[0] < 2):
+        raise ValueError(f"kind='resample' needs at least 2 sequences, got z of shape {list(clean[0]['z'].shape)}")
     options: list[dict[str, Any]] = [{} for _ in clean]
     for layer, option in zip(clean, options, strict=True):
         z = layer["z"]
@@ -102,10 +105,15 @@ def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
         pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True where the pattern looks.
         heads: the heads' numbers.
 
+    Raises:
+        ValueError: a negative number.
+
     Example:
         ``forbid(lambda b, h, q, kv: kv == q - 1, heads=[0, 1])``: heads 0 and 1 never see the token before.
     """
     numbers = tuple(int(head) for head in heads)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"heads must be numbers from 0 on, got {list(heads)}")
 
     def of_those(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         chosen = jnp.zeros(jnp.shape(h), bool)
