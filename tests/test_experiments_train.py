@@ -1,5 +1,6 @@
 """The training loop: resumed to the same bits, refused, stopped; and one experiment from end to end."""
 
+import dataclasses
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -152,7 +154,7 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
     assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
 
 
-def test_one_experiment_from_end_to_end(tmp_path, capsys):
+def test_one_experiment_from_end_to_end(tmp_path, capsys, monkeypatch):
     file, out = tmp_path / "string.yaml", tmp_path / "out"
     file.write_text("""
 name: string
@@ -161,7 +163,7 @@ model: {num_heads: 2, model_dim: 8, head_dim: 4, position: alibi}
 train: {seeds: 2, first_seed: 3, steps: 4, warmup: 1, batch: 4, log_every: 2, look_every: 2, checkpoint_every: 2}
 evaluate: {batch: 8, lengths: [2, 8]}
 controls: {relative: {model.position: relative}}
-sweep: {model.num_heads: [1, 2], model.position: [alibi, none]}
+sweep: {model.num_heads: [1, 2]}
 claims:
 - {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 2}
 - {name: never, statement: Never., metric: "relative:exact_match", at_least: 2.0, needed: 1}
@@ -179,24 +181,21 @@ claims:
     assert found.ablated.shape == (2, 1, 2, 1) and found.divergence.shape == (2, 2, 2, 2)
     assert found.noise.shape == (2, 2, 2) and found.statistics["max_logit"].shape == (2, 2, 1, 2)
     curves = found.curves["exact match over string length"]
-    assert list(curves) == ["alibi", "relative", "none"] and [row[0] for row in curves["alibi"]] == [2, 8]
-    swept = found.curves["exact match over model.num_heads"]
-    assert list(swept) == ["model.position=alibi", "model.position=none"]
+    assert list(curves) == ["alibi", "relative"] and [row[0] for row in curves["alibi"]] == [2, 8]
     rows = {row["name"]: row["values"] for row in found.controls if row["metric"] == "exact_match"}
-    for heads, line in zip((1, 2), swept["model.position=none"], strict=True):
-        assert line == [heads, *rows[f"model.num_heads={heads},model.position=none"]]
-    parameters = {row["name"]: row["parameters"] for row in found.controls}
-    assert parameters["model.num_heads=2,model.position=alibi"] == parameters["string"] > 0
-    assert not (out / "controls" / "model.num_heads=2,model.position=alibi").exists()  # the run itself
+    swept = found.curves["exact match over model.num_heads"]["string"]
+    assert swept == [[heads, *rows[f"model.num_heads={heads}"]] for heads in (1, 2)]
+    assert rows["model.num_heads=2"] == rows["string"]
+    assert not (out / "controls" / "model.num_heads=2").exists()  # the run itself
     judged = json.loads((out / "claims.json").read_text())
     assert [claim["holds"] for claim in judged] == [True, False]
     assert judged[0]["passed"] == [3, 4] and judged[1]["failed"] == [3, 4] and len(judged[0]["untrained"]) == 2
 
-    spent = json.loads((out / "seconds.json").read_text())
-    claim = json.dumps([{"name": "s", "statement": "t", "metric": "best/entropy", "at_most": 1.01, "needed": 2}])
-    elsewhere = ["run", "--config", str(file), "--out", str(tmp_path / "held"), "--claims", claim, "--check"]
-    assert run_main([*elsewhere, "--controls", "{}", "--sweep", "model.num_heads=2"]) == 0  # every claim holds
-    assert spent > 1
+    assert json.loads((out / "seconds.json").read_text()) > 1
+
+    held = dataclasses.replace(found, claims=found.claims[:1])
+    monkeypatch.setattr(run, "run", lambda settings, out: held)
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0  # every claim holds
 
     (out / "report.html").unlink()
     assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
@@ -212,6 +211,23 @@ claims:
     assert said == [
         f"error: {out} holds another run: train.{line}" for line in ("batch was 4, now 8", "steps was 4, now 6")
     ]
+
+
+def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
+    sweep = {"model.num_heads": [4, 1], "model.position": ["none", "alibi"]}
+    base = config.Config("x", sweep=sweep)
+    results = {"": run.claims.Result(base, ("a",), [0], 1, None, None, {})}
+    for number, (heads, position) in enumerate(((4, "none"), (4, "alibi"), (1, "none"), (1, "alibi"))):
+        measured = types.SimpleNamespace(accuracy=np.full((1, 1), number), hardened=np.full((1, 1), 10 + number))
+        result = results[""]._replace(trained=measured)
+        results[f"model.num_heads={heads},model.position={position}"] = result
+    curves = run._sweep_curves(results)
+    assert curves["mean accuracy over model.num_heads"] == {
+        "model.position=none": [[1, 2], [4, 0]],
+        "model.position=alibi": [[1, 3], [4, 1]],
+    }
+    words = {"model.position": ["none", "alibi"]}
+    assert run._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
 
 def test_groups_of_heads_are_switched_off_together(tiny):

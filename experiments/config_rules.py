@@ -1,0 +1,125 @@
+"""Which values of the right type make sense in a config: a rule for each option that can be wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from experiments.config import Config, Model, Task
+
+_POSITIVE = {
+    "task": ("symbols", "length", "shortest"),
+    "model": ("num_layers", "num_heads", "model_dim", "head_dim", "rotary_base", "embed_scale"),
+    "train": ("seeds", "steps", "batch", "learning_rate", "clip", "log_every", "look_every", "checkpoint_every"),
+    "evaluate": ("batch",),
+}
+_Rule = tuple[str, Any, bool, str]  # key, value, whether it is good, what was expected
+
+
+def check(config: Config) -> None:
+    """Raises ``ValueError`` for values of the right type that make no sense."""
+    for section, keys in _POSITIVE.items():
+        for key in keys:
+            value = getattr(getattr(config, section), key)
+            if not value > 0:
+                raise ValueError(f"{section}.{key}: expected > 0, got {value!r}")
+    groups = config.pretrained.groups
+    if config.pretrained != type(config.pretrained)() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
+        raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
+    rules = _task_and_model_rules(config.task, config.model) + _train_rules(config) + _claim_rules(config)
+    for key, value, good, expected in rules:
+        if not good:
+            raise ValueError(f"{key}: expected {expected}, got {value!r}")
+
+
+def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
+    kv_heads, value_dim = model.num_kv_heads, model.value_dim
+    return [
+        *_of_task(task),
+        ("task.length", task.length, task.length % 4 == 0 and task.length >= 12, "a multiple of 4, at least 12"),
+        ("task.longest", task.longest, task.longest >= task.shortest, f"at least task.shortest={task.shortest}"),
+        ("task.farthest", task.farthest, task.farthest >= task.longest, f"at least task.longest={task.longest}"),
+        (
+            "model.num_kv_heads",
+            kv_heads,
+            kv_heads is None or (kv_heads > 0 and model.num_heads % kv_heads == 0),
+            f"a divisor of model.num_heads={model.num_heads}",
+        ),
+        ("model.value_dim", value_dim, value_dim is None or value_dim > 0, "> 0"),
+        ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
+        ("model.head_dim", model.head_dim, model.position != "rotary" or model.head_dim % 2 == 0, "even for rotary"),
+        ("model.model_dim", model.model_dim, model.position != "sinusoidal" or model.model_dim % 2 == 0, "an even one"),
+    ]
+
+
+def _of_task(task: Task) -> list[_Rule]:
+    """What only one kind of task asks for."""
+    length, offsets = task.length, task.offsets
+    if task.kind == "shift_bank":
+        good = bool(offsets) and len(set(offsets)) == len(offsets) and all(0 < one < length for one in offsets)
+        return [("task.offsets", offsets, good, f"different numbers from 1 to under task.length={length}")]
+    if task.kind == "induction":
+        longest = min(length // 2, task.symbols)
+        return [
+            ("task.longest", task.longest, task.longest <= longest, f"at most {longest}, half of task.length"),
+            (
+                "task.symbols",
+                task.symbols,
+                task.symbols >= length - task.longest,
+                "at least task.length - task.longest",
+            ),
+        ]
+    if task.kind == "skills":
+        longest = min(length // 2, task.symbols)
+        return [
+            ("task.shortest", task.shortest, task.shortest >= 7, "at least 7: five back is the next token at 6"),
+            ("task.longest", task.longest, task.longest <= longest, f"at most {longest}, half of task.length"),
+        ]
+    return []
+
+
+def _train_rules(config: Config) -> list[_Rule]:
+    train, kind = config.train, config.task.kind
+    places = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets)}.get(kind, 1)
+    weights = train.place_weights
+    return [
+        ("train.first_seed", train.first_seed, train.first_seed >= 0, ">= 0"),
+        ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, f"from 0 to under train.steps={train.steps}"),
+        ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
+        ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
+        ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, ">= 0"),
+        ("train.entropy_penalty", train.entropy_penalty, train.entropy_penalty >= 0, ">= 0"),
+        (
+            "train.place_weights",
+            weights,
+            weights is None or (len(weights) == places and min(weights) > 0),
+            f"{places} numbers > 0, one for each place",
+        ),
+        (
+            "train.look_every",
+            train.look_every,
+            train.look_every % train.log_every == 0,
+            f"a multiple of train.log_every={train.log_every}",
+        ),
+        (
+            "train.checkpoint_every",
+            train.checkpoint_every,
+            train.checkpoint_every % train.look_every == 0,
+            f"a multiple of train.look_every={train.look_every}",
+        ),
+    ]
+
+
+def _claim_rules(config: Config) -> list[_Rule]:
+    lengths, farthest = config.evaluate.lengths, config.task.farthest
+    rules: list[_Rule] = [
+        ("name", config.name, bool(re.fullmatch(r"[\w-]+", config.name)), "letters, digits, '_' and '-'"),
+        ("evaluate.lengths", lengths, all(0 < n <= farthest for n in lengths), f"1 to task.farthest={farthest}"),
+    ]
+    for claim in config.claims:
+        key, seeds = f"claims.{claim.name}", config.train.seeds
+        one = (claim.at_least is None) != (claim.at_most is None)
+        rules.append((key, [claim.at_least, claim.at_most], one, "one of at_least and at_most"))
+        rules.append((f"{key}.needed", claim.needed, 0 < claim.needed <= seeds, f"1 to train.seeds={seeds}"))
+    return rules
