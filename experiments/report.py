@@ -40,6 +40,7 @@ def write_report(findings: Findings, out: Path) -> Path:
         "seeds_note": thin,
         "seeds_median": f"Numbers are medians over {count} seeds." if count > 1 else "",
         "offsets_note": offsets_note,
+        "curves_note": "Thin lines are seeds, strong lines their median." if count > 1 else "",
         "matched_note": matched if count > 1 else "",
         "controls": _controls(findings),
         "about": _about(findings),
