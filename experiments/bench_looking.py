@@ -4,7 +4,7 @@ What is found is one dict, kept as ``looking.json``: ``environment``, ``sizes``,
 
 - ``statistics``: ``medians`` (contestant: microseconds) of one head, causal, and ``rounds`` of turns; ``temporaries``
   in bytes that XLA plans for all statistics, ``matrix``, whether the compiled program has a ``[T,S]`` array;
-- ``tracking``: for each experiment ``medians`` of the steps between two looks, with and without the look.
+- ``tracking``: for each experiment ``medians`` of ``interval`` steps, with and without a look; ``own`` is its interval.
 """
 
 import dataclasses
@@ -89,14 +89,18 @@ def statistics(sizes: Sizes) -> dict[str, Any]:
 
 
 def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
-    """The training steps of ``configs/NAME.yaml`` from a look at the heads to the next, with that look and without."""
+    """Training steps of ``configs/NAME.yaml`` from a look at the heads to the next, with that look and without.
+
+    As many steps as the default interval has; the file's own interval is kept beside.
+    """
     setup = train.Setup.of(config.read(Path(__file__).parents[1] / "configs" / f"{name}.yaml"))
-    state, steps = setup.init(), jnp.arange(setup.config.train.look_every)
+    state, interval = setup.init(), config.Train().look_every
+    steps = jnp.arange(interval)
     calls = {
         STEPS: functools.partial(_finish, train.updates(setup), (state, steps)),
         LOOKED: functools.partial(_finish, train.chunk(setup), (state, steps)),
     }
-    return {"config": name, "look_every": setup.config.train.look_every, **_timed(sizes, calls)}
+    return {"config": name, "interval": interval, "own": setup.config.train.look_every, **_timed(sizes, calls)}
 
 
 def _timed(sizes: Sizes, calls: dict[str, Callable]) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def asked(found: dict[str, Any]) -> list[Asked]:
         Asked(f"{what} temporaries of all statistics", one["temporaries"] / 2**20, 64.0, False, "MiB"),
         Asked(f"{what} [T,S] arrays in the compiled program", float(one["matrix"]), 0.0, False),
         *(
-            Asked(f"{row['config']}: time of a look / of the steps between two", _cost(row["medians"]), 0.1, False)
+            Asked(f"{row['config']}: time of a look / of {row['interval']} steps", _cost(row["medians"]), 0.1, False)
             for row in found["tracking"]
         ),
     ]
@@ -135,10 +139,14 @@ def markdown(found: dict[str, Any]) -> str:
     """``looking.md``."""
     rows = ["| | milliseconds |", "|---|---|"]
     rows += [f"| {name} | {median / 1e3:.1f} |" for name, median in found["statistics"]["medians"].items()]
-    tracked = [f"| experiment | {STEPS} | {LOOKED} | steps between looks | rounds |", "|---|---|---|---|---|"]
+    tracked = [
+        f"| experiment | {STEPS} | {LOOKED} | its own interval | cost at that | rounds |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in found["tracking"]:
         times = " | ".join(f"{row['medians'][name] / 1e3:.1f}" for name in (STEPS, LOOKED))
-        tracked.append(f"| {row['config']} | {times} | {row['look_every']} | {row['rounds']} |")
+        own = _cost(row["medians"]) * row["interval"] / row["own"]
+        tracked.append(f"| {row['config']} | {times} | {row['own']} steps | {own:.3f} | {row['rounds']} |")
     parts = [
         "# Looking, measured",
         "Medians of calls in turn, float32. Written by `python -m experiments bench --suite looking`.",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
 def made_up(**changed):
     one = {"medians": {FORWARD: 100.0, ALL: 300.0, ENTROPY: 130.0}, "rounds": 3, "temporaries": 64 * 2**20}
-    tracked = {"config": "copy", "look_every": 20, "medians": {STEPS: 1000.0, LOOKED: 1099.0}, "rounds": 3}
+    tracked = {"config": "copy", "interval": 50, "own": 20, "medians": {STEPS: 1000.0, LOOKED: 1099.0}, "rounds": 3}
     statistics = one | {"matrix": False} | changed
     return {"environment": {}, "sizes": {"length": 32768}, "statistics": statistics, "tracking": [tracked]}
 
@@ -37,6 +37,6 @@ def test_the_suite_writes_what_it_measured(monkeypatch, tmp_path, capsys):
     found = json.loads((tmp_path / "looking.json").read_text())
     assert found["statistics"]["temporaries"] > 0
     assert all(median > 0 for median in found["statistics"]["medians"].values())
-    assert found["tracking"][0]["look_every"] == 20
+    assert (found["tracking"][0]["interval"], found["tracking"][0]["own"]) == (50, 20)
     assert "| shift_bank | " in (tmp_path / "looking.md").read_text()
     assert "time of a look" in capsys.readouterr().out
