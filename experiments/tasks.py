@@ -147,8 +147,29 @@ class CopyString:
         return [special.get(int(token), _letter(token)) for (token,) in tokens]
 
 
+class _OneSymbol:
+    """What tasks share whose tokens are one symbol each, in sequences of one length."""
+
+    length: int
+    symbols: int
+
+    @property
+    def vocabulary(self) -> tuple[int, ...]:
+        """Number of different ids in each field of a token."""
+        return (self.symbols,)
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that the model will meet."""
+        return self.length
+
+    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """A short label for each token of one sequence ``[T,1]``."""
+        return [_letter(token) for (token,) in tokens]
+
+
 @dataclasses.dataclass(frozen=True)
-class ShiftBank:
+class ShiftBank(_OneSymbol):
     """Copy from several fixed distances at once: read-out ``i`` gives the symbol ``offsets[i]`` back."""
 
     length: int = 32
@@ -168,16 +189,6 @@ class ShiftBank:
         previous = () if 1 in self.offsets else ("previous_token",)
         return (*self.places, *previous, "current_token", "first_token", "duplicate_token", "induction")
 
-    @property
-    def vocabulary(self) -> tuple[int, ...]:
-        """Number of different ids in each field of a token."""
-        return (self.symbols,)
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that the model will meet."""
-        return self.length
-
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences of random symbols, asked wherever all of the sources exist."""
         tokens = jax.random.randint(key, (batch, self.length), 0, self.symbols)
@@ -190,13 +201,9 @@ class ShiftBank:
         """Sequences of one layout, for patterns that are averaged over a batch."""
         return self.sample(key, batch)
 
-    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
-        return [_letter(token) for (token,) in tokens]
-
 
 @dataclasses.dataclass(frozen=True)
-class Induction:
+class Induction(_OneSymbol):
     """Say what followed the current token the last time it was there.
 
     Half of the sequences are a random prefix and a segment that repeats with a random period; the others are pairs of
@@ -213,16 +220,6 @@ class Induction:
     places = ("next token",)
     of_tokens = places
     roles = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
-
-    @property
-    def vocabulary(self) -> tuple[int, ...]:
-        """Number of different ids in each field of a token."""
-        return (self.symbols,)
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that the model will meet."""
-        return self.length
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, of either kind by chance."""
@@ -262,13 +259,9 @@ class Induction:
         asked = jnp.broadcast_to((position >= half) & (position % 2 == 0), first.shape)
         return jnp.take_along_axis(_permutations(symbol_key, batch, self.symbols), first, 1), first + 1, asked
 
-    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
-        return [_letter(token) for (token,) in tokens]
-
 
 @dataclasses.dataclass(frozen=True)
-class Skills:
+class Skills(_OneSymbol):
     """Four read-outs of a segment that repeats with a random period: one back, five back, mirrored, and what is next.
 
     Asked in the second half, where the four answers are different tokens. No token occurs twice within a period.
@@ -282,16 +275,6 @@ class Skills:
     places = ("one back", "five back", "mirror", "next token")
     of_tokens = ("next token",)
     roles = ("one back", "five back", "mirror", "current_token", "first_token", "duplicate_token", "induction")
-
-    @property
-    def vocabulary(self) -> tuple[int, ...]:
-        """Number of different ids in each field of a token."""
-        return (self.symbols,)
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that the model will meet."""
-        return self.length
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
@@ -311,10 +294,6 @@ class Skills:
         late = position >= half
         asked = late & ~_has_twins(sources % period[..., None])
         return _ask(tokens[..., None], tokens, sources, asked, jnp.broadcast_to(late, tokens.shape))
-
-    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
-        return [_letter(token) for (token,) in tokens]
 
 
 Task = CopyFromFourPlaces | CopyString | ShiftBank | Induction | Skills
