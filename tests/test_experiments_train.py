@@ -260,6 +260,9 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
         settings = config.read(file)
         if not settings.pretrained.groups:
             claims.check(settings, run._known_metrics)
+            asked = {claim.metric.rpartition(":")[2] for claim in settings.claims}
+            known = [run._known_metrics(variant) for variant in (settings, *settings.variants().values())]
+            assert asked and asked <= set().union(*known), file.name
 
 
 @pytest.mark.parametrize(
