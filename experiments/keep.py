@@ -23,18 +23,17 @@ def keep(run: Path, folder: Path) -> Path:
     """
     findings = Findings.load(run)
     folder.mkdir(parents=True, exist_ok=True)
-    out = Path(
-        tempfile.mkdtemp(prefix=".keep-", dir=folder)
-    )  # beside, so that what is there stays until all is written
-    for name in ("claims.json", "config.json"):
-        shutil.copy(run / name, out / name)
-    (out / "summary.json").write_text(json.dumps(summary(findings), indent=1) + "\n")
-    for picture in sorted((run / "figures").glob("*.png")):
-        small = Image.open(picture).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-        small.save(out / picture.name, optimize=True)
-    out.chmod(0o755)
-    shutil.rmtree(folder / findings.name, ignore_errors=True)
-    return out.rename(folder / findings.name)
+    with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:  # what is there stays until all is written
+        out = Path(beside) / findings.name
+        out.mkdir()
+        for name in ("claims.json", "config.json"):
+            shutil.copy(run / name, out / name)
+        (out / "summary.json").write_text(json.dumps(summary(findings), indent=1) + "\n")
+        for picture in sorted((run / "figures").glob("*.png")):
+            small = Image.open(picture).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            small.save(out / picture.name, optimize=True)
+        shutil.rmtree(folder / findings.name, ignore_errors=True)
+        return out.rename(folder / findings.name)
 
 
 def summary(findings: Findings) -> dict[str, Any]:
