@@ -9,7 +9,7 @@ The axes, in every docstring and annotation:
 Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
 """
 
-from jattn import heads, masks, positions, score_mods
+from jattn import heads, masks, positions, score_mods, sharding
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
 from jattn.attention import attend, merge, over_heads
 from jattn.blocks import block_mask
@@ -38,4 +38,5 @@ __all__ = [
     "over_heads",
     "positions",
     "score_mods",
+    "sharding",
 ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.attention import merge
-from jattn.kernels import Implementation, Unsupported, blockwise, cudnn, decode, xla
+from jattn.kernels import Implementation, Unsupported, blockwise, cudnn, decode, shards, xla
 from jattn.masks import MaskFunction
 from jattn.request import Request, make_lse, make_request, make_sinks
 from jattn.score_mods import ScoreMod
@@ -37,7 +37,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
     return_residual: bool = False,
     score_mod: ScoreMod | None = None,
     query_positions: ArrayLike | None = None,
@@ -64,7 +64,8 @@ def dot_product_attention(
         is_causal: a query sees keys at its own position and before (top-left where T differs from S).
         query_seq_lengths, key_value_seq_lengths: integers ``[B]``; what stands behind is not seen, and sees nothing.
         local_window_size: ``(left, right)``, or one number for both: a query sees so many keys beside its own.
-        implementation: a name from ``explain``; None takes the first that can.
+        implementation: a name from ``explain``; None takes the first that can. Or an object with ``run``, such as
+            ``jattn.sharding.Ring``.
         return_residual: also return the log-sum-exp.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in ``jattn.score_mods``.
         query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``.
@@ -89,7 +90,11 @@ def dot_product_attention(
         query_positions=query_positions, kv_positions=kv_positions, dropout_rate=dropout_rate, dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
-    out, lse = IMPLEMENTATIONS[_choose(request, implementation)].run(request)
+    if implementation is None or isinstance(implementation, str):
+        chosen = IMPLEMENTATIONS[choose(request, implementation)]
+        out, lse = shards.on_each_device(chosen.run, request, ("btnd", "btn"))
+    else:
+        out, lse = implementation.run(request)
     if sinks is not None:
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:
@@ -124,7 +129,7 @@ def attention_weights(
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
         query_positions=query_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
-    weights, lse = xla.weights(request)
+    weights, lse = shards.on_each_device(xla.weights, request, ("bnts", "btn"))
     if sinks is not None:
         # what the merge leaves of an output of 1 is the share that the sinks leave to the keys
         one = jnp.ones((*lse.shape, 1), lse.dtype)
@@ -202,7 +207,13 @@ def fold_weights(
     def of_weights(carry: Any, logs: Array, q_idx: Array, kv_idx: Array) -> Any:
         return step(carry, jnp.exp(logs), q_idx, kv_idx)
 
-    carries = blockwise.fold(request, of_weights, jax.tree.map(jnp.asarray, init), lse)
+    init = jax.tree.map(jnp.asarray, init)
+
+    def fold(request: Request, lse: Array | None = None) -> Any:
+        return blockwise.fold(request, of_weights, init, lse)
+
+    known = [] if lse is None else [(lse, "btn")]
+    carries = shards.on_each_device(fold, request, jax.tree.map(lambda x: "bn", init), *known)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 
@@ -220,7 +231,7 @@ def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **op
     if named is not None:
         _known(named)
     reasons = {name: one.why_not(request) for name, one in IMPLEMENTATIONS.items()}
-    chosen = named if named is not None else _choose(request, None)
+    chosen = named if named is not None else choose(request, None)
     lines = [f"{chosen}: taken" + (" by name" if named else "") if reasons[chosen] is None
              else f"{chosen}: named, but {reasons[chosen]}"]  # fmt: skip
     for name, reason in reasons.items():
@@ -229,7 +240,8 @@ def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **op
     return "\n".join(lines)
 
 
-def _choose(request: Request, named: str | None) -> str:
+def choose(request: Request, named: str | None) -> str:
+    """The name of the implementation: ``named``, or the first that can and pays."""
     if named is None:
         order = [name for name in IMPLEMENTATIONS if _pays(name, request)]
         return next(name for name in order if IMPLEMENTATIONS[name].why_not(request) is None)

@@ -7,7 +7,7 @@ are NumPy arrays wherever masks and positions are static; the trips through empt
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +195,7 @@ def _depends_on(mask: MaskFunction, index: str) -> bool:
 class BlockMask(Mask):
     """A mask and what is known of its blocks: see ``block_mask``."""
 
+    joins: ClassVar = ("mask",)
     mask: Any
     may: Any
     must: Any

@@ -104,6 +104,48 @@ def fold(
     return _over_blocks(visit, init, fixed)
 
 
+def sums(
+    q: Float[Array, "T H"],
+    k: Float[Array, "S H"],
+    v: Float[Array, "S D"],
+    *,
+    high: Float[Array, " T"],
+    mask: MaskLike | None = None,
+    bias: Float[Array, "#T #S"] | None = None,
+    score_mod: ScoreMod | None = None,
+    scale: ArrayLike | None = None,
+    batch: ArrayLike = 0,
+    head: ArrayLike = 0,
+    query_positions: Int[ArrayLike, " T"] | None = None,
+    kv_positions: Int[ArrayLike, " S"] | None = None,
+    dropout: Dropout | tuple[float, Array] | None = None,
+    precision: Any = None,
+    block_sizes: tuple[int, int] | None = None,
+    visible: tuple[Any, Any, bool] | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
+    """``numerator [T,D]`` and ``total [T]`` as at the top of this file, of one head, for any ``high [T]``.
+
+    In the softmax's dtype; differentiable in all but ``high``, in linear memory. With the lse of a row over more keys
+    than these as ``high``, the numerators of all shares of the keys add up to its output, and the totals to 1.
+    """
+    head_inputs = (q, k, v, mask, bias, score_mod, scale, batch, head, query_positions, kv_positions)
+    formula, arrays, fixed = cut_head(*head_inputs, dropout, precision, block_sizes, visible)
+    high = cut(jnp.where(high == -jnp.inf, 0.0, high).astype(arrays.q.dtype), 0, formula.size[0])
+
+    def visit(sums, i, j, masked, where_it_counts):
+        block, row_high = take(arrays, i, j), high[i]
+
+        def of_block():
+            return formula.sums(*formula.scores(block, fixed, i, j, masked), row_high, fixed, i, j)
+
+        added = where_it_counts(of_block, jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums))
+        return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
+
+    zeros = jnp.zeros((*arrays.q.shape[:2], v.shape[1]), arrays.q.dtype), jnp.zeros_like(high)
+    found = _over_blocks(visit, zeros, fixed)
+    return tuple(jax.lax.collapse(x, 0, 2)[: q.shape[0]] for x in found)  # type: ignore
+
+
 def count_visible(q: Array, k: Array, *, block_sizes=None, visible=None, **options: Any) -> Int[Array, " T"]:
     """How many keys each query of one head sees: only blocks that the mask cuts through are computed.
 

@@ -11,7 +11,7 @@ whole block of pairs at once (``bounds``), so that an implementation can skip th
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +224,7 @@ class Dense(Mask):
 class And(Mask):
     """Visible where both masks say so; write ``a & b``."""
 
+    joins: ClassVar = ("left", "right")
     left: Any
     right: Any
 
@@ -240,6 +241,7 @@ class And(Mask):
 class Or(Mask):
     """Visible where one of the masks says so; write ``a | b``."""
 
+    joins: ClassVar = ("left", "right")
     left: Any
     right: Any
 
@@ -256,6 +258,7 @@ class Or(Mask):
 class Not(Mask):
     """Visible where the mask says it is not; write ``~a``."""
 
+    joins: ClassVar = ("mask",)
     mask: Any
 
     def __call__(self, b, h, q_idx, kv_idx):

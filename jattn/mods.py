@@ -1,12 +1,15 @@
 """What masks and score functions have in common: they are pytrees, and run under NumPy's promotion rules."""
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
 
 Class = TypeVar("Class", bound=type)
 
@@ -48,6 +51,36 @@ def holds_plain_function(mod: Any) -> bool:
     if not dataclasses.is_dataclass(mod):
         return callable(mod)
     return any(holds_plain_function(part) for part in vars(mod).values() if callable(part))
+
+
+@pytree_dataclass
+class Hoisted:
+    """A plain mask or score function, and what it captures as arrays, so that both can be handed on."""
+
+    program: Any  # of scalars: the function is elementwise
+    captured: list[Any]
+
+    def __call__(self, *args):
+        kinds = [variable.aval.dtype for variable in self.program.invars]
+        scalars = (jnp.asarray(arg).astype(kind) for arg, kind in zip(args, kinds, strict=True))
+        return jnp.vectorize(lambda *one: eval_jaxpr(self.program, self.captured, *one)[0])(*scalars)
+
+
+def hoist(mod: Any, *scalars: Any) -> Any:
+    """``mod`` with every plain function in it ``Hoisted``; ``scalars`` describe the arguments of one pair.
+
+    What joins others names them in ``joins``, and keeps what it knows beside them.
+    """
+    if not holds_plain_function(mod):
+        return mod
+    if names := getattr(mod, "joins", ()):
+        hoisted = copy.copy(mod)
+        for name in names:
+            object.__setattr__(hoisted, name, hoist(getattr(mod, name), *scalars))
+        return hoisted
+    with mod_semantics():
+        program = jax.make_jaxpr(mod)(*scalars)
+    return Hoisted(program.jaxpr, list(program.consts))
 
 
 @contextlib.contextmanager

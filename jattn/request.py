@@ -37,6 +37,8 @@ class Request:
     kv_positions: Any
     dropout: Dropout | None
     precision: Any
+    first_batch: Any = 0  # what masks, score functions and dropout take its first sequence and head for
+    first_head: Any = 0
 
     @property
     def has_mask_array(self) -> bool:

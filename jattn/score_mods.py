@@ -9,7 +9,7 @@ Gradients reach every array that it holds or captures.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +112,7 @@ class SoftCap:
 class Then:
     """One score function after another; write ``then(first, second, ...)``."""
 
+    joins: ClassVar = ("first", "second")
     first: Any
     second: Any
 

@@ -33,6 +33,11 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
     return compiled_where_eager(_run, request)
 
 
+def sums(request: Request, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``sum exp(score - high) value [B,T,N,D]`` and ``sum exp(score - high) [B,T,N]``, for ``high [B,T,N]``."""
+    return compiled_where_eager(_sums, request, high)
+
+
 def fold(
     request: Request, step: Callable, init: Any, lse: jax.Array | None, per_sequence: Sequence[jax.Array] = ()
 ) -> Any:
@@ -55,6 +60,17 @@ def _run(request: Request) -> tuple[jax.Array, jax.Array]:
         return blockwise.attend(q, k, v, dropout=request.dropout, block_sizes=size, visible=(*table, seen), **options)
 
     return lift(one_head, request, out_axes=1, **how)
+
+
+def _sums(request: Request, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    size, seen, how = _how(request)
+
+    def one_head(q, k, v, options, high, *table):
+        return blockwise.sums(
+            q, k, v, high=high, dropout=request.dropout, block_sizes=size, visible=(*table, seen), **options
+        )
+
+    return lift(one_head, request, out_axes=1, per_head=[jnp.moveaxis(high, 2, 1)], **how)
 
 
 def _fold(step: Callable, request: Request, init: Any, lse: jax.Array | None, per_sequence: list[jax.Array]) -> Any:
@@ -83,11 +99,12 @@ def _count_visible(request: Request) -> jax.Array:
 def _how(request: Request) -> tuple[tuple[int, int], bool, dict[str, Any]]:
     """The size of the blocks; ``all_seen``; their table, and what lifts one head to many.
 
-    With one CPU device, heads and sequences go one by one: a head keeps all cores busy, and its blocks stay in the
+    On one CPU device, heads and sequences go one by one: a head keeps all cores busy, and its blocks stay in the
     cache. With several devices an axis may be sharded, and a loop over it would gather it: vmap, and one table for all
-    sequences. With one accelerator vmap, but over sequences only where they share the table.
+    sequences; not so inside ``jax.shard_map``, where the arrays are one device's own. On one accelerator vmap, but over
+    sequences only where they share the table.
     """
-    alone, on_cpu = jax.device_count() == 1, jax.default_backend() == "cpu"
+    alone, on_cpu = nothing_is_sharded(), jax.default_backend() == "cpu"
     T, S = request.query.shape[1], request.key.shape[1]
     size, (may, must) = choose_blocks(functools.partial(block_table, request), T, S)
     if not alone:
@@ -97,10 +114,17 @@ def _how(request: Request) -> tuple[tuple[int, int], bool, dict[str, Any]]:
     return size, all_seen(*_everywhere(request)), {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
 
 
+def nothing_is_sharded() -> bool:
+    """Is there one device, or are the arrays at hand one device's own, as inside ``jax.shard_map``?"""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
+
+
 def _everywhere(request: Request) -> Where:
     """What ``visible_blocks`` asks for, with leading axes ``[B|1, N|1]``."""
     B, T, N, _ = request.query.shape
-    b, h, lengths = np.arange(B)[:, None], np.arange(N)[None, :], (T, request.key.shape[1])
+    b, h = request.first_batch + np.arange(B)[:, None], request.first_head + np.arange(N)[None, :]
+    lengths = (T, request.key.shape[1])
     q_positions, kv_positions = (
         None if x is None else x[:, None] for x in (request.query_positions, request.kv_positions)
     )

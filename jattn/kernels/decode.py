@@ -25,7 +25,7 @@ from jattn.attention import (
     visible_pairs,
 )
 from jattn.head_blocks import product_dtype
-from jattn.kernels.blockwise import block_table, compiled_where_eager
+from jattn.kernels.blockwise import block_table, compiled_where_eager, nothing_is_sharded
 from jattn.kernels.lift import lift
 from jattn.request import Request
 
@@ -200,4 +200,4 @@ def _values(exponentials: Array, value: Array, precision: Any) -> Array:
 
 def _alone_on_cpu() -> bool:
     """Is there no other device over which heads may be sharded? Then all may be taken together."""
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
+    return jax.default_backend() == "cpu" and nothing_is_sharded()

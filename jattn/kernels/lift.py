@@ -47,10 +47,10 @@ def lift(
             }
             return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
 
-        num_heads = jnp.arange(request.query.shape[2])
-        return over_heads(with_options, out_axes, lift=heads)(query, key, value, num_heads, *of_heads_here)
+        head = request.first_head + jnp.arange(request.query.shape[2])
+        return over_heads(with_options, out_axes, lift=heads)(query, key, value, head, *of_heads_here)
 
-    batch = jnp.arange(request.query.shape[0])
+    batch = request.first_batch + jnp.arange(request.query.shape[0])
     value_axis = None if request.value is None else 0
     return sequences(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
         batch, request.query, request.key, request.value, *rest
