@@ -164,8 +164,11 @@ def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) ->
     return lifted
 
 
-def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0) -> Callable:
-    """What ``jax.vmap(fn, in_axes, out_axes)`` computes, in a loop, so that only one call's arrays are live."""
+def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0, *, recompute: bool = False) -> Callable:
+    """What ``jax.vmap(fn, in_axes, out_axes)`` computes, in a loop, so that only one call's arrays are live.
+
+    ``recompute``: a backward pass calls ``fn`` again, instead of keeping what it needs of each call.
+    """
 
     def mapped(*args):
         (count,) = {x.shape[axis] for x, axis in zip(args, in_axes, strict=True) if axis is not None}
@@ -180,7 +183,9 @@ def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0) -
         def move(axis, part):
             return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
 
-        return jax.tree.map(move, out_axes, jax.lax.map(call, jnp.arange(count)))
+        # around the look-up, too: what is looked up would otherwise be kept, call by call
+        called = jax.checkpoint(call, prevent_cse=False) if recompute else call
+        return jax.tree.map(move, out_axes, jax.lax.map(called, jnp.arange(count)))
 
     return mapped
 

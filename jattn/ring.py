@@ -130,19 +130,8 @@ def attend(circle: Circle, request: Request) -> tuple[Array, Array]:
     ``request`` is the device's part; of ``slot_masks`` it has the rows that are its own, without those of lengths.
     Differentiable in reverse mode.
     """
-    leaves, structure = jax.tree.flatten(request)
-    is_float = [isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-    is_other = [isinstance(x, jax.Array) and not one for x, one in zip(leaves, is_float, strict=True)]
-
-    def split(request: Request) -> tuple[list[Array], list[Array]]:
-        found = jax.tree.leaves(request)
-        floats = [x for x, one in zip(found, is_float, strict=True) if one]
-        return floats, [x for x, one in zip(found, is_other, strict=True) if one]
-
-    def join(floats: Sequence[Array], others: Sequence[Array]) -> Request:
-        one, other = iter(floats), iter(others)
-        which = zip(leaves, is_float, is_other, strict=True)
-        return jax.tree.unflatten(structure, [next(one) if f else next(other) if o else x for x, f, o in which])
+    request = dataclasses.replace(request, first_head=jnp.asarray(request.first_head))
+    split, join = _floats_of(request)
 
     def compute(floats: list[Array], others: list[Array]) -> tuple[Array, Array]:
         return _forward(circle, join(floats, others))
@@ -152,13 +141,93 @@ def attend(circle: Circle, request: Request) -> tuple[Array, Array]:
         return (out, lse), (floats, others, out, lse)
 
     def backward(saved, changes):
-        floats, others, out, lse = saved
-        gradients = _backward(circle, join(floats, others), out, lse, *changes, split, join)
+        floats, others, *results = saved
+        gradients = _backward(circle, join(floats, others), (*results, *changes), split, join)
         return [gradient.astype(x.dtype) for gradient, x in zip(gradients, floats, strict=True)], None
 
     run = jax.custom_vjp(compute)
     run.defvjp(forward, backward)
     return run(*split(request))
+
+
+def _floats_of(request: Request) -> tuple[Callable, Callable]:
+    """``split``: a request to its arrays of floats (query, key, value first) and its other arrays; ``join``: back."""
+    leaves, structure = jax.tree.flatten(request)
+    is_array = [isinstance(x, jax.Array) for x in leaves]
+    is_float = [one and jnp.issubdtype(x.dtype, jnp.floating) for x, one in zip(leaves, is_array, strict=True)]
+
+    def split(request: Request) -> tuple[list[Array], list[Array]]:
+        found: tuple[list[Array], list[Array]] = ([], [])
+        for x, array, floating in zip(jax.tree.leaves(request), is_array, is_float, strict=True):
+            if array:
+                found[not floating].append(x)
+        return found
+
+    def join(floats: Sequence[Array], others: Sequence[Array]) -> Request:
+        rest = iter(floats), iter(others)
+        which = zip(leaves, is_array, is_float, strict=True)
+        return jax.tree.unflatten(structure, [next(rest[not floating]) if one else x for x, one, floating in which])
+
+    return split, join
+
+
+def _forward(circle: Circle, request: Request) -> tuple[Array, Array]:
+    dtype, (B, T, N, _), D = softmax_dtype(request.query), request.query.shape, request.value.shape[3]
+
+    def of_head(found, request, h):
+        t, G = request.query.shape[1] // circle.chunks, request.query.shape[2]
+
+        def visit(state, sums, keys, source):
+            at_hand = dataclasses.replace(request, **keys)
+
+            def pair(state, i, j):
+                before = (cut(x, i, t, 1) for x in state)
+                out, lse = blockwise.run(circle.part(at_hand, source, i, j))
+                both = merge(*before, out.astype(dtype), lse)
+                return tuple(put(x, new, i, 1) for x, new in zip(state, both, strict=True))
+
+            return circle.over_pairs(pair, state), sums
+
+        nothing = jnp.zeros((B, T, G, D), dtype), jnp.full((B, T, G), -jnp.inf, dtype)
+        state, _ = circle.travel(visit, nothing, _keys(request))
+        return [_add(x, piece, h) for x, piece in zip(found, state, strict=True)]
+
+    out, lse = _each_kv_head(of_head, [jnp.zeros((B, T, N, D), dtype), jnp.zeros((B, T, N), dtype)], request)
+    return out.astype(request.value.dtype), lse
+
+
+def _backward(circle: Circle, request: Request, results: Sequence[Array], split, join) -> list[Array]:
+    """The gradients of ``split``'s floats; ``results``: out and lse, and the cotangents of both."""
+
+    def of_head(gradients, request, h):
+        t, G = request.query.shape[1] // circle.chunks, request.query.shape[2]
+        out, lse, out_change, lse_change = (cut(x, h, G, 2) for x in results)
+        # cotangents of the sums, at numerator = out and total = 1
+        seen = lse != -jnp.inf
+        numerator = jnp.where(seen[..., None], out_change.astype(lse.dtype), 0.0)
+        total = jnp.where(seen, lse_change - jnp.sum(numerator * out.astype(lse.dtype), -1), 0.0)
+
+        def visit(state, of_keys, keys, source):
+            floats, others = split(dataclasses.replace(request, **keys))
+
+            def pair(carry, i, j):
+                def sums(floats):
+                    return blockwise.sums(circle.part(join(floats, others), source, i, j), cut(lse, i, t, 1))
+
+                _, pull = jax.vjp(sums, floats)
+                (change,) = pull(tuple(cut(x, i, t, 1) for x in (numerator, total)))
+                return [x + y.astype(x.dtype) for x, y in zip(carry, change, strict=True)]
+
+            query, *rest = state
+            query, key, value, *rest = circle.over_pairs(pair, [query, *of_keys, *rest])
+            return [query, *rest], [key, value]
+
+        query, key, value, *rest = (jnp.zeros(x.shape, softmax_dtype(x)) for x in split(request)[0])
+        (query, *rest), (key, value) = circle.travel(visit, [query, *rest], _keys(request), [key, value])
+        return [_add(x, piece, h) for x, piece in zip(gradients, (query, key, value, *rest), strict=True)]
+
+    nothing = [jnp.zeros(x.shape, softmax_dtype(x)) for x in split(request)[0]]
+    return _each_kv_head(of_head, nothing, request)
 
 
 def _keys(request: Request) -> dict[str, Any]:
@@ -167,50 +236,37 @@ def _keys(request: Request) -> dict[str, Any]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _forward(circle: Circle, request: Request) -> tuple[Array, Array]:
-    (B, T, N, _), dtype = request.query.shape, softmax_dtype(request.query)
-    t = T // circle.chunks
+def _each_kv_head(fn: Callable, carry: Any, request: Request) -> Any:
+    """``carry = fn(carry, request of one key/value head, its index)``: one after the other on CPU, as everywhere there.
 
-    def visit(state, sums, keys, source):
-        at_hand = dataclasses.replace(request, **keys)
+    On an accelerator once, with all of them.
+    """
+    K = request.key.shape[2]
+    if K == 1 or jax.default_backend() != "cpu":
+        return fn(carry, request, 0)
+    G = request.query.shape[2] // K
 
-        def pair(state, i, j):
-            out, lse = blockwise.run(circle.part(at_hand, source, i, j))
-            before = (cut(x, i, t, 1) for x in state)
-            return tuple(
-                put(x, new, i, 1) for x, new in zip(state, merge(*before, out.astype(dtype), lse), strict=True)
-            )
+    def pairs(x: Any, h: Any) -> Any:
+        return x if x is None or x.shape[1] == 1 else cut(x, h, G, 1)
 
-        return circle.over_pairs(pair, state), sums
+    def of_head(carry, h):
+        part = dataclasses.replace(
+            request,
+            query=cut(request.query, h, G, 2),
+            key=cut(request.key, h, 1, 2),
+            value=None if request.value is None else cut(request.value, h, 1, 2),
+            bias=pairs(request.bias, h),
+            slot_masks=tuple(pairs(x, h) for x in request.slot_masks),
+            first_head=request.first_head + h * G,
+        )
+        return fn(carry, part, h), None
 
-    nothing = jnp.zeros((B, T, N, request.value.shape[3]), dtype), jnp.full((B, T, N), -jnp.inf, dtype)
-    (out, lse), _ = circle.travel(visit, nothing, _keys(request))
-    return out.astype(request.value.dtype), lse
+    return jax.lax.scan(of_head, carry, jnp.arange(K))[0]
 
 
-def _backward(circle, request, out, lse, out_change, lse_change, split, join) -> list[Array]:
-    """The gradients of ``split``'s floats, of which the first three are query, key and value."""
-    dtype, t = lse.dtype, request.query.shape[1] // circle.chunks
-    seen = lse != -jnp.inf
-    # of the sums, at numerator = out and total = 1
-    numerator = jnp.where(seen[..., None], out_change.astype(dtype), 0.0)
-    total = jnp.where(seen, lse_change - jnp.sum(numerator * out.astype(dtype), -1), 0.0)
-
-    def visit(gradients, of_keys, keys, source):
-        floats, others = split(dataclasses.replace(request, **keys))
-
-        def pair(carry, i, j):
-            def sums(floats):
-                return blockwise.sums(circle.part(join(floats, others), source, i, j), cut(lse, i, t, 1))
-
-            _, pull = jax.vjp(sums, floats)
-            (change,) = pull(tuple(cut(x, i, t, 1) for x in (numerator, total)))
-            return [x + y.astype(x.dtype) for x, y in zip(carry, change, strict=True)]
-
-        query, *others_so_far = gradients
-        query, key, value, *others_so_far = circle.over_pairs(pair, [query, *of_keys, *others_so_far])
-        return [query, *others_so_far], [key, value]
-
-    query, key, value, *others = (jnp.zeros(x.shape, softmax_dtype(x)) for x in split(request)[0])
-    (query, *others), (key, value) = circle.travel(visit, [query, *others], _keys(request), [key, value])
-    return [query, key, value, *others]
+def _add(x: Array, piece: Array, index: Any) -> Array:
+    """``x`` with ``piece`` added where ``cut`` took it from, along the axis in which their shapes differ."""
+    for axis, (size, part) in enumerate(zip(x.shape, piece.shape, strict=True)):
+        if size != part:
+            return put(x, cut(x, index, part, axis) + piece, index, axis)
+    return x + piece

@@ -70,6 +70,8 @@ def _sums(request: Request, high: jax.Array) -> tuple[jax.Array, jax.Array]:
             q, k, v, high=high, dropout=request.dropout, block_sizes=size, visible=(*table, seen), **options
         )
 
+    if how["heads"] is one_by_one:
+        how |= {"heads": functools.partial(one_by_one, recompute=True)}
     return lift(one_head, request, out_axes=1, per_head=[jnp.moveaxis(high, 2, 1)], **how)
 
 
