@@ -15,6 +15,7 @@ from jattn.api import attention_weights, dot_product_attention
 from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, seen_of
 from jattn.heads import statistics
+from jattn.sharding import Ring
 
 Params = dict[str, dict[str, Array]]
 
@@ -102,6 +103,8 @@ def attend_heads(
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
     if asks_for(return_statistics):
         folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
+        if isinstance(options.get("implementation"), Ring):  # no device has whole sequences
+            folded["implementation"] = options["implementation"]
         asked = return_statistics if isinstance(return_statistics, Mapping) else {"names": return_statistics}
         of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
         found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)

@@ -10,7 +10,7 @@ keeps nothing but its own stretch and the one at hand.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,7 +147,8 @@ def attend(circle: Circle, request: Request) -> tuple[Array, Array]:
 
     run = jax.custom_vjp(compute)
     run.defvjp(forward, backward)
-    return run(*split(request))
+    floats, others = split(request)
+    return run(floats, others)
 
 
 def _floats_of(request: Request) -> tuple[Callable, Callable]:
@@ -156,8 +157,8 @@ def _floats_of(request: Request) -> tuple[Callable, Callable]:
     is_array = [isinstance(x, jax.Array) for x in leaves]
     is_float = [one and jnp.issubdtype(x.dtype, jnp.floating) for x, one in zip(leaves, is_array, strict=True)]
 
-    def split(request: Request) -> tuple[list[Array], list[Array]]:
-        found: tuple[list[Array], list[Array]] = ([], [])
+    def split(request: Request) -> list[list[Array]]:
+        found: list[list[Array]] = [[], []]
         for x, array, floating in zip(jax.tree.leaves(request), is_array, is_float, strict=True):
             if array:
                 found[not floating].append(x)
@@ -181,9 +182,9 @@ def _forward(circle: Circle, request: Request) -> tuple[Array, Array]:
             at_hand = dataclasses.replace(request, **keys)
 
             def pair(state, i, j):
-                before = (cut(x, i, t, 1) for x in state)
+                before_out, before_lse = (cut(x, i, t, 1) for x in state)
                 out, lse = blockwise.run(circle.part(at_hand, source, i, j))
-                both = merge(*before, out.astype(dtype), lse)
+                both = merge(before_out, before_lse, out.astype(dtype), lse)
                 return tuple(put(x, new, i, 1) for x, new in zip(state, both, strict=True))
 
             return circle.over_pairs(pair, state), sums
@@ -228,6 +229,80 @@ def _backward(circle: Circle, request: Request, results: Sequence[Array], split,
 
     nothing = [jnp.zeros(x.shape, softmax_dtype(x)) for x in split(request)[0]]
     return _each_kv_head(of_head, nothing, request)
+
+
+def fold(
+    circle: Circle,
+    request: Request,
+    step: Callable,
+    kinds: Mapping[str, str],
+    lse: Array,
+    rows: dict[str, Array],
+    columns: dict[str, Array],
+    counted: bool,
+) -> dict[str, Array]:
+    """``[B,N,...]``: what ``step`` makes of the weights of the device's own queries, with the keys of all devices.
+
+    ``step(carry, logs, q_idx, kv_idx, rows, columns)`` as in ``jattn.blockwise.fold``, where the last two are what
+    ``rows [B|1,T]`` and ``columns [B|1,S]`` have of the chunks at hand. ``kinds`` of its results: by ``"queries"`` (a
+    sum, or the ``"largest"``), by ``"keys"``, or by ``"offsets"`` of tokens, of which each device gets those of all.
+    ``counted``: also how many keys each query sees, as ``visible``.
+    """
+    (B, T, N, _), S, dtype = request.query.shape, request.key.shape[1], lse.dtype
+    t, s, total = T // circle.chunks, S // circle.chunks, circle.devices * T
+    kinds = {**kinds, **({"visible": "queries"} if counted else {})}
+    leaves, structure = jax.tree.flatten((rows, columns))
+
+    def zeros(sizes: Mapping[str, int], *lead: int) -> dict[str, Array]:
+        dtypes = {"visible": jnp.int32}
+        return {name: jnp.zeros((*lead, sizes[kind]), dtypes.get(name, dtype)) for name, kind in kinds.items()}
+
+    def unpacked(carry: Any, logs: Array, q_idx: Array, kv_idx: Array, *data: Array) -> Any:
+        return step(carry, logs, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
+
+    def of_pair(request: Request, source: Any, i: Any, j: Any, lse: Array, data: Sequence[Array]) -> dict[str, Array]:
+        part = circle.part(request, source, i, j)
+        begin = zeros({"queries": t, "largest": t, "keys": s, "offsets": max(t + s - 1, 0)})
+        begin.pop("visible", None)
+        here = blockwise.fold(part, unpacked, begin, cut(lse, i, t, 1), data)
+        return here | ({"visible": blockwise.count_visible(part)} if counted else {})
+
+    def of_head(found, request, h):
+        lse_here = cut(lse, h, request.query.shape[2], 2)
+
+        def visit(state, by_key, keys, source):
+            at_hand = dataclasses.replace(request, **keys[0])
+
+            def pair(carry, i, j):
+                data = [cut(x, *((i, t) if n < len(rows) else (j, s)), 1) for n, x in enumerate([*of_rows, *keys[1]])]
+                here = of_pair(at_hand, source, i, j, lse_here, data)
+                first = circle.tokens(source, j, s)[0] - circle.tokens(jax.lax.axis_index(circle.axis), i, t)[0]
+                at = {"queries": i * t, "largest": i * t, "keys": j * s, "offsets": first - t + total}
+                join = {"largest": jnp.maximum}
+                return {
+                    name: _join(join.get(kinds[name], jnp.add), carry[name], x, at[kinds[name]])
+                    for name, x in here.items()
+                }
+
+            both = circle.over_pairs(pair, state | by_key)
+            return {name: both[name] for name in state}, {name: both[name] for name in by_key}
+
+        of_rows, of_columns = leaves[: len(rows)], leaves[len(rows) :]
+        state = zeros(sizes, B, request.query.shape[2])
+        by_key = {name: state.pop(name) for name, kind in kinds.items() if kind == "keys"}
+        state, by_key = circle.travel(visit, state, (_keys(request), of_columns), by_key)
+        return {name: _add(x, (state | by_key)[name], h) for name, x in found.items()}
+
+    sizes = {"queries": T, "largest": T, "keys": S, "offsets": max(total + circle.devices * S - 1, 0)}
+    found = _each_kv_head(of_head, zeros(sizes, B, N), request)
+    of_all = {name: jax.lax.psum(found[name], circle.axis) for name, kind in kinds.items() if kind == "offsets"}
+    return found | of_all
+
+
+def _join(how: Callable, x: Array, piece: Array, start: Any) -> Array:
+    """``x [B,N,...]`` with ``piece`` joined to what stands from ``start`` on."""
+    old = jax.lax.dynamic_slice_in_dim(x, start, piece.shape[2], 2)
+    return jax.lax.dynamic_update_slice_in_dim(x, how(old, piece), start, 2)
 
 
 def _keys(request: Request) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from the back: the same work for all, in every step. Source: Llama 3, https://ar
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jattn.kernels import blockwise, shards
 from jattn.kernels.shards import Placement
 from jattn.masks import MaskFunction
 from jattn.request import Request
-from jattn.ring import LAYOUTS, Circle, attend
+from jattn.ring import LAYOUTS, Circle, attend, fold
 
 Axes = str | Sequence[str] | None
 
@@ -107,6 +107,33 @@ class Ring:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         circle = self.circle(request)
         return self.per_device(lambda part: attend(circle, part), request, ("btnd", "btn"))
+
+    def fold(
+        self,
+        request: Request,
+        step: Callable,
+        kinds: Mapping[str, str],
+        lse: Array,
+        rows: dict[str, Array],
+        columns: dict[str, Array],
+        counted: bool,
+    ) -> dict[str, Array]:
+        """``jattn.ring.fold`` on every device, ``{name: [B,N,...]}``: for ``jattn.heads.statistics``."""
+        circle, kinds_of_all = self.circle(request), {**kinds, **({"visible": "queries"} if counted else {})}
+        letters = {"queries": "bnt", "largest": "bnt", "keys": "bns", "offsets": "bn."}
+        leaves, structure = jax.tree.flatten((rows, columns))
+
+        def of_device(request: Request, lse: Array, *data: Array) -> dict[str, Array]:
+            rows, columns = jax.tree.unflatten(structure, data)
+            return fold(circle, request, step, kinds, lse, rows, columns, counted)
+
+        extra = [(lse, "btn"), *((x, "bt" if n < len(rows) else "bs") for n, x in enumerate(leaves))]
+        out_axes = {name: letters[kind] for name, kind in kinds_of_all.items()}
+        return self.per_device(of_device, request, out_axes, *extra)
+
+    def slots(self, length: int) -> np.ndarray:
+        """Which token of a sequence stands in each slot of the layout, ``[length]``."""
+        return _order(length, self.mesh.shape[self.axis_name], self.layout)
 
     def per_device(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
         """``shards.per_device`` with the sequence divided; masks by slot that come of lengths are left out."""

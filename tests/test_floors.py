@@ -18,7 +18,7 @@ HOUSE = [
     ["mods", "masks", "score_mods", "positions"],
     ["attention", "blocks", "head_blocks", "blockwise"],
     ["request", "kernels", "api"],
-    ["cache", "heads", "multi_head", "ring", "sharding"],
+    ["cache", "ring", "sharding", "heads", "multi_head"],
     ["flax_common", "nnx linen", "plots interop"],
 ]
 

@@ -10,8 +10,9 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
-from jattn.kernels import blockwise
-from jattn.request import make_lse, make_request
+from jattn.kernels import blockwise, shards
+from jattn.request import Request, make_lse, make_request
+from jattn.sharding import Ring
 
 OF_TOKENS = ("duplicate_token", "induction")
 STATISTICS = (
@@ -28,6 +29,7 @@ def statistics(
     lse: ArrayLike | None = None,
     names: Sequence[str] | None = None,
     eligible: ArrayLike | None = None,
+    implementation: Ring | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
@@ -54,6 +56,8 @@ def statistics(
         lse: as of ``dot_product_attention(..., return_residual=True)``; computed when None.
         names: which statistics; all that the arguments allow by default.
         eligible: bool ``[B,T]`` or ``[T]``: the queries that count at all; all by default.
+        implementation: a ``jattn.sharding.Ring``, where the sequence is divided over devices. Slots are then those of
+            its layout, but for ``offset_profile``, which goes by token.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -68,27 +72,73 @@ def statistics(
     given = lse is not None
     if lse is None:
         no_value = jnp.zeros((*request.key.shape[:-1], 0), request.key.dtype)
-        _, found = dot_product_attention(request.query, request.key, no_value, return_residual=True, **options)
-        lse = jnp.asarray(found)
-    else:
-        lse = make_lse(lse, request, one_sequence)
+        how = {"implementation": implementation, "return_residual": True}
+        lse = dot_product_attention(request.query, request.key, no_value, **how, **options)[1]
+    lse = make_lse(jnp.asarray(lse), request, one_sequence and given)
     counts = jnp.ones((1, T), bool) if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
-    positions = [
-        jnp.arange(length)[None] if own is None else jnp.asarray(own)
-        for own, length in ((request.query_positions, T), (request.kv_positions, S))
-    ]
-    tokens = None if tokens is None else _tokens(tokens, B, T, S, one_sequence)
-    folded = [name for name in names if name != "max_logit" or "max_weight" not in names]
-    sizes = {"offset_profile": max(T + S - 1, 0), "received": S}
-    init = {"max_weight" if name == "max_logit" else name: jnp.zeros(sizes.get(name, T), lse.dtype) for name in folded}
-    per_sequence = [counts, *positions, *(() if tokens is None else (tokens,))]
-    rows = blockwise.fold(request, _step, init, lse, per_sequence)
-    seen = (counts[:, :, None] & (lse != -jnp.inf)).swapaxes(1, 2)  # [B,N,T]; a NaN shall be seen
-    visible = blockwise.count_visible(request) if given or "entropy" in names else None
-    if given and visible is not None:  # with sinks, a row that sees nothing has a finite lse
-        seen &= visible > 0
-    result = _averages(names, rows, S, lse, seen, visible, positions[0], tokens)
+    beside = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
+    counted = given or "entropy" in names
+
+    def of_device(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
+        rows, columns = _data(request, dict(zip(beside, data, strict=True)), np.arange(T), np.arange(S))
+        sums = _sums(request, names, lse, counted, rows, columns)
+        return _averages(names, sums, S, lse, given, rows)
+
+    if implementation is None:
+        out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
+        extra = [(lse, "btn"), *((x, "bt") for x in beside.values())]
+        result = shards.on_each_device(of_device, request, out_axes, *extra)
+    else:
+        slots = [implementation.slots(length) for length in (T, S)]
+        rows, columns = _data(request, shards.whole_if_explicit(beside), *slots)
+        sums = implementation.fold(request, _step, _folded(names), lse, rows, columns, counted)
+        sums, whole_lse = shards.whole_if_explicit((sums, lse))
+        result = _averages(names, sums, S, whole_lse, given, rows)
     return jax.tree.map(lambda x: x[0], result) if one_sequence else result
+
+
+def _data(
+    request: Request, beside: dict[str, Array], q_slots: np.ndarray, kv_slots: np.ndarray
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What ``_step`` looks at beside the weights: of queries ``[B|1,T]``, of keys ``[B|1,S]``.
+
+    ``q_slots``, ``kv_slots``: which token of the sequence stands where.
+    """
+    q_positions, kv_positions = (
+        jnp.asarray(slots[None] if own is None else own)
+        for own, slots in ((request.query_positions, q_slots), (request.kv_positions, kv_slots))
+    )
+    rows = {"counts": beside["counts"], "position": q_positions, "slot": jnp.asarray(q_slots)[None]}
+    columns = {"position": kv_positions, "slot": jnp.asarray(kv_slots)[None]}
+    if "tokens" in beside:
+        tokens = beside["tokens"]
+        at = np.argsort(q_slots)  # where each token stands
+        rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, at])[:, q_slots]}
+        columns |= {"token": tokens, "before": tokens[:, at[np.maximum(kv_slots - 1, 0)]]}
+    return rows, columns
+
+
+def _folded(names: Sequence[str]) -> dict[str, str]:
+    """What is folded for these statistics, and whether it goes by query (a sum or the largest), key or offset."""
+    kinds = {"max_weight": "largest", "received": "keys", "offset_profile": "offsets"}
+    folded = dict.fromkeys("max_weight" if name == "max_logit" else name for name in names)
+    return {name: kinds.get(name, "queries") for name in folded}
+
+
+def _sums(
+    request: Request, names: Sequence[str], lse: Array, counted: bool, rows: dict[str, Array], columns: dict[str, Array]
+) -> dict[str, Array]:
+    """``[B,N,...]``: what ``_step`` adds up, and where it is ``counted`` how many keys each query sees."""
+    T, S = request.query.shape[1], request.key.shape[1]
+    sizes = {"keys": S, "offsets": max(T + S - 1, 0)}
+    init = {name: jnp.zeros(sizes.get(kind, T), lse.dtype) for name, kind in _folded(names).items()}
+    structure = jax.tree.structure((rows, columns))
+
+    def step(carry: Any, logs: Array, q_idx: Array, kv_idx: Array, *data: Array) -> Any:
+        return _step(carry, logs, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
+
+    sums = blockwise.fold(request, step, init, lse, jax.tree.leaves((rows, columns)))
+    return sums | ({"visible": blockwise.count_visible(request)} if counted else {})
 
 
 def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
@@ -123,22 +173,21 @@ def _tokens(tokens: ArrayLike, B: int, T: int, S: int, one_sequence: bool) -> Ar
     return tokens.reshape(B, T)
 
 
-def _step(carry: dict[str, Array], logs: Array, q_idx: Array, kv_idx: Array, *of_sequence: Array) -> dict[str, Array]:
+def _step(
+    carry: dict[str, Array], logs: Array, q_idx: Array, kv_idx: Array, rows: dict[str, Array], columns: dict[str, Array]
+) -> dict[str, Array]:
     """What a block, of the logarithms of weights, adds to each row's (or diagonal's, or column's) sum."""
-    counts, q_at, kv_at, *tokens = of_sequence
-    logs = jnp.where(counts[q_idx], logs, -jnp.inf)
+    row, column = ({name: x[index] for name, x in data.items()} for data, index in ((rows, q_idx), (columns, kv_idx)))
+    logs = jnp.where(row["counts"], logs, -jnp.inf)
     weights = jnp.exp(logs)
-    q, kv = q_at[q_idx], kv_at[kv_idx]
+    q, kv = row["position"], column["position"]
 
     def where(pairs: Array) -> Array:
         return jnp.where(pairs, weights, 0.0).sum(1)
 
-    def same(shift: int) -> Array:  # is the key, or the one before it, the query's token, earlier?
-        return (
-            (tokens[0][q_idx] == tokens[0][jnp.maximum(kv_idx - shift, 0)])
-            & (kv_idx >= shift)
-            & (kv_idx - shift < q_idx)
-        )
+    def same(which: str, shift: int) -> Array:  # is the key, or the one before it, the query's token, earlier?
+        stood = column["slot"] - shift
+        return (row["token"] == column[which]) & (stood >= 0) & (stood < row["slot"])
 
     of_rows = {
         "entropy": lambda: (weights * jnp.where(logs > -jnp.inf, -logs, 0.0)).sum(1),
@@ -146,18 +195,18 @@ def _step(carry: dict[str, Array], logs: Array, q_idx: Array, kv_idx: Array, *of
         "previous_token": lambda: where(kv == q - 1),
         "current_token": lambda: where(kv == q),
         "first_token": lambda: where(kv == 0),
-        "duplicate_token": lambda: where(same(0)),
-        "induction": lambda: where(same(1)),
+        "duplicate_token": lambda: where(same("token", 0)),
+        "induction": lambda: where(same("before", 1)),
     }
-    rows, columns = q_idx[:, 0], kv_idx[0]
-    added = {name: carry[name].at[rows].add(make()) for name, make in of_rows.items() if name in carry}
+    at_rows, at_columns = q_idx[:, 0], kv_idx[0]
+    added = {name: carry[name].at[at_rows].add(make()) for name, make in of_rows.items() if name in carry}
     if "max_weight" in carry:
-        added["max_weight"] = carry["max_weight"].at[rows].max(weights.max(1))
+        added["max_weight"] = carry["max_weight"].at[at_rows].max(weights.max(1))
     if "received" in carry:
-        added["received"] = carry["received"].at[columns].add(weights.sum(0))
+        added["received"] = carry["received"].at[at_columns].add(weights.sum(0))
     if "offset_profile" in carry:
-        profile, T = carry["offset_profile"], q_at.shape[0]
-        diagonals = columns[0] - rows[-1] + T - 1 + jnp.arange(weights.shape[0] + weights.shape[1] - 1)
+        profile, T = carry["offset_profile"], rows["slot"].shape[0]
+        diagonals = at_columns[0] - at_rows[-1] + T - 1 + jnp.arange(weights.shape[0] + weights.shape[1] - 1)
         added["offset_profile"] = profile.at[diagonals].add(_diagonal_sums(weights))
     return added
 
@@ -175,38 +224,35 @@ def _diagonal_sums(block: Array) -> Array:
 
 
 def _averages(
-    names: Sequence[str],
-    rows: dict[str, Array],
-    S: int,
-    lse: Array,
-    seen: Array,
-    visible: Array | None,
-    q_positions: Array,
-    tokens: Array | None,
+    names: Sequence[str], sums: dict[str, Array], S: int, lse: Array, given: bool, rows: dict[str, Array]
 ) -> dict[str, Any]:
-    """The means over eligible queries of the sums ``[B,N,...]``; ``seen [B,N,T]`` count and see anything, ``visible``
-    keys."""
-    lse, later = jnp.moveaxis(lse, 2, 1), (q_positions > 0)[:, None]  # [B,N,T]
+    """The means over eligible queries of the sums ``[B,N,...]``; ``given``: the lse may be one with sinks."""
+    lse, visible = jnp.moveaxis(lse, 2, 1), sums.get("visible")  # [B,N,T]
+    seen = rows["counts"][:, None] & (lse != -jnp.inf)  # a NaN shall be seen
+    if given and visible is not None:  # with sinks, a row that sees nothing has a finite lse
+        seen &= visible > 0
+    later = (rows["position"] > 0)[:, None]
     eligible = {"previous_token": seen & later, "first_token": seen & later}
-    if tokens is not None:
-        eligible |= dict.fromkeys(OF_TOKENS, seen & jax.vmap(_occurred)(tokens)[:, None])
+    if "occurred" in rows:
+        eligible |= dict.fromkeys(OF_TOKENS, seen & rows["occurred"][:, None])
     if "entropy" in names and visible is not None:
         eligible["entropy"] = seen & (visible >= 2)
         most = jnp.log(jnp.maximum(visible, 2).astype(lse.dtype))
-        rows = rows | {"entropy": rows["entropy"] / most}
+        sums = sums | {"entropy": sums["entropy"] / most}
     found: dict[str, Any] = {"support": {name: eligible.get(name, seen).sum(-1) for name in names}}
     for name in names:
         if name == "max_logit":
-            weight = jnp.where(seen, rows["max_weight"], 1.0)
+            weight = jnp.where(seen, sums["max_weight"], 1.0)
             highest = jnp.max(jnp.where(seen, lse + jnp.log(weight), -jnp.inf), axis=-1, initial=-jnp.inf)
             found[name] = jnp.where(seen.any(-1), highest, 0.0)
         elif name == "received":
-            found[name] = rows[name]
+            found[name] = sums[name]
         elif name == "offset_profile":
-            found[name] = rows[name] / _pairs_at_offsets(seen, S, lse.dtype)
+            at = jnp.argsort(rows["slot"][0])
+            found[name] = sums[name] / _pairs_at_offsets(seen[..., at], S, lse.dtype)
         else:
             counted = eligible.get(name, seen)
-            total = jnp.where(counted, rows[name], 0.0).sum(-1)
+            total = jnp.where(counted, sums[name], 0.0).sum(-1)
             found[name] = total / jnp.maximum(counted.sum(-1), 1).astype(total.dtype)
     return found
 

@@ -114,6 +114,19 @@ def on_each_device(fn: Callable, request: Request, out_axes: Any, *extra: tuple[
     return per_device(fn, request, placement, out_axes, *extra)
 
 
+def whole_if_explicit(arrays: Any) -> Any:
+    """``arrays``; those with explicit mesh axes in their types whole on every device, where all can be done with them.
+
+    On other meshes XLA sees to it, and divides the work.
+    """
+
+    def whole(x: Any) -> Any:
+        mesh, axes = _explicit(x)
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if any(axes) else x
+
+    return jax.tree.map(whole, arrays)
+
+
 def placement_of(request: Request) -> Placement | None:
     """Where the query's type says that it lies; None where it says nothing.
 
