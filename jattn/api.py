@@ -228,6 +228,9 @@ def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **op
     request = make_request(query, key, value, *args, **options)
     if sinks is not None:
         make_sinks(sinks, request.query[..., 0])
+    place = shards.placement_of(request)
+    if named is not None and not isinstance(named, str):
+        return f"{type(named).__name__}: given, as an object"
     if named is not None:
         _known(named)
     reasons = {name: one.why_not(request) for name, one in IMPLEMENTATIONS.items()}
@@ -237,6 +240,8 @@ def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **op
     for name, reason in reasons.items():
         if name != chosen:
             lines.append(f"{name}: {reason or f'could, too; name it to take it{_where_it_pays(name, request)}'}")
+    if place is not None:
+        lines.append(f"on each device for itself, as the query's type says: {place}")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from jattn.flax_common import (
     refuse_extras,
     split_results,
 )
+from jattn.kernels import Implementation, shards
 from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
 
@@ -141,7 +142,7 @@ class MultiHeadDotProductAttention(nn.Module):
     score_mod: ScoreMod | None = None
     sinks: bool = False
     qk_norm: str | None = None
-    implementation: str | None = None
+    implementation: str | Implementation | None = None
 
     @nn.compact
     def __call__(
@@ -269,7 +270,7 @@ class MultiHeadDotProductAttention(nn.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
-            dot_general=self.out_dot_general,
+            dot_general=self.out_dot_general or shards.dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(z)

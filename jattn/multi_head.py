@@ -15,6 +15,7 @@ from jattn.api import attention_weights, dot_product_attention
 from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, seen_of
 from jattn.heads import statistics
+from jattn.kernels.shards import dot_general
 from jattn.sharding import Ring
 
 Params = dict[str, dict[str, Array]]
@@ -200,7 +201,8 @@ def multi_head_attention(
     key, value = (project(params[name], x_kv, precision) for name in ("key", "value"))
     z = attend_heads(query, key, value, precision=precision, return_weights=return_weights, **options)
     z, *others = z if isinstance(z, tuple) else (z,)
-    y = jnp.tensordot(z, params["out"]["kernel"], axes=2, precision=precision)
+    dims = ((z.ndim - 2, z.ndim - 1), (0, 1)), ((), ())
+    y = dot_general(z, params["out"]["kernel"], dims, precision=precision)
     if "bias" in params["out"]:
         y += params["out"]["bias"].reshape((1,) * (y.ndim - 1) + (-1,))
     return (y, *others) if others else y

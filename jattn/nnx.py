@@ -22,6 +22,7 @@ from jattn.flax_common import (
     refuse_extras,
     split_results,
 )
+from jattn.kernels import Implementation, shards
 from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
 
@@ -116,7 +117,7 @@ class MultiHeadAttention(nnx.Module):
         score_mod: ScoreMod | None = None,
         sinks: bool = False,
         qk_norm: str | None = None,
-        implementation: str | None = None,
+        implementation: str | Implementation | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         broadcast_dropout: bool = True,
@@ -189,7 +190,7 @@ class MultiHeadAttention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
             promote_dtype=out_promote_dtype,
-            dot_general=out_dot_general,
+            dot_general=out_dot_general or shards.dot_general,
             dot_general_cls=out_dot_general_cls,
             kernel_metadata=out_kernel_metadata or kernel_metadata,
             bias_metadata=out_bias_metadata or bias_metadata,

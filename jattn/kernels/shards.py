@@ -69,6 +69,11 @@ class Placement:
         batch, heads = (tuple(name for name in names if name not in taken) for names in (axes[0], axes[2]))
         return dataclasses.replace(self, batch=self.batch or batch, heads=self.heads or heads)
 
+    def __str__(self):
+        divided = {"sequences": "batch", "heads": "heads", "length": "length"}
+        parts = [f"{what} over {self._axes(kind)}" for what, kind in divided.items() if getattr(self, kind)]
+        return ", ".join(parts) or "nothing divided"
+
     def parts(self, kind: str) -> int:
         """Over how many devices ``"batch"``, ``"heads"`` or ``"length"`` is divided."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, kind))
@@ -112,6 +117,31 @@ def on_each_device(fn: Callable, request: Request, out_axes: Any, *extra: tuple[
     if placement is None:
         return fn(request, *(array for array, _ in extra))
     return per_device(fn, request, placement, out_axes, *extra)
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> Any:
+    """``jax.lax.dot_general``, also where what is summed over is sharded and nobody says how the result shall lie.
+
+    Then it lies as the axes that are left do, and is summed over the devices: ``sum_i z_i W_i^O`` with a head on each.
+    """
+    if out_sharding is None:
+        (contracted, others), (batch, batch_others) = dimension_numbers
+        mesh, left = _explicit(lhs)
+        _, right = _explicit(rhs)
+        if not batch and any(left[axis] for axis in contracted) and any(right[axis] for axis in others):
+            rest = [names for axis, names in enumerate(left) if axis not in contracted]
+            rest += [names for axis, names in enumerate(right) if axis not in others]
+            out_sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in rest)))
+    return jax.lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+    )
 
 
 def whole_if_explicit(arrays: Any) -> Any:
