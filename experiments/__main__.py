@@ -18,7 +18,7 @@ USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [-
        python -m experiments list
        python -m experiments report --run DIR
        python -m experiments keep --run DIR [--to experiments/results]
-       python -m experiments bench [--suite attention|dispatch|layers|looking] [--peers jax,torch,tokamax]
+       python -m experiments bench [--suite attention|dispatch|layers|looking|sharding] [--peers jax,torch,tokamax]
                                    [--device cpu|gpu] [--lengths 128,4096] [--cases full,causal]
                                    [--parts times,memory,peak,compile] [--seconds 6] [--out DIR] [--resume | --redraw]
 
@@ -127,12 +127,15 @@ def keep_command(arguments: Sequence[str]) -> int:
 def bench_command(arguments: Sequence[str]) -> int:
     """Times jattn and its peers in turn, and writes tables and a picture."""
     options = _bench_parser().parse_args(arguments)
-    if options.suite not in ("attention", "dispatch", "layers", "looking"):
-        return _fail(f"--suite: expected one of attention, dispatch, layers, looking, got {options.suite!r}")
+    suites = ("attention", "dispatch", "layers", "looking", "sharding")
+    if options.suite not in suites:
+        return _fail(f"--suite: expected one of {', '.join(suites)}, got {options.suite!r}")
     if options.suite == "dispatch":
         return _bench_dispatch(options)
     if options.suite in ("layers", "looking"):
         return _bench_in_turn(options)
+    if options.suite == "sharding":
+        return _bench_sharding(options)
     today = Path(__file__).parent / "results" / f"{options.device}-{datetime.date.today()}"
     lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
     try:
@@ -166,7 +169,7 @@ def _bench_parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics",
+        help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics; sharding: rings",
     )
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
     parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
@@ -211,6 +214,23 @@ def _bench_in_turn(options: Any) -> int:
         return _fail(f"--out: {wrong}")
     print(bench_tables.asked_table(suite.asked(found)))
     print(f"report: {out / options.suite}.md")
+    return 0
+
+
+def _bench_sharding(options: Any) -> int:
+    """Rings of virtual CPU devices beside one device; ``--out`` is its only option."""
+    if not _takes(options, "out"):
+        return 2
+    import jax
+
+    from experiments import bench_attention, bench_sharding, bench_tables
+
+    sizes, out = bench_sharding.Sizes(), Path(options.out or "runs/bench")
+    jax.config.update("jax_num_cpu_devices", max(sizes.devices))
+    bench_attention.use("cpu")
+    found = bench_sharding.measure(sizes, out)
+    print(bench_tables.asked_table(bench_sharding.asked(found)))
+    print(f"report: {out / 'sharding.md'}")
     return 0
 
 

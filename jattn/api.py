@@ -93,8 +93,12 @@ def dot_product_attention(
     if implementation is None or isinstance(implementation, str):
         chosen = IMPLEMENTATIONS[choose(request, implementation)]
         out, lse = shards.on_each_device(chosen.run, request, ("btnd", "btn"))
-    else:
+    elif isinstance(implementation, Implementation):
         out, lse = implementation.run(request)
+    else:
+        raise TypeError(
+            f"implementation must be a name, an object with why_not and run, or None, got {implementation!r}"
+        )
     if sinks is not None:
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:

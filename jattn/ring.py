@@ -41,11 +41,16 @@ class Circle:
     def travel(self, visit: Callable, state: Any, keys: Any, sums: Any = ()) -> tuple[Any, Any]:
         """``state, sums = visit(state, sums, keys, source)`` with the ``keys`` of every device ``source`` in turn.
 
-        ``sums`` travel with the keys that they belong to, and are at home in the end.
+        ``sums`` travel with the keys that they belong to, and are at home in the end. The last hop of the keys is for
+        nothing: to leave it out, the last visit would have to be compiled apart from the others.
         """
         here, at = jax.lax.axis_index(self.axis), 0
         for first, last in _runs(self.steps):
             keys, sums = self._send((keys, sums), first - at)
+            if first == last:
+                state, sums = visit(state, sums, keys, (here - first) % self.devices)
+                at = last
+                continue
 
             def body(carry, step):
                 state, sums, keys = carry
@@ -53,10 +58,8 @@ class Circle:
                 state, sums = visit(state, sums, keys, (here - step) % self.devices)
                 return (state, self._send(sums, 1), coming), None
 
-            if last > first:
-                (state, sums, keys), _ = jax.lax.scan(body, (state, sums, keys), jnp.arange(first, last))
-            state, sums = visit(state, sums, keys, (here - last) % self.devices)
-            at = last
+            (state, sums, keys), _ = jax.lax.scan(body, (state, sums, keys), jnp.arange(first, last + 1))
+            at = last + 1
         return state, self._send(sums, -at)
 
     def over_pairs(self, visit: Callable, carry: Any) -> Any:
@@ -133,7 +136,7 @@ def attend(circle: Circle, request: Request) -> tuple[Array, Array]:
     request = dataclasses.replace(request, first_head=jnp.asarray(request.first_head))
     split, join = _floats_of(request)
 
-    def compute(floats: list[Array], others: list[Array]) -> tuple[Array, Array]:
+    def compute(floats, others):
         return _forward(circle, join(floats, others))
 
     def forward(floats, others):
@@ -157,14 +160,14 @@ def _floats_of(request: Request) -> tuple[Callable, Callable]:
     is_array = [isinstance(x, jax.Array) for x in leaves]
     is_float = [one and jnp.issubdtype(x.dtype, jnp.floating) for x, one in zip(leaves, is_array, strict=True)]
 
-    def split(request: Request) -> list[list[Array]]:
+    def split(request):
         found: list[list[Array]] = [[], []]
         for x, array, floating in zip(jax.tree.leaves(request), is_array, is_float, strict=True):
             if array:
                 found[not floating].append(x)
         return found
 
-    def join(floats: Sequence[Array], others: Sequence[Array]) -> Request:
+    def join(floats, others):
         rest = iter(floats), iter(others)
         which = zip(leaves, is_array, is_float, strict=True)
         return jax.tree.unflatten(structure, [next(rest[not floating]) if one else x for x, one, floating in which])

@@ -1,0 +1,236 @@
+"""A ring of devices: the numbers of one device, no sequence anywhere whole, and even work."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jattn
+from experiments import bench_sharding
+from experiments.bench_sharding import CASES, call, expected, in_a_ring, inputs, mesh_of, numbers, off
+from jattn import heads, masks
+from jattn.blocks import choose_blocks
+from jattn.kernels import blockwise
+from jattn.sharding import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
+
+P = 4
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks that do not divide a device's chunk of 4 keys."""
+    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(3, 3)))
+
+
+def test_eight_devices():
+    assert len(jax.devices()) == 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_one_device(name):
+    # whole in `bench --suite sharding`: here each case in one of the layouts
+    row = numbers(name, P, "zigzag" if list(CASES).index(name) % 2 else "contiguous")
+    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+@pytest.mark.parametrize("devices, layout", [(1, "zigzag"), (2, "contiguous"), (8, "zigzag")])
+def test_with_any_number_of_devices(devices, layout):
+    row = numbers("function that captures a table", devices, layout)
+    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["causal window", "lengths, one of them 0"])
+def test_in_blocks_that_divide_nothing(name, small_blocks):
+    row = numbers(name, 2, "zigzag")
+    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+def test_the_comparison_is_not_a_dummy():
+    results, _ = expected("causal")
+    assert off(results, expected("causal")[0]) == 0.0
+    out, lse = (x.copy() for x in results)
+    out[0, 3, 1, 2] += 1e-3
+    assert off((out, lse), results) > 1e-4
+    assert off((out, np.where(lse == lse.max(), np.nan, lse)), results) == np.inf
+    assert off(in_a_ring("plain", Ring(mesh_of(2), "sequence"))[0], results) > 0.1
+
+
+def test_bfloat16_is_as_good_as_on_one_device():
+    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in inputs(CASES["causal"]).items()}
+    (exact, _), _ = expected("causal")
+    here, there = (call(CASES["causal"], given, how)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
+    assert there.dtype == jnp.bfloat16
+    assert off(there.astype(jnp.float32), exact) <= 1.5 * off(here.astype(jnp.float32), exact) <= 0.03
+
+
+@pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit])
+def test_sequences_heads_and_length_at_once(kinds):
+    """In one call, on meshes of both kinds, with arrays that lie so and where nothing is said of batch and heads."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "heads", "sequence"), (kinds,) * 3)
+    lies = NamedSharding(mesh, PartitionSpec("data", "sequence", "heads"))
+    axes = {} if kinds == AxisType.Explicit else {"batch_axis": "data", "head_axis": "heads"}
+    case = CASES["function that captures a table"]
+    given = inputs(case)
+    placed = {name: jax.device_put(x, lies) if x.ndim == 4 else jnp.asarray(x) for name, x in given.items()}
+    how = Ring(mesh, "sequence", **axes)
+    compiled = jax.jit(lambda x: bench_sharding.with_gradients(lambda x: call(case, x, how), x)).lower(placed).compile()
+    results, gradients = compiled(placed)
+    wanted, wanted_gradients = expected("function that captures a table")
+    assert off(results, wanted) <= 1e-5
+    assert off(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
+    assert results[0].sharding.is_equivalent_to(lies, 4) and gradients["key"].sharding.is_equivalent_to(lies, 4)
+    text = compiled.as_text()
+    assert "collective-permute" in text and "all-gather" not in text
+
+
+def lowered(devices, layout, length, N=4, **options):
+    mesh = mesh_of(devices)
+    lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    arrays = [jax.ShapeDtypeStruct((1, length, N, 16), jnp.float32, sharding=lies)] * 3
+
+    def loss(*arrays):
+        return jnp.sum(ring_attention(*arrays, mesh=mesh, axis_name="sequence", layout=layout, **options) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_no_device_ever_holds_the_sequence(layout, monkeypatch):
+    """The program has no array as long as the sequence, and twice the devices halve what each plans to use."""
+    # blocks stay as large as they are, so they are small here
+    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(64, 64)))
+    length = 8192
+    compiled = {devices: lowered(devices, layout, length, is_causal=True).compile() for devices in (4, 8)}
+    text = compiled[8].as_text()
+    assert "collective-permute" in text and "all-gather" not in text
+    assert str(length // 8) in text and f"{length}," not in text and f",{length}]" not in text
+    four, eight = (one.memory_analysis().temp_size_in_bytes for one in compiled.values())
+    assert four / eight > 1.8
+
+
+def hops(text):
+    return text.count("collective_permute")
+
+
+def test_keys_travel_as_far_as_somebody_sees_them():
+    """A window that reaches into the next device takes one hop of keys and values, in each direction of time."""
+    window = lowered(8, "contiguous", 64, local_window_size=(5, 0), is_causal=True).as_text()
+    nothing = lowered(8, "contiguous", 64, mask=masks.Segments(np.arange(64) // 8)).as_text()
+    assert hops(nothing) == 0 and 0 < hops(window)
+    ring = Ring(mesh_of(8), "sequence")
+    request = jattn.request.make_request(
+        *(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0)
+    )
+    assert ring.circle(request).steps == (0, 1)
+    assert Ring(mesh_of(8), "sequence", layout="zigzag").circle(request).steps == (0, 1, 7)
+    traced = jax.eval_shape(
+        lambda q: ring.circle(jattn.request.make_request(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
+        jnp.zeros((1, 64, 1, 4)),
+    )
+    assert traced.shape == (1, 64, 1, 4)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_zigzag_gives_all_devices_the_same_causal_work(devices):
+    zigzag, contiguous = (
+        ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous")
+    )
+    assert zigzag.sum() <= contiguous.sum()
+    assert zigzag.sum(1).max() <= 1.1 * zigzag.sum(1).mean() and zigzag.max(0).sum() <= 1.1 * zigzag.sum(1).mean()
+    assert contiguous.sum(1).max() > 1.4 * contiguous.sum(1).mean()
+
+
+def test_blocks_are_counted_as_they_are_computed(monkeypatch):
+    """The table of the count is the one that a device's call finds for itself."""
+    ring, counted = Ring(mesh_of(2), "sequence", layout="zigzag"), []
+    q = jnp.zeros((1, 64, 1, 4))
+    plain = blockwise.block_table
+
+    def watched(request, size):
+        may, must = plain(request, size)
+        if isinstance(may, jax.core.Tracer):
+            jax.debug.callback(
+                lambda device, n: counted.append((int(device), int(n))), jax.lax.axis_index("sequence"), may.sum()
+            )
+        return may, must
+
+    monkeypatch.setattr(blockwise, "block_table", watched)
+    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(4, 4)))
+    monkeypatch.setattr(jattn.sharding, "tile", lambda T, S: (4, 4))
+    jax.block_until_ready(
+        jax.jit(lambda q: jattn.dot_product_attention(q, q, q, is_causal=True, implementation=ring))(q)
+    )
+    jax.effects_barrier()
+    wanted = ring_blocks(masks.Causal(), 64, 64, devices=2, layout="zigzag").sum(1)
+    assert [sum(n for device, n in counted if device == one) for one in (0, 1)] == wanted.tolist()
+
+
+def test_zigzag_order():
+    assert to_zigzag(jnp.arange(8), 2, axis=0).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    x = jnp.arange(2 * 12 * 3).reshape(2, 12, 3)
+    np.testing.assert_array_equal(from_zigzag(to_zigzag(x, 3), 3), x)
+    with pytest.raises(ValueError, match=r"a length of 10 .* 4 devices in a zigzag layout: .* multiple of 8"):
+        to_zigzag(jnp.arange(10), 4, axis=0)
+
+
+@pytest.mark.parametrize(
+    "layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)]
+)
+def test_statistics_are_those_of_one_device(layout, kinds):
+    mesh = jax.make_mesh((2, 2), ("heads", "sequence"), (kinds,) * 2)
+    turn = to_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
+    back = from_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
+    rng = np.random.default_rng(3)
+    query, key = (jnp.asarray(rng.normal(size=(2, 16, n, 6)), jnp.float32) for n in (4, 2))
+    tokens, eligible = jnp.asarray(rng.integers(0, 5, (2, 16))), jnp.arange(16)[None] < jnp.array([[13], [16]])
+    options = {"is_causal": True, "key_value_seq_lengths": np.array([11, 16])}
+    wanted = heads.statistics(query, key, tokens=tokens, eligible=eligible, **options)
+    lies = NamedSharding(mesh, PartitionSpec(None, "sequence", "heads"))
+    how = Ring(mesh, "sequence", head_axis="heads", layout=layout)
+
+    @jax.jit
+    def in_ring(query, key, tokens, eligible):
+        return heads.statistics(query, key, tokens=tokens, eligible=eligible, implementation=how, **options)
+
+    given = [turn(x, 2) for x in (query, key, tokens, eligible)]
+    found = in_ring(*(jax.device_put(x, lies) for x in given[:2]), *given[2:])
+    found["received"] = back(np.asarray(found["received"]), 2, axis=2)
+    assert set(found) == set(wanted)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)
+
+
+def test_a_layer_looks_at_itself_in_a_ring():
+    """Gates, statistics and heads of ``multi_head_attention``, with the output's bits unchanged."""
+    params = jattn.init_multi_head(jax.random.key(0), 16, 4, num_kv_heads=2)
+    x = jax.random.normal(jax.random.key(1), (2, 16, 16))
+    options = {"is_causal": True, "position": jattn.positions.Rotary(), "head_gate": jnp.array([1.0, 0.5, 0.0, 1.0])}
+    how = Ring(mesh_of(2), "sequence")
+    wanted, statistics = jattn.multi_head_attention(params, x, return_statistics=["entropy"], **options)
+    plain = jax.jit(lambda x: jattn.multi_head_attention(params, x, implementation=how, **options))(x)
+    y, found = jax.jit(
+        lambda x: jattn.multi_head_attention(params, x, implementation=how, return_statistics=["entropy"], **options)
+    )(x)
+    np.testing.assert_allclose(y, wanted, atol=1e-6)
+    np.testing.assert_array_equal(y, plain)
+    np.testing.assert_allclose(found["entropy"], statistics["entropy"], atol=1e-6)
+
+
+def test_what_nobody_sees_may_be_nan():
+    given = inputs(CASES["plain"])
+    clean, dirty = ({name: x.copy() for name, x in given.items()} for _ in range(2))
+    for filled, value in ((clean, 0.0), (dirty, np.nan)):
+        filled["key"][:, 20:], filled["value"][:, 20:] = value, value
+    case = bench_sharding.Case({"key_value_seq_lengths": np.array([20, 13])})
+    run = jax.jit(lambda x: bench_sharding.with_gradients(lambda x: call(case, x, Ring(mesh_of(2), "sequence")), x))
+    jax.tree.map(np.testing.assert_array_equal, run(clean), run(dirty))
+
+
+def test_no_queries_no_keys():
+    how = Ring(mesh_of(2), "sequence")
+    full, none = jnp.ones((2, 4, 2, 3)), jnp.ones((2, 0, 2, 3))
+    assert jattn.dot_product_attention(none, full, full, implementation=how).shape == (2, 0, 2, 3)
+    out, lse = jattn.dot_product_attention(full, none, none, implementation=how, return_residual=True)
+    assert not out.any() and (lse == -jnp.inf).all()
