@@ -1,0 +1,253 @@
+"""Sharded arrays: heads and sequences divided, on meshes of both kinds, and what cannot be divided."""
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jattn
+import jattn.linen
+import jattn.nnx
+from jattn import heads, masks
+from jattn.score_mods import Alibi, alibi_slopes
+from jattn.sharding import HeadParallel, Ring, head_parallel_attention, ring_attention
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+SHARDED = PartitionSpec("data", None, "heads")
+B, T, N, H = 4, 8, 8, 6
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("data", "heads"), (kind,) * 2)
+
+
+def arrays(K, N=N, T=T):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K)]
+
+
+def placed(mesh, query, key, value):
+    over_heads = SHARDED if key.shape[2] % 4 == 0 else PartitionSpec("data")
+    specs = (SHARDED, over_heads, over_heads)
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((query, key, value), specs, strict=True)]
+
+
+def run(given, slopes, mask, **options):
+    """Everything that depends on the indices of sequence and head."""
+
+    def loss(given, slopes):
+        out, lse = jattn.dot_product_attention(
+            *given, mask=mask, score_mod=Alibi(slopes), dropout_rate=0.3, dropout_rng=jax.random.key(5),
+            key_value_seq_lengths=jnp.array([8, 5, 0, 7]), return_residual=True, **options,
+        )  # fmt: skip
+        return jnp.sum(out**2) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0)), (out, lse)
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(given, slopes)
+
+
+def close(got, wanted, tolerance=1e-5):
+    def check(x, y):
+        largest = np.abs(y[np.isfinite(y)]).max(initial=1.0)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * largest)
+
+    jax.tree.map(lambda x, y: check(x, np.asarray(y)), got, wanted)
+
+
+MASK = masks.Causal() & (lambda b, h, q, kv: (q + kv + b + h) % 3 > 0)
+SLOPES = jnp.asarray(alibi_slopes(N))
+
+
+@pytest.mark.parametrize(
+    "kind, implementation", [(KINDS[0], "xla"), (KINDS[0], "blockwise"), (KINDS[1], "xla"), (KINDS[1], "blockwise")]
+)
+@pytest.mark.parametrize("K", [8, 4, 2])
+def test_plain_sharded_arrays_just_work(kind, implementation, K):
+    mesh, given = mesh_of(kind), arrays(K)
+    compiled = jax.jit(lambda *x: run(*x, MASK, implementation=implementation))
+    sharded = placed(mesh, *given)
+    close(compiled(sharded, SLOPES), compiled(given, SLOPES))
+    forward = jax.jit(lambda *x: jattn.dot_product_attention(*x, mask=MASK, implementation=implementation))
+    text = forward.lower(*sharded).compile().as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+    out = forward(*sharded)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, SHARDED), 4)
+    if kind == AxisType.Explicit or K >= 4:  # XLA gathers the gradients of what each device has all of
+        assert "all-gather" not in compiled.lower(sharded, SLOPES).compile().as_text()
+
+
+@pytest.mark.parametrize("K", [8, 2, 1])
+def test_head_parallel(K):
+    mesh, given = mesh_of(AxisType.Auto), arrays(K)
+    how = HeadParallel(mesh, "heads", "data", implementation="xla")
+    compiled = jax.jit(lambda *x: run(*x, MASK, implementation=how))
+    close(compiled(given, SLOPES), jax.jit(lambda *x: run(*x, MASK, implementation="xla"))(given, SLOPES))
+    assert "all-gather" not in compiled.lower(placed(mesh, *given), SLOPES).compile().as_text()
+    plain = head_parallel_attention(*given, None, MASK, mesh=mesh, axis_name=("data", "heads"))
+    close(plain, jattn.dot_product_attention(*given, None, MASK))
+
+
+def test_eager_calls_on_typed_arrays():
+    given = arrays(4)
+    query, key, value = placed(mesh_of(AxisType.Explicit), *given)
+    out = jattn.dot_product_attention(query, key, value, mask=np.tri(T, dtype=bool))
+    assert jax.typeof(out).sharding.spec == PartitionSpec("data", None, "heads", None)
+    close(np.asarray(out), jattn.dot_product_attention(*given, is_causal=True))
+
+
+def test_looking_at_typed_arrays():
+    given = arrays(4)
+    query, key, _ = placed(mesh_of(AxisType.Explicit), *given)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 3, (B, T)))
+    for look in (
+        jax.jit(lambda q, k: heads.statistics(q, k, tokens=tokens, is_causal=True)),
+        jax.jit(lambda q, k: jattn.attention_weights(q, k, is_causal=True)),
+        jax.jit(lambda q, k: jattn.fold_weights(lambda c, w, i, j: c.at[j[0]].add(w.sum(0)), jnp.zeros(T), q, k)),
+    ):
+        found = look(query, key)
+        close(jax.tree.map(np.asarray, found), look(*given[:2]))
+        assert "all-gather" not in look.lower(query, key).compile().as_text()
+        assert all(jax.typeof(x).sharding.spec[:2] == ("data", "heads") for x in jax.tree.leaves(found))
+
+
+def test_explain_says_what_each_device_has():
+    given = placed(mesh_of(AxisType.Explicit), *arrays(4))
+    assert "sequences over mesh axis 'data' (2 devices), heads over mesh axis 'heads' (4 devices)" in jattn.explain(
+        *given
+    )
+    ring = Ring(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), "x")
+    assert jattn.explain(*arrays(4), implementation=ring) == "Ring: given, as an object"
+
+
+def params_of(kind):
+    mesh = mesh_of(kind)
+    params = jattn.init_multi_head(jax.random.key(1), 16, N, num_kv_heads=4, use_bias=True)
+    lie = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    sharded = {
+        name: {"kernel": lie(part["kernel"], None, "heads"), "bias": lie(part["bias"], "heads")}
+        if name != "out"
+        else {"kernel": lie(part["kernel"], "heads"), "bias": lie(part["bias"])}
+        for name, part in params.items()
+    }
+    x = jax.random.normal(jax.random.key(0), (B, T, 16))
+    return params, x, sharded, lie(x, "data")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_as_a_function(kind):
+    params, x, sharded, here = params_of(kind)
+    step = jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(jattn.multi_head_attention(p, x, is_causal=True) ** 2)))
+    text = step.lower(sharded, here).compile().as_text()
+    assert "all-gather" not in text and "all-reduce" in text  # sum_i z_i W_i^O, over the devices
+    close(step(sharded, here), step(params, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nnx_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
+    mesh = mesh_of(kind)
+    lies = {
+        "kernel_metadata": {"out_sharding": (None, "heads", None)},
+        "bias_metadata": {"out_sharding": ("heads", None)},
+        "out_kernel_metadata": {"out_sharding": ("heads", None, None)},
+        "out_bias_metadata": {"out_sharding": (None,)},
+    }
+    x = jax.random.normal(jax.random.key(0), (B, T, 16))
+    make = lambda cls, **options: cls(N, 16, decode=False, rngs=nnx.Rngs(0), **options)
+    with jax.set_mesh(mesh):
+        layer, flaxs = (make(cls, **lies) for cls in (jattn.nnx.MultiHeadAttention, nnx.MultiHeadAttention))
+        own, theirs = (jax.tree.map(lambda p: p.sharding, nnx.state(one, nnx.Param)) for one in (layer, flaxs))
+        assert jax.tree.leaves(own) == jax.tree.leaves(theirs) and len(set(map(str, jax.tree.leaves(own)))) > 1
+        here = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        call = nnx.jit(lambda layer, x: layer(x, is_causal=True))
+        text = call.lower(layer, here).compile().as_text()
+        assert "all-gather" not in text
+        y = call(layer, here)
+    close(np.asarray(y), make(jattn.nnx.MultiHeadAttention)(x, is_causal=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linen_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
+    mesh = mesh_of(kind)
+
+    def make(cls):
+        lie = lambda init, *names: linen.with_partitioning(init, names)
+        lecun, zeros = linen.initializers.lecun_normal(), linen.initializers.zeros_init()
+        return cls(
+            num_heads=N, qkv_features=16, kernel_init=lie(lecun, None, "heads", None), bias_init=lie(zeros, "heads", None),
+            out_kernel_init=lie(lecun, "heads", None, None), out_bias_init=lie(zeros, None),
+        )  # fmt: skip
+
+    x = jax.random.normal(jax.random.key(0), (B, T, 16))
+    layer = make(jattn.linen.MultiHeadAttention)
+    variables = layer.init(jax.random.key(1), x)
+    specs = linen.get_partition_spec(variables)
+    assert specs == linen.get_partition_spec(make(linen.MultiHeadDotProductAttention).init(jax.random.key(1), x))
+    assert specs["params"]["query"]["kernel"] == PartitionSpec(None, "heads", None)
+    plain = flax.core.meta.unbox(variables)
+    there = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), plain, specs)
+    here = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    call = jax.jit(layer.apply)
+    assert "all-gather" not in call.lower(there, here).compile().as_text()
+    close(np.asarray(call(there, here)), layer.apply(plain, x))
+
+
+ROW = jax.make_mesh((2, 4), ("data", "row"))
+BAD = {
+    "no such axis": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="rows"),
+        r"axis_name='rows': the mesh has no axis 'rows'; it has 'data' \(2 devices\), 'row' \(4 devices\)"),
+    "one axis twice": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="row", batch_axis="row"),
+        r"batch_axis='row': the mesh axis 'row' divides something else already"),
+    "queries": (lambda q, k, v: ring_attention(q[:, :6], k, v, mesh=ROW, axis_name="row"),
+        r"6 queries \(T\) cannot be divided over mesh axis 'row' \(4 devices\): they must be a multiple of 4"),
+    "keys": (lambda q, k, v: ring_attention(q, k[:, :7], v[:, :7], mesh=ROW, axis_name="row"), r"7 keys \(S\) cannot .*'row' \(4 devices\)"),
+    "chunks": (lambda q, k, v: ring_attention(q[:, :4], k, v, mesh=ROW, axis_name="row", layout="zigzag"),
+        r"4 queries \(T\) .* 'row' \(4 devices\): they must be a multiple of 8"),
+    "layout": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="row", layout="spiral"), "contiguous, zigzag, got 'spiral'"),
+    "sequences": (lambda q, k, v: ring_attention(q[:3], k[:3], v[:3], mesh=ROW, axis_name="row", batch_axis="data"),
+        r"3 sequences \(B\) .* 'data' \(2 devices\)"),
+    "heads": (lambda q, k, v: head_parallel_attention(q[:, :, :6], k[:, :, :6], v[:, :, :6], mesh=ROW, axis_name="row"),
+        r"6 query heads \(N\) .* 'row' \(4 devices\)"),
+    "key heads": (lambda q, k, v: head_parallel_attention(jnp.concatenate([q, q, q], 2), k[:, :, :6], v[:, :, :6], mesh=ROW, axis_name="row"),
+        r"6 key/value heads \(K\) cannot be divided over mesh axis 'row' \(4 devices\): one must divide the other"),
+    "several axes": (lambda q, k, v: head_parallel_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], mesh=ROW, axis_name=("data", "row")),
+        r"4 query heads \(N\) .* mesh axes 'data' \(2 devices\) and 'row' \(4 devices\): they must be a multiple of 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_divided_is_named(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call(*arrays(8))
+
+
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        (("data", "heads"), r"the queries' length \(axis T\) is sharded over 'heads' \(4 devices\).*ring_attention"),
+        (("data", None, None, "heads"), r"the queries' head dim \(axis H\) is sharded over 'heads' \(4 devices\)"),
+    ],
+)
+def test_types_that_attention_cannot_take(specs, message):
+    query, key, value = arrays(4, N=4)
+    query = jnp.concatenate([query, query], 3)[..., :8]
+    key = jnp.concatenate([key, key], 3)[..., :8]
+    query = jax.device_put(query, NamedSharding(mesh_of(AxisType.Explicit), PartitionSpec(*specs)))
+    with pytest.raises(ValueError, match=message):
+        jax.jit(jattn.dot_product_attention)(query, key, value)
+
+
+def test_keys_must_lie_where_queries_do():
+    mesh = mesh_of(AxisType.Explicit)
+    query, key, value = arrays(8)
+    query = jax.device_put(query, NamedSharding(mesh, PartitionSpec("data")))
+    key, value = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in (key, value))
+    with pytest.raises(ValueError, match="key is sharded as .* its sequences and heads must lie where the query's do"):
+        jattn.dot_product_attention(query, key, value)
+
+
+def test_an_implementation_that_is_none():
+    with pytest.raises(Exception, match="implementation"):
+        jattn.dot_product_attention(*arrays(8), implementation=3)
