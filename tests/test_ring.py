@@ -234,3 +234,13 @@ def test_no_queries_no_keys():
     assert jattn.dot_product_attention(none, full, full, implementation=how).shape == (2, 0, 2, 3)
     out, lse = jattn.dot_product_attention(full, none, none, implementation=how, return_residual=True)
     assert not out.any() and (lse == -jnp.inf).all()
+
+
+def test_a_query_that_sees_nothing_has_no_gradient():
+    """Also where the derivative of the loss in its output, 0, is infinite."""
+    case = bench_sharding.Case({"query_seq_lengths": np.array([20, 3])})
+    given = {name: jnp.asarray(x) for name, x in inputs(CASES["plain"]).items()}
+    how = Ring(mesh_of(2), "sequence")
+    found = jax.jit(jax.grad(lambda given: jnp.sum(jnp.sqrt(jnp.abs(call(case, given, how)[0])))))(given)
+    assert all(np.isfinite(x).all() and np.any(x != 0) for x in found.values())
+    assert not found["query"][0, 20:].any() and not found["query"][1, 3:].any()
