@@ -86,6 +86,16 @@ def test_sequences_heads_and_length_at_once(kinds):
     assert "collective-permute" in text and "all-gather" not in text
 
 
+def test_key_heads_that_all_devices_have():
+    """Two key heads over four devices of heads: each has both and uses one; their gradients are summed."""
+    mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
+    case = CASES["function that captures a table"]
+    how = Ring(mesh, "sequence", head_axis="heads")
+    found = jax.jit(lambda x: bench_sharding.with_gradients(lambda x: call(case, x, how), x))(inputs(case))
+    wanted = expected("function that captures a table")
+    assert off(found[0], wanted[0]) <= 1e-5 and off(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
+
+
 def lowered(devices, layout, length, N=4, **options):
     mesh = mesh_of(devices)
     lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
