@@ -154,16 +154,24 @@ def with_gradients(fn: Callable, given: dict[str, Any]) -> Any:
     return results, gradients
 
 
+def values_alone(fn: Callable, given: dict[str, Any]) -> Any:
+    """``with_gradients`` without any."""
+    return fn(given), {}
+
+
 @functools.cache
-def expected(name: str) -> Any:
+def expected(name: str, differentiate: Callable = with_gradients) -> Any:
     """Results and gradients of the unsharded call, by the dense formula where nothing else is said."""
     case = CASES[name]
-    compiled = jax.jit(lambda given: with_gradients(lambda x: call(case, x, case.against), given))
+    compiled = jax.jit(lambda given: differentiate(lambda x: call(case, x, case.against), given))
     return jax.tree.map(np.asarray, compiled(inputs(case)))
 
 
-def in_a_ring(name: str, how: Ring) -> Any:
-    """The same in a ring, with everything by slot in the order of its layout and the results in their own order."""
+def in_a_ring(name: str, how: Ring, differentiate: Callable = with_gradients) -> Any:
+    """The same in a ring, with everything by slot in the order of its layout and the results in their own order.
+
+    ``differentiate``: ``with_gradients``, or ``values_alone``.
+    """
     case, devices = CASES[name], how.mesh.shape[how.axis_name]
     zigzag = how.layout == "zigzag"
 
@@ -180,7 +188,7 @@ def in_a_ring(name: str, how: Ring) -> Any:
         given = {name: order(to_zigzag, name, x) for name, x in given.items()}
         return tuple(order(from_zigzag, "query", x) for x in call(case, given, how, options))
 
-    return jax.jit(lambda given: with_gradients(natural, given))(inputs(case))
+    return jax.jit(lambda given: differentiate(natural, given))(inputs(case))
 
 
 def off(got: Any, wanted: Any) -> float:
