@@ -53,12 +53,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
-    settings, out, check = config.load(arguments)
+    settings, out, check, processes = config.load(arguments)
     # JAX and Orbax take seconds to import, which a wrong option or --help need not wait for
+    from experiments import devices
     from experiments.run import DifferentConfig, prepare, run
     from experiments.train import Diverged
 
     try:
+        devices.start(settings, processes)
         prepare(settings, out)
     except DifferentConfig as different:
         return _fail(*different.args)
@@ -70,6 +72,8 @@ def run_command(arguments: Sequence[str]) -> int:
         findings = run(settings, out)
     except Diverged as diverged:
         return _fail(str(diverged), status=1)
+    if findings is None:  # the first process has them
+        return 0
     _show(findings)
     _write_report(findings, out)
     failed = [claim["name"] for claim in findings.claims if not claim["holds"]]

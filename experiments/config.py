@@ -8,155 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jsonargparse
 
 from experiments import config_rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What is learned.
-
-    Attributes:
-        kind: Which task: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed
-            distances), "induction" (what followed the last time) or "skills" (fixed distances and induction).
-        symbols: How many different values there are to copy.
-        length: Tokens in a sequence (copy: half of it is the number of keys); copy_string has lengths of its own.
-        shortest: Shortest string of copy_string in training; shortest period of induction and skills.
-        longest: Longest string of copy_string in training; longest period of induction and skills.
-        farthest: copy_string: longest string in the curve over length.
-        offsets: shift_bank: the distances back that are read out.
-    """
-
-    kind: Literal["copy", "copy_string", "shift_bank", "induction", "skills"] = "copy"
-    symbols: int = 16
-    length: int = 32
-    shortest: int = 4
-    longest: int = 20
-    farthest: int = 40
-    offsets: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 4, 7])
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """The transformer.
-
-    Attributes:
-        num_layers: Layers, one attention in each.
-        num_heads: Query heads in each layer.
-        num_kv_heads: Key/value heads; null is as many as query heads.
-        model_dim: Width of the residual stream.
-        head_dim: Dimension of a query/key head.
-        value_dim: Dimension of a value head; null is head_dim.
-        mlp_dim: Hidden width of the MLP after each attention; 0 leaves it out.
-        norm: Whether layer norms stand before attention, MLP and read-out.
-        position: How the model knows positions.
-        rotary_base: rotary: base of the wavelengths.
-        embed_scale: Standard deviation of the embeddings at the start.
-    """
-
-    num_layers: int = 1
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    model_dim: int = 64
-    head_dim: int = 16
-    value_dim: int | None = None
-    mlp_dim: int = 0
-    norm: bool = True
-    position: Literal["none", "sinusoidal", "learned", "rotary", "alibi", "relative"] = "learned"
-    rotary_base: float = 10000.0
-    embed_scale: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Train:
-    """How it is trained: AdamW with warm-up, cosine decay and clipping.
-
-    Attributes:
-        seeds: How many seeds to train at once.
-        first_seed: The first seed; the others follow it.
-        steps: Updates.
-        batch: Sequences in an update.
-        learning_rate: Peak learning rate.
-        final_rate: Learning rate at the end, as a fraction of the peak.
-        warmup: Steps of linear warm-up.
-        b2: Decay of Adam's second moment.
-        weight_decay: AdamW's weight decay.
-        clip: Largest global norm of a gradient.
-        entropy_penalty: Weight in the loss of the heads' mean entropy (0 to 1), which makes them choose.
-        place_weights: Weight in the loss of each place that is read out; null is 1 each.
-        log_every: Steps over which a line of metrics is averaged.
-        look_every: Steps between two looks at the heads.
-        checkpoint_every: Steps between two checkpoints, a multiple of look_every.
-    """
-
-    seeds: int = 5
-    first_seed: int = 0
-    steps: int = 800
-    batch: int = 32
-    learning_rate: float = 3e-3
-    final_rate: float = 0.1
-    warmup: int = 50
-    b2: float = 0.99
-    weight_decay: float = 1e-4
-    clip: float = 1.0
-    entropy_penalty: float = 0.0
-    place_weights: list[float] | None = None
-    log_every: int = 10
-    look_every: int = 50
-    checkpoint_every: int = 200
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluate:
-    """How it is judged.
-
-    Attributes:
-        batch: Fresh sequences for each seed.
-        lengths: copy_string: lengths in the curve over length.
-    """
-
-    batch: int = 1024
-    lengths: list[int] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pretrained:
-    """A sentence encoder that is looked at instead of trained.
-
-    Attributes:
-        folder: Folder of a saved model of the BERT family, with config.json, *.safetensors and tokenizer.json.
-        package: Installed package that the folder lies in; empty for a folder of its own.
-        groups: Groups of sentences that mean the same.
-    """
-
-    folder: str = ""
-    package: str = ""
-    groups: list[list[str]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """One claim: a metric, its threshold, and how many seeds must pass it.
-
-    Attributes:
-        name: Short name.
-        statement: The claim in words.
-        metric: A metric of the run, or CONTROL:METRIC for that of a control, or of a point of the sweep as
-            OPTION=VALUE:METRIC.
-        needed: How many seeds must pass.
-        at_least: The metric must reach this; give this or at_most.
-        at_most: The metric must not pass this.
-    """
-
-    name: str
-    statement: str
-    metric: str
-    needed: int
-    at_least: float | None = None
-    at_most: float | None = None
+from experiments.sections import Claim, Evaluate, Mesh, Model, Pretrained, Task, Train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +27,7 @@ class Config:
         model: The transformer.
         train: How it is trained.
         evaluate: How it is judged.
+        mesh: The devices that train together; a run may be resumed on another mesh.
         pretrained: A model to look at; task, model, train and evaluate then have nothing to say.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
         sweep: Option -> values; every combination is one more control, and where the first option has numbers, curves
@@ -183,6 +41,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     train: Train = dataclasses.field(default_factory=Train)
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
     pretrained: Pretrained = dataclasses.field(default_factory=Pretrained)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
@@ -222,10 +81,31 @@ class Config:
         return dataclasses.replace(config, name=f"{self.name}/{name}")
 
 
-_SECTIONS = {"task": Task, "model": Model, "train": Train, "evaluate": Evaluate, "pretrained": Pretrained}
-_OPTIONS = ["config", "out", "check", *(field.name for field in dataclasses.fields(Config))] + [
-    f"{section}.{field.name}" for section, kind in _SECTIONS.items() for field in dataclasses.fields(kind)
-]
+class Processes(NamedTuple):
+    """How this process finds the others of a run: arguments of ``jax.distributed.initialize``; None is found by JAX."""
+
+    coordinator: str | None  # host:port of the first process
+    num_processes: int | None
+    process_id: int | None
+    local_devices: int | None  # on CPU: how many devices this process makes
+
+
+_SECTIONS = {
+    "task": Task,
+    "model": Model,
+    "train": Train,
+    "evaluate": Evaluate,
+    "mesh": Mesh,
+    "pretrained": Pretrained,
+}
+_OPTIONS = [
+    "config",
+    "out",
+    "check",
+    "distributed",
+    *Processes._fields,
+    *(field.name for field in dataclasses.fields(Config)),
+] + [f"{section}.{field.name}" for section, kind in _SECTIONS.items() for field in dataclasses.fields(kind)]
 
 
 class Parser(jsonargparse.ArgumentParser):
@@ -245,6 +125,7 @@ class Asked(NamedTuple):
     config: Config
     out: Path  # the run folder
     check: bool  # whether a claim that fails fails the run
+    processes: Processes | None  # None: this process is the whole run
 
 
 def load(arguments: Sequence[str]) -> Asked:
@@ -257,12 +138,53 @@ def load(arguments: Sequence[str]) -> Asked:
     parser.add_argument("--config", action="config", help="YAML file; several layer, the last one wins")
     parser.add_argument("--out", type=str, default=None, help="run folder")
     parser.add_argument("--check", action="store_true", help="Exit with status 1 when a claim fails")
+    _add_processes(parser)
     try:
         config, parsed = _build_and_parse(parser, lambda parser: parser.parse_args(_spell_out_sweeps(arguments)))
         config.variants()
+        processes = _processes(parsed)
     except ValueError as error:
         parser.error(str(error))
-    return Asked(config, Path(parsed["out"] or f"runs/{config.name}"), parsed["check"])
+    return Asked(config, Path(parsed["out"] or f"runs/{config.name}"), parsed["check"], processes)
+
+
+def _add_processes(parser: Parser) -> None:
+    """How a run is started is no part of the config: the same run may be resumed by other processes."""
+    parser.add_argument("--distributed", action="store_true", help="This is one of the processes of a run")
+    said = "what JAX finds out about its cluster (Slurm, MPI, Kubernetes, TPU)"
+    parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {said}")
+    parser.add_argument("--num_processes", type=int | None, default=None, help=f"all of them; {said}")
+    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {said}")
+    parser.add_argument(
+        "--local_devices", type=int | None, default=None, help="on CPU, devices of this process; its share of the mesh"
+    )
+
+
+def _processes(parsed: Any) -> Processes | None:
+    """The processes that are asked for. Raises ``ValueError`` where an argument lacks another, or makes no sense."""
+    found = Processes(*(parsed[name] for name in Processes._fields))
+    given = [name for name, value in found._asdict().items() if value is not None]
+    if not parsed["distributed"]:
+        if given:
+            raise ValueError(f"{given[0]}: expected --distributed beside it")
+        return None
+    if missing := [name for name in Processes._fields[:3] if name not in given]:
+        if len(missing) < 3:
+            raise ValueError(
+                f"{missing[0]}: missing; expected all of coordinator, num_processes and process_id, or none of them"
+            )
+        return found
+    _, count, number, _ = found
+    rules = [
+        ("coordinator", found.coordinator, re.fullmatch(r"\S+:\d+", found.coordinator), "HOST:PORT"),
+        ("num_processes", count, count > 0, "> 0"),
+        ("process_id", number, 0 <= number < count, f"0 to under num_processes={count}"),
+        ("local_devices", found.local_devices, found.local_devices is None or found.local_devices > 0, "> 0"),
+    ]
+    for key, value, good, expected in rules:
+        if not good:
+            raise ValueError(f"{key}: expected {expected}, got {value!r}")
+    return found
 
 
 def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:

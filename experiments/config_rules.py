@@ -13,6 +13,7 @@ _POSITIVE = {
     "model": ("num_layers", "num_heads", "model_dim", "head_dim", "rotary_base", "embed_scale"),
     "train": ("seeds", "steps", "batch", "learning_rate", "clip", "log_every", "look_every", "checkpoint_every"),
     "evaluate": ("batch",),
+    "mesh": ("data", "heads", "sequence"),
 }
 _Rule = tuple[str, Any, bool, str]  # key, value, whether it is good, what was expected
 
@@ -27,8 +28,8 @@ def check(config: Config) -> None:
     groups = config.pretrained.groups
     if config.pretrained != type(config.pretrained)() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
         raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
-    rules = _task_and_model_rules(config.task, config.model) + _train_rules(config) + _claim_rules(config)
-    for key, value, good, expected in rules:
+    of_task, of_claims = _task_and_model_rules(config.task, config.model), _claim_rules(config)
+    for key, value, good, expected in of_task + _train_rules(config) + _mesh_rules(config) + of_claims:
         if not good:
             raise ValueError(f"{key}: expected {expected}, got {value!r}")
 
@@ -108,6 +109,50 @@ def _train_rules(config: Config) -> list[_Rule]:
             train.checkpoint_every % train.look_every == 0,
             f"a multiple of train.look_every={train.look_every}",
         ),
+    ]
+
+
+def _mesh_rules(config: Config) -> list[_Rule]:
+    mesh, model = config.mesh, config.model
+    kv_heads = model.num_kv_heads or model.num_heads
+    tokens = 2 * config.task.longest + 1 if config.task.kind == "copy_string" else config.task.length
+    batches = [("train.batch", config.train.batch), ("evaluate.batch", config.evaluate.batch)]
+    return [
+        *(("mesh.data", mesh.data, batch % mesh.data == 0, f"a divisor of {key}={batch}") for key, batch in batches),
+        (
+            "mesh.heads",
+            mesh.heads,
+            model.num_heads % mesh.heads == 0,
+            f"a divisor of model.num_heads={model.num_heads}",
+        ),
+        (
+            "mesh.heads",
+            mesh.heads,
+            kv_heads % mesh.heads == 0 or mesh.heads % kv_heads == 0,
+            f"a divisor or a multiple of model.num_kv_heads={kv_heads}",
+        ),
+        (
+            "mesh.sequence",
+            mesh.sequence,
+            tokens % mesh.sequence == 0,
+            f"a divisor of the {tokens} tokens of a sequence of task.kind={config.task.kind}",
+        ),
+        *_look_length_rules(config),
+    ]
+
+
+def _look_length_rules(config: Config) -> list[_Rule]:
+    """A shorter sequence must be the same task to the same model."""
+    task, position, looked = config.task, config.model.position, config.evaluate.look_length
+    if looked is None:
+        return []
+    key, fixed = "evaluate.look_length", "an option of task.kind=shift_bank alone"
+    relative = position in ("none", "rotary", "alibi", "relative")
+    enough = max(task.offsets, default=0) < looked <= task.length and task.kind == "shift_bank"
+    return [
+        (key, looked, task.kind == "shift_bank", fixed),
+        (key, looked, relative, f"null with model.position={position}, which numbers tokens"),
+        (key, looked, enough, f"more than the largest of task.offsets={task.offsets}, at most {task.length}"),
     ]
 
 

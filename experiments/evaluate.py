@@ -1,6 +1,7 @@
 """What a model can do and how its heads do it: everything the claims and the report read, on fresh data."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments import look
+from experiments import devices, look
 from experiments.model import layer_by_layer
 from experiments.tasks import Batch, CopyString
 from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge
@@ -38,39 +39,63 @@ class Measured(NamedTuple):
 
 def measure(setup: Setup, *models: Any) -> list[Measured]:
     """Measures each of ``models``, parameters of all seeds with leaves ``[R,...]``; NumPy arrays."""
+    answer, look_into = _every_seed(_answers, setup), _every_seed(_looks, setup.looking)
+    return [Measured(**answer(one), **look_into(devices.on_one(setup.mesh, one))) for one in models]
+
+
+def _every_seed(measure: Callable[..., Any], setup: Setup) -> Callable[..., Any]:
+    """``measure(setup, params, key, *others)`` of all seeds, of leaves ``[R,...]``; NumPy arrays on every process."""
+
     # one seed after the other: side by side, their weights would not fit into a small machine's memory
-    every_seed = jax.jit(lambda both: jax.lax.map(lambda one: _measure(setup, *one), both))
-    return [jax.tree.map(np.asarray, every_seed((params, setup.keys))) for params in models]
+    def every_seed(*each: Any) -> Any:
+        params, *others = each
+        return jax.lax.map(lambda one: measure(setup, *one), (params, setup.keys, *others))
+
+    run = jax.jit(every_seed, out_shardings=devices.whole(setup.mesh))
+    return lambda *each: jax.tree.map(np.asarray, run(*each))
 
 
-def _measure(setup: Setup, params: Any, key: Array) -> Measured:
-    """One seed."""
-    task, model = setup.task, setup.model
-    batch = task.sample(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
+    """What one seed's model can do, with all of its heads and without."""
+    looking, batch = setup.looking, _test_batch(setup, key)
 
     def answers(**options: Any) -> tuple[Array, Array]:
-        return judge(model.apply(params, batch.tokens, **options), batch)
+        return judge(setup.model.apply(params, batch.tokens, **options), batch)
 
-    _, kept = model.apply(params, batch.tokens[:2], sow_heads=True, mutable=["intermediates"])
+    # only how many heads there are is read, so the shortest sequences do
+    tokens = looking.task.sample(key, 2).tokens
+    _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
     accuracy, exact_match = answers()
-    looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], batch)
+    return {
+        "accuracy": accuracy,
+        "exact_match": exact_match,
+        "ablated": heads.ablate(lambda per_layer: answers(per_layer=per_layer)[0], clean, batch_size=len(clean) * 4),
+        "hardened": answers(harden=True)[0],
+    }
+
+
+def _test_batch(setup: Setup, key: Array) -> Batch:
+    batch = setup.task.sample(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    return devices.split(setup.mesh, batch)
+
+
+def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
+    """How the heads of one seed's model do it."""
+    task, model = setup.task, setup.model
+    looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], _test_batch(setup, key))
     scores, weights = look.scores(model, task, params, looked_at, look.ALL)
     probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
     patterns = look.weights_of(model, params, probe.tokens)
     flat, real = patterns.reshape(len(patterns), -1, *patterns.shape[3:]), probe.real[0]
-    return Measured(
-        accuracy=accuracy,
-        exact_match=exact_match,
-        ablated=heads.ablate(lambda per_layer: answers(per_layer=per_layer)[0], clean, batch_size=len(clean) * 4),
-        hardened=answers(harden=True)[0],
-        scores=scores,
-        offset_profile=look.offset_profile(weights, looked_at),
-        mean_weights=patterns.mean(0),
-        divergence=heads.pattern_divergence(flat.mean(0), real),
-        noise=noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
-        curve=_curve(setup, params, key),
-    )
+    return {
+        "scores": scores,
+        "offset_profile": look.offset_profile(weights, looked_at),
+        "mean_weights": patterns.mean(0),
+        "divergence": heads.pattern_divergence(flat.mean(0), real),
+        "noise": noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
+        "curve": _curve(setup, params, key),
+    }
 
 
 def noise_floor(one: Array, other: Array, real: Array) -> Array:
@@ -99,6 +124,7 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
     For what depends on the tokens also about as many scores of the trained heads, of ``params`` with leaves
     ``[R,...]``, beside the tokens of other sequences.
     """
+    params, setup = devices.on_one(setup.mesh, params), setup.looking
     names = [name for name in setup.task.roles if name not in setup.task.places]
     options, needed = setup.config.model, max(NULL_HEADS, math.ceil(len(setup.task.roles) / LEVEL))
     heads_each = options.num_layers * options.num_heads
@@ -130,19 +156,18 @@ def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np
     """``{role: [R,A]}``: accuracy with all heads switched off that have a role; ``labels [R,L,N]``."""
     roles = [str(role) for role in np.unique(labels) if role != heads.labels.MIXED]
 
-    def accuracy(params: Any, key: Array, gates: Array) -> Array:
-        batch = setup.task.sample(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    def accuracy(setup: Setup, params: Any, key: Array, gates: Array) -> Array:
+        batch = _test_batch(setup, key)
         per_layer = [{"head_gate": gate} for gate in gates]
         return judge(setup.model.apply(params, batch.tokens, per_layer=per_layer), batch)[0]
 
-    every_seed = jax.jit(lambda *each: jax.lax.map(lambda one: accuracy(*one), each))
-    gates = {role: jnp.asarray(labels != role, jnp.float32) for role in roles}
-    return {role: np.asarray(every_seed(params, setup.keys, gates[role])) for role in roles}
+    every_seed = _every_seed(accuracy, setup)
+    return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in roles}
 
 
 def num_parameters(params: Any) -> int:
     """Parameters of one seed's model."""
-    return sum(leaf[0].size for leaf in jax.tree.leaves(params))
+    return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(params))
 
 
 def drops(found: Measured) -> np.ndarray:
@@ -169,5 +194,6 @@ def head_rows(seeds: list[int], found: heads.Roles) -> list[dict[str, Any]]:
 
 def example_tokens(setup: Setup) -> list[list[str]]:
     """Labels of the tokens of the examples that ``train.look_at`` follows."""
+    setup = setup.looking
     tokens = jax.jit(lambda key: setup.task.probe(jax.random.fold_in(key, PROBE_DATA), EXAMPLES).tokens)(setup.keys[0])
     return [setup.task.labels(example) for example in np.asarray(tokens).tolist()]

@@ -10,20 +10,24 @@ import numpy as np
 
 
 class History:
-    """Metrics and looks at the heads in a run's folder.
+    """Metrics and looks at the heads in a run's folder. Of several processes one writes.
 
     A line of ``metrics.jsonl`` is ``{"step", NAME: [one a seed], ...}``, averaged over the steps since the line
     before, or ``{"step", "scores": {NAME: [R][L][N]}}``. Arrays of a look lie in ``looks/STEP.npz``. Numbers are
     written so that they read back as the same float32.
     """
 
-    def __init__(self, out: Path):
+    def __init__(self, out: Path, writes: bool = True):
         self.lines = out / "metrics.jsonl"
         self.looks = out / "looks"
-        self.looks.mkdir(parents=True, exist_ok=True)
+        self._writes = writes
+        if writes:
+            self.looks.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
         """Forgets all that came after ``step``, also a line that a kill cut short; 0 forgets everything."""
+        if not self._writes:
+            return
         kept = [line for line in self._read() if line["step"] <= step] if step else []
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_atomically(self.lines, text.encode())
@@ -41,6 +45,8 @@ class History:
 
     def add_look(self, step: int, looked: dict[str, Any]) -> None:
         """Writes what ``train.look_at`` found at ``step``."""
+        if not self._writes:
+            return
         arrays = {name: np.asarray(looked[name]) for name in ("offset_profile", "examples")}
         unfinished = self.looks / f"{step:08d}.tmp"
         with unfinished.open("wb") as file:
@@ -50,8 +56,9 @@ class History:
 
     def sync(self) -> None:
         """Returns when the lines are on the disk."""
-        with self.lines.open("rb") as file:
-            os.fsync(file.fileno())
+        if self._writes:
+            with self.lines.open("rb") as file:
+                os.fsync(file.fileno())
 
     def metrics(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Steps ``[E]`` and metrics ``{name: [R,E]}``."""
@@ -67,8 +74,9 @@ class History:
             return dict(arrays)
 
     def _append(self, line: dict[str, Any]) -> None:
-        with self.lines.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if self._writes:
+            with self.lines.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def _read(self) -> list[dict[str, Any]]:
         lines = self.lines.read_text().splitlines(keepends=True) if self.lines.exists() else []

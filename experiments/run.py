@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import claims, evaluate, look, pretrained, tasks
+from experiments import claims, devices, evaluate, look, pretrained, tasks
 from experiments.config import Config, Pretrained, differences
 from experiments.findings import Findings, environment
 from experiments.history import Clock, History, write_atomically
@@ -34,20 +34,27 @@ def prepare(config: Config, out: Path) -> None:
     """Marks ``out`` as a run of ``config``, before anything is trained.
 
     Raises:
-        ValueError: a claim names no metric; a pretrained model is not there.
+        ValueError: a claim names no metric; a pretrained model is not there; the devices of a mesh are not.
         DifferentConfig: ``out`` holds a run of another config.
     """
     if config.pretrained != Pretrained():
         pretrained.check(config)
     else:
         claims.check(config, _known_metrics)
+        devices.check(config)
     file = out / "config.json"
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     if not file.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(plain, indent=1).encode())
-    elif different := differences(json.loads(file.read_text()), plain):
+        if devices.is_first():
+            out.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(plain, indent=1).encode())
+    elif different := differences(*(_of_any_mesh(one) for one in (json.loads(file.read_text()), plain))):
         raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
+
+
+def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
+    """A config without what changes none of its numbers, so that a run can go on with more devices or fewer."""
+    return {name: value for name, value in plain.items() if name != "mesh"}
 
 
 def _known_metrics(config: Config) -> list[str]:
@@ -55,21 +62,23 @@ def _known_metrics(config: Config) -> list[str]:
     return claims.known_metrics(config, task.places, look.ALL, task.roles)
 
 
-def run(config: Config, out: Path) -> Findings:
+def run(config: Config, out: Path) -> Findings | None:
     """Trains ``config`` and its controls in a prepared ``out``, or goes on where that stopped; writes what it found.
 
-    A pretrained model is looked at instead.
+    A pretrained model is looked at instead. Of several processes the first returns what was found, the others None.
 
     Raises:
         Diverged: the loss of a seed is no longer finite.
     """
     findings = pretrained.run(config) if config.pretrained != Pretrained() else _train(config, out)
+    if findings is None:
+        return None
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
     findings.save(out)
     return findings
 
 
-def _train(config: Config, out: Path) -> Findings:
+def _train(config: Config, out: Path) -> Findings | None:
     clock = Clock(out)
     trained = train(config, out)
     result = _result(trained)
@@ -81,6 +90,8 @@ def _train(config: Config, out: Path) -> Findings:
             results[name] = result  # the point of a sweep that is the run itself
         else:
             results[name] = _result(train(variant, out / "controls" / name))
+    if not devices.is_first():
+        return None
     return _findings(trained.setup, results, roles, trained.history, clock.stop())
 
 

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import look, model, tasks
+from experiments import devices, look, model, tasks
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config
 from experiments.history import History
@@ -38,10 +38,11 @@ class Setup:
     model: model.Transformer
     optimizer: optax.GradientTransformation
     keys: Array  # [R], one a seed
+    mesh: jax.sharding.Mesh
 
     @classmethod
     def of(cls, config: Config) -> "Setup":
-        """Task, model, optimizer and keys of ``config``."""
+        """Task, model, optimizer, keys and mesh of ``config``."""
         task, train = tasks.make(config.task), config.train
         rate = optax.warmup_cosine_decay_schedule(
             0.0, train.learning_rate, train.warmup, train.steps, train.learning_rate * train.final_rate
@@ -51,7 +52,17 @@ class Setup:
             optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
         )
         seeds = jnp.arange(train.first_seed, train.first_seed + train.seeds)
-        return cls(config, task, model.make(config.model, task), optimizer, jax.vmap(jax.random.key)(seeds))
+        keys, mesh = jax.vmap(jax.random.key)(seeds), devices.make(config.mesh)
+        return cls(config, task, model.make(config.model, task), optimizer, keys, mesh)
+
+    @property
+    def looking(self) -> "Setup":
+        """The same for looking at heads: on one device, and at ``evaluate.look_length``."""
+        options = self.config.task
+        length = self.config.evaluate.look_length or options.length
+        task = tasks.make(dataclasses.replace(options, length=length))
+        mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), devices.AXES)
+        return dataclasses.replace(self, task=task, model=model.make(self.config.model, task), mesh=mesh)
 
     @property
     def seeds(self) -> list[int]:
@@ -63,10 +74,12 @@ class Setup:
 
         def of_one_seed(key: Array) -> State:
             key = jax.random.fold_in(key, INIT)
-            params = self.model.init(key, self.task.sample(key, 1).tokens)
+            params = self.looking.model.init(key, self.task.sample(key, 1).tokens)
             return {"params": params, "optimizer": self.optimizer.init(params)}
 
-        return jax.jit(jax.vmap(of_one_seed))(self.keys)
+        every_seed = jax.vmap(of_one_seed)
+        shardings = devices.of_state(self.mesh, jax.eval_shape(every_seed, self.keys))
+        return jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
 
 
 class Trained(NamedTuple):
@@ -88,16 +101,16 @@ def train(config: Config, out: Path) -> Trained:
         Diverged: names the step and seed; the last checkpoint before it is kept.
     """
     setup, steps, every = Setup.of(config), config.train.steps, config.train.look_every
-    history = History(out)
+    history = History(out, writes=devices.is_first())
     state, first_look, run_chunk = setup.init(), look_at(setup), chunk(setup)
     untrained = state["params"]
     with Checkpoints(out / "checkpoints") as checkpoints, _progress() as progress:
-        start = checkpoints.latest or 0
+        start = int(devices.agreed(checkpoints.latest or 0))
         if start:
             state = checkpoints.load(start, state)
         history.rewind(start)
         if start == 0:
-            history.add_look(0, first_look(untrained))
+            history.add_look(0, first_look(devices.on_one(setup.mesh, untrained)))
         bar = progress.add_task(config.name, total=steps, completed=start, shown="")
         for begin in range(start, steps, every):
             end = min(begin + every, steps)
@@ -115,19 +128,24 @@ def train(config: Config, out: Path) -> Trained:
 
 
 def updates(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
-    """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]})``."""
+    """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]})``; the metrics are on every device."""
     update = jax.vmap(lambda state, key, step: train_step(setup, state, key, step), (0, 0, None))
-    return jax.jit(lambda state, steps: jax.lax.scan(lambda s, step: update(s, setup.keys, step), state, steps))
+
+    def run(state: State, steps: Array) -> Any:
+        state, metrics = jax.lax.scan(lambda s, step: update(s, setup.keys, step), state, steps)
+        shardings = devices.of_state(setup.mesh, state), devices.whole(setup.mesh)
+        return jax.lax.with_sharding_constraint((state, metrics), shardings)
+
+    return jax.jit(run)
 
 
 def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array], dict[str, Any]]]:
-    """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]}, a look at the new heads)``."""
+    """A function ``(state, steps [n]) -> (state, metrics {name: [n,R]}, a look at the new heads)``."""
     looking, update = look_at(setup), updates(setup)
 
-    @jax.jit
     def run(state: State, steps: Array) -> Any:
         state, metrics = update(state, steps)
-        return state, metrics, looking(state["params"])
+        return state, metrics, looking(devices.on_one(setup.mesh, state["params"]))
 
     return run
 
@@ -135,7 +153,7 @@ def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array
 def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[State, dict[str, Array]]:
     """One update of one seed, on data that depend on its key and the step alone."""
     data_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN_DATA), step)
-    batch = setup.task.sample(data_key, setup.config.train.batch)
+    batch = devices.split(setup.mesh, setup.task.sample(data_key, setup.config.train.batch))
 
     def objective(params: Any) -> tuple[Array, tuple[Array, Array]]:
         penalty = setup.config.train.entropy_penalty
@@ -168,8 +186,9 @@ def judge(logits: Array, batch: tasks.Batch) -> tuple[Array, Array]:
 
 
 def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
-    """A jitted function of the parameters of all seeds: scores, offset profiles, and examples of the first seed."""
-    task, transformer = setup.task, setup.model
+    """A jitted function of the parameters of all seeds, on one device: scores, offset profiles, and examples of the
+    first seed."""
+    task, transformer = setup.looking.task, setup.looking.model
     first_key = jax.random.fold_in(setup.keys[0], PROBE_DATA)
 
     def of_one_seed(params: Any, key: Array) -> dict[str, Any]:
@@ -204,4 +223,5 @@ def _progress() -> Progress:
         TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        disable=not devices.is_first(),
     )

@@ -30,7 +30,7 @@ BASE = "name: base\ntrain: {steps: 100, batch: 4}\ncontrols: {one_head: {model.n
 
 
 def test_files_layer_and_options_win(tmp_path):
-    found, out, _ = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
+    found, out, *_ = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
     assert (found.train.steps, found.train.batch, found.model.position) == (200, 8, "rotary")
     assert out == Path("runs/base")
     assert load(tmp_path, BASE, "--out elsewhere")[1] == Path("elsewhere")
@@ -46,7 +46,7 @@ def test_a_control_is_the_config_with_its_overrides(tmp_path):
 
 def test_a_sweep_is_a_product_of_values(tmp_path):
     words = "--sweep=model.num_heads=1,4 --sweep model.position=rotary,none --check"
-    found, _, check = load(tmp_path, BASE, words)
+    found, _, check, _ = load(tmp_path, BASE, words)
     assert check and not load(tmp_path, BASE).check
     names = [
         f"model.num_heads={heads},model.position={position}" for heads in (1, 4) for position in ("rotary", "none")

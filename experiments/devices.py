@@ -1,0 +1,108 @@
+"""Where a run computes: its mesh of devices, which device holds what, and the processes that share the work.
+
+The mesh has the axes of ``config.Mesh``. Batches are split over "data" and tokens over "sequence"; the parameters of
+attention and the moments that its optimizer keeps of them over "heads". Everything else is on every device, and XLA
+puts in the communication. Random numbers depend on their key alone (``jax_threefry_partitionable``, JAX's default).
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import config
+
+AXES = ("data", "heads", "sequence")
+# Where the heads are in a parameter of attention, from its end; ["out"]["bias"] has none.
+_HEADS = {"kernel": {"query": -2, "key": -2, "value": -2, "out": -3}, "bias": {"query": -2, "key": -2, "value": -2}}
+# Seconds after which a process that is silent counts as lost.
+_HEARTBEAT = 20
+
+
+def start(settings: config.Config, processes: config.Processes | None) -> None:
+    """Makes JAX provide the devices of the mesh; before anything asks JAX for a device.
+
+    A CPU is one device to JAX unless it is told to be more, which changes nothing on a GPU or TPU.
+
+    Raises:
+        RuntimeError: the other processes cannot be reached.
+    """
+    size = max(one.mesh.size for one in (settings, *settings.variants().values()))
+    local = size
+    if processes is not None:
+        local = processes.local_devices or size // (processes.num_processes or 1)
+        jax.distributed.initialize(
+            processes.coordinator,
+            processes.num_processes,
+            processes.process_id,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+        )
+    if local > 1:
+        with contextlib.suppress(RuntimeError):  # too late: then those that there are must do
+            jax.config.update("jax_num_cpu_devices", local)
+
+
+def check(settings: config.Config) -> None:
+    """Raises ``ValueError`` where the meshes of a config and of its controls need other devices than there are."""
+    for one in (settings, *settings.variants().values()):
+        mesh, there = one.mesh, len(jax.devices()) if one.mesh.size > 1 or jax.process_count() > 1 else 1
+        said = f"data={mesh.data} x heads={mesh.heads} x sequence={mesh.sequence}"
+        where = f"{there} {jax.default_backend()} devices"
+        if mesh.size > there:
+            raise ValueError(f"mesh: expected at most the {where} that there are, got {said} of {one.name}")
+        if mesh.size < there and jax.process_count() > 1:
+            processes = f"{jax.process_count()} processes"
+            raise ValueError(f"mesh: expected all {where} of the {processes}, got {said} of {one.name}")
+
+
+def make(options: config.Mesh) -> Mesh:
+    """The mesh of a config, of the first devices that there are."""
+    shape = (options.data, options.heads, options.sequence)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[: options.size])
+
+
+def whole(mesh: Mesh) -> NamedSharding:
+    """Of an array that every device holds whole."""
+    return NamedSharding(mesh, P())
+
+
+def of_state(mesh: Mesh, state: Any) -> Any:
+    """The sharding of each leaf of a state, arrays or shapes: heads over "heads", the rest whole."""
+
+    def of_leaf(path: Any, leaf: Any) -> NamedSharding:
+        names = [getattr(key, "key", None) for key in path]
+        axis = _HEADS.get(names[-1], {}).get(names[-2]) if "attention" in names else None
+        if axis is None or leaf.shape[axis] % mesh.shape["heads"]:  # fewer key/value heads than devices
+            return whole(mesh)
+        spec = [None] * leaf.ndim
+        spec[axis] = "heads"
+        return NamedSharding(mesh, P(*spec))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def split(mesh: Mesh, batch: Any) -> Any:
+    """A batch of leaves ``[B,T,...]``, sequences over "data" and tokens over "sequence"; within ``jax.jit``."""
+    return jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data", "sequence")))
+
+
+def on_one(mesh: Mesh, tree: Any) -> Any:
+    """Arrays of the mesh as arrays of this process's first device, for work that needs no other."""
+    if mesh.size == 1:
+        return tree
+    here = jax.tree.map(lambda leaf: leaf.addressable_data(0), jax.device_put(tree, whole(mesh)))
+    return jax.device_put(here, jax.local_devices()[0])
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes what a run leaves behind."""
+    return jax.process_index() == 0
+
+
+def agreed(array: Any) -> np.ndarray:
+    """The first process's value of ``array``, which every process must ask for."""
+    return np.asarray(multihost_utils.broadcast_one_to_all(array))
