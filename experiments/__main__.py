@@ -1,10 +1,12 @@
 """``python -m experiments run|list|report|keep|bench``: see ``python -m experiments run --help``."""
 
 import datetime
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -72,6 +74,10 @@ def run_command(arguments: Sequence[str]) -> int:
         findings = run(settings, out)
     except Diverged as diverged:
         return _fail(str(diverged), status=1)
+    except Exception as error:
+        if processes is None:
+            raise
+        _leave(error)
     if findings is None:  # the first process has them
         return 0
     _show(findings)
@@ -250,6 +256,18 @@ def _takes(options: Any, *names: str) -> bool:
             _fail(f"--{name}: --suite {options.suite} takes no other option than {others}")
             return False
     return True
+
+
+def _leave(error: Exception) -> NoReturn:
+    """Ends one of several processes at once: Python's way out waits for the others, and they wait for this one."""
+    from jax.errors import JaxRuntimeError
+
+    if isinstance(error, JaxRuntimeError):  # mostly another process that is gone
+        _fail(f"stopped: {str(error).splitlines()[0]}; start all processes again to go on from the last checkpoint")
+    else:
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _write_report(findings: Findings, out: Path) -> None:

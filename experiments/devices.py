@@ -29,21 +29,26 @@ def start(settings: config.Config, processes: config.Processes | None) -> None:
     A CPU is one device to JAX unless it is told to be more, which changes nothing on a GPU or TPU.
 
     Raises:
-        RuntimeError: the other processes cannot be reached.
+        ValueError: the other processes cannot be found.
     """
     size = max(one.mesh.size for one in (settings, *settings.variants().values()))
     local = size
     if processes is not None:
         local = processes.local_devices or size // (processes.num_processes or 1)
-        jax.distributed.initialize(
-            processes.coordinator,
-            processes.num_processes,
-            processes.process_id,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-        )
+        _join(processes)
     if local > 1:
         with contextlib.suppress(RuntimeError):  # too late: then those that there are must do
             jax.config.update("jax_num_cpu_devices", local)
+
+
+def _join(processes: config.Processes) -> None:
+    """Waits for the other processes."""
+    named = processes.coordinator, processes.num_processes, processes.process_id
+    try:
+        jax.distributed.initialize(*named, heartbeat_timeout_seconds=_HEARTBEAT)
+    except (RuntimeError, ValueError) as error:
+        said = "give --coordinator, --num_processes and --process_id" if named[0] is None else f"got {named}"
+        raise ValueError(f"--distributed: {str(error).splitlines()[0]} ({said})") from None
 
 
 def check(settings: config.Config) -> None:

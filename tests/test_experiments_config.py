@@ -59,6 +59,14 @@ def test_a_sweep_is_a_product_of_values(tmp_path):
     assert same == found
 
 
+def test_processes_are_no_part_of_the_config(tmp_path):
+    words = "--distributed --coordinator host:1234 --num_processes 2 --process_id 1"
+    found = load(tmp_path, BASE, words)
+    assert found.processes == ("host:1234", 2, 1, None) and found.config == load(tmp_path, BASE).config
+    assert load(tmp_path, BASE, "--distributed").processes == (None, None, None, None)
+    assert load(tmp_path, BASE).processes is None
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -86,6 +94,45 @@ def test_a_sweep_is_a_product_of_values(tmp_path):
         (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
         (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
         (["--task.kind skills --task.shortest 5 --task.longest 16"], "task.shortest: expected at least 7"),
+        (["--mesh.heads 0"], "mesh.heads: expected > 0, got 0"),
+        (["--mesh.data 3"], "mesh.data: expected a divisor of train.batch=4, got 3"),
+        (["--mesh.data 4 --evaluate.batch 6"], "mesh.data: expected a divisor of evaluate.batch=6, got 4"),
+        (["--model.num_heads 6 --mesh.heads 4"], "mesh.heads: expected a divisor of model.num_heads=6, got 4"),
+        (
+            ["--model.num_heads 12 --model.num_kv_heads 6 --mesh.heads 4"],
+            "mesh.heads: expected a divisor or a multiple of model.num_kv_heads=6, got 4",
+        ),
+        (
+            ["--mesh.sequence 5"],
+            "mesh.sequence: expected a divisor of the 32 tokens of a sequence of task.kind=copy, got 5",
+        ),
+        (["--task.kind copy_string --mesh.sequence 2"], "mesh.sequence: expected a divisor of the 41 tokens"),
+        (["--mesh.heads 4"], "controls.one_head: mesh.heads: expected a divisor of model.num_heads=1, got 4"),
+        (
+            ["--evaluate.look_length 16"],
+            "evaluate.look_length: expected an option of task.kind=shift_bank alone, got 16",
+        ),
+        (
+            ["--task.kind shift_bank --evaluate.look_length 16"],
+            "evaluate.look_length: expected null with model.position=learned, which numbers tokens, got 16",
+        ),
+        (
+            ["--task.kind shift_bank --model.position relative --evaluate.look_length 7"],
+            "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7",
+        ),
+        (["--process_id 1"], "process_id: expected --distributed beside it"),
+        (
+            ["--distributed --process_id 0 --num_processes 2"],
+            "coordinator: missing; expected all of coordinator, num_processes and process_id, or none of them",
+        ),
+        (
+            ["--distributed --coordinator here --num_processes 2 --process_id 1"],
+            "coordinator: expected HOST:PORT, got 'here'",
+        ),
+        (
+            ["--distributed --coordinator a:1 --num_processes 2 --process_id 2"],
+            "process_id: expected 0 to under num_processes=2, got 2",
+        ),
         (["train: {stepz: 3}\n"], "train.stepz: no such option; did you mean train.steps?"),
         (["--train.stepz 3"], "train.stepz: no such option; did you mean train.steps?"),
         (["--train.steps abc"], "train.steps: expected int, got abc"),
@@ -133,9 +180,15 @@ def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         config.load(["--help"])
     text = capsys.readouterr().out
-    sections = {"task": config.Task, "model": config.Model, "train": config.Train, "evaluate": config.Evaluate}
+    sections = {
+        "task": config.Task,
+        "model": config.Model,
+        "train": config.Train,
+        "evaluate": config.Evaluate,
+        "mesh": config.Mesh,
+    }
     names = [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
-    for name in [*names, "name", "description", "controls", "sweep", "claims", "check"]:
+    for name in [*names, "name", "description", "controls", "sweep", "claims", "check", *config.Processes._fields]:
         # an option, then words of explanation before the type in brackets
         assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Z\"c]\w+.*?\(", text, re.S), name
 

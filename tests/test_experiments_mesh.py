@@ -1,0 +1,114 @@
+"""Training on a mesh: the numbers of one device, what lies where, resumed on another mesh, refused."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import config, devices, evaluate, run, train
+from experiments.__main__ import main as run_main
+from experiments.checkpoint import Checkpoints
+
+TINY = """
+name: tiny
+task: {kind: copy, length: 12, symbols: 3}
+model: {model_dim: 8, num_heads: 4, num_kv_heads: 2, head_dim: 4}
+train: {seeds: 2, steps: 12, warmup: 2, batch: 4, log_every: 2, look_every: 4, checkpoint_every: 4}
+evaluate: {batch: 8}
+"""
+MESHES = {"data": "--mesh.data 4", "heads": "--mesh.heads 4", "all": "--mesh.data 2 --mesh.heads 2 --mesh.sequence 2"}
+
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
+
+
+def settings(folder, *options):
+    file = folder / "tiny.yaml"
+    file.write_text(TINY)
+    return config.load(["--config", str(file), *" ".join(options).split()]).config
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    return train.train(settings(folder), folder / "out")
+
+
+def assert_close(trained, expected):
+    for (steps, values), (expected_steps, expected_values) in (
+        (trained.history.metrics(), expected.history.metrics()),
+        (trained.history.scores(), expected.history.scores()),
+    ):
+        assert steps.tolist() == expected_steps.tolist() and set(values) == set(expected_values)
+        for name in values:
+            np.testing.assert_allclose(values[name], expected_values[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_numbers_are_those_of_one_device(mesh, tmp_path, on_one_device):
+    trained = train.train(settings(tmp_path, MESHES[mesh]), tmp_path / "out")
+    assert trained.setup.mesh.size == {"data": 4, "heads": 4, "all": 8}[mesh]
+    assert_close(trained, on_one_device)
+    if mesh == "all":
+        found, expected = (evaluate.measure(one.setup, one.params)[0] for one in (trained, on_one_device))
+        for one in (found, expected):  # no weight depends on the keys' biases, which Adam moves by what is rounded
+            del one.scores["max_logit"]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+        labels = np.array([[["a", "mixed", "a", "b"]]] * 2)
+        groups, expected = (evaluate.ablate_groups(x.setup, x.params, labels) for x in (trained, on_one_device))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), groups, expected)
+
+
+def test_heads_and_their_moments_are_split_and_the_rest_is_whole(tmp_path):
+    setup = train.Setup.of(settings(tmp_path, "--mesh.heads 4"))
+    split = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(setup.init()):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shapes = {shard.data.shape for shard in leaf.addressable_shards}
+        if shapes != {leaf.shape}:
+            assert leaf.size == 4 * np.prod(*shapes)
+            split.add(name.removeprefix("params/").removeprefix("optimizer/1/0/"))
+    of_heads = {"query/kernel", "query/bias", "out/kernel"}  # two key/value heads cannot be split over four devices
+    trees = ("params", "mu/params", "nu/params")
+    assert split == {f"{tree}/layer_0/attention/{name}" for tree in trees for name in of_heads}
+
+
+def test_a_batch_is_split_over_sequences_and_tokens(tmp_path):
+    setup = train.Setup.of(settings(tmp_path, MESHES["all"]))
+    batch = jax.jit(lambda key: devices.split(setup.mesh, setup.task.sample(key, 4)))(setup.keys[0])
+    for name, leaf in batch._asdict().items():
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 6, *leaf.shape[2:])}, name
+    jax.tree.map(np.testing.assert_array_equal, batch, setup.task.sample(setup.keys[0], 4))
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_run_goes_on_with_other_devices(tmp_path, on_one_device, monkeypatch):
+    save, last = Checkpoints.save, 0
+
+    def save_and_stop(self, step, state):
+        save(self, step, state)
+        if step == last:
+            raise Stopped
+
+    monkeypatch.setattr(Checkpoints, "save", save_and_stop)
+    out = tmp_path / "out"
+    for last, words in ((4, MESHES["all"]), (8, "--mesh.heads 2")):
+        wanted = settings(tmp_path, words)
+        run.prepare(wanted, out)
+        with pytest.raises(Stopped):
+            train.train(wanted, out)
+    run.prepare(settings(tmp_path), out)
+    trained = train.train(settings(tmp_path), out)
+    assert_close(trained, on_one_device)
+    with pytest.raises(run.DifferentConfig, match=r"train.batch was 4, now 8$"):
+        run.prepare(settings(tmp_path, "--train.batch 8"), out)
+
+
+def test_devices_that_are_not_there_are_named(tmp_path, capsys):
+    settings(tmp_path)
+    words = "--train.batch 16 --evaluate.batch 16 --mesh.data 16".split()
+    assert run_main(["run", "--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), *words]) == 2
+    said = "mesh: expected at most the 8 cpu devices that there are, got data=16 x heads=1 x sequence=1 of tiny"
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert not (tmp_path / "out").exists()
