@@ -134,8 +134,14 @@ def _mesh_rules(config: Config) -> list[_Rule]:
         (
             "mesh.sequence",
             mesh.sequence,
-            tokens % mesh.sequence == 0,
-            f"a divisor of the {tokens} tokens of a sequence of task.kind={config.task.kind}",
+            mesh.sequence == 1 or tokens % (2 * mesh.sequence) == 0,
+            f"two pieces for each to divide the {tokens} tokens of a sequence of task.kind={config.task.kind}",
+        ),
+        (
+            "mesh.sequence",
+            mesh.sequence,
+            mesh.sequence == 1 or config.train.entropy_penalty == 0,
+            "1 with train.entropy_penalty, which needs the weights of whole sequences",
         ),
         *_look_length_rules(config),
     ]

@@ -1,8 +1,8 @@
 """Where a run computes: its mesh of devices, which device holds what, and the processes that share the work.
 
 The mesh has the axes of ``config.Mesh``. Batches are split over "data" and tokens over "sequence"; the parameters of
-attention and the moments that its optimizer keeps of them over "heads". Everything else is on every device, and XLA
-puts in the communication. Random numbers depend on their key alone (``jax_threefry_partitionable``, JAX's default).
+attention and the moments that its optimizer keeps of them over "heads". Everything else is on every device. Attention
+says itself what travels (``jattn.sharding``), and XLA puts in the rest. Random numbers depend on their key alone (``jax_threefry_partitionable``, JAX's default).
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import config
+from jattn.sharding import HeadParallel, Ring, to_zigzag
 
 AXES = ("data", "heads", "sequence")
 # Where the heads are in a parameter of attention, from its end; ["out"]["bias"] has none.
@@ -90,8 +91,20 @@ def of_state(mesh: Mesh, state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 
 
+def attention(mesh: Mesh) -> Ring | HeadParallel | None:
+    """The ``implementation=`` of attention on a mesh."""
+    if mesh.shape["sequence"] > 1:
+        return Ring(mesh, "sequence", batch_axis="data", head_axis="heads", layout="zigzag")
+    return HeadParallel(mesh, "heads", batch_axis="data") if mesh.size > 1 else None
+
+
 def split(mesh: Mesh, batch: Any) -> Any:
-    """A batch of leaves ``[B,T,...]``, sequences over "data" and tokens over "sequence"; within ``jax.jit``."""
+    """A batch of leaves ``[B,T,...]``, sequences over "data" and tokens over "sequence"; within ``jax.jit``.
+
+    Tokens that are split stand in zigzag order, in which every device has the same work under a causal mask.
+    """
+    if mesh.shape["sequence"] > 1:
+        batch = jax.tree.map(lambda leaf: to_zigzag(leaf, mesh.shape["sequence"]), batch)
     return jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data", "sequence")))
 
 

@@ -11,6 +11,7 @@ from experiments import config
 from experiments.tasks import Task
 from jattn import positions, score_mods
 from jattn.linen import MultiHeadDotProductAttention
+from jattn.sharding import HeadParallel, Ring, to_zigzag
 
 # Multiplying scores by this leaves all weight on the largest: scores that differ by 1e-4 are e^-100 apart.
 SHARPNESS = 1e6
@@ -27,6 +28,7 @@ class Transformer(nn.Module):
     max_length: int
     num_places: int
     num_classes: int
+    implementation: Ring | HeadParallel | None = None  # on a mesh; a ring's tokens stand in zigzag order
 
     @nn.compact
     def __call__(
@@ -45,6 +47,9 @@ class Transformer(nn.Module):
             attention: options of every layer's call, such as ``sow_weights``.
         """
         options = self.options
+        where = jnp.arange(tokens.shape[1])  # of each token
+        if isinstance(self.implementation, Ring):
+            where = to_zigzag(where, self.implementation.mesh.shape["sequence"], axis=0)
         embedding = nn.initializers.normal(options.embed_scale)
         x = sum(
             nn.Embed(size, options.model_dim, embedding_init=embedding, name=f"embed_{field}")(tokens[..., field])
@@ -52,12 +57,14 @@ class Transformer(nn.Module):
         )
         if options.position == "learned":
             table = self.param("positions", embedding, (self.max_length, options.model_dim))
-            x = x + table[None, : x.shape[1]]
+            x = x + table[where][None]
         elif options.position == "sinusoidal":
-            x = x + positions.sinusoidal(x.shape[1], options.model_dim)[None]
+            x = x + positions.sinusoidal(x.shape[1], options.model_dim)[where][None]
         for layer in range(options.num_layers):
             here = attention | dict(per_layer[layer] if per_layer else {})
-            x = Block(options, name=f"layer_{layer}")(x, harden, here)
+            if isinstance(self.implementation, Ring) and options.position == "rotary":
+                here["input_positions"] = where
+            x = Block(options, self.implementation, name=f"layer_{layer}")(x, harden, here)
         x = _norm(options, "norm")(x)
         return nn.DenseGeneral((self.num_places, self.num_classes), name="read_out")(x)
 
@@ -66,6 +73,7 @@ class Block(nn.Module):
     """Attention and, where ``mlp_dim`` is not 0, an MLP, each added to the residual stream."""
 
     options: config.Model
+    implementation: Ring | HeadParallel | None = None
 
     @nn.compact
     def __call__(self, x: Array, harden: bool, attend: Mapping[str, Any]) -> Array:
@@ -77,6 +85,7 @@ class Block(nn.Module):
             qkv_features=options.num_heads * options.head_dim,
             value_dim=options.value_dim,
             position=positions.Rotary(base=options.rotary_base) if options.position == "rotary" else None,
+            implementation=self.implementation,
             name="attention",
         )
         x = x + attention(
@@ -104,9 +113,9 @@ def _norm(options: config.Model, name: str) -> Any:
     return nn.LayerNorm(name=name) if options.norm else lambda x: x
 
 
-def make(options: config.Model, task: Task) -> Transformer:
+def make(options: config.Model, task: Task, implementation: Ring | HeadParallel | None = None) -> Transformer:
     """The model of a config, sized for its task."""
-    return Transformer(options, task.vocabulary, task.max_length, len(task.places), task.symbols)
+    return Transformer(options, task.vocabulary, task.max_length, len(task.places), task.symbols, implementation)
 
 
 def layer_by_layer(intermediates: dict[str, Any], name: str) -> list[Any]:

@@ -53,7 +53,8 @@ class Setup:
         )
         seeds = jnp.arange(train.first_seed, train.first_seed + train.seeds)
         keys, mesh = jax.vmap(jax.random.key)(seeds), devices.make(config.mesh)
-        return cls(config, task, model.make(config.model, task), optimizer, keys, mesh)
+        transformer = model.make(config.model, task, devices.attention(mesh))
+        return cls(config, task, transformer, optimizer, keys, mesh)
 
     @property
     def looking(self) -> "Setup":

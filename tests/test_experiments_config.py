@@ -104,9 +104,16 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (
             ["--mesh.sequence 5"],
-            "mesh.sequence: expected a divisor of the 32 tokens of a sequence of task.kind=copy, got 5",
+            "mesh.sequence: expected two pieces for each to divide the 32 tokens of a sequence of task.kind=copy, got 5",
         ),
-        (["--task.kind copy_string --mesh.sequence 2"], "mesh.sequence: expected a divisor of the 41 tokens"),
+        (
+            ["--mesh.sequence 2 --train.entropy_penalty 0.1"],
+            "mesh.sequence: expected 1 with train.entropy_penalty, which needs the weights of whole sequences, got 2",
+        ),
+        (
+            ["--task.kind copy_string --mesh.sequence 2"],
+            "mesh.sequence: expected two pieces for each to divide the 41 tokens",
+        ),
         (["--mesh.heads 4"], "controls.one_head: mesh.heads: expected a divisor of model.num_heads=1, got 4"),
         (
             ["--evaluate.look_length 16"],
