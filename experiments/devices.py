@@ -2,7 +2,8 @@
 
 The mesh has the axes of ``config.Mesh``. Batches are split over "data" and tokens over "sequence"; the parameters of
 attention and the moments that its optimizer keeps of them over "heads". Everything else is on every device. Attention
-says itself what travels (``jattn.sharding``), and XLA puts in the rest. Random numbers depend on their key alone (``jax_threefry_partitionable``, JAX's default).
+says itself what travels (``jattn.sharding``), and XLA puts in the rest. Random numbers depend on their key alone
+(``jax_threefry_partitionable``, JAX's default).
 """
 
 import contextlib
