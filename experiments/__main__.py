@@ -16,7 +16,8 @@ from experiments.bench_cases import CASES, LENGTHS, PARTS, PEERS, Plan
 from experiments.findings import Findings
 
 USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--check]
-                                 [--sweep model.num_heads=1,2,4 ...] [--train.steps 500 ...]
+                                 [--sweep model.num_heads=1,2,4 ...] [--train.steps 500 ...] [--mesh.data 2 ...]
+                                 [--distributed [--coordinator HOST:PORT --num_processes 2 --process_id 0]]
        python -m experiments list
        python -m experiments report --run DIR
        python -m experiments keep --run DIR [--to experiments/results]
@@ -26,7 +27,8 @@ USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [-
 
 run     trains an experiment, its controls, every point of its sweep, and writes the report; stopped and started
         again, it goes on where it was; with --check a claim that fails ends with status 1 (run --help explains
-        every option)
+        every option); --mesh.data, --mesh.heads, --mesh.sequence: on that many devices together; --distributed:
+        the same command on every machine of a cluster
 list    the experiments in configs/
 report  writes the report of a finished run anew
 keep    writes a finished run's claims, numbers and pictures, small enough for a repository, to TO/NAME
