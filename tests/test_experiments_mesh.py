@@ -7,7 +7,7 @@ import pytest
 from experiments import config, devices, evaluate, run, train
 from experiments.__main__ import main as run_main
 from experiments.checkpoint import Checkpoints
-from jattn.sharding import from_zigzag
+from jattn.sharding import from_zigzag, to_zigzag
 
 TINY = """
 name: tiny
@@ -111,3 +111,12 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     said = "mesh: expected at most the 8 cpu devices that there are, got data=16 x heads=1 x sequence=1 of tiny"
     assert capsys.readouterr().err == f"error: {said}\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_tokens_out_of_order_keep_their_positions(tmp_path, position):
+    setup = train.Setup.of(settings(tmp_path, "--mesh.sequence 2", f"--model.position {position}"))
+    plain, tokens = setup.looking.model, setup.task.sample(setup.keys[0], 2).tokens
+    params = plain.init(setup.keys[0], tokens)
+    logits = jax.jit(setup.model.apply)(params, to_zigzag(tokens, 2))
+    np.testing.assert_allclose(from_zigzag(logits, 2), plain.apply(params, tokens), atol=1e-5)
