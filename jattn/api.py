@@ -64,8 +64,8 @@ def dot_product_attention(
         is_causal: a query sees keys at its own position and before (top-left where T differs from S).
         query_seq_lengths, key_value_seq_lengths: integers ``[B]``; what stands behind is not seen, and sees nothing.
         local_window_size: ``(left, right)``, or one number for both: a query sees so many keys beside its own.
-        implementation: a name from ``explain``; None takes the first that can. Or an object with ``run``, such as
-            ``jattn.sharding.Ring``.
+        implementation: a name from ``explain``; None takes the first that can. Or an object with ``why_not`` and
+            ``run``, such as a ``jattn.sharding.Ring``.
         return_residual: also return the log-sum-exp.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in ``jattn.score_mods``.
         query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``.
@@ -93,12 +93,8 @@ def dot_product_attention(
     if implementation is None or isinstance(implementation, str):
         chosen = IMPLEMENTATIONS[choose(request, implementation)]
         out, lse = shards.on_each_device(chosen.run, request, ("btnd", "btn"))
-    elif isinstance(implementation, Implementation):
-        out, lse = implementation.run(request)
     else:
-        raise TypeError(
-            f"implementation must be a name, an object with why_not and run, or None, got {implementation!r}"
-        )
+        out, lse = _object(implementation).run(request)
     if sinks is not None:
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:
@@ -234,9 +230,10 @@ def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **op
         make_sinks(sinks, request.query[..., 0])
     place = shards.placement_of(request)
     if named is not None and not isinstance(named, str):
-        return f"{type(named).__name__}: given, as an object"
+        reason = _object(named).why_not(request)
+        return f"{type(named).__name__}: given, as an object" + ("" if reason is None else f", but {reason}")
     if named is not None:
-        _known(named)
+        known(named)
     reasons = {name: one.why_not(request) for name, one in IMPLEMENTATIONS.items()}
     chosen = named if named is not None else choose(request, None)
     lines = [f"{chosen}: taken" + (" by name" if named else "") if reasons[chosen] is None
@@ -254,7 +251,7 @@ def choose(request: Request, named: str | None) -> str:
     if named is None:
         order = [name for name in IMPLEMENTATIONS if _pays(name, request)]
         return next(name for name in order if IMPLEMENTATIONS[name].why_not(request) is None)
-    reason = _known(named).why_not(request)
+    reason = known(named).why_not(request)
     if reason is not None:
         raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None takes one that can")
     return named
@@ -276,7 +273,16 @@ def _where_it_pays(name: str, request: Request) -> str:
     return f"; faster from T * S = {PAIRS} on"
 
 
-def _known(name: str) -> Implementation:
+def _object(implementation: Any) -> Implementation:
+    if isinstance(implementation, type) or not isinstance(implementation, Implementation):
+        raise TypeError(
+            f"implementation must be a name, an object with why_not and run, or None, got {implementation!r}"
+        )
+    return implementation
+
+
+def known(name: str) -> Implementation:
+    """The implementation of that name."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
     return IMPLEMENTATIONS[name]

@@ -67,11 +67,14 @@ class Hoisted:
 
 
 def hoist(mod: Any, *scalars: Any) -> Any:
-    """``mod`` with every plain function in it ``Hoisted``; ``scalars`` describe the arguments of one pair.
+    """``mod`` with every function in it that is no pytree ``Hoisted``; ``scalars``: the arguments of one pair.
 
     What joins others names them in ``joins``, and keeps what it knows beside them.
     """
-    if not holds_plain_function(mod):
+    if mod is None:
+        return None
+    unknown = jax.tree_util.all_leaves([mod])  # a class that JAX cannot look into
+    if not holds_plain_function(mod) and not unknown:
         return mod
     if names := getattr(mod, "joins", ()):
         hoisted = copy.copy(mod)

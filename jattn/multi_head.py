@@ -16,7 +16,7 @@ from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, seen_of
 from jattn.heads import statistics
 from jattn.kernels.shards import dot_general
-from jattn.sharding import Ring
+from jattn.sharding import HeadParallel, Ring
 
 Params = dict[str, dict[str, Array]]
 
@@ -78,6 +78,12 @@ def attend_heads(
             head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
         head_fill, valid = _one_batch_axis(head_fill, lead, 3), _one_batch_axis(valid, lead, 1)
     here: Any = None
+    how = options.get("implementation")
+    if isinstance(how, Ring) and how.layout != "contiguous":  # positions are the tokens', where none are given
+        if cache is not None:
+            raise ValueError(f"cache is filled in the tokens' own order, and the ring's layout is {how.layout!r}")
+        query_positions = how.slots(query.shape[1]) if query_positions is None else query_positions
+        kv_positions = how.slots(key.shape[1]) if kv_positions is None else kv_positions
     if cache is not None:
         here = cache.next_positions(query.shape[1], valid)
         query_positions = kv_positions = here if query_positions is None else query_positions
@@ -104,8 +110,8 @@ def attend_heads(
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
     if asks_for(return_statistics):
         folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
-        if isinstance(options.get("implementation"), Ring):  # no device has whole sequences
-            folded["implementation"] = options["implementation"]
+        if isinstance(how, Ring | HeadParallel):
+            folded["implementation"] = how
         asked = return_statistics if isinstance(return_statistics, Mapping) else {"names": return_statistics}
         of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
         found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)

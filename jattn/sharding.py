@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from jattn.api import IMPLEMENTATIONS, choose, dot_product_attention
+from jattn.api import choose, dot_product_attention, known
 from jattn.blocks import tile, visible_blocks
 from jattn.kernels import blockwise, shards
 from jattn.kernels.shards import Placement
@@ -37,16 +37,23 @@ class HeadParallel:
     batch_axis: Axes = None
     implementation: str | None = None
 
+    def __post_init__(self):
+        _check(self, heads="axis_name", batch="batch_axis")
+
     def why_not(self, request: Request) -> str | None:
         """None, or what each device's implementation, named, has against it."""
-        return None if self.implementation is None else IMPLEMENTATIONS[self.implementation].why_not(request)
+        return None if self.implementation is None else known(self.implementation).why_not(request)
 
     def run(self, request: Request) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
+        chosen = known(choose(request, self.implementation))
+        return self.per_device(chosen.run, request, ("btnd", "btn"))
+
+    def per_device(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``shards.per_device`` with heads and sequences divided."""
         axes = {"batch": ("batch_axis", self.batch_axis), "heads": ("axis_name", self.axis_name)}
         place = Placement.of(self.mesh, **axes).with_types(request.query)
-        chosen = IMPLEMENTATIONS[choose(request, self.implementation)]
-        return shards.per_device(chosen.run, request, place, ("btnd", "btn"))
+        return shards.per_device(fn, request, place, out_axes, *extra)
 
 
 def head_parallel_attention(
@@ -96,8 +103,10 @@ class Ring:
     layout: str = "contiguous"
 
     def __post_init__(self):
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        if not isinstance(self.axis_name, str):
+            raise TypeError(f"axis_name must name one axis of the mesh, got {self.axis_name!r}")
+        _check(self, length="axis_name", batch="batch_axis", heads="head_axis")
+        _chunks(self.layout)
 
     def why_not(self, request: Request) -> str | None:
         """None: it takes every request, or ``run`` says what does not come out even."""
@@ -146,13 +155,13 @@ class Ring:
         place, chunks = self._placement(request), LAYOUTS[self.layout]
         place.check(request, chunks)
         P, T, S = place.parts("length"), request.query.shape[1], request.key.shape[1]
-        steps = range(P)
-        if T and S:
+        steps, by_slot = range(P), request.slot_masks[: request.has_mask_array]
+        given = (request.masks, request.query_positions, request.kv_positions, by_slot)
+        if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
             positions = {
                 name: _order(length, P, self.layout)[None] if getattr(request, name) is None else getattr(request, name)
                 for name, length in (("query_positions", T), ("kv_positions", S))
             }
-            by_slot = request.slot_masks[: request.has_mask_array]
             whole = dataclasses.replace(request, slot_masks=by_slot, **positions)
             may, _ = blockwise.block_table(whole, (T // (P * chunks), S // (P * chunks)))
             if isinstance(may, np.ndarray):
@@ -218,14 +227,12 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
     Raises:
         ValueError: the length is no multiple of ``2 * devices``.
     """
-    x = jnp.asarray(x)
-    return jnp.take(x, _order(x.shape[axis], devices, "zigzag"), axis=axis)
+    return _turn(x, devices, axis, lambda order: order)
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
     """What ``to_zigzag`` made ``x`` of."""
-    x = jnp.asarray(x)
-    return jnp.take(x, np.argsort(_order(x.shape[axis], devices, "zigzag")), axis=axis)
+    return _turn(x, devices, axis, np.argsort)
 
 
 def ring_blocks(
@@ -235,7 +242,9 @@ def ring_blocks(
 
     ``mask``: of positions that are the tokens' own, static, and the same for all sequences and heads.
     """
-    chunks = LAYOUTS[layout]
+    if not callable(mask):
+        raise TypeError(f"mask must be a jattn.masks.Mask or a function, got {type(mask).__name__}")
+    chunks = _chunks(layout)
     rows, columns = (
         _order(length, devices, layout).reshape(devices * chunks, -1) for length in (query_length, kv_length)
     )
@@ -248,7 +257,9 @@ def ring_blocks(
 
 
 def _order(length: int, devices: int, layout: str) -> np.ndarray:
-    chunks = LAYOUTS[layout]
+    chunks = _chunks(layout)
+    if devices < 1:
+        raise ValueError(f"devices must be positive, got {devices}")
     if length % (devices * chunks):
         raise ValueError(
             f"a length of {length} cannot be divided over {devices} devices in a {layout} layout: it must be a "
@@ -258,3 +269,29 @@ def _order(length: int, devices: int, layout: str) -> np.ndarray:
     if layout == "zigzag":
         pieces = pieces[[part for p in range(devices) for part in (p, 2 * devices - 1 - p)]]
     return pieces.reshape(-1)
+
+
+def _turn(x: ArrayLike, devices: int, axis: int, which: Callable) -> Array:
+    x = jnp.asarray(x)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"x of shape {list(x.shape)} has no axis {axis}; say by axis= along which the sequence stands")
+    order = which(_order(x.shape[axis], devices, "zigzag"))
+    lies = jax.typeof(x).sharding if shards.is_typed(x) else None
+    return x.at[(slice(None),) * (axis % x.ndim) + (order,)].get(out_sharding=lies)
+
+
+def _chunks(layout: Any) -> int:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    return LAYOUTS[layout]
+
+
+def _check(how: Any, **arguments: str) -> None:
+    """Raises for a mesh or axes that cannot be, and makes lists of axes tuples, which can be hashed."""
+    if not isinstance(how.mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, got {type(how.mesh).__name__}")
+    for argument in arguments.values():
+        axes = getattr(how, argument)
+        if axes is not None and not isinstance(axes, str):
+            object.__setattr__(how, argument, tuple(axes))
+    Placement.of(how.mesh, **{kind: (argument, getattr(how, argument)) for kind, argument in arguments.items()})

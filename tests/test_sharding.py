@@ -1,5 +1,8 @@
 """Sharded arrays: heads and sequences divided, on meshes of both kinds, and what cannot be divided."""
 
+import dataclasses
+from typing import Any
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,15 @@ import jattn.linen
 import jattn.nnx
 from jattn import heads, masks
 from jattn.score_mods import Alibi, alibi_slopes
-from jattn.sharding import HeadParallel, Ring, head_parallel_attention, ring_attention
+from jattn.sharding import (
+    HeadParallel,
+    Ring,
+    from_zigzag,
+    head_parallel_attention,
+    ring_attention,
+    ring_blocks,
+    to_zigzag,
+)
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 SHARDED = PartitionSpec("data", None, "heads")
@@ -198,7 +209,7 @@ BAD = {
     "no such axis": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="rows"),
         r"axis_name='rows': the mesh has no axis 'rows'; it has 'data' \(2 devices\), 'row' \(4 devices\)"),
     "one axis twice": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="row", batch_axis="row"),
-        r"batch_axis='row': the mesh axis 'row' divides something else already"),
+        r"batch_axis='row': the mesh axis 'row' is given twice"),
     "queries": (lambda q, k, v: ring_attention(q[:, :6], k, v, mesh=ROW, axis_name="row"),
         r"6 queries \(T\) cannot be divided over mesh axis 'row' \(4 devices\): they must be a multiple of 4"),
     "keys": (lambda q, k, v: ring_attention(q, k[:, :7], v[:, :7], mesh=ROW, axis_name="row"), r"7 keys \(S\) cannot .*'row' \(4 devices\)"),
@@ -244,10 +255,136 @@ def test_keys_must_lie_where_queries_do():
     query, key, value = arrays(8)
     query = jax.device_put(query, NamedSharding(mesh, PartitionSpec("data")))
     key, value = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in (key, value))
-    with pytest.raises(ValueError, match="key is sharded as .* its sequences and heads must lie where the query's do"):
-        jattn.dot_product_attention(query, key, value)
+    for one in (query, jnp.asarray(np.asarray(query))):
+        with pytest.raises(
+            ValueError, match="key is sharded as .* its sequences and heads must lie where the query's do"
+        ):
+            jattn.dot_product_attention(one, key, value)
 
 
-def test_an_implementation_that_is_none():
+@pytest.mark.parametrize("shape", [(1, 4), (1, 1)])
+def test_axes_of_one_device_are_part_of_the_type(shape):
+    """So that what goes into a scan has the type of what comes out."""
+    mesh = jax.make_mesh(shape, ("data", "heads"), devices=jax.devices()[: shape[1]])
+    query, key, value = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in arrays(8))
+
+    @jax.jit
+    def run(query):
+        return jax.lax.scan(lambda c, _: (jattn.dot_product_attention(c, key, value), None), query, None, length=2)[0]
+
+    assert jax.typeof(run(query)) == jax.typeof(query)
+
+
+def test_mixed_axes_are_left_as_they_are():
+    """What is automatic, or named by nobody, may divide something all the same: it is not gathered."""
+    given = arrays(8)
+    mixed = jax.make_mesh((2, 4), ("data", "heads"), (AxisType.Explicit, AxisType.Auto))
+    forward = jax.jit(lambda *x: jattn.dot_product_attention(*x, is_causal=True))
+    ring = jax.jit(lambda *x: ring_attention(*x, mesh=mesh_of(AxisType.Auto), axis_name="heads", is_causal=True))
+    in_a_row = NamedSharding(mesh_of(AxisType.Auto), PartitionSpec("data", "heads"))
+    for call, lies in ((forward, NamedSharding(mixed, SHARDED)), (ring, in_a_row)):
+        there = [jax.device_put(x, lies) for x in given]
+        assert "all-gather" not in call.lower(*there).compile().as_text()
+        close(np.asarray(call(*there)), forward(*given))
+
+
+def test_typed_positions_ids_and_orders():
+    mesh = jax.make_mesh((2, 4), ("data", "row"))
+    lie = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    given, how = arrays(8), Ring(mesh, "row")
+    there = [lie(x, "data", "row") for x in given]
+    positions = jnp.broadcast_to(jnp.arange(T), (B, T))[:, ::-1]
+    at = lie(positions, "data", "row")
+    found = jattn.dot_product_attention(*there, is_causal=True, query_positions=at, kv_positions=at, implementation=how)
+    wanted = {"is_causal": True, "query_positions": positions, "kv_positions": positions}
+    close(np.asarray(found), jattn.dot_product_attention(*given, **wanted))
+    ids = jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * B)
+    found = jattn.dot_product_attention(*there, mask=masks.Segments(lie(ids, "data")), implementation=how)
+    close(np.asarray(found), jattn.dot_product_attention(*given, mask=masks.Segments(ids)))
+    turned = jax.jit(lambda x: to_zigzag(x, 4))(there[0])
+    assert jax.typeof(turned) == jax.typeof(there[0])
+    close(np.asarray(turned), to_zigzag(given[0], 4))
+    close(np.asarray(from_zigzag(turned, 4)), given[0])
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_layer_in_zigzag_order_knows_its_positions(module):
+    """Rotary positions and the weights that are shown are those of the tokens, also where nobody says so."""
+    how = Ring(jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), "x", layout="zigzag")
+    x, order = jax.random.normal(jax.random.key(0), (2, 8, 16)), np.asarray(to_zigzag(jnp.arange(8), 2, axis=0))
+    rotary = jattn.positions.Rotary()
+    if module:
+        make = lambda **options: jattn.nnx.MultiHeadAttention(
+            4, 16, decode=False, position=rotary, rngs=nnx.Rngs(0), **options
+        )
+        look = nnx.capture(lambda layer, x: layer(x, is_causal=True, sow_weights=True), nnx.Intermediate)
+        (plain, seen), (turned, seen_there) = look(make(), x), look(make(implementation=how), x[:, order])
+        weights, there = (jax.tree.leaves(one)[0] for one in (seen, seen_there))
+    else:
+        params = jattn.init_multi_head(jax.random.key(1), 16, 4)
+        options = {"is_causal": True, "position": rotary, "return_weights": True}
+        plain, weights = jattn.multi_head_attention(params, x, **options)
+        turned, there = jattn.multi_head_attention(params, x[:, order], **options, implementation=how)
+        with pytest.raises(ValueError, match="cache is filled in the tokens' own order, .* 'zigzag'"):
+            jattn.multi_head_attention(params, x, implementation=how, cache=jattn.init_cache(2, 16, 4, 4))
+    close(turned, plain[:, order])
+    close(there, weights[:, :, order][..., order])
+
+
+def test_statistics_with_divided_heads():
+    query, key, _ = arrays(4)
+    how = HeadParallel(mesh_of(AxisType.Auto), "heads", "data")
+    close(
+        heads.statistics(query, key, is_causal=True, implementation=how), heads.statistics(query, key, is_causal=True)
+    )
     with pytest.raises(Exception, match="implementation"):
-        jattn.dot_product_attention(*arrays(8), implementation=3)
+        heads.statistics(query, key, implementation="xla")
+
+
+def test_a_score_function_that_jax_cannot_look_into():
+    @dataclasses.dataclass(frozen=True)
+    class Scaled:
+        by: Any
+
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return score * self.by
+
+    def loss(by, how):
+        return jnp.sum(jattn.dot_product_attention(*arrays(8), score_mod=Scaled(by), implementation=how) ** 2)
+
+    ring = Ring(jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), "x")
+    close(jax.grad(lambda by: loss(by, ring))(jnp.float32(1.5)), jax.grad(lambda by: loss(by, "xla"))(jnp.float32(1.5)))
+
+
+ODD = {
+    "mesh": (lambda: Ring(ROW.abstract_mesh, "row"), "mesh"),
+    "axis": (lambda: Ring(ROW, "nope"), r"axis_name='nope': the mesh has no axis 'nope'"),
+    "no axis": (lambda: Ring(ROW, None), "axis_name"),
+    "twice": (lambda: HeadParallel(ROW, ("row", "row")), "'row' is given twice"),
+    "the class": (lambda: jattn.dot_product_attention(*arrays(8), implementation=Ring), "implementation"),
+    "a number": (lambda: jattn.explain(*arrays(8), implementation=3), "implementation must be a name"),
+    "a name": (
+        lambda: jattn.explain(*arrays(8), implementation=HeadParallel(ROW, "row", implementation="foo")),
+        "got .foo.",
+    ),
+    "ring_blocks, layout": (
+        lambda: ring_blocks(masks.Causal(), 8, 8, devices=2, layout="spiral"),
+        "layout must be one of",
+    ),
+    "ring_blocks, mask": (lambda: ring_blocks(np.ones((8, 8), bool), 8, 8, devices=2), "mask"),
+    "devices": (lambda: to_zigzag(jnp.ones((1, 8)), 0), "devices must be positive, got 0"),
+    "no such axis": (lambda: to_zigzag(jnp.arange(8), 2), r"x of shape \[8\] has no axis 1; say by axis="),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_input_is_named(name):
+    call, message = ODD[name]
+    with pytest.raises(Exception, match=message):
+        call()
+
+
+def test_explain_asks_the_object():
+    how = HeadParallel(ROW, "row", implementation="cudnn")
+    assert "but it needs an NVIDIA GPU" in jattn.explain(*arrays(8), implementation=how)
+    assert hash(HeadParallel(ROW, ["row"])) == hash(HeadParallel(ROW, ("row",)))

@@ -12,7 +12,7 @@ from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
 from jattn.kernels import blockwise, shards
 from jattn.request import Request, make_lse, make_request
-from jattn.sharding import Ring
+from jattn.sharding import HeadParallel, Ring
 
 OF_TOKENS = ("duplicate_token", "induction")
 STATISTICS = (
@@ -29,7 +29,7 @@ def statistics(
     lse: ArrayLike | None = None,
     names: Sequence[str] | None = None,
     eligible: ArrayLike | None = None,
-    implementation: Ring | None = None,
+    implementation: Ring | HeadParallel | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
@@ -56,8 +56,8 @@ def statistics(
         lse: as of ``dot_product_attention(..., return_residual=True)``; computed when None.
         names: which statistics; all that the arguments allow by default.
         eligible: bool ``[B,T]`` or ``[T]``: the queries that count at all; all by default.
-        implementation: a ``jattn.sharding.Ring``, where the sequence is divided over devices. Slots are then those of
-            its layout, but for ``offset_profile``, which goes by token.
+        implementation: a ``jattn.sharding.Ring`` or ``HeadParallel``, for arrays that lie so. In a ring slots are those
+            of its layout, but for ``offset_profile``, which goes by token.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -67,6 +67,8 @@ def statistics(
         ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
     """
     names = _names(names, tokens is not None)
+    if implementation is not None and not isinstance(implementation, Ring | HeadParallel):
+        raise TypeError(f"implementation must be a Ring or HeadParallel of jattn.sharding, got {implementation!r}")
     request = make_request(query, key, None, **options)
     (B, T, _, _), S, one_sequence = request.query.shape, request.key.shape[1], jnp.ndim(query) == 3
     given = lse is not None
@@ -84,10 +86,11 @@ def statistics(
         sums = _sums(request, names, lse, counted, rows, columns)
         return _averages(names, sums, S, lse, given, rows)
 
-    if implementation is None:
+    if not isinstance(implementation, Ring):
         out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
         extra = [(lse, "btn"), *((x, "bt") for x in beside.values())]
-        result = shards.on_each_device(of_device, request, out_axes, *extra)
+        each = shards.on_each_device if implementation is None else implementation.per_device
+        result = each(of_device, request, out_axes, *extra)
     else:
         slots = [implementation.slots(length) for length in (T, S)]
         rows, columns = _data(request, shards.whole_if_explicit(beside), *slots)

@@ -51,12 +51,12 @@ class Placement:
         found: dict[str, tuple[str, ...]] = {}
         for kind, (argument, axes) in asked.items():
             names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-            for name in names:
+            for at, name in enumerate(names):
                 if name not in mesh.shape:
                     has = ", ".join(f"{one!r} ({size} devices)" for one, size in mesh.shape.items())
                     raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
-                if any(name in others for others in found.values()):
-                    raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} divides something else already")
+                if name in names[:at] or any(name in others for others in found.values()):
+                    raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
             found[kind] = names
         return cls(mesh, **found)
 
@@ -164,14 +164,14 @@ def placement_of(request: Request) -> Placement | None:
         ValueError: the length or the head dim is sharded, or key and value lie elsewhere than the query.
     """
     mesh, axes = _explicit(request.query)
-    if mesh is None or not any(axes):
+    if not any(axes) and not any(any(_explicit(x)[1]) for x in (request.key, request.value) if x is not None):
         return None
     batch, length, heads, dim = axes
     for what, names, hint in (
         ("length (axis T)", length, "jattn.sharding.ring_attention takes such, or jax.sharding.reshard them"),
         ("head dim (axis H)", dim, "jax.sharding.reshard them"),
     ):
-        if names:
+        if math.prod(mesh.shape[name] for name in names) > 1:
             sizes = ", ".join(f"{name!r} ({mesh.shape[name]} devices)" for name in names)
             raise ValueError(f"the queries' {what} is sharded over {sizes}, and attention needs it whole: {hint}")
     for name in ("key", "value"):
@@ -186,19 +186,20 @@ def placement_of(request: Request) -> Placement | None:
 
 
 def _explicit(x: Any) -> tuple[Any, list[tuple[str, ...]]]:
-    """The mesh of an array's type, and for each axis the explicit mesh axes (of more than one device) it lies on."""
+    """The mesh of an array's type, and for each axis the explicit mesh axes that it lies on."""
     sharding = jax.typeof(x).sharding
     mesh = sharding.mesh
     if mesh.empty:
         return None, [()] * x.ndim
-    explicit = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit and mesh.shape[name] > 1
-    }
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     spec = [() if names is None else names if isinstance(names, tuple) else (names,) for names in sharding.spec]
     spec += [()] * (x.ndim - len(spec))
-    return mesh, [tuple(name for name in names if name in explicit) for names in spec]
+    return mesh, [tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in spec]
+
+
+def is_typed(x: Any) -> bool:
+    """Does the array's type say that it is sharded?"""
+    return any(_explicit(x)[1])
 
 
 def per_device(
@@ -220,12 +221,12 @@ def per_device(
         masks=tuple(hoist(mask, *[index] * 4) for mask in request.masks),
         score_mod=hoist(request.score_mod, jax.ShapeDtypeStruct((), score), *[index] * 4),
     )
-    divided, specs = {}, {}
+    divided, divided_specs = {}, {}
     for name, axes in AXES.items():
         whole = getattr(request, name)
         if whole is None:
             continue
-        specs[name] = jax.tree.map(lambda x, axes=axes: place.spec(axes, x.shape, whole_kv_heads), whole)
+        divided_specs[name] = jax.tree.map(lambda x, axes=axes: place.spec(axes, x.shape, whole_kv_heads), whole)
         divided[name] = whole
     extra_specs = [place.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
     leaves, structure = jax.tree.flatten((request.masks, request.score_mod, request.scale, request.dropout))
@@ -248,9 +249,14 @@ def per_device(
         return fn(dataclasses.replace(request, **here), *arrays)
 
     arrays = (divided, traced, *(array for array, _ in extra))
-    in_specs = (specs, [PartitionSpec()] * len(traced), *extra_specs)
+    in_specs = (divided_specs, [PartitionSpec()] * len(traced), *extra_specs)
     out_specs = jax.tree.map(lambda axes: place.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
-    divide = jax.shard_map(part, mesh=place.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    # what nobody named is left to XLA, which may be dividing something over it
+    kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
+    named = {*place.batch, *place.heads, *place.length}
+    manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    divide = jax.shard_map(part, mesh=place.mesh, axis_names=manual, check_vma=False, **specs)
 
     @jax.jit  # also where jit is at work already: in it constants have types, too
     def run(*arrays: Any) -> Any:
