@@ -20,7 +20,7 @@ minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constr
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment of configs/ (half an hour), into runs/"
+	@echo "make experiments   run every experiment of configs/ (about forty minutes), into runs/"
 	@echo "make test          run the tests"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        let ruff format the code"
