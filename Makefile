@@ -37,7 +37,7 @@ experiments: $(VENV)/.installed-test
 	done
 
 test: $(VENV)/.installed-test
-	$(python) -m pytest -n auto --dist loadfile $(ARGS)
+	$(python) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check

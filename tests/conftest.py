@@ -32,6 +32,13 @@ def getkey():
     return lambda: jax.random.fold_in(root, next(count))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_let_go():
+    """What one file's tests have compiled serves no other; kept, it comes to gigabytes that Python's collector walks."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def as_experiments_run():
     """Optax mixes dtypes, where jattn's own tests run under strict promotion."""
