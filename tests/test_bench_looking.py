@@ -1,10 +1,11 @@
 """The looking benchmark: its table on made-up numbers, and the whole of it on tiny sizes."""
 
+import dataclasses
 import json
 
 import pytest
 
-from experiments import bench_looking
+from experiments import bench_looking, config
 from experiments.__main__ import main as run_main
 from experiments.bench_looking import ALL, ENTROPY, FORWARD, LOOKED, STEPS, Sizes
 
@@ -33,6 +34,13 @@ def test_numbers_beyond_their_thresholds_are_not_met():
 def test_the_suite_writes_what_it_measured(monkeypatch, tmp_path, capsys):
     tiny = Sizes(length=300, head_dim=4, configs=("shift_bank",), seconds=1e-3, rounds=1, settle=0.0)
     monkeypatch.setattr(bench_looking, "Sizes", lambda seconds: tiny)
+    read = config.read
+
+    def read_small(file):
+        found = read(file)
+        return dataclasses.replace(found, train=dataclasses.replace(found.train, seeds=1, batch=2), claims=[])
+
+    monkeypatch.setattr(config, "read", read_small)
     assert run_main(["bench", "--suite", "looking", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "looking.json").read_text())
     assert found["statistics"]["temporaries"] > 0
