@@ -104,24 +104,42 @@ def attend_heads(
         z = _through_gate(z, _gate(head_gate, z), head_fill)
     elif head_fill is not None:
         raise ValueError("head_fill without head_gate: the gate says which heads it takes the place of")
-    results = [z.reshape(*lead, *z.shape[-3:])]
-    if return_weights:
-        weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
-        results.append(weights.reshape(*lead, *weights.shape[-3:]))
-    if asks_for(return_statistics):
-        folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
-        if isinstance(how, Ring | HeadParallel):
-            folded["implementation"] = how
-        asked = return_statistics if isinstance(return_statistics, Mapping) else {"names": return_statistics}
-        of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
-        found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)
-        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[z.ndim - 3 :]), found))
-    if return_heads:
-        found = {"query": query, "key": key, "lse": lse, "z": z}
-        results.append({name: x.reshape(*lead, *x.shape[z.ndim - 3 :]) for name, x in found.items()})
+    looks = _looks(query, key, lse, z, lead, options, return_weights, return_statistics, return_heads)
+    results = [z.reshape(*lead, *z.shape[-3:]), *looks]
     if cache is not None:
         results.append(cache)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _looks(
+    query: Array,
+    key: Array,
+    lse: Array,
+    z: Array,
+    lead: tuple[int, ...],
+    options: dict[str, Any],
+    weights: bool,
+    names: Sequence[str] | Mapping[str, Any],
+    parts: bool,
+) -> list[Any]:
+    """What ``attend_heads`` is asked to return beside the output, of its ``weights``, statistics and ``parts``."""
+    results: list[Any] = []
+    if weights:
+        found = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
+        results.append(found.reshape(*lead, *found.shape[-3:]))
+    if asks_for(names):
+        folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
+        how = options.get("implementation")
+        if isinstance(how, Ring | HeadParallel):
+            folded["implementation"] = how
+        asked = names if isinstance(names, Mapping) else {"names": names}
+        of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
+        found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)
+        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[z.ndim - 3 :]), found))
+    if parts:
+        found = {"query": query, "key": key, "lse": lse, "z": z}
+        results.append({name: x.reshape(*lead, *x.shape[z.ndim - 3 :]) for name, x in found.items()})
+    return results
 
 
 def init_multi_head(

@@ -353,7 +353,8 @@ def test_a_score_function_that_jax_cannot_look_into():
         return jnp.sum(jattn.dot_product_attention(*arrays(8), score_mod=Scaled(by), implementation=how) ** 2)
 
     ring = Ring(jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), "x")
-    close(jax.grad(lambda by: loss(by, ring))(jnp.float32(1.5)), jax.grad(lambda by: loss(by, "xla"))(jnp.float32(1.5)))
+    found, wanted = (jax.grad(loss)(jnp.float32(1.5), how) for how in (ring, "xla"))
+    assert found != 0 and abs(found - wanted) <= 1e-5 * abs(wanted)
 
 
 ODD = {

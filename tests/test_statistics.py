@@ -126,6 +126,7 @@ def test_in_blocks_of_any_size(arrays, monkeypatch):
     sizes = functools.partial(choose_blocks, block_sizes=(3, 4))
     monkeypatch.setattr(blockwise, "choose_blocks", sizes)
     found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True))(*arrays)
+    assert set(found) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
     check(found, reference(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S)))
 
 
@@ -136,6 +137,7 @@ def test_score_functions_and_a_known_lse(arrays):
     with jax.numpy_dtype_promotion("standard"):
         _, lse = jattn.dot_product_attention(*arrays, arrays[1], score_mod=bend, return_residual=True)
         found = heads.statistics(*arrays, lse=lse, score_mod=bend)
+    assert (found["support"]["max_weight"] == T).all()
     exact = [x.astype(np.float64) for x in arrays]
     check(found, reference(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv)))
 
