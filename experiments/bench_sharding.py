@@ -209,9 +209,10 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
     return jax.make_mesh((devices,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
-def numbers(name: str, devices: int, layout: str) -> dict[str, Any]:
+def numbers(name: str, devices: int, layout: str, block_sizes: tuple[int, int] | None = None) -> dict[str, Any]:
     """One case in one ring."""
-    results, gradients = in_a_ring(name, Ring(mesh_of(devices), "sequence", layout=layout))
+    how = Ring(mesh_of(devices), "sequence", layout=layout, block_sizes=block_sizes)
+    results, gradients = in_a_ring(name, how)
     wanted_results, wanted_gradients = expected(name)
     each = [off(gradients[key], wanted_gradients[key]) for key in gradients]
     return {"case": name, "devices": devices, "layout": layout, "values": off(results, wanted_results),

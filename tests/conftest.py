@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "agg")  # before matplotlib; also for the commands that tests start
 
@@ -9,12 +11,14 @@ import hypothesis
 import jax
 import pytest
 
+from jattn import staged
+
 # An option and not XLA_FLAGS, so that a command started by a test sees the machine as a user's command would.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A test compiles for far longer than it runs, so LLVM optimises little. With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the
-# environment everything is compiled as users have it; the suite then takes half as long again.
+# environment everything is compiled as users have it; CI runs what is marked `bits` so.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 
@@ -23,6 +27,34 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
+
+COMPILED = pytest.StashKey[str]()
+
+
+def pytest_configure(config):
+    """Compiled programs go to a folder that all workers of this run share and that is gone when it ends."""
+    if hasattr(config, "workerinput"):
+        folder = config.workerinput["compiled"]
+    else:
+        kept = tempfile.TemporaryDirectory(prefix="jattn-tests-", ignore_cleanup_errors=True)
+        config.add_cleanup(kept.cleanup)
+        folder = config.stash[COMPILED] = kept.name
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["compiled"] = node.config.stash[COMPILED]
+
+
+def pytest_collection_modifyitems(items):
+    """Beside those that are marked in their files, slow are the cases that slow.txt lists."""
+    listed = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
@@ -34,9 +66,11 @@ def getkey():
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_let_go():
-    """What one file's tests have compiled serves no other; kept, it comes to gigabytes that Python's collector walks."""
+    """What one file's tests hold in memory serves no other; kept, it comes to gigabytes that Python's collector walks."""
     yield
     jax.clear_caches()
+    staged._compiled.cache_clear()
+    staged._jitted.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -358,6 +358,7 @@ def test_a_peer_that_fails_is_left_out_and_jattn_is_not(tiny):
         bench_attention.time_row(problem, "forward", [peers.InJax("jattn", fails, ("full",))], 1e9, 1e-3)
 
 
+@pytest.mark.slow
 def test_fresh_processes_tell_memory_and_compilation(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr(bench_attention, "COMPILATIONS", 1)
     monkeypatch.setattr(bench_attention, "PASSES", ("forward",))
@@ -369,6 +370,7 @@ def test_fresh_processes_tell_memory_and_compilation(tmp_path, tiny, monkeypatch
     assert "## Peak memory" in text and "| jattn | causal | 16 | forward |" in text
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(RuntimeError, match="StopIteration"):
         probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")

@@ -180,6 +180,7 @@ def tiny(monkeypatch):
     jax.config.update("jax_platforms", platforms)
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     out = tmp_path / "a" / "b"
     assert run_main(["bench", "--suite", "layers", "--seconds", "0.001", "--out", str(out)]) == 0
@@ -210,6 +211,7 @@ def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
         bench_layers.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn")

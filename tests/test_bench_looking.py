@@ -31,6 +31,7 @@ def test_numbers_beyond_their_thresholds_are_not_met():
     assert not any(one.answer == "met" for one in bench_looking.asked(worse))
 
 
+@pytest.mark.slow
 def test_the_suite_writes_what_it_measured(monkeypatch, tmp_path, capsys):
     tiny = Sizes(length=300, head_dim=4, configs=("shift_bank",), seconds=1e-3, rounds=1, settle=0.0)
     monkeypatch.setattr(bench_looking, "Sizes", lambda seconds: tiny)

@@ -8,6 +8,7 @@ from experiments import bench_sharding
 from experiments.__main__ import main
 
 
+@pytest.mark.slow
 def test_the_suite_writes_what_it_measured(tmp_path):
     sizes = bench_sharding.Sizes(devices=(1, 2), length=64, shapes=((2, 1, 4),), cases=("plain",))
     found = bench_sharding.measure(sizes, tmp_path)

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-import jax
+import chex
 import numpy as np
 import pytest
 
@@ -30,7 +30,7 @@ mesh: {heads: 2, sequence: 2}
 """
 LAST = 16
 
-pytestmark = pytest.mark.usefixtures("as_experiments_run")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_experiments_run")]
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +112,14 @@ def test_two_processes_leave_behind_what_one_does(tiny, whole, killed, tmp_path)
     assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()  # one has written, once
     for step in range(0, LAST + 1, 4):
         one, other = History(whole).look(step), History(out).look(step)
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+        chex.assert_trees_all_equal(one, other)
     assert {file.name for file in out.iterdir()} == {file.name for file in whole.iterdir()}
     assert json.loads((out / "claims.json").read_text()) == []
     one, other = Findings.load(whole), Findings.load(out)
     assert one.environment["device"] == other.environment["device"] == "4 x cpu"
     for name in ("accuracy", "ablated", "divergence", "noise"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    jax.tree.map(np.testing.assert_array_equal, *(state_of(tiny, folder) for folder in (whole, out)))
+    chex.assert_trees_all_equal(*(state_of(tiny, folder) for folder in (whole, out)))
 
 
 def state_of(file, out):

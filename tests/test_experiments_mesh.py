@@ -1,5 +1,6 @@
 """Training on a mesh: the numbers of one device, what lies where, resumed on another mesh, refused."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -44,6 +45,7 @@ def assert_close(trained, expected):
             np.testing.assert_allclose(values[name], expected_values[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_one_device(tmp_path, on_one_device):
     trained = train.train(settings(tmp_path, ALL), tmp_path / "out")
     assert trained.setup.mesh.size == 8
@@ -51,10 +53,10 @@ def test_numbers_are_those_of_one_device(tmp_path, on_one_device):
     found, expected = (evaluate.measure(one.setup, one.params)[0] for one in (trained, on_one_device))
     for one in (found, expected):  # no weight depends on the keys' biases, which Adam moves by what is rounded
         del one.scores["max_logit"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
     labels = np.array([[["a", "mixed", "a", "b"]]])
     groups, expected = (evaluate.ablate_groups(x.setup, x.params, labels) for x in (trained, on_one_device))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), groups, expected)
+    chex.assert_trees_all_close(groups, expected, atol=1e-6)
 
 
 def test_heads_and_their_moments_are_split_and_the_rest_is_whole(tmp_path):
@@ -77,13 +79,14 @@ def test_a_batch_is_split_over_sequences_and_tokens(tmp_path):
     for name, leaf in batch._asdict().items():
         assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 6, *leaf.shape[2:])}, name
     in_order = jax.tree.map(lambda leaf: from_zigzag(leaf, 2), batch)
-    jax.tree.map(np.testing.assert_array_equal, in_order, setup.task.sample(setup.keys[0], 4))
+    chex.assert_trees_all_equal(in_order, setup.task.sample(setup.keys[0], 4))
 
 
 class Stopped(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_devices(tmp_path, on_one_device, monkeypatch):
     save, out = Checkpoints.save, tmp_path / "out"
 
@@ -117,6 +120,6 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
 def test_tokens_out_of_order_keep_their_positions(tmp_path, position):
     setup = train.Setup.of(settings(tmp_path, "--mesh.sequence 2", f"--model.position {position}"))
     plain, tokens = setup.looking.model, setup.task.sample(setup.keys[0], 2).tokens
-    params = plain.init(setup.keys[0], tokens)
+    params = jax.jit(plain.init)(setup.keys[0], tokens)
     logits = jax.jit(setup.model.apply)(params, to_zigzag(tokens, 2))
-    np.testing.assert_allclose(from_zigzag(logits, 2), plain.apply(params, tokens), atol=1e-5)
+    np.testing.assert_allclose(from_zigzag(logits, 2), jax.jit(plain.apply)(params, tokens), atol=1e-5)

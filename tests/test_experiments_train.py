@@ -11,12 +11,13 @@ import time
 import types
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import claims, config, evaluate, run, train
+from experiments import claims, config, evaluate, report, run, train
 from experiments.__main__ import main as run_main
 from experiments.checkpoint import Checkpoints
 from experiments.findings import Findings
@@ -81,6 +82,8 @@ def state_of(out):
         return checkpoints.load(40, setup.init())
 
 
+@pytest.mark.slow
+@pytest.mark.bits
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
     whole, broken, cache = tmp_path / "whole", tmp_path / "broken", tmp_path / "cache"
     finish(start(tiny, whole, cache))
@@ -94,7 +97,7 @@ def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
         one, other = History(whole).look(step), History(broken).look(step)
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
-    jax.tree.map(np.testing.assert_array_equal, state_of(whole), state_of(broken))
+    chex.assert_trees_all_equal(state_of(whole), state_of(broken))
 
 
 def test_a_history_cut_anywhere_rewinds_to_the_checkpoint(tmp_path):
@@ -125,23 +128,31 @@ def test_numbers_read_back_as_the_same_float32(tmp_path, getkey):
     np.testing.assert_array_equal(history.metrics()[1]["loss"][:, 0], values[0])
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tiny, tmp_path, monkeypatch, capsys):
-    step = train.train_step
+@pytest.mark.bits
+def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch, capsys):
+    """It stops where a loss is not finite, and keeps the last checkpoint before."""
+    real, words = train._stop_unless_finite, ["--config", str(tiny), "--train.steps", "16"]
 
-    def breaks(setup, state, key, at):
-        state, metrics = step(setup, state, key, at)
-        second = jnp.all(jax.random.key_data(key) == jax.random.key_data(setup.keys[1]))
-        metrics["finite"] &= ~((at >= 21) & second)
-        return state, metrics
+    def breaks(setup, begin, finite):
+        broken = begin + np.arange(len(finite)) == 13
+        real(setup, begin, finite & ~(broken[:, None] & (np.arange(finite.shape[1]) == 1)))
 
-    monkeypatch.setattr(train, "train_step", breaks)
-    out = tmp_path / "out"
-    assert run_main(["run", "--config", str(tiny), "--out", str(out)]) == 1
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = train.train(config.load(words).config, whole)
+    monkeypatch.setattr(train, "_stop_unless_finite", breaks)
+    assert run_main(["run", *words, "--out", str(broken)]) == 1
     said = capsys.readouterr().err
-    assert "seed 1" in said and "step 22;" in said and said.count("\n") == 1
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        assert checkpoints.latest == 16
-    assert "NaN" not in (out / "metrics.jsonl").read_text()
+    assert "seed 1" in said and "step 14;" in said and said.count("\n") == 1
+    with Checkpoints(broken / "checkpoints") as checkpoints:
+        assert checkpoints.latest == 8
+    assert "NaN" not in (broken / "metrics.jsonl").read_text()
+
+    monkeypatch.undo()
+    found = train.train(config.load(words).config, broken)
+    assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
+    for step in range(0, 17, 4):
+        chex.assert_trees_all_equal(History(whole).look(step), History(broken).look(step))
+    chex.assert_trees_all_equal(found.params, expected.params)
 
 
 def test_an_update_that_is_not_finite_is_seen(tiny):
@@ -154,6 +165,36 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
     assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
 
 
+SHORT = """
+name: short
+task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
+model: {model_dim: 4, num_heads: 2, head_dim: 2}
+train: {seeds: 1, steps: 2, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 2}
+evaluate: {batch: 8}
+claims:
+- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 1}
+"""
+
+
+def test_a_short_experiment_writes_its_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "write_figures", lambda *_: [])  # test_report.py draws them
+    file, out = tmp_path / "short.yaml", tmp_path / "out"
+    file.write_text(SHORT)
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0
+    assert "holds" in capsys.readouterr().out
+    found = Findings.load(out)
+    assert found.places == ["1 back", "3 back"] and found.scores["1 back"].shape == (1, 3, 1, 2)
+    assert found.ablated.shape == (1, 1, 2, 2) and found.divergence.shape == (1, 2, 2, 2)
+    page = (out / "report.html").read_text()
+    assert "Claims: 1 of 1 hold" in page
+    (out / "report.html").unlink()
+    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == page
+    capsys.readouterr()
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6"]) == 2
+    assert capsys.readouterr().err == f"error: {out} holds another run: train.steps was 2, now 6\n"
+
+
+@pytest.mark.slow
 def test_one_experiment_from_end_to_end(tmp_path, capsys, monkeypatch):
     file, out = tmp_path / "string.yaml", tmp_path / "out"
     file.write_text("""
@@ -236,10 +277,11 @@ def test_groups_of_heads_are_switched_off_together(tiny):
     labels = np.array([[["a", "mixed"]], [["a", "a"]]])
     found = evaluate.ablate_groups(setup, params, labels)
     assert list(found) == ["a"] and found["a"].shape == (2, 4)
+    apply = jax.jit(setup.model.apply)
     for seed, gates in enumerate(([0.0, 1.0], [0.0, 0.0])):
         one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], params)
         batch = setup.task.sample(jax.random.fold_in(setup.keys[seed], train.TEST_DATA), 8)
-        logits = setup.model.apply(one, batch.tokens, per_layer=[{"head_gate": jnp.array(gates)}])
+        logits = apply(one, batch.tokens, per_layer=[{"head_gate": jnp.array(gates)}])
         np.testing.assert_allclose(found["a"][seed], train.judge(logits, batch)[0], atol=1e-6)
 
 

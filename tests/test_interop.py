@@ -283,15 +283,14 @@ def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
 
     model, tokens = interop.from_tensors(bert_tensors(), BERT), np.arange(10).reshape(2, 5) % VOCABULARY
     valid, window = np.array([[True] * 5, [True] * 3 + [False] * 2]), np.tri(5, dtype=bool)
-    plain = model(tokens, valid=valid)
-    by_array = model(tokens, valid=valid, mask=window[None, None])
-    by_mask = model(tokens, valid=valid, mask=masks.Causal())
+    run = lambda **options: nnx.jit(lambda model: model(tokens, valid=valid, **options))(model)
+    plain, by_array, by_mask = run(), run(mask=window[None, None]), run(mask=masks.Causal())
     assert not np.allclose(plain, by_array, atol=1e-3)
     np.testing.assert_allclose(by_array, by_mask, atol=1e-5)
     short = model(tokens[1:, :3], mask=window[None, None, :3, :3])
     np.testing.assert_allclose(by_mask[1:, :3], short, atol=1e-5)
     layers = [{"mask": masks.Causal()}] * LAYERS
-    np.testing.assert_allclose(model(tokens, valid=valid, per_layer=layers), by_mask, atol=1e-6)
+    np.testing.assert_allclose(run(per_layer=layers), by_mask, atol=1e-6)
     with pytest.raises(ValueError, match=rf"per_layer must have options for each of {LAYERS} layers, got 1"):
         model(tokens, per_layer=[{}])
 
@@ -341,6 +340,7 @@ def test_minilm_knows_what_belongs_together(sentences, embedded):
     assert related.min() > unrelated.max() and related.mean() - unrelated.mean() > 0.3
 
 
+@pytest.mark.bits
 def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
     model, alone = embedded
     look = nnx.capture(pretrained.embed, nnx.Intermediate)

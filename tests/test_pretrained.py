@@ -43,6 +43,7 @@ def config(folder):
     return Config("tiny", "A tiny one.", pretrained=Pretrained(str(folder), "", GROUPS), claims=claims)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as_experiments_run, capsys):
     file = tmp_path / "tiny.yaml"
     plain = {key: value for key, value in dataclasses.asdict(config).items() if key in ("name", "pretrained", "claims")}

@@ -106,6 +106,7 @@ def browse(page, folder):
     return dom, [line for line in log.splitlines() if "CONSOLE" in line]
 
 
+@pytest.mark.slow
 def test_the_page_works_in_a_browser(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "write_figures", lambda *_: [])
     findings = synthetic()

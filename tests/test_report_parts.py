@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from test_report import HEADS, LAYERS, embedded, synthetic
+from test_report import embedded, synthetic
 from test_report_page import browse
 
 from experiments import figures, panels, report, report_data
@@ -74,8 +74,10 @@ def test_the_map_keeps_the_distances_that_two_dimensions_hold():
 
 def test_names_on_the_map_touch_nothing():
     findings = synthetic()
-    findings.divergence[0] = 0.5 * (1 - np.eye(LAYERS * HEADS))
-    findings.divergence[0, 0] *= 1e-6  # all on one spot: no name has room for itself
+    # In pixels. Neither is symmetric, where rounding would choose the axes; in the first there is no room for all names.
+    for when, corners in enumerate([[(0, 0), (8, 2), (16, 4), (24, 7)], [(0, 0), (250, 0), (250, 130), (0, 120)]]):
+        points = np.array(corners) / 400
+        findings.divergence[0, when] = ((points[:, None] - points) ** 2).sum(-1)
     (crowded, spread), reach = panels.head_maps(findings)
     assert all(spread.sides) and not all(crowded.sides)
     assert np.abs(spread.points).max() < reach
@@ -176,20 +178,28 @@ def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
     found = findings.example_weights[1, 0, 0, 1, 3:6, 6:9].sum() / 3
     assert abs(packed.reshape(2, 1, 2, 100, 100)[1, 0, 1, 1, 2] - found) < 1e-5
     assert "The 300 tokens are drawn in blocks of 3" in path.read_text(encoding="utf-8")
-    dom, console = browse(path, tmp_path)
-    assert console == [] and '<b id="query">297-299: token297 token298 token299</b>' in dom
     svg = (tmp_path / "figures" / "heads.svg").read_text(encoding="utf-8")
     assert ">0-2<" in svg and "token" not in svg
+
+
+@pytest.mark.slow
+def test_a_browser_draws_a_long_sequence_in_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "write_figures", lambda *_: [])
+    dom, console = browse(report.write_report(large(1, 2, 300, 2, 2, seeds=1), tmp_path), tmp_path)
+    assert console == [] and '<b id="query">297-299: token297 token298 token299</b>' in dom
 
 
 def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = synthetic()
-    for again in ("first", "second"):
-        figures.write_figures(findings, tmp_path / again)
+    figures.write_figures(findings, tmp_path / "first")
+    # again without what hangs on optional parts: each kind of drawing is in the rest
+    few = dataclasses.replace(findings, statistics={}, metrics={}, scores={}, curves={}, controls=[])
+    figures.write_figures(few, tmp_path / "second")
+    for file in (tmp_path / "second").glob("*.svg"):
+        assert file.read_bytes() == (tmp_path / "first" / file.name).read_bytes(), file.name
     for file in (tmp_path / "first").glob("*.svg"):
         text = file.read_text(encoding="utf-8")
-        assert text == (tmp_path / "second" / file.name).read_text(encoding="utf-8"), file.name
         assert len(re.findall("<text", text)) > 5 and "<dc:date>" not in text, file.name
         assert len(text) < 200_000, file.name
     ablation = (tmp_path / "first" / "ablation.svg").read_text(encoding="utf-8")

@@ -77,7 +77,12 @@ def test_a_null_that_could_never_be_passed_is_refused():
 def hard(targets):
     """Query and key of one head that looks at ``targets [T]`` alone."""
     length = len(targets)
-    return 300 * jax.nn.one_hot(jnp.asarray(targets), length)[:, None], jnp.eye(length)[:, None]
+    return 300 * np.eye(length, dtype=np.float32)[targets][:, None], np.eye(length, dtype=np.float32)[:, None]
+
+
+@jax.jit
+def look(query, key, tokens):
+    return heads.statistics(query, key, tokens=tokens, is_causal=True, names=heads.OF_TOKENS)
 
 
 def test_a_perfect_induction_head_scores_1_and_not_a_half():
@@ -87,7 +92,7 @@ def test_a_perfect_induction_head_scores_1_and_not_a_half():
     tokens = np.tile(np.arange(n), 2)
     targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + 1)
     query, key = hard(targets)
-    found = heads.statistics(query, key, tokens=tokens, is_causal=True)
+    found = look(query, key, tokens)
     np.testing.assert_allclose(found["induction"], 1.0, atol=1e-6)
     assert found["support"]["induction"].tolist() == [n]
 
@@ -98,7 +103,7 @@ def test_induction_is_not_off_by_one(shift, pattern):
     n = 12
     tokens = np.tile(np.arange(n), 2)
     targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + shift)
-    found = heads.statistics(*hard(targets), tokens=tokens, is_causal=True)
+    found = look(*hard(targets), tokens)
     other = {"duplicate_token": "induction", "induction": "duplicate_token"}[pattern]
     np.testing.assert_allclose(found[pattern], 1.0, atol=1e-6)
     np.testing.assert_allclose(found[other], 0.0, atol=1e-6)
@@ -109,7 +114,7 @@ def test_a_uniform_causal_head_is_not_coherent():
     coherent. Each row is measured against what it can see."""
     T = 29
     nothing = jnp.zeros((T, 1, 4))
-    found = heads.statistics(nothing, nothing, is_causal=True, names=["entropy"])
+    found = jax.jit(lambda x: heads.statistics(x, x, is_causal=True, names=["entropy"]))(nothing)
     np.testing.assert_allclose(found["entropy"], 1.0, atol=1e-6)
     weights = np.tri(T, dtype=np.float32) / np.arange(1, T + 1, dtype=np.float32)[:, None]
     np.testing.assert_allclose(heads.entropy(jnp.asarray(weights), jnp.tri(T, dtype=bool)), 1.0, atol=1e-6)
