@@ -11,10 +11,12 @@ Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp o
 
 from jattn import heads, masks, positions, score_mods, sharding
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
-from jattn.attention import attend, merge, over_heads
+from jattn.attention import attend, merge
 from jattn.blocks import block_mask
 from jattn.cache import KVCache, append, init_cache
 from jattn.kernels import Unsupported
+from jattn.lifting import over_heads
+from jattn.mods import pytree_dataclass, static_field
 from jattn.multi_head import init_multi_head, multi_head_attention
 
 __version__ = "0.1.0"
@@ -37,6 +39,8 @@ __all__ = [
     "multi_head_attention",
     "over_heads",
     "positions",
+    "pytree_dataclass",
     "score_mods",
     "sharding",
+    "static_field",
 ]

@@ -1,30 +1,22 @@
 """``dot_product_attention``: checks the input, chooses an implementation, calls it."""
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.attention import merge
-from jattn.kernels import Implementation, Unsupported, blockwise, cudnn, decode, shards, xla
+from jattn.choice import choose, explain_choice, object_given
+from jattn.kernels import Implementation, shards, xla
+from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
-from jattn.request import Request, make_lse, make_request, make_sinks
+from jattn.request import AttentionKeywords, Request, ScoreKeywords, ScoreOptions, make_lse, make_request, make_sinks
 from jattn.score_mods import ScoreMod
 
-# The order in which ``implementation=None`` tries them: it takes the first whose ``why_not`` has no objection, and
-# "decode" and "blockwise" only where they pay (``_pays``). cudnn stands behind xla, so it is taken by name alone, until
-# the conformance table has passed on a GPU.
-IMPLEMENTATIONS: dict[str, Implementation] = {"decode": decode, "blockwise": blockwise, "xla": xla, "cudnn": cudnn}
 
-# T * S of a head, from where on the dense matrix costs more time than the loop over its blocks (measured on CPU:
-# experiments/results), and memory anyway. Beside few queries or keys the matrix itself grows linearly.
-PAIRS, FEW = 2**20, 16
-# Numbers in all keys for each query, from where on reading them chunk by chunk pays (measured on CPU).
-KEYS = 2**20
-
-
+@overload
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -32,7 +24,30 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | MaskFunction | None = None,
     *,
-    scale: float | None = None,
+    return_residual: Literal[False] = False,
+    implementation: str | Implementation | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    *,
+    return_residual: Literal[True],
+    implementation: str | Implementation | None = None,
+    **options: Unpack[AttentionKeywords],
+) -> tuple[Array, Array]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    *,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -84,6 +99,7 @@ def dot_product_attention(
         ValueError, TypeError: an argument's shape or dtype does not fit; the message names it.
         Unsupported: the named ``implementation`` cannot do this; the message says why.
     """
+    _check_value(value)
     request = make_request(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
@@ -91,10 +107,9 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
     if implementation is None or isinstance(implementation, str):
-        chosen = IMPLEMENTATIONS[choose(request, implementation)]
-        out, lse = shards.on_each_device(chosen.run, request, ("btnd", "btn"))
+        out, lse = shards.on_each_device(choose(request, implementation).run, request, ("btnd", "btn"))
     else:
-        out, lse = _object(implementation).run(request)
+        out, lse = object_given(implementation).run(request)
     if sinks is not None:
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:
@@ -108,27 +123,15 @@ def attention_weights(
     bias: ArrayLike | None = None,
     mask: ArrayLike | MaskFunction | None = None,
     *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
-    score_mod: ScoreMod | None = None,
-    query_positions: ArrayLike | None = None,
-    kv_positions: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    precision: Any = None,
+    **options: Unpack[ScoreKeywords],
 ) -> Array:
     """The weights ``[B,N,T,S]`` (or ``[N,T,S]``) of ``dot_product_attention``, before dropout; float32 (or float64).
 
     Same arguments, same meaning, same errors. Rows sum to 1; to 0 where nothing is seen; with ``sinks``, to less.
     Memory O(N·T·S). Asking for them does not change the bits of the output.
     """
-    request = make_request(
-        query, key, None, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
-        query_positions=query_positions, kv_positions=kv_positions, precision=precision,
-    )  # fmt: skip
+    request = make_request(query, key, None, bias, mask, **options)
     weights, lse = shards.on_each_device(xla.weights, request, ("bnts", "btn"))
     if sinks is not None:
         # what the merge leaves of an output of 1 is the share that the sinks leave to the keys
@@ -145,17 +148,8 @@ def fold_weights(
     key: ArrayLike,
     *,
     lse: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | MaskFunction | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
-    score_mod: ScoreMod | None = None,
-    query_positions: ArrayLike | None = None,
-    kv_positions: ArrayLike | None = None,
-    precision: Any = None,
+    implementation: Blockwise | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Any:
     """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory: looking inside at any length.
 
@@ -174,7 +168,8 @@ def fold_weights(
         init: any pytree of arrays: the first carry, of each head.
         lse: ``[B,T,N]`` (or ``[T,N]``), as ``return_residual=True`` gives it; computed when None. With the lse of a
             call with sinks, rows sum to what the sinks leave.
-        others: as in ``dot_product_attention``.
+        implementation: a ``jattn.kernels.blockwise.Blockwise``, for blocks of a size of your own.
+        options: as in ``dot_product_attention``.
 
     Returns:
         the last carries, each array with leading axes ``[B,N]`` (or ``[N]``).
@@ -195,11 +190,7 @@ def fold_weights(
         fold_weights(received, jnp.zeros(S), query, key)  # [B,N,S]
         fold_weights(entropy, jnp.zeros(T), query, key)  # [B,N,T]
     """
-    request = make_request(
-        query, key, None, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
-        query_positions=query_positions, kv_positions=kv_positions, precision=precision,
-    )  # fmt: skip
+    request = make_request(query, key, None, **options)
     one_sequence = jnp.ndim(query) == 3
     if lse is not None:
         lse = make_lse(lse, request, one_sequence)
@@ -210,79 +201,47 @@ def fold_weights(
     init = jax.tree.map(jnp.asarray, init)
 
     def fold(request: Request, lse: Array | None = None) -> Any:
-        return blockwise.fold(request, of_weights, init, lse)
+        return (implementation or Blockwise()).fold(request, of_weights, init, lse)
 
     known = [] if lse is None else [(lse, "btn")]
     carries = shards.on_each_device(fold, request, jax.tree.map(lambda x: "bn", init), *known)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 
-def explain(query: ArrayLike, key: ArrayLike, value: ArrayLike, *args: Any, **options: Any) -> str:
+def explain(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> str:
     """Which implementation ``dot_product_attention`` takes for these arguments, and why not the others, as text.
 
-    Takes the same arguments and raises for the same mistakes, a named implementation that cannot excepted.
+    Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any of the arrays, and raises for the same mistakes, a
+    named implementation that cannot excepted.
     """
-    named = options.pop("implementation", None)
-    sinks = options.pop("sinks", None)
-    options.pop("return_residual", None)  # never changes the choice
+    leaves, structure = jax.tree.flatten(((query, key, value, *args), options), is_leaf=callable)
+    of_types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    found: list[str] = []
+
+    def look(*arrays: Array) -> None:
+        rest = iter(arrays)
+        given = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+        positional, named = structure.unflatten(given)
+        found.append(_explain(*positional, **named))
+
+    jax.eval_shape(look, *of_types) if of_types else look()
+    return found[0]
+
+
+def _explain(
+    query: Any, key: Any, value: Any, *args: Any, implementation: Any = None, sinks: Any = None,
+    return_residual: bool = False, **options: Any,
+) -> str:  # fmt: skip
+    # return_residual never changes the choice
+    _check_value(value)
     request = make_request(query, key, value, *args, **options)
     if sinks is not None:
         make_sinks(sinks, request.query[..., 0])
     place = shards.placement_of(request)
-    if named is not None and not isinstance(named, str):
-        reason = _object(named).why_not(request)
-        return f"{type(named).__name__}: given, as an object" + ("" if reason is None else f", but {reason}")
-    if named is not None:
-        known(named)
-    reasons = {name: one.why_not(request) for name, one in IMPLEMENTATIONS.items()}
-    chosen = named if named is not None else choose(request, None)
-    lines = [f"{chosen}: taken" + (" by name" if named else "") if reasons[chosen] is None
-             else f"{chosen}: named, but {reasons[chosen]}"]  # fmt: skip
-    for name, reason in reasons.items():
-        if name != chosen:
-            lines.append(f"{name}: {reason or f'could, too; name it to take it{_where_it_pays(name, request)}'}")
-    if place is not None:
-        lines.append(f"on each device for itself, as the query's type says: {place}")
-    return "\n".join(lines)
+    text = explain_choice(request, implementation)
+    return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"
 
 
-def choose(request: Request, named: str | None) -> str:
-    """The name of the implementation: ``named``, or the first that can and pays."""
-    if named is None:
-        order = [name for name in IMPLEMENTATIONS if _pays(name, request)]
-        return next(name for name in order if IMPLEMENTATIONS[name].why_not(request) is None)
-    reason = known(named).why_not(request)
-    if reason is not None:
-        raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None takes one that can")
-    return named
-
-
-def _pays(name: str, request: Request) -> bool:
-    """Is the implementation worth its loop at these lengths?"""
-    T, S = request.query.shape[1], request.key.shape[1]
-    if name == "decode":
-        return jax.default_backend() == "cpu" and 0 < T < FEW and request.key.size >= T * KEYS
-    return name != "blockwise" or (T * S >= PAIRS and min(T, S) >= FEW)
-
-
-def _where_it_pays(name: str, request: Request) -> str:
-    if _pays(name, request):
-        return ""
-    if name == "decode":
-        return f"; faster on CPU, below {FEW} queries, from {KEYS} numbers in the keys on for each"
-    return f"; faster from T * S = {PAIRS} on"
-
-
-def _object(implementation: Any) -> Implementation:
-    if isinstance(implementation, type) or not isinstance(implementation, Implementation):
-        raise TypeError(
-            f"implementation must be a name, an object with why_not and run, or None, got {implementation!r}"
-        )
-    return implementation
-
-
-def known(name: str) -> Implementation:
-    """The implementation of that name."""
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
-    return IMPLEMENTATIONS[name]
+def _check_value(value: Any) -> None:
+    if value is None:  # to make_request that says that only weights are wanted
+        raise TypeError("value must be an array [B,S,K,D], got None; for the weights alone there is attention_weights")

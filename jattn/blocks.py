@@ -7,17 +7,18 @@ are NumPy arrays wherever masks and positions are static; the trips through empt
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Var
 
 from jattn.attention import check_mod
-from jattn.masks import Dense, Mask, MaskFunction, bounds
-from jattn.mods import holds_plain_function, mod_semantics, pytree_dataclass
+from jattn.hoist import depends_on
+from jattn.masks import Mask, MaskFunction, bounds
+from jattn.mods import as_part, check, holds_plain_function, known, mod_semantics, pytree_dataclass, static_field
+from jattn.tables import count_pairs
 
 LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
 WORTH = 0.85
@@ -99,6 +100,7 @@ def visible_blocks(
     depends on it.
     """
     (T, S), (rows, columns) = lengths, size
+    b, h, q_positions, kv_positions, slot_masks = known((b, h, q_positions, kv_positions, list(slot_masks)))
     b, h = (x[..., None, None] if np.ndim(x) else x for x in (b, h))
     q_low, q_high = (x[..., :, None] for x in _ranges(q_positions, T, rows))
     kv_low, kv_high = (x[..., None, :] for x in _ranges(kv_positions, S, columns))
@@ -114,7 +116,7 @@ def visible_blocks(
             axes = (-3, -1)
             may = may & cut(cut(array, -2, blocks[0], False), -1, blocks[1], False).any(axes)
             must = must & cut(cut(array, -2, blocks[0], False), -1, blocks[1], False).all(axes)
-    return may, must & may
+        return may, must & may
 
 
 def all_seen(
@@ -134,6 +136,7 @@ def all_seen(
     T, S = lengths
     if T != S or slot_masks or any(map(holds_plain_function, masks)):
         return False
+    masks, b, h, q_positions, kv_positions = known((tuple(masks), b, h, q_positions, kv_positions))
     b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
     q, kv = (np.arange(T) if x is None else x for x in (q_positions, kv_positions))
     with mod_semantics():
@@ -157,7 +160,7 @@ class BlockList:
     row: Any
     column: Any
     starts: Any
-    whole: bool
+    whole: bool = static_field()
 
 
 def block_lists(may: Any, must: Any) -> tuple[BlockList, BlockList]:
@@ -175,32 +178,18 @@ def _list(table: Any) -> BlockList:
     return BlockList(order // table.shape[1], order % table.shape[1], jnp.pad(ends, (1, 0)), whole=False)
 
 
-def _depends_on(mask: MaskFunction, index: str) -> bool:
-    """Does any path lead from the index ``b`` or ``h`` to what ``mask`` returns?"""
-
-    def visible(one):
-        b, h = (one, np.int32(0)) if index == "b" else (np.int32(0), one)
-        with mod_semantics():
-            return mask(b, h, np.int32(0), np.int32(0))
-
-    program = jax.make_jaxpr(visible)(np.int32(0)).jaxpr
-    reached = set(program.invars)
-    for equation in program.eqns:
-        if not reached.isdisjoint(x for x in equation.invars if isinstance(x, Var)):
-            reached.update(equation.outvars)
-    return not reached.isdisjoint(x for x in program.outvars if isinstance(x, Var))
-
-
 @pytree_dataclass
 class BlockMask(Mask):
     """A mask and what is known of its blocks: see ``block_mask``."""
 
-    joins: ClassVar = ("mask",)
     mask: Any
     may: Any
     must: Any
-    lengths: tuple[int, int]
-    size: tuple[int, int]
+    lengths: tuple[int, int] = static_field()
+    size: tuple[int, int] = static_field()
+
+    def check(self, B, N, T, S) -> None:
+        check(self.mask, B, N, T, S)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.mask(b, h, q_idx, kv_idx)
@@ -212,9 +201,9 @@ class BlockMask(Mask):
         inside = (b >= 0) & (b < B) & (h >= 0) & (h < N)
         inside = inside & (q_min >= 0) & (q_max < T) & (kv_min >= 0) & (kv_max < S)
         block = (b, h, q_min // rows, q_max // rows, kv_min // columns, kv_max // columns)
-        may, _ = Dense(self.may).bounds(*block)
-        _, must = Dense(self.must).bounds(*block)
-        return may | (True ^ inside), must & inside
+        some, _, _ = count_pairs(self.may, *block)
+        full, count, within = count_pairs(self.must, *block)
+        return (some > 0) | (True ^ inside), (full == count) & within & inside
 
 
 def block_mask(
@@ -246,8 +235,8 @@ def block_mask(
             are not two positive integers.
         TypeError: ``mask`` does not return bools.
     """
-    for index, argument, count in (("b", "batch", batch), ("h", "num_heads", num_heads)):
-        if count is None and _depends_on(mask, index):
+    for at, index, argument, count in ((0, "b", "batch", batch), (1, "h", "num_heads", num_heads)):
+        if count is None and depends_on(mask, at):
             raise ValueError(f"block_mask: mask makes use of {index}; say by {argument}= over how many it differs")
     size = tile(query_length, kv_length, SMALL) if block_sizes is None else _two_sizes(block_sizes)
     q_blocks, kv_blocks = (
@@ -274,4 +263,4 @@ def block_mask(
     may, must = jax.jit(tables)()
     if not isinstance(may, Tracer):
         may, must = np.asarray(may), np.asarray(must)
-    return BlockMask(mask, may, must, (query_length, kv_length), size)
+    return BlockMask(as_part(mask), may, must, (query_length, kv_length), size)

@@ -1,5 +1,6 @@
 """A cache of keys and values, so that decoding computes each token once: ``KVCache``, ``init_cache``, ``append``."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, ArrayLike
 
 from jattn.masks import Mask, Prefix, SlidingWindow
-from jattn.mods import pytree_dataclass
+from jattn.mods import pytree_dataclass, static_field
 
 
 @pytree_dataclass
@@ -18,14 +19,14 @@ class KVCache:
     """Keys ``[B,C,K,H]`` and values ``[B,C,K,D]`` of the tokens so far, in C slots; a pytree.
 
     ``length``: how many tokens have come, which is the position of the next; integers ``[B]``, or ``[]`` where it is
-    the same for all. The token at position p lies in slot p; with ``rolling`` in slot ``p mod C``, where it replaces
-    the one C before it. What lies in other slots is never seen.
+    the same for all. It keeps its dtype. The token at position p lies in slot p; with ``rolling`` in slot ``p mod C``,
+    where it replaces the one C before it. What lies in other slots is never seen.
     """
 
     key: Any
     value: Any
     length: Any
-    rolling: bool = False
+    rolling: bool = static_field(default=False)
 
     @property
     def capacity(self) -> int:
@@ -35,21 +36,26 @@ class KVCache:
     @property
     def filled(self) -> Array:
         """How many slots hold a token, from slot 0 on: integers ``[B]``."""
-        return jnp.minimum(jnp.broadcast_to(self.length, self.key.shape[:1]), self.capacity)
+        return jnp.minimum(jnp.broadcast_to(self._length, self.key.shape[:1]), self.capacity)
+
+    @property
+    def _length(self) -> Array:
+        """``length`` as positions are: int32, whatever dtype it has and whether or not 64 bits are enabled."""
+        return jnp.asarray(self.length).astype(jnp.int32)
 
     @property
     def slot_positions(self) -> Array | None:
         """The position of each slot's token, ``[B|1, C]``, negative before there was one; None: the slot itself."""
         if not self.rolling:
             return None
-        last = jnp.reshape(self.length, (-1, 1)) - 1
-        return last - (last - np.arange(self.capacity)[None, :]) % self.capacity
+        last = jnp.reshape(self._length, (-1, 1)) - 1
+        return last - (last - np.arange(self.capacity, dtype=np.int32)[None, :]) % self.capacity
 
     def next_positions(self, tokens: int, valid: ArrayLike | None = None) -> Array:
         """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``; -1 where not ``valid``."""
-        length = jnp.asarray(self.length)[..., None]
+        length = self._length[..., None]
         if valid is None:
-            return length + np.arange(tokens, dtype=np.int32).reshape((1,) * (length.ndim - 1) + (-1,))
+            return length + np.arange(tokens, dtype=np.int32).reshape((1,) * (length.ndim - 1) + (tokens,))
         valid = _valid(valid, (self.key.shape[0], tokens))
         return jnp.where(valid, jnp.reshape(length, (-1, 1)) + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
 
@@ -106,17 +112,18 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         positions, length = cache.next_positions(L), cache.length + L
     else:
         valid = _valid(valid, (B, L))
-        positions, length = cache.next_positions(L, valid), cache.length + valid.sum(axis=1, dtype=jnp.int32)
+        count = valid.sum(axis=1, dtype=jnp.int32)
+        positions, length = cache.next_positions(L, valid), cache.length + count.astype(jnp.result_type(cache.length))
     fits = None if cache.rolling else _fits(length, cache.capacity)
     if valid is None and jnp.ndim(cache.length) == 0 and not cache.rolling:
         key, value = (
-            jax.lax.dynamic_update_slice(old, x, (0, cache.length, 0, 0))
+            jax.lax.dynamic_update_slice_in_dim(old, x, cache._length, axis=1)
             for old, x in ((cache.key, key), (cache.value, value))
         )
     else:
         here = jnp.broadcast_to(positions, (B, L))
-        first = jnp.reshape(length, (-1, 1)) - cache.capacity if cache.rolling else 0  # before it: replaced at once
-        slots = jnp.where(
+        first = jnp.reshape(length, (-1, 1)).astype(jnp.int32) - cache.capacity if cache.rolling else 0
+        slots = jnp.where(  # what lies before the first is replaced within this chunk
             here >= jnp.maximum(first, 0), here % cache.capacity if cache.rolling else here, cache.capacity
         )
         rows = np.arange(B)[:, None]
@@ -148,6 +155,28 @@ def seen_of(cache: KVCache, appended: KVCache, key: Array, value: Array, positio
     assert old_positions is not None
     spread = [jnp.broadcast_to(x, (key.shape[0], x.shape[-1])) for x in (old_positions, positions)]
     return *both, options | {"kv_positions": jnp.concatenate(spread, axis=1)}
+
+
+def from_flax(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:
+    """Flax's three cache arrays, ``[..., C, K, H]``, ``[..., C, K, D]`` and ``[]``, as a cache of one batch axis.
+
+    ``key`` ``[..., L, K, H]`` is that of the chunk that is to come. Raises ValueError where it does not fit.
+    """
+    if cached_key.shape[:-3] != key.shape[:-3] or cached_key.shape[-2:] != key.shape[-2:]:
+        wanted = [*cached_key.shape[:-3], "tokens", *cached_key.shape[-2:]]
+        raise ValueError(
+            f"the autoregressive cache, of shape {list(cached_key.shape)}, takes keys of shape {wanted}, got "
+            f"{list(key.shape)}; init_cache with the batch and the greatest length that are to come"
+        )
+    batch = math.prod(key.shape[:-3])
+    key, value = (x.reshape(batch, *x.shape[-3:]) for x in (cached_key, cached_value))
+    return KVCache(key, value, cache_index)
+
+
+def to_flax(cache: KVCache, lead: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """Flax's three cache arrays, with the batch axes ``lead``: the inverse of ``from_flax``."""
+    key, value = (x.reshape(*lead, *x.shape[-3:]) for x in (cache.key, cache.value))
+    return key, value, cache.length
 
 
 def _fits(length: Any, capacity: int) -> Array:

@@ -1,12 +1,17 @@
 """What Flax's two module systems share: the meaning of the arguments of ``MultiHeadAttention`` and ``attention_fn``."""
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from jattn.cache import KVCache, append
+from jattn.attention import softmax_dtype
+from jattn.cache import KVCache, append, to_flax
 from jattn.multi_head import asks_for, attend_heads, common_dtype
 
 
@@ -36,8 +41,62 @@ def attend_as_flax(
         options |= {"query_positions": input_positions, "kv_positions": input_positions if same else None}
     if mask is not None and not callable(mask):
         mask = jnp.asarray(mask, bool)
-        mask = mask.reshape((1,) * (2 - mask.ndim) + mask.shape)
     return attend_heads(query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_rng=dropout_rng, **options)
+
+
+def weights_as_flax(
+    query: Array, key: Array, *, deterministic: bool, dropout_rate: float, dropout_rng: Any, **options: Any
+) -> tuple[Array, Array]:
+    """The weights ``[..., N, T, S]`` of ``attend_as_flax`` before and after dropout, float32 (float64 for float64).
+
+    ``options`` are those of ``attend_as_flax``.
+    """
+    off: dict[str, Any] = {"deterministic": True, "dropout_rate": 0.0, "dropout_rng": None}
+    _, weights = attend_as_flax(query, key, key, return_weights=True, **off, **options)
+    if deterministic or dropout_rate == 0.0:
+        return weights, weights
+    if dropout_rate == 1.0:
+        return weights, jnp.zeros_like(weights)
+    # Where all weights are equal, and the values are the rows of the identity, the output shows which were kept.
+    alike = {"dtype": options["dtype"], "broadcast_dropout": options["broadcast_dropout"], "mask": None}
+    if "input_positions" in options:
+        alike["input_positions"] = options["input_positions"]
+    on: dict[str, Any] = {"deterministic": False, "dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    length = key.shape[-3]
+    identity = jnp.broadcast_to(jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length))
+    kept = attend_as_flax(jnp.zeros_like(query), jnp.zeros_like(key), identity, **on, **alike) != 0
+    return weights, jnp.where(jnp.swapaxes(kept, -2, -3), weights / (1.0 - dropout_rate), 0.0)
+
+
+def to_learn(mod: Any) -> dict[str, Any]:
+    """The float arrays of a score function by the names of their fields; those of a part in a dict of its own."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mod):
+        if is_float_array(leaf):
+            *parts, name = _names(path)
+            place = functools.reduce(lambda place, part: place.setdefault(part, {}), parts, found)
+            place[name] = jnp.array(leaf)  # a copy: parameters may be donated, and two layers may start from one array
+    return found
+
+
+def with_learned(mod: Any, learned: Mapping[str, Any]) -> Any:
+    """``mod`` with the arrays that ``to_learn`` found, as they are by now."""
+
+    def put(path, leaf):
+        return (
+            functools.reduce(lambda place, name: place[name], _names(path), learned) if is_float_array(leaf) else leaf
+        )
+
+    return jax.tree_util.tree_map_with_path(put, mod)
+
+
+def _names(path: tuple) -> list[str]:
+    return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+
+def is_float_array(x: Any) -> bool:
+    """Is it something that is learned?"""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def split_results(
@@ -51,7 +110,7 @@ def split_results(
     """``(z, what to sow by name, cache)`` of what ``attend_as_flax`` returned; weights in the output's dtype."""
     z, *others = results if isinstance(results, tuple) else (results,)
     if force_fp32:
-        z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
+        z = z.astype(softmax_dtype(z))
     found = {}
     if return_weights:
         found["attention_weights"] = others.pop(0).astype(z.dtype)
@@ -102,18 +161,6 @@ def choose_norm(normalize_qk: bool, qk_norm: str | None) -> str | None:
     return "layer" if normalize_qk else qk_norm
 
 
-def as_cache(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:
-    """Flax's three cache arrays, of any number of batch axes, as a cache of one. ``key`` is that of the chunk."""
-    if cached_key.shape[:-3] != key.shape[:-3] or cached_key.shape[-2:] != key.shape[-2:]:
-        wanted = [*cached_key.shape[:-3], "tokens", *cached_key.shape[-2:]]
-        raise ValueError(
-            f"the autoregressive cache, of shape {list(cached_key.shape)}, takes keys of shape {wanted}, got "
-            f"{list(key.shape)}; init_cache with the batch and the greatest length that are to come"
-        )
-    key, value = (x.reshape(-1, *x.shape[-3:]) for x in (cached_key, cached_value))
-    return KVCache(key, value, cache_index)
-
-
 def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
     """Flax's own protocol, for an ``attention_fn`` that knows no cache: ``(key, value, mask, cache)``.
 
@@ -122,8 +169,8 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
     if callable(mask):
         raise ValueError("an attention_fn of your own decodes with Flax's mask arrays; give the mask as an array")
     lead, tokens = key.shape[:-3], key.shape[-3]
-    appended = append(cache, *(x.reshape(-1, *x.shape[-3:]) for x in (key, value)))
-    key, value = (x.reshape(*lead, *x.shape[-3:]) for x in (appended.key, appended.value))
+    appended = append(cache, *(x.reshape(math.prod(lead), *x.shape[-3:]) for x in (key, value)))
+    key, value, _ = to_flax(appended, lead)
     written = jnp.arange(cache.capacity)[None, :] <= cache.next_positions(tokens)[:, None]
     written = jnp.broadcast_to(written, (*lead, 1, *written.shape))
     return key, value, written if mask is None else jnp.logical_and(mask, written), appended

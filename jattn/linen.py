@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike
 
-from jattn.cache import KVCache
+from jattn.cache import KVCache, from_flax, to_flax
 from jattn.flax_common import (
-    as_cache,
     attend_as_flax,
     choose_deterministic,
     choose_norm,
@@ -20,72 +19,14 @@ from jattn.flax_common import (
     join_inputs,
     refuse_extras,
     split_results,
+    to_learn,
+    with_learned,
 )
 from jattn.kernels import Implementation, shards
+from jattn.linen_functions import dot_product_attention
+from jattn.linen_functions import dot_product_attention_weights as dot_product_attention_weights
 from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
-
-
-def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | MaskFunction | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: nn.Module | None = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable[..., Array] | None = None,
-    qk_attn_weights_einsum: Callable[..., Array] | None = None,
-    attn_weights_value_einsum: Callable[..., Array] | None = None,
-    *,
-    is_causal: bool = False,
-    **extras: Any,
-) -> Array:
-    """``flax.linen.dot_product_attention``, argument by argument: the ``attention_fn`` for a model with Flax's modules.
-
-    ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; by ``functools.partial``
-    also with ``is_causal`` and with ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``,
-    ``head_gate``, ``implementation``, with their meaning in ``jattn.multi_head.attend_heads`` and
-    ``jattn.dot_product_attention``.
-
-    Args:
-        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; K may divide N.
-        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
-        module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
-        force_fp32_for_softmax: weights and output in float32. The softmax itself is always computed in at least that.
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: products of your own, such as quantised
-            ones; with them the call goes to Flax's function, which knows no ``extras``.
-        others: as in Flax.
-
-    Returns:
-        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax the mean of the values).
-    """
-    if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
-        if is_causal or callable(mask):
-            raise ValueError("products of your own (einsum) go with Flax's arguments alone: give the mask as an array")
-        refuse_extras(nn.dot_product_attention, **extras)
-        return nn.dot_product_attention(
-            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
-            precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
-            attn_weights_value_einsum,
-        )  # fmt: skip
-    z = attend_as_flax(
-        query, key, value, dtype=dtype, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        is_causal=is_causal, return_weights=module is not None, **extras,
-    )  # fmt: skip
-    z, *weights = z if module is not None else (z,)
-    if force_fp32_for_softmax:
-        z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
-    if module is not None:
-        module.sow("intermediates", "attention_weights", weights[0].astype(z.dtype))
-    return z
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -102,7 +43,8 @@ class MultiHeadDotProductAttention(nn.Module):
         num_kv_heads: K, a divisor of N; N by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x`` for queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``.
+        score_mod: as in ``jattn.dot_product_attention``. Its float arrays are where the parameters ``score_mod`` begin,
+            which are learned; arrays that shall stay as they are go with a ``score_mod`` of the call.
         sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), at first 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: a norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
@@ -200,14 +142,27 @@ class MultiHeadDotProductAttention(nn.Module):
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is both keys and values: leave out inputs_k and inputs_v, or inputs_kv")
-            warnings.warn("inputs_kv is deprecated in Flax: pass inputs_k", DeprecationWarning, stacklevel=2)
+            # these warnings begin as Flax's do, so that filters written for those hold
+            warnings.warn(
+                "The inputs_kv arg will be deprecated soon, as in Flax: pass inputs_k", DeprecationWarning, stacklevel=2
+            )
             inputs_k = inputs_kv
+        elif inputs_k is not None and inputs_v is not None and inputs_v.shape[-2] == inputs_v.shape[-1]:
+            warnings.warn(
+                f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, which has the shape of a "
+                f"mask: if it is one, write mask=",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         inputs_k, inputs_v = join_inputs(inputs_q, inputs_k, inputs_v)
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
         own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
         deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
+        own_mod, learned = self.score_mod, to_learn(self.score_mod)
+        if learned:
+            own_mod = with_learned(own_mod, self.param("score_mod", lambda key: learned))
         options: dict[str, Any] = {
             "mask": mask,
             "dropout_rng": dropout_rng,
@@ -219,7 +174,7 @@ class MultiHeadDotProductAttention(nn.Module):
         }
         extras = {
             "position": self.position,
-            "score_mod": self.score_mod if score_mod is None else score_mod,
+            "score_mod": own_mod if score_mod is None else score_mod,
             "sinks": self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
             if self.sinks
             else None,
@@ -318,12 +273,39 @@ class MultiHeadDotProductAttention(nn.Module):
             return None, None
 
         def keep(cache: KVCache) -> None:
-            cached_key.value = cache.key.reshape(cached_key.value.shape)
-            cached_value.value = cache.value.reshape(cached_value.value.shape)
-            index.value = cache.length
+            cached_key.value, cached_value.value, index.value = to_flax(cache, key.shape[:-3])
 
-        return as_cache(cached_key.value, cached_value.value, index.value, key), keep
+        return from_flax(cached_key.value, cached_value.value, index.value, key), keep
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
     """``flax.linen.MultiHeadAttention``: the above under the name that Linen gives to its parameters."""
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """``flax.linen.SelfAttention``: the above for one input, with Flax's order of arguments and its deprecation."""
+
+    @nn.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: Array,
+        mask: ArrayLike | MaskFunction | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+        sow_weights: bool = False,
+        **options: Any,
+    ) -> Any:
+        """``[..., T, M] -> [..., T, out_features]``; ``options`` are the other keywords of the class above."""
+        warnings.warn(
+            "SelfAttention will be deprecated soon, as in Flax: use MultiHeadDotProductAttention",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return super().__call__(
+            inputs_q,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+            **options,
+        )

@@ -11,13 +11,13 @@ whole block of pairs at once (``bounds``), so that an implementation can skip th
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jattn.mods import mod_semantics, pytree_dataclass
+from jattn.fields import LARGEST, at_least, at_most, check_number, check_sizes, check_table, number, to_int32
+from jattn.mods import as_part, check, known, mod_semantics, pytree_dataclass
+from jattn.tables import count_pairs, look_up, look_up_row, range_in_row, shared
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -40,6 +40,13 @@ class Mask:
         """
         return np.True_, np.False_
 
+    def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` where the mask does not fit B sequences, N heads, T queries and S keys.
+
+        ``dot_product_attention`` calls it. T and S are None where positions are given, because a table by position may
+        then have any length.
+        """
+
     def __and__(self, other):
         return And(self, _as_mask(other))
 
@@ -59,19 +66,29 @@ class Mask:
         raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not by and, or")
 
 
+def _as_parts(mask: Mask, *fields: str) -> None:
+    for name in fields:
+        object.__setattr__(mask, name, _as_mask(getattr(mask, name)))
+
+
 def _as_mask(mask: Any) -> MaskFunction:
     if not callable(mask):
         hint = "; wrap an array as masks.Dense(array)" if hasattr(mask, "shape") else ""
         raise TypeError(f"a mask must be a callable (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}{hint}")
-    return mask
+    if isinstance(mask, type):
+        raise TypeError(f"a mask must be an object, got the class {mask.__name__}; write {mask.__name__}(...)")
+    return as_part(mask)
 
 
 def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-    """``mask.bounds(...)``; a plain function, which cannot say, answers ``(True, False)``."""
+    """``mask.bounds(...)``; a plain function, which cannot say, answers ``(True, False)``.
+
+    Arrays in the mask whose values are at hand are NumPy's to it, and the answer static.
+    """
     if not isinstance(mask, Mask):
         return np.True_, np.False_
     with mod_semantics():
-        return mask.bounds(b, h, q_min, q_max, kv_min, kv_max)
+        return known(mask).bounds(b, h, q_min, q_max, kv_min, kv_max)
 
 
 @pytree_dataclass
@@ -89,20 +106,28 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees ``left`` keys before it, itself, and ``right`` after it: ``-left <= kv - q <= right``.
 
-    The meaning of ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Numbers or scalar arrays.
+    The meaning of ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Integers or integer scalar
+    arrays; from 2^31 - 1 on a side has no end.
     """
 
     left: Any
     right: Any = 0
 
+    def __post_init__(self):
+        check_number(self.left, "masks.SlidingWindow", "left")
+        check_number(self.right, "masks.SlidingWindow", "right")
+
     def __call__(self, b, h, q_idx, kv_idx):
-        offset = kv_idx - q_idx  # a difference of positions does not overflow where q_idx + right could
-        return (-self.left <= offset) & (offset <= self.right)
+        left, right = self._sides()
+        return at_least(kv_idx, q_idx, -left) & at_most(kv_idx, q_idx, right)
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        lowest, highest = kv_min - q_max, kv_max - q_min
-        may = (-self.left <= highest) & (lowest <= self.right)
-        return may, (-self.left <= lowest) & (highest <= self.right)
+        left, right = self._sides()
+        may = at_least(kv_max, q_min, -left) & at_most(kv_min, q_max, right)
+        return may, at_least(kv_min, q_max, -left) & at_most(kv_max, q_min, right)
+
+    def _sides(self):
+        return (number(side, -LARGEST) for side in (self.left, self.right))
 
 
 @pytree_dataclass
@@ -115,11 +140,15 @@ class Prefix(Mask):
 
     length: Any
 
+    def __post_init__(self):
+        check_number(self.length, "masks.Prefix", "length")
+
     def __call__(self, b, h, q_idx, kv_idx):
-        return kv_idx < self.length
+        return kv_idx < number(self.length)
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        return kv_min < self.length, kv_max < self.length
+        length = number(self.length)
+        return kv_min < length, kv_max < length
 
 
 @pytree_dataclass
@@ -132,7 +161,11 @@ class Padding(Mask):
     lengths: Any
 
     def __post_init__(self):
-        _check_table(self.lengths, "Padding", "lengths", ranks=(1,), kind="i")
+        check_table(self.lengths, "masks.Padding", "lengths", ranks=(1,), kind="i")
+        object.__setattr__(self, "lengths", to_int32("masks.Padding: lengths", self.lengths))
+
+    def check(self, B, N, T, S) -> None:
+        check_sizes(self.lengths, "masks.Padding", "lengths", B=B)
 
     def __call__(self, b, h, q_idx, kv_idx):
         length, known = self._length(b)
@@ -143,7 +176,7 @@ class Padding(Mask):
         return (kv_min < length) & known, (kv_max < length) & known
 
     def _length(self, b):
-        return (self.lengths[0], np.True_) if len(self.lengths) == 1 else _look_up(self.lengths, b)
+        return (self.lengths[0], np.True_) if self.lengths.shape[0] == 1 else look_up(self.lengths, b)
 
 
 @pytree_dataclass
@@ -158,18 +191,25 @@ class Segments(Mask):
     kv_ids: Any = None
 
     def __post_init__(self):
-        _check_table(self.query_ids, "Segments", "query_ids", ranks=(1, 2), kind="i")
-        if self.kv_ids is not None:
-            _check_table(self.kv_ids, "Segments", "kv_ids", ranks=(1, 2), kind="i")
+        for name in ("query_ids", "kv_ids")[: 1 if self.kv_ids is None else 2]:
+            ids = getattr(self, name)
+            check_table(ids, "masks.Segments", name, ranks=(1, 2), kind="i")
+            if isinstance(ids, np.ndarray):  # JAX would cut these to 32 bits, where two ids may become one
+                object.__setattr__(self, name, to_int32(f"masks.Segments: {name}", ids))
+
+    def check(self, B, N, T, S) -> None:
+        check_sizes(self.query_ids, "masks.Segments", "query_ids", B=B, T=T)
+        hint = "" if self.kv_ids is not None else "; keys of another length than the queries need kv_ids"
+        check_sizes(self._key_ids(), "masks.Segments", "query_ids" if hint else "kv_ids", hint, B=B, S=S)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        query_id, query_known = _look_up_row(self.query_ids, b, q_idx)
-        kv_id, kv_known = _look_up_row(self._key_ids(), b, kv_idx)
-        return (query_id == kv_id) & query_known & kv_known
+        query_id, query_inside = look_up_row(self.query_ids, b, q_idx)
+        kv_id, kv_inside = look_up_row(self._key_ids(), b, kv_idx)
+        return (query_id == kv_id) & query_inside & kv_inside
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        q_low, q_high, q_all = _range_in_row(self.query_ids, b, q_min, q_max)
-        kv_low, kv_high, kv_all = _range_in_row(self._key_ids(), b, kv_min, kv_max)
+        q_low, q_high, q_all = range_in_row(self.query_ids, b, q_min, q_max)
+        kv_low, kv_high, kv_all = range_in_row(self._key_ids(), b, kv_min, kv_max)
         may = (q_low <= kv_high) & (kv_low <= q_high)
         one_id = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
         return may, one_id & q_all & kv_all
@@ -189,32 +229,21 @@ class Dense(Mask):
     array: Any
 
     def __post_init__(self):
-        _check_table(self.array, "Dense", "array", ranks=(2, 3, 4), kind="b")
+        check_table(self.array, "masks.Dense", "array", ranks=(2, 3, 4), kind="b")
+
+    def check(self, B, N, T, S) -> None:
+        check_sizes(self.array, "masks.Dense", "array", shared="BNTS", B=B, N=N, T=T, S=S)
 
     def __call__(self, b, h, q_idx, kv_idx):
         table = self._table()
         q_idx = q_idx if table.shape[2] != 1 else q_idx * 0
         kv_idx = kv_idx if table.shape[3] != 1 else kv_idx * 0
-        value, known = _look_up(table, *_shared(table, b, h), q_idx, kv_idx)
-        return value & known
+        value, inside = look_up(table, *shared(table, b, h), q_idx, kv_idx)
+        return value & inside
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        table = self._table()
-        xp = _namespace(table)
-        # sums[..., i, j] counts the visible pairs with q < i and kv < j
-        sums = xp.pad(xp.cumsum(xp.cumsum(table, axis=2, dtype=xp.int32), axis=3, dtype=xp.int32),
-                      ((0, 0), (0, 0), (1, 0), (1, 0)))  # fmt: skip
-        q_low, q_high = _clip_interval(q_min, q_max, table.shape[2])
-        kv_low, kv_high = _clip_interval(kv_min, kv_max, table.shape[3])
-
-        def count(q_end, kv_end):
-            return _look_up(sums, *_shared(table, b, h), q_end, kv_end)
-
-        total, known = count(q_high, kv_high)  # known: b and h lie in the table
-        visible = total - count(q_low, kv_high)[0] - count(q_high, kv_low)[0] + count(q_low, kv_low)[0]
-        q_size, kv_size = _interval_size(q_min, q_max, table.shape[2]), _interval_size(kv_min, kv_max, table.shape[3])
-        whole = (q_high - q_low) * (kv_high - kv_low)
-        return (visible > 0) & known, (visible == whole) & (whole == q_size * kv_size) & known
+        visible, pairs, inside = count_pairs(self._table(), b, h, q_min, q_max, kv_min, kv_max)
+        return visible > 0, (visible == pairs) & inside
 
     def _table(self):
         return self.array[(None,) * (4 - self.array.ndim)]
@@ -224,9 +253,15 @@ class Dense(Mask):
 class And(Mask):
     """Visible where both masks say so; write ``a & b``."""
 
-    joins: ClassVar = ("left", "right")
     left: Any
     right: Any
+
+    def __post_init__(self):
+        _as_parts(self, "left", "right")
+
+    def check(self, B, N, T, S) -> None:
+        check(self.left, B, N, T, S)
+        check(self.right, B, N, T, S)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.left(b, h, q_idx, kv_idx) & self.right(b, h, q_idx, kv_idx)
@@ -241,9 +276,15 @@ class And(Mask):
 class Or(Mask):
     """Visible where one of the masks says so; write ``a | b``."""
 
-    joins: ClassVar = ("left", "right")
     left: Any
     right: Any
+
+    def __post_init__(self):
+        _as_parts(self, "left", "right")
+
+    def check(self, B, N, T, S) -> None:
+        check(self.left, B, N, T, S)
+        check(self.right, B, N, T, S)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.left(b, h, q_idx, kv_idx) | self.right(b, h, q_idx, kv_idx)
@@ -258,8 +299,13 @@ class Or(Mask):
 class Not(Mask):
     """Visible where the mask says it is not; write ``~a``."""
 
-    joins: ClassVar = ("mask",)
     mask: Any
+
+    def __post_init__(self):
+        _as_parts(self, "mask")
+
+    def check(self, B, N, T, S) -> None:
+        check(self.mask, B, N, T, S)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return True ^ self.mask(b, h, q_idx, kv_idx)
@@ -286,74 +332,3 @@ def _join(join, masks, name):
     for mask in rest:
         joined = join(joined, mask)
     return joined if isinstance(joined, Mask) else Not(Not(joined))  # one plain function: still a Mask
-
-
-def _check_table(table: Any, mask: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
-    wanted = {"i": "integers", "b": "bools"}[kind]
-    shape, dtype = getattr(table, "shape", None), getattr(table, "dtype", None)
-    if shape is None or dtype is None:
-        raise TypeError(f"masks.{mask}: {argument} must be an array of {wanted}, got {type(table).__name__}")
-    right_kind = jnp.issubdtype(dtype, jnp.integer) if kind == "i" else dtype == bool
-    if len(shape) not in ranks or not right_kind:
-        rank = " or ".join(map(str, ranks))
-        raise TypeError(f"masks.{mask}: {argument} must be {wanted} of rank {rank}, got {dtype} of shape {shape}")
-
-
-def _namespace(*arrays: Any):
-    """NumPy while everything is static, so that a static mask stays static; otherwise jax.numpy."""
-    return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
-
-
-def _look_up(table, *indices) -> tuple[Any, Any]:
-    """``table[indices]`` and whether the indices lie inside the table; outside, the value is that at the edge."""
-    xp = _namespace(table, *indices)
-    known, clipped = np.True_, []
-    for index, size in zip(indices, table.shape, strict=True):
-        if size == 0:
-            return xp.zeros(np.broadcast_shapes(*(np.shape(index) for index in indices)), table.dtype), np.False_
-        known = known & (index >= 0) & (index < size)
-        clipped.append(xp.clip(index, 0, size - 1))
-    return xp.asarray(table)[tuple(clipped)], known
-
-
-def _look_up_row(table, b, index):
-    if table.ndim == 2 and table.shape[0] == 1:  # one row serves every sequence, as an axis of 1 does elsewhere
-        table = table[0]
-    return _look_up(table, index) if table.ndim == 1 else _look_up(table, b, index)
-
-
-def _range_in_row(ids, b, low, high):
-    """Least and greatest id at positions ``low..high``, and whether all of these positions lie in the table.
-
-    Without any, least is the largest integer and greatest the smallest: an interval that meets no other.
-    """
-    xp = _namespace(ids, b, low, high)
-    ids = xp.asarray(ids)  # jax.numpy's own width of integers, of which the largest is taken below
-    low, high, b = (xp.asarray(x)[..., None] for x in (low, high, b))
-    positions = xp.arange(ids.shape[-1])
-    row, known = _look_up_row(ids, b, positions)
-    inside = (low <= positions) & (positions <= high) & known
-    info = jnp.iinfo(ids.dtype)
-    least = xp.min(xp.where(inside, row, info.max), axis=-1, initial=info.max)
-    greatest = xp.max(xp.where(inside, row, info.min), axis=-1, initial=info.min)
-    whole = xp.sum(inside, axis=-1) == (high - low + 1)[..., 0]
-    return least, greatest, whole
-
-
-def _shared(table, b, h):
-    """Batch and head index into a 4-D table whose axes of size 1 serve every batch and head."""
-    xp = _namespace(b, h)  # zeros of their own, and no ``b * 0``: the result shall not even formally depend on b
-    return (b if table.shape[0] != 1 else xp.zeros_like(b)), (h if table.shape[1] != 1 else xp.zeros_like(h))
-
-
-def _clip_interval(low, high, size):
-    """``[low, high]`` as a half-open interval within a table axis; an axis of 1 serves every index."""
-    xp = _namespace(low, high)
-    if size == 1:
-        return low * 0, low * 0 + 1
-    start = xp.clip(low, 0, size)
-    return start, xp.maximum(xp.clip(high + 1, 0, size), start)
-
-
-def _interval_size(low, high, size):
-    return low * 0 + 1 if size == 1 else high - low + 1

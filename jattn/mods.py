@@ -1,89 +1,128 @@
 """What masks and score functions have in common: they are pytrees, and run under NumPy's promotion rules."""
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import Tracer
+from jax.tree_util import GetAttrKey
 
 Class = TypeVar("Class", bound=type)
 
 
-@dataclass_transform(eq_default=False, frozen_default=True)
-def pytree_dataclass(cls: Class) -> Class:
-    """Makes ``cls`` a frozen dataclass and a pytree: arrays are leaves, pytrees are subtrees, all else is static.
+def static_field(**options: Any) -> Any:
+    """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable, and known while JAX traces.
 
-    Equality is identity (``eq=False``), because arrays have no single truth value.
+    ``options`` are those of ``dataclasses.field``, such as ``default``.
+    """
+    return dataclasses.field(metadata={"static": True}, **options)
+
+
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(dataclasses.field, static_field))
+def pytree_dataclass(cls: Class) -> Class:
+    """Makes ``cls`` a frozen dataclass and a pytree. Its fields are children, those by ``static_field`` its structure.
+
+    That is fixed per class and not by what the fields hold, so that trees of shardings, axes or booleans fit wherever
+    trees of arrays do. Children carry the fields' names as keys. ``__init__`` and ``__post_init__`` run when you make
+    one, and not when JAX puts one together, which may have anything for leaves.
+
+    Two that hold no arrays are equal, and hash equally, where their types and all of their fields are; one with arrays
+    is equal to itself alone, because arrays have no single truth value.
+
+    Example: a mask of your own, which keeps its ``bounds``, and with them the skipping of blocks, on every mesh::
+
+        @jattn.pytree_dataclass
+        class Dilated(jattn.masks.Mask):
+            starts: jax.Array  # [B]: an array
+            step: int = jattn.static_field(default=2)
+
+            def __call__(self, b, h, q_idx, kv_idx):
+                return (kv_idx >= self.starts[b]) & ((q_idx - kv_idx) % self.step == 0)
+
+            def bounds(self, b, h, q_min, q_max, kv_min, kv_max):
+                return kv_max >= self.starts[b], False
     """
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
-    names = tuple(field.name for field in dataclasses.fields(cls))
+    fields = dataclasses.fields(cls)
+    data = tuple(field.name for field in fields if not field.metadata.get("static"))
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    keys = tuple(map(GetAttrKey, data))
 
     def flatten(tree):
-        values = {name: getattr(tree, name) for name in names}
-        dynamic = tuple(name for name, value in values.items() if _holds_arrays(value))
-        static = tuple((name, value) for name, value in values.items() if name not in dynamic)
-        return tuple(values[name] for name in dynamic), (dynamic, static)
+        return tuple(getattr(tree, name) for name in data), tuple(getattr(tree, name) for name in static)
 
-    def unflatten(structure, leaves):
-        dynamic, static = structure
+    def flatten_with_keys(tree):
+        children, structure = flatten(tree)
+        return tuple(zip(keys, children, strict=True)), structure
+
+    def unflatten(structure, children):
         tree = object.__new__(cls)  # not cls(...): JAX also unflattens placeholders, which __post_init__ would refuse
-        for name, value in (*zip(dynamic, leaves, strict=True), *static):
+        for name, value in (*zip(data, children, strict=True), *zip(static, structure, strict=True)):
             object.__setattr__(tree, name, value)
         return tree
 
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    for name, method in (("__eq__", _equal), ("__hash__", _hash)):
+        if name not in vars(cls):
+            setattr(cls, name, method)
     return cls
 
 
-def _holds_arrays(value: Any) -> bool:
-    if value is None or isinstance(value, np.generic):
-        return False
-    return hasattr(value, "dtype") or not jax.tree_util.all_leaves([value])
+def _equal(self: Any, other: Any) -> Any:
+    if type(self) is not type(other):
+        return NotImplemented
+    return self is other or (_values(self) is not None and _values(self) == _values(other))
 
 
-def holds_plain_function(mod: Any) -> bool:
-    """Is ``mod`` a plain function, or does it join one? What those capture may change from call to call."""
-    if not dataclasses.is_dataclass(mod):
-        return callable(mod)
-    return any(holds_plain_function(part) for part in vars(mod).values() if callable(part))
+def _hash(self: Any) -> int:
+    values = _values(self)
+    return object.__hash__(self) if values is None else hash(values)
+
+
+def _values(tree: Any) -> Any:
+    """Structure and leaves, for comparison; None where there are arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    if any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves):
+        return None
+    return structure, tuple((type(leaf), leaf) for leaf in leaves)  # with the types: 2 == 2.0 == np.float32(2)
 
 
 @pytree_dataclass
-class Hoisted:
-    """A plain mask or score function, and what it captures as arrays, so that both can be handed on."""
+class Function:
+    """A plain function as a part of a pytree: in its structure, by identity, as an argument static to ``jax.jit``."""
 
-    program: Any  # of scalars: the function is elementwise
-    captured: list[Any]
+    function: Callable = static_field()
 
     def __call__(self, *args):
-        kinds = [variable.aval.dtype for variable in self.program.invars]
-        scalars = (jnp.asarray(arg).astype(kind) for arg, kind in zip(args, kinds, strict=True))
-        return jnp.vectorize(lambda *one: eval_jaxpr(self.program, self.captured, *one)[0])(*scalars)
+        return self.function(*args)
 
 
-def hoist(mod: Any, *scalars: Any) -> Any:
-    """``mod`` with every function in it that is no pytree ``Hoisted``; ``scalars``: the arguments of one pair.
+def as_part(mod: Any) -> Any:
+    """``mod`` as a child of a pytree: a plain function as a ``Function``, all else as it is."""
+    return Function(mod) if isinstance(mod, functools.partial) or _is_leaf(mod) and callable(mod) else mod
 
-    What joins others names them in ``joins``, and keeps what it knows beside them.
+
+def _is_leaf(tree: Any) -> bool:
+    return jax.tree_util.all_leaves([tree])
+
+
+def holds_plain_function(mod: Any) -> bool:
+    """Is ``mod`` a plain function, or does it hold one? What those capture may change from call to call.
+
+    A callable of any class that is not registered with JAX is one, too.
     """
-    if mod is None:
-        return None
-    unknown = jax.tree_util.all_leaves([mod])  # a class that JAX cannot look into
-    if not holds_plain_function(mod) and not unknown:
-        return mod
-    if names := getattr(mod, "joins", ()):
-        hoisted = copy.copy(mod)
-        for name in names:
-            object.__setattr__(hoisted, name, hoist(getattr(mod, name), *scalars))
-        return hoisted
-    with mod_semantics():
-        program = jax.make_jaxpr(mod)(*scalars)
-    return Hoisted(program.jaxpr, list(program.consts))
+    leaves = jax.tree.leaves(mod, is_leaf=is_function)
+    return any(map(callable, leaves))
+
+
+def is_function(tree: Any) -> bool:
+    """Is ``tree`` a plain function as a part of a pytree?"""
+    return isinstance(tree, Function | functools.partial)  # jax.tree_util.Partial is one of these
 
 
 @contextlib.contextmanager
@@ -91,3 +130,29 @@ def mod_semantics() -> Iterator[None]:
     """The promotion rules that masks and score functions run under: NumPy's, whatever the caller's are."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def check(mod: Any, B: Any, N: Any, T: Any, S: Any) -> None:
+    """``mod.check(B, N, T, S)`` where it has one: does it fit so many sequences, heads, queries and keys?
+
+    T, S: None where positions are given, so that tables by position may have any length.
+
+    Raises:
+        ValueError: from there; it names the field, what came and what was expected.
+    """
+    checks = getattr(mod, "check", None)
+    if callable(checks):
+        checks(B, N, T, S)
+
+
+def known(tree: Any) -> Any:
+    """``tree`` with every ``jax.Array`` whose values are at hand as NumPy's, which can be looked at while tracing."""
+
+    def look(x: Any) -> Any:
+        at_hand = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+        return np.asarray(x) if at_hand and not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
+
+    leaves, structure = jax.tree.flatten(tree)
+    seen = [look(leaf) for leaf in leaves]
+    same = all(x is y for x, y in zip(leaves, seen, strict=True))
+    return tree if same else jax.tree.unflatten(structure, seen)

@@ -4,6 +4,7 @@
 ``concat(z_1 .. z_N) W^O`` comes to). Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def attend_heads(
     """
     lead = query.shape[:-3]
     if len(lead) != 1 and (lead or cache is not None):  # Flax's modules take any number of batch axes; here one
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
         for name in ("mask", "bias"):
             options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
@@ -258,7 +259,7 @@ def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
     batch = x.shape[:-trailing] if trailing else x.shape
     if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):
         raise ValueError(f"expected batch axes {lead} and {trailing} more, or {trailing} alone, got {list(x.shape)}")
-    return jnp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(-1, *x.shape[-trailing:])
+    return jnp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(math.prod(lead), *x.shape[-trailing:])
 
 
 def _all_axes(x: Any, rank: int) -> Any:

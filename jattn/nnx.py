@@ -6,72 +6,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, ArrayLike
 
-from jattn.cache import KVCache
+from jattn.cache import KVCache, from_flax, to_flax
 from jattn.flax_common import (
-    as_cache,
     attend_as_flax,
     choose_deterministic,
     choose_norm,
     decode_as_flax,
     head_dims,
+    is_float_array,
     join_inputs,
     refuse_extras,
     split_results,
 )
 from jattn.kernels import Implementation, shards
 from jattn.masks import MaskFunction
+from jattn.nnx_functions import dot_product_attention
+from jattn.nnx_functions import dot_product_attention_weights as dot_product_attention_weights
 from jattn.score_mods import ScoreMod
 
 Metadata = Mapping[str, Any]
 NOTHING: Metadata = MappingProxyType({})
-
-
-def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | MaskFunction | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: nnx.Module | None = None,
-    promote_dtype: Callable = dtypes.promote_dtype,
-    is_causal: bool = False,
-    **extras: Any,
-) -> Array:
-    """``flax.nnx.dot_product_attention``, argument by argument: the ``attention_fn`` for a model with Flax's modules.
-
-    ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; by ``functools.partial`` also with
-    ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``, ``implementation``, with
-    their meaning in ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
-
-    Args:
-        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``.
-        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
-        module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
-        others: as in Flax.
-
-    Returns:
-        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax the mean of the values, or worse).
-    """
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    z = attend_as_flax(
-        query, key, value, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        is_causal=is_causal, return_weights=module is not None, **extras,
-    )  # fmt: skip
-    if module is not None:
-        z, weights = z
-        module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
-    return z
 
 
 class MultiHeadAttention(nnx.Module):
@@ -90,7 +49,8 @@ class MultiHeadAttention(nnx.Module):
         in_kv_features: of the keys' and values' input; ``in_features`` by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x`` for queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``.
+        score_mod: as in ``jattn.dot_product_attention``. Its float arrays become ``nnx.Param``s, which are learned;
+            arrays that shall stay as they are go with a ``score_mod`` of the call, or in as ``nnx.Variable``s.
         sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), at first 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: a norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
@@ -156,7 +116,7 @@ class MultiHeadAttention(nnx.Module):
         self.num_kv_heads, self.head_dim, self.value_dim = dims
         self.dtype, self.param_dtype, self.precision, self.use_bias = dtype, param_dtype, precision, use_bias
         self.broadcast_dropout, self.dropout_rate, self.deterministic = broadcast_dropout, dropout_rate, deterministic
-        self.position, self.score_mod, self.implementation = position, score_mod, implementation
+        self.position, self.score_mod, self.implementation = position, _learned(score_mod), implementation
         self.attention_fn, self.decode = attention_fn, decode
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         linear = shared | {"use_bias": use_bias, "precision": precision}
@@ -278,7 +238,7 @@ class MultiHeadAttention(nnx.Module):
             options["input_positions"] = input_positions
         extras = {
             "position": self.position,
-            "score_mod": self.score_mod if score_mod is None else score_mod,
+            "score_mod": _values(self.score_mod) if score_mod is None else score_mod,
             "sinks": None if self.sinks is None else self.sinks[...],
             "implementation": self.implementation,
             "bias": bias,
@@ -347,16 +307,30 @@ class MultiHeadAttention(nnx.Module):
     def _own_cache(self, key: Array) -> KVCache:
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
             raise ValueError("decode=True, but there is no cache: call init_cache(input_shape) first")
-        return as_cache(self.cached_key[...], self.cached_value[...], self.cache_index[...], key)
+        return from_flax(self.cached_key[...], self.cached_value[...], self.cache_index[...], key)
 
     def _keep(self, cache: KVCache) -> None:
         assert self.cached_key is not None and self.cached_value is not None and self.cache_index is not None
-        self.cached_key[...] = cache.key.reshape(self.cached_key.shape)
-        self.cached_value[...] = cache.value.reshape(self.cached_value.shape)
-        self.cache_index[...] = cache.length
+        self.cached_key[...], self.cached_value[...], self.cache_index[...] = to_flax(cache, self.cached_key.shape[:-3])
 
     def _dropout_key(self, rngs: nnx.Rngs | nnx.RngStream | None) -> jax.Array:
         stream = self.rngs if rngs is None else rngs
         if stream is None:
             raise ValueError("dropout needs a random key: pass rngs=nnx.Rngs(dropout=...) or deterministic=True")
         return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()
+
+
+def _learned(mod: Any) -> Any:
+    """A score function with its float arrays as parameters. One without arrays is no data but a plain attribute."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    leaves = jax.tree.leaves(mod, is_leaf=is_variable)
+    if isinstance(mod, nnx.Module) or not any(isinstance(x, nnx.Variable | jax.Array | np.ndarray) for x in leaves):
+        return mod
+    learn = lambda x: nnx.Param(jnp.array(x)) if is_float_array(x) else x  # a copy: parameters may be donated
+    return nnx.data(jax.tree.map(learn, mod, is_leaf=is_variable))
+
+
+def _values(mod: Any) -> Any:
+    """The score function that ``_learned`` keeps, with the values of its variables."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    return jax.tree.map(lambda x: x[...] if is_variable(x) else x, mod, is_leaf=is_variable)

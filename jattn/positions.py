@@ -6,7 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
+
+from jattn.fields import to_int32
 
 
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
@@ -18,7 +20,7 @@ def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
         raise ValueError(f"sinusoidal: length must be >= 0 and dim >= 1, got length={length}, dim={dim}")
     # float64 on the host: at position 10,000 a float32 angle would be off in the fourth decimal
     angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, dim, 2) / dim)
-    table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, -1)
+    table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim + dim % 2)
     return jnp.asarray(table[:, :dim], jnp.float32)
 
 
@@ -119,8 +121,10 @@ class Rotary:
         frequencies = self.base ** (-np.arange(0, dim, 2) / dim)
         return (frequencies, 1.0) if self.scaling is None else self.scaling(frequencies, self.base)
 
-    def __call__(self, x: Array, positions: Array) -> Array:
+    def __call__(self, x: Array, positions: ArrayLike) -> Array:
         """``x [..., T, N, H]`` turned by ``positions [T]`` or ``[..., T]``."""
+        if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer):
+            positions = to_int32("Rotary: positions", positions)  # which jax.numpy would cut to 32 bits
         positions = jnp.asarray(positions)
         if x.ndim < 3 or positions.shape != x.shape[:-2][-positions.ndim :] or positions.ndim == 0:
             raise ValueError(

@@ -1,16 +1,49 @@
 """What is asked of an implementation: the arguments of ``dot_product_attention``, checked, as one ``Request``."""
 
 import operator
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
-from jattn.attention import Dropout
+from jattn.dropout import Dropout
+from jattn.fields import LARGEST, to_int32
 from jattn.masks import Causal, MaskFunction, SlidingWindow
-from jattn.mods import pytree_dataclass
+from jattn.mods import check, known, pytree_dataclass, static_field
 from jattn.score_mods import ScoreMod
+
+
+class ScoreKeywords(TypedDict, total=False):
+    """The keywords of ``jattn.dot_product_attention`` that weights depend on, sinks excepted."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
+    score_mod: ScoreMod | None
+    query_positions: ArrayLike | None
+    kv_positions: ArrayLike | None
+    precision: Any
+
+
+class ScoreOptions(ScoreKeywords, total=False):
+    """And the two options that may also stand by position: all that weights depend on, sinks excepted."""
+
+    bias: ArrayLike | None
+    mask: ArrayLike | MaskFunction | None
+
+
+class AttentionKeywords(ScoreKeywords, total=False):
+    """All keywords of ``jattn.dot_product_attention`` but ``implementation`` and ``return_residual``."""
+
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    broadcast_dropout: bool
 
 
 @pytree_dataclass
@@ -36,9 +69,9 @@ class Request:
     query_positions: Any
     kv_positions: Any
     dropout: Dropout | None
-    precision: Any
     first_batch: Any = 0  # what masks, score functions and dropout take its first sequence and head for
     first_head: Any = 0
+    precision: Any = static_field(default=None)
 
     @property
     def has_mask_array(self) -> bool:
@@ -53,45 +86,53 @@ def make_request(
 ) -> Request:  # fmt: skip
     """The checked request: everything batched, masks that were keywords as masks."""
     query, key, value = _qkv(query, key, value)
-    B, T, N, H = query.shape
+    B, T, N, _ = query.shape
     S = key.shape[1]
-    masks: list[MaskFunction] = [Causal()] if is_causal else []
+    # where a jitted function captures an array, its values are at hand, and what is static may be looked at
+    look = known if isinstance(query, Tracer) else lambda x: x
+    masks: list[MaskFunction] = [Causal()] if _flag("is_causal", is_causal) else []
     if local_window_size is not None:
         masks.append(SlidingWindow(*_window(local_window_size)))
     slot_masks = []
+    mask, score_mod = _not_a_class("mask", mask), _not_a_class("score_mod", score_mod)
     if callable(mask):
         masks.append(mask)
     elif mask is not None:
-        slot_masks.append(_pairs("mask", mask, (B, N, T, S)))
+        slot_masks.append(_pairs("mask", look(mask), (B, N, T, S)))
         if slot_masks[0].dtype != bool:
             raise TypeError(
                 f"mask must be bool (True: visible), got {slot_masks[0].dtype}; what is to be added is bias="
             )
-    query_lengths = _lengths("query_seq_lengths", query_seq_lengths, B)
-    kv_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, B)
+    query_lengths = _lengths("query_seq_lengths", look(query_seq_lengths), B)
+    kv_lengths = _lengths("key_value_seq_lengths", look(key_value_seq_lengths), B)
     if query_lengths is not None:
-        slot_masks.append(np.arange(T)[None, None, :, None] < query_lengths[:, None, None, None])
+        slot_masks.append(_slots(T)[None, None, :, None] < query_lengths[:, None, None, None])
     if kv_lengths is not None:
-        slot_masks.append(np.arange(S)[None, None, None, :] < kv_lengths[:, None, None, None])
+        slot_masks.append(_slots(S)[None, None, None, :] < kv_lengths[:, None, None, None])
     if bias is not None:
         bias = jnp.asarray(_pairs("bias", bias, (B, N, T, S)))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias must be floating (it is added to the scores), got {bias.dtype}; bools are mask=")
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod must be a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod)}")
+    query_positions = _positions("query_positions", look(query_positions), B, T)
+    kv_positions = _positions("kv_positions", look(kv_positions), B, S)
+    by_slot = query_positions is None and kv_positions is None  # otherwise tables by position are of any length
+    for mod in (*masks, score_mod):
+        check(mod, B, N, *((T, S) if by_slot else (None, None)))
     return Request(
         query=query,
         key=key,
         value=value,
-        scale=H**-0.5 if scale is None and H else scale,
+        scale=_scale(scale, query.shape),
         bias=bias,
         masks=tuple(masks),
         slot_masks=tuple(slot_masks),
         query_lengths=query_lengths,
         kv_lengths=kv_lengths,
         score_mod=score_mod,
-        query_positions=_positions("query_positions", query_positions, B, T),
-        kv_positions=_positions("kv_positions", kv_positions, B, S),
+        query_positions=query_positions,
+        kv_positions=kv_positions,
         dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
         precision=precision,
     )
@@ -99,7 +140,7 @@ def make_request(
 
 def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
     arrays = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
-    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
+    arrays = {name: jnp.asarray(_array(name, x)) for name, x in arrays.items()}
     shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
     rank = arrays["query"].ndim
     if rank not in (3, 4) or any(x.ndim != rank for x in arrays.values()):
@@ -124,11 +165,11 @@ def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
     return query, key, value
 
 
-def _pairs(name: str, array: Any, full: tuple[int, ...]) -> Any:
+def _pairs(name: str, array: Any, full: tuple[Any, ...]) -> Any:
     """``bias`` or ``mask`` as ``[B|1, N|1, T|1, S|1]``."""
-    array = _array(array)
-    axes = full[4 - array.ndim :] if 2 <= array.ndim <= 4 else ()
-    if not axes or any(size not in (1, wanted) for size, wanted in zip(array.shape, axes, strict=True)):
+    array = _array(name, array)
+    axes = full[4 - array.ndim :]
+    if array.ndim > 4 or any(size not in (1, wanted) for size, wanted in zip(array.shape, axes, strict=True)):
         B, N, T, S = full
         hint = ""
         if array.shape == (B, S):
@@ -136,25 +177,25 @@ def _pairs(name: str, array: Any, full: tuple[int, ...]) -> Any:
         elif array.shape in ((B, T, S), (B, 1, S)):
             hint = f"; one per sequence is {name}[:, None]"
         raise ValueError(
-            f"{name} must broadcast to [B, N, T, S] = {list(full)} and have rank 4, 3 ([N, T, S]) or 2 ([T, S]), "
-            f"got shape {list(array.shape)}{hint}"
+            f"{name} must broadcast to [B, N, T, S] = {list(full)} and have rank 4, 3 ([N, T, S]), 2 ([T, S]), 1 ([S]) "
+            f"or 0, got shape {list(array.shape)}{hint}"
         )
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def _lengths(name: str, lengths: Any, batch: int) -> Any:
+def _lengths(name: str, lengths: Any, batch: Any) -> Any:
     if lengths is None:
         return None
-    lengths = _array(lengths)
+    lengths = _array(name, lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [B] = [{batch}], got {lengths.dtype} of shape {list(lengths.shape)}")
-    return lengths
+    return to_int32(name, lengths)
 
 
-def _positions(name: str, positions: Any, batch: int, length: int) -> Any:
+def _positions(name: str, positions: Any, batch: Any, length: Any) -> Any:
     if positions is None:
         return None
-    positions = _array(positions)
+    positions = _array(name, positions)
     if positions.shape not in ((length,), (batch, length), (1, length)) or not jnp.issubdtype(
         positions.dtype, jnp.integer
     ):
@@ -162,33 +203,84 @@ def _positions(name: str, positions: Any, batch: int, length: int) -> Any:
             f"{name} must be integers [{length}] or [B, length] = [{batch}, {length}], "
             f"got {positions.dtype} of shape {list(positions.shape)}"
         )
-    return positions.reshape(-1, length)
+    return to_int32(name, positions if positions.ndim == 2 else positions[None])
 
 
-def _array(x: Any) -> Any:
-    return x if isinstance(x, np.ndarray) else jnp.asarray(x)
+def _slots(length: Any) -> Any:
+    """``arange``, static where the length is: ``jax.export`` knows dimensions by a symbol alone."""
+    return np.arange(length, dtype=np.int32) if isinstance(length, int) else jnp.arange(length, dtype=jnp.int32)
 
 
-def _window(window: SupportsIndex | tuple[SupportsIndex, SupportsIndex]) -> tuple[int, int]:
+def _not_a_class(name: str, mod: Any) -> Any:
+    """``mod``, unless it is what people give by mistake: a class, or several in a list."""
+    if isinstance(mod, type):
+        raise TypeError(f"{name}={mod.__name__} is a class; write {name}={mod.__name__}(...)")
+    if isinstance(mod, list | tuple) and any(map(callable, mod)):
+        how = "masks by & (or masks.and_masks)" if name == "mask" else "score functions by score_mods.then"
+        raise TypeError(f"{name} must be one, got a {type(mod).__name__} of {len(mod)}: join {how}")
+    return mod
+
+
+def _array(name: str, x: Any) -> Any:
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return np.asarray(x) if isinstance(x, np.generic) else x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
+
+
+def _flag(name: str, flag: Any) -> bool:
+    if not isinstance(flag, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, and known while tracing, got {flag!r}")
+    return bool(flag)
+
+
+def _number(name: str, x: Any) -> Any:
+    """One real number: Python's where it is known, otherwise a scalar array."""
+    dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
+    if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        got = f"{dtype} of shape {list(np.shape(x))}" if hasattr(x, "dtype") else repr(x)
+        raise TypeError(f"{name} must be a number or a scalar array, got {got}")
+    return x.item() if isinstance(x, np.ndarray | np.generic) else x
+
+
+def _scale(scale: Any, shape: tuple[Any, ...]) -> Any:
+    if scale is not None:
+        return _number("scale", scale)
+    if shape[-1] == 0:
+        raise ValueError(f"head_dim is 0 (query {list(shape)}), so that 1 / sqrt(head_dim) is no scale; give scale=")
+    return shape[-1] ** -0.5
+
+
+def _window(window: Any) -> tuple[int, int]:
     sides = window if isinstance(window, tuple) else (window, window)
-    if len(sides) != 2 or any(operator.index(side) < 0 for side in sides):  # NumPy's integers are welcome, too
-        raise ValueError(f"local_window_size must be (left, right) or one number, none negative, got {window}")
-    return operator.index(sides[0]), operator.index(sides[1])
+    try:
+        left, right = map(operator.index, sides)  # NumPy's integers are welcome, too
+    except (TypeError, ValueError):
+        left = right = -1
+    if min(left, right) < 0:
+        raise ValueError(f"local_window_size must be (left, right) or one integer, none negative, got {window!r}")
+    return min(left, LARGEST), min(right, LARGEST)
 
 
-def _dropout(rate: float, rng: Array | None, broadcast: bool) -> Dropout | None:
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must lie in [0, 1), got {rate}")
+def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
+    rate = _number("dropout_rate", rate)
+    if isinstance(rate, Tracer):
+        raise TypeError("dropout_rate must be known while tracing: make it a static argument, got a traced array")
+    rate = float(rate)
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"dropout_rate must lie in [0, 1], got {rate}")
     if rate == 0.0:
         return None
     if rng is None:
         raise ValueError(f"dropout_rate={rate} needs dropout_rng, a key from jax.random.key; or pass dropout_rate=0")
-    return Dropout(rate, rng, broadcast)
+    return Dropout(rng, rate, broadcast)
 
 
 def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:
     """``lse [B,T,N]`` of a call that is folded over."""
-    lse = jnp.asarray(given)
+    lse = jnp.asarray(_array("lse", given))
     lse = lse[None] if one_sequence else lse
     if lse.shape != request.query.shape[:3] or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(
@@ -200,7 +292,7 @@ def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:
 
 def make_sinks(sinks: ArrayLike, lse: Array) -> Array:
     """``sinks [N]`` in lse's shape ``[B,T,N]`` and dtype."""
-    sinks = jnp.asarray(sinks)
+    sinks = jnp.asarray(_array("sinks", sinks))
     if sinks.shape != lse.shape[2:] or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(
             f"sinks must be floats [N] = {list(lse.shape[2:])}, got {sinks.dtype} of shape {list(sinks.shape)}"

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jattn.attention import merge, softmax_dtype
-from jattn.kernels import blockwise
+from jattn.kernels.blockwise import Blockwise
 from jattn.request import Request
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of each device
@@ -32,6 +32,7 @@ class Circle:
     devices: int
     layout: str
     steps: tuple[int, ...]
+    blockwise: Blockwise
 
     @property
     def chunks(self) -> int:
@@ -186,7 +187,7 @@ def _forward(circle: Circle, request: Request) -> tuple[Array, Array]:
 
             def pair(state, i, j):
                 before_out, before_lse = (cut(x, i, t, 1) for x in state)
-                out, lse = blockwise.run(circle.part(at_hand, source, i, j))
+                out, lse = circle.blockwise.run(circle.part(at_hand, source, i, j))
                 both = merge(before_out, before_lse, out.astype(dtype), lse)
                 return tuple(put(x, new, i, 1) for x, new in zip(state, both, strict=True))
 
@@ -216,7 +217,7 @@ def _backward(circle: Circle, request: Request, results: Sequence[Array], split,
 
             def pair(carry, i, j):
                 def sums(floats):
-                    return blockwise.sums(circle.part(join(floats, others), source, i, j), cut(lse, i, t, 1))
+                    return circle.blockwise.sums(circle.part(join(floats, others), source, i, j), cut(lse, i, t, 1))
 
                 _, pull = jax.vjp(sums, floats)
                 (change,) = pull(tuple(cut(x, i, t, 1) for x in (numerator, total)))
@@ -267,8 +268,8 @@ def fold(
         part = circle.part(request, source, i, j)
         begin = zeros({"queries": t, "largest": t, "keys": s, "offsets": max(t + s - 1, 0)})
         begin.pop("visible", None)
-        here = blockwise.fold(part, unpacked, begin, cut(lse, i, t, 1), data)
-        return here | ({"visible": blockwise.count_visible(part)} if counted else {})
+        here = circle.blockwise.fold(part, unpacked, begin, cut(lse, i, t, 1), data)
+        return here | ({"visible": circle.blockwise.count_visible(part)} if counted else {})
 
     def of_head(found, request, h):
         lse_here = cut(lse, h, request.query.shape[2], 2)

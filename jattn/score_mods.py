@@ -9,12 +9,13 @@ Gradients reach every array that it holds or captures.
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.mods import pytree_dataclass
+from jattn.fields import LARGEST, to_int32
+from jattn.mods import as_part, check, pytree_dataclass, static_field
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -45,8 +46,15 @@ class Alibi:
     def __post_init__(self):
         _check_float_table("Alibi", "slopes", self.slopes, "[N]", rank=1)
 
+    def check(self, B, N, T, S) -> None:
+        _check_heads("Alibi", "slopes", self.slopes, "[N]", N)
+
     def __call__(self, score, b, h, q_idx, kv_idx):
-        return score - jnp.asarray(self.slopes)[h] * abs(q_idx - kv_idx)
+        slopes = jnp.asarray(self.slopes)
+        dtype = jnp.promote_types(slopes.dtype, jnp.float32)
+        # in two halves, whose differences are exact as floats, also where that of the positions lies beyond int32
+        (q_high, q_low), (kv_high, kv_low) = _halves(q_idx, dtype), _halves(kv_idx, dtype)
+        return score - slopes[h] * abs((q_high - kv_high) * 2**16 + (q_low - kv_low))
 
 
 @pytree_dataclass
@@ -59,8 +67,8 @@ class RelativeBias:
     """
 
     table: Any
-    bidirectional: bool = True
-    max_distance: int = 128
+    bidirectional: bool = static_field(default=True)
+    max_distance: int = static_field(default=128)
 
     def __post_init__(self):
         _check_float_table("RelativeBias", "table", self.table, "[num_buckets, N]", rank=2)
@@ -72,8 +80,11 @@ class RelativeBias:
                 f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
             )
 
+    def check(self, B, N, T, S) -> None:
+        _check_heads("RelativeBias", "table", self.table, "[num_buckets, N]", N)
+
     def __call__(self, score, b, h, q_idx, kv_idx):
-        return score + jnp.asarray(self.table)[self.bucket(kv_idx - q_idx), h]
+        return score + jnp.asarray(self.table)[self.bucket(_offset(q_idx, kv_idx)), h]
 
     def bucket(self, offset):
         """The bucket of each ``offset = kv - q``."""
@@ -101,8 +112,12 @@ class SoftCap:
     cap: Any
 
     def __post_init__(self):
-        if isinstance(self.cap, int | float) and not self.cap > 0:
-            raise ValueError(f"score_mods.SoftCap: cap must be positive, got {self.cap}")
+        cap: Any = self.cap
+        if not isinstance(cap, int | float) and (not hasattr(cap, "dtype") or jnp.ndim(cap)):
+            got = f"shape {cap.shape}" if hasattr(cap, "dtype") else type(cap).__name__
+            raise TypeError(f"score_mods.SoftCap: cap must be a number or a scalar array, got {got}")
+        if isinstance(cap, int | float | np.generic | np.ndarray) and not np.greater(cap, 0):
+            raise ValueError(f"score_mods.SoftCap: cap must be positive, got {cap}")
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)
@@ -112,9 +127,16 @@ class SoftCap:
 class Then:
     """One score function after another; write ``then(first, second, ...)``."""
 
-    joins: ClassVar = ("first", "second")
     first: Any
     second: Any
+
+    def __post_init__(self):
+        for name in ("first", "second"):
+            object.__setattr__(self, name, as_part(getattr(self, name)))
+
+    def check(self, B, N, T, S) -> None:
+        check(self.first, B, N, T, S)
+        check(self.second, B, N, T, S)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.second(self.first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
@@ -123,8 +145,9 @@ class Then:
 def then(*mods: ScoreMod) -> ScoreMod:
     """``mods`` applied in the order given: ``then(f, g)`` is ``g(f(score, ...), ...)``."""
     for mod in mods:
-        if not callable(mod):
-            raise TypeError(f"then: a score function must be callable, got {type(mod).__name__}")
+        if not callable(mod) or isinstance(mod, type):
+            got = f"the class {mod.__name__}" if isinstance(mod, type) else type(mod).__name__
+            raise TypeError(f"then: a score function must be callable, got {got}")
     if not mods:
         raise ValueError("then() needs at least one score function")
     first, *rest = mods
@@ -137,3 +160,28 @@ def _check_float_table(mod: str, argument: str, table: Any, shape: str, rank: in
     if not hasattr(table, "dtype") or table.ndim != rank or not jnp.issubdtype(table.dtype, jnp.floating):
         got = f"{table.dtype} of shape {table.shape}" if hasattr(table, "dtype") else type(table).__name__
         raise TypeError(f"score_mods.{mod}: {argument} must be a float array {shape}, got {got}")
+
+
+def _check_heads(mod: str, argument: str, table: Any, shape: str, num_heads: Any) -> None:
+    if table.shape[-1] != num_heads:
+        raise ValueError(
+            f"score_mods.{mod}: {argument} must be {shape} with N = {num_heads} query heads, got shape "
+            f"{list(table.shape)}"
+        )
+
+
+def _halves(index: Any, dtype: Any) -> tuple[Any, Any]:
+    """``index = high * 2^16 + low``, both as floats."""
+    index = _index(index)
+    return (index >> 16).astype(dtype), (index & 0xFFFF).astype(dtype)
+
+
+def _offset(q_idx: Any, kv_idx: Any) -> Any:
+    """``kv - q`` as int32; at most ``LARGEST`` and at least ``-LARGEST``, so that its negative fits, too."""
+    q_idx, kv_idx = _index(q_idx), _index(kv_idx)
+    offset, after = kv_idx - q_idx, kv_idx > q_idx
+    return jnp.where(after == (offset > 0), jnp.maximum(offset, -LARGEST), jnp.where(after, LARGEST, -LARGEST))
+
+
+def _index(x: Any) -> Any:
+    return to_int32("positions", x if hasattr(x, "dtype") else np.asarray(x))

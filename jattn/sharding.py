@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from jattn.api import choose, dot_product_attention, known
+from jattn.api import dot_product_attention
 from jattn.blocks import tile, visible_blocks
-from jattn.kernels import blockwise, shards
+from jattn.choice import choose, known
+from jattn.kernels import shards
+from jattn.kernels.blockwise import Blockwise, block_table
 from jattn.kernels.shards import Placement
 from jattn.masks import MaskFunction
 from jattn.request import Request
@@ -46,8 +48,7 @@ class HeadParallel:
 
     def run(self, request: Request) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
-        chosen = known(choose(request, self.implementation))
-        return self.per_device(chosen.run, request, ("btnd", "btn"))
+        return self.per_device(choose(request, self.implementation).run, request, ("btnd", "btn"))
 
     def per_device(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
         """``shards.per_device`` with heads and sequences divided."""
@@ -93,7 +94,7 @@ def head_parallel_attention(
 class Ring:
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
-    Arguments as of ``ring_attention``.
+    Arguments as of ``ring_attention``; ``block_sizes`` as of ``jattn.kernels.blockwise.Blockwise``.
     """
 
     mesh: jax.sharding.Mesh
@@ -101,6 +102,7 @@ class Ring:
     batch_axis: Axes = None
     head_axis: Axes = None
     layout: str = "contiguous"
+    block_sizes: tuple[int, int] | None = None
 
     def __post_init__(self):
         if not isinstance(self.axis_name, str):
@@ -163,11 +165,11 @@ class Ring:
                 for name, length in (("query_positions", T), ("kv_positions", S))
             }
             whole = dataclasses.replace(request, slot_masks=by_slot, **positions)
-            may, _ = blockwise.block_table(whole, (T // (P * chunks), S // (P * chunks)))
+            may, _ = block_table(whole, (T // (P * chunks), S // (P * chunks)))
             if isinstance(may, np.ndarray):
                 of_devices, here = may.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
                 steps = [r for r in steps if r == 0 or of_devices[here, (here - r) % P].any()]
-        return Circle(self.axis_name, P, self.layout, tuple(steps))
+        return Circle(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes))
 
     def _placement(self, request: Request) -> Placement:
         axes = {

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks
-from jattn.attention import Dropout, dropout_keep, dropout_seeds
+from jattn.attention import dense_weights, make_head
+from jattn.dropout import Dropout, dropout_keep, dropout_seeds
 
 
 def qkv(getkey, T=7, S=11, N=6, K=3, H=5, D=13):
@@ -52,7 +53,7 @@ def test_over_heads_is_a_loop_over_heads(getkey, N, K):
 
 def test_over_heads_puts_the_head_axis_where_it_is_told(getkey):
     q, k, _ = qkv(getkey)
-    weights, lse = jattn.over_heads(lambda q, k, v: jattn.attention.head_weights(q, k), out_axes=(0, 1))(q, k, None)
+    weights, lse = jattn.over_heads(lambda q, k, v: dense_weights(q, k, make_head()), out_axes=(0, 1))(q, k, None)
     assert weights.shape == (6, 7, 11) and lse.shape == (7, 6)
 
 
@@ -130,7 +131,7 @@ def test_merge_joins_attention_over_two_sets_of_keys(getkey):
 
 
 def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
-    seeds = dropout_seeds(Dropout(rate, key), b, h)
+    seeds = dropout_seeds(Dropout(key, rate), b, h)
     return dropout_keep(seeds, rate, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])
 
 
@@ -160,8 +161,9 @@ def test_dropout_depends_on_the_indices_alone():
     key = jax.random.key(5)
     np.testing.assert_array_equal(keep(key)[:, 100:150], keep(key, columns=50, start=100))
     assert keep(key, rate=0.0).all()
-    with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\), got 1"):
-        keep(key, rate=1.0)
+    assert not keep(key, rate=1.0).any()
+    with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\], got 1.5"):
+        keep(key, rate=1.5)
 
 
 def test_second_derivatives(getkey):

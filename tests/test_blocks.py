@@ -29,6 +29,7 @@ MEANING = {
     "segments": (lambda: Segments(IDS), lambda b, h, q, kv: 0 <= min(q, kv) and max(q, kv) < S and IDS[b, q] == IDS[b, kv]),
     "dense": (lambda: Dense(TABLE), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and TABLE[b, h, q, kv]),
     "dense, one row": (lambda: Dense(TABLE[1, :1, :1]), lambda b, h, q, kv: 0 <= kv < S and TABLE[1, 0, 0, kv]),
+    "forbid": (lambda: jattn.heads.forbid(SlidingWindow(4, 4), [0, 2]), lambda b, h, q, kv: h == 1 or not -4 <= kv - q <= 4),
     "not causal": (lambda: ~Causal(), lambda b, h, q, kv: kv > q),
     "plain": (lambda: lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0, lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0),
 }  # fmt: skip
@@ -149,6 +150,21 @@ class TestVisibleBlocks:
         for name in made:
             compare(jax.tree.leaves(traced[name]), jax.tree.leaves(static[name]))
 
+    def test_captured_arrays_are_static(self):
+        """Of masks, positions and slot masks, inside a jitted function and in NumPy."""
+        q, kv = POSITIONS["shifted"]
+        some = [
+            Segments(jnp.asarray(IDS)) & SlidingWindow(jnp.int32(3)),
+            ~Dense(jnp.asarray(TABLE)),
+            Padding(jnp.array([9, 4])),
+        ]
+        slots, positions = jnp.ones((T, S), bool), (jnp.asarray(q), jnp.asarray(kv))
+        kinds = []
+        jax.eval_shape(lambda: kinds.extend(map(type, table(some, [slots], positions))))
+        assert kinds == [np.ndarray] * 2
+        plain = [Segments(IDS) & SlidingWindow(3), ~Dense(TABLE), Padding(np.array([9, 4]))]
+        compare(table(some, [slots], positions), table(plain, [np.ones((T, S), bool)], (q, kv)))
+
     def test_an_axis_stays_1_where_nothing_depends_on_it(self):
         q, kv = POSITIONS["a row for each sequence"]
         shapes = {
@@ -226,9 +242,10 @@ class TestChooseBlocks:
         def choose(width):
             sizes.append(choose_blocks(self.see([SlidingWindow(width)], 4096, 4096), 4096, 4096)[0])
 
-        jax.jit(choose)(jnp.int32(256))
-        choose(jnp.int32(256))  # not traced, but nothing to branch on either
-        assert sizes == [(LARGE, LARGE)] * 2
+        width = jnp.int32(256)
+        jax.jit(choose)(width)
+        jax.jit(lambda: choose(width))()  # captured: its value is at hand
+        assert sizes == [(LARGE, LARGE), (SMALL, SMALL)]
 
     def test_block_sizes_override_and_are_cut_to_the_lengths(self):
         wanted = {(3, 4): (3, 4), (100, 4): (T, 4), (3, 100): (3, S)}
@@ -293,7 +310,14 @@ class TestAllSeen:
         assert not self.known([Causal()], positions=(q, q[::-1]))
         assert not self.known([Causal()], lengths=(S, S + 1))
         assert not self.known([], [np.ones((S, S), bool)])
-        assert not self.known([Prefix(jnp.int32(S))])
+        found = []
+        jax.eval_shape(lambda n: found.append(self.known([Prefix(n)])), jnp.int32(S))
+        assert found == [False]
+
+    def test_arrays_that_are_captured_are_looked_at(self):
+        found, mask, q = [], Prefix(jnp.int32(S)) & Segments(jnp.asarray(IDS)), jnp.arange(S)
+        jax.eval_shape(lambda: found.append(self.known([mask], positions=(q, q))))
+        assert found == [True]
 
 
 class TestBlockMask:

@@ -12,7 +12,8 @@ import pytest
 
 import jattn
 from jattn import blockwise, masks, score_mods
-from jattn.attention import attend, one_by_one, over_heads
+from jattn.attention import attend
+from jattn.lifting import one_by_one, over_heads
 
 T, S, H, D = 13, 17, 5, 3
 SIZES = (4, 5)
@@ -208,9 +209,10 @@ class TestMemory:
     def test_the_gradient_of_a_bias_is_summed_block_by_block(self):
         n = 8192
         few, many = (self.temporaries(n, "gradient", heads=heads, bias=(1, 1, n, n)) for heads in (1, 4))
-        assert many - few < n * n * 4  # a gradient for each head would be three more
+        assert many - few < 1.5 * n * n * 4  # their sum is one more; a gradient for each head would be three
 
 
+@pytest.mark.bits
 def test_bits_are_the_same_from_run_to_run():
     arrays = [jnp.asarray(floats(1, 33, 2, 8, seed=i)) for i in range(3)]
     table = jnp.asarray(floats(8, 2))
@@ -225,6 +227,7 @@ def test_bits_are_the_same_from_run_to_run():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.bits
 def test_asking_for_the_lse_changes_no_bit():
     arrays = [jnp.asarray(floats(1, 45, 2, 8, seed=i)) for i in range(3)]
     call = functools.partial(jattn.dot_product_attention, implementation="blockwise", is_causal=True)
@@ -350,8 +353,9 @@ def test_any_shape_mask_score_function_and_blocks(T, S, sizes, mask, mod):
     fn = functools.partial(blockwise.attend, block_sizes=sizes)
 
     def results(fn, arrays):
-        of = loss(fn, mask=mask, score_mod=mod)
-        return fn(*arrays, mask=mask, score_mod=mod), jax.grad(of, (0, 1, 2))(*arrays)
+        options = {"mask": mask, "score_mod": mod, "head": 0}
+        of = loss(fn, **options)
+        return fn(*arrays, **options), jax.grad(of, (0, 1, 2))(*arrays)
 
     got = jax.jit(functools.partial(results, fn))(arrays)
     with jax.enable_x64(True):

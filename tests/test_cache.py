@@ -193,6 +193,26 @@ def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(l
     np.testing.assert_allclose(jnp.moveaxis(weights, 0, 2), expected_weights, atol=1e-5)
 
 
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
+def test_lengths_of_any_integers_where_64_bits_are_enabled(dtype, rolling):
+    """``append`` and what attention reads of a cache; the lengths keep their dtype."""
+    tokens = jnp.arange(1.0, 8.0, dtype=jnp.float32).reshape(1, 7, 1, 1)
+    with jax.enable_x64(True):
+        for shape in ((), (1,)):
+            cache = jattn.init_cache(1, 4 if rolling else 7, 1, 1, rolling=rolling)
+            cache = KVCache(cache.key, cache.value, jnp.zeros(shape, dtype), rolling)
+            for part, valid in ((tokens[:, :5], None), (tokens[:, 5:5], None), (tokens[:, 5:], jnp.ones((1, 2), bool))):
+                assert cache.next_positions(part.shape[1]).dtype == jnp.int32
+                cache = jattn.append(cache, part, part, valid=valid)
+                assert cache.length.dtype == dtype
+            assert (cache.length == 7).all() and cache.filled.dtype == jnp.int32
+            np.testing.assert_array_equal(cache.key.ravel(), [5, 6, 7, 4] if rolling else tokens.ravel())
+            if rolling:
+                np.testing.assert_array_equal(cache.slot_positions, [[4, 5, 6, 3]])
+                assert cache.slot_positions.dtype == jnp.int32
+
+
 def test_a_cache_of_fewer_bits(layer):
     got, cache = decode(layer, empty(T, dtype=jnp.bfloat16), CHUNKS["chunks"], is_causal=True)
     assert cache.key.dtype == jnp.bfloat16 and got.dtype == jnp.float32

@@ -1,5 +1,7 @@
 """The implementation for few queries, where the conformance table does not reach: what it skips, and where it pays."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +9,10 @@ import pytest
 
 import jattn
 from jattn.kernels import decode
+from jattn.kernels.decode import Decode
 from jattn.masks import SlidingWindow
 
 B, S, N, K, H, CHUNK = 2, 23, 6, 3, 5, 4
-
-
-@pytest.fixture
-def in_chunks(monkeypatch):
-    """Keys come in chunks of 4."""
-    monkeypatch.setattr(decode, "chunk_length", lambda *shape: CHUNK)
 
 
 @pytest.fixture
@@ -35,15 +32,15 @@ def arrays(getkey):
     ],
 )
 @pytest.mark.parametrize("traced", [False, True])
-def test_chunks_that_no_query_sees_are_not_computed(in_chunks, arrays, options, chunks, traced):
+def test_chunks_that_no_query_sees_are_not_computed(arrays, options, chunks, traced):
     computed = set()
 
     def watched(score, b, h, q, kv):
-        jax.debug.callback(lambda first: computed.add(int(np.ravel(first)[-1]) // CHUNK), kv[0, -1])
+        jax.debug.callback(lambda kv: computed.update((np.ravel(kv) // CHUNK).tolist()), kv)
         return score
 
     def call(arrays, options):
-        return jattn.dot_product_attention(*arrays, **options, score_mod=watched, implementation="decode")
+        return jattn.dot_product_attention(*arrays, **options, score_mod=watched, implementation=Decode(CHUNK))
 
     if traced:
         moving = {name: x for name, x in options.items() if name != "mask" or isinstance(x, np.ndarray)}
@@ -56,13 +53,14 @@ def test_chunks_that_no_query_sees_are_not_computed(in_chunks, arrays, options, 
     np.testing.assert_allclose(out, jattn.dot_product_attention(*arrays, **options, implementation="xla"), atol=2e-6)
 
 
-def test_products_of_all_heads_together_are_each_heads_own(in_chunks, arrays, monkeypatch):
+def test_products_of_all_heads_together_are_each_heads_own(arrays):
     """NaN in one kv head's keys and values stays with the query heads that see it."""
     q, k, v = arrays
     k, v = (x.at[0, 7, 1].set(jnp.nan) for x in (k, v))
-    for devices in (1, 8):
-        monkeypatch.setattr(jax, "device_count", lambda devices=devices: devices)
-        out = jax.jit(lambda *x: jattn.dot_product_attention(*x, implementation="decode"))(q, k, v)
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    for in_force in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with in_force:
+            out = jattn.dot_product_attention(q, k, v, implementation=Decode(CHUNK))
         bad = np.isnan(out).any(-1)[:, 0]
         np.testing.assert_array_equal(bad, np.array([[False, False, True, True, False, False], [False] * 6]))
 
@@ -70,7 +68,11 @@ def test_products_of_all_heads_together_are_each_heads_own(in_chunks, arrays, mo
 def test_where_it_is_taken():
     one = jnp.zeros((1, 1, 8, 64))
     cache, short = jnp.zeros((1, 65536, 2, 64)), jnp.zeros((1, 512, 2, 64))
-    assert jattn.explain(one, cache, cache).startswith("decode: taken")
+    assert jattn.explain(one, cache, cache).startswith("decode: taken on CPU\nxla: taken elsewhere")
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (one, cache)]
+    assert jattn.explain(types[0], types[1], types[1]) == jattn.explain(one, cache, cache)
+    eight, heads = jnp.zeros((1, 8, 16, 64)), jnp.zeros((1, 65536, 16, 64))
+    assert jattn.explain(eight, heads, heads).startswith("xla: taken")  # every query with every one of 16 key heads
     assert "decode: could, too" in jattn.explain(one, short, short)
     many = jnp.zeros((1, 64, 8, 64))
     assert jattn.explain(many, cache, cache).startswith("blockwise: taken")

@@ -258,6 +258,7 @@ def test_a_checkpoint_of_one_restores_into_the_other(system, tmp_path):
             assert relative(apply_target(restored, x, x_kv), apply_source(source, x, x_kv)) < 1e-6
 
 
+@pytest.mark.bits
 @SYSTEMS
 def test_asking_for_weights_changes_no_bit(system):
     x, _ = inputs()

@@ -240,6 +240,7 @@ def test_decode_may_be_left_unsaid(x):
         nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))(x)
 
 
+@pytest.mark.bits
 def test_sowing_weights_changes_no_bit_in_bfloat16(x):
     """Flax computes the output by another formula when weights are asked for."""
     differs = {}

@@ -39,12 +39,13 @@ class NNX:
 
     @staticmethod
     def full(kind, x, call, **options):
-        return kind(N, M, decode=False, rngs=nnx.Rngs(0), **options)(x, **call)
+        return nnx.jit(lambda m, x: m(x, **call))(kind(N, M, decode=False, rngs=nnx.Rngs(0), **options), x)
 
     @staticmethod
-    def decode(kind, x, chunks, call=lambda start, length: {}, length=T, **options):
+    def decode(kind, x, chunks, call=lambda start, length: {}, length=T, index=jnp.int32, **options):
         module = kind(N, M, decode=True, rngs=nnx.Rngs(0), **options)
         module.init_cache((*x.shape[:-2], length, M))
+        module.cache_index = nnx.Cache(jnp.zeros((), index))
         step, outputs, start = nnx.jit(lambda m, x, call: m(x, **call)), [], 0
         for size in chunks:
             outputs.append(step(module, x[..., start : start + size, :], call(start, size)))
@@ -62,13 +63,13 @@ class LINEN:
     @staticmethod
     def full(kind, x, call, **options):
         module = kind(N, **options)
-        return module.apply(module.init(jax.random.key(0), x), x, **call)
+        return jax.jit(lambda x: module.apply(module.init(jax.random.key(0), x), x, **call))(x)
 
     @staticmethod
-    def decode(kind, x, chunks, call=lambda start, length: {}, length=T, **options):
+    def decode(kind, x, chunks, call=lambda start, length: {}, length=T, index=jnp.int32, **options):
         module = kind(N, decode=True, **options)
-        variables = module.init(jax.random.key(0), jnp.zeros((*x.shape[:-2], length, M)))
-        params, cache = variables["params"], variables["cache"]
+        variables = jax.jit(module.init)(jax.random.key(0), jnp.zeros((*x.shape[:-2], length, M), x.dtype))
+        params, cache = variables["params"], variables["cache"] | {"cache_index": jnp.zeros((), index)}
         step = jax.jit(
             lambda params, cache, x, call: module.apply(
                 {"params": params, "cache": cache}, x, **call, mutable=["cache"]
@@ -102,11 +103,21 @@ def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
 
 
 @SYSTEMS
-@pytest.mark.parametrize("kind", CHUNKS)
 @pytest.mark.parametrize("options", [{}, BEYOND], ids=["plain", "beyond"])
-def test_decoding_equals_the_full_pass(system, kind, options, x):
-    got, _, _ = system.decode(system.own, x, CHUNKS[kind], length=T + 2, **options)
+def test_decoding_equals_the_full_pass(system, options, x):
+    got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], length=T + 2, **options)
     np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}, **options), atol=1e-5)
+
+
+@SYSTEMS
+@pytest.mark.parametrize("index", ["int32", "uint32", "int64"])
+def test_decoding_where_64_bits_are_enabled(system, index, x):
+    """Whatever the index counts in, it goes on counting in; a chunk without tokens is none the worse."""
+    with jax.enable_x64(True):
+        expected = system.full(system.own, x, {"is_causal": True})
+        got, cache, _ = system.decode(system.own, x, [4, 0, 1, 4], index=index)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert got.dtype == jnp.float32 and cache["cache_index"].dtype == index and int(cache["cache_index"]) == T
 
 
 @SYSTEMS
@@ -122,15 +133,14 @@ def test_a_function_of_the_users_decodes_too(system, x):
     """By Flax's own route: all slots and a mask array; in chunks as well."""
     flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        for kind in CHUNKS:
-            got, _, _ = system.decode(system.own, x, CHUNKS[kind], attention_fn=flaxs)
-            np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}), atol=1e-5)
+        got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], attention_fn=flaxs)
+        np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}), atol=1e-5)
 
 
 @SYSTEMS
 def test_several_batch_axes_and_none(system, x):
     for some in (x[0], jnp.stack([x, 2 * x, -x])):
-        got, cache, _ = system.decode(system.own, some, CHUNKS["chunks"])
+        got, cache, _ = system.decode(system.own, some, [4, 0, 5])
         np.testing.assert_allclose(got, system.full(system.own, some, {"is_causal": True}), atol=1e-5)
         assert cache["cached_key"].shape == (*some.shape[:-2], T, N, 2)
 
@@ -170,19 +180,20 @@ def test_a_cache_that_is_handed_over(system, rolling, x):
     cache = jattn.init_cache(B, 4 if rolling else T, 3, 4, value_dim=5, rolling=rolling)
     window = masks.SlidingWindow(3) if rolling else masks.Causal()
     if system is NNX:
-        module = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0), **BEYOND)
-        call = module
+        graphdef, state = nnx.split(jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0), **BEYOND))
+        call = lambda *args, **options: nnx.merge(graphdef, state)(*args, **options)
     else:
         module = jattn.linen.MultiHeadAttention(N, **BEYOND)
-        call = functools.partial(module.apply, module.init(jax.random.key(0), x))
-    whole = call(x, mask=window)
+        call = functools.partial(module.apply, jax.jit(module.init)(jax.random.key(0), x))
+    call = jax.jit(functools.partial(call, mask=window))
+    whole = call(x)
     valid = np.array([[True] * 5, [False, False, True, True, True]])
     padded = np.array(x[:, :5])
     padded[1, 2:] = x[1, :3]
-    first, cache = call(jnp.asarray(padded), mask=window, cache=cache, valid=jnp.asarray(valid))
+    first, cache = call(jnp.asarray(padded), cache=cache, valid=jnp.asarray(valid))
     np.testing.assert_allclose(first[0], whole[0, :5], atol=1e-5)
     np.testing.assert_allclose(first[1, 2:], whole[1, :3], atol=1e-5)
-    second, cache = call(jnp.stack([x[0, 5:7], x[1, 3:5]]), mask=window, cache=cache)
+    second, cache = call(jnp.stack([x[0, 5:7], x[1, 3:5]]), cache=cache)
     np.testing.assert_allclose(second, jnp.stack([whole[0, 5:7], whole[1, 3:5]]), atol=1e-5)
     np.testing.assert_array_equal(cache.length, [7, 5])
 

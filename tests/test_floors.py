@@ -15,11 +15,11 @@ JATTN = Path(__file__).parents[1] / "jattn"
 
 # Floor 0 first; one string is one row. A name stands for a module or, as `kernels`, for a package with its files.
 HOUSE = [
-    ["mods", "masks", "score_mods", "positions"],
-    ["attention", "blocks", "head_blocks", "blockwise"],
-    ["request", "kernels", "api"],
+    ["mods tables", "fields", "masks", "score_mods positions"],
+    ["staged lifting hoist dropout", "attention", "blocks", "head_blocks", "blockwise"],
+    ["request", "kernels", "choice", "api"],
     ["cache", "ring", "sharding", "heads", "multi_head"],
-    ["flax_common", "nnx linen", "plots interop"],
+    ["flax_common", "nnx_functions linen_functions", "nnx linen", "plots interop"],
 ]
 
 

@@ -9,8 +9,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn.blocks import choose_blocks
-from jattn.kernels import blockwise
+from jattn.kernels.blockwise import Blockwise
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 4
 
@@ -23,13 +22,9 @@ def inputs(dtype=jnp.float32):
     return jnp.asarray(floats(B, T, N, H, seed=1), dtype), jnp.asarray(floats(B, S, K, H, seed=2), dtype)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of 3 x 4, which divide neither length."""
-    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(3, 4)))
-    blockwise._compiled.clear_cache()
-    yield
-    blockwise._compiled.clear_cache()
+# 3 x 4, which divide neither length
+SMALL = Blockwise((3, 4))
+fold_weights = functools.partial(jattn.fold_weights, implementation=SMALL)
 
 
 def compare(got, wanted, tolerance=1e-5):
@@ -51,6 +46,8 @@ def look(carry, weights, q_idx, kv_idx):
         "count": carry["count"] + (weights > 0).sum(dtype=jnp.int32),
     }
 
+
+IDS = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], [0] * 6 + [1] * 5])
 
 NOTHING = {
     "entropy": np.zeros(T, np.float32), "distance": np.zeros(T, np.float32),
@@ -76,9 +73,7 @@ def dense(weights):
 def gather(query, key, **options):
     """All weights, block by block; a step that writes where none is would be found out."""
     zeros = np.zeros((query.shape[-3], key.shape[-3]), np.float64 if query.dtype == np.float64 else np.float32)
-    return jattn.fold_weights(
-        lambda carry, w, q_idx, kv_idx: carry.at[q_idx, kv_idx].add(w), zeros, query, key, **options
-    )
+    return fold_weights(lambda carry, w, q_idx, kv_idx: carry.at[q_idx, kv_idx].add(w), zeros, query, key, **options)
 
 
 def weights_of(query, key, **options):
@@ -107,13 +102,12 @@ CASES = {
     },
     "plain function of head and sequence": {"mask": lambda b, h, q, kv: (q + kv + h) % 3 > b},
     "segments, and a plain function of which the blocks are known": {
-        "mask": masks.Segments(np.array([[0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], [0] * 6 + [1] * 5]))
+        "mask": masks.Segments(IDS[:, :T], IDS)
         & jattn.block_mask(lambda b, h, q, kv: kv <= q + b, T, S, batch=B, block_sizes=(2, 3))
     },
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("small_blocks")
 class TestValues:
     @pytest.mark.parametrize("name", CASES)
     def test_each_statistic_is_that_of_the_dense_weights(self, name):
@@ -121,7 +115,7 @@ class TestValues:
 
         @jax.jit
         def results(query, key):
-            found = jattn.fold_weights(look, NOTHING, query, key, **options)
+            found = fold_weights(look, NOTHING, query, key, **options)
             return found, dense(jattn.attention_weights(query, key, **options))
 
         compare(*results(*inputs()))
@@ -132,7 +126,7 @@ class TestValues:
             "query_positions": np.arange(T) + 2,
             "mask": masks.Causal() & masks.Padding(np.array([9, 4])),
         }
-        found = jattn.fold_weights(look, NOTHING, *inputs(), **options)
+        found = fold_weights(look, NOTHING, *inputs(), **options)
         compare(found, jax.jit(dense)(weights_of(*inputs(), **options)))
 
     def test_the_largest_logit(self):
@@ -144,7 +138,7 @@ class TestValues:
             return carry.at[q_idx[:, 0]].max(jnp.log(weights).max(1))
 
         rows = jnp.full(T, -jnp.inf)
-        found = jattn.fold_weights(step, rows, query, key, lse=lse, scale=1.0, key_value_seq_lengths=lengths)
+        found = fold_weights(step, rows, query, key, lse=lse, scale=1.0, key_value_seq_lengths=lengths)
         logits = np.einsum("btnh,bsnh->bnts", query, np.repeat(key, N // K, axis=2))
         wanted = [logits[b, :, :, :length].max(-1) for b, length in enumerate(lengths)]
         compare(found + lse.swapaxes(1, 2), np.stack(wanted))
@@ -173,18 +167,18 @@ class TestValues:
         assert found.dtype == jnp.float32
         compare(found, weights_of(query, key))
 
-    def test_on_one_device_heads_and_sequences_go_one_by_one(self, monkeypatch):
+    def test_where_arrays_may_be_divided_heads_and_sequences_go_together(self):
         query, key = inputs()
         options = {"bias": floats(1, N, T, S), "key_value_seq_lengths": np.array([3, 9])}
         wanted, lse = weights_of(query, key, **options), lse_of(query, key, **options)
-        monkeypatch.setattr(jax, "device_count", lambda: 1)
-        compare(gather(query, key, lse=lse, **options), wanted)
+        with jax.set_mesh(jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))):
+            compare(gather(query, key, lse=lse, **options), wanted)
 
     @pytest.mark.parametrize("lengths", [(0, S), (T, 0)])
     def test_no_queries_or_no_keys(self, lengths):
         query, key = (x[:, :n] for x, n in zip(inputs(), lengths, strict=True))
         total = lambda carry, weights, q_idx, kv_idx: carry + weights.sum()
-        found = jattn.fold_weights(total, 0.5, query, key, is_causal=True)
+        found = fold_weights(total, 0.5, query, key, is_causal=True)
         np.testing.assert_array_equal(found, np.full((B, N), 0.5))
 
     def test_every_block_that_is_not_empty_comes_once_and_no_other(self):
@@ -197,13 +191,12 @@ class TestValues:
             jax.debug.callback(lambda i, j: seen.append((int(i), int(j))), q_idx[0, 0], kv_idx[0, 0])
             return carry + jnp.where((q_idx < T) & (kv_idx < S), 0.0, weights).sum()
 
-        outside = jattn.fold_weights(step, 0.0, query[0, :, :1], key[0, :, :1], is_causal=True)
+        outside = fold_weights(step, 0.0, query[0, :, :1], key[0, :, :1], is_causal=True)
         np.testing.assert_array_equal(outside, [0.0])
         jax.effects_barrier()
         assert sorted(seen) == [(0, 0), (3, 0), (3, 4), (6, 0), (6, 4)]
 
 
-@pytest.mark.usefixtures("small_blocks")
 class TestDerivatives:
     """Reverse mode through a step that only adds, in inputs and in what step and score function capture."""
 
@@ -230,7 +223,7 @@ class TestDerivatives:
 
         (query, key), options = (given["query"], given["key"]), self.options(given, options)
         lse = lse_of(query, key, **options) if with_lse else None
-        return jnp.sum(jnp.sin(jattn.fold_weights(step, jnp.zeros(T), query, key, lse=lse, **options)))
+        return jnp.sum(jnp.sin(fold_weights(step, jnp.zeros(T), query, key, lse=lse, **options)))
 
     def in_full(self, given, options):
         weights = jattn.attention_weights(given["query"], given["key"], **self.options(given, options))
@@ -263,7 +256,6 @@ class TestDerivatives:
         compare(got, wanted)
 
 
-@pytest.mark.usefixtures("small_blocks")
 class TestComposition:
     @staticmethod
     def mod(slope):
@@ -273,7 +265,7 @@ class TestComposition:
         def step(carry, weights, q_idx, kv_idx):
             return carry.at[kv_idx[0]].add(slope * weights.sum(0))
 
-        return jattn.fold_weights(step, jnp.zeros(S), query, key, score_mod=self.mod(slope), is_causal=True)
+        return fold_weights(step, jnp.zeros(S), query, key, score_mod=self.mod(slope), is_causal=True)
 
     def in_full(self, query, key, slope):
         return slope * jattn.attention_weights(query, key, score_mod=self.mod(slope), is_causal=True).sum(-2)
@@ -302,7 +294,7 @@ class TestComposition:
             return total + weights.sum(), (rows.at[q_idx[:, 0]].add(weights.sum(1)), count + 1), empty
 
         init = (0.0, (np.zeros(T, np.float32), 0), {})
-        total, (rows, count), empty = jattn.fold_weights(step, init, *inputs())
+        total, (rows, count), empty = fold_weights(step, init, *inputs())
         compare((total, rows), (np.full((B, N), T), np.ones((B, N, T))))
         assert (count == 9).all() and count.dtype == jnp.int32 and empty == {}
 
@@ -334,7 +326,6 @@ class TestMemory:
         assert self.temporaries(4096, key_value_seq_lengths=lengths) < 4096 * 4096 * 4 * 0.6
 
 
-@pytest.mark.usefixtures("small_blocks")
 class TestErrors:
     CALLS = {
         "lse of another order": ({"lse": np.zeros((B, N, T))}, ValueError, r"lse must be floats \[B, T, N\] = \[2, 7, 6\]"),

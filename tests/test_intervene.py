@@ -1,5 +1,8 @@
 """Interventions: every single-head ablation in one program, importance, and patterns that are forbidden."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,9 +89,9 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
 
 
 def test_one_program_runs_the_model_once(model, x, clean):
-    calls = []
-    jax.jit(lambda: heads.ablate(lambda per_layer: (calls.append(1), model(x, per_layer))[1], clean))()
-    assert calls == [1]
+    chex.clear_trace_counter()
+    run = chex.assert_max_traces(lambda per_layer: model(x, per_layer), n=1)
+    assert jax.jit(lambda: heads.ablate(run, clean))().shape == (L, N, B, T, M)
 
 
 def test_importance_is_the_slope_of_the_gate(model, x):
@@ -96,6 +99,7 @@ def test_importance_is_the_slope_of_the_gate(model, x):
         y = model(x, [{"head_gate": gate} for gate in gates])
         return jnp.sin(y).sum((1, 2))
 
+    losses = jax.jit(losses)
     found = heads.importance(losses, L, N, B)
     for layer, head in np.ndindex(L, N):
         step = jnp.zeros((L, B, N)).at[layer, :, head].set(1e-2)
@@ -112,7 +116,7 @@ def test_importance_is_the_slope_of_the_gate(model, x):
         return (model(jnp.tile(x, (1, 40, 1)), [{"head_gate": gate} for gate in gates]) ** 2).sum((1, 2))
 
     with jax.numpy_dtype_promotion("standard"):
-        pair = [heads.importance(losses_of, L, N, B) for losses_of in (sum_of_half, sum_of_whole)]
+        pair = [heads.importance(jax.jit(losses_of), L, N, B) for losses_of in (sum_of_half, sum_of_whole)]
     np.testing.assert_allclose(*pair, rtol=0.05)
     with pytest.raises(ValueError, match=r"one loss for each sequence, \[3\], got \[\]"):
         heads.importance(lambda gates: losses(gates).sum(), L, N, B)
@@ -128,6 +132,9 @@ def test_ablate_says_what_is_wrong(clean):
             heads.ablate(lambda layers: 0.0, [{"z": layer["z"][few]} for layer in clean], "resample")
     with pytest.raises(ValueError, match="clean must be a dict for each layer"):
         heads.ablate(lambda layers: 0.0, [])
+    for layer, hold, name in (({}, False, "z"), ({"z": clean[0]["z"]}, True, "query")):
+        with pytest.raises(ValueError, match=f"each layer of clean must hold 'z'.*; one has no '{name}'"):
+            heads.ablate(lambda layers: 0.0, [layer], hold_weights=hold)
     with pytest.raises(ValueError, match=r"heads must be numbers from 0 on, got \[-1\]"):
         heads.forbid(previous, heads=[-1])
 
@@ -135,19 +142,20 @@ def test_ablate_says_what_is_wrong(clean):
 def test_any_number_of_batch_axes(x):
     """Statistics, heads, fills and held weights come and go with the axes of the input."""
     layer = jattn.linen.MultiHeadAttention(N)
-    params = layer.init(jax.random.key(0), x)
-    looks = {"sow_heads": True, "sow_statistics": {}, "mutable": ["intermediates"]}
-    one, sown = layer.apply(params, x[0], is_causal=True, **looks)
+    params = jax.jit(layer.init)(jax.random.key(0), x)
+    looks = {"sow_heads": True, "sow_statistics": {"names": ["entropy"]}, "mutable": ["intermediates"]}
+    apply = jax.jit(lambda x, **options: layer.apply(params, x, is_causal=True, **options, **looks))
+    one, sown = apply(x[0])
     found = {name: sown["intermediates"][f"attention_{name}"][0] for name in ("heads", "statistics")}
     assert found["heads"]["z"].shape == (T, N, 2) and found["statistics"]["entropy"].shape == (N,)
     many = jnp.stack([x, x[::-1]])
-    _, sown = layer.apply(params, many, is_causal=True, **looks)
+    _, sown = apply(many)
     of_many = sown["intermediates"]["attention_heads"][0]
     np.testing.assert_allclose(of_many["z"][0, 0], found["heads"]["z"], atol=1e-6)
     gates = jnp.array([1.0, 0.0, 1.0, 1.0])
     fill = jnp.roll(of_many["z"], 1, 0)
     held = of_many["query"], of_many["key"]
-    gated, sown = layer.apply(params, many, is_causal=True, head_gate=gates, head_fill=fill, held=held, **looks)
+    gated, sown = apply(many, head_gate=gates, head_fill=fill, held=held)
     z = sown["intermediates"]["attention_heads"][0]["z"]  # as it leaves, with gates
     np.testing.assert_allclose(z[:, :, :, 1], fill[:, :, :, 1], atol=1e-6)
     np.testing.assert_allclose(z[:, :, :, 0], of_many["z"][:, :, :, 0], atol=1e-6)
@@ -172,11 +180,13 @@ def previous(b, h, q_idx, kv_idx):
 
 @pytest.mark.parametrize("length", [9, 300])
 def test_a_forbidden_pattern_gets_no_weight(length):
-    query, key = (jax.random.normal(jax.random.key(i), (2, length, N, 5)) for i in range(2))
+    query, key = np.random.default_rng(0).normal(size=(2, 2, length, N, 5)).astype(np.float32)
     mask = Causal() & heads.forbid(previous, heads=[1, 3])
-    found = heads.statistics(query, key, mask=mask)
+    names = ["previous_token", "entropy", "distance", "first_token"]
+    found, free = jax.jit(lambda *both: [heads.statistics(*both, mask=one, names=names) for one in (mask, Causal())])(
+        query, key
+    )
     assert (found["previous_token"][:, [1, 3]] == 0).all() and (found["previous_token"][:, [0, 2]] > 0.01).all()
-    free = heads.statistics(query, key, is_causal=True)
     for name in ("entropy", "distance", "first_token"):
         np.testing.assert_allclose(found[name][:, [0, 2]], free[name][:, [0, 2]], rtol=1e-5)
 
@@ -210,8 +220,18 @@ def test_a_forbidden_pattern_is_not_learned():
 # what the modules hand out
 
 
-@pytest.mark.parametrize("length", [5, 33, 300])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    "length, dtype",
+    [
+        (33, jnp.float32),
+        (300, jnp.bfloat16),
+        *(
+            pytest.param(length, dtype, marks=pytest.mark.slow)
+            for length, dtype in [(5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16)]
+        ),
+    ],
+)
 def test_nnx_hands_out_what_the_heads_see_beside_the_same_bits(length, dtype):
     layer = jattn.nnx.MultiHeadAttention(
         N, 24, num_kv_heads=2, position=jattn.positions.Rotary(), dtype=dtype, rngs=nnx.Rngs(0)
@@ -228,20 +248,24 @@ def test_nnx_hands_out_what_the_heads_see_beside_the_same_bits(length, dtype):
     assert found["lse"].shape == (2, length, N) and found["z"].shape == (2, length, N, 6)
 
 
+@pytest.mark.bits
 def test_linen_hands_out_what_the_heads_see_also_with_two_batch_axes():
     layer = jattn.linen.MultiHeadAttention(N)
     x = jax.random.normal(jax.random.key(1), (3, 2, 9, 16))
     tokens = jax.random.randint(jax.random.key(2), (3, 2, 9), 0, 3)
-    params = layer.init(jax.random.key(0), x)
+    params = jax.jit(layer.init)(jax.random.key(0), x)
     asked = {"names": ["induction", "entropy"], "tokens": tokens, "eligible": tokens > 0}
-    beside, sown = layer.apply(
-        params, x, is_causal=True, sow_heads=True, sow_statistics=asked, mutable=["intermediates"]
-    )
-    np.testing.assert_array_equal(layer.apply(params, x, is_causal=True), beside)
+    apply = functools.partial(layer.apply, params, is_causal=True)
+    beside, sown = jax.jit(lambda x: apply(x, sow_heads=True, sow_statistics=asked, mutable=["intermediates"]))(x)
+    np.testing.assert_array_equal(jax.jit(apply)(x), beside)
     (found,), (statistics,) = (sown["intermediates"][f"attention_{one}"] for one in ("heads", "statistics"))
     assert found["query"].shape == (3, 2, 9, N, 4) and found["lse"].shape == (3, 2, 9, N)
+
+    @jax.jit
+    def look(query, key, tokens):
+        return heads.statistics(query, key, is_causal=True, names=asked["names"], tokens=tokens, eligible=tokens > 0)
+
     for i, j in np.ndindex(3, 2):
-        expected = heads.statistics(found["query"][i, j], found["key"][i, j], is_causal=True,
-                                    names=asked["names"], tokens=tokens[i, j], eligible=tokens[i, j] > 0)  # fmt: skip
+        expected = look(found["query"][i, j], found["key"][i, j], tokens[i, j])
         for name in asked["names"]:
             np.testing.assert_allclose(statistics[name][i, j], expected[name], rtol=1e-5, atol=1e-6)

@@ -1,7 +1,9 @@
 """Masks against brute force: which pairs are visible, and that ``bounds`` never calls a block empty or full wrongly."""
 
 import itertools
+import tracemalloc
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from jattn import masks
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
+from jattn.mods import mod_semantics
+from jattn.tables import range_in_row
 
 T, S = 7, 11
 IDS = np.array([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 4, 4, 4, 4]])
@@ -48,8 +52,6 @@ def test_each_mask_means_what_it_says(name, b, h):
     rows, columns = np.arange(0, T + 3), np.arange(0, S + 3)
     seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
     np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
-    traced = jax.jit(lambda mask, b, h, q, kv: mask(b, h, q, kv))(mask, b, h, rows[:, None], columns[None, :])
-    np.testing.assert_array_equal(np.broadcast_to(traced, seen.shape), seen)
 
 
 leaves = st.sampled_from(sorted(MEANING)).map(MEANING.__getitem__)
@@ -98,20 +100,33 @@ def test_bounds_of_single_masks_are_exact(name):
         assert may == seen.any() or name.startswith("segments")
 
 
+(STARTS, KV_STARTS), (ENDS_OF, KV_ENDS) = np.ix_([0, 3], [0, 4, 8]), np.ix_([2, 6], [3, 7, 10])
+GRID = (1, 2, STARTS, ENDS_OF, KV_STARTS, KV_ENDS)
+
+
 @pytest.mark.parametrize("name", MEANING)
-def test_bounds_of_a_grid_of_blocks_static_and_traced(name):
+def test_bounds_of_a_grid_of_blocks(name):
     mask, _ = MEANING[name]
-    starts, ends = np.array([0, 3]), np.array([2, 6])
-    kv_starts, kv_ends = np.array([0, 4, 8]), np.array([3, 7, 10])
-    grid = (1, 2, starts[:, None], ends[:, None], kv_starts[None, :], kv_ends[None, :])
-    may, must = masks.bounds(mask, *grid)
-    assert not isinstance(may, jax.Array) and not isinstance(must, jax.Array), "static in, NumPy out"
+    found = masks.bounds(mask, *GRID)
+    assert not any(isinstance(x, jax.Array) for x in found), "static in, NumPy out"
+    found = [np.broadcast_to(x, (2, 3)) for x in found]
     for i, j in np.ndindex(2, 3):
-        one = masks.bounds(mask, 1, 2, starts[i], ends[i], kv_starts[j], kv_ends[j])
-        assert one == (np.broadcast_to(may, (2, 3))[i, j], np.broadcast_to(must, (2, 3))[i, j])
-    traced = jax.jit(lambda mask, grid: masks.bounds(mask, *grid))(mask, grid)
-    for got, expected in zip(traced, (may, must), strict=True):
-        np.testing.assert_array_equal(np.broadcast_to(got, (2, 3)), np.broadcast_to(expected, (2, 3)))
+        q_min, q_max, kv_min, kv_max = (int(np.ravel(x)[at]) for x, at in zip(GRID[2:], (i, i, j, j), strict=True))
+        assert masks.bounds(mask, 1, 2, q_min, q_max, kv_min, kv_max) == tuple(x[i, j] for x in found)
+
+
+def test_traced_is_the_same():
+    """Pairs and a grid of blocks of all masks, as arguments of one compiled function."""
+    every = {name: mask for name, (mask, _) in MEANING.items()}
+    pairs = (1, 2, np.arange(T + 3)[:, None], np.arange(S + 3)[None, :])
+
+    def both(every, pairs, grid):
+        return {name: (mask(*pairs), *masks.bounds(mask, *grid)) for name, mask in every.items()}
+
+    traced, static = jax.jit(both)(every, pairs, GRID), both(every, pairs, GRID)
+    for name in every:
+        for got, wanted in zip(traced[name], static[name], strict=True):
+            np.testing.assert_array_equal(*np.broadcast_arrays(got, wanted), err_msg=name)
 
 
 def test_a_plain_function_bounds_nothing():
@@ -137,23 +152,160 @@ def test_no_truth_value():
             write()
 
 
-def test_masks_are_pytrees_whose_leaves_are_their_arrays():
-    mask = Segments(jnp.asarray(IDS)) & SlidingWindow(2, 1) & plain
-    assert [leaf.shape for leaf in jax.tree.leaves(mask)] == [IDS.shape]
-    q, kv = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
-    calls = []
+def test_a_mask_as_an_argument_of_a_jitted_function():
+    q, kv = np.arange(T)[:, None], np.arange(T)[None, :]
 
     @jax.jit
+    @chex.assert_max_traces(2)
     def seen(mask):
-        calls.append(1)
         return mask(0, 0, q, kv)
 
-    np.testing.assert_array_equal(seen(mask), mask(0, 0, q, kv))
-    other = Segments(jnp.zeros_like(IDS)) & SlidingWindow(2, 1) & plain
-    np.testing.assert_array_equal(seen(other), other(0, 0, q, kv))
-    assert len(calls) == 1, "new arrays in an equal mask must not compile again"
-    seen(Segments(jnp.asarray(IDS)) & SlidingWindow(3, 1) & plain)
-    assert len(calls) == 2, "a new number must"
+    # new arrays and numbers in an equal mask must not compile again, another function must
+    for ids, left, function in ((IDS, 2, plain), (0 * IDS, 3, plain), (IDS, 2, lambda *at: plain(*at))):
+        mask = Segments(ids) & SlidingWindow(left, 1) & function
+        np.testing.assert_array_equal(seen(mask), mask(0, 0, q, kv))
+
+
+@pytest.mark.parametrize("cast", [np.uint8, np.int8, np.uint32, np.int64, jnp.uint8, jnp.uint32])
+def test_narrow_and_unsigned_integers_mean_the_same(cast):
+    q = np.arange(T)
+    plain = [Causal() & SlidingWindow(2, 1), Prefix(3), Padding(np.array([3, 5])), Segments(IDS)]
+    narrow = [Causal() & SlidingWindow(cast(2), cast(1)), Prefix(cast(3)), Padding(cast([3, 5])), Segments(cast(IDS))]
+
+    def seen(some_masks, q):
+        with mod_semantics():
+            return [np.True_ & mask(0, 0, q[:, None], q[None, :]) for mask in some_masks]
+
+    compiled = seen if cast(0).__class__.__module__ == "numpy" else jax.jit(seen)
+    for positions in (q, cast(q)):
+        for got, wanted in zip(compiled(narrow, positions), seen(plain, q), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+ENDS = np.array([-(2**31), -(2**31) + 1, -(2**30), -1, 0, 3, 2**30, 2**31 - 4, 2**31 - 1])
+
+
+@pytest.mark.parametrize("left, right", [(0, 0), (3, 1), (2**30, 2), (2**31 - 2, 0), (-1, 4), (2**40, 2**40)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_windows_at_the_ends_of_int32(traced, left, right):
+    """Pair by pair and for whole blocks, in Python's integers, which do not wrap round."""
+    wanted = np.array([[-left <= int(j) - int(i) <= right for j in ENDS] for i in ENDS])
+    first, last = np.array(list(itertools.combinations(range(len(ENDS)), 2))).T
+    window = jnp.array(np.clip([left, right], -(2**31), 2**31 - 1), jnp.int32) if traced else (left, right)
+
+    def found(window, ends):
+        mask, (low, high) = SlidingWindow(*window), (ends[first], ends[last])
+        with mod_semantics():
+            seen = mask(0, 0, ends[:, None], ends[None, :])
+        return seen, masks.bounds(mask, 0, 0, low[:, None], high[:, None], low[None, :], high[None, :])
+
+    seen, (may, must) = (jax.jit(found) if traced else found)(window, ENDS.astype(np.int32))
+    np.testing.assert_array_equal(np.broadcast_to(seen, wanted.shape), wanted)
+    may, must = (np.broadcast_to(x, (len(first),) * 2) for x in (may, must))
+    for i, j in np.ndindex(may.shape):
+        block = wanted[first[i] : last[i] + 1, first[j] : last[j] + 1]
+        assert (may[i, j] or not block.any()) and (block.all() or not must[i, j])
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_bounds_at_the_ends_of_int32(name):
+    """A position that is nowhere drops no block, and makes none full."""
+    mask, sees = MEANING[name]
+    for low, high in (((-(2**31), 2), (1, 2**31 - 1)), ((-(2**31), 2**31 - 1), (0, 3))):
+        for q_ends, kv_ends in ((low, high), (high, low)):
+            may, must = masks.bounds(mask, 1, 2, *(np.int32(x) for x in (*q_ends, *kv_ends)))
+            seen = brute_force(sees, 1, 2, *(range(max(a, -3), min(b, 15) + 1) for a, b in (q_ends, kv_ends)))
+            assert (may or not seen.any()) and not (must and not seen.all())
+
+
+class TestRanges:
+    """What ``bounds`` of segments rests on: the least and the greatest id of any interval."""
+
+    @staticmethod
+    def by_hand(ids, b, low, high):
+        inside = ids[b][max(low, 0) : max(high + 1, 0)] if 0 <= b < len(ids) else ids[0][:0]
+        info = np.iinfo(ids.dtype)
+        whole = 0 <= b < len(ids) and low >= 0 and high < ids.shape[1]
+        return inside.min(initial=info.max), inside.max(initial=info.min), whole
+
+    @pytest.mark.parametrize("length", [0, 1, 7, 511, 512, 513, 1700])
+    def test_any_interval(self, length):
+        rng = np.random.default_rng(length)
+        ids = rng.integers(-5, 5000, (2, length), np.int32)
+        low = rng.integers(-20, length + 20, 60)
+        high = low + rng.integers(0, rng.choice([3, 600, length + 9], 60))
+        low[:3], high[:3] = [0, 0, -(2**31)], [0, length - 1, 2**31 - 1]
+        b = rng.integers(0, 3, 60)
+        expected = [self.by_hand(ids, *at) for at in zip(b, low, high, strict=True)]
+        found = range_in_row(ids, b, low, high)
+        assert all(isinstance(x, np.ndarray) for x in found)
+        for got, wanted in zip(found, zip(*expected, strict=True), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+    def test_traced_is_the_same(self):
+        ids = np.random.default_rng(0).integers(0, 5000, (2, 1300), np.int32)
+        at = (np.array([0, 1])[:, None], np.array([0, 100, 700, -5]), np.array([511, 1299, 701, 2000]))
+        with mod_semantics():
+            found = jax.jit(range_in_row)(ids, *at)
+        for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+    def test_linear_memory(self):
+        """Static and traced: a bool for each block and position would be 128 MiB."""
+        ids, low = np.repeat(np.arange(4096, dtype=np.int32), 64), np.arange(0, 2**18, 512)
+        tracemalloc.start()
+        range_in_row(ids, 0, low, low + 511)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        with mod_semantics():
+            compiled = jax.jit(lambda ids: range_in_row(ids, 0, low, low + 511)).lower(ids).compile()
+        assert max(peak, compiled.memory_analysis().temp_size_in_bytes) < 24 * 2**20
+
+
+def test_a_static_table_is_summed_block_by_block():
+    """Of 2048 by 2048 pairs a summed-area table of numbers is 16 MiB, and one of blocks nothing beside the pairs."""
+    mask, low = Dense(np.tri(2048, dtype=bool)), np.arange(0, 2048, 256)
+    tracemalloc.start()
+    may, must = masks.bounds(mask, 0, 0, low[:, None], low[:, None] + 255, low, low + 255)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(may, np.tri(8, dtype=bool))
+    np.testing.assert_array_equal(must, np.tri(8, k=-1, dtype=bool))
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(
+    "mask, sizes, message",
+    [
+        (Padding(np.array([8, 8])), (4, 2, 7, 7), r"Padding: lengths must be \[B\] = \[4\] .*got shape \[2\]"),
+        (Segments(IDS), (3, 2, 7, 7), r"query_ids must be \[B, T\] = \[3, 7\] .*got shape \[2, 7\]"),
+        (Segments(IDS), (2, 2, 7, 8), "query_ids must be .* keys of another length than the queries need kv_ids"),
+        (Segments(IDS, KV_IDS), (2, 2, 7, 8), r"kv_ids must be \[B, S\] = \[2, 8\] .*got shape \[2, 11\]"),
+        (Segments(IDS), (3, 2, None, None), r"query_ids must be \[B, T\] = \[3, any\]"),
+        (Dense(TABLE), (2, 4, T, S), r"array must be \[B, N, T, S\] = \[2, 4, 7, 11\] .*got shape \[2, 3, 7, 11\]"),
+        (~(Causal() & Padding(np.array([8, 8]))), (4, 2, 7, 7), "Padding: lengths"),
+        (Causal() | (Prefix(3) | Dense(TABLE)), (2, 3, T, 9), "Dense: array"),
+    ],
+)
+def test_a_mask_that_does_not_fit(mask, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        mask.check(*sizes)
+
+
+@pytest.mark.parametrize(
+    "mask, sizes",
+    [
+        (Padding(np.array([8])), (4, 2, 7, 7)),
+        (Segments(IDS[:1]), (3, 2, 7, 7)),
+        (Segments(IDS, KV_IDS), (2, 5, 7, 11)),
+        (Segments(IDS), (2, 2, None, None)),
+        (Dense(TABLE[:1, :, :1]), (4, 3, 9, 11)),
+        (Dense(TABLE), (2, 3, None, None)),
+        (Causal() & plain & ~SlidingWindow(3), (4, 2, 7, 7)),
+    ],
+)
+def test_a_mask_that_fits(mask, sizes):
+    mask.check(*sizes)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +319,13 @@ def test_masks_are_pytrees_whose_leaves_are_their_arrays():
         (lambda: Causal() & np.ones((3, 3), bool), r"wrap an array as masks\.Dense"),
         (lambda: masks.and_masks(), "at least one mask"),
         (lambda: Causal() | 3, "must be a callable"),
+        (lambda: Causal() & Causal, r"the class Causal; write Causal\(\.\.\.\)"),
+        (lambda: SlidingWindow("2"), "left must be an integer or an integer scalar array, got str"),
+        (lambda: SlidingWindow(2, 1.5), "right must be an integer .* got float"),
+        (lambda: Prefix(jnp.ones(3, int)), r"length must be an integer .* got int32 of shape \(3,\)"),
+        (lambda: Padding(np.array([3, 2**31])), "lengths must lie within int32, .* to 2147483648"),
+        (lambda: Segments(np.array([0, 2**32])), "query_ids must lie within int32"),
+        (lambda: Segments(IDS, IDS - 2**32), "kv_ids must lie within int32"),
     ],
 )
 def test_errors_name_the_argument(make, message):

@@ -44,6 +44,7 @@ def test_cross_attention_is_the_sum_over_heads(getkey):
     np.testing.assert_allclose(jattn.multi_head_attention(params, x[0], x_kv[0]), y[0], atol=1e-5)
 
 
+@pytest.mark.bits
 def test_self_attention_and_weights(getkey):
     params, x, _ = layer(getkey)
     alone = jattn.multi_head_attention(params, x)

@@ -15,6 +15,7 @@ def test_sinusoidal(dim):
     for p, i in [(0, 0), (0, 1), (1, 0), (17, 3), (5002, 2), (5002, dim - 1)]:
         angle = p / 10000 ** ((i - i % 2) / dim)
         np.testing.assert_allclose(table[p, i], np.cos(angle) if i % 2 else np.sin(angle), atol=1e-6)
+    assert sinusoidal(0, dim).shape == (0, dim)
     with pytest.raises(ValueError, match="dim=0"):
         sinusoidal(3, 0)
 
@@ -100,6 +101,7 @@ def test_yarn():
         (lambda: Rotary(fraction=0.0), r"fraction must lie in \(0, 1\]"),
         (lambda: Rotary()(jnp.zeros((4, 2, 7)), jnp.arange(4)), "must be even"),
         (lambda: Rotary()(jnp.zeros((4, 6)), jnp.arange(4)), r"one head \[T, H\]: pass x\[:, None\]"),
+        (lambda: Rotary()(jnp.zeros((1, 2, 6)), np.array([2**32])), "positions must lie within int32"),
         (lambda: Rotary()(jnp.zeros((4, 2, 6)), jnp.arange(5)), r"positions of shape \(5,\)"),
     ],
 )

@@ -1,7 +1,5 @@
 """A ring of devices: the numbers of one device, no sequence anywhere whole, and even work."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,17 +20,9 @@ from experiments.bench_sharding import (
     values_alone,
 )
 from jattn import heads, masks
-from jattn.blocks import choose_blocks
-from jattn.kernels import blockwise
-from jattn.sharding import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
+from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
 
 P = 4
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks that do not divide a device's chunk of 4 keys."""
-    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(3, 3)))
 
 
 def test_eight_devices():
@@ -67,8 +57,8 @@ def test_with_any_number_of_devices(devices, layout):
 
 
 @pytest.mark.parametrize("name", ["causal window", "lengths, one of them 0"])
-def test_in_blocks_that_divide_nothing(name, small_blocks):
-    row = numbers(name, 2, "zigzag")
+def test_in_blocks_that_divide_nothing(name):
+    row = numbers(name, 2, "zigzag", (3, 3))
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
@@ -120,24 +110,25 @@ def test_key_heads_that_all_devices_have():
     assert off(found[0], wanted[0]) <= 1e-5 and off(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
 
 
-def lowered(devices, layout, length, N=4, **options):
+def lowered(devices, layout, length, N=4, block_sizes=None, **options):
     mesh = mesh_of(devices)
+    how = Ring(mesh, "sequence", layout=layout, block_sizes=block_sizes)
     lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     arrays = [jax.ShapeDtypeStruct((1, length, N, 16), jnp.float32, sharding=lies)] * 3
 
     def loss(*arrays):
-        return jnp.sum(ring_attention(*arrays, mesh=mesh, axis_name="sequence", layout=layout, **options) ** 2)
+        return jnp.sum(jattn.dot_product_attention(*arrays, implementation=how, **options) ** 2)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_no_device_ever_holds_the_sequence(layout, monkeypatch):
+def test_no_device_ever_holds_the_sequence(layout):
     """The program has no array as long as the sequence, and twice the devices halve what each plans to use."""
-    # blocks stay as large as they are, so they are small here
-    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(64, 64)))
-    length = 8192
-    compiled = {devices: lowered(devices, layout, length, is_causal=True).compile() for devices in (4, 8)}
+    length, small = 8192, (64, 64)  # blocks stay as large as they are, so they are small here
+    compiled = {
+        devices: lowered(devices, layout, length, block_sizes=small, is_causal=True).compile() for devices in (4, 8)
+    }
     text = compiled[8].as_text()
     assert "collective-permute" in text and "all-gather" not in text
     assert str(length // 8) in text and f"{length}," not in text and f",{length}]" not in text
@@ -177,29 +168,21 @@ def test_zigzag_gives_all_devices_the_same_causal_work(devices):
     assert contiguous.sum(1).max() > 1.4 * contiguous.sum(1).mean()
 
 
-def test_blocks_are_counted_as_they_are_computed(monkeypatch):
-    """The table of the count is the one that a device's call finds for itself."""
-    ring, counted = Ring(mesh_of(2), "sequence", layout="zigzag"), []
-    q = jnp.zeros((1, 64, 1, 4))
-    plain = blockwise.block_table
+def test_blocks_are_counted_as_they_are_computed():
+    """The count is that of the pairs whose score a device computes."""
+    computed = []
 
-    def watched(request, size):
-        may, must = plain(request, size)
-        if isinstance(may, jax.core.Tracer):
-            jax.debug.callback(
-                lambda device, n: counted.append((int(device), int(n))), jax.lax.axis_index("sequence"), may.sum()
-            )
-        return may, must
+    def watched(score, b, h, q, kv):
+        jax.debug.callback(lambda q, kv: computed.append(int(np.ravel(q)[0])), q, kv)
+        return score
 
-    monkeypatch.setattr(blockwise, "block_table", watched)
-    monkeypatch.setattr(blockwise, "choose_blocks", functools.partial(choose_blocks, block_sizes=(4, 4)))
-    monkeypatch.setattr(jattn.sharding, "tile", lambda T, S: (4, 4))
-    jax.block_until_ready(
-        jax.jit(lambda q: jattn.dot_product_attention(q, q, q, is_causal=True, implementation=ring))(q)
-    )
+    q, ring = jnp.zeros((1, 64, 1, 4)), Ring(mesh_of(2), "sequence", layout="zigzag")
+    jattn.dot_product_attention(q, q, q, is_causal=True, score_mod=watched, implementation=ring)
     jax.effects_barrier()
-    wanted = ring_blocks(masks.Causal(), 64, 64, devices=2, layout="zigzag").sum(1)
-    assert [sum(n for device, n in counted if device == one) for one in (0, 1)] == wanted.tolist()
+    first = to_zigzag(jnp.arange(64), 2, axis=0)[:32]  # the tokens of the first device
+    of_devices = [np.isin(computed, first).sum(), (~np.isin(computed, first)).sum()]
+    blocks = ring_blocks(masks.Causal(), 64, 64, devices=2, layout="zigzag").sum(1)
+    np.testing.assert_array_equal(of_devices, blocks * 16 * 16)
 
 
 def test_zigzag_order():
@@ -236,6 +219,7 @@ def test_statistics_are_those_of_one_device(layout, kinds):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)
 
 
+@pytest.mark.bits
 def test_a_layer_looks_at_itself_in_a_ring():
     """Gates, statistics and heads of ``multi_head_attention``, with the output's bits unchanged."""
     params = jattn.init_multi_head(jax.random.key(0), 16, 4, num_kv_heads=2)

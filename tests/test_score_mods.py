@@ -1,5 +1,7 @@
 """Score functions against their papers' definitions, written out."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,6 +66,46 @@ def test_soft_cap_and_then():
     np.testing.assert_allclose(call(three), np.tanh(2 * (SCORE + 1)), rtol=1e-5)
 
 
+ENDS = np.array([-(2**31), -(2**30) - 7, -3, 0, 2, 2**24 + 1, 2**24 + 4, 2**31 - 5, 2**31 - 1])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_distances_at_the_ends_of_int32(dtype):
+    """By Python's integers, which do not wrap round; float32 rounds large distances."""
+    score = np.zeros((len(ENDS),) * 2, np.float32)
+    offset = ENDS[None, :] - ENDS[:, None]
+    q, kv = ENDS.astype(dtype)[:, None], ENDS.astype(dtype)[None, :]
+    table = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
+    with mods.mod_semantics():
+        found = score_mods.Alibi(np.array([9.0, 0.5], np.float32))(score, 0, 1, q, kv)
+        biased = score_mods.RelativeBias(table, False, 16)(score, 0, 1, q, kv)
+    np.testing.assert_allclose(found, -0.5 * abs(offset), rtol=1e-7)
+    np.testing.assert_array_equal(np.asarray(found)[abs(offset) < 10], -0.5 * abs(offset[abs(offset) < 10]))
+    nearest = {-1: 1, -2: 2, -3: 3}
+    wanted = [0 if at >= 0 else nearest.get(at, 7 if at < -15 else 4) for at in offset.ravel()]
+    near = (offset > -4) | (offset < -15)
+    np.testing.assert_array_equal(biased[near], table[np.reshape(wanted, offset.shape), 1][near])
+
+
+@pytest.mark.parametrize("cast", [np.uint8, np.int8, np.uint32, jnp.uint8])
+def test_narrow_and_unsigned_positions_mean_the_same(cast):
+    q, score = np.arange(9), np.zeros((9, 9), np.float32)
+    for mod in (score_mods.Alibi(np.ones(1, np.float32)), score_mods.RelativeBias(np.arange(32.0)[:, None])):
+        with mods.mod_semantics():
+            found, wanted = (mod(score, 0, 0, x[:, None], x[None, :]) for x in (cast(q), q))
+        np.testing.assert_array_equal(found, wanted)
+        assert len(np.unique(wanted)) > 8
+
+
+def test_a_table_for_other_heads():
+    alibi, bias = score_mods.Alibi(np.ones(3)), score_mods.RelativeBias(np.ones((8, 3)))
+    for mod in (alibi, bias, score_mods.then(score_mods.SoftCap(2.0), alibi), score_mods.then(bias, lambda s, *at: s)):
+        mod_check = functools.partial(mods.check, mod, 2)
+        mod_check(3, 7, 7)
+        with pytest.raises(ValueError, match=r"with N = 2 query heads, got shape \[.*3\]"):
+            mod_check(2, 7, 7)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -73,6 +115,10 @@ def test_soft_cap_and_then():
         (lambda: score_mods.RelativeBias(np.ones((2, 3))), "2 buckets"),
         (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "max_distance must be larger"),
         (lambda: score_mods.SoftCap(-1.0), "cap must be positive, got -1"),
+        (lambda: score_mods.SoftCap(np.array(-1.0)), "cap must be positive, got -1"),
+        (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),
+        (lambda: score_mods.SoftCap(np.ones(3)), r"cap must be a number .* got shape \(3,\)"),
+        (lambda: score_mods.then(score_mods.SoftCap), "must be callable, got the class SoftCap"),
         (lambda: score_mods.then(3), "must be callable|Expected type: .*Callable"),
         (lambda: score_mods.then(), "at least one"),
     ],

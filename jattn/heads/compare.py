@@ -1,24 +1,25 @@
 """How much the heads of a layer differ, in linear memory."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from jattn import staged
 from jattn.attention import softmax_dtype
 from jattn.heads.folded import eligible_rows
 from jattn.heads.matrix import jensen_shannon
 from jattn.kernels import xla
-from jattn.kernels.blockwise import compiled_where_eager
-from jattn.request import Request, make_request
+from jattn.kernels.lift import ready
+from jattn.request import Request, ScoreOptions, make_request
 
 WEIGHTS = 2**21  # of all heads and sequences that are held at once
 
 
 def divergence(
-    query: ArrayLike, key: ArrayLike, *, eligible: ArrayLike | None = None, **options: Any
+    query: ArrayLike, key: ArrayLike, *, eligible: ArrayLike | None = None, **options: Unpack[ScoreOptions]
 ) -> tuple[Array, Array]:
     """How much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``, float32 (or float64).
 
@@ -43,13 +44,14 @@ def divergence(
     request = make_request(query, key, None, **options)
     B, T, N, _ = request.query.shape
     counts = jnp.ones((B, T), bool) if eligible is None else jnp.broadcast_to(eligible_rows(eligible, B, T), (B, T))
-    total, count = compiled_where_eager(_sum_over_rows, request, counts)
+    zeros = jax.ShapeDtypeStruct((N, N), softmax_dtype(request.query))
+    total, count = staged.call(_sum_over_rows, ready(request), counts, out=(zeros, zeros))
     between = total / jnp.maximum(count, 1)
     floor = jnp.where((jnp.diagonal(count) > 0) & (B > 1), jnp.diagonal(between), jnp.nan)
     return between, floor
 
 
-def _sum_over_rows(request: Request, counts: Array) -> tuple[Array, Array]:
+def _sum_over_rows(platform: str, request: Request, counts: Array) -> tuple[Array, Array]:
     """``[N,N]``: the sums of the divergences of all pairs of rows, and how many there are."""
     (B, T, N, _), S = request.query.shape, request.key.shape[1]
     zeros = jnp.zeros((N, N), softmax_dtype(request.query))

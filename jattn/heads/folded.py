@@ -1,7 +1,7 @@
 """Statistics of all heads at any length, without their matrices of weights."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
-from jattn.kernels import blockwise, shards
-from jattn.request import Request, make_lse, make_request
+from jattn.kernels import shards
+from jattn.kernels.blockwise import Blockwise
+from jattn.request import Request, ScoreOptions, make_lse, make_request
 from jattn.sharding import HeadParallel, Ring
 
 OF_TOKENS = ("duplicate_token", "induction")
@@ -29,8 +30,8 @@ def statistics(
     lse: ArrayLike | None = None,
     names: Sequence[str] | None = None,
     eligible: ArrayLike | None = None,
-    implementation: Ring | HeadParallel | None = None,
-    **options: Any,
+    implementation: Ring | HeadParallel | Blockwise | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
@@ -57,7 +58,8 @@ def statistics(
         names: which statistics; all that the arguments allow by default.
         eligible: bool ``[B,T]`` or ``[T]``: the queries that count at all; all by default.
         implementation: a ``jattn.sharding.Ring`` or ``HeadParallel``, for arrays that lie so. In a ring slots are those
-            of its layout, but for ``offset_profile``, which goes by token.
+            of its layout, but for ``offset_profile``, which goes by token. Or a ``jattn.kernels.blockwise.Blockwise``,
+            for blocks of a size of your own.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -67,8 +69,10 @@ def statistics(
         ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
     """
     names = _names(names, tokens is not None)
-    if implementation is not None and not isinstance(implementation, Ring | HeadParallel):
-        raise TypeError(f"implementation must be a Ring or HeadParallel of jattn.sharding, got {implementation!r}")
+    if implementation is not None and not isinstance(implementation, Ring | HeadParallel | Blockwise):
+        raise TypeError(
+            f"implementation must be a Ring or HeadParallel of jattn.sharding, or a Blockwise, got {implementation!r}"
+        )
     request = make_request(query, key, None, **options)
     (B, T, _, _), S, one_sequence = request.query.shape, request.key.shape[1], jnp.ndim(query) == 3
     given = lse is not None
@@ -81,15 +85,17 @@ def statistics(
     beside = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
     counted = given or "entropy" in names
 
+    blocks = implementation if isinstance(implementation, Blockwise) else Blockwise()
+
     def of_device(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
         rows, columns = _data(request, dict(zip(beside, data, strict=True)), np.arange(T), np.arange(S))
-        sums = _sums(request, names, lse, counted, rows, columns)
+        sums = _sums(blocks, request, names, lse, counted, rows, columns)
         return _averages(names, sums, S, lse, given, rows)
 
     if not isinstance(implementation, Ring):
         out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
         extra = [(lse, "btn"), *((x, "bt") for x in beside.values())]
-        each = shards.on_each_device if implementation is None else implementation.per_device
+        each = implementation.per_device if isinstance(implementation, HeadParallel) else shards.on_each_device
         result = each(of_device, request, out_axes, *extra)
     else:
         slots = [implementation.slots(length) for length in (T, S)]
@@ -129,7 +135,13 @@ def _folded(names: Sequence[str]) -> dict[str, str]:
 
 
 def _sums(
-    request: Request, names: Sequence[str], lse: Array, counted: bool, rows: dict[str, Array], columns: dict[str, Array]
+    blocks: Blockwise,
+    request: Request,
+    names: Sequence[str],
+    lse: Array,
+    counted: bool,
+    rows: dict[str, Array],
+    columns: dict[str, Array],
 ) -> dict[str, Array]:
     """``[B,N,...]``: what ``_step`` adds up, and where it is ``counted`` how many keys each query sees."""
     T, S = request.query.shape[1], request.key.shape[1]
@@ -140,8 +152,8 @@ def _sums(
     def step(carry: Any, logs: Array, q_idx: Array, kv_idx: Array, *data: Array) -> Any:
         return _step(carry, logs, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
 
-    sums = blockwise.fold(request, step, init, lse, jax.tree.leaves((rows, columns)))
-    return sums | ({"visible": blockwise.count_visible(request)} if counted else {})
+    sums = blocks.fold(request, step, init, lse, jax.tree.leaves((rows, columns)))
+    return sums | ({"visible": blocks.count_visible(request)} if counted else {})
 
 
 def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
@@ -276,7 +288,7 @@ def _pairs_at_offsets(seen: Array, S: int, dtype: Any) -> Array:
     return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
 
 
-def coarse_weights(query: ArrayLike, key: ArrayLike, size: int = 64, **options: Any) -> Array:
+def coarse_weights(query: ArrayLike, key: ArrayLike, size: int = 64, **options: Unpack[ScoreOptions]) -> Array:
     """A picture of each head's weights at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
 
     Block ``(i, j)`` is the share of their weight that the queries of the i-th of ``size`` equal spans give to the keys

@@ -4,14 +4,17 @@ A layer's attention takes three things (``jattn.multi_head.attend_heads``, the m
 (what a head that is off gives instead of 0) and ``held`` (queries and keys whose weights are used instead).
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from jattn.masks import Mask, MaskFunction, or_masks
+from jattn.masks import Mask, MaskFunction, and_masks, bounds
+from jattn.mods import check, pytree_dataclass, static_field
 
 KINDS = ("zero", "mean", "resample")
 
@@ -41,7 +44,8 @@ def ablate(
         batch_size: how many ablations at once; all by default. Fewer take less memory.
 
     Raises:
-        ValueError: no such kind; layers with different numbers of heads; one sequence to resample from.
+        ValueError: no such kind; a layer without what is needed of it; layers with different numbers of heads; one
+            sequence to resample from.
 
     Example:
         ``ablate(lambda layers: loss(model(x, layers)), clean)``
@@ -50,6 +54,9 @@ def ablate(
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if not clean or not all(isinstance(layer, Mapping) for layer in clean):
         raise ValueError(f"clean must be a dict for each layer, got {[type(layer).__name__ for layer in clean]}")
+    wanted = ("z", "query", "key") if hold_weights else ("z",)
+    if missing := [name for layer in clean for name in wanted if name not in layer]:
+        raise ValueError(f"each layer of clean must hold {', '.join(map(repr, wanted))}; one has no {missing[0]!r}")
     numbers = sorted({layer["z"].shape[-2] for layer in clean})
     if len(numbers) != 1:
         raise ValueError(f"the layers of clean must have the same number of heads, got {numbers}")
@@ -111,14 +118,37 @@ def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
     Example:
         ``forbid(lambda b, h, q, kv: kv == q - 1, heads=[0, 1])``: heads 0 and 1 never see the token before.
     """
-    numbers = tuple(int(head) for head in heads)
+    numbers = tuple(operator.index(head) for head in heads)
     if any(number < 0 for number in numbers):
         raise ValueError(f"heads must be numbers from 0 on, got {list(heads)}")
+    return Forbidden(pattern, numbers)
 
-    def of_those(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        chosen = jnp.zeros(jnp.shape(h), bool)
-        for number in numbers:
-            chosen |= h == number
-        return pattern(b, h, q_idx, kv_idx) & chosen
 
-    return ~or_masks(of_those)
+@pytree_dataclass
+class Forbidden(Mask):
+    """Everything but the pairs of ``pattern`` in ``heads``: see ``forbid``."""
+
+    pattern: Any
+    heads: tuple[int, ...] = static_field()
+
+    def __post_init__(self):
+        object.__setattr__(self, "pattern", and_masks(self.pattern))
+
+    def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` for a head that is not there, and where the pattern does not fit."""
+        if any(head >= N for head in self.heads):
+            raise ValueError(f"forbid: heads must be below N = {N}, the number of query heads, got {list(self.heads)}")
+        check(self.pattern, B, N, T, S)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return True ^ (self.pattern(b, h, q_idx, kv_idx) & self._chosen(h))
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        may, must = bounds(self.pattern, b, h, q_min, q_max, kv_min, kv_max)
+        return True ^ (must & self._chosen(h)), True ^ (may & self._chosen(h))
+
+    def _chosen(self, h: Any) -> Any:
+        chosen: Any = np.False_
+        for head in self.heads:
+            chosen = chosen | (h == head)
+        return chosen

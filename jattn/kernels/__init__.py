@@ -17,7 +17,7 @@ class Unsupported(NotImplementedError):
 
 @runtime_checkable
 class Implementation(Protocol):
-    """What a module in this package defines."""
+    """What a module in this package, or an object of its class, defines."""
 
     @staticmethod
     def why_not(request: Request) -> str | None:

@@ -7,11 +7,15 @@ by cuDNN's rule and raises JAX's own error.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jattn.kernels import blockwise
+from jattn import staged
+from jattn.kernels import Unsupported
+from jattn.kernels.blockwise import Blockwise
 from jattn.masks import And, Causal, MaskFunction, SlidingWindow
 from jattn.request import Request
 
@@ -21,7 +25,6 @@ def why_not(request: Request) -> str | None:
     query, value = request.query, request.value
     head_dim = query.shape[-1]
     reasons = [
-        (jax.default_backend() != "gpu", f"it needs an NVIDIA GPU, the default backend is {jax.default_backend()}"),
         (query.dtype not in (jnp.float16, jnp.bfloat16), f"it takes float16 and bfloat16, not {query.dtype}"),
         (head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"),
         (value is None or value.shape[-1] != head_dim, "value's head dim must equal query's"),
@@ -40,6 +43,12 @@ def why_not(request: Request) -> str | None:
 
 def run(request: Request) -> tuple[jax.Array, jax.Array]:
     """``out [B,T,N,D]`` by cuDNN, forward and backward; ``lse [B,T,N]`` and its derivative by the blockwise rule."""
+    request = dataclasses.replace(request, query=staged.call(_on_cuda, request.query, out=request.query))
+    return attend_by(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), request)
+
+
+def attend_by(kernel: Callable, request: Request) -> tuple[jax.Array, jax.Array]:
+    """``run`` with another ``jax.nn.dot_product_attention`` in the kernel's place."""
     _, causal, left = _read_masks(request)
     B, T = request.query.shape[:2]
     S = request.key.shape[1]
@@ -51,7 +60,7 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
     visible = _visible_rows(left, B, T, S, query_lengths, kv_lengths)[..., None, None]
     query = jnp.where(visible, query, jnp.zeros((), query.dtype))
-    out = jax.nn.dot_product_attention(
+    out = kernel(
         query,
         key,
         value,
@@ -60,10 +69,15 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
         local_window_size=None if left is None else (left, 0),
         query_seq_lengths=None if query_lengths is None else query_lengths.astype(jnp.int32),
         key_value_seq_lengths=None if kv_lengths is None else kv_lengths.astype(jnp.int32),
-        implementation="cudnn",
     )
-    _, lse = blockwise.run(dataclasses.replace(request, value=value[..., :0]))
+    _, lse = Blockwise().run(dataclasses.replace(request, value=value[..., :0]))
     return jnp.where(visible, out, jnp.zeros((), out.dtype)), lse
+
+
+def _on_cuda(platform: str, query: jax.Array) -> jax.Array:
+    if platform != "cuda":
+        raise Unsupported(f"implementation='cudnn' cannot do this: it needs an NVIDIA GPU, and this is for {platform}")
+    return query
 
 
 def _read_masks(request: Request) -> tuple[bool, bool, int | None]:

@@ -15,18 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jattn.attention import (
-    dropout_keep,
-    dropout_seeds,
-    finish_scores,
-    indices,
-    row_maximum,
-    softmax_dtype,
-    visible_pairs,
-)
+from jattn import staged
+from jattn.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
+from jattn.dropout import drop
 from jattn.head_blocks import product_dtype
-from jattn.kernels.blockwise import block_table, compiled_where_eager, nothing_is_sharded
-from jattn.kernels.lift import lift
+from jattn.kernels.blockwise import block_table
+from jattn.kernels.lift import lift, ready
+from jattn.kernels.shards import may_be_divided
 from jattn.request import Request
 
 CHUNK = 2**20  # numbers in a chunk of keys: of 2**17 to 2**21 the fastest with all of 65536 slots full
@@ -40,9 +35,26 @@ class Sums(NamedTuple):
     total: Array  # [B,T,N]
 
 
-def why_not(request: Request) -> str | None:
-    """None: it takes every request."""
-    return None
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """``implementation=``: as ``"decode"``, with chunks of a length of your own: so many keys."""
+
+    chunk: int | None = None
+
+    def why_not(self, request: Request) -> str | None:
+        """None, unless a length is known only when the program runs."""
+        lengths = request.query.shape[1], request.key.shape[1]
+        if all(isinstance(length, int) for length in lengths):
+            return None
+        return f"it cuts lengths that are known while tracing into chunks, and these are {lengths}"
+
+    def run(self, request: Request) -> tuple[Array, Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
+        (B, T, N, _), D = request.query.shape, request.value.shape[3]
+        out = jax.ShapeDtypeStruct((B, T, N, D), request.value.dtype)
+        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(request.query))
+        how = self.chunk, may_be_divided(request)
+        return staged.call(_run, ready(request), *how, out=(out, lse))
 
 
 def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
@@ -50,16 +62,12 @@ def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
 
-def run(request: Request) -> tuple[Array, Array]:
-    """``out [B,T,N,D]``, ``lse [B,T,N]``."""
-    return compiled_where_eager(_run, request)
-
-
-def _run(request: Request) -> tuple[Array, Array]:
+def _run(platform: str, request: Request, chunk: int | None, divided: bool) -> tuple[Array, Array]:
+    how = Products(platform == "cpu" and not divided, product_dtype(platform, request.query), request.precision)
     B, T, N, _ = request.query.shape
     _, S, K, H = request.key.shape
     D, dtype = request.value.shape[-1], softmax_dtype(request.query)
-    size = min(chunk_length(B, K, H), max(S, 1))
+    size = min(chunk or chunk_length(B, K, H), max(S, 1))
     may, must = (x.reshape(x.shape[0], -1) for x in block_table(request, (max(T, 1), size)))
     may, must = may.any(0), must.all(0)
     chunks, kinds = np.arange(may.shape[0], dtype=np.int32), may.astype(np.int32) + must.astype(np.int32)
@@ -69,7 +77,7 @@ def _run(request: Request) -> tuple[Array, Array]:
     def visit(sums: Sums, chunk: Any, masked: bool) -> Sums:
         # the last chunk ends at S, and leaves the keys to the one before it that this has had
         first = jnp.minimum(chunk * size, S - size)
-        return _add(sums, _cut(request, first, size, chunk * size if masked else None))
+        return _add(sums, _cut(request, first, size, chunk * size if masked else None), how)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def body(sums: Sums, entry: tuple[Any, Any]) -> tuple[Sums, None]:
@@ -117,15 +125,15 @@ def _cut(request: Request, first: Any, size: int, begin: Any) -> Request:
     )
 
 
-def _add(sums: Sums, request: Request) -> Sums:
+def _add(sums: Sums, request: Request, products: "Products") -> Sums:
     """The sums with those of one chunk."""
     query, key, value = request.query, request.key, request.value
     dtype, K = softmax_dtype(query), key.shape[2]
     visible = None
     if request.masks or request.slot_masks:
 
-        def sees(q, k, v, options):
-            pairs = visible_pairs(options["mask"], *_where(q, k, options))
+        def sees(q: Array, k: Array, v: Array, head: Head) -> Array:
+            pairs = visible_pairs(head, head.where(q, k))
             assert pairs is not None  # there are masks
             return jnp.broadcast_to(pairs, (q.shape[0], k.shape[0]))
 
@@ -135,27 +143,20 @@ def _add(sums: Sums, request: Request) -> Sums:
         by_key = visible.reshape(B, K, -1, S).any(2).swapaxes(1, 2)[..., None]
         key, value = (jnp.where(by_key, x, jnp.zeros((), x.dtype)) for x in (key, value))
         query = jnp.where(visible.any(3).swapaxes(1, 2)[..., None], query, jnp.zeros((), query.dtype))
-    raw = _scores(query, key, request.precision)
+    raw = products.scores(query, key)
 
-    def one_head(q, k, v, options, raw, *visible):
-        where = _where(q, k, options)
-        seen = visible[0] if visible else None
-        scores = finish_scores(raw, seen, options["bias"], options["score_mod"], options["scale"], where)
+    def one_head(q: Array, k: Array, v: Array, head: Head, raw: Array, *visible: Array) -> tuple[Array, Array, Array]:
+        where = head.where(q, k)
+        scores = finish_scores(raw, visible[0] if visible else None, head, where, q.shape[-1])
         high = jax.lax.stop_gradient(row_maximum(jax.lax.stop_gradient(scores)))
         exponentials = jnp.exp(scores - high[:, None])
-        total = exponentials.sum(1)
-        if request.dropout is not None:
-            rate = request.dropout.rate
-            kept = dropout_keep(dropout_seeds(request.dropout, *where[:2]), rate, *where[2:])
-            exponentials = jnp.where(kept, exponentials / (1.0 - rate), 0.0)
-        return exponentials, high, total
+        return drop(exponentials, head.dropout, where), high, exponentials.sum(1)
 
     per_head = [raw] if visible is None else [raw, visible]
-    axes = (0, 1, 1)
-    exponentials, high, total = lift(one_head, request, out_axes=axes, per_head=per_head)
+    exponentials, high, total = lift(one_head, request, out_axes=(0, 1, 1), per_head=per_head)
     higher = jnp.maximum(sums.high, high)
     before, here = jnp.exp(sums.high - higher), jnp.exp(high - higher)
-    numerator = _values(exponentials, value, request.precision).astype(dtype)
+    numerator = products.values(exponentials, value).astype(dtype)
     return Sums(
         numerator=sums.numerator * before[..., None] + numerator * here[..., None],
         high=higher,
@@ -163,41 +164,39 @@ def _add(sums: Sums, request: Request) -> Sums:
     )
 
 
-def _where(q: Array, k: Array, options: dict[str, Any]) -> tuple:
-    """The indices that masks, score functions and dropout see: b, h, ``[T,1]``, ``[1,S]``."""
-    positions = indices(q, k, options["query_positions"], options["kv_positions"])
-    return options["batch"], options["head"], *positions
+class Products(NamedTuple):
+    """The two products of all heads of a chunk.
 
+    ``together``: every query head with every key head, of which only its own is taken. So the keys are read as they
+    lie, where the product of each pair by itself would first turn the whole chunk round. For one CPU, where no other
+    device may have some of the heads.
+    """
 
-def _scores(query: Array, key: Array, precision: Any) -> Array:
-    """``q k^T`` of every head, ``[B,N,T,S]``."""
-    B, T, N, H = query.shape
-    _, S, K, _ = key.shape
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=softmax_dtype(query))
-    query, key = (x.astype(product_dtype(query)) for x in (query, key))
-    if not _alone_on_cpu():
-        raw = product("bskh,btkgh->bkgts", key, query.reshape(B, T, K, N // K, H))
-        return raw.reshape(B, N, T, S)
-    # every query head with every key head, of which only its own is taken: so the keys are read as they lie, where the
-    # product of each pair for itself would first turn the whole chunk round
-    raw = product("bxh,byh->bxy", key.reshape(B, S * K, H), query.swapaxes(1, 2).reshape(B, N * T, H))
-    raw = raw.reshape(B, S, K, K, -1)
-    return jnp.stack([raw[:, :, k, k] for k in range(K)], axis=2).reshape(B, S, N, T).transpose(0, 2, 3, 1)
+    together: bool
+    dtype: Any
+    precision: Any
 
+    def scores(self, query: Array, key: Array) -> Array:
+        """``q k^T`` of every head, ``[B,N,T,S]``."""
+        B, T, N, H = query.shape
+        _, S, K, _ = key.shape
+        product = functools.partial(jnp.einsum, precision=self.precision, preferred_element_type=softmax_dtype(query))
+        query, key = (x.astype(self.dtype) for x in (query, key))
+        if not self.together:
+            raw = product("bskh,btkgh->bkgts", key, query.reshape(B, T, K, N // K, H))
+            return raw.reshape(B, N, T, S)
+        raw = product("bxh,byh->bxy", key.reshape(B, S * K, H), query.swapaxes(1, 2).reshape(B, N * T, H))
+        raw = raw.reshape(B, S, K, K, -1)
+        return jnp.stack([raw[:, :, k, k] for k in range(K)], axis=2).reshape(B, S, N, T).transpose(0, 2, 3, 1)
 
-def _values(exponentials: Array, value: Array, precision: Any) -> Array:
-    """``e v`` of every head, ``[B,T,N,D]``."""
-    B, N, T, S = exponentials.shape
-    _, _, K, D = value.shape
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=exponentials.dtype)
-    exponentials, value = (x.astype(product_dtype(value)) for x in (exponentials, value))
-    if not _alone_on_cpu():
-        return product("bkgts,bskd->btkgd", exponentials.reshape(B, K, N // K, T, S), value).reshape(B, T, N, D)
-    every = product("bxs,bsy->bxy", exponentials.reshape(B, N * T, S), value.reshape(B, S, K * D))
-    every = every.reshape(B, K, N // K, T, K, D)
-    return jnp.stack([every[:, k, :, :, k] for k in range(K)], axis=1).reshape(B, N, T, D).swapaxes(1, 2)
-
-
-def _alone_on_cpu() -> bool:
-    """Is there no other device over which heads may be sharded? Then all may be taken together."""
-    return jax.default_backend() == "cpu" and nothing_is_sharded()
+    def values(self, exponentials: Array, value: Array) -> Array:
+        """``e v`` of every head, ``[B,T,N,D]``."""
+        B, N, T, S = exponentials.shape
+        _, _, K, D = value.shape
+        product = functools.partial(jnp.einsum, precision=self.precision, preferred_element_type=exponentials.dtype)
+        exponentials, value = (x.astype(self.dtype) for x in (exponentials, value))
+        if not self.together:
+            return product("bkgts,bskd->btkgd", exponentials.reshape(B, K, N // K, T, S), value).reshape(B, T, N, D)
+        every = product("bxs,bsy->bxy", exponentials.reshape(B, N * T, S), value.reshape(B, S, K * D))
+        every = every.reshape(B, K, N // K, T, K, D)
+        return jnp.stack([every[:, k, :, :, k] for k in range(K)], axis=1).reshape(B, N, T, D).swapaxes(1, 2)

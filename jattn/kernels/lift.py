@@ -1,13 +1,22 @@
 """Lifting a function of one head to all heads of all sequences of a ``Request``."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jattn.attention import map_axes, over_heads
+from jattn.attention import Head, hoisted, softmax_dtype
+from jattn.lifting import map_axes, over_heads
 from jattn.request import Request
+
+
+def ready(request: Request) -> Request:
+    """The request with a scale that is an array, and functions as programs: what can be compiled once for all calls."""
+    scale = None if request.scale is None else jnp.asarray(request.scale, softmax_dtype(request.query))
+    lengths = request.query.shape[1], request.key.shape[1]
+    return hoisted(dataclasses.replace(request, scale=scale), request.query, lengths)
 
 
 def lift(
@@ -22,9 +31,9 @@ def lift(
 ) -> Any:
     """``one_head(q, k, v, options, *per_head, *per_sequence)`` over heads and sequences.
 
-    ``options`` are ``attend``'s, without dropout, for that head; ``out_axes`` as in ``over_heads``, without the batch
-    axis, which comes first. ``per_head`` arrays have leading axes ``[B|1, N|1]``, ``per_sequence`` ``[B|1]``; where
-    it is 1, NumPy arrays stay NumPy. ``sequences`` and ``heads`` do the lifting.
+    ``options`` are that ``Head``'s; ``out_axes`` as in ``over_heads``, without the batch axis, which comes first.
+    ``per_head`` arrays have leading axes ``[B|1, N|1]``, ``per_sequence`` ``[B|1]``; where it is 1, NumPy arrays stay
+    NumPy. ``sequences`` and ``heads`` do the lifting.
     """
     slot_masks = request.slot_masks
     of_heads, of_sequences = [request.bias, *slot_masks, *per_head], [request.query_positions, request.kv_positions]
@@ -33,22 +42,24 @@ def lift(
     def one_sequence(batch, query, key, value, *rest):
         of_heads_here, (query_positions, kv_positions, *extra) = rest[: len(of_heads)], rest[len(of_heads) :]
 
-        def with_options(q, k, v, head, bias, *arrays):
-            options = {
-                "mask": [*request.masks, *arrays[: len(slot_masks)]],
-                "bias": bias,
-                "score_mod": request.score_mod,
-                "scale": request.scale,
-                "batch": batch,
-                "head": head,
-                "query_positions": query_positions,
-                "kv_positions": kv_positions,
-                "precision": request.precision,
-            }
+        def with_options(q, k, v, index, bias, *arrays):
+            options = Head(
+                masks=request.masks,
+                slot_masks=arrays[: len(slot_masks)],
+                bias=bias,
+                score_mod=request.score_mod,
+                scale=request.scale,
+                batch=batch,
+                head=index,
+                query_positions=query_positions,
+                kv_positions=kv_positions,
+                dropout=request.dropout,
+                precision=request.precision,
+            )
             return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
 
-        head = request.first_head + jnp.arange(request.query.shape[2])
-        return over_heads(with_options, out_axes, lift=heads)(query, key, value, head, *of_heads_here)
+        index = request.first_head + jnp.arange(request.query.shape[2])
+        return over_heads(with_options, out_axes, lift=heads)(query, key, value, index, *of_heads_here)
 
     batch = request.first_batch + jnp.arange(request.query.shape[0])
     value_axis = None if request.value is None else 0

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jattn.attention import softmax_dtype
-from jattn.mods import hoist
+from jattn.attention import hoisted
 from jattn.request import Request
 
 # What is divided with what. A letter is an axis, as in the legend in lower case; with "." every device has the whole.
@@ -197,6 +195,20 @@ def _explicit(x: Any) -> tuple[Any, list[tuple[str, ...]]]:
     return mesh, [tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in spec]
 
 
+def may_be_divided(request: Request) -> bool:
+    """May the arrays lie on several devices? Their types say so, or the mesh in force, by axes that are not manual.
+
+    Inside ``jax.shard_map`` all axes are, and the arrays are one device's own.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in (request.query, request.key)] + [jax.sharding.get_abstract_mesh()]
+    return any(
+        size > 1 and kind != AxisType.Manual
+        for mesh in meshes
+        if not mesh.empty
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+
+
 def is_typed(x: Any) -> bool:
     """Does the array's type say that it is sharded?"""
     return any(_explicit(x)[1])
@@ -215,12 +227,7 @@ def per_device(
     """
     place.check(request, multiple)
     whole_kv_heads = request.key.shape[2] % place.parts("heads") != 0
-    index, score = jax.ShapeDtypeStruct((), jnp.arange(0).dtype), softmax_dtype(request.query)
-    request = dataclasses.replace(
-        request,
-        masks=tuple(hoist(mask, *[index] * 4) for mask in request.masks),
-        score_mod=hoist(request.score_mod, jax.ShapeDtypeStruct((), score), *[index] * 4),
-    )
+    request = hoisted(request, request.query, (request.query.shape[1], request.key.shape[1]))
     divided, divided_specs = {}, {}
     for name, axes in AXES.items():
         whole = getattr(request, name)

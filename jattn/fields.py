@@ -1,0 +1,107 @@
+"""Fields of masks and score functions: what they may hold, checked where one is made, and integers as int32.
+
+Positions, lengths and ids are computed in int32, all of it. JAX would cut NumPy's wider integers to it without a word,
+and differences of narrow or unsigned ones wrap round.
+"""
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.tables import namespace
+
+LEAST, LARGEST = -(2**31), 2**31 - 1  # of int32
+
+
+def to_int32(argument: str, x: Any) -> Any:
+    """Integers of any width and sign as int32: NumPy's must fit, those known when it runs stop at its ends.
+
+    Raises:
+        ValueError: NumPy's numbers beyond int32, which JAX would cut to 32 bits without a word.
+    """
+    if x.dtype == np.int32:
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        low, high = x.min(initial=0), x.max(initial=0)
+        if low < LEAST or high > LARGEST:
+            raise ValueError(
+                f"{argument} must lie within int32, from {LEAST} to {LARGEST}, got values from {x.min()} to {x.max()}"
+            )
+        return x.astype(np.int32)
+    info = jnp.iinfo(x.dtype)
+    if info.max > LARGEST:
+        x = jnp.clip(x, max(info.min, LEAST), LARGEST)
+    return x.astype(jnp.int32)
+
+
+def check_table(table: Any, owner: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
+    """Raises for what is no array of these ranks and this kind: ``"i"`` integers, ``"b"`` bools."""
+    wanted = {"i": "integers", "b": "bools"}[kind]
+    shape, dtype = getattr(table, "shape", None), getattr(table, "dtype", None)
+    if shape is None or dtype is None:
+        raise TypeError(f"{owner}: {argument} must be an array of {wanted}, got {type(table).__name__}")
+    right_kind = jnp.issubdtype(dtype, jnp.integer) if kind == "i" else dtype == bool
+    if len(shape) not in ranks or not right_kind:
+        rank = " or ".join(map(str, ranks))
+        raise TypeError(f"{owner}: {argument} must be {wanted} of rank {rank}, got {dtype} of shape {shape}")
+
+
+def check_number(x: Any, owner: str, argument: str) -> None:
+    """Raises for what is neither an integer nor an integer scalar array."""
+    dtype = np.dtype(int) if isinstance(x, int) else getattr(x, "dtype", None)
+    if dtype is None or np.shape(x) != () or not jnp.issubdtype(dtype, jnp.integer):
+        got = type(x).__name__ if dtype is None else f"{dtype} of shape {np.shape(x)}"
+        raise TypeError(f"{owner}: {argument} must be an integer or an integer scalar array, got {got}")
+
+
+def check_sizes(table: Any, owner: str, argument: str, hint: str = "", *, shared: str = "B", **axes: Any) -> None:
+    """Raises for a table of other sizes than the call's.
+
+    ``axes``: what its last axes are called and how long they must be, None: as they like; those ``shared`` may be 1.
+    """
+    named = list(axes.items())[-table.ndim :]
+    for (axis, wanted), size in zip(named, table.shape, strict=True):
+        if wanted is not None and size != wanted and not (size == 1 and axis in shared):
+            names, sizes = (", ".join(str(x) for x in one) for one in zip(*named, strict=True))
+            raise ValueError(
+                f"{owner}: {argument} must be [{names}] = [{sizes.replace('None', 'any')}] (or 1 in place of "
+                f"{', '.join(x for x in shared if x in dict(named)) or 'nothing'}), got shape {list(table.shape)}{hint}"
+            )
+
+
+def number(x: Any, least: int = LEAST) -> Any:
+    """A field that is one integer, cut to int32: Python's own where it is known, or an int32 array."""
+    if isinstance(x, int | np.integer | np.ndarray):
+        return min(max(operator.index(x), least), LARGEST)
+    return jnp.maximum(to_int32("", x), least)
+
+
+def at_most(kv_idx: Any, q_idx: Any, by: Any) -> Any:
+    """``kv <= q + by``, also where the sum lies beyond int32; ``by`` of ``LARGEST`` is no limit."""
+    if isinstance(by, int):
+        if by == LARGEST:
+            return np.True_
+        return kv_idx <= _plus(q_idx, by) if by >= 0 else kv_idx < _plus(q_idx, by + 1)
+    fits = q_idx >= LEAST - jnp.minimum(by, 0)
+    return ((kv_idx <= _plus(q_idx, by)) & fits) | (by == LARGEST)
+
+
+def at_least(kv_idx: Any, q_idx: Any, by: Any) -> Any:
+    """``kv >= q + by``, also where the sum lies beyond int32; ``by`` of ``-LARGEST`` is no limit."""
+    if isinstance(by, int):
+        if by == -LARGEST:
+            return np.True_
+        return kv_idx >= _plus(q_idx, by) if by <= 0 else kv_idx > _plus(q_idx, by - 1)
+    fits = q_idx <= LARGEST - jnp.maximum(by, 0)
+    return ((kv_idx >= _plus(q_idx, by)) & fits) | (by == -LARGEST)
+
+
+def _plus(index: Any, by: Any) -> Any:
+    """``index + by``, at the ends of int32 where it does not fit. Beside ``kv - q``, one sum a query and not a pair."""
+    index = namespace(index, by).asarray(index)
+    if index.dtype == np.int64:
+        return index + by
+    below, above = (min(by, 0), max(by, 0)) if isinstance(by, int) else (jnp.minimum(by, 0), jnp.maximum(by, 0))
+    return to_int32("q_idx", index).clip(LEAST - below, LARGEST - above) + by

@@ -1,0 +1,97 @@
+"""One head is the unit: what lifts a function of one head to all heads, side by side or one after the other."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) -> Callable:
+    """Lifts ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head to all heads of a sequence, by ``vmap``.
+
+    The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
+    one entry a head, or of 1, shared by all (``value`` and those may be None). Where K < N, N/K query heads in a row
+    share a key and value head (grouped queries, https://arxiv.org/abs/2305.13245), which is not repeated.
+    ``out_axes``: where the head axis stands in each output, counted from the front, as in ``jax.vmap``.
+    ``lift``: ``one_by_one`` instead of ``jax.vmap`` computes one head after the other. An ``fn`` with a keyword-only
+    argument ``head``, such as ``attend`` and ``functools.partial(attend, ...)``, is told by it which head it computes.
+
+    Raises:
+        ValueError: N is no multiple of K.
+
+    Example:
+        ``out, lse = over_heads(functools.partial(attend, score_mod=Alibi(slopes)))(query, key, value)``
+    """
+    if _takes_head(fn):
+
+        def with_head(q, k, v, index, *rest):
+            return fn(q, k, v, *rest, head=index)
+
+        one_head = over_heads(with_head, out_axes, lift=lift)
+        return lambda query, key, value, *rest: one_head(query, key, value, jnp.arange(query.shape[1]), *rest)
+
+    def lifted(query, key, value, *rest):
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        if num_kv_heads == 0 or num_heads % num_kv_heads:
+            raise ValueError(f"the {num_heads} query heads must be a multiple of the {num_kv_heads} key/value heads")
+        rest, axes = map_axes(rest)
+        value_axis = None if value is None else 1
+        if num_heads == num_kv_heads:
+            return lift(fn, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
+        groups = (num_kv_heads, num_heads // num_kv_heads)
+        query = query.reshape(query.shape[0], *groups, *query.shape[2:])
+        rest = [x if axis is None else x.reshape(*groups, *x.shape[1:]) for x, axis in zip(rest, axes, strict=True)]
+        one_group = lift(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
+        out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
+
+        def join(axis, part):  # the kv head axis and, behind it, the axis of queries that share one
+            return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_heads, *x.shape[axis + 2 :]), part)
+
+        return jax.tree.map(join, out_axes, out)
+
+    return lifted
+
+
+def _takes_head(fn: Callable) -> bool:
+    """Has ``fn`` a keyword-only argument ``head`` that nobody has given yet?"""
+    given = fn.keywords if isinstance(fn, functools.partial) else {}
+    try:
+        return "head" not in given and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0, *, recompute: bool = False) -> Callable:
+    """What ``jax.vmap(fn, in_axes, out_axes)`` computes, in a loop, so that only one call's arrays are live.
+
+    ``recompute``: a backward pass calls ``fn`` again, instead of keeping what it needs of each call.
+    """
+
+    def mapped(*args):
+        (count,) = {x.shape[axis] for x, axis in zip(args, in_axes, strict=True) if axis is not None}
+        if count == 0:
+            return jax.vmap(fn, in_axes, out_axes)(*args)
+
+        def call(i):
+            # looked up in the loop, since arrays that it ran over would first be copied with that axis in front
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            return fn(*(x if axis is None else pick(x, axis=axis) for x, axis in zip(args, in_axes, strict=True)))
+
+        def move(axis, part):
+            return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
+
+        # around the look-up, too: what is looked up would otherwise be kept, call by call
+        called = jax.checkpoint(call, prevent_cse=False) if recompute else call
+        return jax.tree.map(move, out_axes, jax.lax.map(called, jnp.arange(count)))
+
+    return mapped
+
+
+def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
+    """``arrays`` ready for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others mapped."""
+    shared = [x is None or x.shape[0] == 1 for x in arrays]
+    ready = [x[0] if one and x is not None else x for x, one in zip(arrays, shared, strict=True)]
+    return ready, [None if one else 0 for one in shared]

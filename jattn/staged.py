@@ -1,0 +1,306 @@
+"""Functions that are traced when they are lowered: each is one operation of the program that JAX transforms.
+
+``call(fn, *args, out=...)`` puts one operation into the program; ``fn(platform, *args)`` is traced when that operation
+is lowered. Four things follow, and attention in blocks needs all of them:
+
+- ``platform`` is the one that the program is lowered for (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the one
+  of the process that traces it. ``jax.export`` for several platforms holds a program for each.
+- A remat policy decides about the one operation, not about the products inside, so it cannot keep their blocks.
+- Inside ``jax.shard_map`` the function sees plain arrays of one device, whichever mesh axes they vary over.
+- Eager calls compile once: two operations are equal where they compute the same, whatever objects they were made of.
+
+Derivatives and batches are those of ``fn``, in forward and reverse mode and to any order.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+PROGRAMS = 256  # compiled eager calls that are kept
+OPERAND = object()  # stands for an array among the leaves of a Function
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """``fn(platform, *args)`` of the arrays among the leaves of ``args``. Compares by value."""
+
+    fn: Callable
+    structure: Any
+    leaves: tuple[Any, ...]
+    settings: tuple[Any, ...]
+    linear = 0
+
+    def __call__(self, platform: str, *operands: Any) -> list[Any]:
+        return jax.tree.leaves(self.fn(platform, *self.arguments(operands)))
+
+    def arguments(self, operands: tuple[Any, ...]) -> tuple:
+        """``args`` with these arrays."""
+        rest = iter(operands)
+        leaves = [next(rest) if leaf is OPERAND else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @functools.cached_property
+    def _value(self) -> tuple:
+        arrays = (x if not isinstance(x, np.ndarray) else (x.shape, x.dtype, x.tobytes()) for x in self.leaves)
+        return self.fn, self.structure, tuple((type(x), x) for x in arrays), self.settings
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Jvp:
+    """The tangents of ``of``'s floating results, linear in the last operands: tangents of the operands ``at``."""
+
+    of: Any
+    at: tuple[int, ...]
+
+    @property
+    def linear(self) -> int:
+        return len(self.at)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self.of.settings
+
+    def __call__(self, platform: str, *operands: Any) -> list[Any]:
+        primals, tangents = operands[: -self.linear], operands[-self.linear :]
+        return jax.jvp(self._function(platform, primals), tuple(primals[i] for i in self.at), tuple(tangents))[1]
+
+    def _function(self, platform: str, primals: tuple[Any, ...]) -> Callable:
+        def of_those(*some: Any) -> list[Any]:
+            operands = list(primals)
+            for i, x in zip(self.at, some, strict=True):
+                operands[i] = x
+            return [x for x in self.of(platform, *operands) if is_floating(x)]
+
+        return of_those
+
+    def transposed(self, results: int) -> Any:
+        """The function of which this is the transpose; ``results``: how many this has."""
+        return Vjp(self.of, self.at, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vjp(Jvp):
+    """The cotangents of the operands ``at``, linear in the last ``results`` operands: those of ``of``'s results."""
+
+    results: int
+
+    @property
+    def linear(self) -> int:
+        return self.results
+
+    def __call__(self, platform: str, *operands: Any) -> list[Any]:
+        primals, cotangents = operands[: -self.results], operands[-self.results :]
+        _, pull = jax.vjp(self._function(platform, primals), *(primals[i] for i in self.at))
+        return list(pull(list(cotangents)))
+
+    def transposed(self, results: int) -> Any:
+        return Jvp(self.of, self.at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched:
+    """``jax.vmap(of, axes)``."""
+
+    of: Any
+    axes: tuple[int | None, ...]
+
+    @property
+    def linear(self) -> int:
+        return self.of.linear
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self.of.settings
+
+    def __call__(self, platform: str, *operands: Any) -> list[Any]:
+        return jax.vmap(functools.partial(self.of, platform), self.axes)(*operands)
+
+    def transposed(self, results: int) -> Any:
+        return Batched(self.of.transposed(results), (*self.axes[: -self.linear], *(0,) * results))
+
+
+def call(fn: Callable, *args: Any, out: Any) -> Any:
+    """``fn(platform, *args)``, traced when it is lowered.
+
+    Args:
+        fn: a function at module level, or another that compares by value. It gives a pytree of arrays, and captures
+            nothing that is traced.
+        args: pytrees. Arrays among their leaves are operands; under a transformation only those of JAX are, and NumPy
+            arrays stay what they are, so that ``fn`` may look at them. Other leaves, and what is static in the pytrees'
+            structure, must be hashable.
+        out: ``jax.ShapeDtypeStruct``s (or arrays) of what ``fn`` gives.
+    """
+    function, operands = _function(fn, args)
+    return jax.tree.unflatten(jax.tree.structure(out), _bind(function, operands, jax.tree.leaves(out)))
+
+
+def jvp(fn: Callable, args: tuple, tangents: list[Any], *, out: Any) -> Any:
+    """The tangents of ``call(fn, *args, out=out)``, of which all must be floating, without its results.
+
+    ``tangents``: one for each leaf of ``args[0]``, None for zero.
+    """
+    function, operands = _function(fn, args)
+    numbers = iter(range(len(operands)))
+    positions = [next(numbers) if leaf is OPERAND else None for leaf in function.leaves]
+    at = tuple(n for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None)
+    given = [x for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None]
+    found = _bind(Jvp(function, at), [*operands, *given], jax.tree.leaves(out))
+    return jax.tree.unflatten(jax.tree.structure(out), found)
+
+
+def compiled(fn: Callable, *args: Any) -> Any:
+    """``fn(*args)``, traced now, and differentiated by JAX; eagerly it is compiled, once. Arguments as in ``call``."""
+    leaves, structure = jax.tree.flatten(args)
+    operand = [isinstance(leaf, jax.Array | np.ndarray | np.generic | float) for leaf in leaves]
+    static = tuple(OPERAND if one else leaf for leaf, one in zip(leaves, operand, strict=True))
+    operands = [leaf for leaf, one in zip(leaves, operand, strict=True) if one]
+    return _jitted(Function(fn, structure, static, ()))(*operands)
+
+
+@functools.lru_cache(PROGRAMS)
+def _jitted(function: Function) -> Callable:
+    return jax.jit(lambda *operands: function.fn(*function.arguments(operands)), inline=True)
+
+
+def _function(fn: Callable, args: tuple) -> tuple[Function, list[Any]]:
+    leaves, structure = jax.tree.flatten(args)
+    eager = not any(isinstance(leaf, Tracer) for leaf in leaves)
+    kinds = (jax.Array, np.ndarray, np.generic, float) if eager else jax.Array
+    operand = [isinstance(leaf, kinds) for leaf in leaves]
+    static = tuple(OPERAND if one else leaf for leaf, one in zip(leaves, operand, strict=True))
+    # tracing happens later, and must then see what is set now
+    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    operands = [jnp.asarray(leaf) for leaf, one in zip(leaves, operand, strict=True) if one]
+    return Function(fn, structure, static, settings), operands
+
+
+def _bind(function: Any, operands: list[Any], out: list[Any]) -> list[Any]:
+    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    if varying:
+        operands = [_varying(x, varying) for x in operands]
+    results = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in out)
+    return staged_p.bind(*operands, function=function, results=results)
+
+
+def _varying(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def is_floating(x: Any) -> bool:
+    """Has ``x`` derivatives?"""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+staged_p = Primitive("jattn")
+staged_p.multiple_results = True
+
+
+@staged_p.def_impl
+def _eager(*operands: Any, function: Any, results: tuple) -> list[Any]:
+    with jax.disable_jit(False):  # without jit there would be nothing that lowers it
+        return _compiled(function, results)(*operands)
+
+
+@functools.lru_cache(PROGRAMS)
+def _compiled(function: Any, results: tuple) -> Callable:
+    return jax.jit(functools.partial(staged_p.bind, function=function, results=results))
+
+
+@staged_p.def_abstract_eval
+def _types(*operands: Any, function: Any, results: tuple) -> list[Any]:
+    like = next((x for x in operands if not x.sharding.mesh.empty), operands[0])
+    whole = (PartitionSpec(*(None,) * len(shape)) for shape, _ in results)
+    return [
+        like.update(shape=shape, dtype=dtype, weak_type=False, sharding=NamedSharding(like.sharding.mesh, spec))
+        for (shape, dtype), spec in zip(results, whole, strict=True)
+    ]
+
+
+def _lower(platform: str, ctx: Any, *operands: Any, function: Any, results: tuple) -> Any:
+    def run(*operands: Any) -> list[Any]:
+        with _settings(function.settings):
+            found = function(platform, *operands)
+        kinds = tuple((tuple(x.shape), x.dtype) for x in found)
+        assert kinds == results, f"{function}: {kinds} is not {results}"
+        return found
+
+    plain = [ShapedArray(x.shape, x.dtype, x.weak_type) for x in ctx.avals_in]
+    ctx = ctx.replace(avals_in=plain, avals_out=[ShapedArray(*one) for one in results])
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+for _platform in ("cpu", "cuda", "rocm", "tpu"):
+    mlir.register_lowering(staged_p, functools.partial(_lower, _platform), platform=_platform)
+
+
+@contextlib.contextmanager
+def _settings(values: tuple[Any, ...]) -> Iterator[None]:
+    x64, precision = values
+    with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+        yield
+
+
+def _jvp(
+    operands: Sequence[Any], tangents: Sequence[Any], *, function: Any, results: tuple
+) -> tuple[list[Any], list[Any]]:
+    found = staged_p.bind(*operands, function=function, results=results)
+    at = tuple(i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero))
+    floating = [is_floating(x) for x in found]
+    kept = tuple(one for one, yes in zip(results, floating, strict=True) if yes)
+    changes = iter(_bind(Jvp(function, at), [*operands, *(tangents[i] for i in at)],
+                         [jax.ShapeDtypeStruct(*one) for one in kept]))  # fmt: skip
+    zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in found)
+    return found, [next(changes) if yes else zero for yes, zero in zip(floating, zeros, strict=True)]
+
+
+ad.primitive_jvps[staged_p] = _jvp
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, function: Any, results: tuple) -> list[Any]:
+    known, linear = operands[: -function.linear], operands[-function.linear :]
+    types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
+    given = [ad.instantiate_zeros(x) for x in cotangents]
+    found = _bind(function.transposed(len(given)), [*known, *given], types)
+    return [None] * len(known) + [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, found, strict=True)]
+
+
+ad.primitive_transposes[staged_p] = _transpose
+
+
+def _batch(
+    operands: Sequence[Any], axes: Sequence[Any], *, function: Any, results: tuple
+) -> tuple[list[Any], list[int]]:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    linear_from = len(operands) - function.linear
+    moved, to = [], []
+    for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
+        if axis is not None:
+            moved.append(jnp.moveaxis(x, axis, 0))
+        else:  # a cotangent of its own for every entry of the batch
+            moved.append(jnp.broadcast_to(x, (size, *x.shape)) if i >= linear_from else x)
+        to.append(None if axis is None and i < linear_from else 0)
+    out = [jax.ShapeDtypeStruct((size, *shape), dtype) for shape, dtype in results]
+    return _bind(Batched(function, tuple(to)), moved, out), [0] * len(out)
+
+
+batching.primitive_batchers[staged_p] = _batch

