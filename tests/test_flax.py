@@ -33,6 +33,7 @@ class NNX:
     ours, theirs = jattn.nnx, nnx
     classes = ("MultiHeadAttention",)
     drawn = {"num_kv_heads": [None, 2, 3], "in_kv_features": [None, M], "keep_rngs": [True, False]}
+    seeds = (0, 1, 10, 11)
 
     @staticmethod
     def make(library, x, key, name="MultiHeadAttention", **options):
@@ -57,6 +58,7 @@ class LINEN:
     ours, theirs = jattn.linen, linen
     classes = ("MultiHeadDotProductAttention", "MultiHeadAttention")
     drawn = {"force_fp32_for_softmax": [False, True]}
+    seeds = (0, 9, 20, 21)
 
     @staticmethod
     def make(library, x, key, name="MultiHeadDotProductAttention", **options):
@@ -178,7 +180,19 @@ def test_names_of_the_module_classes(system):
 
 
 @SYSTEMS
-@pytest.mark.parametrize("seed", range(8))
+def test_the_seeds_draw_every_option(system):
+    drawn = [draw(system, seed) for seed in system.seeds]
+    for name, choices in (OPTIONS | system.drawn).items():
+        values = [options.get(name) for options, *_ in drawn]
+        assert all(any(value is choice or value == choice for value in values) for choice in choices), name
+    assert {kind for _, kind, _, _ in drawn} == set(INPUTS) and {mask for _, _, mask, _ in drawn} == set(MASKS)
+
+
+@pytest.mark.parametrize(
+    "system, seed",
+    [(system, seed) for system in (NNX, LINEN) for seed in system.seeds],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_a_drawn_grid_of_options(system, seed):
     """Same key: bit-equal parameters in the same tree. Values to 1e-6, gradients to 1e-5, and the sown weights."""
     options, kind, mask, rng = draw(system, seed)
