@@ -33,6 +33,7 @@ class Circle:
     layout: str
     steps: tuple[int, ...]
     blockwise: Blockwise
+    platform: str  # of the devices
 
     @property
     def chunks(self) -> int:
@@ -197,7 +198,7 @@ def _forward(circle: Circle, request: Request) -> tuple[Array, Array]:
         state, _ = circle.travel(visit, nothing, _keys(request))
         return [_add(x, piece, h) for x, piece in zip(found, state, strict=True)]
 
-    out, lse = _each_kv_head(of_head, [jnp.zeros((B, T, N, D), dtype), jnp.zeros((B, T, N), dtype)], request)
+    out, lse = _each_kv_head(circle, of_head, [jnp.zeros((B, T, N, D), dtype), jnp.zeros((B, T, N), dtype)], request)
     return out.astype(request.value.dtype), lse
 
 
@@ -232,7 +233,7 @@ def _backward(circle: Circle, request: Request, results: Sequence[Array], split,
         return [_add(x, piece, h) for x, piece in zip(gradients, (query, key, value, *rest), strict=True)]
 
     nothing = [jnp.zeros(x.shape, softmax_dtype(x)) for x in split(request)[0]]
-    return _each_kv_head(of_head, nothing, request)
+    return _each_kv_head(circle, of_head, nothing, request)
 
 
 def fold(
@@ -298,7 +299,7 @@ def fold(
         return {name: _add(x, (state | by_key)[name], h) for name, x in found.items()}
 
     sizes = {"queries": T, "largest": T, "keys": S, "offsets": max(total + circle.devices * S - 1, 0)}
-    found = _each_kv_head(of_head, zeros(sizes, B, N), request)
+    found = _each_kv_head(circle, of_head, zeros(sizes, B, N), request)
     of_all = {name: jax.lax.psum(found[name], circle.axis) for name, kind in kinds.items() if kind == "offsets"}
     return found | of_all
 
@@ -315,13 +316,13 @@ def _keys(request: Request) -> dict[str, Any]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def _each_kv_head(fn: Callable, carry: Any, request: Request) -> Any:
+def _each_kv_head(circle: Circle, fn: Callable, carry: Any, request: Request) -> Any:
     """``carry = fn(carry, request of one key/value head, its index)``: one after the other on CPU, as everywhere there.
 
     On an accelerator once, with all of them.
     """
     K = request.key.shape[2]
-    if K == 1 or jax.default_backend() != "cpu":
+    if K == 1 or circle.platform != "cpu":
         return fn(carry, request, 0)
     G = request.query.shape[2] // K
 

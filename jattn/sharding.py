@@ -169,7 +169,8 @@ class Ring:
             if isinstance(may, np.ndarray):
                 of_devices, here = may.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
                 steps = [r for r in steps if r == 0 or of_devices[here, (here - r) % P].any()]
-        return Circle(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes))
+        platform = self.mesh.devices.flat[0].platform  # the mesh says where this runs, whatever traces it
+        return Circle(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes), platform)
 
     def _placement(self, request: Request) -> Placement:
         axes = {
