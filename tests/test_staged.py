@@ -134,6 +134,15 @@ class TestPlacement:
         got, wanted = (jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(*args) for fn in (divided, whole))
         chex.assert_trees_all_close(got, wanted, atol=2e-5)
 
+    def test_divergence_of_arrays_with_explicit_axes(self):
+        x = floats(4, 12, 4, 8)
+        wanted = heads.divergence(x, x, is_causal=True)
+        mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
+        with jax.set_mesh(mesh):
+            there = jax.device_put(x, jax.sharding.NamedSharding(mesh, PartitionSpec("data", None, "heads")))
+            found = heads.divergence(there, there, is_causal=True)
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-6)
+
 
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
