@@ -49,7 +49,7 @@ class HeadOptions(TypedDict, total=False):
 
 @pytree_dataclass
 class Head:
-    """What one head attends with beside q, k and v: the options of ``attend``, checked. ``indices``: of T and S."""
+    """What one head attends with beside q, k and v: the options of ``attend``, checked."""
 
     masks: tuple[MaskFunction, ...]  # these and those by slot must all hold
     slot_masks: tuple[Any, ...]  # [T|1, S|1]

@@ -5,6 +5,7 @@ not miss what a function captures that has changed since. So a function that is 
 time that it is given.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,11 @@ class Program:
     """A jaxpr that compares by what it computes."""
 
     def __init__(self, jaxpr: Any):
-        self.jaxpr, self._value = jaxpr, _value_of(jaxpr)
+        self.jaxpr = jaxpr
+
+    @functools.cached_property
+    def _value(self) -> tuple:  # which eager calls alone compare
+        return _value_of(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self._value == other._value

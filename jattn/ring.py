@@ -317,10 +317,7 @@ def _keys(request: Request) -> dict[str, Any]:
 
 
 def _each_kv_head(circle: Circle, fn: Callable, carry: Any, request: Request) -> Any:
-    """``carry = fn(carry, request of one key/value head, its index)``: one after the other on CPU, as everywhere there.
-
-    On an accelerator once, with all of them.
-    """
+    """``carry = fn(carry, request of a key/value head, its index)``: one by one on CPU, elsewhere all at once."""
     K = request.key.shape[2]
     if K == 1 or circle.platform != "cpu":
         return fn(carry, request, 0)

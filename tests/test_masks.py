@@ -305,7 +305,7 @@ def test_a_mask_that_does_not_fit(mask, sizes, message):
     ],
 )
 def test_a_mask_that_fits(mask, sizes):
-    mask.check(*sizes)
+    assert mask.check(*sizes) is None  # it raises where it does not fit, as test_a_mask_that_does_not_fit has it
 
 
 @pytest.mark.parametrize(

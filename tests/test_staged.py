@@ -258,9 +258,10 @@ class TestEager:
 
     def test_infinities_within_are_no_errors(self):
         """jax_debug_infs looks at what a program returns."""
-        with jax.debug_infs(True):
-            attend(*qkv(), is_causal=True)
-            attend(*qkv(), mask=np.arange(T)[None, :] < 5)
+        for options in {"is_causal": True}, {"mask": np.arange(T)[None, :] < 5}:
+            with jax.debug_infs(True):
+                found = attend(*qkv(), **options)
+            np.testing.assert_array_equal(found, attend(*qkv(), **options))
 
 
 def test_settings_are_those_of_the_call():
