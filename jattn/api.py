@@ -12,7 +12,16 @@ from jattn.choice import choose, explain_choice, object_given
 from jattn.kernels import Implementation, shards, xla
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
-from jattn.request import AttentionKeywords, Request, ScoreKeywords, ScoreOptions, make_lse, make_request, make_sinks
+from jattn.request import (
+    AttentionKeywords,
+    AttentionOptions,
+    Request,
+    ScoreKeywords,
+    ScoreOptions,
+    make_lse,
+    make_request,
+    make_sinks,
+)
 from jattn.score_mods import ScoreMod
 
 
@@ -208,13 +217,15 @@ def fold_weights(
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 
-def explain(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> str:
+def explain(
+    query: Any, key: Any, value: Any, *args: Any, implementation: Any = None, **options: Unpack[AttentionOptions]
+) -> str:
     """Which implementation ``dot_product_attention`` takes for these arguments, and why not the others, as text.
 
     Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any of the arrays, and raises for the same mistakes, a
     named implementation that cannot excepted.
     """
-    leaves, structure = jax.tree.flatten(((query, key, value, *args), options), is_leaf=callable)
+    leaves, structure = jax.tree.flatten(((query, key, value, *args), dict(options)), is_leaf=callable)
     of_types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     found: list[str] = []
 
@@ -222,7 +233,7 @@ def explain(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> str
         rest = iter(arrays)
         given = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
         positional, named = structure.unflatten(given)
-        found.append(_explain(*positional, **named))
+        found.append(_explain(*positional, implementation=implementation, **named))
 
     jax.eval_shape(look, *of_types) if of_types else look()
     return found[0]

@@ -18,24 +18,29 @@ from jattn.attention import check_mod
 from jattn.hoist import depends_on
 from jattn.masks import Mask, MaskFunction, bounds
 from jattn.mods import as_part, check, holds_plain_function, known, mod_semantics, pytree_dataclass, static_field
-from jattn.tables import count_pairs
+from jattn.tables import Length, arange, count_pairs, fill_up, parts_of
 
 LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
 WORTH = 0.85
 
 
-def tile(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
-    """The rows and columns of a block: each length cut into the fewest equal parts of at most ``largest``."""
+def tile(T: Length, S: Length, largest: int = LARGE) -> tuple[int, int]:
+    """The rows and columns of a block: each length cut into the fewest equal parts of at most ``largest``.
+
+    A length that ``jax.export`` knows by a symbol alone is cut into parts of ``SMALL``.
+    """
     return _part(T, largest), _part(S, largest)
 
 
-def _part(length: int, largest: int) -> int:
+def _part(length: Length, largest: int) -> int:
+    if not isinstance(length, int):
+        return SMALL
     parts = -(-length // largest)
     return max(length, 1) if parts <= 1 else -(-length // (parts * 16)) * 16
 
 
 def choose_blocks(
-    see: Callable[[tuple[int, int]], tuple[Any, Any]], T: int, S: int, block_sizes: tuple[int, int] | None = None
+    see: Callable[[tuple[int, int]], tuple[Any, Any]], T: Length, S: Length, block_sizes: tuple[int, int] | None = None
 ) -> tuple[tuple[int, int], tuple[Any, Any]]:
     """The tile, and ``see(tile)``: the table of its visible blocks.
 
@@ -48,8 +53,9 @@ def choose_blocks(
     """
     if block_sizes is not None:
         rows, columns = _two_sizes(block_sizes)
-        size = min(rows, max(T, 1)), min(columns, max(S, 1))
-        return size, see(size)
+        sizes = zip((rows, columns), (T, S), strict=True)
+        size = tuple(min(one, max(length, 1)) if isinstance(length, int) else one for one, length in sizes)
+        return size, see(size)  # type: ignore[return-value]
     large, small = tile(T, S), tile(T, S, SMALL)
     found = see(large)
     if small != large and isinstance(found[0], np.ndarray) and found[0].size:
@@ -75,12 +81,14 @@ def cut(x: Any, axis: int, size: int, fill: Any = 0) -> Any:
     ``fill=None`` repeats the last entry.
     """
     xp = np if isinstance(x, np.ndarray) else jnp
-    missing = -x.shape[axis] % size
-    if missing:
-        widths = [(0, missing if one == axis % x.ndim else 0) for one in range(x.ndim)]
-        x = xp.pad(x, widths, mode="edge") if fill is None else xp.pad(x, widths, constant_values=fill)
     axis %= x.ndim
-    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    length, parts = x.shape[axis], parts_of(x.shape[axis], size)
+    if length != parts * size:
+        if fill is None:
+            x = xp.take(x, xp.minimum(xp.arange(parts * size), length - 1), axis)
+        else:
+            x = fill_up(x, [parts * size if one == axis else n for one, n in enumerate(x.shape)], fill)
+    return x.reshape(*x.shape[:axis], parts, size, *x.shape[axis + 1 :])
 
 
 def visible_blocks(
@@ -90,7 +98,7 @@ def visible_blocks(
     h: Any,
     q_positions: Any,
     kv_positions: Any,
-    lengths: tuple[int, int],
+    lengths: tuple[Length, Length],
     size: tuple[int, int],
 ) -> tuple[Any, Any]:
     """``(may, must)``, each ``[..., blocks of T, blocks of S]``, of everything that must hold at once.
@@ -104,9 +112,10 @@ def visible_blocks(
     b, h = (x[..., None, None] if np.ndim(x) else x for x in (b, h))
     q_low, q_high = (x[..., :, None] for x in _ranges(q_positions, T, rows))
     kv_low, kv_high = (x[..., None, :] for x in _ranges(kv_positions, S, columns))
-    may = np.ones((-(-T // rows), -(-S // columns)), bool)
     # a block that reaches behind the end of a sequence is never full
-    must = (np.arange(1, may.shape[0] + 1) * rows <= T)[:, None] & (np.arange(1, may.shape[1] + 1) * columns <= S)
+    ends = [(arange(parts_of(length, one)) + 1) * one for length, one in zip(lengths, size, strict=True)]
+    must = (ends[0] <= T)[:, None] & (ends[1] <= S)[None, :]
+    may = must | True
     with mod_semantics():
         for mask in masks:
             one_may, one_must = bounds(mask, b, h, q_low, q_high, kv_low, kv_high)
@@ -126,7 +135,7 @@ def all_seen(
     h: Any,
     q_positions: Any,
     kv_positions: Any,
-    lengths: tuple[int, int],
+    lengths: tuple[Length, Length],
 ) -> bool:
     """Is it known while tracing that every query sees the key in its own slot? Arguments as in ``visible_blocks``.
 
@@ -134,7 +143,7 @@ def all_seen(
     may hold, which is a tenth of the work where blocks are mixed.
     """
     T, S = lengths
-    if T != S or slot_masks or any(map(holds_plain_function, masks)):
+    if not isinstance(T, int) or T != S or slot_masks or any(map(holds_plain_function, masks)):
         return False
     masks, b, h, q_positions, kv_positions = known((tuple(masks), b, h, q_positions, kv_positions))
     b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
@@ -144,9 +153,9 @@ def all_seen(
     return all(isinstance(seen, np.ndarray | np.generic) and bool(seen.all()) for seen in sees)
 
 
-def _ranges(positions: Any, length: int, size: int) -> tuple[Any, Any]:
+def _ranges(positions: Any, length: Length, size: int) -> tuple[Any, Any]:
     """The least and greatest position of each block."""
-    blocks = cut(np.arange(length) if positions is None else positions, -1, size, fill=None)
+    blocks = cut(arange(length) if positions is None else positions, -1, size, fill=None)
     return blocks.min(-1), blocks.max(-1)
 
 

@@ -220,7 +220,7 @@ def _blocks_of_values(formula: Formula) -> tuple[Array, Array, Array]:
         sums = (jnp.zeros((rows, v.shape[1]), q.dtype), jnp.full(rows, jnp.finfo(q.dtype).min, q.dtype),
                 jnp.zeros(rows, q.dtype))  # fmt: skip
         for masked, blocks in ((False, formula.full), (True, formula.mixed)):
-            if blocks.row.shape[0]:
+            if blocks.row.shape[0] != 0:
                 starts, column = jnp.asarray(blocks.starts), jnp.asarray(blocks.column)
                 sums = jax.lax.fori_loop(starts[i], starts[i + 1], visit(masked, column), sums)
         numerator, high, total = sums
@@ -238,7 +238,7 @@ def _over_blocks(visit: Callable, carry: Any, formula: Formula) -> Any:
     gradients anew at every turn. Differentiated, the loop keeps no block.
     """
     for masked, blocks in ((False, formula.full), (True, formula.mixed)):
-        if not blocks.row.shape[0]:
+        if blocks.row.shape[0] == 0:
             continue
 
         def body(carry, entry, masked=masked, blocks=blocks):

@@ -28,7 +28,7 @@ SCORES = 2**26
 # Numbers in all keys for each query, from where on reading them chunk by chunk pays (measured on CPU).
 KEYS = 2**20
 # T * K, up to where the products of all query heads with all key heads cost less than turning the keys round.
-TOGETHER = 32
+TOGETHER = 64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jattn.blocks import BlockList, block_lists, cut
 from jattn.dropout import Dropout, drop
 from jattn.mods import mod_semantics
 from jattn.score_mods import ScoreMod
+from jattn.tables import fill_up, parts_of
 
 
 class Arrays(NamedTuple):
@@ -128,9 +129,9 @@ def cut_head(platform: str, q: Array, k: Array, v: Array, head: Head, how: Cut) 
     """One head cut into blocks."""
     T, S, dtype, (rows, columns) = q.shape[0], k.shape[0], softmax_dtype(q), how.size
     slot_masks = list(head.slot_masks)
-    if T % rows:
+    if T % rows != 0:
         slot_masks.append(jnp.ones((T, 1), bool))
-    if S % columns:
+    if S % columns != 0:
         slot_masks.append(jnp.ones((1, S), bool))
     q_positions, kv_positions = (
         cut(jnp.arange(length) if x is None else jnp.asarray(x), 0, one, fill=None)
@@ -170,8 +171,8 @@ def product_dtype(platform: str, x: Array) -> Any:
 
 def _whole(array: Array, size: tuple[int, int]) -> Array:
     """``[T|1, S|1]`` filled up with zeros to whole blocks."""
-    missing = [0 if length == 1 else -length % one for length, one in zip(array.shape, size, strict=True)]
-    return jnp.pad(array, [(0, one) for one in missing])
+    whole = [1 if length == 1 else parts_of(length, one) * one for length, one in zip(array.shape, size, strict=True)]
+    return fill_up(array, whole)
 
 
 def _block(array: Array, i, j, size: tuple[int, int]) -> Array:

@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,26 @@ from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, seen_of
 from jattn.heads import statistics
 from jattn.kernels.shards import dot_general
+from jattn.request import AttendOptions
 from jattn.sharding import HeadParallel, Ring
 
 Params = dict[str, dict[str, Array]]
+
+
+class LayerOptions(AttendOptions, total=False):
+    """What ``multi_head_attention`` hands on to ``attend_heads``."""
+
+    position: Callable[[Array, Array], Array] | None
+    query_positions: ArrayLike | None
+    kv_positions: ArrayLike | None
+    head_gate: ArrayLike | None
+    head_fill: ArrayLike | None
+    held: tuple[Array, Array] | None
+    cache: KVCache | None
+    valid: ArrayLike | None
+    return_statistics: Sequence[str] | Mapping[str, Any]
+    return_heads: bool
+
 
 # what weights do not depend on
 _OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng", "broadcast_dropout")
@@ -42,7 +59,7 @@ def attend_heads(
     return_weights: bool = False,
     return_statistics: Sequence[str] | Mapping[str, Any] = (),
     return_heads: bool = False,
-    **options: Any,
+    **given: Unpack[AttendOptions],
 ) -> Any:
     """All that stands between the projections of a multi-head layer: positions, cache, attention, gates.
 
@@ -63,13 +80,14 @@ def attend_heads(
             dict of that function's arguments (``names``, ``tokens``, ``eligible``); as above.
         return_heads: also return ``{"query", "key", "lse", "z"}``, which ``jattn.heads`` works on: the first two as
             they meet (with positions), z as it leaves (with gates); as above.
-        options: those of ``dot_product_attention``.
+        given: the options of ``dot_product_attention``.
 
     Returns:
         ``z [B,T,N,D]``; with ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache`` a tuple, where
         the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache follow, in this order.
     """
     lead = query.shape[:-3]
+    options: dict[str, Any] = {**given}
     if len(lead) != 1 and (lead or cache is not None):  # Flax's modules take any number of batch axes; here one
         query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
@@ -97,7 +115,8 @@ def attend_heads(
         key, value, seen = seen_of(cache, appended, *chunk, here, options.get("mask"))
         query, key, value = common_dtype(query, key, value, None)
         cache, query_positions, kv_positions, options = appended, here, None, options | seen
-    options = {"query_positions": query_positions, "kv_positions": kv_positions} | options
+    options.setdefault("query_positions", query_positions)
+    options.setdefault("kv_positions", kv_positions)
     if held is not None:
         query, key = _held(held, query, key, lead)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
@@ -200,9 +219,8 @@ def multi_head_attention(
     x: Array,
     x_kv: Array | None = None,
     *,
-    precision: Any = None,
     return_weights: bool = False,
-    **options: Any,
+    **options: Unpack[LayerOptions],
 ) -> Any:
     """``y = sum_i attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V) W_i^O``: multi-head attention, self or cross.
 
@@ -210,10 +228,9 @@ def multi_head_attention(
         params: as from ``init_multi_head`` (or of a Flax module).
         x: ``[B,T,M]`` or ``[T,M]``; asks.
         x_kv: ``[B,S,M']`` or ``[S,M']``; is asked; ``x`` by default.
-        precision: of all products.
         return_weights: also return the attention weights, ``[B,N,T,S]``.
-        options: those of ``attend_heads`` (``position``, ``head_gate``, ``cache``, ...) and of
-            ``dot_product_attention`` (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
+        options: ``precision``, of all products; those of ``attend_heads`` (``position``, ``head_gate``, ``cache``, ...)
+            and of ``dot_product_attention`` (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
 
     Returns:
         ``y [B,T,M]``, with ``return_weights`` ``(y, weights)``, with ``cache`` ``(y, cache)``, with both all three.
@@ -221,10 +238,10 @@ def multi_head_attention(
     Example:
         ``params = init_multi_head(jax.random.key(0), 64, 8); y = multi_head_attention(params, x, is_causal=True)``
     """
-    x_kv = x if x_kv is None else x_kv
+    x_kv, precision = x if x_kv is None else x_kv, options.get("precision")
     query = project(params["query"], x, precision)
     key, value = (project(params[name], x_kv, precision) for name in ("key", "value"))
-    z = attend_heads(query, key, value, precision=precision, return_weights=return_weights, **options)
+    z = attend_heads(query, key, value, return_weights=return_weights, **options)
     z, *others = z if isinstance(z, tuple) else (z,)
     dims = ((z.ndim - 2, z.ndim - 1), (0, 1)), ((), ())
     y = dot_general(z, params["out"]["kernel"], dims, precision=precision)

@@ -14,10 +14,11 @@ from jattn.fields import LARGEST, to_int32
 from jattn.masks import Causal, MaskFunction, SlidingWindow
 from jattn.mods import check, known, pytree_dataclass, static_field
 from jattn.score_mods import ScoreMod
+from jattn.tables import arange
 
 
-class ScoreKeywords(TypedDict, total=False):
-    """The keywords of ``jattn.dot_product_attention`` that weights depend on, sinks excepted."""
+class PairKeywords(TypedDict, total=False):
+    """The keywords of ``jattn.dot_product_attention`` that weights depend on, positions and sinks excepted."""
 
     scale: ArrayLike | None
     is_causal: bool
@@ -25,9 +26,14 @@ class ScoreKeywords(TypedDict, total=False):
     key_value_seq_lengths: ArrayLike | None
     local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
     score_mod: ScoreMod | None
+    precision: Any
+
+
+class ScoreKeywords(PairKeywords, total=False):
+    """And positions."""
+
     query_positions: ArrayLike | None
     kv_positions: ArrayLike | None
-    precision: Any
 
 
 class ScoreOptions(ScoreKeywords, total=False):
@@ -37,13 +43,31 @@ class ScoreOptions(ScoreKeywords, total=False):
     mask: ArrayLike | MaskFunction | None
 
 
-class AttentionKeywords(ScoreKeywords, total=False):
-    """All keywords of ``jattn.dot_product_attention`` but ``implementation`` and ``return_residual``."""
+class OutputKeywords(TypedDict, total=False):
+    """What the output depends on beside the weights."""
 
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_rng: Array | None
     broadcast_dropout: bool
+
+
+class AttentionKeywords(ScoreKeywords, OutputKeywords, total=False):
+    """All keywords of ``jattn.dot_product_attention`` but ``implementation`` and ``return_residual``."""
+
+
+class AttentionOptions(AttentionKeywords, ScoreOptions, total=False):
+    """All its options but ``implementation``."""
+
+    return_residual: bool
+
+
+class AttendOptions(PairKeywords, OutputKeywords, total=False):
+    """What ``jattn.attend_heads`` hands on to it as it came."""
+
+    bias: ArrayLike | None
+    mask: ArrayLike | MaskFunction | None
+    implementation: Any
 
 
 @pytree_dataclass
@@ -106,9 +130,9 @@ def make_request(
     query_lengths = _lengths("query_seq_lengths", look(query_seq_lengths), B)
     kv_lengths = _lengths("key_value_seq_lengths", look(key_value_seq_lengths), B)
     if query_lengths is not None:
-        slot_masks.append(_slots(T)[None, None, :, None] < query_lengths[:, None, None, None])
+        slot_masks.append(arange(T, np.int32)[None, None, :, None] < query_lengths[:, None, None, None])
     if kv_lengths is not None:
-        slot_masks.append(_slots(S)[None, None, None, :] < kv_lengths[:, None, None, None])
+        slot_masks.append(arange(S, np.int32)[None, None, None, :] < kv_lengths[:, None, None, None])
     if bias is not None:
         bias = jnp.asarray(_pairs("bias", bias, (B, N, T, S)))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -204,11 +228,6 @@ def _positions(name: str, positions: Any, batch: Any, length: Any) -> Any:
             f"got {positions.dtype} of shape {list(positions.shape)}"
         )
     return to_int32(name, positions if positions.ndim == 2 else positions[None])
-
-
-def _slots(length: Any) -> Any:
-    """``arange``, static where the length is: ``jax.export`` knows dimensions by a symbol alone."""
-    return np.arange(length, dtype=np.int32) if isinstance(length, int) else jnp.arange(length, dtype=jnp.int32)
 
 
 def _not_a_class(name: str, mod: Any) -> Any:

@@ -7,7 +7,7 @@ from the back: the same work for all, in every step. Source: Llama 3, https://ar
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jattn.kernels import shards
 from jattn.kernels.blockwise import Blockwise, block_table
 from jattn.kernels.shards import Placement
 from jattn.masks import MaskFunction
-from jattn.request import Request
+from jattn.request import AttentionOptions, Request
 from jattn.ring import LAYOUTS, Circle, attend, fold
 
 Axes = str | Sequence[str] | None
@@ -66,7 +66,7 @@ def head_parallel_attention(
     axis_name: Axes,
     batch_axis: Axes = None,
     implementation: str | None = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """``jattn.dot_product_attention`` with the heads divided over a mesh axis: nothing travels between devices.
 
@@ -191,7 +191,7 @@ def ring_attention(
     batch_axis: Axes = None,
     head_axis: Axes = None,
     layout: str = "contiguous",
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """``jattn.dot_product_attention`` with the sequence divided over a mesh axis: no device ever holds all of it.
 

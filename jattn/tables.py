@@ -4,18 +4,39 @@ NumPy while everything is static, so that a static mask stays static; otherwise 
 arrays that broadcast, so one call answers for a grid of blocks; they may reach beyond the table.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Length = Any  # an int, or a dimension that jax.export knows by a symbol alone
 PART = 512  # the least and the greatest of so many ids in a row are found once for all intervals
 
 
 def namespace(*arrays: Any) -> Any:
     """NumPy, or jax.numpy where one of the arrays is JAX's."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
+
+
+def parts_of(length: Length, size: int) -> Length:
+    """How many parts of ``size`` it takes; in a form in which JAX sees that a symbolic length has at least one."""
+    return (length + size - 1) // size
+
+
+def fill_up(x: Any, shape: Sequence[Length], fill: Any = 0) -> Any:
+    """``x`` with ``fill`` behind its end along each axis, up to ``shape``."""
+    missing = [new - old for new, old in zip(shape, x.shape, strict=True)]
+    if isinstance(x, np.ndarray):
+        return np.pad(x, [(0, one) for one in missing], constant_values=fill)
+    # jnp.pad would ask of a symbolic width whether it is negative
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, one, 0) for one in missing])
+
+
+def arange(length: Length, dtype: Any = None) -> Any:
+    """``0 .. length - 1``, static where the length is: ``jax.export`` may know it by a symbol alone."""
+    return np.arange(length, dtype=dtype) if isinstance(length, int) else jnp.arange(length, dtype=dtype)
 
 
 def look_up(table: Any, *indices: Any) -> tuple[Any, Any]:
@@ -53,17 +74,16 @@ def range_in_row(ids: Any, b: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
     ids = xp.asarray(ids)  # jax.numpy's own width of integers, of which the largest is taken below
     low, high, b = (xp.asarray(x)[..., None] for x in (low, high, b))
     size, info = ids.shape[-1], jnp.iinfo(ids.dtype)
-    part = max(min(PART, size), 1)
+    part = max(min(PART, size), 1) if isinstance(size, int) else PART
     start, end = _within(low, high, size)
     # from the first position on, up to the last, and the parts between; each position is in one of them at least
-    count = -(-size // part)
+    count = parts_of(size, part)
     head, tail, between = start + xp.arange(part), end - 1 - xp.arange(part), xp.arange(count)
     found = []
     for reduce, none in ((xp.min, info.max), (xp.max, info.min)):
-        padding = [(0, 0)] * (ids.ndim - 1) + [(0, -size % part)]
-        parts = xp.pad(ids, padding, constant_values=none).reshape(*ids.shape[:-1], count, part)
+        parts = fill_up(ids, (*ids.shape[:-1], count * part), none).reshape(*ids.shape[:-1], count, part)
         asked = [(ids, head, head < end)]
-        if size > part:
+        if not isinstance(size, int) or size > part:
             asked += [
                 (ids, tail, tail >= start),
                 (reduce(parts, axis=-1), between, (between * part >= start) & ((between + 1) * part <= end)),
@@ -114,11 +134,11 @@ def _between_ends(table: Any, axis: int, start: Any, end: Any) -> tuple[Any, tup
     return table, (np.searchsorted(cuts, start), np.searchsorted(cuts, end))
 
 
-def _of_axis(low: Any, high: Any, size: int) -> tuple[Any, Any]:
+def _of_axis(low: Any, high: Any, size: Length) -> tuple[Any, Any]:
     return (low * 0, low * 0 + 1) if size == 1 else _within(low, high, size)
 
 
-def _within(low: Any, high: Any, size: int) -> tuple[Any, Any]:
+def _within(low: Any, high: Any, size: Length) -> tuple[Any, Any]:
     """What of ``low..high`` lies within ``0..size``, half open."""
     xp = namespace(low, high)
     start = xp.clip(low, 0, size)

@@ -10,7 +10,8 @@ import pytest
 
 import jattn
 from jattn.kernels import cudnn, xla
-from jattn.request import AttentionKeywords, ScoreKeywords, make_request
+from jattn.multi_head import LayerOptions, attend_heads
+from jattn.request import AttendOptions, AttentionKeywords, AttentionOptions, ScoreKeywords, make_request
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
 
@@ -32,6 +33,12 @@ def test_the_signature_is_jax_nns_and_nine_more():
     assert AttentionKeywords.__optional_keys__ == set(ours) - beside
     not_of_weights = {"sinks", "dropout_rate", "dropout_rng", "broadcast_dropout"}
     assert ScoreKeywords.__optional_keys__ == set(ours) - beside - not_of_weights
+    assert AttentionOptions.__optional_keys__ == set(ours) - {"query", "key", "value", "implementation"}
+    of_heads = set(inspect.signature(attend_heads).parameters)
+    assert AttendOptions.__optional_keys__ == set(ours) - of_heads - {"return_residual"}
+    assert set(LayerOptions.__optional_keys__) == (set(ours) | of_heads) - {
+        "query", "key", "value", "given", "return_residual", "return_weights"
+    }  # fmt: skip
 
 
 JAX_NN = {

@@ -71,7 +71,7 @@ def test_where_it_is_taken():
     assert jattn.explain(one, cache, cache).startswith("decode: taken on CPU\nxla: taken elsewhere")
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (one, cache)]
     assert jattn.explain(types[0], types[1], types[1]) == jattn.explain(one, cache, cache)
-    eight, heads = jnp.zeros((1, 8, 16, 64)), jnp.zeros((1, 65536, 16, 64))
+    eight, heads = jax.ShapeDtypeStruct((1, 8, 16, 64), "float32"), jax.ShapeDtypeStruct((1, 65536, 16, 64), "float32")
     assert jattn.explain(eight, heads, heads).startswith("xla: taken")  # every query with every one of 16 key heads
     assert "decode: could, too" in jattn.explain(one, short, short)
     many = jnp.zeros((1, 64, 8, 64))

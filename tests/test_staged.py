@@ -69,22 +69,34 @@ class TestExport:
         text = exported(q, k, k).mlir_module()
         assert self.products(text)[0] >= {"f32", "bf16"}
 
-    @pytest.mark.parametrize("name", ["batch", "both"])
+    @pytest.mark.parametrize("name", [
+        "batch", "dense", "blocks", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gradients of blocks", "statistics"))
+    ])  # fmt: skip
     def test_symbolic_shapes(self, name):
         b, t = jax.export.symbolic_shape("b, t")
-        lengths = (t, None) if name == "both" else (T, Blockwise((4, 4)))
-        x = [jax.ShapeDtypeStruct((b, lengths[0], heads, H), jnp.float32) for heads in (N, K, K)]
-        fn = jax.jit(
-            lambda *x: attend(*x, is_causal=True, score_mod=score_mods.Alibi(ALIBI), implementation=lengths[1])
-        )
-        exported = jax.export.export(fn, platforms=PLATFORMS)(*x)
-        np.testing.assert_allclose(exported.call(*qkv()), fn(*qkv()), atol=1e-5)
+        alibi, ids = score_mods.Alibi(ALIBI), jnp.arange(T) // 5
+        options = {"score_mod": alibi, "local_window_size": (6, 2)}
+        if name != "dense":
+            options["implementation"] = Blockwise((4, 4))
 
-    def test_blocks_of_unknown_lengths_are_refused(self):
-        (t,) = jax.export.symbolic_shape("t")
-        x = jax.ShapeDtypeStruct((1, t, N, H), jnp.float32)
-        with pytest.raises(jattn.Unsupported, match="known while tracing"):
-            jax.export.export(jax.jit(lambda x: attend(x, x, x, implementation="blockwise")))(x)
+        def of_call(ids, *x):
+            return attend(*x, mask=masks.Causal() & masks.Segments(ids), return_residual=True, **options)
+
+        def of_statistics(ids, q, k, _):
+            return heads.statistics(
+                q, k, mask=masks.Segments(ids), tokens=jnp.broadcast_to(ids, q.shape[:2]), **options
+            )
+
+        def of_gradients(ids, *x):
+            return jax.grad(lambda x: of_call(ids, *x)[0].sum())(x)
+
+        fn = jax.jit({"statistics": of_statistics, "gradients of blocks": of_gradients}.get(name, of_call))
+        length = T if name == "batch" else t
+        x = [jax.ShapeDtypeStruct((b, length, heads, H), jnp.float32) for heads in (N, K, K)]
+        exported = jax.export.export(fn)(jax.ShapeDtypeStruct((length,), jnp.int32), *x)
+        length = T if name == "batch" else 7  # which leaves a part of a block
+        here = [ids[:length], *qkv(T=length)]
+        chex.assert_trees_all_close(exported.call(*here), fn(*here), atol=1e-5)
 
 
 class TestPlacement:

@@ -14,6 +14,7 @@ from jattn.kernels import shards
 from jattn.kernels.blockwise import Blockwise
 from jattn.request import Request, ScoreOptions, make_lse, make_request
 from jattn.sharding import HeadParallel, Ring
+from jattn.tables import Length, arange, namespace
 
 OF_TOKENS = ("duplicate_token", "induction")
 STATISTICS = (
@@ -88,7 +89,7 @@ def statistics(
     blocks = implementation if isinstance(implementation, Blockwise) else Blockwise()
 
     def of_device(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
-        rows, columns = _data(request, dict(zip(beside, data, strict=True)), np.arange(T), np.arange(S))
+        rows, columns = _data(request, dict(zip(beside, data, strict=True)), arange(T), arange(S))
         sums = _sums(blocks, request, names, lse, counted, rows, columns)
         return _averages(names, sums, S, lse, given, rows)
 
@@ -107,7 +108,7 @@ def statistics(
 
 
 def _data(
-    request: Request, beside: dict[str, Array], q_slots: np.ndarray, kv_slots: np.ndarray
+    request: Request, beside: dict[str, Array], q_slots: np.ndarray | Array, kv_slots: np.ndarray | Array
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """What ``_step`` looks at beside the weights: of queries ``[B|1,T]``, of keys ``[B|1,S]``.
 
@@ -121,9 +122,10 @@ def _data(
     columns = {"position": kv_positions, "slot": jnp.asarray(kv_slots)[None]}
     if "tokens" in beside:
         tokens = beside["tokens"]
-        at = np.argsort(q_slots)  # where each token stands
+        xp = namespace(q_slots)
+        at = xp.argsort(q_slots)  # where each token stands
         rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, at])[:, q_slots]}
-        columns |= {"token": tokens, "before": tokens[:, at[np.maximum(kv_slots - 1, 0)]]}
+        columns |= {"token": tokens, "before": tokens[:, at[xp.maximum(kv_slots - 1, 0)]]}
     return rows, columns
 
 
@@ -167,7 +169,7 @@ def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
     return tuple(names)
 
 
-def eligible_rows(eligible: ArrayLike, B: int, T: int) -> Array:
+def eligible_rows(eligible: ArrayLike, B: Length, T: Length) -> Array:
     """The argument ``eligible``, checked: bool ``[T]`` or ``[B,T]``."""
     rows = jnp.asarray(eligible)
     if rows.shape not in ((T,), (B, T)) or rows.dtype != bool:
@@ -177,7 +179,7 @@ def eligible_rows(eligible: ArrayLike, B: int, T: int) -> Array:
     return rows
 
 
-def _tokens(tokens: ArrayLike, B: int, T: int, S: int, one_sequence: bool) -> Array:
+def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bool) -> Array:
     tokens = jnp.asarray(tokens)
     wanted = (T,) if one_sequence else (B, T)
     if T != S or tokens.shape != wanted or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -239,7 +241,7 @@ def _diagonal_sums(block: Array) -> Array:
 
 
 def _averages(
-    names: Sequence[str], sums: dict[str, Array], S: int, lse: Array, given: bool, rows: dict[str, Array]
+    names: Sequence[str], sums: dict[str, Array], S: Length, lse: Array, given: bool, rows: dict[str, Array]
 ) -> dict[str, Any]:
     """The means over eligible queries of the sums ``[B,N,...]``; ``given``: the lse may be one with sinks."""
     lse, visible = jnp.moveaxis(lse, 2, 1), sums.get("visible")  # [B,N,T]
@@ -279,11 +281,12 @@ def _occurred(tokens: Array) -> Array:
     return jnp.zeros(tokens.shape, bool).at[order].set(again)
 
 
-def _pairs_at_offsets(seen: Array, S: int, dtype: Any) -> Array:
+def _pairs_at_offsets(seen: Array, S: Length, dtype: Any) -> Array:
     """``[B,N,T+S-1]``: how many queries that see anything have a key at each offset; 1 instead of 0."""
     T = seen.shape[-1]
-    offsets = np.arange(max(T + S - 1, 0)) - (T - 1)
-    first, end = np.clip(-offsets, 0, T), np.clip(S - offsets, 0, T)
+    offsets = arange(max(T + S - 1, 0)) - (T - 1)
+    xp = namespace(offsets)
+    first, end = xp.clip(-offsets, 0, T), xp.clip(S - offsets, 0, T)
     upto = jnp.concatenate([jnp.zeros((*seen.shape[:-1], 1), jnp.int32), jnp.cumsum(seen, -1, dtype=jnp.int32)], -1)
     return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
 

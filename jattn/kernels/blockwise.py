@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn import blockwise, staged
 from jattn.attention import softmax_dtype
@@ -22,8 +21,9 @@ from jattn.kernels.lift import lift, ready
 from jattn.kernels.shards import may_be_divided
 from jattn.lifting import one_by_one
 from jattn.request import Request
+from jattn.tables import Length, arange
 
-Where = tuple[Any, Any, Any, Any, Any, Any, tuple[int, int]]  # the arguments of visible_blocks, but for the size
+Where = tuple[Any, Any, Any, Any, Any, Any, tuple[Length, Length]]  # the arguments of visible_blocks, but for the size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +37,8 @@ class Blockwise:
     block_sizes: tuple[int, int] | None = None
 
     def why_not(self, request: Request) -> str | None:
-        """None, unless a length is known only when the program runs."""
-        lengths = request.query.shape[1], request.key.shape[1]
-        if all(isinstance(length, int) for length in lengths):
-            return None
-        return f"it cuts lengths that are known while tracing into blocks, and these are {lengths}"
+        """None: it takes every request."""
+        return None
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; beyond inputs and outputs O(T + S) memory, forward and backward."""
@@ -186,8 +183,7 @@ def _size(request: Request, sizes: Any) -> tuple[int, int]:
 def _everywhere(request: Request) -> Where:
     """What ``visible_blocks`` asks for, with leading axes ``[B|1, N|1]``."""
     B, T, N, _ = request.query.shape
-    sequences = np.arange(B) if isinstance(B, int) else jnp.arange(B)  # jax.export may know it by a symbol alone
-    b, h = request.first_batch + sequences[:, None], request.first_head + np.arange(N)[None, :]
+    b, h = request.first_batch + arange(B)[:, None], request.first_head + arange(N)[None, :]
     lengths = (T, request.key.shape[1])
     q_positions, kv_positions = (
         None if x is None else x[:, None] for x in (request.query_positions, request.kv_positions)
