@@ -49,12 +49,18 @@ def pytest_configure_node(node):
     node.workerinput["compiled"] = node.config.stash[COMPILED]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Beside those that are marked in their files, slow are the cases that slow.txt lists."""
-    listed = set((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
+    lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
+    listed = {line for line in lines if not line.startswith("#")}
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
+    if not config.getoption("lf") and not any("::" in arg for arg in config.args):  # whole files were collected
+        files = {item.nodeid.partition("::")[0] for item in items}
+        gone = sorted(name for name in listed - {item.nodeid for item in items} if name.partition("::")[0] in files)
+        if gone:
+            raise pytest.UsageError(f"tests/slow.txt lists tests that there are not: {gone}")
 
 
 @pytest.fixture

@@ -190,7 +190,11 @@ def test_the_seeds_draw_every_option(system):
 
 @pytest.mark.parametrize(
     "system, seed",
-    [(system, seed) for system in (NNX, LINEN) for seed in system.seeds],
+    [
+        pytest.param(system, seed, marks=[] if seed in system.seeds[:2] else [pytest.mark.slow])
+        for system in (NNX, LINEN)
+        for seed in system.seeds
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_drawn_grid_of_options(system, seed):
