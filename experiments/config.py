@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jsonargparse
+import yaml
 
 from experiments import config_rules
 from experiments.sections import Claim, Evaluate, Mesh, Model, Pretrained, Task, Train
@@ -52,6 +53,8 @@ class Config:
 
         Each is this one with its overrides and without claims. The point of a sweep that this config is itself stays.
         """
+        for kind, named in (("controls", self.controls), ("sweep", self.sweep)):
+            _check_names(kind, named)
         for option, values in self.sweep.items():
             words = [str(value) for value in values]
             good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
@@ -59,7 +62,8 @@ class Config:
                 raise ValueError(
                     f"sweep.{option}: expected different numbers or words (not of train.seeds), got {values}"
                 )
-        for name in self.controls:
+        for name, changed in self.controls.items():
+            _check_names(f"controls.{name}", changed)
             if not re.fullmatch(r"[\w-]+", name):
                 raise ValueError(f"controls: expected names of letters, digits, '_' and '-', got {name!r}")
         points = [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
@@ -79,6 +83,13 @@ class Config:
         except (argparse.ArgumentError, ValueError) as error:
             raise ValueError(f"{key}: {_one_line(str(error))}") from None
         return dataclasses.replace(config, name=f"{self.name}/{name}")
+
+
+def _check_names(key: str, named: dict[Any, Any]) -> None:
+    """Raises ``ValueError`` for a name that YAML reads as something else: a number, a truth value, nothing."""
+    for name in named:
+        if not isinstance(name, str):
+            raise ValueError(f"{key}: expected names that are text, in quotes where they are not, got {name!r}")
 
 
 class Processes(NamedTuple):
@@ -119,6 +130,34 @@ class Parser(jsonargparse.ArgumentParser):
         raise SystemExit(2)
 
 
+_load_yaml = jsonargparse.get_loader("yaml")
+
+
+def _load_yaml_once(text: str) -> Any:
+    """What ``text`` says. Raises ``yaml.YAMLError`` for a key given twice, whose last YAML takes in silence."""
+    waiting, walked = [yaml.compose(text, Loader=yaml.SafeLoader)], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in walked:  # an alias, which may even hold itself
+            continue
+        walked.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            seen = {}
+            for key, value in node.value:
+                waiting.append(value)
+                name = str(key.value)
+                if name in seen:
+                    said = f"{name}: given twice in one YAML file, in lines {seen[name]} and {key.start_mark.line + 1}"
+                    raise yaml.YAMLError(said)
+                seen[name] = key.start_mark.line + 1
+    return _load_yaml(text)
+
+
+jsonargparse.set_loader("yaml", _load_yaml_once, exceptions=(yaml.YAMLError,))
+
+
 class Asked(NamedTuple):
     """What the command line of ``run`` asks for."""
 
@@ -145,6 +184,8 @@ def load(arguments: Sequence[str]) -> Asked:
         processes = _processes(parsed)
     except ValueError as error:
         parser.error(str(error))
+    except RecursionError:
+        parser.error("config: expected a few levels of nesting, got thousands, or an alias that holds itself")
     return Asked(config, Path(parsed["out"] or f"runs/{config.name}"), parsed["check"], processes)
 
 
@@ -257,6 +298,8 @@ def _one_line(message: str) -> str:
         near = difflib.get_close_matches(key, _OPTIONS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else "--help lists what is"
         return f"{key}: no such option; {hint}"
+    if twice := re.search(r"\S+: given twice in one YAML file.*", message):
+        return twice[0]
     if missing := re.search(r"the following arguments are required: (.+)|Key \"(\w+)\" is required", message):
         return f"{missing[1] or missing[2]}: missing; give --config FILE"
     return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ _POSITIVE = {
     "evaluate": ("batch",),
     "mesh": ("data", "heads", "sequence"),
 }
+LARGEST = 3.4028234663852886e38  # of float32, which everything is computed in
 _Rule = tuple[str, Any, bool, str]  # key, value, whether it is good, what was expected
 
 
@@ -25,6 +27,9 @@ def check(config: Config) -> None:
             value = getattr(getattr(config, section), key)
             if not value > 0:
                 raise ValueError(f"{section}.{key}: expected > 0, got {value!r}")
+    for key, value in _floats(dataclasses.asdict(config)):
+        if not abs(value) <= LARGEST:
+            raise ValueError(f"{key}: expected a finite number of float32, got {value!r}")
     groups = config.pretrained.groups
     if config.pretrained != type(config.pretrained)() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
         raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
@@ -34,8 +39,21 @@ def check(config: Config) -> None:
             raise ValueError(f"{key}: expected {expected}, got {value!r}")
 
 
+def _floats(plain: Any, key: str = "") -> list[tuple[str, float]]:
+    """All floats in nested dicts and lists with their dotted keys; a claim is known by its name."""
+    if isinstance(plain, float):
+        return [(key, plain)]
+    if isinstance(plain, dict):
+        items = [(f"{key}.{name}" if key else str(name), value) for name, value in plain.items()]
+    elif isinstance(plain, list):
+        items = [(f"{key}.{one['name']}" if isinstance(one, dict) and "name" in one else key, one) for one in plain]
+    else:
+        items = []
+    return [found for name, value in items for found in _floats(value, name)]
+
+
 def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
-    kv_heads, value_dim = model.num_kv_heads, model.value_dim
+    kv_heads, value_dim, base = model.num_kv_heads, model.value_dim, model.rotary_base
     return [
         *_of_task(task),
         ("task.length", task.length, task.length % 4 == 0 and task.length >= 12, "a multiple of 4, at least 12"),
@@ -50,6 +68,7 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
         ("model.value_dim", value_dim, value_dim is None or value_dim > 0, "> 0"),
         ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
         ("model.head_dim", model.head_dim, model.position != "rotary" or model.head_dim % 2 == 0, "even for rotary"),
+        ("model.rotary_base", base, model.position != "rotary" or base > 1, "more than 1 for rotary"),
         ("model.model_dim", model.model_dim, model.position != "sinusoidal" or model.model_dim % 2 == 0, "an even one"),
     ]
 
@@ -83,10 +102,17 @@ def _of_task(task: Task) -> list[_Rule]:
 def _train_rules(config: Config) -> list[_Rule]:
     train, kind = config.train, config.task.kind
     places = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets)}.get(kind, 1)
-    weights = train.place_weights
+    weights, most = train.place_weights, 2**32 - train.seeds  # a key is made of 32 bits
+    # A warm-up is not made shorter in silence: the config says what is trained.
+    warmup = f"from 0 to under train.steps={train.steps} (fewer steps need a shorter one, such as {train.steps // 10})"
     return [
-        ("train.first_seed", train.first_seed, train.first_seed >= 0, ">= 0"),
-        ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, f"from 0 to under train.steps={train.steps}"),
+        (
+            "train.first_seed",
+            train.first_seed,
+            0 <= train.first_seed <= most,
+            f"from 0 to {most}, 2**32 - train.seeds={train.seeds}",
+        ),
+        ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, warmup),
         ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
         ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
         ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, ">= 0"),

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The module that a distribution installs, where their names differ.
-MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL"}
+MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml"}
 # Asked for by name where they are needed, with a word on how to get them.
 OPTIONAL = {"torch", "tokamax"}
 
