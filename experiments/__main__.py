@@ -1,5 +1,6 @@
 """``python -m experiments run|list|report|keep|bench``: see ``python -m experiments run --help``."""
 
+import contextlib
 import datetime
 import os
 import sys
@@ -8,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
 from rich.table import Table
 
-from experiments import config
+from experiments import config, stopping
 from experiments.bench_cases import CASES, LENGTHS, PARTS, PEERS, Plan
 from experiments.findings import Findings
+from experiments.folder import Busy, Damaged
+from experiments.terminal import Terminal, drop_output
 
 USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--check]
                                  [--sweep model.num_heads=1,2,4 ...] [--train.steps 500 ...] [--mesh.data 2 ...]
@@ -58,32 +60,50 @@ def main(arguments: Sequence[str]) -> int:
 def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
     settings, out, check, processes = config.load(arguments)
+    with stopping.stoppable():
+        try:
+            return _run(settings, out, check, processes)
+        except BaseException as error:
+            if (number := stopping.asked()) is None:
+                raise
+            # a library may have made another error of the exception
+            said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
+            status = _fail(f"{said}; the same command goes on", status=128 + number)
+    if processes is not None:
+        _leave(status)
+    return status
+
+
+def _run(settings: config.Config, out: Path, check: bool, processes: config.Processes | None) -> int:
     # JAX and Orbax take seconds to import, which a wrong option or --help need not wait for
     from experiments import devices
-    from experiments.run import DifferentConfig, prepare, run
-    from experiments.train import Diverged
+    from experiments.run import DifferentConfig, prepared, run
 
-    try:
-        devices.start(settings, processes)
-        prepare(settings, out)
-    except DifferentConfig as different:
-        return _fail(*different.args)
-    except ValueError as wrong:
-        return _fail(str(wrong))
-    except OSError as wrong:
-        return _fail(f"--out: {wrong}")
-    try:
-        findings = run(settings, out)
-    except Diverged as diverged:
-        return _fail(str(diverged), status=1)
-    except Exception as error:
-        if processes is None:
-            raise
-        _leave(error)
-    if findings is None:  # the first process has them
-        return 0
+    with contextlib.ExitStack() as stack:
+        try:
+            devices.start(settings, processes)
+            stack.enter_context(prepared(settings, out))
+        except DifferentConfig as different:
+            return _fail(*different.args)
+        except (Busy, Damaged) as refused:
+            return _fail(f"--out: {refused}")
+        except ValueError as wrong:
+            return _fail(str(wrong))
+        except OSError as wrong:
+            return _fail(f"--out: {wrong}")
+        try:
+            findings = run(settings, out)
+            if findings is None:  # the first process has them
+                return 0
+            report = _write_report(findings, out)
+        except Exception as error:
+            stopping.check()
+            status = _say_why(error, out)
+            if processes is not None:
+                _leave(status)
+            return status
     _show(findings)
-    _write_report(findings, out)
+    print(f"report: {report}")
     failed = [claim["name"] for claim in findings.claims if not claim["holds"]]
     return _fail(f"claims that fail: {', '.join(failed)}", status=1) if check and failed else 0
 
@@ -99,7 +119,7 @@ def list_command(arguments: Sequence[str]) -> int:
             table.add_row(f"configs/{file.name}", experiment.name, experiment.description)
         except ValueError as wrong:
             table.add_row(f"configs/{file.name}", "", f"not valid: {wrong}")
-    Console().print(table)
+    Terminal().print(table)
     return 0
 
 
@@ -112,10 +132,16 @@ def report_command(arguments: Sequence[str]) -> int:
         findings = Findings.load(out)
     except FileNotFoundError:
         return _fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
+    except (Damaged, OSError) as wrong:
+        return _fail(f"--run: {wrong}")
     except TypeError:
         return _fail(f"--run: {str(out)!r} was written by another version; run its config anew")
+    try:
+        report = _write_report(findings, out)
+    except OSError as wrong:
+        return _fail(f"--run: {wrong}")
     _show(findings)
-    _write_report(findings, out)
+    print(f"report: {report}")
     return 0
 
 
@@ -131,6 +157,10 @@ def keep_command(arguments: Sequence[str]) -> int:
         print(f"kept: {keep(Path(options.run), Path(options.to))}")
     except FileNotFoundError:
         return _fail(f"--run: expected the folder of a finished run, got {options.run!r}")
+    except Damaged as wrong:
+        return _fail(f"--run: {wrong}")
+    except TypeError:
+        return _fail(f"--run: {options.run!r} was written by another version; run its config anew")
     except OSError as wrong:
         return _fail(f"--to: {wrong}")
     return 0
@@ -260,27 +290,47 @@ def _takes(options: Any, *names: str) -> bool:
     return True
 
 
-def _leave(error: Exception) -> NoReturn:
-    """Ends one of several processes at once: Python's way out waits for the others, and they wait for this one."""
+def _say_why(error: Exception, out: Path) -> int:
+    """Says why a run ended, in one line where it is the run's matter; returns the exit status."""
+    from experiments.train import Diverged
+
+    if isinstance(error, Diverged):
+        return _fail(str(error), status=1)
+    if isinstance(error, Damaged):
+        return _fail(f"--out: {error}")
+    if isinstance(error, OSError):  # mostly a full disk
+        return _fail(f"--out: {out}: {error}; the same command goes on from the last checkpoint", status=1)
     from jax.errors import JaxRuntimeError
 
-    if isinstance(error, JaxRuntimeError):  # mostly another process that is gone
-        _fail(f"stopped: {str(error).splitlines()[0]}; start all processes again to go on from the last checkpoint")
-    else:
-        traceback.print_exception(error)
+    if isinstance(error, JaxRuntimeError) and _are_many():  # mostly another process that is gone
+        line = str(error).splitlines()[0]
+        return _fail(f"stopped: {line}; start all processes again to go on from the last checkpoint", status=1)
+    traceback.print_exception(error)
+    return 1
+
+
+def _are_many() -> bool:
+    import jax
+
+    return jax.process_count() > 1
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends one of several processes at once: Python's way out waits for the others, and they wait for this one."""
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
 
 
-def _write_report(findings: Findings, out: Path) -> None:
+def _write_report(findings: Findings, out: Path) -> Path:
     from experiments.report import write_report
 
-    print(f"report: {write_report(findings, out)}")
+    return write_report(findings, out)
 
 
 def _show(findings: Findings) -> None:
     """The table of heads and the table of claims, in the terminal."""
-    console = Console()
+    console = Terminal()
     heads = Table("seed", "layer", "head", "role", "score", "null", "p", title="heads", title_justify="left")
     for row in findings.heads:
         numbers = (f"{row[key]:.3f}" for key in ("score", "null", "p_value"))
@@ -307,5 +357,18 @@ def _fail(*lines: str, status: int = 2) -> int:
     return status
 
 
+def _as_command() -> int:
+    """``main`` for a command line: a closed pipe and Ctrl-C are no errors of ours."""
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        drop_output()
+        return 0
+    except KeyboardInterrupt:
+        return _fail("stopped", status=130)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_as_command())

@@ -18,6 +18,7 @@ import numpy as np
 from rich.progress import track
 
 import jattn
+from experiments.folder import write_atomically
 
 LENGTHS = (64, 512)
 SECONDS = 4.0  # a row's calls, all contestants together
@@ -147,7 +148,7 @@ def write(rows: Sequence[Row], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"environment": environment(), "shape": SHAPE, "dtype": "float32"}
     found["rows"] = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]
-    (out / "dispatch.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_atomically(out / "dispatch.json", (json.dumps(found, indent=1) + "\n").encode())
     about = ", ".join(f"{name} {value}" for name, value in environment().items())
     head = "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32."
-    (out / "dispatch.md").write_text(f"{head}\n\n{table(rows)}\n{about}\n")
+    write_atomically(out / "dispatch.md", f"{head}\n\n{table(rows)}\n{about}\n".encode())

@@ -31,6 +31,7 @@ from experiments import bench, bench_figures, bench_tables, peers
 from experiments.bench_cases import DTYPES, PARTS, PASSES, Plan, Problem
 from experiments.bench_probe import probe
 from experiments.config import differences
+from experiments.folder import write_atomically
 
 ROUNDS, SETTLE, MATRIX = 3, 0.01, 2048
 PEAK_LENGTH, COMPILED_LENGTHS, COMPILATIONS = 8192, (2048, 32768), 3
@@ -74,9 +75,7 @@ def measure(plan: Plan, resume: bool = False) -> dict[str, Any]:
 
 def write(found: dict[str, Any], out: Path) -> None:
     """Keeps ``found`` in ``out``; whoever stops the program, a whole file is there."""
-    unfinished = out / "attention.json.part"
-    unfinished.write_text(_text(found))
-    os.replace(unfinished, out / "attention.json")
+    write_atomically(out / "attention.json", _text(found).encode())
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -101,7 +100,7 @@ def read(out: Path) -> dict[str, Any]:
 
 def write_report(found: dict[str, Any], out: Path) -> None:
     """``attention.md`` and ``attention.png`` beside the JSON: functions of ``found``, whenever they are written."""
-    (out / "attention.md").write_text(bench_tables.markdown(found))
+    write_atomically(out / "attention.md", bench_tables.markdown(found).encode())
     bench_figures.write_figure(found, out / "attention.png")
 
 

@@ -25,6 +25,7 @@ from rich.progress import track
 import jattn.nnx
 from experiments import bench, bench_probe
 from experiments.bench_tables import Asked, asked_table, ratio
+from experiments.folder import write_atomically
 from jattn.multi_head import attend_heads
 
 MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
@@ -92,8 +93,8 @@ def measure(sizes: Sizes, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"environment": about, "sizes": dataclasses.asdict(sizes), "times": [], "memory": []}
     for part, row, which in track(jobs, "layers"):
         found[part].append(row(sizes, *which))
-    (out / "layers.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "layers.md").write_text(markdown(found))
+    write_atomically(out / "layers.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(out / "layers.md", markdown(found).encode())
     return found
 
 

@@ -21,6 +21,7 @@ from rich.progress import track
 import jattn
 from experiments import bench, config, train
 from experiments.bench_tables import Asked, asked_table, ratio
+from experiments.folder import write_atomically
 from jattn import heads
 
 FORWARD, ALL, ENTROPY = "blockwise forward", "all statistics", "entropy alone"
@@ -53,8 +54,8 @@ def measure(sizes: Sizes, out: Path) -> dict[str, Any]:
             found["statistics"] = result
         else:
             found["tracking"].append(result)
-    (out / "looking.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "looking.md").write_text(markdown(found))
+    write_atomically(out / "looking.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(out / "looking.md", markdown(found).encode())
     return found
 
 

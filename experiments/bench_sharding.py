@@ -26,6 +26,7 @@ from rich.progress import track
 import jattn
 from experiments import bench
 from experiments.bench_tables import Asked, asked_table
+from experiments.folder import write_atomically
 from jattn import masks, score_mods, sharding
 from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
 
@@ -265,8 +266,8 @@ def measure(sizes: Sizes, out: Path) -> dict[str, Any]:
     }
     for part, todo in jobs.items():
         found[part] = [job() for job in track(todo, part)]
-    (out / "sharding.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "sharding.md").write_text(markdown(found))
+    write_atomically(out / "sharding.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(out / "sharding.md", markdown(found).encode())
     return found
 
 

@@ -125,3 +125,8 @@ def is_first() -> bool:
 def agreed(array: Any) -> np.ndarray:
     """The first process's value of ``array``, which every process must ask for."""
     return np.asarray(multihost_utils.broadcast_one_to_all(array))
+
+
+def everywhere(good: bool) -> bool:
+    """Whether ``good`` is true on every process, which every process must ask."""
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(good))))

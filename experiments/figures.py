@@ -3,6 +3,7 @@
 Several seeds are always shown as they are: one thin line or dot per seed, and the median over them drawn strong.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from experiments.findings import Findings
+from experiments.folder import write_atomically
 from experiments.panels import (
     WHEN,
     Matrix,
@@ -89,7 +91,9 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
             figure = draw(findings)
             for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
                 files.append(folder / f"{name}.{kind}")
-                figure.savefig(files[-1], **options)
+                content = io.BytesIO()
+                figure.savefig(content, format=kind, **options)
+                write_atomically(files[-1], content.getvalue())
     return files
 
 

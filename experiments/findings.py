@@ -6,6 +6,7 @@ steps of the examples' weights, ``I`` examples.
 """
 
 import dataclasses
+import io
 import json
 import platform
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Any
 import flax
 import jax
 import numpy as np
+
+from experiments.folder import Damaged, read_json, write_atomically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +69,35 @@ class Findings:
                 arrays |= {f"{field.name}/{key}": array for key, array in value.items()}
             else:
                 plain[field.name] = value
-        np.savez_compressed(folder / "findings.npz", **arrays)
-        (folder / "findings.json").write_text(json.dumps(plain, indent=1))
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)
+        write_atomically(folder / "findings.npz", content.getvalue())
+        write_atomically(folder / "findings.json", json.dumps(plain, indent=1).encode())  # last: without it, unfinished
 
     @classmethod
     def load(cls, folder: Path) -> "Findings":
-        """Reads what ``save`` wrote. Raises ``FileNotFoundError`` when the run has not finished."""
-        found = {name: {} for name in NAMED} | json.loads((folder / "findings.json").read_text())
-        with np.load(folder / "findings.npz") as arrays:
-            for name in arrays:
-                field, _, key = name.partition("/")
-                if key:
-                    found[field][key] = arrays[name]
-                else:
-                    found[field] = arrays[name]
+        """Reads what ``save`` wrote.
+
+        Raises:
+            FileNotFoundError: the run has not finished.
+            Damaged: a file is not what was written.
+            TypeError: another version wrote them.
+        """
+        found = read_json(folder / "findings.json", dict, "the findings of a run")
+        found = {name: {} for name in NAMED} | found
+        try:
+            with np.load(io.BytesIO((folder / "findings.npz").read_bytes())) as arrays:
+                for name in arrays:
+                    field, _, key = name.partition("/")
+                    if key:
+                        found[field][key] = arrays[name]
+                    else:
+                        found[field] = arrays[name]
+        except OSError:
+            raise
+        except Exception as wrong:  # whatever NumPy and zipfile make of foreign bytes
+            said = (str(wrong).splitlines() or [type(wrong).__name__])[0]
+            raise Damaged(f"{folder / 'findings.npz'}: expected the arrays of a run, got: {said}") from None
         return cls(**found)
 
 

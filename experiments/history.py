@@ -1,12 +1,19 @@
 """What a run leaves behind while it trains: ``metrics.jsonl`` and ``looks/STEP.npz``."""
 
+import hashlib
+import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from experiments.folder import Damaged, read_json, write_atomically
+
+_OWN = re.compile(r"(\d{8,})\.(npz|tmp)")  # files of looks
 
 
 class History:
@@ -21,19 +28,59 @@ class History:
         self.lines = out / "metrics.jsonl"
         self.looks = out / "looks"
         self._writes = writes
+        self._hashed_lines, self._hashed_looks = hashlib.sha256(), hashlib.sha256()
         if writes:
             self.looks.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Forgets all that came after ``step``, also a line that a kill cut short; 0 forgets everything."""
+        """Forgets all that came after ``step``, also a line that a kill cut short; 0 forgets everything.
+
+        Files that are no looks stay.
+
+        Raises:
+            Damaged: a line is none of ours.
+        """
         if not self._writes:
             return
-        kept = [line for line in self._read() if line["step"] <= step] if step else []
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_atomically(self.lines, text.encode())
+        text = self._until(step)
+        write_atomically(self.lines, text)
         for file in self.looks.iterdir():
-            if file.suffix != ".npz" or int(file.stem) > step or not step:
+            own = _OWN.fullmatch(file.name)
+            if own and (own[2] == "tmp" or int(own[1]) > step or not step):
                 file.unlink()
+        self._hash(step)
+
+    def check(self, step: int, words: dict[str, str]) -> str:
+        """Why lines and looks up to ``step`` are not those whose ``digests`` are among ``words``; "" where they are."""
+        try:
+            self._hash(step)
+        except (Damaged, OSError) as wrong:
+            return str(wrong)
+        for kind, found in self.digests().items():
+            if words.get(kind) != found:
+                where = self.lines if kind == "metrics" else self.looks
+                return (
+                    f"{where}: expected what was written up to step {step}, got something else: cut, doubled or changed"
+                )
+        return ""
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the lines and of the looks that were written so far, to be kept with a checkpoint."""
+        return {"metrics": self._hashed_lines.hexdigest(), "looks": self._hashed_looks.hexdigest()}
+
+    def _hash(self, step: int) -> None:
+        """Reads anew what ``digests`` are of."""
+        self._hashed_lines = hashlib.sha256(self._until(step))
+        self._hashed_looks = hashlib.sha256()
+        names = (_OWN.fullmatch(file.name) for file in self.looks.iterdir())
+        steps = sorted(int(name[1]) for name in names if name and name[2] == "npz" and int(name[1]) <= step)
+        for one in steps if step else []:
+            self._hashed_looks.update(self._look_file(one).read_bytes())
+
+    def _until(self, step: int) -> bytes:
+        """The lines up to ``step``; none for 0."""
+        lines = [line for line in self._read() if line["step"] <= step] if step else []
+        return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
     def add_metrics(self, begin: int, metrics: dict[str, np.ndarray], every: int) -> None:
         """Appends the metrics ``{name: [n,R]}`` of the steps after ``begin``, a line for ``every`` steps."""
@@ -48,10 +95,11 @@ class History:
         if not self._writes:
             return
         arrays = {name: np.asarray(looked[name]) for name in ("offset_profile", "examples")}
-        unfinished = self.looks / f"{step:08d}.tmp"
-        with unfinished.open("wb") as file:
-            np.savez_compressed(file, **arrays)
-        unfinished.replace(unfinished.with_suffix(".npz"))
+        content, file = io.BytesIO(), self._look_file(step)
+        np.savez_compressed(content, **arrays)
+        file.with_suffix(".tmp").write_bytes(content.getvalue())
+        file.with_suffix(".tmp").replace(file)
+        self._hashed_looks.update(content.getvalue())
         self._append({"step": step, "scores": {name: _plain(values) for name, values in looked["scores"].items()}})
 
     def sync(self) -> None:
@@ -70,17 +118,32 @@ class History:
 
     def look(self, step: int) -> dict[str, np.ndarray]:
         """Arrays of the look at ``step``: ``offset_profile [R,L,N,O]``, ``examples [I,L,N,T,T]``."""
-        with np.load(self.looks / f"{step:08d}.npz") as arrays:
+        with np.load(self._look_file(step)) as arrays:
             return dict(arrays)
+
+    def _look_file(self, step: int) -> Path:
+        return self.looks / f"{step:08d}.npz"
 
     def _append(self, line: dict[str, Any]) -> None:
         if self._writes:
-            with self.lines.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            text = (json.dumps(line) + "\n").encode()
+            with self.lines.open("ab") as file:
+                file.write(text)
+            self._hashed_lines.update(text)
 
     def _read(self) -> list[dict[str, Any]]:
-        lines = self.lines.read_text().splitlines(keepends=True) if self.lines.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """All whole lines. Raises ``Damaged`` for one that is no line of a history."""
+        content = self.lines.read_bytes() if self.lines.exists() else b""
+        found = []
+        for number, line in enumerate(content.split(b"\n")[:-1], 1):
+            try:
+                found.append(json.loads(line))
+                good = isinstance(found[-1]["step"], int)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                good = False
+            if not good:
+                raise Damaged(f"{self.lines}: expected JSON with a step in every line, got another line {number}")
+        return found
 
     @staticmethod
     def _gather(lines: list[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -90,27 +153,21 @@ class History:
 
 
 class Clock:
-    """The seconds that all processes took which worked on a run, as far as they ended by themselves."""
+    """The seconds that all processes took which worked on a run, as far as they ended by themselves.
+
+    Raises:
+        Damaged: what was written down before is no number.
+    """
 
     def __init__(self, out: Path):
         self._file, self._started = out / "seconds.json", time.monotonic()
+        self._before = read_json(self._file, float, "a number of seconds") if self._file.exists() else 0.0
 
     def stop(self) -> float:
         """The sum, with this process; written down for the next."""
-        before = json.loads(self._file.read_text()) if self._file.exists() else 0.0
-        seconds = before + time.monotonic() - self._started
+        seconds = self._before + time.monotonic() - self._started
         write_atomically(self._file, json.dumps(seconds).encode())
         return seconds
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Writes ``file`` so that it holds the old content or the new, never a part."""
-    unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
 
 
 def _plain(array: Any) -> Any:

@@ -18,6 +18,7 @@ from rich.progress import track
 from experiments import claims, evaluate, look
 from experiments.config import Config, Pretrained
 from experiments.findings import Findings, environment
+from experiments.terminal import Terminal
 from jattn import heads, interop
 
 PATTERNS = (
@@ -82,7 +83,7 @@ def run(config: Config) -> Findings:
     count = math.ceil(NULL_HEADS / (model.config.num_layers * model.config.num_heads))
     twins = [interop.Transformer(model.config, rngs=nnx.Rngs(seed)) for seed in range(count)]
     looking = looker(sentences)
-    *twins, looked = [looking(one) for one in track([*twins, model], "heads")]
+    *twins, looked = [looking(one) for one in track([*twins, model], "heads", console=Terminal())]
     roles = _roles(looked, twins)
     looked["ablated"] = ablate(model, sentences)
     groups = _groups(model, sentences, roles.label[0])

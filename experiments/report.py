@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.figures import write_figures
 from experiments.findings import Findings
+from experiments.folder import write_atomically
 from experiments.panels import control_rows, in_unit, plain
 from experiments.report_data import charts, profiles, weights
 
@@ -55,7 +56,7 @@ def write_report(findings: Findings, out: Path) -> Path:
     slots["data"] = text.replace("<", "\\u003c")
     page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # once over: what is filled in is not read again
     path = out / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_atomically(path, page.encode())
     return path
 
 

@@ -1,9 +1,10 @@
 """One experiment from end to end: train it and its controls, measure, judge the claims, write the report."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 from experiments import claims, devices, evaluate, look, pretrained, tasks
 from experiments.config import Config, Pretrained, differences
 from experiments.findings import Findings, environment
-from experiments.history import Clock, History, write_atomically
+from experiments.folder import Busy, Damaged, owned, read_json, write_atomically
+from experiments.history import Clock, History
 from experiments.panels import plain
 from experiments.train import Setup, Trained, train
 from jattn.heads import Roles
@@ -30,25 +32,46 @@ class DifferentConfig(Exception):
     """The folder holds a run of another config; one line for each key that differs."""
 
 
-def prepare(config: Config, out: Path) -> None:
-    """Marks ``out`` as a run of ``config``, before anything is trained.
+@contextlib.contextmanager
+def prepared(config: Config, out: Path) -> Iterator[None]:
+    """Marks ``out`` as a run of ``config``, before anything is trained, and keeps other runs out while it is entered.
+
+    Several processes of one run are one owner: the first has the folder.
 
     Raises:
         ValueError: a claim names no metric; a pretrained model is not there; the devices of a mesh are not.
+        Busy: another run works in ``out``.
         DifferentConfig: ``out`` holds a run of another config.
+        Damaged: ``out`` holds a ``config.json`` that is no config.
+        OSError: ``out`` cannot be written.
     """
     if config.pretrained != Pretrained():
         pretrained.check(config)
     else:
         claims.check(config, _known_metrics)
         devices.check(config)
+    with contextlib.ExitStack() as stack:
+        refused = None
+        if devices.is_first():
+            try:
+                stack.enter_context(owned(out))
+                _mark(config, out)
+            except (Busy, DifferentConfig, Damaged, OSError) as error:
+                refused = error
+        if not devices.everywhere(refused is None):
+            raise refused or Busy("the first process could not take the folder")
+        yield
+
+
+def _mark(config: Config, out: Path) -> None:
+    """Writes ``config.json``, or holds ``config`` against the one that there is."""
     file = out / "config.json"
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     if not file.exists():
-        if devices.is_first():
-            out.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(plain, indent=1).encode())
-    elif different := differences(*(_of_any_mesh(one) for one in (json.loads(file.read_text()), plain))):
+        write_atomically(file, json.dumps(plain, indent=1).encode())
+        return
+    saved = read_json(file, dict, "the config of a run")
+    if different := differences(*(_of_any_mesh(one) for one in (saved, plain))):
         raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
 
 
@@ -69,6 +92,9 @@ def run(config: Config, out: Path) -> Findings | None:
 
     Raises:
         Diverged: the loss of a seed is no longer finite.
+        Damaged: what a stopped run left in ``out`` is not whole.
+        OSError: ``out`` cannot be written.
+        Stopped: a signal came.
     """
     findings = pretrained.run(config) if config.pretrained != Pretrained() else _train(config, out)
     if findings is None:

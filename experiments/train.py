@@ -1,6 +1,7 @@
 """The one training loop: several seeds at once, stopped and resumed at will."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import devices, look, model, tasks
+from experiments import devices, look, model, stopping, tasks
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config
 from experiments.history import History
+from experiments.terminal import Terminal
 
 # What a seed's key is folded with, so that parameters and every kind of data are drawn apart.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
@@ -100,32 +102,48 @@ def train(config: Config, out: Path) -> Trained:
 
     Raises:
         Diverged: names the step and seed; the last checkpoint before it is kept.
+        Damaged: no checkpoint is whole, with metrics and looks that fit it.
+        Stopped: a signal came; names the step.
     """
     setup, steps, every = Setup.of(config), config.train.steps, config.train.look_every
     history = History(out, writes=devices.is_first())
     state, first_look, run_chunk = setup.init(), look_at(setup), chunk(setup)
     untrained = state["params"]
-    with Checkpoints(out / "checkpoints") as checkpoints, _progress() as progress:
-        start = int(devices.agreed(checkpoints.latest or 0))
-        if start:
-            state = checkpoints.load(start, state)
-        history.rewind(start)
-        if start == 0:
-            history.add_look(0, first_look(devices.on_one(setup.mesh, untrained)))
-        bar = progress.add_task(config.name, total=steps, completed=start, shown="")
-        for begin in range(start, steps, every):
-            end = min(begin + every, steps)
-            state, metrics, looked = run_chunk(state, jnp.arange(begin, end))
-            metrics = {name: np.asarray(values) for name, values in metrics.items()}
-            _stop_unless_finite(setup, begin, metrics.pop("finite"))
-            history.add_metrics(begin, metrics, config.train.log_every)
-            history.add_look(end, looked)
-            if end % config.train.checkpoint_every == 0 or end == steps:
-                history.sync()
-                checkpoints.save(end, state)
-            shown = f"loss {metrics['loss'][-1].mean():.3f} accuracy {metrics['accuracy'][-1].mean():.3f}"
-            progress.update(bar, completed=end, shown=shown)
+    begin = start = 0
+    try:
+        with Checkpoints(out / "checkpoints") as checkpoints, _progress() as progress:
+            start, state = checkpoints.restore(state, lambda *which: _agreed(history.check, *which), _say)
+            history.rewind(start)
+            if start == 0:
+                history.add_look(0, first_look(devices.on_one(setup.mesh, untrained)))
+            bar = progress.add_task(config.name, total=steps, completed=start, shown="")
+            for begin in range(start, steps, every):
+                stopping.check()
+                end = min(begin + every, steps)
+                state, metrics, looked = run_chunk(state, jnp.arange(begin, end))
+                metrics = {name: np.asarray(values) for name, values in metrics.items()}
+                _stop_unless_finite(setup, begin, metrics.pop("finite"))
+                history.add_metrics(begin, metrics, config.train.log_every)
+                history.add_look(end, looked)
+                if end % config.train.checkpoint_every == 0 or end == steps:
+                    history.sync()
+                    checkpoints.save(end, state, history.digests())
+                shown = f"loss {metrics['loss'][-1].mean():.3f} accuracy {metrics['accuracy'][-1].mean():.3f}"
+                progress.update(bar, completed=end, shown=shown)
+    except stopping.Stopped as stopped:
+        raise stopping.Stopped(stopped.number, f"{config.name}: stopped at step {begin}") from None
     return Trained(setup, untrained, state["params"], history)
+
+
+def _agreed(check: Callable[..., str], *which: Any) -> str:
+    """What the first process, which has the history, says to ``check(*which)``."""
+    reason = check(*which) if devices.is_first() else ""
+    return "" if devices.everywhere(not reason) else reason or "the first process says that it does not fit"
+
+
+def _say(line: str) -> None:
+    if devices.is_first():
+        print(f"warning: {line}", file=sys.stderr)
 
 
 def updates(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
@@ -224,5 +242,6 @@ def _progress() -> Progress:
         TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        console=Terminal(),
         disable=not devices.is_first(),
     )

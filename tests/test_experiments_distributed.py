@@ -132,8 +132,8 @@ def state_of(file, out):
 def test_one_process_goes_on_with_another_number_of_devices(tiny, whole, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "out")
     settings = config.load(["--config", str(tiny), "--mesh.data", "4", "--mesh.heads", "1"]).config
-    run.prepare(settings, out)
-    trained = train.train(settings, out)
+    with run.prepared(settings, out):
+        trained = train.train(settings, out)
     steps, metrics = trained.history.metrics()
     expected_steps, expected = History(whole).metrics()
     assert trained.setup.mesh.size == 8 and steps.tolist() == expected_steps.tolist()

@@ -90,21 +90,21 @@ class Stopped(Exception):
 def test_a_run_goes_on_with_other_devices(tmp_path, on_one_device, monkeypatch):
     save, out = Checkpoints.save, tmp_path / "out"
 
-    def save_and_stop(self, step, state):
-        save(self, step, state)
+    def save_and_stop(self, step, *state):
+        save(self, step, *state)
         if step < LAST:
             raise Stopped
 
     monkeypatch.setattr(Checkpoints, "save", save_and_stop)
     for words in ("--mesh.heads 4", "--mesh.data 4"):
         wanted = settings(tmp_path, words)
-        run.prepare(wanted, out)
-        with pytest.raises(Stopped):
+        with run.prepared(wanted, out), pytest.raises(Stopped):
             train.train(wanted, out)
-    run.prepare(settings(tmp_path), out)
-    assert_close(train.train(settings(tmp_path), out), on_one_device)
-    with pytest.raises(run.DifferentConfig, match=r"train.batch was 4, now 8$"):
-        run.prepare(settings(tmp_path, "--train.batch 8"), out)
+    with run.prepared(settings(tmp_path), out):
+        assert_close(train.train(settings(tmp_path), out), on_one_device)
+    other = run.prepared(settings(tmp_path, "--train.batch 8"), out)
+    with pytest.raises(run.DifferentConfig, match=r"train.batch was 4, now 8$"), other:
+        pass
 
 
 def test_devices_that_are_not_there_are_named(tmp_path, capsys):
