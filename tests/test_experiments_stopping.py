@@ -1,5 +1,6 @@
 """A run that is stopped, starved of disk or no longer listened to: one line, and the same numbers afterwards."""
 
+import contextlib
 import json
 import os
 import pty
@@ -8,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -92,17 +94,20 @@ def assert_same(out, whole):
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path, number, status):
     ours, theirs = pty.openpty()
-    process = start(folder, tmp_path / "out", 400, stdout=theirs)
+    process, shown = start(folder, tmp_path / "out", 400, stdout=theirs), bytearray()
     os.close(theirs)
+
+    def read():  # or the terminal would be full, and the run wait
+        with contextlib.suppress(OSError):  # how a terminal says that nobody is at the other end
+            while more := os.read(ours, 65536):
+                shown.extend(more)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     wait_for(process, tmp_path / "out", 6)
     process.send_signal(number)
     error = process.communicate(timeout=120)[1].decode()
-    shown = b""
-    try:
-        while read := os.read(ours, 65536):
-            shown += read
-    except OSError:  # how a terminal says that nobody is at the other end
-        pass
+    reader.join()
     os.close(ours)
     assert process.returncode == status, error
     assert re.fullmatch(r"error: tiny: stopped at step \d+; the same command goes on\n", error), error
