@@ -5,6 +5,7 @@ import datetime
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,6 +67,7 @@ def run_command(arguments: Sequence[str]) -> int:
         except BaseException as error:
             if (number := stopping.asked()) is None:
                 raise
+            warnings.simplefilter("ignore", RuntimeWarning)  # a save that is cut short leaves coroutines behind
             # a library may have made another error of the exception
             said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
             status = _fail(f"{said}; the same command goes on", status=128 + number)
