@@ -18,6 +18,7 @@ from jattn.request import (
     Request,
     ScoreKeywords,
     ScoreOptions,
+    flag,
     make_lse,
     make_request,
     make_sinks,
@@ -109,6 +110,7 @@ def dot_product_attention(
         Unsupported: the named ``implementation`` cannot do this; the message says why.
     """
     _check_value(value)
+    with_lse = flag("return_residual", return_residual)
     request = make_request(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
@@ -123,7 +125,7 @@ def dot_product_attention(
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+    return (out, lse) if with_lse else out
 
 
 def attention_weights(

@@ -21,10 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jattn.dropout import Dropout, drop
-from jattn.fields import to_int32
+from jattn.fields import to_int32, to_number
 from jattn.hoist import depends_on, hoist
 from jattn.masks import MaskFunction
-from jattn.mods import mod_semantics, pytree_dataclass, static_field
+from jattn.mods import checked, mod_semantics, pytree_dataclass, static_field
 from jattn.score_mods import ScoreMod
 
 MaskLike = ArrayLike | MaskFunction | Sequence[ArrayLike | MaskFunction]
@@ -106,14 +106,14 @@ def attend(
         ``out`` in v's dtype; ``lse`` float32 (float64 for float64 input).
 
     Raises:
-        TypeError, ValueError: a mask or score function returned another dtype or shape than (T, S); it differs by
-            sequence or head, and there is no ``batch`` or ``head``.
+        TypeError, ValueError: arrays of other ranks, lengths or dtypes; a mask or score function returned another dtype
+            or shape than (T, S), or differs by sequence or head, and there is no ``batch`` or ``head``.
     """
     options: HeadOptions = {
         "mask": mask, "bias": bias, "score_mod": score_mod, "scale": scale, "batch": batch,
         "query_positions": query_positions, "kv_positions": kv_positions, "dropout": dropout, "precision": precision,
     }  # fmt: skip
-    return dense(q, k, v, make_head(head, **options))
+    return dense(q, k, v, make_head(q, k, v, head, **options))
 
 
 def dense(q: Array, k: Array, v: Array, head: Head) -> tuple[Array, Array]:
@@ -137,12 +137,14 @@ def dense_weights(q: Array, k: Array, head: Head) -> tuple[Array, Array]:
 
 
 def make_head(
-    head: Any = None, mask: MaskLike | None = None, bias: Any = None, score_mod: ScoreMod | None = None,
-    scale: Any = None, batch: Any = None, query_positions: Any = None, kv_positions: Any = None, dropout: Any = None,
-    precision: Any = None,
+    q: Any, k: Any, v: Any, head: Any = None, mask: MaskLike | None = None, bias: Any = None,
+    score_mod: ScoreMod | None = None, scale: Any = None, batch: Any = None, query_positions: Any = None,
+    kv_positions: Any = None, dropout: Any = None, precision: Any = None,
 ) -> Head:  # fmt: skip
-    """The options of ``attend``, checked."""
+    """The options of ``attend``, checked; ``v`` is None where only weights are asked for."""
+    lengths = _lengths_of_head(q, k, v)
     parts = () if mask is None else tuple(mask) if isinstance(mask, tuple | list) else (mask,)
+    parts, score_mod = tuple(checked("mask", part) for part in parts), checked("score_mod", score_mod)
     masks = tuple(part for part in parts if callable(part))
     slot_masks = tuple(part for part in parts if not callable(part))
     for part in slot_masks:
@@ -150,6 +152,12 @@ def make_head(
             raise TypeError(
                 f"mask must be bool (True: visible), got {jnp.result_type(part)}; what is to be added is bias="
             )
+        _check_pairs("mask", part, lengths)
+    if bias is not None:
+        if not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
+            raise TypeError(f"bias must be floating (it is added to the scores), got {jnp.result_type(bias)}")
+        _check_pairs("bias", bias, lengths)
+    scale = None if scale is None else to_number("scale", scale)
     mods: list[tuple] = [("mask", one) for one in masks]
     if score_mod is not None:
         mods.append(("score_mod", score_mod, jnp.float32))
@@ -171,6 +179,27 @@ def make_head(
         masks, slot_masks, bias, score_mod, scale, 0 if batch is None else batch, 0 if head is None else head,
         query_positions, kv_positions, dropout, precision,
     )  # fmt: skip
+
+
+def _lengths_of_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """T and S of one head's arrays, checked."""
+    shapes = {name: jnp.shape(x) for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
+    of_q, of_k, of_v = shapes["q"], shapes["k"], shapes.get("v", shapes["k"])
+    if any(len(shape) != 2 for shape in shapes.values()) or of_q[1] != of_k[1] or of_k[0] != of_v[0]:
+        got = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"one head takes q [T, H], k [S, H] and v [S, D], got {got}; over_heads lifts it to all heads, and "
+            "dot_product_attention takes batches"
+        )
+    return of_q[0], of_k[0]
+
+
+def _check_pairs(name: str, array: Any, lengths: tuple[Any, Any]) -> None:
+    shape = jnp.shape(array)
+    if len(shape) != 2 or any(size not in (1, length) for size, length in zip(shape, lengths, strict=True)):
+        raise ValueError(
+            f"{name} must be [T, S] = {list(lengths)} of one head (or 1 in place of any), got {list(shape)}"
+        )
 
 
 def hoisted(options: Any, q: Array, lengths: tuple[Any, Any]) -> Any:

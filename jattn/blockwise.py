@@ -49,7 +49,7 @@ def attend(
         block_sizes: queries and keys of a block; ``jattn.blocks.choose_blocks`` has the default. Changes no result
             beyond rounding.
     """
-    options_of_head = hoisted(make_head(head, **options), q, (q.shape[0], k.shape[0]))
+    options_of_head = hoisted(make_head(q, k, v, head, **options), q, (q.shape[0], k.shape[0]))
     return differentiable(_one_head, _sums_of_one_head, (q, k, v, options_of_head), block_sizes)
 
 

@@ -75,8 +75,14 @@ def init_cache(
     Args:
         batch_size, capacity, num_kv_heads, head_dim: B, C, K, H.
         value_dim: D; H by default.
+        dtype: floating; tokens are cast to it.
         rolling: a window of the last ``capacity`` tokens, which is never full: older ones are forgotten.
+
+    Raises:
+        TypeError: ``dtype`` is not floating, and would cut what is cast to it.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype of a cache must be floating, got {jnp.dtype(dtype)}, which would cut keys and values")
     slots = (batch_size, capacity, num_kv_heads)
     value_dim = head_dim if value_dim is None else value_dim
     return KVCache(

@@ -36,6 +36,15 @@ def to_int32(argument: str, x: Any) -> Any:
     return x.astype(jnp.int32)
 
 
+def to_number(argument: str, x: Any) -> Any:
+    """One real number: Python's where it is known, otherwise a scalar array."""
+    dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
+    if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        got = f"{dtype} of shape {list(np.shape(x))}" if hasattr(x, "dtype") else repr(x)
+        raise TypeError(f"{argument} must be a number or a scalar array, got {got}")
+    return x.item() if isinstance(x, np.ndarray | np.generic) else x
+
+
 def check_table(table: Any, owner: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
     """Raises for what is no array of these ranks and this kind: ``"i"`` integers, ``"b"`` bools."""
     wanted = {"i": "integers", "b": "bools"}[kind]

@@ -8,55 +8,24 @@ what is missing, left over or of another shape. Sources: https://arxiv.org/abs/1
 
 import dataclasses
 import functools
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import masks
+from jattn.checkpoint_files import ACTIVATIONS, Config, read_config, read_folder
 from jattn.nnx import MultiHeadAttention
 
 Tensors = Mapping[str, Any]
 
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
 # What checkpoints hold beside their parameters: masks and tables that the code computes.
 BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias)$")
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a ``Transformer``, in jattn's words; ``read_config`` translates a ``config.json``."""
-
-    family: str  # "bert" or "gpt2"
-    num_layers: int
-    num_heads: int
-    model_dim: int
-    mlp_dim: int
-    vocabulary: int
-    max_length: int
-    token_types: int
-    norm_epsilon: float
-    activation: str
-    pooler: bool = False  # BERT's, of the first token
-    head: bool = False  # an output embedding of its own; the input's otherwise
-
-    @property
-    def causal(self) -> bool:
-        """Does a token see what comes before it alone? Then norms stand before what they norm, too."""
-        return self.family == "gpt2"
 
 
 class Block(nnx.Module):
@@ -181,37 +150,33 @@ def load(folder: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.flo
 
     Raises:
         FileNotFoundError: a file is not there.
-        ValueError: the family is neither, or tensors are missing, left over or of another shape; all are named.
+        ValueError: the family is neither; a file is damaged; tensors are missing, left over, of another shape, no
+            floating-point numbers, or in two files; all are named.
+        TypeError: ``ignore`` is one string, or ``dtype`` not floating.
         ImportError: safetensors is not installed.
 
     Example:
         ``model = load("all-MiniLM-L6-v2"); hidden = model(tokens, valid=tokens != 0)``
     """
-    try:
-        from safetensors import safe_open
-    except ImportError as missing:
-        raise ImportError("reading safetensors needs the package of that name: pip install 'jattn[hf]'") from missing
-    folder = Path(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    for wanted, found in (("config.json", (folder / "config.json").is_file()), ("*.safetensors", bool(files))):
-        if not found:
-            raise FileNotFoundError(f"no {wanted} in {str(folder)!r}; expected the folder of a saved model")
-    tensors: dict[str, Any] = {}
-    for file in files:
-        with safe_open(file, framework="flax") as opened:  # NumPy's has no bfloat16
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys() if not BUFFERS.search(name)}
-    return from_tensors(tensors, json.loads((folder / "config.json").read_text()), ignore=ignore, dtype=dtype)
+    tensors, config = read_folder(Path(folder), leave_out=BUFFERS)
+    return from_tensors(tensors, config, ignore=ignore, dtype=dtype)
 
 
 def from_tensors(
     tensors: Tensors, config: Mapping[str, Any], *, ignore: Sequence[str] = (), dtype: Any = jnp.float32
 ) -> Transformer:
     """``load`` for what is in memory: arrays by name, and a ``config.json`` as a dict."""
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore must be a sequence of beginnings of names, got the string {ignore!r}: ({ignore!r},)")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype of the parameters must be floating, got {jnp.dtype(dtype)}")
     tensors = {
         name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(tuple(ignore))
     }
     tensors = _without_prefix(tensors)
     sizes = read_config(config)
+    if sizes.num_layers > len(tensors):  # before as many are made
+        raise ValueError(f"the config says {sizes.num_layers} layers, and there are {len(tensors)} tensors in all")
     sizes = dataclasses.replace(sizes, pooler="pooler.dense.weight" in tensors, head="lm_head.weight" in tensors)
     model = nnx.eval_shape(lambda: Transformer(sizes, rngs=nnx.Rngs(0)))
     graph, abstract = nnx.split(model)
@@ -220,41 +185,6 @@ def from_tensors(
     state = [(path, leaf.replace(jnp.asarray(placed[".".join(map(str, path))], dtype)))
              for path, leaf in nnx.to_flat_state(abstract)]  # fmt: skip
     return nnx.merge(graph, nnx.from_flat_state(state))
-
-
-def read_config(config: Mapping[str, Any]) -> Config:
-    """Hugging Face's ``config.json`` of a BERT or a GPT-2.
-
-    Raises:
-        ValueError: another ``model_type``, a missing key, or an option that the model here does not have.
-    """
-    family = config.get("model_type")
-    keys = {
-        "bert": ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
-                 "layer_norm_eps", "hidden_act"),
-        "gpt2": ("n_layer", "n_head", "n_embd", "vocab_size", "n_positions", "layer_norm_epsilon",
-                 "activation_function"),
-    }  # fmt: skip
-    if family not in keys:
-        raise ValueError(f"model_type must be one of {', '.join(keys)}, got {family!r}")
-    missing = [key for key in keys[family] if key not in config]
-    if missing:
-        raise ValueError(f"the config of a {family} has no {', '.join(missing)}")
-    known = {
-        keys[family][-1]: config[keys[family][-1]] in ACTIVATIONS,
-        "position_embedding_type": config.get("position_embedding_type", "absolute") == "absolute",
-        "is_decoder": family == "gpt2" or not config.get("is_decoder", False),
-        "add_cross_attention": not config.get("add_cross_attention", False),
-        "scale_attn_weights": config.get("scale_attn_weights", True),
-        "scale_attn_by_inverse_layer_idx": not config.get("scale_attn_by_inverse_layer_idx", False),
-    }
-    for name, good in known.items():
-        if not good:
-            raise ValueError(f"{name} is {config[name]!r} in this config, which the model here does not have")
-    layers, heads, width, vocabulary, length, epsilon, activation = (config[key] for key in keys[family])
-    inner = config.get("intermediate_size" if family == "bert" else "n_inner") or 4 * width
-    types = config.get("type_vocab_size", 2) if family == "bert" else 0
-    return Config(family, layers, heads, width, inner, vocabulary, length, types, epsilon, activation)
 
 
 def _without_prefix(tensors: Tensors) -> dict[str, Any]:
@@ -319,6 +249,11 @@ def _place(tensors: Tensors, config: Config, expected: Mapping[str, tuple[int, .
         "missing": sorted(expected.keys() - placed.keys()),
         "left over": sorted(tensors.keys() - used),
         "of another shape": misshapen,
+        "no floating-point numbers": [
+            f"{name} is {tensors[name].dtype}"
+            for name in sorted(used)
+            if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
+        ],
     }
     if any(problems.values()):
         lines = "".join(f"\n{what}: {', '.join(found)}" for what, found in problems.items() if found)

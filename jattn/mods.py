@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
@@ -156,3 +157,23 @@ def known(tree: Any) -> Any:
     seen = [look(leaf) for leaf in leaves]
     same = all(x is y for x, y in zip(leaves, seen, strict=True))
     return tree if same else jax.tree.unflatten(structure, seen)
+
+
+def checked(name: str, mod: Any) -> Any:
+    """``mod``, unless it is what people give by mistake: a class, several in a list, a function of other arguments."""
+    if isinstance(mod, type):
+        raise TypeError(f"{name}={mod.__name__} is a class; write {name}={mod.__name__}(...)")
+    if isinstance(mod, list | tuple) and any(map(callable, mod)):
+        how = "masks by & (or masks.and_masks)" if name == "mask" else "score functions by score_mods.then"
+        raise TypeError(f"{name} must be one, got a {type(mod).__name__} of {len(mod)}: join {how}")
+    if callable(mod):
+        arguments = ["b", "h", "q_idx", "kv_idx"] if name == "mask" else ["score", "b", "h", "q_idx", "kv_idx"]
+        try:
+            signature = inspect.signature(mod)
+        except (TypeError, ValueError):  # not every callable says what it takes
+            return mod
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            raise TypeError(f"{name} must take ({', '.join(arguments)}), got a function of {signature}") from None
+    return mod

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
@@ -19,6 +20,7 @@ from jattn.heads import statistics
 from jattn.kernels.shards import dot_general
 from jattn.request import AttendOptions
 from jattn.sharding import HeadParallel, Ring
+from jattn.tables import namespace
 
 Params = dict[str, dict[str, Array]]
 
@@ -189,8 +191,13 @@ def init_multi_head(
         kv_model_dim: M of ``x_kv`` where that differs (cross-attention).
 
     Raises:
-        ValueError: a number does not divide as it must.
+        ValueError: a number is no positive integer, or does not divide as it must.
     """
+    sizes = {"model_dim": model_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+             "value_dim": value_dim, "kv_model_dim": kv_model_dim}  # fmt: skip
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int | np.integer) or size < 1):
+            raise ValueError(f"{name} must be a positive integer, got {size!r}")
     if head_dim is None and model_dim % num_heads:
         raise ValueError(f"model_dim {model_dim} is no multiple of num_heads {num_heads}; give head_dim")
     head_dim = model_dim // num_heads if head_dim is None else head_dim
@@ -272,11 +279,12 @@ def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
     """An array ``[*lead, ...]`` with its batch axes joined; what has none, or is a function, as it is."""
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x
-    x = jnp.asarray(x)
+    xp = namespace(x)  # what came as a NumPy array stays one, and is static
+    x = xp.asarray(x)
     batch = x.shape[:-trailing] if trailing else x.shape
     if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):
         raise ValueError(f"expected batch axes {lead} and {trailing} more, or {trailing} alone, got {list(x.shape)}")
-    return jnp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(math.prod(lead), *x.shape[-trailing:])
+    return xp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(math.prod(lead), *x.shape[-trailing:])
 
 
 def _all_axes(x: Any, rank: int) -> Any:

@@ -10,9 +10,9 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
 from jattn.dropout import Dropout
-from jattn.fields import LARGEST, to_int32
+from jattn.fields import LARGEST, to_int32, to_number
 from jattn.masks import Causal, MaskFunction, SlidingWindow
-from jattn.mods import check, known, pytree_dataclass, static_field
+from jattn.mods import check, checked, known, pytree_dataclass, static_field
 from jattn.score_mods import ScoreMod
 from jattn.tables import arange
 
@@ -114,11 +114,11 @@ def make_request(
     S = key.shape[1]
     # where a jitted function captures an array, its values are at hand, and what is static may be looked at
     look = known if isinstance(query, Tracer) else lambda x: x
-    masks: list[MaskFunction] = [Causal()] if _flag("is_causal", is_causal) else []
+    masks: list[MaskFunction] = [Causal()] if flag("is_causal", is_causal) else []
     if local_window_size is not None:
         masks.append(SlidingWindow(*_window(local_window_size)))
     slot_masks = []
-    mask, score_mod = _not_a_class("mask", mask), _not_a_class("score_mod", score_mod)
+    mask, score_mod = checked("mask", mask), checked("score_mod", score_mod)
     if callable(mask):
         masks.append(mask)
     elif mask is not None:
@@ -230,16 +230,6 @@ def _positions(name: str, positions: Any, batch: Any, length: Any) -> Any:
     return to_int32(name, positions if positions.ndim == 2 else positions[None])
 
 
-def _not_a_class(name: str, mod: Any) -> Any:
-    """``mod``, unless it is what people give by mistake: a class, or several in a list."""
-    if isinstance(mod, type):
-        raise TypeError(f"{name}={mod.__name__} is a class; write {name}={mod.__name__}(...)")
-    if isinstance(mod, list | tuple) and any(map(callable, mod)):
-        how = "masks by & (or masks.and_masks)" if name == "mask" else "score functions by score_mods.then"
-        raise TypeError(f"{name} must be one, got a {type(mod).__name__} of {len(mod)}: join {how}")
-    return mod
-
-
 def _array(name: str, x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return np.asarray(x) if isinstance(x, np.generic) else x
@@ -249,24 +239,16 @@ def _array(name: str, x: Any) -> Any:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
-def _flag(name: str, flag: Any) -> bool:
-    if not isinstance(flag, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, and known while tracing, got {flag!r}")
-    return bool(flag)
-
-
-def _number(name: str, x: Any) -> Any:
-    """One real number: Python's where it is known, otherwise a scalar array."""
-    dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
-    if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        got = f"{dtype} of shape {list(np.shape(x))}" if hasattr(x, "dtype") else repr(x)
-        raise TypeError(f"{name} must be a number or a scalar array, got {got}")
-    return x.item() if isinstance(x, np.ndarray | np.generic) else x
+def flag(name: str, x: Any) -> bool:
+    """A Python bool, checked."""
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, and known while tracing, got {x!r}")
+    return bool(x)
 
 
 def _scale(scale: Any, shape: tuple[Any, ...]) -> Any:
     if scale is not None:
-        return _number("scale", scale)
+        return to_number("scale", scale)
     if shape[-1] == 0:
         raise ValueError(f"head_dim is 0 (query {list(shape)}), so that 1 / sqrt(head_dim) is no scale; give scale=")
     return shape[-1] ** -0.5
@@ -284,7 +266,7 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
-    rate = _number("dropout_rate", rate)
+    rate = to_number("dropout_rate", rate)
     if isinstance(rate, Tracer):
         raise TypeError("dropout_rate must be known while tracing: make it a static argument, got a traced array")
     rate = float(rate)

@@ -258,16 +258,17 @@ def fold(
     kinds = {**kinds, **({"visible": "queries"} if counted else {})}
     leaves, structure = jax.tree.flatten((rows, columns))
 
-    def zeros(sizes: Mapping[str, int], *lead: int) -> dict[str, Array]:
-        dtypes = {"visible": jnp.int32}
-        return {name: jnp.zeros((*lead, sizes[kind]), dtypes.get(name, dtype)) for name, kind in kinds.items()}
+    def nothing(sizes: Mapping[str, int], *lead: int) -> dict[str, Array]:
+        fill, types = {"largest": -jnp.inf}, {"visible": jnp.int32}
+        shapes = {name: (*lead, sizes[kind]) for name, kind in kinds.items()}
+        return {name: jnp.full(shapes[name], fill.get(kind, 0), types.get(name, dtype)) for name, kind in kinds.items()}
 
     def unpacked(carry: Any, logs: Array, q_idx: Array, kv_idx: Array, *data: Array) -> Any:
         return step(carry, logs, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
 
     def of_pair(request: Request, source: Any, i: Any, j: Any, lse: Array, data: Sequence[Array]) -> dict[str, Array]:
         part = circle.part(request, source, i, j)
-        begin = zeros({"queries": t, "largest": t, "keys": s, "offsets": max(t + s - 1, 0)})
+        begin = nothing({"queries": t, "largest": t, "keys": s, "offsets": max(t + s - 1, 0)})
         begin.pop("visible", None)
         here = circle.blockwise.fold(part, unpacked, begin, cut(lse, i, t, 1), data)
         return here | ({"visible": circle.blockwise.count_visible(part)} if counted else {})
@@ -293,13 +294,13 @@ def fold(
             return {name: both[name] for name in state}, {name: both[name] for name in by_key}
 
         of_rows, of_columns = leaves[: len(rows)], leaves[len(rows) :]
-        state = zeros(sizes, B, request.query.shape[2])
+        state = nothing(sizes, B, request.query.shape[2])
         by_key = {name: state.pop(name) for name, kind in kinds.items() if kind == "keys"}
         state, by_key = circle.travel(visit, state, (_keys(request), of_columns), by_key)
         return {name: _add(x, (state | by_key)[name], h) for name, x in found.items()}
 
     sizes = {"queries": T, "largest": T, "keys": S, "offsets": max(total + circle.devices * S - 1, 0)}
-    found = _each_kv_head(circle, of_head, zeros(sizes, B, N), request)
+    found = _each_kv_head(circle, of_head, jax.tree.map(jnp.zeros_like, nothing(sizes, B, N)), request)
     of_all = {name: jax.lax.psum(found[name], circle.axis) for name, kind in kinds.items() if kind == "offsets"}
     return found | of_all
 

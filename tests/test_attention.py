@@ -53,7 +53,9 @@ def test_over_heads_is_a_loop_over_heads(getkey, N, K):
 
 def test_over_heads_puts_the_head_axis_where_it_is_told(getkey):
     q, k, _ = qkv(getkey)
-    weights, lse = jattn.over_heads(lambda q, k, v: dense_weights(q, k, make_head()), out_axes=(0, 1))(q, k, None)
+    weights, lse = jattn.over_heads(lambda q, k, v: dense_weights(q, k, make_head(q, k, None)), out_axes=(0, 1))(
+        q, k, None
+    )
     assert weights.shape == (6, 7, 11) and lse.shape == (7, 6)
 
 

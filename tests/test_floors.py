@@ -19,7 +19,7 @@ HOUSE = [
     ["staged lifting hoist dropout", "attention", "blocks", "head_blocks", "blockwise"],
     ["request", "kernels", "choice", "api"],
     ["cache", "ring", "sharding", "heads", "multi_head"],
-    ["flax_common", "nnx_functions linen_functions", "nnx linen", "plots interop"],
+    ["flax_common checkpoint_files", "nnx_functions linen_functions", "nnx linen", "plots interop"],
 ]
 
 

@@ -12,6 +12,7 @@ from scipy.special import erf
 
 from experiments import pretrained
 from jattn import interop
+from tests.soak import loading
 
 RNG = np.random.default_rng(0)
 VOCABULARY, LENGTH, LAYERS, HEADS, WIDTH, INNER = 19, 11, 2, 3, 12, 20
@@ -369,3 +370,18 @@ def test_gpt2_beside_transformers(tmp_path):
     with torch.no_grad():
         logits = theirs(torch.tensor(TOKENS)).logits.numpy()
     np.testing.assert_allclose(ours.logits(ours(TOKENS)), logits, atol=1e-5)
+
+
+def test_damaged_files_end_in_one_error(tmp_path):
+    """A few of what ``python -m tests.soak.loading`` draws: headers of 2^60, overlaps, truncation, flipped bytes."""
+    found = [loading.load(tmp_path, seed=0, number=number) for number in range(60)]
+    assert [wrong for _, wrong in found if wrong] == []
+    assert {came for came, _ in found} <= {"loaded", "ValueError"}
+
+
+def test_one_tensor_in_two_files(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(loading.packed(*loading.whole()))
+    (tmp_path / "config.json").write_text(json.dumps(loading.CONFIG))
+    with pytest.raises(ValueError, match=r"b\.safetensors and .*a\.safetensors both hold h\.0\."):
+        interop.load(tmp_path)

@@ -130,7 +130,7 @@ def test_ablate_says_what_is_wrong(clean):
     for few in (slice(1), 0):  # a batch of one, and none at all, where the first axis are tokens
         with pytest.raises(ValueError, match="at least 2 sequences"):
             heads.ablate(lambda layers: 0.0, [{"z": layer["z"][few]} for layer in clean], "resample")
-    with pytest.raises(ValueError, match="clean must be a dict for each layer"):
+    with pytest.raises(ValueError, match="clean must be a list with a dict for each layer"):
         heads.ablate(lambda layers: 0.0, [])
     for layer, hold, name in (({}, False, "z"), ({"z": clean[0]["z"]}, True, "query")):
         with pytest.raises(ValueError, match=f"each layer of clean must hold 'z'.*; one has no '{name}'"):

@@ -317,6 +317,18 @@ def test_sinks_do_not_make_a_query_see(arrays):
         np.testing.assert_array_equal(found["support"][name], expected["support"][name])
 
 
+def test_the_largest_score_beside_sinks_that_leave_no_weight(arrays):
+    """Weights of e^-200 are 0 in float32, their logarithms are not; and names may come from a generator."""
+    query, key = arrays
+    asked = {"is_causal": True, "names": (name for name in ("max_logit",))}
+    lse = jattn.dot_product_attention(
+        query, key, key, is_causal=True, sinks=np.full(N, 200.0, "f"), return_residual=True
+    )
+    found = heads.statistics(query, key, lse=lse[1], **asked)["max_logit"]
+    expected = heads.statistics(query, key, is_causal=True, names=["max_logit"])["max_logit"]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("names", [["entropy", "variance"], "entropy"])
 def test_statistics_that_there_are_not(arrays, names):
     with pytest.raises(ValueError, match="names must be some of entropy, max_weight"):

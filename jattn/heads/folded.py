@@ -1,6 +1,6 @@
 """Statistics of all heads at any length, without their matrices of weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
+from jattn.fields import to_int32
 from jattn.kernels import shards
 from jattn.kernels.blockwise import Blockwise
 from jattn.request import Request, ScoreOptions, make_lse, make_request
@@ -29,7 +30,7 @@ def statistics(
     *,
     tokens: ArrayLike | None = None,
     lse: ArrayLike | None = None,
-    names: Sequence[str] | None = None,
+    names: Iterable[str] | None = None,
     eligible: ArrayLike | None = None,
     implementation: Ring | HeadParallel | Blockwise | None = None,
     **options: Unpack[ScoreOptions],
@@ -74,6 +75,8 @@ def statistics(
         raise TypeError(
             f"implementation must be a Ring or HeadParallel of jattn.sharding, or a Blockwise, got {implementation!r}"
         )
+    if "sinks" in options:
+        raise TypeError("statistics takes no sinks=: they are in the lse; give lse= of the call that has them")
     request = make_request(query, key, None, **options)
     (B, T, _, _), S, one_sequence = request.query.shape, request.key.shape[1], jnp.ndim(query) == 3
     given = lse is not None
@@ -131,8 +134,8 @@ def _data(
 
 def _folded(names: Sequence[str]) -> dict[str, str]:
     """What is folded for these statistics, and whether it goes by query (a sum or the largest), key or offset."""
-    kinds = {"max_weight": "largest", "received": "keys", "offset_profile": "offsets"}
-    folded = dict.fromkeys("max_weight" if name == "max_logit" else name for name in names)
+    kinds = {"max_log": "largest", "received": "keys", "offset_profile": "offsets"}
+    folded = dict.fromkeys("max_log" if name in ("max_weight", "max_logit") else name for name in names)
     return {name: kinds.get(name, "queries") for name in folded}
 
 
@@ -148,7 +151,10 @@ def _sums(
     """``[B,N,...]``: what ``_step`` adds up, and where it is ``counted`` how many keys each query sees."""
     T, S = request.query.shape[1], request.key.shape[1]
     sizes = {"keys": S, "offsets": max(T + S - 1, 0)}
-    init = {name: jnp.zeros(sizes.get(kind, T), lse.dtype) for name, kind in _folded(names).items()}
+    of_kind = {"largest": -jnp.inf}
+    init = {
+        name: jnp.full(sizes.get(kind, T), of_kind.get(kind, 0), lse.dtype) for name, kind in _folded(names).items()
+    }
     structure = jax.tree.structure((rows, columns))
 
     def step(carry: Any, logs: Array, q_idx: Array, kv_idx: Array, *data: Array) -> Any:
@@ -158,7 +164,8 @@ def _sums(
     return sums | ({"visible": blocks.count_visible(request)} if counted else {})
 
 
-def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
+def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:
+    names = names if names is None or isinstance(names, str) else tuple(names)  # a generator can be asked but once
     known = STATISTICS if with_tokens else tuple(name for name in STATISTICS if name not in OF_TOKENS)
     if names is None:
         return known
@@ -166,7 +173,7 @@ def _names(names: Sequence[str] | None, with_tokens: bool) -> tuple[str, ...]:
         raise ValueError(f"names must be some of {', '.join(STATISTICS)}, got {names!r}")
     if not set(names) <= set(known):
         raise ValueError(f"{' and '.join(OF_TOKENS)} need tokens=, integers [B, T]")
-    return tuple(names)
+    return names
 
 
 def eligible_rows(eligible: ArrayLike, B: Length, T: Length) -> Array:
@@ -180,14 +187,15 @@ def eligible_rows(eligible: ArrayLike, B: Length, T: Length) -> Array:
 
 
 def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bool) -> Array:
-    tokens = jnp.asarray(tokens)
+    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     wanted = (T,) if one_sequence else (B, T)
     if T != S or tokens.shape != wanted or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"tokens must be integers {list(wanted)} of self-attention, got {tokens.dtype} of shape "
             f"{list(tokens.shape)} for {T} queries and {S} keys"
         )
-    return tokens.reshape(B, T)
+    # NumPy's wide integers would be cut to 32 bits without a word, and different tokens become the same
+    return jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
 
 
 def _step(
@@ -217,8 +225,8 @@ def _step(
     }
     at_rows, at_columns = q_idx[:, 0], kv_idx[0]
     added = {name: carry[name].at[at_rows].add(make()) for name, make in of_rows.items() if name in carry}
-    if "max_weight" in carry:
-        added["max_weight"] = carry["max_weight"].at[at_rows].max(weights.max(1))
+    if "max_log" in carry:  # of the logarithms: beside large sinks the weights themselves are 0
+        added["max_log"] = carry["max_log"].at[at_rows].max(logs.max(1))
     if "received" in carry:
         added["received"] = carry["received"].at[at_columns].add(weights.sum(0))
     if "offset_profile" in carry:
@@ -256,11 +264,12 @@ def _averages(
         eligible["entropy"] = seen & (visible >= 2)
         most = jnp.log(jnp.maximum(visible, 2).astype(lse.dtype))
         sums = sums | {"entropy": sums["entropy"] / most}
+    if "max_weight" in names:
+        sums = sums | {"max_weight": jnp.exp(sums["max_log"])}
     found: dict[str, Any] = {"support": {name: eligible.get(name, seen).sum(-1) for name in names}}
     for name in names:
         if name == "max_logit":
-            weight = jnp.where(seen, sums["max_weight"], 1.0)
-            highest = jnp.max(jnp.where(seen, lse + jnp.log(weight), -jnp.inf), axis=-1, initial=-jnp.inf)
+            highest = jnp.max(jnp.where(seen, lse + sums["max_log"], -jnp.inf), axis=-1, initial=-jnp.inf)
             found[name] = jnp.where(seen.any(-1), highest, 0.0)
         elif name == "received":
             found[name] = sums[name]

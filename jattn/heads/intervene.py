@@ -52,8 +52,9 @@ def ablate(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if not clean or not all(isinstance(layer, Mapping) for layer in clean):
-        raise ValueError(f"clean must be a dict for each layer, got {[type(layer).__name__ for layer in clean]}")
+    if isinstance(clean, Mapping) or not clean or not all(isinstance(layer, Mapping) for layer in clean):
+        got = "one dict" if isinstance(clean, Mapping) else [type(layer).__name__ for layer in clean]
+        raise ValueError(f"clean must be a list with a dict for each layer, got {got}")
     wanted = ("z", "query", "key") if hold_weights else ("z",)
     if missing := [name for layer in clean for name in wanted if name not in layer]:
         raise ValueError(f"each layer of clean must hold {', '.join(map(repr, wanted))}; one has no {missing[0]!r}")

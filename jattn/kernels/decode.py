@@ -51,6 +51,8 @@ class Decode:
     def run(self, request: Request) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         (B, T, N, _), D = request.query.shape, request.value.shape[3]
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise ValueError(f"chunk must be a positive integer, of keys, got {self.chunk!r}")
         out = jax.ShapeDtypeStruct((B, T, N, D), request.value.dtype)
         lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(request.query))
         how = self.chunk, may_be_divided(request)

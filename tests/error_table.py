@@ -1,0 +1,270 @@
+"""Wrong calls and the words that their errors must hold: which argument, what came, what was expected.
+
+Run as a program it makes every call, without a type checker, as users do, and prints what was raised as JSON.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn import blockwise, heads, interop, masks, positions, score_mods, sharding
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.decode import Decode
+from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
+from jattn.multi_head import attend_heads
+
+B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
+Q, KEY, VALUE = (np.zeros(shape, np.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
+LSE, TOKENS = np.zeros((B, T, N), np.float32), np.zeros((B, T), np.int32)
+RNG = np.zeros(2, np.uint32)
+Row = tuple[Callable[[], object], str]  # what is called, and words that the error holds, all of them
+
+
+def call(*words: str, query=Q, key=KEY, value=VALUE, **options) -> Row:
+    return lambda: jattn.dot_product_attention(query, key, value, **options), words
+
+
+def one(*words: str, q=Q[0, :, 0], k=KEY[0, :, 0], v=VALUE[0, :, 0], **options) -> Row:
+    return lambda: jattn.attend(q, k, v, **options), words
+
+
+def stat(*words: str, query=Q, key=Q, **options) -> Row:
+    return lambda: heads.statistics(query, key, **options), words
+
+
+def layer(*words: str, query=Q, key=KEY, value=VALUE, **options) -> Row:
+    return lambda: attend_heads(query, key, value, **options), words
+
+
+def of(make: Callable[[], object], *words: str) -> Row:
+    return make, words
+
+
+def both(name: str, *words: str, **options) -> dict[str, Row]:
+    """The same of one head by "xla" and in blocks."""
+    in_blocks = lambda: blockwise.attend(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], **options)
+    return {f"{name}, one head": one(*words, **options), f"{name}, one head in blocks": (in_blocks, words)}
+
+
+def tables(name: str, make: Callable, *words: str) -> dict[str, Row]:
+    """What is made, and refused when it is made."""
+    return {f"{name}, {n}": (lambda bad=bad: make(bad), words) for n, bad in {
+        "a float": 1.5, "a word": "a", "a list": [1, 2], "floats": np.ones(B, np.float32),
+    }.items()}  # fmt: skip
+
+
+BERT = {
+    "model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9,
+    "max_position_embeddings": 7, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
+}  # fmt: skip
+MESH = jax.make_mesh((1,), ("x",))
+
+ROWS: dict[str, Row] = {
+    # arrays
+    "no value": call("value", "None", "attention_weights", value=None),
+    "query of rank 2": call("query, key, value", "[B, length, heads, dim]", query=Q[0, 0]),
+    "ranks differ": call("query, key, value", "float32[2, 4, 4, 8]", key=KEY[0]),
+    "dtypes differ": call("float16", "float32", query=Q.astype(np.float16)),
+    "integers": call("int32", query=Q.astype(np.int32), key=KEY.astype(np.int32), value=VALUE.astype(np.int32)),
+    "complex": call("complex64", query=Q.astype("D"), key=KEY.astype("D"), value=VALUE.astype("D")),
+    "a word for query": call("query", "str", query="query"),
+    "batch differs": call("key", query=Q[:1]),
+    "head_dim differs": call("one head dim", query=Q[..., :4]),
+    "heads are no multiple": call("3", "2", query=Q[:, :, :3]),
+    "value is shorter": call("value", value=VALUE[:, :3]),
+    "head_dim 0": call("head_dim is 0", "scale=", query=Q[..., :0], key=KEY[..., :0]),
+    # scale, flags, lengths, windows
+    "scale a word": call("scale must be a number", "'2'", scale="2"),
+    "scale an array": call("scale must be a number", "[4]", scale=np.ones(4)),
+    "scale complex": call("scale must be a number", scale=1j),
+    "is_causal a word": call("is_causal must be True or False", "'no'", is_causal="no"),
+    "is_causal a number": call("is_causal must be True or False", "1", is_causal=1),
+    "lengths of floats": call("query_seq_lengths", query_seq_lengths=np.ones(B)),
+    "lengths of 3": call("key_value_seq_lengths", "3", key_value_seq_lengths=np.ones(3, int)),
+    "window negative": call("local_window_size", "-1", local_window_size=-1),
+    "window of 3": call("local_window_size", local_window_size=(1, 2, 3)),
+    "window of floats": call("local_window_size", "1.5", local_window_size=(1.5, 2)),
+    # masks, biases and score functions
+    "mask a class": call("mask=Causal is a class", "mask=Causal(...)", mask=Causal),
+    "masks in a list": call("mask must be one", "join masks by &", mask=[Causal(), Causal()]),
+    "mask of floats": call("mask must be bool", "float32", "bias=", mask=np.ones((T, S), np.float32)),
+    "mask of ints": call("mask must be bool", "int", mask=np.ones((T, S), int)),
+    "mask of another shape": call("mask", "[5, 6]", mask=np.ones((5, S), bool)),
+    "mask of rank 5": call("mask", mask=np.ones((1, 1, 1, T, S), bool)),
+    "mask a word": call("mask", mask="causal"),
+    "mask function of floats": call("mask", "bool", "float32", mask=lambda b, h, q, k: q * 1.0),
+    "mask function of another shape": call("mask", "shape", mask=lambda b, h, q, k: jnp.ones((3, 3), bool)),
+    "mask function of two": call("mask must take (b, h, q_idx, kv_idx)", "(q, k)", mask=lambda q, k: q > k),
+    "bias of ints": call("bias must be floating", "int", "mask=", bias=np.ones((T, S), int)),
+    "bias of bools": call("bias must be floating", "bool", "mask=", bias=np.ones((T, S), bool)),
+    "bias of another shape": call("bias", "[7, 6]", bias=np.ones((7, S), np.float32)),
+    "score_mod a class": call("score_mod=SoftCap is a class", score_mod=score_mods.SoftCap),
+    "score_mods in a list": call("score_mod must be one", "then", score_mod=[score_mods.SoftCap(1.0)]),
+    "score_mod of a mask's arguments": call("score_mod must take (score, b, h", score_mod=lambda b, h, q, k: q),
+    "score_mod an array": call("score_mod must be a callable", score_mod=np.ones(3)),
+    "score_mod of bools": call("score_mod", "bool", score_mod=lambda s, b, h, q, k: s > 0),
+    "score_mod of another shape": call("score_mod", "shape", score_mod=lambda s, b, h, q, k: jnp.ones((3, 3))),
+    "too few slopes": call("slopes", "N = 4", "[2]", score_mod=score_mods.Alibi(np.ones(2, np.float32))),
+    "padding of 3": call("Padding", "3", mask=Padding(np.ones(3, int))),
+    "segments of 9": call("Segments", "9", mask=Segments(np.ones((B, 9), int))),
+    "dense of 9": call("Dense", "9", mask=Dense(np.ones((N, 9, 9), bool))),
+    # positions
+    "positions of floats": call("query_positions", "float64", query_positions=np.ones(T)),
+    "positions of 5": call("query_positions", "[5]", query_positions=np.arange(5)),
+    "positions beyond int32": call("query_positions", "int32", query_positions=np.arange(T) + 2**31),
+    "kv_positions beyond int32": call("kv_positions", "int32", kv_positions=np.arange(S) - 2**40),
+    "kv_positions unsigned beyond": call("kv_positions", "int32", kv_positions=np.arange(S).astype(np.uint64) + 2**40),
+    # dropout and sinks
+    "dropout without a key": call("dropout_rng", dropout_rate=0.5),
+    "dropout None": call("dropout_rate must be a number", "None", dropout_rate=None),
+    "dropout 1.5": call("dropout_rate", "1.5", dropout_rate=1.5, dropout_rng=RNG),
+    "dropout negative": call("dropout_rate", "-0.5", dropout_rate=-0.5, dropout_rng=RNG),
+    "dropout nan": call("dropout_rate", "nan", dropout_rate=float("nan"), dropout_rng=RNG),
+    "sinks of 3": call("sinks", "[3]", sinks=np.ones(3, np.float32)),
+    "sinks of ints": call("sinks", sinks=np.ones(N, int)),
+    # implementations
+    "no such implementation": call("implementation", "'flash'", "blockwise", implementation="flash"),
+    "implementation a class": call("implementation", "Blockwise", implementation=Blockwise),
+    "implementation a number": call("implementation", "3", implementation=3),
+    "block_sizes 0": call("block_sizes", "(0, 4)", implementation=Blockwise((0, 4))),
+    "block_sizes one": of(
+        lambda: jattn.dot_product_attention(Q, KEY, VALUE, implementation=Blockwise(4)), "block_sizes", "4"
+    ),
+    "chunk 0": call("chunk", "0", implementation=Decode(0)),
+    "no such option": call("no_option", no_option=1),
+    "return_residual a word": call("return_residual", return_residual="yes"),
+    # one head
+    **both("mask of floats", "mask must be bool", "float32", mask=np.ones((T, S), np.float32)),
+    **both("mask of ints", "mask must be bool", "int", mask=np.ones((T, S), int)),
+    **both("mask of another shape", "mask must be [T, S]", "[5, 6]", mask=np.ones((5, S), bool)),
+    **both("mask a class", "mask=Causal is a class", mask=Causal),
+    **both("bias of ints", "bias must be floating", "int", bias=np.ones((T, S), int)),
+    **both("bias of another shape", "bias must be [T, S]", "[4, 5]", bias=np.ones((T, 5), np.float32)),
+    **both("scale a word", "scale must be a number", "'2'", scale="2"),
+    **both("score_mod a class", "score_mod=SoftCap is a class", score_mod=score_mods.SoftCap),
+    **both("mod without head", "score_mod differs by head", "head=", score_mod=score_mods.Alibi(np.ones(N, "f"))),
+    **both("mask without batch", "mask differs by batch", "batch=", mask=Padding(np.array([1, 2]))),
+    **both("positions beyond int32", "query_positions", "int32", query_positions=np.arange(T) + 2**31),
+    "q of all heads, one head": one("one head takes q [T, H]", "over_heads", q=Q[0]),
+    "head_dim differs, one head": one("one head takes q [T, H]", q=Q[0, :, 0, :4]),
+    "value is shorter, one head": one("one head takes q [T, H]", v=VALUE[0, :3, 0]),
+    # the layer
+    "gate of 3": layer("head_gate must be [N]", "[3]", head_gate=np.ones(3)),
+    "fill without gate": layer("head_fill without head_gate", head_fill=np.ones(H)),
+    "no heads": of(lambda: jattn.init_multi_head(jax.random.key(0), 16, 0), "num_heads", "positive", "0"),
+    "a float of heads": of(lambda: jattn.init_multi_head(jax.random.key(0), 16, 2.0), "num_heads", "2.0"),
+    "no width": of(lambda: jattn.init_multi_head(jax.random.key(0), 0, 4), "model_dim", "0"),
+    "width no multiple": of(lambda: jattn.init_multi_head(jax.random.key(0), 15, 4), "model_dim 15", "head_dim"),
+    "head_dim negative": of(lambda: jattn.init_multi_head(jax.random.key(0), 16, 4, head_dim=-4), "head_dim", "-4"),
+    "layer of another width": of(
+        lambda: jattn.multi_head_attention(jattn.init_multi_head(jax.random.key(0), 16, 4), np.ones((2, 3, 15), "f")),
+        "16", "15",
+    ),
+    "lift of 3 over 2": of(
+        lambda: jattn.over_heads(lambda q, k, v: q)(Q[0, :, :3], KEY[0], VALUE[0]), "3 query heads", "2 key/value heads"
+    ),
+    # caches
+    "cache of bytes": of(lambda: jattn.init_cache(1, 8, 2, 4, dtype=jnp.int8), "dtype", "int8", "floating"),
+    "cache of other heads": of(
+        lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"
+    ),
+    "cache too small": of(lambda: jattn.append(jattn.init_cache(B, 5, K, H), KEY, VALUE), "5"),
+    # statistics and other looks
+    "no such statistic": stat("names must be some of", "'entrpy'", names=["entrpy"]),
+    "names a word": stat("names must be some of", "'entropy'", names="entropy"),
+    "induction without tokens": stat("tokens=", names=["induction"]),
+    "tokens beyond int32": stat("tokens", "int32", tokens=TOKENS + np.int64(2**32)),
+    "tokens of floats": stat("tokens must be integers", "float32", tokens=TOKENS.astype(np.float32)),
+    "tokens of 3": stat("tokens must be integers", "[2, 3]", tokens=TOKENS[:, :3]),
+    "eligible of ints": stat("eligible must be bool", eligible=TOKENS),
+    "eligible of 3": stat("eligible must be bool", "[3]", eligible=np.ones(3, bool)),
+    "statistics with sinks": stat("statistics takes no sinks=", "lse=", sinks=np.ones(N)),
+    "statistics by name": stat("implementation", "'xla'", implementation="xla"),
+    "lse of 3": stat("lse", lse=LSE[:, :3]),
+    "coarse of 0": of(lambda: heads.coarse_weights(Q, KEY, 0), "size", "0"),
+    "ablate one dict": of(lambda: heads.ablate(len, {"z": Q}), "clean", "a dict for each layer", "one dict"),
+    "ablate nothing": of(lambda: heads.ablate(len, []), "clean", "a dict for each layer"),
+    "ablate without z": of(lambda: heads.ablate(len, [{"query": Q}]), "'z'"),
+    "ablate kind": of(lambda: heads.ablate(len, [{"z": Q}], kind="none"), "kind", "'none'"),
+    "resample one": of(lambda: heads.ablate(len, [{"z": Q[:1]}], kind="resample"), "2 sequences"),
+    "fold lse of 3": of(
+        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, lse=LSE[:, :3]), "lse"
+    ),
+    "fold changes its carry": of(
+        lambda: jattn.fold_weights(lambda c, *x: (c, c), jnp.zeros(()), Q, KEY), "carry"
+    ),
+    "block_mask by head": of(lambda: jattn.block_mask(lambda b, h, q, k: h > q, 4, 4), "block_mask", "num_heads="),
+    "block_mask by batch": of(lambda: jattn.block_mask(lambda b, h, q, k: b > q, 4, 4), "block_mask", "batch="),
+    "block_mask of 0": of(lambda: jattn.block_mask(Causal(), 4, 4, block_sizes=(0, 1)), "block_sizes", "(0, 1)"),
+    # masks and score functions by themselves
+    **tables("padding", Padding, "Padding"),
+    "prefix of 3": of(lambda: Prefix(np.ones(3, int)), "masks.Prefix", "length", "(3,)"),
+    **tables("prefix", Prefix, "Prefix"),
+    **tables("segments", Segments, "Segments"),
+    **tables("dense", Dense, "Dense"),
+    "window of a word": of(lambda: SlidingWindow("a", 0), "SlidingWindow"),
+    "window of floats, a mask": of(lambda: SlidingWindow(1.5, 0), "SlidingWindow", "float"),
+    "segments beyond int32": of(lambda: Segments(np.array([0, 2**32])), "Segments", "int32"),
+    "and of nothing": of(lambda: masks.and_masks(), "and_masks"),
+    "or of nothing": of(lambda: masks.or_masks(), "or_masks"),
+    "and of an array": of(lambda: Causal() & np.ones(3, bool), "ask"),
+    "then of nothing": of(lambda: score_mods.then(), "then"),
+    "slopes of ints": of(lambda: score_mods.Alibi(np.ones(4, int)), "Alibi", "slopes"),
+    "slopes of rank 2": of(lambda: score_mods.Alibi(np.ones((4, 2), np.float32)), "Alibi", "slopes"),
+    "slopes a word": of(lambda: score_mods.Alibi("a"), "Alibi", "slopes"),
+    "no heads for slopes": of(lambda: score_mods.alibi_slopes(0), "num_heads", "0"),
+    "table of ints": of(lambda: score_mods.RelativeBias(np.ones((32, 4), int)), "RelativeBias", "table"),
+    "cap of a word": of(lambda: score_mods.SoftCap("a"), "SoftCap"),
+    "cap of 0": of(lambda: score_mods.SoftCap(0.0), "SoftCap", "0"),
+    "sinusoidal of nothing": of(lambda: positions.sinusoidal(4, 0), "dim", "0"),
+    "sinusoidal negative": of(lambda: positions.sinusoidal(-1, 4), "length", "-1"),
+    "rotary odd": of(lambda: positions.Rotary()(np.ones((4, 3), np.float32)[None, :, None], np.arange(4)), "3"),
+    "rotary base 1": of(lambda: positions.Rotary(base=1.0), "base", "1"),
+    "rotary base negative": of(lambda: positions.Rotary(base=-2.0), "base", "-2"),
+    # devices
+    "no such axis": of(lambda: sharding.Ring(MESH, "y"), "axis_name", "'y'"),
+    "two axes for a ring": of(lambda: sharding.Ring(MESH, ("x", "y")), "axis_name"),
+    "no such layout": of(lambda: sharding.Ring(MESH, "x", layout="zag"), "layout", "'zag'"),
+    "no axis for heads": of(lambda: sharding.HeadParallel(MESH, "y"), "axis_name", "'y'"),
+    "no mesh": of(lambda: sharding.Ring(None, "x"), "mesh", "None"),
+    # checkpoints
+    "ignore a word": of(lambda: interop.from_tensors({}, BERT, ignore="cls."), "ignore", "'cls.'"),
+    "parameters of ints": of(lambda: interop.from_tensors({}, BERT, dtype=jnp.int32), "dtype", "int32"),
+    "nothing in it": of(lambda: interop.from_tensors({"x": Q}, BERT), "missing", "token_embed", "left over: x"),
+    "layers without end": of(
+        lambda: interop.from_tensors({"x": Q}, BERT | {"num_hidden_layers": 2**60}), "layers", "1 tensors"
+    ),
+    "weights of ints": of(
+        lambda: interop.from_tensors({"embeddings.word_embeddings.weight": np.ones((9, 8), int)}, BERT),
+        "no floating-point numbers", "word_embeddings.weight is int",
+    ),
+    "another family": of(lambda: interop.from_tensors({}, {"model_type": "t5"}), "model_type", "'t5'"),
+    "no family": of(lambda: interop.from_tensors({}, {}), "model_type", "None"),
+    "config without width": of(lambda: interop.read_config({"model_type": "bert"}), "hidden_size"),
+    "layers a word": of(lambda: interop.read_config(BERT | {"num_hidden_layers": "1"}), "num_hidden_layers", "'1'"),
+    "layers negative": of(lambda: interop.read_config(BERT | {"num_hidden_layers": -1}), "num_hidden_layers", "-1"),
+    "heads true": of(lambda: interop.read_config(BERT | {"num_attention_heads": True}), "num_attention_heads", "True"),
+    "activation": of(lambda: interop.read_config(BERT | {"hidden_act": "swish9"}), "hidden_act", "swish9"),
+    "relative positions": of(
+        lambda: interop.read_config(BERT | {"position_embedding_type": "relative_key"}), "position_embedding_type"
+    ),
+    "no folder": of(lambda: interop.load("no/such/folder"), "config.json", "no/such/folder"),
+}  # fmt: skip
+
+
+def raised(make: Callable[[], object]) -> list[str] | None:
+    """The type and the message of what a call raises."""
+    try:
+        make()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+if __name__ == "__main__":
+    json.dump({name: raised(make) for name, (make, _) in ROWS.items()}, sys.stdout)
