@@ -18,7 +18,7 @@ from rich.table import Table
 
 import jattn
 from tests.soak.draw import MODES
-from tests.soak.trial import Trial
+from tests.soak.trial import EAGER, Trial
 
 console = Console(stderr=True, soft_wrap=True)
 
@@ -94,6 +94,8 @@ def replay(case: str, mode: str) -> int:
     trial = Trial(seed, index, mode)
     structure = trial.structure
     print(structure)
+    for before in range(min(draw, EAGER) if structure.eager else 0):  # whose programs an eager call may have met
+        trial.case(before)
     wrong, ratio = trial.case(draw)
     for one in wrong:
         print(one)

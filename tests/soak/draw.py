@@ -66,6 +66,7 @@ class Structure:
     x64: bool
     sizes: tuple[int, ...]  # B, T, S, N, K, H, D
     batched: bool = True
+    eager: bool = False  # the first draws also run without jit
     static: bool = False  # integers and bools are constants of the program instead of arguments
     mask: Spec | None = None
     mod: Spec | None = None
@@ -100,7 +101,7 @@ class Structure:
         B, T, S, N, K, H, D = self.sizes
         there = {
             "causal": self.is_causal, "local_window_size": self.window is not None, "scale number": self.scale is not None,
-            "unbatched": not self.batched, "grouped queries": K < N, "D != H": D != H, "static masks": self.static,
+            "unbatched": not self.batched, "grouped queries": K < N, "D != H": D != H, "static masks": self.static, "eager": self.eager,
             "attention_weights": self.weights, "statistics": self.statistics, "x64": self.x64, "no query": T == 0,
             "no key": S == 0,
         }  # fmt: skip
@@ -140,6 +141,7 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
         static=bool(rng.random() < 0.3), weights=not layer and mode == "local" and bool(rng.random() < 0.3),
         statistics=not layer and bool(rng.random() < 0.25), features=int(rng.integers(1, 7)) if layer else 0,
     )  # fmt: skip
+    structure.eager = mode == "local" and bool(rng.random() < 0.25)
     B, T, S, N, K, H, D = sizes
     if mode == "local" and not layer and B == 1 and rng.random() < 0.5:
         structure.batched = False
@@ -297,12 +299,12 @@ def draw_values(structure: Structure, seed: int, draw: int, see: Callable[[Struc
 
     Arrays of a ``static`` structure's masks are the same in all of its draws.
     """
-    rng = np.random.default_rng([seed, structure.index, draw])
+    rng = np.random.default_rng([seed, structure.index, 1, draw])
     theme = str(rng.choice(THEMES))
     arrays = {}
     for number, (name, recipe) in enumerate(structure.recipes.items()):
         if structure.static and not recipe.learned:
-            fixed = np.random.default_rng([seed, structure.index, number, 0])
+            fixed = np.random.default_rng([seed, structure.index, 2, number])
             arrays[name] = _values(fixed, recipe, structure, str(fixed.choice(THEMES)))
         else:
             arrays[name] = _values(rng, recipe, structure, theme)

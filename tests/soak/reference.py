@@ -342,8 +342,7 @@ def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None)
     if structure.weights:
         found["weights"] = p, p * exact + least(structure.softmax_dtype)
     if structure.statistics:
-        without = structure, arrays, score, high, delta, visible
-        found |= statistics(*without)
+        found |= statistics(structure, arrays, score, delta, visible)
     if not structure.batched:
         batched = {"out", "lse", "d query", "d key", "d value", "weights"}
         found = {
@@ -360,7 +359,7 @@ def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def statistics(
-    structure: Structure, arrays: Arrays, score: np.ndarray, high: np.ndarray, delta: np.ndarray, visible: np.ndarray
+    structure: Structure, arrays: Arrays, score: np.ndarray, delta: np.ndarray, visible: np.ndarray
 ) -> Expected:
     """``jattn.heads.statistics`` of a call without sinks, pair by pair: ``of NAME [B,N,...]`` and ``of support NAME``."""
     B, T, S, N, *_ = structure.sizes
