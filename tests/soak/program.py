@@ -124,7 +124,9 @@ def _attention(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
 def _looks(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
     """Weights and statistics."""
     found = {}
-    query, key, options = arrays.get("query"), arrays.get("key"), _options(structure, arrays)
+    if not (structure.weights or structure.statistics):
+        return found
+    query, key, options = arrays["query"], arrays["key"], _options(structure, arrays)
     if structure.weights:
         found["weights"] = jattn.attention_weights(query, key, **options)
     if structure.statistics:

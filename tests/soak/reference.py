@@ -206,7 +206,7 @@ def modify(spec: Spec, score: np.ndarray, size: np.ndarray, arrays: Arrays, wher
 
             def of_cap(ds: np.ndarray, absolute: bool) -> tuple[np.ndarray, Arrays]:
                 by_cap = abs(bent) + abs(ratio) * (slope + 1e-3) if absolute else bent - ratio * slope
-                learned = {spec.arrays[0]: np.sum(ds * by_cap)} if given else {}
+                learned = {spec.arrays[0]: np.asarray(np.sum(ds * by_cap))} if given else {}
                 return ds if absolute else ds * slope, learned
 
             return Modified(cap * bent, size * slope + abs(cap * bent), of_cap)
@@ -394,7 +394,7 @@ def statistics(
     def share(name: str, pairs: np.ndarray, counted: np.ndarray) -> None:
         mean(name, (p * pairs).sum(-1), (off * pairs).sum(-1), counted)
 
-    mean("entropy", *(x.sum(-1) for x in entropy), seen & (count >= 2))
+    mean("entropy", entropy[0].sum(-1), entropy[1].sum(-1), seen & (count >= 2))
     mean("max_weight", p.max(-1, initial=0.0), off.max(-1, initial=0.0), seen)
     share("distance", abs(q - kv).astype(float), seen)
     share("previous_token", kv == q - 1, later)
