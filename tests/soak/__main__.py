@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def soak(asked: argparse.Namespace) -> dict[str, Any]:
     """Structures and their cases, one after another."""
-    began, counts, failures, worst = time.monotonic(), collections.Counter(), [], collections.Counter()
+    began, counts, failures = time.monotonic(), collections.Counter(), []
+    worst: dict[str, float] = collections.defaultdict(float)
     seconds = None if asked.minutes is None else 60 * asked.minutes
     total, cases, index = asked.cases, 0, asked.first
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
