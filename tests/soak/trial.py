@@ -38,7 +38,9 @@ class Difference:
 def ratios(found: np.ndarray, wanted: np.ndarray, tolerance: np.ndarray) -> np.ndarray:
     """Error over tolerance of each entry; 0 where the dtype cannot hold the number, or nothing can be said."""
     largest = float(ml_dtypes.finfo(found.dtype).max) / 2 if found.dtype.kind in "fV" else np.inf
-    found, tolerance = found.astype(np.float64), np.broadcast_to(tolerance, wanted.shape)
+    # XLA takes numbers below the least normal one for 0, on the way as well as at the end
+    least = float(ml_dtypes.finfo(found.dtype).tiny) if found.dtype.kind in "fV" else 0.0
+    found, tolerance = found.astype(np.float64), np.broadcast_to(tolerance, wanted.shape) + least
     with np.errstate(all="ignore"):
         ratio = abs(found - wanted) / np.maximum(tolerance, 1e-300)
         ratio = np.where(np.isnan(ratio), np.inf, ratio)
