@@ -19,7 +19,7 @@ minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constr
 # first takes over half of what is left to another.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
-.PHONY: help train experiments test test-all lint format clean
+.PHONY: help train experiments test test-all soak lint format clean
 .NOTPARALLEL: # two pips in one environment would get into each other's way
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make experiments   run every experiment of configs/ (about forty minutes), into runs/"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      also whole runs, processes of their own and a browser (about ten minutes more)"
+	@echo "make soak          drawn calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        let ruff format the code"
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
@@ -46,6 +47,9 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(pytest) $(ARGS)
+
+soak: $(VENV)/.installed-test
+	$(python) -m tests.soak $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check
