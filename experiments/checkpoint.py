@@ -69,7 +69,7 @@ class Checkpoints:
         words = {"state": digest(state)} | (beside or {})
         try:
             self._orbax.save(step, state, force=True, custom_metadata=words)
-        except (OSError, RuntimeError, ValueError) as error:  # TensorStore says of a full disk what its mood is
+        except (OSError, RuntimeError, ValueError) as error:  # a full disk comes as any of these
             raise OSError(f"the checkpoint of step {step} could not be written: {_first_line(error)}") from error
 
     def load(self, step: int, like: Any) -> Any:

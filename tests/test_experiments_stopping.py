@@ -117,10 +117,8 @@ def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path
 @pytest.mark.slow
 @pytest.mark.bits
 def test_a_run_on_a_full_disk_says_so_and_goes_on_with_room(folder, whole, tmp_path):
-    def little_room():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
-
-    process = start(folder, tmp_path / "out", preexec_fn=little_room)
+    process = start(folder, tmp_path / "out")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))  # it is still importing
     error = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 1 and error.count("\n") == 1, error
     assert re.search(r"error: --out: .*; the same command goes on from the last checkpoint\n$", error), error

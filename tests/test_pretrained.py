@@ -11,7 +11,7 @@ from experiments import pretrained
 from experiments.__main__ import main
 from experiments.config import Claim, Config, Pretrained, Train
 from experiments.findings import Findings
-from experiments.run import prepare
+from experiments.run import prepared
 
 GROUPS = [["a cat sleeps", "the cat naps now"], ["rain comes", "a storm comes"], ["he eats", "he eats now"]]
 
@@ -121,8 +121,8 @@ def test_offset_profile():
     ],
 )
 def test_what_a_pretrained_model_has_not(config, tmp_path, change, message):
-    with pytest.raises(ValueError, match=message):
-        prepare(dataclasses.replace(config, **change), tmp_path / "out")
+    with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):
+        pass
     assert not (tmp_path / "out").exists()
 
 
