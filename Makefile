@@ -26,7 +26,7 @@ help:
 	@echo "make train         train the copy task and write its report to runs/copy"
 	@echo "make experiments   run every experiment of configs/ (about forty minutes), into runs/"
 	@echo "make test          run the tests (about five minutes on two cores)"
-	@echo "make test-all      also whole runs, processes of their own and a browser (about ten minutes more)"
+	@echo "make test-all      also whole runs, processes of their own and a browser (twenty to forty minutes in all)"
 	@echo "make soak          drawn calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        let ruff format the code"
