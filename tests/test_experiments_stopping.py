@@ -28,6 +28,15 @@ evaluate: {batch: 8}
 """
 
 
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal():
+    """A shell's background jobs ignore SIGINT, and so does all that they start."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_a_signal_is_an_exception_and_remembered():
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The module that a distribution installs, where their names differ.
-MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml"}
+MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes"}
 # Asked for by name where they are needed, with a word on how to get them.
 OPTIONAL = {"torch", "tokamax"}
 
