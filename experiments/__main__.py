@@ -1,22 +1,21 @@
 """``python -m experiments run|list|report|keep|bench``: see ``python -m experiments run --help``."""
 
 import contextlib
-import datetime
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.table import Table
 
 from experiments import config, stopping
-from experiments.bench_cases import CASES, LENGTHS, PARTS, PEERS, Plan
+from experiments.bench_command import bench_command
 from experiments.findings import Findings
 from experiments.folder import Busy, Damaged
-from experiments.terminal import Terminal, drop_output
+from experiments.terminal import Terminal, drop_output, fail
 
 USAGE = """usage: python -m experiments run --config FILE [--config FILE ...] [--out DIR] [--check]
                                  [--sweep model.num_heads=1,2,4 ...] [--train.steps 500 ...] [--mesh.data 2 ...]
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     if command not in commands:
-        return _fail(f"no command {command!r}; expected one of {', '.join(commands)}")
+        return fail(f"no command {command!r}; expected one of {', '.join(commands)}")
     return commands[command](rest)
 
 
@@ -70,7 +69,7 @@ def run_command(arguments: Sequence[str]) -> int:
             warnings.simplefilter("ignore", RuntimeWarning)  # a save that is cut short leaves coroutines behind
             # a library may have made another error of the exception
             said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
-            status = _fail(f"{said}; the same command goes on", status=128 + number)
+            status = fail(f"{said}; the same command goes on", status=128 + number)
     if processes is not None:
         _leave(status)
     return status
@@ -86,13 +85,13 @@ def _run(settings: config.Config, out: Path, check: bool, processes: config.Proc
             devices.start(settings, processes)
             stack.enter_context(prepared(settings, out))
         except DifferentConfig as different:
-            return _fail(*different.args)
+            return fail(*different.args)
         except (Busy, Damaged) as refused:
-            return _fail(f"--out: {refused}")
+            return fail(f"--out: {refused}")
         except ValueError as wrong:
-            return _fail(str(wrong))
+            return fail(str(wrong))
         except OSError as wrong:
-            return _fail(f"--out: {wrong}")
+            return fail(f"--out: {wrong}")
         try:
             findings = run(settings, out)
             if findings is None:  # the first process has them
@@ -107,13 +106,13 @@ def _run(settings: config.Config, out: Path, check: bool, processes: config.Proc
     _show(findings)
     print(f"report: {report}")
     failed = [claim["name"] for claim in findings.claims if not claim["holds"]]
-    return _fail(f"claims that fail: {', '.join(failed)}", status=1) if check and failed else 0
+    return fail(f"claims that fail: {', '.join(failed)}", status=1) if check and failed else 0
 
 
 def list_command(arguments: Sequence[str]) -> int:
     """Prints the experiments in configs/."""
     if arguments:
-        return _fail(f"list takes no options, got {arguments[0]!r}")
+        return fail(f"list takes no options, got {arguments[0]!r}")
     table = Table("config", "name", "description", box=None)
     for file in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")):
         try:
@@ -133,15 +132,15 @@ def report_command(arguments: Sequence[str]) -> int:
     try:
         findings = Findings.load(out)
     except FileNotFoundError:
-        return _fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
+        return fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
     except (Damaged, OSError) as wrong:
-        return _fail(f"--run: {wrong}")
+        return fail(f"--run: {wrong}")
     except TypeError:
-        return _fail(f"--run: {str(out)!r} was written by another version; run its config anew")
+        return fail(f"--run: {str(out)!r} was written by another version; run its config anew")
     try:
         report = _write_report(findings, out)
     except OSError as wrong:
-        return _fail(f"--run: {wrong}")
+        return fail(f"--run: {wrong}")
     _show(findings)
     print(f"report: {report}")
     return 0
@@ -158,138 +157,14 @@ def keep_command(arguments: Sequence[str]) -> int:
     try:
         print(f"kept: {keep(Path(options.run), Path(options.to))}")
     except FileNotFoundError:
-        return _fail(f"--run: expected the folder of a finished run, got {options.run!r}")
+        return fail(f"--run: expected the folder of a finished run, got {options.run!r}")
     except Damaged as wrong:
-        return _fail(f"--run: {wrong}")
+        return fail(f"--run: {wrong}")
     except TypeError:
-        return _fail(f"--run: {options.run!r} was written by another version; run its config anew")
+        return fail(f"--run: {options.run!r} was written by another version; run its config anew")
     except OSError as wrong:
-        return _fail(f"--to: {wrong}")
+        return fail(f"--to: {wrong}")
     return 0
-
-
-def bench_command(arguments: Sequence[str]) -> int:
-    """Times jattn and its peers in turn, and writes tables and a picture."""
-    options = _bench_parser().parse_args(arguments)
-    suites = ("attention", "dispatch", "layers", "looking", "sharding")
-    if options.suite not in suites:
-        return _fail(f"--suite: expected one of {', '.join(suites)}, got {options.suite!r}")
-    if options.suite == "dispatch":
-        return _bench_dispatch(options)
-    if options.suite in ("layers", "looking"):
-        return _bench_in_turn(options)
-    if options.suite == "sharding":
-        return _bench_sharding(options)
-    today = Path(__file__).parent / "results" / f"{options.device}-{datetime.date.today()}"
-    lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
-    try:
-        plan = Plan.read(Path(options.out or today), options.device, options.seconds, **lists)
-    except ValueError as wrong:
-        return _fail(str(wrong))
-    # JAX takes seconds to import, which a wrong option need not wait for
-    from experiments import bench_attention, bench_tables
-
-    try:
-        if options.redraw:
-            found = bench_attention.read(plan.out)
-        else:
-            bench_attention.use(plan.device)
-            found = bench_attention.measure(plan, resume=options.resume)
-    except bench_attention.Refused as refused:
-        return _fail(str(refused))
-    bench_attention.write_report(found, plan.out)
-    for line in found["missing"].values():
-        print(line)
-    answered = [one for one in bench_tables.asked(found) if one.measured is not None]
-    if answered:
-        print(bench_tables.asked_table(answered))
-    print(f"report: {plan.out / 'attention.md'}")
-    return 0
-
-
-def _bench_parser() -> config.Parser:
-    parser = config.Parser(prog="python -m experiments bench", description=bench_command.__doc__)
-    parser.add_argument(
-        "--suite",
-        type=str,
-        default="attention",
-        help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics; sharding: rings",
-    )
-    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
-    parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
-    parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, numbers above 1")
-    parser.add_argument("--cases", type=str, default=",".join(CASES), help="some of these")
-    parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure, some of these")
-    parser.add_argument("--seconds", type=float, default=6.0, help="time for each row, all contestants together")
-    parser.add_argument("--out", type=str, default=None, help="folder; default experiments/results/DEVICE-DATE")
-    parser.add_argument("--resume", action="store_true", help="go on with the results in --out")
-    parser.add_argument("--redraw", action="store_true", help="tables and picture of the results in --out anew")
-    return parser
-
-
-def _bench_dispatch(options: Any) -> int:
-    """Short calls against jax.nn's; ``--out`` is its only option."""
-    if not _takes(options, "out"):
-        return 2
-    from experiments import bench
-
-    rows = bench.dispatch()
-    bench.write(rows, Path(options.out or "runs/bench"))
-    print(bench.table(rows), end="")
-    return 0
-
-
-def _bench_in_turn(options: Any) -> int:
-    """jattn's modules against Flax's, or looking against attention; ``--out`` and ``--seconds`` are the options."""
-    if not _takes(options, "out", "seconds"):
-        return 2
-    if not options.seconds > 0:
-        return _fail(f"--seconds: expected > 0, got {options.seconds}")
-    from experiments import bench_attention, bench_layers, bench_looking, bench_tables
-
-    bench_attention.use("cpu")
-    out = Path(options.out or "runs/bench")
-    suite = {"layers": bench_layers, "looking": bench_looking}[options.suite]
-    try:
-        found = suite.measure(suite.Sizes(seconds=options.seconds), out)
-    except bench_layers.Failed as failed:
-        return _fail(str(failed), status=1)
-    except OSError as wrong:
-        return _fail(f"--out: {wrong}")
-    print(bench_tables.asked_table(suite.asked(found)))
-    print(f"report: {out / options.suite}.md")
-    return 0
-
-
-def _bench_sharding(options: Any) -> int:
-    """Rings of virtual CPU devices beside one device; ``--out`` is its only option."""
-    if not _takes(options, "out"):
-        return 2
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 8)  # before anything runs
-    from experiments import bench_attention, bench_sharding, bench_tables
-
-    bench_attention.use("cpu")
-    out = Path(options.out or "runs/bench")
-    try:
-        found = bench_sharding.measure(bench_sharding.Sizes(), out)
-    except OSError as wrong:
-        return _fail(f"--out: {wrong}")
-    print(bench_tables.asked_table(bench_sharding.asked(found)))
-    print(f"report: {out / 'sharding.md'}")
-    return 0
-
-
-def _takes(options: Any, *names: str) -> bool:
-    """Whether all other options are left as they are; says which is not."""
-    defaults = _bench_parser().get_defaults()
-    for name in defaults.keys():
-        if name not in ("suite", *names) and options[name] != defaults[name]:
-            others = " and ".join(f"--{name}" for name in names)
-            _fail(f"--{name}: --suite {options.suite} takes no other option than {others}")
-            return False
-    return True
 
 
 def _say_why(error: Exception, out: Path) -> int:
@@ -297,16 +172,16 @@ def _say_why(error: Exception, out: Path) -> int:
     from experiments.train import Diverged
 
     if isinstance(error, Diverged):
-        return _fail(str(error), status=1)
+        return fail(str(error), status=1)
     if isinstance(error, Damaged):
-        return _fail(f"--out: {error}")
+        return fail(f"--out: {error}")
     if isinstance(error, OSError):  # mostly a full disk
-        return _fail(f"--out: {out}: {error}; the same command goes on from the last checkpoint", status=1)
+        return fail(f"--out: {out}: {error}; the same command goes on from the last checkpoint", status=1)
     from jax.errors import JaxRuntimeError
 
     if isinstance(error, JaxRuntimeError) and _are_many():  # mostly another process that is gone
         line = str(error).splitlines()[0]
-        return _fail(f"stopped: {line}; start all processes again to go on from the last checkpoint", status=1)
+        return fail(f"stopped: {line}; start all processes again to go on from the last checkpoint", status=1)
     traceback.print_exception(error)
     return 1
 
@@ -353,12 +228,6 @@ def _show(findings: Findings) -> None:
         console.print(f"divergence between heads, {name}: {divergence_text(findings, when)}", highlight=False)
 
 
-def _fail(*lines: str, status: int = 2) -> int:
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr)
-    return status
-
-
 def _as_command() -> int:
     """``main`` for a command line: a closed pipe and Ctrl-C are no errors of ours."""
     try:
@@ -369,7 +238,7 @@ def _as_command() -> int:
         drop_output()
         return 0
     except KeyboardInterrupt:
-        return _fail("stopped", status=130)
+        return fail("stopped", status=130)
 
 
 if __name__ == "__main__":

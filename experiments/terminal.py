@@ -20,3 +20,10 @@ def drop_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def fail(*lines: str, status: int = 2) -> int:
+    """Says what is wrong on stderr, a line each; returns the exit status."""
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    return status
