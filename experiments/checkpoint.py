@@ -1,54 +1,48 @@
 """Checkpoints of a run. The only file that knows Orbax."""
 
-import gc
 import hashlib
+import json
 import logging
-import warnings
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1
 
 from experiments import devices, stopping
-from experiments.folder import Damaged
+from experiments.folder import Damaged, read_json
 
-# Orbax logs every save and, through asyncio too, all that it meets in a damaged file. A run has a progress bar for the
-# one, and one line for the other.
+# Orbax logs every save and, through asyncio too, what a signal cuts short. A run has a progress bar for the one, and
+# one line for the other.
 for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
 _KEPT = 2
+_ARRAYS, _CONTENTS = "arrays", "contents.json"
 
 
 class Checkpoints:
-    """The checkpoints in one folder, newest two kept; a context manager.
+    """The checkpoints in one folder, newest two kept.
 
-    A checkpoint is there whole or not at all: Orbax writes beside and renames. It carries a digest of its arrays, and
-    what else is to be remembered with it.
+    A checkpoint is a folder named after its step. Orbax writes its arrays; beside them stand the digests of all files,
+    which are compared before Orbax reads any, and what else is to be remembered. It is written under another name and
+    renamed, so that it is there whole or not at all. All processes of a run make one together.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        policy = v1.training.preservation_policies.LatestN(_KEPT)
-        self._orbax = v1.training.Checkpointer(
-            folder.absolute(), preservation_policy=policy, cleanup_tmp_directories=True
-        )
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._orbax.close()
+        if devices.is_first():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in self._folder.glob("*.tmp"):
+                shutil.rmtree(unfinished)
+        devices.everywhere(True)  # made, for all to see
 
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints that there are, oldest first."""
-        return [found.step for found in self._orbax.checkpoints]
+        return sorted(int(folder.name) for folder in self._folder.iterdir() if folder.name.isdecimal())
 
     @property
     def latest(self) -> int | None:
@@ -66,17 +60,27 @@ class Checkpoints:
         Raises:
             OSError: it could not be written.
         """
-        words = {"state": digest(state)} | (beside or {})
+        unfinished, error = self._folder / f"{step}.tmp", None
         try:
-            self._orbax.save(step, state, force=True, custom_metadata=words)
-        except (OSError, RuntimeError, ValueError) as error:  # a full disk comes as any of these
-            raise OSError(f"the checkpoint of step {step} could not be written: {_first_line(error)}") from error
+            v1.save((unfinished / _ARRAYS).absolute(), state, overwrite=True)
+            if devices.is_first():
+                contents = {"files": _digests(unfinished), "beside": beside or {}}
+                (unfinished / _CONTENTS).write_text(json.dumps(contents, indent=1), encoding="utf-8")
+                unfinished.rename(self._folder / f"{step}")
+                for old in self.steps[:-_KEPT]:
+                    shutil.rmtree((self._folder / f"{old}").rename(self._folder / f"{old}.tmp"))
+        except (OSError, RuntimeError, ValueError) as wrong:  # a full disk comes as any of these
+            stopping.check()  # it may have been the exception of a signal
+            error = wrong
+        if not devices.everywhere(error is None):
+            said = _first_line(error) if error else "so another process says"
+            raise OSError(f"the checkpoint of step {step} could not be written: {said}") from error
 
     def load(self, step: int, like: Any) -> Any:
         """The state saved at ``step``, with the structure, shapes, dtypes and shardings of ``like``.
 
         Raises:
-            Damaged: it cannot be read, or is not what was saved.
+            Damaged: it is not what was saved, or does not have the structure of ``like``.
         """
         return self._load(step, like)[0]
 
@@ -124,54 +128,53 @@ class Checkpoints:
                 aside.parent.mkdir(exist_ok=True)
                 (self._folder / f"{step}").rename(aside)
         devices.everywhere(True)  # moved, for all to see
-        self._orbax.reload()
 
     def _load(self, step: int, like: Any) -> tuple[Any, dict[str, str]]:
         def described(leaf: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
-        where, error = f"{self._folder / str(step)}", ""
+        folder, error = self._folder / f"{step}", ""
         state, words = None, {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # where it fails, Orbax leaves coroutines behind
+        if devices.is_first():
             try:
-                words = self._orbax.metadata(step).custom_metadata or {}
-                state = self._orbax.load(step, jax.tree.map(described, like))
-            except Exception as wrong:  # whatever Orbax and TensorStore make of foreign bytes
+                words = _checked(folder)
+            except (Damaged, OSError) as wrong:
+                error = str(wrong)
+        if devices.everywhere(not error):
+            try:
+                state = v1.load((folder / _ARRAYS).absolute(), jax.tree.map(described, like))
+            except Exception as wrong:  # whatever Orbax and TensorStore make of another version's arrays
                 stopping.check()  # it may have been the exception of a signal
-                error = _first_line(wrong)
-            if error:
-                gc.collect()
+                error = f"{folder}: the checkpoint cannot be read: {_first_line(wrong)}"
         if not devices.everywhere(state is not None):
-            raise Damaged(f"{where}: the checkpoint cannot be read: {error or 'so another process says'}")
-        if not isinstance(words, dict) or "state" not in words:
-            raise Damaged(f"{where}: the checkpoint has no digest: it is another version's, or its metadata is damaged")
-        if words["state"] != digest(state):
-            raise Damaged(f"{where}: the checkpoint is damaged: its numbers have another digest than was kept")
+            raise Damaged(error or f"{folder}: the checkpoint cannot be read: so another process says")
         return state, words
 
 
-def digest(state: Any) -> str:
-    """SHA-256 of the names, shapes, dtypes and bytes of all leaves; the same on every mesh, as whole arrays are read.
-
-    Of several processes each gets it; they call it together.
-    """
-    found = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        array = np.asarray(_whole(leaf))
-        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file below a folder."""
+    digests = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        with file.open("rb") as stream:
+            digests[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
 
 
-def _whole(leaf: jax.Array) -> Any:
-    """An array that this process can read; one that is split over processes is gathered."""
-    if leaf.is_fully_addressable:
-        return leaf
-    if leaf.is_fully_replicated:
-        return leaf.addressable_data(0)
-    assert isinstance(leaf.sharding, NamedSharding)
-    return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, P())).addressable_data(0)
+def _checked(folder: Path) -> dict[str, str]:
+    """The words beside a checkpoint. Raises ``Damaged`` where its files are not those that were written."""
+    if not (folder / _CONTENTS).is_file():
+        raise Damaged(f"{folder}: the checkpoint has no {_CONTENTS}: it is another version's, or damaged")
+    contents = read_json(folder / _CONTENTS, dict, "the digests of a checkpoint")
+    files, words = contents.get("files"), contents.get("beside")
+    if not isinstance(files, dict) or not isinstance(words, dict):
+        raise Damaged(f"{folder / _CONTENTS}: expected 'files' and 'beside', got {list(contents)}")
+    found = _digests(folder)
+    del found[_CONTENTS]
+    changed = sorted(file for file in {**files, **found} if files.get(file) != found.get(file))
+    if changed:
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise Damaged(f"{folder}: the checkpoint is damaged: {changed[0]!r}{others} is not what was written")
+    return words
 
 
 def _first_line(error: BaseException) -> str:

@@ -111,7 +111,8 @@ def train(config: Config, out: Path) -> Trained:
     untrained = state["params"]
     begin = start = 0
     try:
-        with Checkpoints(out / "checkpoints") as checkpoints, _progress() as progress:
+        with _progress() as progress:
+            checkpoints = Checkpoints(out / "checkpoints")
             start, state = checkpoints.restore(state, lambda *which: _agreed(history.check, *which), _say)
             history.rewind(start)
             if start == 0:

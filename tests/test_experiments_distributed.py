@@ -124,9 +124,9 @@ def test_two_processes_leave_behind_what_one_does(tiny, whole, killed, tmp_path)
 
 def state_of(file, out):
     setup = train.Setup.of(config.load(["--config", str(file), "--mesh.sequence", "1"]).config)
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        assert checkpoints.latest == LAST
-        return checkpoints.load(LAST, setup.init())
+    checkpoints = Checkpoints(out / "checkpoints")
+    assert checkpoints.latest == LAST
+    return checkpoints.load(LAST, setup.init())
 
 
 def test_one_process_goes_on_with_another_number_of_devices(tiny, whole, killed, tmp_path):

@@ -77,9 +77,9 @@ def kill_after(process, step, out):
 
 def state_of(out):
     setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
-    with Checkpoints(out / "checkpoints") as checkpoints:
-        assert checkpoints.latest == 40
-        return checkpoints.load(40, setup.init())
+    checkpoints = Checkpoints(out / "checkpoints")
+    assert checkpoints.latest == 40
+    return checkpoints.load(40, setup.init())
 
 
 @pytest.mark.slow
@@ -143,8 +143,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
     assert run_main(["run", *words, "--out", str(broken)]) == 1
     said = capsys.readouterr().err
     assert "seed 1" in said and "step 14;" in said and said.count("\n") == 1
-    with Checkpoints(broken / "checkpoints") as checkpoints:
-        assert checkpoints.latest == 8
+    assert Checkpoints(broken / "checkpoints").latest == 8
     assert "NaN" not in (broken / "metrics.jsonl").read_text()
 
     monkeypatch.undo()
