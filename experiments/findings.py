@@ -6,6 +6,7 @@ steps of the examples' weights, ``I`` examples.
 """
 
 import dataclasses
+import hashlib
 import io
 import json
 import platform
@@ -72,6 +73,7 @@ class Findings:
         content = io.BytesIO()
         np.savez_compressed(content, **arrays)
         write_atomically(folder / "findings.npz", content.getvalue())
+        plain = {"sha256": _digest(plain, content.getvalue())} | plain
         write_atomically(folder / "findings.json", json.dumps(plain, indent=1).encode())  # last: without it, unfinished
 
     @classmethod
@@ -84,21 +86,23 @@ class Findings:
             TypeError: another version wrote them.
         """
         found = read_json(folder / "findings.json", dict, "the findings of a run")
+        content = (folder / "findings.npz").read_bytes()
+        if found.pop("sha256", None) != _digest(found, content):
+            raise Damaged(f"{folder / 'findings.json'}: the findings are not what was written, or another version's")
         found = {name: {} for name in NAMED} | found
-        try:
-            with np.load(io.BytesIO((folder / "findings.npz").read_bytes())) as arrays:
-                for name in arrays:
-                    field, _, key = name.partition("/")
-                    if key:
-                        found[field][key] = arrays[name]
-                    else:
-                        found[field] = arrays[name]
-        except OSError:
-            raise
-        except Exception as wrong:  # whatever NumPy and zipfile make of foreign bytes
-            said = (str(wrong).splitlines() or [type(wrong).__name__])[0]
-            raise Damaged(f"{folder / 'findings.npz'}: expected the arrays of a run, got: {said}") from None
+        with np.load(io.BytesIO(content)) as arrays:
+            for name in arrays:
+                field, _, key = name.partition("/")
+                if key:
+                    found[field][key] = arrays[name]
+                else:
+                    found[field] = arrays[name]
         return cls(**found)
+
+
+def _digest(plain: dict[str, Any], arrays: bytes) -> str:
+    """SHA-256 of what ``findings.json`` and ``findings.npz`` hold."""
+    return hashlib.sha256(json.dumps(plain).encode() + arrays).hexdigest()
 
 
 NAMED = ("metrics", "scores", "statistics", "groups")  # fields that map names to arrays

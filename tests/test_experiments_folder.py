@@ -246,7 +246,7 @@ def test_json_that_is_not_ours_is_one_line(tiny, tmp_path, capsys, name, content
 def test_arrays_that_are_not_ours_are_one_line(tmp_path, capsys, content):
     (tmp_path / "findings.json").write_text("{}")
     (tmp_path / "findings.npz").write_bytes(content)
-    assert "findings.npz: expected the arrays of a run, got" in said_by(capsys, "report", "--run", tmp_path)
+    assert "findings.json: the findings are not what was written" in said_by(capsys, "report", "--run", tmp_path)
     with pytest.raises(Damaged):
         Findings.load(tmp_path)
 

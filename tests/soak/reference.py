@@ -301,7 +301,7 @@ def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None)
     delta = C * u_softmax * (size + np.where(visible, abs(score - high), 0.0))
     sink_delta = C * u_softmax * np.where(sinks == -np.inf, 0.0, abs(sinks) + abs(sinks - high))
     of_row = (p * delta).sum(-1, keepdims=True) + p_sink * sink_delta + C * u_softmax * np.where(total > 0, 1.0, 0.0)
-    exact = delta + of_row  # weights as such, in the softmax's dtype
+    exact = expm1(delta + of_row)  # weights as such, in the softmax's dtype
     off = exact + C * u  # as they meet the values
     found: Expected = {
         "out": (out, np.einsum("bnts,bsnd->btnd", p * off + tiny * visible, abs_v) + C * u * abs(out)),
@@ -352,6 +352,11 @@ def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None)
     return found
 
 
+def expm1(off: np.ndarray) -> np.ndarray:
+    """How far ``exp`` is off, relatively, where its exponent is off by ``off``; infinite where nothing can be said."""
+    return np.where(off < 100.0, np.expm1(np.minimum(off, 100.0)), np.inf)
+
+
 def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The transpose of broadcasting ``shape`` to that of ``x``."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
@@ -370,9 +375,8 @@ def statistics(
     total = p.sum(-1, keepdims=True)
     p = p / np.where(total > 0, total, 1.0)
     size = abs(np.where(visible, score, 0.0)).max(-1, keepdims=True, initial=0.0)
-    off = p * (2 * delta + 2 * (p * delta).sum(-1, keepdims=True) + 2 * C * u * (1 + size)) + least(
-        structure.softmax_dtype
-    )
+    of_row = (p * delta).sum(-1, keepdims=True)
+    off = p * expm1(2 * delta + 2 * of_row + 2 * C * u * (1 + size)) + least(structure.softmax_dtype)
     _, _, q, kv = places(structure, arrays)
     q_slot, kv_slot = slots(structure, T), slots(structure, S)
     seen = visible.any(-1)
