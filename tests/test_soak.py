@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.soak import __main__ as soak
+from tests.soak import crash
 from tests.soak.draw import Arrays, Recipe, Spec, Structure, draw_structure, draw_values
 from tests.soak.reference import expected, t5_bucket, visible_pairs
 from tests.soak.trial import Trial, differences
@@ -131,3 +132,38 @@ def test_what_counts_as_a_difference():
     assert differences(of, {"lse": np.array([-np.inf])}, wanted) == ([], 0.0)
     assert differences(of, {"lse": np.array([-3e38])}, wanted)[0]
     assert differences(of, {}, wanted)[0][0].ratio == np.inf
+
+
+def a_run(folder):
+    """What `crash.difference` compares."""
+    (folder / "looks").mkdir(parents=True)
+    np.savez(folder / "looks" / "00000002.npz", x=np.arange(3))
+    np.savez(folder / "findings.npz", x=np.arange(3))
+    (folder / "findings.json").write_text('{"environment": {}, "seeds": [0]}')
+    (folder / "claims.json").write_text("[]")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "report.html").write_text("x" * 20_000)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["looks/00000002.npz", "findings.npz", "findings.json", "metrics.jsonl", "report.html"]
+)
+def test_crash_trials_see_numbers_that_differ(tmp_path, name):
+    whole, out = a_run(tmp_path / "whole"), a_run(tmp_path / "out")
+    assert crash.difference(out, whole) == ""
+    if name.endswith("npz"):
+        np.savez(out / name, x=np.arange(3) + 1)
+    else:
+        (out / name).write_text('{"seeds": [1]}')
+    assert crash.difference(out, whole) == name
+
+
+def test_crash_trials_damage_files(tmp_path):
+    file, rng = tmp_path / "file", np.random.default_rng(0)
+    for how in ("flipped", "cut", "emptied", "doubled"):
+        file.write_bytes(b"12345678")
+        crash._damage(file, how, rng)
+        assert file.read_bytes() != b"12345678"
+    crash._damage(file, "removed", rng)
+    assert not file.exists()

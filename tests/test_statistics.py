@@ -153,6 +153,16 @@ def test_score_functions_and_a_known_lse(arrays):
     check(found, reference(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv)))
 
 
+def test_distance_of_positions_further_apart_than_int32_counts(getkey):
+    query, key = (jax.random.normal(getkey(), (1, 3, 2, 4)) for _ in range(2))
+    ends = np.array([-(2**31), 0, 2**31 - 1]), np.array([2**31 - 1, -7, -(2**31)])
+    positions = {"query_positions": ends[0].astype(np.int32), "kv_positions": ends[1].astype(np.int32)}
+    found = heads.statistics(query, key, names=["distance"], **positions)["distance"]
+    weights = np.asarray(jattn.attention_weights(query, key, **positions), np.float64)
+    wanted = (weights * abs(ends[0][:, None] - ends[1])).sum(-1).mean(-1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 def test_gradients_of_entropy_and_distance():
     """Against the dense formula, differentiated."""
     query, key = (jax.random.normal(jax.random.key(i), (5, 2, 3)) for i in range(2))

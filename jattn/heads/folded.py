@@ -206,6 +206,7 @@ def _step(
     logs = jnp.where(row["counts"], logs, -jnp.inf)
     weights = jnp.exp(logs)
     q, kv = row["position"], column["position"]
+    apart = jnp.where(q > kv, q - kv, kv - q).astype(jnp.uint32)  # two positions may be further apart than int32 counts
 
     def where(pairs: Array) -> Array:
         return jnp.where(pairs, weights, 0.0).sum(1)
@@ -216,7 +217,7 @@ def _step(
 
     of_rows = {
         "entropy": lambda: (weights * jnp.where(logs > -jnp.inf, -logs, 0.0)).sum(1),
-        "distance": lambda: (weights * abs(q - kv).astype(weights.dtype)).sum(1),
+        "distance": lambda: (weights * apart.astype(weights.dtype)).sum(1),
         "previous_token": lambda: where(kv == q - 1),
         "current_token": lambda: where(kv == q),
         "first_token": lambda: where(kv == 0),
