@@ -1,6 +1,6 @@
 """The layers benchmark: jattn's Flax modules beside Flax's own, in a training step and in a decoding step.
 
-What is found is one dict, kept as ``layers.json``: ``environment``, ``sizes``, and rows of
+What holds for all: ``environment``, ``sizes``. The parts:
 
 - ``times``: ``step``, ``length`` (tokens that are attended to), ``medians`` (contestant: microseconds), ``rounds`` of
   turns, ``apart`` (how far jattn's results are from the others', as a share of the largest number);
@@ -9,23 +9,20 @@ What is found is one dict, kept as ``layers.json``: ``environment``, ``sizes``, 
 """
 
 import dataclasses
+import functools
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.progress import track
 
 import jattn.nnx
 from experiments.bench import probe, timing
-from experiments.bench.tables import Asked, asked_table, ratio
-from experiments.runs.folder import write_atomically
+from experiments.bench.suite import Failed, Job, Results, Suite
+from experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 from jattn.multi_head import attend_heads
 
 MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
@@ -48,10 +45,6 @@ class Sizes:
     seconds: float = 6.0  # a row's calls, all contestants together
     rounds: int = 3  # of turns, at least
     settle: float = 0.01  # seconds of rest before every turn
-
-
-class Failed(RuntimeError):
-    """Contestants disagree, or a fresh process could not say; one line."""
 
 
 @dataclasses.dataclass
@@ -82,20 +75,20 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
-def measure(sizes: Sizes, out: Path) -> dict[str, Any]:
-    """Measures everything and writes ``layers.json`` and ``layers.md`` in ``out``; ``Failed`` leaves neither."""
-    out.mkdir(parents=True, exist_ok=True)
-    jobs: list[tuple[str, Callable, tuple]] = [("times", modules_row, (TRAIN, n, trainer)) for n in sizes.lengths]
-    jobs += [("memory", memory_row, (name,)) for name in MODULES]
-    jobs += [("times", function_row, (tokens,)) for tokens in sizes.tokens]
-    jobs += [("times", modules_row, (MODULE, max(sizes.tokens), decoder))]
-    about = timing.environment() | {"jattn_source": timing.source_digest(), "cpu": timing.cpu_model()}
-    found: dict[str, Any] = {"environment": about, "sizes": dataclasses.asdict(sizes), "times": [], "memory": []}
-    for part, row, which in track(jobs, "layers"):
-        found[part].append(row(sizes, *which))
-    write_atomically(out / "layers.json", (json.dumps(found, indent=1) + "\n").encode())
-    write_atomically(out / "layers.md", markdown(found).encode())
-    return found
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """Training with either module, its memory, then decoding: by the function, and with either module."""
+
+    def times(step: str, length: int, row: Callable, *which: Any) -> Job:
+        return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *which))
+
+    for length in sizes.lengths:
+        yield times(TRAIN, length, modules_row, TRAIN, length, trainer)
+    for name in MODULES:
+        key = {"contestant": name, "length": max(sizes.lengths)}
+        yield Job("memory", key, functools.partial(memory_row, sizes, **key))
+    for tokens in sizes.tokens:
+        yield times(DECODE, tokens, function_row, tokens)
+    yield times(MODULE, max(sizes.tokens), modules_row, MODULE, max(sizes.tokens), decoder)
 
 
 def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[str, Any]:
@@ -105,7 +98,7 @@ def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[s
     outputs = [one() for one in calls.values()]
     changes = [jax.tree.map(jnp.subtract, one.state, old) for one, old in zip(calls.values(), before, strict=True)]
     apart = max(agree(f"{step}, n = {length}", *pair) for pair in (outputs, changes))
-    return _timed(sizes, step, length, calls, apart)
+    return _timed(sizes, calls, apart)
 
 
 def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
@@ -137,7 +130,7 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
     read = lambda: jax.block_until_ready(sums(decode.state.key, decode.state.value))
     read()  # compiles; there is nobody to agree with
-    return _timed(sizes, DECODE, tokens, {"jattn": decode, "sum": read}, apart)
+    return _timed(sizes, {"jattn": decode, "sum": read}, apart)
 
 
 def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
@@ -175,41 +168,34 @@ def agree(what: str, ours: Any, theirs: Any) -> float:
     return apart
 
 
-def _timed(sizes: Sizes, step: str, length: int, calls: dict[str, Callable], apart: float) -> dict[str, Any]:
-    medians, rounds = timing.in_turn(list(calls.values()), sizes.seconds, least=sizes.rounds, settle=sizes.settle)
-    named = dict(zip(calls, (round(median, 2) for median in medians), strict=True))
-    return {"step": step, "length": length, "medians": named, "rounds": rounds, "apart": apart}
+def _timed(sizes: Sizes, calls: dict[str, Callable], apart: float) -> dict[str, Any]:
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle) | {"apart": apart}
 
 
-def memory_row(sizes: Sizes, name: str) -> dict[str, Any]:
-    """Memory of one training step at the longest length, from two fresh processes."""
-    key, found = {"contestant": name, "length": max(sizes.lengths)}, []
-    environment, folder = os.environ | {"JAX_PLATFORMS": "cpu"}, Path(__file__).parents[2]
-    for step in (False, True):
-        question = json.dumps(key | {"sizes": dataclasses.asdict(sizes), "step": step})
-        command = [sys.executable, "-m", "experiments.bench.layers", question]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            lines = [f"stopped with status {done.returncode}", *done.stderr.strip().splitlines()]
-            raise Failed(f"memory of {name}: {lines[-1]}")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return key | {"temporaries": found[1][1], "peak": found[1][0] - found[0][0]}
+def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:
+    """Memory of one training step, from two fresh processes."""
+    question = {"contestant": contestant, "length": length, "sizes": dataclasses.asdict(sizes)}
+    try:
+        at_rest, stepping = (probe.ask("layers", question | {"step": step}) for step in (False, True))
+    except RuntimeError as error:
+        raise Failed(f"memory of {contestant}: {error}") from None
+    return {"temporaries": stepping[1], "peak": stepping[0] - at_rest[0]}
 
 
-def answer(asked: dict[str, Any]) -> tuple[float, float]:
+def answer(question: dict[str, Any]) -> tuple[float, float]:
     """Bytes that this process holds at most: it builds the model and, with ``step``, does one; its temporaries."""
-    one, temporaries = trainer(Sizes(**asked["sizes"]), asked["length"], asked["contestant"]), 0
-    if asked["step"]:
+    one, temporaries = trainer(Sizes(**question["sizes"]), question["length"], question["contestant"]), 0
+    if question["step"]:
         one.step = one.step.lower(one.state, *one.inputs).compile()
         temporaries = one.step.memory_analysis().temp_size_in_bytes
         one()
     return probe.peak_resident(), temporaries
 
 
-def asked(found: dict[str, Any]) -> list[Asked]:
+def asked(results: Results) -> list[Asked]:
     """Every number that was asked for, of the default sizes on a CPU, with what was measured."""
-    known = {(row["step"], row["length"], name): x for row in found["times"] for name, x in row["medians"].items()}
-    known |= {("peak", row["length"], row["contestant"]): row["peak"] for row in found["memory"]}
+    known = {(row["step"], row["length"], name): x for row in results.of("times") for name, x in row["medians"].items()}
+    known |= {("peak", row["length"], row["contestant"]): row["peak"] for row in results.of("memory")}
     share = lambda above, below, *what: ratio(known.get((*what, above)), known.get((*what, below)))
     train, token = f"{TRAIN}, n =", "one token, 65536 in the cache:"
     return [
@@ -221,29 +207,44 @@ def asked(found: dict[str, Any]) -> list[Asked]:
     ]
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(results: Results) -> str:
     """``layers.md``."""
-    times = [f"| step | n | {' | '.join(COLUMNS.values())} | rounds | apart |", "|---|---|---|---|---|---|---|"]
-    for r in found["times"]:
+    times = []
+    for r in results.of("times"):
         cells = [f"{r['medians'][name] / 1e3:.2f}" if name in r["medians"] else "-" for name in COLUMNS]
-        times.append(f"| {r['step']} | {r['length']} | {' | '.join(cells)} | {r['rounds']} | {r['apart']:.0e} |")
-    memory = ["| | n | XLA's temporaries | peak |", "|---|---|---|---|"]
-    for r in found["memory"]:
-        planned, peak = (f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))
-        memory.append(f"| {COLUMNS[r['contestant']]} | {r['length']} | {planned} | {peak} |")
-    parts = [
+        times.append([r["step"], r["length"], *cells, r["rounds"], f"{r['apart']:.0e}"])
+    memory = [
+        [COLUMNS[r["contestant"]], r["length"], *(f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))]
+        for r in results.of("memory")
+    ]
+    return report(
         "# Layers, measured",
         "Medians of calls in turn, float32, batch 1. Training: a step of gradient descent of a causal transformer. "
         "Decoding: the n-th token; beside it the sums of all the cache's slots. `apart`: how far results differ, as a "
         "share of the largest number. Written by `python -m experiments bench --suite layers`.",
-        *("## What was asked", asked_table(asked(found)), "## Milliseconds", "\n".join(times)),
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Milliseconds",
+        table(["step", "n", *COLUMNS.values(), "rounds", "apart"], times),
         "## Memory of a training step, MiB",
         "The peak, of which a fifth is asked, is the resident memory of a fresh process that does one step, "
         "compilation included, less that of one that only builds the model and its inputs.",
-        *("\n".join(memory), "## Measured on"),
-        "\n".join(f"- {name}: {value}" for name, value in (found["environment"] | found["sizes"]).items()),
-    ]
-    return "\n\n".join(parts) + "\n"
+        table(["", "n", "XLA's temporaries", "peak"], memory),
+        "## Measured on",
+        listed(results.about["environment"] | results.about["sizes"]),
+    )
+
+
+SUITE = Suite(
+    name="layers",
+    parts={"times": ("step", "length"), "memory": ("contestant", "length")},
+    about=lambda sizes: {"environment": timing.machine(), "sizes": dataclasses.asdict(sizes)},
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(seconds=plan.seconds),
+    start=lambda plan: timing.use("cpu"),
+)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The looking benchmark: what statistics of heads cost beside the attention itself, and tracking beside training.
 
-What is found is one dict, kept as ``looking.json``: ``environment``, ``sizes``, and
+What holds for all: ``environment``, ``sizes``. The parts:
 
 - ``statistics``: ``medians`` (contestant: microseconds) of one head, causal, and ``rounds`` of turns; ``temporaries``
   in bytes that XLA plans for all statistics, ``matrix``, whether the compiled program has a ``[T,S]`` array;
@@ -9,20 +9,18 @@ What is found is one dict, kept as ``looking.json``: ``environment``, ``sizes``,
 
 import dataclasses
 import functools
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.progress import track
 
 import jattn
 from experiments import config, train
 from experiments.bench import timing
-from experiments.bench.tables import Asked, asked_table, ratio
-from experiments.runs.folder import write_atomically
+from experiments.bench.suite import Job, Results, Suite
+from experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 from jattn import heads
 
 FORWARD, ALL, ENTROPY = "blockwise forward", "all statistics", "entropy alone"
@@ -42,22 +40,11 @@ class Sizes:
     settle: float = 0.01  # seconds of rest before every turn
 
 
-def measure(sizes: Sizes, out: Path) -> dict[str, Any]:
-    """Measures everything and writes ``looking.json`` and ``looking.md`` in ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    about = timing.environment() | {"jattn_source": timing.source_digest(), "cpu": timing.cpu_model()}
-    found: dict[str, Any] = {"environment": about, "sizes": dataclasses.asdict(sizes), "tracking": []}
-    jobs: list[Callable] = [functools.partial(statistics, sizes)]
-    jobs += [functools.partial(tracking, sizes, name) for name in sizes.configs]
-    for job in track(jobs, "looking"):
-        result = job()
-        if job is jobs[0]:
-            found["statistics"] = result
-        else:
-            found["tracking"].append(result)
-    write_atomically(out / "looking.json", (json.dumps(found, indent=1) + "\n").encode())
-    write_atomically(out / "looking.md", markdown(found).encode())
-    return found
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """The statistics, then tracking in each experiment."""
+    yield Job("statistics", {}, functools.partial(statistics, sizes))
+    for name in sizes.configs:
+        yield Job("tracking", {"config": name}, functools.partial(tracking, sizes, name))
 
 
 def statistics(sizes: Sizes) -> dict[str, Any]:
@@ -102,25 +89,24 @@ def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
         STEPS: functools.partial(_finish, train.updates(setup), (state, steps)),
         LOOKED: functools.partial(_finish, train.chunk(setup), (state, steps)),
     }
-    return {"config": name, "interval": interval, "own": setup.config.train.look_every, **_timed(sizes, calls)}
+    return {"interval": interval, "own": setup.config.train.look_every, **_timed(sizes, calls)}
 
 
 def _timed(sizes: Sizes, calls: dict[str, Callable]) -> dict[str, Any]:
     for call in calls.values():
         call()  # compiles
-    medians, rounds = timing.in_turn(list(calls.values()), sizes.seconds, least=sizes.rounds, settle=sizes.settle)
-    return {"medians": {name: round(x, 2) for name, x in zip(calls, medians, strict=True)}, "rounds": rounds}
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
 
 
 def _finish(call: Callable, inputs: Any) -> None:
     jax.block_until_ready(call(*inputs))
 
 
-def asked(found: dict[str, Any]) -> list[Asked]:
+def asked(results: Results) -> list[Asked]:
     """Every number that was asked for, of the default sizes on a CPU, with what was measured."""
-    one = found["statistics"]
+    (one,) = results.of("statistics")
     share = lambda medians, above, below: ratio(medians.get(above), medians.get(below))
-    what = f"one head, n = {found['sizes']['length']}, causal:"
+    what = f"one head, n = {results.about['sizes']['length']}, causal:"
     times = [(f"{what} {name} / {FORWARD}", share(one["medians"], name, FORWARD)) for name in (ALL, ENTROPY)]
     return [
         *(Asked(*line, limit, False) for line, limit in zip(times, (3.0, 1.3), strict=True)),
@@ -128,7 +114,7 @@ def asked(found: dict[str, Any]) -> list[Asked]:
         Asked(f"{what} [T,S] arrays in the compiled program", float(one["matrix"]), 0.0, False),
         *(
             Asked(f"{row['config']}: time of a look / of {row['interval']} steps", _cost(row["medians"]), 0.1, False)
-            for row in found["tracking"]
+            for row in results.of("tracking")
         ),
     ]
 
@@ -137,23 +123,35 @@ def _cost(medians: dict[str, float]) -> float:
     return medians[LOOKED] / medians[STEPS] - 1.0
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(results: Results) -> str:
     """``looking.md``."""
-    rows = ["| | milliseconds |", "|---|---|"]
-    rows += [f"| {name} | {median / 1e3:.1f} |" for name, median in found["statistics"]["medians"].items()]
-    tracked = [
-        f"| experiment | {STEPS} | {LOOKED} | its own interval | cost at that | rounds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in found["tracking"]:
-        times = " | ".join(f"{row['medians'][name] / 1e3:.1f}" for name in (STEPS, LOOKED))
+    (one,) = results.of("statistics")
+    tracked = []
+    for row in results.of("tracking"):
+        times = [f"{row['medians'][name] / 1e3:.1f}" for name in (STEPS, LOOKED)]
         own = _cost(row["medians"]) * row["interval"] / row["own"]
-        tracked.append(f"| {row['config']} | {times} | {row['own']} steps | {own:.3f} | {row['rounds']} |")
-    parts = [
+        tracked.append([row["config"], *times, f"{row['own']} steps", f"{own:.3f}", row["rounds"]])
+    return report(
         "# Looking, measured",
         "Medians of calls in turn, float32. Written by `python -m experiments bench --suite looking`.",
-        *("## What was asked", asked_table(asked(found)), "## Statistics of one head", "\n".join(rows)),
-        *("## Tracking, milliseconds", "\n".join(tracked), "## Measured on"),
-        "\n".join(f"- {name}: {value}" for name, value in (found["environment"] | found["sizes"]).items()),
-    ]
-    return "\n\n".join(parts) + "\n"
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Statistics of one head",
+        table(["", "milliseconds"], [[name, f"{median / 1e3:.1f}"] for name, median in one["medians"].items()]),
+        "## Tracking, milliseconds",
+        table(["experiment", STEPS, LOOKED, "its own interval", "cost at that", "rounds"], tracked),
+        "## Measured on",
+        listed(results.about["environment"] | results.about["sizes"]),
+    )
+
+
+SUITE = Suite(
+    name="looking",
+    parts={"tracking": ("config",), "statistics": ()},
+    about=lambda sizes: {"environment": timing.machine(), "sizes": dataclasses.asdict(sizes)},
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(seconds=plan.seconds),
+    start=lambda plan: timing.use("cpu"),
+)

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from experiments.bench import timing
 from experiments.bench.cases import CAP, CASES, WINDOW, Problem, document_ids
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, alibi_slopes
@@ -103,7 +103,7 @@ class InTorch:
         """Computes the passes and returns when they are done: the output, or the gradients."""
         import torch
 
-        torch.set_num_threads(cores())
+        torch.set_num_threads(timing.cores())
         if self.device == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, which is what JAX takes for float32 on a GPU
         tensors = self.inputs(problem)
@@ -151,11 +151,6 @@ def versions(peers: tuple[str, ...]) -> dict[str, str]:
     """The version of each peer's package, where it is installed."""
     here = [peer for peer in peers if peer in ("torch", "tokamax") and importlib.util.find_spec(peer)]
     return {peer: importlib.metadata.version(peer) for peer in here}
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _missing(peer: str, device: str) -> str | None:

@@ -10,41 +10,51 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.bench.cases import Problem
 
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
 
-def probe(measure: str, device: str, peers: list[str], contestant: str, problem: Problem, passes: str) -> float:
-    """Asks a fresh process.
+
+def ask(file: str, question: dict[str, Any], environment: Mapping[str, str] = ON_CPU) -> Any:
+    """The answer of a fresh process, which runs a file of this folder; JSON there and back.
 
     Raises:
-        RuntimeError: it could not say; the last line of its errors.
+        RuntimeError: it stopped; the last line of its errors.
     """
-    asked = {"measure": measure, "device": device, "peers": peers, "contestant": contestant, "passes": passes}
-    text = json.dumps(asked | {"problem": dataclasses.asdict(problem)})
-    environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if device == "cpu" else {})
-    command = [sys.executable, "-m", "experiments.bench.probe", text]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", f"{__package__}.{file}", json.dumps(question)]
+    checkout = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=checkout, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"stopped with status {done.returncode}")
-    return float(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def answer(asked: dict[str, Any]) -> float:
+def probe(measure: str, device: str, peers: list[str], contestant: str, problem: Problem, passes: str) -> float:
+    """Asks a fresh process for one number. Raises ``RuntimeError`` as ``ask`` does."""
+    question = {"measure": measure, "device": device, "peers": peers, "contestant": contestant, "passes": passes}
+    question |= {"problem": dataclasses.asdict(problem)}
+    return float(ask("probe", question, ON_CPU if device == "cpu" else {}))
+
+
+def answer(question: dict[str, Any]) -> float:
     """The number, measured in this process."""
     from experiments.bench import peers
 
-    problem = Problem(**asked["problem"])
-    found, _ = peers.contestants(tuple(asked["peers"]), asked["device"])
-    contestant = next(one for one in found if one.name == asked["contestant"])
-    if asked["measure"] == "compile":
-        return _compile_seconds(contestant, problem, asked["passes"])
+    problem = Problem(**question["problem"])
+    found, _ = peers.contestants(tuple(question["peers"]), question["device"])
+    contestant = next(one for one in found if one.name == question["contestant"])
+    if question["measure"] == "compile":
+        return _compile_seconds(contestant, problem, question["passes"])
     # what is computed must stay alive until the peak has been read
-    kept = contestant.inputs(problem) if asked["passes"] == "inputs" else contestant.call(problem, asked["passes"])()
-    peak = _peak_on_gpu(contestant) if asked["device"] == "gpu" else peak_resident()
+    kept = (
+        contestant.inputs(problem) if question["passes"] == "inputs" else contestant.call(problem, question["passes"])()
+    )
+    peak = _peak_on_gpu(contestant) if question["device"] == "gpu" else peak_resident()
     del kept
     return peak
 

@@ -1,78 +1,22 @@
-"""Timing as ratios: jattn and its peers in turn, in one run, so that a busy machine is busy for all of them."""
+"""How calls are timed, and on what: ratios of contestants that take turns, and the facts of the machine.
 
-import dataclasses
-import functools
+Contestants are timed in turn, in one run, so that a busy machine is busy for all of them.
+"""
+
 import hashlib
-import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
-from rich.progress import track
 
 import jattn
-from experiments.runs.folder import write_atomically
-
-LENGTHS = (64, 512)
-SECONDS = 4.0  # a row's calls, all contestants together
-SHAPE = {"batch": 1, "num_heads": 8, "head_dim": 64}
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table: medians in microseconds."""
-
-    length: int
-    mask: str
-    passes: str
-    jattn: float
-    jax_nn: float
-    rounds: int
-
-    @property
-    def ratio(self) -> float:
-        """Above 1: jattn is slower."""
-        return self.jattn / self.jax_nn
-
-
-def dispatch() -> list[Row]:
-    """Jitted ``jattn.dot_product_attention`` against ``jax.nn``'s, float32, forward and with gradients."""
-    cases = [
-        (length, mask, passes) for length in LENGTHS for mask in ("full", "causal") for passes in ("forward", "both")
-    ]
-    rows = []
-    for length, mask, passes in track(cases, "dispatch"):
-        shape = (SHAPE["batch"], length, SHAPE["num_heads"], SHAPE["head_dim"])
-        arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
-        contestants = [
-            _call(fn, mask == "causal", passes) for fn in (jattn.dot_product_attention, jax.nn.dot_product_attention)
-        ]
-        calls = [functools.partial(_finish, contestant, arrays) for contestant in contestants]
-        for call in calls:
-            call()
-        medians, rounds = in_turn(calls, SECONDS, least=10)
-        rows.append(Row(length, mask, passes, *medians, rounds))
-    return rows
-
-
-def _call(attention: Callable, is_causal: bool, passes: str) -> Callable:
-    def forward(query, key, value):
-        return attention(query, key, value, is_causal=is_causal)
-
-    if passes == "forward":
-        return jax.jit(forward)
-    return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)))
-
-
-def _finish(call: Callable, arrays: Sequence[jax.Array]) -> None:
-    jax.block_until_ready(call(*arrays))
+from experiments.bench.suite import Refused
 
 
 def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
@@ -102,18 +46,34 @@ def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float
     return [float(np.median(one)) * 1e6 for one in times], len(times[0])
 
 
+def medians(calls: Mapping[str, Callable], seconds: float, rounds: int, settle: float) -> dict[str, Any]:
+    """The fields ``medians``, of each call by its name in microseconds, and ``rounds``, as ``in_turn`` has them."""
+    times, count = in_turn(list(calls.values()), seconds, least=rounds, settle=settle)
+    return {"medians": {name: round(time, 2) for name, time in zip(calls, times, strict=True)}, "rounds": count}
+
+
 def environment() -> dict[str, str]:
     """What the numbers were measured on."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",
         "machine": platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(cores()),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "flax": flax.__version__,
         "jattn": jattn.__version__,
     }
+
+
+def machine() -> dict[str, str]:
+    """``environment``, the state of jattn's source, and the processor."""
+    return environment() | {"jattn_source": source_digest(), "cpu": cpu_model()}
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
@@ -133,22 +93,27 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| T = S | mask | passes | jattn µs | jax.nn µs | ratio |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        lines.append(
-            f"| {row.length} | {row.mask} | {row.passes} | {row.jattn:.0f} | {row.jax_nn:.0f} | {row.ratio:.3f} |"
-        )
-    return "\n".join(lines) + "\n"
+def memory_bytes(device: str) -> float:
+    """How much memory the device has; of the machine, what this process may use."""
+    if device == "gpu":
+        return float(jax.devices()[0].memory_stats()["bytes_limit"])
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return float(total if text == "max" else min(total, int(text)))
 
 
-def write(rows: Sequence[Row], out: Path) -> None:
-    """``dispatch.json`` and ``dispatch.md`` in ``out``."""
-    out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"environment": environment(), "shape": SHAPE, "dtype": "float32"}
-    found["rows"] = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]
-    write_atomically(out / "dispatch.json", (json.dumps(found, indent=1) + "\n").encode())
-    about = ", ".join(f"{name} {value}" for name, value in environment().items())
-    head = "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32."
-    write_atomically(out / "dispatch.md", f"{head}\n\n{table(rows)}\n{about}\n".encode())
+def use(device: str) -> None:
+    """Makes JAX run on ``device``, before anything else has made it choose.
+
+    Raises:
+        Refused: there is no such device.
+    """
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers want some of the memory, too
+    try:
+        jax.devices("gpu")
+    except RuntimeError:
+        raise Refused("--device: JAX finds no gpu here; pip install '.[gpu]' brings it for NVIDIA's") from None

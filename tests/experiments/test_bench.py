@@ -14,9 +14,11 @@ import pytest
 
 import experiments
 from experiments.__main__ import main as run_main
-from experiments.bench import attention, cases, figure, peers, tables, timing
+from experiments.bench import attention, attention_figure, attention_tables, cases, dispatch, peers, timing
+from experiments.bench.attention import SUITE
 from experiments.bench.cases import CASES, PASSES, Plan, Problem
 from experiments.bench.probe import probe
+from experiments.bench.suite import Refused, Results, Suite
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -55,7 +57,7 @@ def row(case: str, length: int, passes: str = "forward", left_out=None, **median
 
 
 def answers(found: dict) -> dict[str, tuple[float | None, str]]:
-    return {one.question: (one.measured, one.answer) for one in tables.asked(found)}
+    return {one.question: (one.measured, one.answer) for one in attention_tables.asked(SUITE.parse(found))}
 
 
 # ---- the work in a case
@@ -233,14 +235,18 @@ def test_memory_and_compilation_are_judged():
     assert said["compilation, forward and backward, the slowest of those below"] == (3.1, "not met")
 
     dense = [memory("both", n, 4.0 * n**2) for n in (128, 4096, 8192)]
-    assert tables.slope(tables.temporaries(made_up(memory=dense), "jattn", "full", "both")) == pytest.approx(2)
+    assert attention_tables.slope(
+        attention_tables.temporaries(SUITE.parse(made_up(memory=dense)), "jattn", "full", "both")
+    ) == pytest.approx(2)
 
 
 def test_nothing_is_asked_of_another_device():
     found = made_up(times=[row("full", 2048, jattn=1.0, jax_nn=1.0)])
-    assert tables.asked(found)
+    assert attention_tables.asked(SUITE.parse(found))
     found["environment"]["device"] = "gpu: a GPU"
-    assert not tables.asked(found) and "What was asked" not in tables.markdown(found)
+    assert not attention_tables.asked(SUITE.parse(found)) and "What was asked" not in attention_tables.markdown(
+        SUITE.parse(found)
+    )
 
 
 def test_tables_show_time_share_and_who_is_left_out():
@@ -248,7 +254,7 @@ def test_tables_show_time_share_and_who_is_left_out():
         row("full", 256, jattn=1340.0, torch=33.5, left_out={"jax.nn": "would hold 9 GiB of scores"}),
         row("full", 64, jattn=2.0, jax_nn=3.0, torch=4.0),
     ]
-    text = tables.markdown(made_up(times=rows, missing={"tokamax": "tokamax is not installed"}))
+    text = attention_tables.markdown(SUITE.parse(made_up(times=rows, missing={"tokamax": "tokamax is not installed"})))
     lines = text.splitlines()
     share = Problem("full", 256).flops("forward") / 1340.0 / 1e6
     long = f"| full | 256 | 1.34 ({share:.2f}) | - | 0.0335 ({share * 40:.2f}) | 3 |"
@@ -260,8 +266,8 @@ def test_tables_show_time_share_and_who_is_left_out():
 # ---- the whole of it
 
 
-def lines_of(found: dict) -> list[tuple]:
-    return [(r["case"], r["length"], r["passes"]) for r in found["times"]]
+def lines_of(found: Results) -> list[tuple]:
+    return [(r["case"], r["length"], r["passes"]) for r in found.of("times")]
 
 
 def short_plan(out: Path, **changes) -> Plan:
@@ -280,33 +286,33 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
 
     monkeypatch.setattr(attention, "time_row", killed)
     with pytest.raises(KeyboardInterrupt):
-        attention.measure(plan)
-    kept = attention.read(plan.out)
+        SUITE.measure(plan, plan.out)
+    kept = SUITE.read(plan.out)
     assert lines_of(kept) == [("causal", 8, "forward"), ("causal", 8, "both")]
 
-    with pytest.raises(attention.Refused, match=r"^--out: .* holds results already; --resume goes on with them$"):
-        attention.measure(plan)
-    found = attention.measure(plan, resume=True)
-    assert found["times"][:2] == kept["times"], "what was measured is measured again"
-    assert len(set(lines_of(found))) == len(found["times"]) == 4
-    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in found["times"])
-    assert found == attention.read(plan.out)
+    with pytest.raises(Refused, match=r"^--out: .* holds results already; --resume goes on with them$"):
+        SUITE.measure(plan, plan.out)
+    found = SUITE.measure(plan, plan.out, resume=True)
+    assert found.of("times")[:2] == kept.of("times"), "what was measured is measured again"
+    assert len(set(lines_of(found))) == len(found.of("times")) == 4
+    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in found.of("times"))
+    assert found == SUITE.read(plan.out)
 
     monkeypatch.setattr(timing, "source_digest", lambda: "other")
-    with pytest.raises(attention.Refused, match="of another environment: jattn_source was .*, now 'other'"):
-        attention.measure(plan, resume=True)
+    with pytest.raises(Refused, match="of another environment: jattn_source was .*, now 'other'"):
+        SUITE.measure(plan, plan.out, resume=True)
 
 
 def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypatch, capsys):
     plan = short_plan(tmp_path, lengths=(8,), parts=("times", "memory"))
-    found = attention.measure(plan)
-    assert len(found["memory"]) == 2 * 3 and all(r["bytes"] > 0 for r in found["memory"])
-    attention.write_report(found, plan.out)
+    found = SUITE.measure(plan, plan.out)
+    assert len(found.of("memory")) == 2 * 3 and all(r["bytes"] > 0 for r in found.of("memory"))
+    SUITE.write_report(found, plan.out)
     files = [tmp_path / f"attention.{kind}" for kind in ("json", "md", "png")]
     before = [file.read_bytes() for file in files]
     for file in files[1:]:
         file.unlink()
-    monkeypatch.setattr(attention, "measure", None)
+    monkeypatch.setattr(Suite, "measure", None)
     assert run_main(["bench", "--redraw", "--out", str(tmp_path)]) == 0
     assert [file.read_bytes() for file in files] == before
     shown = capsys.readouterr().out
@@ -320,11 +326,11 @@ def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypat
 
 
 def test_a_picture_of_nothing_and_of_everything():
-    assert figure.attention_figure(made_up()).axes
+    assert attention_figure.attention_figure(SUITE.parse(made_up())).axes
     times = [
         row(case, n, passes, jattn=n * 1.0, torch=n * 2.0) for case in CASES for n in (64, 128) for passes in PASSES
     ]
-    drawn = figure.attention_figure(made_up(times=times))
+    drawn = attention_figure.attention_figure(SUITE.parse(made_up(times=times)))
     forward = drawn.axes[0]
     assert [list(line.get_ydata()) for line in forward.lines[:3]] == [[64, 128], [], [128, 256]]
     assert drawn.get_suptitle().startswith("Causal attention, float32, B=1 N=8 H=64, a CPU, 2 cores")
@@ -361,11 +367,10 @@ def test_a_peer_that_fails_is_left_out_and_jattn_is_not(tiny):
 def test_fresh_processes_tell_memory_and_compilation(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr(attention, "COMPILATIONS", 1)
     monkeypatch.setattr(attention, "PASSES", ("forward",))
-    found = attention.measure(
-        short_plan(tmp_path, peers=(), lengths=(16,), cases=("causal",), parts=("peak", "compile"))
-    )
-    assert found["peak"][0]["bytes"] > 0 and 0 < found["compile"][0]["seconds"] < 60
-    text = tables.markdown(found)
+    plan = short_plan(tmp_path, peers=(), lengths=(16,), cases=("causal",), parts=("peak", "compile"))
+    found = SUITE.measure(plan, plan.out)
+    assert found.of("peak")[0]["bytes"] > 0 and 0 < found.of("compile")[0]["seconds"] < 60
+    text = attention_tables.markdown(found)
     assert "## Peak memory" in text and "| jattn | causal | 16 | forward |" in text
 
 
@@ -376,8 +381,8 @@ def test_a_process_that_fails_says_why():
 
 
 def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_experiments_run):
-    monkeypatch.setattr(timing, "LENGTHS", (8,))
-    monkeypatch.setattr(timing, "SECONDS", 1e-3)
+    monkeypatch.setattr(dispatch, "LENGTHS", (8,))
+    monkeypatch.setattr(dispatch, "SECONDS", 1e-3)
     assert run_main(["bench", "--suite", "dispatch", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("| 8 |") == 4
     committed = next((Path(experiments.__file__).parent / "results").glob("cpu-*/dispatch.json"))

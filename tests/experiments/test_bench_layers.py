@@ -12,7 +12,7 @@ from flax import nnx
 import jattn.nnx
 from experiments.__main__ import main as run_main
 from experiments.bench import layers, timing
-from experiments.bench.layers import DECODE, MODULE, TRAIN, Failed, Sizes
+from experiments.bench.layers import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
 
 SMALL = {"layers": 1, "width": 8, "num_heads": 4, "lengths": (6,), "slots": 16, "tokens": (16, 5)}
 TINY = Sizes(**SMALL, seconds=1e-3, rounds=1, settle=0.0)
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("as_experiments_run")
 @pytest.fixture
 def untimed(monkeypatch):
     """A row is its contestants, by name."""
-    monkeypatch.setattr(layers, "_timed", lambda sizes, step, length, calls, apart: calls)
+    monkeypatch.setattr(layers, "_timed", lambda sizes, calls, apart: calls)
 
 
 # ---- the table
@@ -46,7 +46,7 @@ def made_up() -> dict:
 
 
 def answers(found: dict) -> list[tuple[float | None, str]]:
-    return [(one.measured, one.answer) for one in layers.asked(found)]
+    return [(one.measured, one.answer) for one in layers.asked(SUITE.parse(found))]
 
 
 def test_numbers_at_their_thresholds_are_met():
@@ -75,7 +75,7 @@ def test_numbers_of_other_sizes_answer_nothing():
 
 
 def test_tables_show_milliseconds_and_mebibytes():
-    lines = layers.markdown(made_up()).splitlines()
+    lines = layers.markdown(SUITE.parse(made_up())).splitlines()
     assert "| training step, n = 256: time of jattn / time of Flax | 0.400 | <= 1.05 | met |" in lines
     assert "| step | n | jattn | Flax | sum of the cache | rounds | apart |" in lines
     assert "| training step | 4096 | 1.00 | 2.50 | - | 3 | 2e-06 |" in lines
@@ -195,7 +195,9 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in found["times"])
     assert [(row["contestant"], row["length"]) for row in found["memory"]] == [("jattn", 6), ("flax", 6)]
     assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in found["memory"])
-    assert (out / "layers.md").read_text() == layers.markdown(found | {"sizes": vars(layers.Sizes(seconds=1e-3))})
+    assert (out / "layers.md").read_text() == layers.markdown(
+        SUITE.parse(found | {"sizes": vars(layers.Sizes(seconds=1e-3))})
+    )
 
 
 def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
@@ -210,7 +212,7 @@ def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
-        layers.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn")
+        layers.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from experiments import config
 from experiments.__main__ import main as run_main
 from experiments.bench import looking
-from experiments.bench.looking import ALL, ENTROPY, FORWARD, LOOKED, STEPS, Sizes
+from experiments.bench.looking import ALL, ENTROPY, FORWARD, LOOKED, STEPS, SUITE, Sizes
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
@@ -21,7 +21,7 @@ def made_up(**changed):
 
 
 def test_numbers_at_their_thresholds_are_met():
-    found = looking.asked(made_up())
+    found = looking.asked(SUITE.parse(made_up()))
     assert [one.answer for one in found] == ["met"] * 5
     assert [round(one.measured, 6) for one in found] == [3.0, 1.3, 64.0, 0.0, 0.099]
 
@@ -29,7 +29,7 @@ def test_numbers_at_their_thresholds_are_met():
 def test_numbers_beyond_their_thresholds_are_not_met():
     worse = made_up(medians={FORWARD: 99.0, ALL: 300.0, ENTROPY: 130.0}, temporaries=65 * 2**20, matrix=True)
     worse["tracking"][0]["medians"][LOOKED] = 1101.0
-    assert not any(one.answer == "met" for one in looking.asked(worse))
+    assert not any(one.answer == "met" for one in looking.asked(SUITE.parse(worse)))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pytest
 
 from experiments import config, run, train
 from experiments.__main__ import main as run_main
-from experiments.measure import claims, evaluate
+from experiments.measure import claims, collect, evaluate
 from experiments.report import page
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
@@ -258,12 +258,12 @@ claims:
 def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
     sweep = {"model.num_heads": [4, 1], "model.position": ["none", "alibi"]}
     base = config.Config("x", sweep=sweep)
-    results = {"": run.claims.Result(base, ("a",), [0], 1, None, None, {})}
+    results = {"": claims.Result(base, ("a",), [0], 1, None, None, {})}
     for number, (heads, position) in enumerate(((4, "none"), (4, "alibi"), (1, "none"), (1, "alibi"))):
         measured = types.SimpleNamespace(accuracy=np.full((1, 1), number), hardened=np.full((1, 1), 10 + number))
         result = results[""]._replace(trained=measured)
         results[f"model.num_heads={heads},model.position={position}"] = result
-    curves = run._sweep_curves(results)
+    curves = collect._sweep_curves(results)
     assert curves["mean accuracy over model.num_heads"] == {
         "model.position=none": [[1, 2], [4, 0]],
         "model.position=alibi": [[1, 3], [4, 1]],

@@ -1,4 +1,4 @@
-"""The picture of the attention benchmark: time and memory over length, from the dict that ``attention.json`` holds."""
+"""The picture of the attention benchmark: time and memory over length."""
 
 from pathlib import Path
 from typing import Any
@@ -8,37 +8,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from experiments.bench import tables
+from experiments.bench import attention_tables
+from experiments.bench.suite import Results
 from experiments.report.style import DASHES, DPI, FAINT, PALETTE, STYLE, WIDTH
 
 MARKERS = "osD^vP"
 
 
-def write_figure(found: dict[str, Any], file: Path) -> None:
+def write_figure(results: Results, file: Path) -> None:
     """Writes the picture as a PNG."""
     with matplotlib.rc_context(STYLE):
-        attention_figure(found).savefig(file, dpi=DPI, facecolor="white")
+        attention_figure(results).savefig(file, dpi=DPI, facecolor="white")
 
 
-def attention_figure(found: dict[str, Any]) -> Figure:
+def attention_figure(results: Results) -> Figure:
     """Forward, forward and backward, and the temporaries of both; causal where that was measured."""
-    case = _case(found)
+    case = _case(results)
     figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.subplots(1, 3)
-    dtype = next((row["dtype"] for row in found["times"]), "float32")
-    for ax, (passes, title) in zip(axes, tables.PASSES.items(), strict=False):
-        rows = [row for row in found["times"] if (row["case"], row["passes"], row["dtype"]) == (case, passes, dtype)]
-        rows.sort(key=lambda row: row["length"])
-        for name in tables.contestants_of(found):
-            _line(ax, found, name, {row["length"]: row["medians"].get(name) for row in rows})
+    dtype = next((row["dtype"] for row in results.of("times")), "float32")
+    for ax, (passes, title) in zip(axes, attention_tables.PASSES.items(), strict=False):
+        rows = sorted(results.of("times", case=case, passes=passes, dtype=dtype), key=lambda row: row["length"])
+        for name in attention_tables.contestants_of(results):
+            _line(ax, results, name, {row["length"]: row["medians"].get(name) for row in rows})
         bound = {row["length"]: row["flops"] / row["matrix_flops"] * row["matrix"] for row in rows}
         ax.plot(list(bound), list(bound.values()), ":", color=FAINT, label="at the rate of a large matrix product")
         _finish(ax, title, list(bound), _time)
-    for name in tables.contestants_of(found):
-        _line(axes[2], found, name, tables.temporaries(found, name, case, "both"))
-    lengths = sorted({row["length"] for row in found["memory"]})
+    for name in attention_tables.contestants_of(results):
+        _line(axes[2], results, name, attention_tables.temporaries(results, name, case, "both"))
+    lengths = sorted({row["length"] for row in results.of("memory")})
     _finish(axes[2], "one head's temporaries, both passes", lengths, _size, base=16)
-    about, shape = found["environment"], found["shape"]
+    about, shape = results.about["environment"], results.about["shape"]
     machine = about["cpu"] + f", {about['cores']} cores" if about["device"].startswith("cpu") else about["device"]
     sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}"
     figure.suptitle(f"{case.capitalize()} attention, {dtype}, {sizes}, {machine}", fontsize=10)
@@ -47,15 +47,15 @@ def attention_figure(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def _case(found: dict[str, Any]) -> str:
-    cases = [row["case"] for row in found["times"] + found["memory"]]
+def _case(results: Results) -> str:
+    cases = [row["case"] for row in results.of("times") + results.of("memory")]
     return "causal" if "causal" in cases else next(iter(cases), "full")
 
 
-def _line(ax: Axes, found: dict[str, Any], name: str, values: dict[int, float | None]) -> None:
+def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]) -> None:
     """The contestant's line, in the ink that it has in every panel; lengths that it was left out of are not drawn."""
     known = {length: value for length, value in values.items() if value}
-    index = tables.contestants_of(found).index(name)
+    index = attention_tables.contestants_of(results).index(name)
     ink = {"color": PALETTE[index % len(PALETTE)], "dashes": DASHES[index % len(DASHES)]}
     ink |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "zorder": 10 - index}
     ax.plot(list(known), list(known.values()), label=name, linewidth=2.2 if index == 0 else 1.5, **ink)
