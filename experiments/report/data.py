@@ -1,4 +1,4 @@
-"""The numbers that ``explorer.js`` draws: a run's findings as JSON, small enough for one page.
+"""The numbers that the page's scripts draw: a run's findings as JSON, small enough for one page.
 
 Axes as in ``experiments.runs.findings``.
 """

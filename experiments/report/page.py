@@ -1,7 +1,7 @@
 """The report of one run: a single HTML file that needs nothing but a browser, and the same pictures as PNG and SVG.
 
-Text and tables are written here, so that they can be read without JavaScript; ``explorer.js`` draws the rest from the
-numbers embedded in the page (``data.py``). ``page.html`` is the page with ``{{slots}}``.
+Text and tables are written here, so that they can be read without JavaScript; the scripts draw the rest from the
+numbers embedded in the page (``data``). ``page.html`` is the page with ``{{slots}}``.
 """
 
 import html
@@ -20,6 +20,7 @@ from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
 
 HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "explorer.js", "charts.js")  # one script: a file uses those before it
 PAGE_BUDGET = 4_900_000  # bytes of the page
 WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, where the rest leaves as many
 
@@ -45,7 +46,7 @@ def write_report(findings: Findings, out: Path) -> Path:
         "matched_note": matched if count > 1 else "",
         "controls": _controls(findings),
         "about": _about(findings),
-        "script": (HERE / "explorer.js").read_text(encoding="utf-8"),
+        "script": "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     page = (HERE / "page.html").read_text(encoding="utf-8")
     drawn = charts(findings) | {"offsets": offsets}

@@ -269,7 +269,7 @@ def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
         "model.position=alibi": [[1, 3], [4, 1]],
     }
     words = {"model.position": ["none", "alibi"]}
-    assert run._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
+    assert collect._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
 
 def test_groups_of_heads_are_switched_off_together(tiny):
