@@ -20,7 +20,7 @@ from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
 
 HERE = Path(__file__).parent
-SCRIPTS = ("page.js", "explorer.js", "charts.js")  # one script: a file uses those before it
+SCRIPTS = ("page.js", "explorer.js", "charts.js")  # joined to one script, in this order
 PAGE_BUDGET = 4_900_000  # bytes of the page
 WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, where the rest leaves as many
 
