@@ -204,7 +204,7 @@ def left_out(results: Results) -> list[str]:
 
 
 def shown(results: Results) -> str:
-    """Which peers are missing, and what of the numbers that are asked was measured."""
+    """The missing peers, and the numbers that were measured beside their thresholds."""
     answered = [one for one in asked(results) if one.measured is not None]
     return "\n".join([*results.about["missing"].values(), *([asked_table(answered)] if answered else [])])
 

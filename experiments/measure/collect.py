@@ -7,21 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from experiments import tasks
 from experiments.measure import claims, evaluate, look
 from experiments.runs import devices
 from experiments.runs.findings import Findings, plain
 from experiments.runs.history import History
 from experiments.train import Setup
 from jattn.heads import Roles
-
-# What is shown of the controls of each kind of task, and over the options of a sweep.
-CONTROL_METRICS = {
-    "copy": ("mean_accuracy", "hardened_accuracy"),
-    "copy_string": ("exact_match", "mean_accuracy"),
-    "shift_bank": ("mean_accuracy", "hardened_accuracy", "distinct_places"),
-    "induction": ("mean_accuracy", "best/previous_token", "best/induction"),
-    "skills": ("worst_place_accuracy", "clean_heads"),
-}
 
 
 def collect(
@@ -97,7 +89,7 @@ def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list
     if not all(isinstance(value, int | float) for value in values):
         return {}  # there is no axis for words; the table of controls has them
     curves: dict[str, dict[str, list[list[float]]]] = {}
-    for metric in CONTROL_METRICS[base.config.task.kind]:
+    for metric in tasks.make(base.config.task).metrics:
         lines = curves.setdefault(f"{plain(metric)} over {option}", {})
         for rest in itertools.product(*(values for _, values in others)):
             tail = [f"{key}={value}" for (key, _), value in zip(others, rest, strict=True)]
@@ -117,6 +109,6 @@ def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
             "values": claims.measure(result, result.trained, metric),
             "parameters": result.parameters,
         }
-        for metric in CONTROL_METRICS[results[""].config.task.kind]
+        for metric in tasks.make(results[""].config.task).metrics
         for name, result in results.items()
     ]

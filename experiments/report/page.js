@@ -44,7 +44,7 @@ function drawAll() {
   showFrame(state.frame);
 }
 
-/** Called when all scripts have been read. */
+/** Runs after the last script is read. */
 function start() {
   for (const id of ["offsets", "ablation", "divergence"]) $(id).hidden = false;
   $("statistics").hidden = data.statistics.length === 0;

@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic on made-up numbers, and the whole of it on tiny problems."""
+"""The attention and dispatch benchmarks: their arithmetic on made-up numbers, and the whole of it on tiny problems."""
 
 import ast
 import importlib.util
