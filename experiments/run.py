@@ -2,30 +2,20 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from experiments import claims, devices, evaluate, look, pretrained, tasks
-from experiments.config import Config, Pretrained, differences
-from experiments.findings import Findings, environment
-from experiments.folder import Busy, Damaged, owned, read_json, write_atomically
-from experiments.history import Clock, History
-from experiments.panels import plain
-from experiments.train import Setup, Trained, train
-from jattn.heads import Roles
-
-CONTROL_METRICS = {
-    "copy": ("mean_accuracy", "hardened_accuracy"),
-    "copy_string": ("exact_match", "mean_accuracy"),
-    "shift_bank": ("mean_accuracy", "hardened_accuracy", "distinct_places"),
-    "induction": ("mean_accuracy", "best/previous_token", "best/induction"),
-    "skills": ("worst_place_accuracy", "clean_heads"),
-}
+from experiments import tasks
+from experiments.config import Config, Pretrained, differences, variants
+from experiments.measure import claims, evaluate, look, pretrained
+from experiments.measure.collect import collect
+from experiments.runs import devices
+from experiments.runs.findings import Findings
+from experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
+from experiments.runs.history import Clock
+from experiments.train import Trained, train
 
 
 class DifferentConfig(Exception):
@@ -111,14 +101,14 @@ def _train(config: Config, out: Path) -> Findings | None:
     roles = evaluate.find_roles(trained.setup, result.trained, trained.params)
     results = {"": result._replace(groups=evaluate.ablate_groups(trained.setup, trained.params, roles.label))}
     itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
-    for name, variant in config.variants().items():
+    for name, variant in variants(config).items():
         if dataclasses.replace(variant, name=config.name) == itself:
             results[name] = result  # the point of a sweep that is the run itself
         else:
             results[name] = _result(train(variant, out / "controls" / name))
     if not devices.is_first():
         return None
-    return _findings(trained.setup, results, roles, trained.history, clock.stop())
+    return collect(trained.setup, results, roles, trained.history, clock.stop())
 
 
 def _result(run: Trained) -> claims.Result:
@@ -133,100 +123,3 @@ def _result(run: Trained) -> claims.Result:
         untrained=untrained,
         groups={},
     )
-
-
-def _findings(
-    setup: Setup, results: dict[str, claims.Result], roles: Roles, history: History, seconds: float
-) -> Findings:
-    config, places = setup.config, setup.task.places
-    trained, untrained = results[""].trained, results[""].untrained
-    metric_steps, metrics = history.metrics()
-    look_steps, scores = history.scores()
-    length = trained.offset_profile.shape[-1]
-    return Findings(
-        name=config.name,
-        description=config.description,
-        config=dataclasses.asdict(config),
-        environment=environment(seconds),
-        seeds=setup.seeds,
-        places=list(places),
-        tokens=evaluate.example_tokens(setup),
-        metric_steps=metric_steps,
-        metrics={name: metrics[name] for name in sorted(metrics, key=_metric_order)},
-        look_steps=look_steps,
-        scores={name: scores[name] for name in (*places, *look.TRACKED)},
-        statistics={name: np.stack([untrained.scores[name], trained.scores[name]], 1) for name in look.ALL},
-        offsets=np.arange(1 - length, 1),
-        offset_profile=np.stack([untrained.offset_profile, trained.offset_profile], 1),
-        example_steps=look_steps,
-        example_weights=np.stack([history.look(step)["examples"] for step in look_steps]),
-        mean_weights=np.stack([untrained.mean_weights[0], trained.mean_weights[0]]),
-        divergence=np.stack([untrained.divergence, trained.divergence], 1),
-        noise=np.stack([untrained.noise, trained.noise], 1),
-        accuracy=trained.accuracy,
-        ablated=trained.ablated,
-        groups=results[""].groups,
-        heads=evaluate.head_rows(setup.seeds, roles),
-        curves=_curves(results),
-        controls=_control_rows(results),
-        claims=[claims.judge(claim, results) for claim in config.claims],
-    )
-
-
-def _metric_order(name: str) -> tuple[int, str]:
-    first = ("loss", "accuracy", "exact_match")
-    return (first.index(name) if name in first else len(first)), name
-
-
-def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Exact match over string length, a line for each position scheme; what a sweep varies, over its first option."""
-    return _length_curves(results) | _sweep_curves(results)
-
-
-def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Of the models that differ from the run itself in their positions alone."""
-    base = results[""].config
-    lengths = base.evaluate.lengths
-    lines = {}
-    for result in results.values():
-        other = result.config
-        alike = dataclasses.replace(other.model, position=base.model.position) == base.model
-        if lengths and alike and (other.task, other.evaluate) == (base.task, base.evaluate):
-            rows: Sequence[Sequence[float]] = result.trained.curve.T.tolist()
-            line = [[float(n), *row] for n, row in zip(lengths, rows, strict=True)]
-            lines.setdefault(other.model.position, line)
-    return {"exact match over string length": lines} if lines else {}
-
-
-def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """A curve for each metric of the controls; a line for each combination of the options after the first."""
-    base = results[""]
-    if not base.config.sweep:
-        return {}
-    (option, values), *others = base.config.sweep.items()
-    if not all(isinstance(value, int | float) for value in values):
-        return {}  # there is no axis for words; the table of controls has them
-    curves: dict[str, dict[str, list[list[float]]]] = {}
-    for metric in CONTROL_METRICS[base.config.task.kind]:
-        lines = curves.setdefault(f"{plain(metric)} over {option}", {})
-        for rest in itertools.product(*(values for _, values in others)):
-            tail = [f"{key}={value}" for (key, _), value in zip(others, rest, strict=True)]
-            found = [(value, results[",".join([f"{option}={value}", *tail])]) for value in sorted(values)]
-            lines[", ".join(tail) or base.config.name] = [
-                [float(value), *claims.measure(result, result.trained, metric)] for value, result in found
-            ]
-    return curves
-
-
-def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
-    """A row for each control and metric, the run itself first."""
-    return [
-        {
-            "name": name or result.config.name,
-            "metric": metric,
-            "values": claims.measure(result, result.trained, metric),
-            "parameters": result.parameters,
-        }
-        for metric in CONTROL_METRICS[results[""].config.task.kind]
-        for name, result in results.items()
-    ]

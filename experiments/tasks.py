@@ -2,6 +2,7 @@
 
 Of each task, ``places`` names the read-outs, ``of_tokens`` those whose source depends on the tokens, and ``roles`` the
 patterns among which a head's role is chosen: places and statistics of ``jattn.heads``, each pattern under one name.
+``metrics`` of ``measure.claims`` are shown of its controls and over a sweep.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ class CopyFromFourPlaces:
     places = ("one back", "five back", "mirror", "same key")
     of_tokens = ("same key",)
     roles = (*places, "current_token", "first_token", "induction")
+    metrics = ("mean_accuracy", "hardened_accuracy")
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
@@ -92,6 +94,7 @@ class CopyString:
     places = ("copy source",)
     of_tokens = places
     roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
+    metrics = ("exact_match", "mean_accuracy")
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
@@ -177,6 +180,7 @@ class ShiftBank(_OneSymbol):
     offsets: tuple[int, ...] = (1, 2, 4, 7)
 
     of_tokens = ()
+    metrics = ("mean_accuracy", "hardened_accuracy", "distinct_places")
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -220,6 +224,7 @@ class Induction(_OneSymbol):
     places = ("next token",)
     of_tokens = places
     roles = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
+    metrics = ("mean_accuracy", "best/previous_token", "best/induction")
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, of either kind by chance."""
@@ -275,6 +280,7 @@ class Skills(_OneSymbol):
     places = ("one back", "five back", "mirror", "next token")
     of_tokens = ("next token",)
     roles = ("one back", "five back", "mirror", "current_token", "first_token", "duplicate_token", "induction")
+    metrics = ("worst_place_accuracy", "clean_heads")
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""

@@ -13,11 +13,13 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import devices, look, model, stopping, tasks
-from experiments.checkpoint import Checkpoints
+from experiments import model, tasks
 from experiments.config import Config
-from experiments.history import History
-from experiments.terminal import Terminal
+from experiments.measure import look
+from experiments.runs import devices, stopping
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.history import History
+from experiments.runs.terminal import Terminal
 
 # What a seed's key is folded with, so that parameters and every kind of data are drawn apart.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)

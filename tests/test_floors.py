@@ -1,8 +1,10 @@
-"""The house stands: in jattn, imports point down only.
+"""The house stands: in jattn imports point down only, and in experiments they keep to a table.
 
-The modules are listed floor by floor and, on a floor, row by row. A module may import what stands in an earlier row;
+The modules of jattn are listed floor by floor and, on a floor, row by row. A module may import what stands in an earlier row;
 modules of one row do not know each other; the files of a package may, but not in a circle. Imports inside functions
 and for type checking count like any other, because who needs whom is the same question there.
+
+The rooms of experiments are listed with what each may import. There, too, no imports go in a circle.
 """
 
 import ast
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 JATTN = Path(__file__).parents[1] / "jattn"
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 # Floor 0 first; one string is one row. A name stands for a module or, as `kernels`, for a package with its files.
 HOUSE = [
@@ -21,6 +24,25 @@ HOUSE = [
     ["cache", "ring", "sharding", "heads", "multi_head"],
     ["flax_common checkpoint_files", "nnx_functions linen_functions", "nnx linen", "plots interop"],
 ]
+
+# A room or a file of experiments, and what it may import beside jattn and the files of its own room. A file with a line
+# of its own, as `measure.look`, may import what stands there and nothing else.
+ROOMS = {
+    "config": "",
+    "runs": "config",
+    "tasks": "config",
+    "model": "config tasks",
+    "measure.look": "tasks model",
+    "train": "config runs tasks model measure.look",
+    "measure": "config runs tasks model train",
+    "run": "config runs tasks train measure",
+    "report": "runs",
+    "bench": "config runs report.style",
+    "bench.looking": "bench config train",  # the cost of looking while training
+    "bench.sharding": "bench tests.ring_cases",  # the tests' own calls, on every number of devices
+    "commands": "config runs train run report",
+    "__main__": "runs.terminal commands bench.command",
+}
 
 
 def rows(house: list[list[str]]) -> dict[str, int]:
@@ -68,15 +90,40 @@ def offences(package: Path, house: list[list[str]]) -> list[str]:
                 found.append(f"{path}:{line}: imports {name} from the roof; import the module that defines it")
             elif not inside and row_of[target] >= row_of[module]:
                 found.append(f"{path}:{line}: imports {name}, which does not stand below {module}")
-    return found + circles(package)
+    return found + circles(package, modules(package, "*/**/*.py"))
 
 
-def circles(package: Path) -> list[str]:
-    """The first circle of files that import one another inside one package of ``package``, if there is one."""
+def trespasses(package: Path, rooms: dict[str, str]) -> list[str]:
+    """Every import in ``package`` that ``rooms`` does not allow, as one line of text each."""
+    files, found = modules(package), []
+    for name, file in files.items():
+        module = name.removeprefix(package.name).removeprefix(".")
+        room = module.partition(".")[0]
+        allowed = rooms.get(module, rooms.get(room))
+        if allowed is None:
+            if module:
+                found.append(f"{module}: not in the table; add it to ROOMS in tests/test_floors.py")
+            continue
+        known = [*allowed.split(), *([room] if module not in rooms or module == room else [])]
+        for line, imported in imports(file, package):
+            if imported.partition(".")[0] in (package.name, "tests"):
+                target = (_longest(imported, files) or imported).removeprefix(f"{package.name}.")
+                if not any(f"{target}.".startswith(f"{one}.") for one in known):
+                    found.append(f"{module}:{line}: imports {imported}; {module} may import {', '.join(known)}")
+    return found + circles(package, files)
+
+
+def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
+    """The files of ``package`` by the dotted names under which they are imported."""
     files = {}
-    for file in package.glob("*/**/*.py"):
+    for file in sorted(package.glob(pattern)):
         parts = (package.name, *file.relative_to(package).with_suffix("").parts)
         files[".".join(parts).removesuffix(".__init__")] = file
+    return files
+
+
+def circles(package: Path, files: dict[str, Path]) -> list[str]:
+    """The first circle of ``files`` of ``package`` that import one another, if there is one."""
     needs = {name: {_longest(target, files) for _, target in imports(files[name], package)} for name in files}
     try:
         graphlib.TopologicalSorter({name: targets - {None} for name, targets in needs.items()}).prepare()
@@ -94,6 +141,14 @@ def _longest(name: str, files: dict[str, Path]) -> str | None:
 
 def test_imports_point_down():
     assert not offences(JATTN, HOUSE)
+
+
+def test_experiments_keep_to_their_rooms():
+    assert not trespasses(EXPERIMENTS, ROOMS)
+
+
+def test_there_are_rooms():
+    assert set(ROOMS) <= {".".join(name.split(".")[1:]) for name in modules(EXPERIMENTS)}, "a room without a file"
 
 
 def test_there_is_a_house():
@@ -145,3 +200,40 @@ def test_a_planted_offence_is_caught(tmp_path, path, code):
 
     (package / path).write_text(code)
     assert len(offences(package, house)) == 1, offences(package, house)
+
+
+TRESPASSES = {
+    "up": ("attic/trunk.py", "from house import hall"),
+    "into a room": ("attic/trunk.py", "import house.cellar.shelf"),
+    "in a function": ("cellar/shelf.py", "def f():\n    from house.attic import trunk"),
+    "a file of a room that is closed": ("hall.py", "from house.attic.trunk import coat"),
+    "a file with a line of its own": ("cellar/door.py", "from house.cellar import shelf"),
+    "the roof": ("hall.py", "import house"),
+    "circle in a room": ("cellar/jar.py", "from house.cellar.shelf import jam"),
+    "the tests": ("hall.py", "from tests import cases"),
+    "not in the table": ("annexe.py", "import os"),
+}
+
+
+@pytest.mark.parametrize("path, code", TRESPASSES.values(), ids=TRESPASSES)
+def test_a_planted_trespass_is_caught(tmp_path, path, code):
+    rooms = {"cellar": "", "cellar.door": "attic.hatch", "attic": "", "hall": "cellar attic.hatch"}
+    package = tmp_path / "house"
+    sound = {
+        "__init__.py": "",
+        "cellar/__init__.py": "",
+        "cellar/shelf.py": "from house.cellar import jar\nfrom housekeeping import attic",
+        "cellar/jar.py": "import os",
+        "cellar/door.py": "from house.attic import hatch",
+        "attic/__init__.py": "",
+        "attic/hatch.py": "",
+        "attic/trunk.py": "from . import hatch",
+        "hall.py": "from house.cellar.shelf import jam\nimport house.attic.hatch",
+    }
+    for name, text in sound.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert trespasses(package, rooms) == []
+
+    (package / path).write_text(code)
+    assert len(trespasses(package, rooms)) == 1, trespasses(package, rooms)

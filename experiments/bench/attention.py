@@ -1,0 +1,187 @@
+"""The attention benchmark: jattn and its peers on the same problems, in turn, each figure kept as soon as it is known.
+
+What holds for all: ``environment``, ``shape``, ``missing`` (peer: why it is not here). The parts:
+
+- ``times``: rows of ``case``, ``length``, ``dtype``, ``passes``, ``medians`` (contestant: microseconds), ``left_out``
+  (contestant: why), ``matrix`` (microseconds of a product of two square matrices, timed in the same turns),
+  ``matrix_flops`` of it, ``flops`` of the row, ``rounds`` of turns, the ``seconds`` that they were to take;
+- ``memory``: ``bytes`` of temporaries that XLA plans for one head, by ``contestant``, ``case``, ``length``, ``passes``;
+- ``peak``: ``bytes`` that a fresh process holds at most beyond one that makes the inputs and no more;
+- ``compile``: ``seconds``, of three fresh processes.
+
+Where something could not be measured, ``bytes`` or ``seconds`` is null and ``reason`` says why.
+"""
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.bench import attention_figure, attention_tables, peers, timing
+from experiments.bench.cases import DTYPES, PASSES, Plan, Problem
+from experiments.bench.probe import probe
+from experiments.bench.suite import Job, Suite
+
+ROUNDS, SETTLE, MATRIX = 3, 0.01, 2048
+PEAK_LENGTH, COMPILED_LENGTHS, COMPILATIONS = 8192, (2048, 32768), 3
+PLAIN = ("full", "causal")  # the cases whose memory and compilation are measured
+
+
+def about(plan: Plan) -> dict[str, Any]:
+    """The environment, the shape of the problems, and which peers are missing."""
+    contestants, missing = peers.contestants(tuple(plan.peers), plan.device)
+    shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": 1}
+    return {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
+
+
+def environment(plan: Plan, names: list[str]) -> dict[str, str]:
+    """What the numbers are measured on, and of what: versions, hardware, and a digest of jattn's source."""
+    about = timing.environment() | {"contestants": ", ".join(names), "jattn_source": timing.source_digest()}
+    about |= {"cpu": timing.cpu_model(), "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"}
+    return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
+
+
+def jobs(plan: Plan) -> Iterator[Job]:
+    """All that the plan asks for, a part after the other."""
+    contestants = peers.contestants(tuple(plan.peers), plan.device)[0]
+    makers = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
+    for part in plan.parts:
+        yield from makers[part](plan, contestants)
+
+
+def _times(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Short lengths first, so that a run that is stopped has told most."""
+    memory = timing.memory_bytes(plan.device) / 3
+    for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
+        for passes in PASSES:
+            problem = Problem(case, length, dtype)
+            key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
+            yield Job("times", key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds))
+
+
+def time_row(
+    problem: Problem, passes: str, contestants: list[peers.Contestant], memory: float, seconds: float
+) -> dict[str, Any]:
+    """Times all contestants that can do the problem in ``memory`` bytes, and the product of two matrices."""
+    calls: dict[str, Callable] = {}
+    left_out = {}
+    for contestant in contestants:
+        reason = peers.why_not(contestant, problem, memory)
+        if reason is None:
+            try:
+                call = contestant.call(problem, passes)
+                call()  # compiles
+                calls[contestant.name] = call
+            except Exception as error:
+                if contestant.name == "jattn":
+                    raise
+                reason = _first_line(error)
+        if reason is not None:
+            left_out[contestant.name] = reason
+    matrix = matrix_product(problem.dtype)
+    matrix()
+    medians, rounds = timing.in_turn([*calls.values(), matrix], seconds, least=ROUNDS, settle=SETTLE)
+    *medians, product = (round(median, 2) for median in medians)
+    found = {"medians": dict(zip(calls, medians, strict=True)), "left_out": left_out}
+    found |= {"rounds": rounds, "seconds": seconds}
+    return found | {"flops": problem.flops(passes), "matrix": product, "matrix_flops": 2.0 * MATRIX**3}
+
+
+def matrix_product(dtype: str) -> Callable[[], Any]:
+    """A call of the product of two square matrices: the rate that this machine reaches at this moment."""
+    matrix = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype)
+    product = jax.jit(lambda a, b: a @ b)
+    return lambda: jax.block_until_ready(product(matrix, matrix))
+
+
+def _memory(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Temporaries of one head; compiled and not run, so any length will do."""
+    for one, case, passes in itertools.product(contestants, _plain(plan), (*PASSES, "hvp")):
+        for length in plan.lengths if isinstance(one, peers.InJax) else ():
+            problem = Problem(case, length, _dtype(plan, one), num_heads=1)
+            key = {"contestant": one.name, "case": case, "passes": passes, "length": length}
+            yield Job("memory", key, functools.partial(temporaries, one, problem, passes))
+
+
+def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[str, Any]:
+    """Bytes that XLA plans beside inputs and outputs."""
+    arrays = problem.arrays()
+    shapes = [jax.ShapeDtypeStruct(x.shape, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
+    try:
+        compiled = jax.jit(contestant.function(problem, passes)).lower(*shapes).compile()
+    except Exception as error:
+        if contestant.name == "jattn":
+            raise
+        return {"bytes": None, "reason": _first_line(error)}
+    return {"bytes": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, where it fits."""
+    lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
+    for one, case in itertools.product(contestants, _plain(plan)):
+        problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one))
+        if peers.why_not(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+            key = {"contestant": one.name, "case": case, "length": problem.length}
+            yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
+
+
+def _peak_bytes(plan: Plan, contestant: peers.Contestant, problem: Problem) -> dict[str, Any]:
+    ask = functools.partial(probe, "peak", plan.device, list(plan.peers), contestant.name, problem)
+    try:
+        return {"bytes": ask("both") - ask("inputs")}
+    except RuntimeError as error:
+        return {"bytes": None, "reason": str(error)}
+
+
+def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Of the lengths that are named for it, those that are asked for, or the longest."""
+    lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
+    for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
+        problem = Problem(case, length, _dtype(plan, one))
+        if isinstance(one, peers.InJax) and peers.why_not(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+            key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
+            yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
+
+
+def _compile_seconds(plan: Plan, contestant: peers.Contestant, problem: Problem, passes: str) -> dict[str, Any]:
+    ask = functools.partial(probe, "compile", plan.device, list(plan.peers), contestant.name, problem, passes)
+    try:
+        return {"seconds": statistics.median(ask() for _ in range(COMPILATIONS))}
+    except RuntimeError as error:
+        return {"seconds": None, "reason": str(error)}
+
+
+def _plain(plan: Plan) -> list[str]:
+    return [case for case in PLAIN if case in plan.cases]
+
+
+def _dtype(plan: Plan, contestant: peers.Contestant) -> str:
+    return next(dtype for dtype in DTYPES[plan.device] if dtype in contestant.dtypes)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+SUITE = Suite(
+    name="attention",
+    parts={
+        "times": ("case", "length", "dtype", "passes"),
+        "memory": ("contestant", "case", "passes", "length"),
+        "peak": ("contestant", "case", "length"),
+        "compile": ("contestant", "case", "length", "passes"),
+    },
+    about=about,
+    jobs=jobs,
+    markdown=attention_tables.markdown,
+    shown=attention_tables.shown,
+    draw=attention_figure.write_figure,
+    start=lambda plan: timing.use(plan.device),
+    resumable=True,
+)

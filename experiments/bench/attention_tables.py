@@ -1,0 +1,249 @@
+"""What the attention benchmark found, as text: functions of its results."""
+
+import numpy as np
+
+from experiments.bench.cases import CASES
+from experiments.bench.suite import Results, Row
+from experiments.bench.tables import Asked, asked_table, listed, ratio, report, short_number, table, worst
+
+PASSES = {"forward": "forward", "both": "forward and backward"}
+SLOPE_FROM = 4096  # shorter, what does not grow with the length still counts
+
+
+def row_of(results: Results, case: str, length: int, passes: str = "forward") -> Row | None:
+    """The row of times in float32."""
+    return next(iter(results.of("times", case=case, length=length, dtype="float32", passes=passes)), None)
+
+
+def microseconds(row: Row | None, contestant: str = "jattn") -> float | None:
+    """The contestant's median time in the row."""
+    return row["medians"].get(contestant) if row else None
+
+
+def share(row: Row | None, contestant: str = "jattn") -> float | None:
+    """Floating-point operations a second, as a share of those of the product of matrices in the same turns."""
+    time = microseconds(row, contestant)
+    return row["flops"] / time / (row["matrix_flops"] / row["matrix"]) if row and time else None
+
+
+def temporaries(results: Results, contestant: str, case: str, passes: str) -> dict[int, float]:
+    """Bytes of one head, by length."""
+    rows = results.of("memory", contestant=contestant, case=case, passes=passes)
+    rows = [row for row in rows if row["bytes"] is not None]
+    return {row["length"]: row["bytes"] for row in sorted(rows, key=lambda row: row["length"])}
+
+
+def slope(by_length: dict[int, float]) -> float | None:
+    """The exponent with which bytes grow with the length, fitted over lengths from ``SLOPE_FROM``."""
+    long = {length: size for length, size in by_length.items() if length >= SLOPE_FROM and size > 0}
+    if len(long) < 2:
+        return None
+    return float(np.polyfit(np.log(list(long)), np.log(list(long.values())), 1)[0])
+
+
+def asked(results: Results) -> list[Asked]:
+    """Every number that was asked for, with what was measured; they are for a CPU and float32, so none elsewhere."""
+    if not results.about["environment"]["device"].startswith("cpu"):
+        return []
+    return [
+        *_against_peers(results),
+        *_short(results),
+        *_shares(results),
+        *_cases(results),
+        *_memory(results),
+        *_compile(results),
+    ]
+
+
+# Peer, passes, length, how many times as fast as the peer at least: full, causal.
+AGAINST_PEERS = (
+    ("jax.nn", "forward", 2048, 2.2, 3.5),
+    ("jax.nn", "forward", 8192, 5.0, 6.0),
+    ("jax.nn", "both", 2048, 2.0, 5.0),
+    ("jax.nn", "both", 4096, 2.3, 4.5),
+    ("torch", "forward", 2048, 1.0, 1.0),
+    ("torch", "forward", 8192, 1.3, 1.3),
+    ("torch", "both", 2048, 0.95, 0.95),
+    ("torch", "both", 4096, 0.95, 0.95),
+)
+
+
+def _against_peers(results: Results) -> list[Asked]:
+    lines = []
+    for peer, passes, length, *thresholds in AGAINST_PEERS:
+        for case, threshold in zip(("full", "causal"), thresholds, strict=True):
+            row = row_of(results, case, length, passes)
+            times = ratio(microseconds(row, peer), microseconds(row))
+            question = f"{case}, {PASSES[passes]}, n = {length}: time of {peer} / time of jattn"
+            lines.append(Asked(question, times, threshold, at_least=True))
+    return lines
+
+
+def _short(results: Results) -> list[Asked]:
+    """Short inputs must not pay for long ones: the worst of all cases that jax.nn takes."""
+    rows = [row for row in results.of("times") if row["length"] <= 1024 and row["dtype"] == "float32"]
+    ratios = [(ratio(microseconds(row), microseconds(row, "jax.nn")), row) for row in rows]
+    known = [(value, row) for value, row in ratios if value is not None]
+    value, row = max(known, key=lambda pair: pair[0], default=(None, None))
+    where = f" (worst: {row['case']}, {PASSES[row['passes']]}, n = {row['length']})" if row else ""
+    question = f"every case, n <= 1024: time of jattn / time of jax.nn{where}"
+    return [Asked(question, value, 1.05, at_least=False)]
+
+
+def _shares(results: Results) -> list[Asked]:
+    lengths = [length for length in lengths_of(results) if length >= 4096]
+    lines = []
+    for case, threshold in (("full", 0.5), ("causal", 0.4)):
+        least = worst((share(row_of(results, case, length)) for length in lengths), highest=False)
+        lines.append(Asked(f"{case}, forward, n >= 4096: share of the matrix rate", least, threshold, at_least=True))
+    return lines
+
+
+def _cases(results: Results) -> list[Asked]:
+    """One case against another, both forward."""
+
+    def times(above: str, below: str, length: int) -> float | None:
+        return ratio(*(microseconds(row_of(results, case, length)) for case in (above, below)))
+
+    long = [length for length in lengths_of(results) if length >= 2048]
+    lines = [
+        Asked("causal / full, forward, n = 8192", times("causal", "full", 8192), 0.6, at_least=False),
+        Asked("window / full, forward, n = 32768", times("window", "full", 32768), 1 / 14, at_least=False),
+    ]
+    for case, plain in (("alibi", "causal"), ("softcap", "full")):
+        highest = worst((times(case, plain, length) for length in long), highest=True)
+        lines.append(Asked(f"{case} / {plain}, forward, n >= 2048", highest, 1.3, at_least=False))
+    return lines
+
+
+def _memory(results: Results) -> list[Asked]:
+    both, product = (temporaries(results, "jattn", "full", passes) for passes in ("both", "hvp"))
+    name = "temporaries of one head"
+    sizes = (None if size is None else size / 2**20 for size in (both.get(32768), product.get(32768)))
+    return [
+        Asked(f"{name}, full, forward and backward, n = 32768", next(sizes), 80, at_least=False, unit="MiB"),
+        Asked(f"{name}, full, forward and backward: exponent of growth", slope(both), 1.05, at_least=False),
+        Asked(f"{name}, full, Hessian-vector product, n = 32768", next(sizes), 160, at_least=False, unit="MiB"),
+    ]
+
+
+def _compile(results: Results) -> list[Asked]:
+    lines = []
+    for passes, threshold in (("forward", 1.5), ("both", 3.0)):
+        seconds = (
+            row["seconds"] for row in results.of("compile") if row["contestant"] == "jattn" and row["passes"] == passes
+        )
+        question = f"compilation, {PASSES[passes]}, the slowest of those below"
+        lines.append(Asked(question, worst(seconds, highest=True), threshold, at_least=False, unit="s"))
+    return lines
+
+
+def lengths_of(results: Results) -> list[int]:
+    """Lengths that were timed."""
+    return sorted({row["length"] for row in results.of("times")})
+
+
+def contestants_of(results: Results) -> list[str]:
+    """Contestants, in the order of the columns."""
+    return results.about["environment"]["contestants"].split(", ")
+
+
+def times_table(results: Results, passes: str, dtype: str) -> str:
+    """Milliseconds of each contestant and, behind them, its share of the rate of a product of matrices."""
+    names = contestants_of(results)
+    rows = []
+    for row in results.of("times"):
+        if row["passes"] == passes and row["dtype"] == dtype:
+            cells = [_time_cell(row, name) for name in names]
+            rows.append([row["case"], str(row["length"]), *cells, str(row["rounds"])])
+    rows.sort(key=lambda cells: (list(CASES).index(cells[0]), int(cells[1])))
+    return table(["case", "n", *names, "rounds"], rows)
+
+
+def memory_table(results: Results) -> str:
+    """Temporaries of one head in MiB, over lengths, with the exponent of their growth."""
+    lengths = sorted({row["length"] for row in results.of("memory")})
+    rows = []
+    for name, case, passes in dict.fromkeys((r["contestant"], r["case"], r["passes"]) for r in results.of("memory")):
+        sizes = temporaries(results, name, case, passes)
+        cells = [short_number(sizes[n] / 2**20) if n in sizes else "-" for n in lengths]
+        growth = slope(sizes)
+        label = PASSES.get(passes, "Hessian-vector product")
+        rows.append([name, case, label, *cells, "-" if growth is None else f"{growth:.2f}"])
+    return table(["", "case", "passes", *map(str, lengths), "exponent"], rows)
+
+
+def peak_table(results: Results) -> str:
+    """Resident memory of forward and backward, in MiB."""
+    rows = [[r["contestant"], r["case"], str(r["length"]), _cell(r["bytes"], 2**-20)] for r in results.of("peak")]
+    return table(["", "case", "n", "MiB"], rows)
+
+
+def compile_table(results: Results) -> str:
+    """Seconds from function to executable."""
+    rows = [[r["contestant"], r["case"], str(r["length"]), PASSES[r["passes"]], _cell(r["seconds"])]
+            for r in results.of("compile")]  # fmt: skip
+    return table(["", "case", "n", "passes", "s"], rows)
+
+
+def left_out(results: Results) -> list[str]:
+    """Why a table has a "-": one line for each contestant, case and reason."""
+    lines: dict[tuple[str, ...], list[int]] = {}
+    for row in results.of("times"):
+        for name, reason in row["left_out"].items():
+            lines.setdefault((name, row["case"], reason), []).append(row["length"])
+    for part, value in (("memory", "bytes"), ("peak", "bytes"), ("compile", "seconds")):
+        for row in results.of(part):
+            if row[value] is None:
+                lines.setdefault((row["contestant"], row["case"], f"{part}: {row['reason']}"), []).append(row["length"])
+    said = []
+    for (name, case, reason), lengths in lines.items():
+        where = "" if set(lengths) == set(lengths_of(results)) else f", n = {', '.join(map(str, sorted(set(lengths))))}"
+        said.append(f"{name}, {case}{where}: {reason}")
+    return said
+
+
+def shown(results: Results) -> str:
+    """The missing peers, and the numbers that were measured beside their thresholds."""
+    answered = [one for one in asked(results) if one.measured is not None]
+    return "\n".join([*results.about["missing"].values(), *([asked_table(answered)] if answered else [])])
+
+
+def markdown(results: Results) -> str:
+    """``attention.md``: everything, in the order in which it is asked for."""
+    shape = results.about["shape"]
+    sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}, T = S = n"
+    parts = [
+        "# Attention, measured",
+        f"{sizes}. Medians of calls in turn, and in brackets the share that the products of attention reach of the "
+        "rate of one large product of matrices, timed in the same turns. Written by "
+        "`python -m experiments bench --suite attention`.",
+        *(f"Not here: {line}." for line in results.about["missing"].values()),
+    ]
+    lines = asked(results)
+    parts += ["## What was asked", asked_table(lines)] if lines else []
+    parts += ["![Time and memory over length](attention.png)"] if results.of("times") else []
+    for dtype in dict.fromkeys(row["dtype"] for row in results.of("times")):
+        for passes, name in PASSES.items():
+            parts += [f"## Milliseconds, {name}, {dtype}", times_table(results, passes, dtype)]
+    if results.of("memory"):
+        parts += ["## Temporaries of one head, MiB", memory_table(results)]
+    if results.of("peak"):
+        about = "Forward and backward, all heads: the peak of a fresh process, compilation included, less that of one "
+        parts += ["## Peak memory", about + "that only makes the inputs.", peak_table(results)]
+    if results.of("compile"):
+        parts += ["## Compilation", "All heads, in fresh processes.", compile_table(results)]
+    parts += ["## Cases", "\n".join(f"- {name}: {text}." for name, text in CASES.items())]
+    reasons = left_out(results)
+    parts += ["## Left out", "\n".join(f"- {reason}." for reason in reasons)] if reasons else []
+    parts += ["## Measured on", listed(results.about["environment"])]
+    return report(*parts)
+
+
+def _time_cell(row: Row, name: str) -> str:
+    time = microseconds(row, name)
+    return "-" if time is None else f"{short_number(time / 1e3)} ({share(row, name):.2f})"
+
+
+def _cell(value: float | None, times: float = 1.0) -> str:
+    return "-" if value is None else short_number(value * times)

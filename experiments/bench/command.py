@@ -1,0 +1,92 @@
+"""``python -m experiments bench``: which suite, and which of its options."""
+
+import datetime
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import config
+from experiments.bench.cases import CASES, LENGTHS, PARTS, PEERS, Plan
+from experiments.runs.terminal import fail
+
+# The suites, a file each, and the options that they take; () is all of them.
+SUITES = {
+    "attention": (),
+    "dispatch": ("out",),
+    "layers": ("out", "seconds"),
+    "looking": ("out", "seconds"),
+    "sharding": ("out",),
+}
+
+
+def bench_command(arguments: Sequence[str]) -> int:
+    """Times jattn and its peers in turn, and writes tables and a picture."""
+    options = _parser().parse_args(arguments)
+    if options.suite not in SUITES:
+        return fail(f"--suite: expected one of {', '.join(SUITES)}, got {options.suite!r}")
+    if not _takes(options, *SUITES[options.suite]):
+        return 2
+    today = Path(__file__).parents[1] / "results" / f"{options.device}-{datetime.date.today()}"
+    out = Path(options.out or (today if options.suite == "attention" else "runs/bench"))
+    lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
+    try:
+        plan = Plan.read(out, options.device, options.seconds, **lists)
+    except ValueError as wrong:
+        return fail(str(wrong))
+    return _run(options.suite, plan, options.redraw, options.resume)
+
+
+def _run(name: str, plan: Plan, redraw: bool, resume: bool) -> int:
+    # JAX takes seconds to import, which a wrong option need not wait for
+    from experiments.bench.suite import Failed, Refused, Suite
+
+    suite: Suite = importlib.import_module(f"experiments.bench.{name}").SUITE
+    try:
+        if redraw:
+            results = suite.read(plan.out)
+        else:
+            suite.start(plan)
+            results = suite.measure(suite.sizes(plan), plan.out, resume=resume)
+        report = suite.write_report(results, plan.out)
+    except Refused as refused:
+        return fail(str(refused))
+    except Failed as failed:
+        return fail(str(failed), status=1)
+    except OSError as wrong:
+        return fail(f"--out: {wrong}")
+    if text := suite.shown(results):
+        print(text)
+    print(f"report: {report}")
+    return 0
+
+
+def _parser() -> config.Parser:
+    parser = config.Parser(prog="python -m experiments bench", description=bench_command.__doc__)
+    parser.add_argument(
+        "--suite",
+        type=str,
+        default="attention",
+        help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics; sharding: rings",
+    )
+    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
+    parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, numbers above 1")
+    parser.add_argument("--cases", type=str, default=",".join(CASES), help="some of these")
+    parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure, some of these")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time for each row, all contestants together")
+    parser.add_argument("--out", type=str, default=None, help="folder; default experiments/results/DEVICE-DATE")
+    parser.add_argument("--resume", action="store_true", help="go on with the results in --out")
+    parser.add_argument("--redraw", action="store_true", help="tables and picture of the results in --out anew")
+    return parser
+
+
+def _takes(options: Any, *names: str) -> bool:
+    """Whether all options but those of ``names`` are left as they are, if there are any; says which is not."""
+    defaults = _parser().get_defaults()
+    for name in defaults.keys() if names else ():
+        if name not in ("suite", *names) and options[name] != defaults[name]:
+            others = " and ".join(f"--{name}" for name in names)
+            fail(f"--{name}: --suite {options.suite} takes no other option than {others}")
+            return False
+    return True

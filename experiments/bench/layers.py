@@ -1,0 +1,251 @@
+"""The layers benchmark: jattn's Flax modules beside Flax's own, in a training step and in a decoding step.
+
+What holds for all: ``environment``, ``sizes``. The parts:
+
+- ``times``: ``step``, ``length`` (tokens that are attended to), ``medians`` (contestant: microseconds), ``rounds`` of
+  turns, ``apart`` (how far jattn's results are from the others', as a share of the largest number);
+- ``memory``: ``contestant``, ``length`` of a training step, bytes of ``temporaries`` that XLA plans and of ``peak``,
+  what a fresh process holds at most beyond one that builds the model and its inputs and no more.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jattn.nnx
+from experiments.bench import probe, timing
+from experiments.bench.suite import Failed, Job, Results, Suite
+from experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
+from jattn.multi_head import attend_heads
+
+MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
+COLUMNS = {"jattn": "jattn", "flax": "Flax", "sum": "sum of the cache"}
+TRAIN, DECODE, MODULE = "training step", "decode, function", "decode, module"
+RATE, TOLERANCE = 0.1, 1e-4  # of gradient descent; of the largest number
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What one run measures; batch 1, float32."""
+
+    layers: int = 4
+    width: int = 512
+    num_heads: int = 8
+    lengths: tuple[int, ...] = (256, 4096)  # of training; memory is measured at the longest
+    num_kv_heads: int = 2  # while decoding; in training as many as heads
+    slots: int = 65536  # of the cache
+    tokens: tuple[int, ...] = (65536, 4096)  # in it, the decoded one included; the modules decode with the most
+    seconds: float = 6.0  # a row's calls, all contestants together
+    rounds: int = 3  # of turns, at least
+    settle: float = 0.01  # seconds of rest before every turn
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A jitted ``step(state, *inputs) -> (output, state)`` that takes the memory of the state it is given."""
+
+    step: Callable
+    state: Any
+    inputs: tuple
+
+    def __call__(self) -> Any:
+        """One step; returns its output when all is done."""
+        output, self.state = jax.block_until_ready(self.step(self.state, *self.inputs))
+        return output
+
+
+class Block(nnx.Module):
+    """A layer of a causal transformer: ``[1, n, width]`` to the same."""
+
+    def __init__(self, attention: Callable, sizes: Sizes, rngs: nnx.Rngs):
+        width = sizes.width
+        self.attention_norm, self.mlp_norm = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.attention = attention(num_heads=sizes.num_heads, in_features=width, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """Training with either module, its memory, then decoding: by the function, and with either module."""
+
+    def times(step: str, length: int, row: Callable, *which: Any) -> Job:
+        return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *which))
+
+    for length in sizes.lengths:
+        yield times(TRAIN, length, modules_row, TRAIN, length, trainer)
+    for name in MODULES:
+        key = {"contestant": name, "length": max(sizes.lengths)}
+        yield Job("memory", key, functools.partial(memory_row, sizes, **key))
+    for tokens in sizes.tokens:
+        yield times(DECODE, tokens, function_row, tokens)
+    yield times(MODULE, max(sizes.tokens), modules_row, MODULE, max(sizes.tokens), decoder)
+
+
+def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[str, Any]:
+    """A step with either module; both must agree on its output and on what it changes in the state."""
+    calls = {name: build(sizes, length, name) for name in MODULES}
+    before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
+    outputs = [one() for one in calls.values()]
+    changes = [jax.tree.map(jnp.subtract, one.state, old) for one, old in zip(calls.values(), before, strict=True)]
+    apart = max(agree(f"{step}, n = {length}", *pair) for pair in (outputs, changes))
+    return _timed(sizes, calls, apart)
+
+
+def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
+    """Gradient descent on a transformer's mean square error; the same parameters whoever's module it has."""
+    rngs = nnx.Rngs(0)
+    graph, params = nnx.split(nnx.Sequential(*(Block(MODULES[name], sizes, rngs) for _ in range(sizes.layers))))
+    x, target = (jax.random.normal(jax.random.key(i), (1, length, sizes.width)) for i in range(2))
+    loss = lambda params, x, target: jnp.mean((nnx.merge(graph, params)(x) - target) ** 2)
+
+    def step(params, x, target):
+        value, gradients = jax.value_and_grad(loss)(params, x, target)
+        return value, jax.tree.map(lambda param, gradient: param - RATE * gradient, params, gradients)
+
+    return Contestant(jax.jit(step, donate_argnums=0), params, (x, target))
+
+
+def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
+    """One token against a cache, beside the sums over all of its slots: the time that reading them takes."""
+    cache, (query, key, value) = decode_inputs(sizes, tokens)
+    held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
+    expected = jax.nn.dot_product_attention(query, *held)
+
+    def step(cache, *chunk):
+        z, after = attend_heads(*chunk, cache=cache)
+        return z, dataclasses.replace(after, length=cache.length)  # so that the next call does the same work
+
+    decode = Contestant(jax.jit(step, donate_argnums=0), cache, (query, key, value))
+    apart = agree(f"{DECODE}, {tokens} tokens", decode(), expected)
+    sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
+    read = lambda: jax.block_until_ready(sums(decode.state.key, decode.state.value))
+    read()  # compiles; there is nobody to agree with
+    return _timed(sizes, {"jattn": decode, "sum": read}, apart)
+
+
+def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
+    """A cache that lacks the last of ``tokens``, every slot random numbers; query, key and value of that token."""
+    head_dim, few = sizes.width // sizes.num_heads, sizes.num_kv_heads
+    shapes = ((sizes.slots, few), (sizes.slots, few), (1, sizes.num_heads), (1, few), (1, few))
+    key, value, *chunk = (jax.random.normal(jax.random.key(i), (1, *x, head_dim)) for i, x in enumerate(shapes))
+    return jattn.KVCache(key, value, jnp.full(1, tokens - 1, jnp.int32)), tuple(chunk)
+
+
+def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
+    """One token through a module, ``decode=True``; its state is its cache, filled as in ``decode_inputs``."""
+    module = MODULES[name](sizes.num_heads, sizes.width, num_kv_heads=sizes.num_kv_heads, decode=True, rngs=nnx.Rngs(0))
+    module.init_cache((1, sizes.slots, sizes.width))
+    cache, (query, _, _) = decode_inputs(sizes, tokens)
+    module.cached_key[...], module.cached_value[...], module.cache_index[...] = cache.key, cache.value, cache.length[0]
+    graph, state, params = nnx.split(module, nnx.Cache, ...)
+
+    def step(state, params, x):
+        module = nnx.merge(graph, state, params)
+        index = module.cache_index[...]
+        y = module(x)
+        module.cache_index[...] = index  # so that the next call does the same work
+        return y, nnx.state(module, nnx.Cache)
+
+    return Contestant(jax.jit(step, donate_argnums=0), state, (params, query.reshape(1, 1, sizes.width)))
+
+
+def agree(what: str, ours: Any, theirs: Any) -> float:
+    """The largest difference, as a share of the largest number in ``theirs``; ``Failed`` above ``TOLERANCE``."""
+    both = [jnp.concatenate([x.ravel().astype(jnp.float32) for x in jax.tree.leaves(x)]) for x in (ours, theirs)]
+    apart = float(jnp.abs(both[0] - both[1]).max() / jnp.abs(both[1]).max())
+    if not apart <= TOLERANCE:  # NaN, too
+        raise Failed(f"{what}: {apart:.1e} of the largest number apart, expected at most {TOLERANCE:g}")
+    return apart
+
+
+def _timed(sizes: Sizes, calls: dict[str, Callable], apart: float) -> dict[str, Any]:
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle) | {"apart": apart}
+
+
+def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:
+    """Memory of one training step, from two fresh processes."""
+    question = {"contestant": contestant, "length": length, "sizes": dataclasses.asdict(sizes)}
+    try:
+        at_rest, stepping = (probe.ask("layers", question | {"step": step}) for step in (False, True))
+    except RuntimeError as error:
+        raise Failed(f"memory of {contestant}: {error}") from None
+    return {"temporaries": stepping[1], "peak": stepping[0] - at_rest[0]}
+
+
+def answer(question: dict[str, Any]) -> tuple[float, float]:
+    """Bytes that this process holds at most: it builds the model and, with ``step``, does one; its temporaries."""
+    one, temporaries = trainer(Sizes(**question["sizes"]), question["length"], question["contestant"]), 0
+    if question["step"]:
+        one.step = one.step.lower(one.state, *one.inputs).compile()
+        temporaries = one.step.memory_analysis().temp_size_in_bytes
+        one()
+    return probe.peak_resident(), temporaries
+
+
+def asked(results: Results) -> list[Asked]:
+    """Every number that was asked for, of the default sizes on a CPU, with what was measured."""
+    known = {(row["step"], row["length"], name): x for row in results.of("times") for name, x in row["medians"].items()}
+    known |= {("peak", row["length"], row["contestant"]): row["peak"] for row in results.of("memory")}
+    share = lambda above, below, *what: ratio(known.get((*what, above)), known.get((*what, below)))
+    train, token = f"{TRAIN}, n =", "one token, 65536 in the cache:"
+    return [
+        Asked(f"{train} 256: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 256), 1.05, False),
+        Asked(f"{train} 4096: time of Flax / time of jattn", share("flax", "jattn", TRAIN, 4096), 2.5, True),
+        Asked(f"{train} 4096: peak resident memory, jattn / Flax", share("jattn", "flax", "peak", 4096), 0.2, False),
+        Asked(f"{token} function / sum of the cache (aim: 1.1)", share("jattn", "sum", DECODE, 65536), 1.5, False),
+        Asked(f"{token} time of jattn's module / of Flax's", share("jattn", "flax", MODULE, 65536), 1.0, False),
+    ]
+
+
+def markdown(results: Results) -> str:
+    """``layers.md``."""
+    times = []
+    for r in results.of("times"):
+        cells = [f"{r['medians'][name] / 1e3:.2f}" if name in r["medians"] else "-" for name in COLUMNS]
+        times.append([r["step"], r["length"], *cells, r["rounds"], f"{r['apart']:.0e}"])
+    memory = [
+        [COLUMNS[r["contestant"]], r["length"], *(f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))]
+        for r in results.of("memory")
+    ]
+    return report(
+        "# Layers, measured",
+        "Medians of calls in turn, float32, batch 1. Training: a step of gradient descent of a causal transformer. "
+        "Decoding: the n-th token; beside it the sums of all the cache's slots. `apart`: how far results differ, as a "
+        "share of the largest number. Written by `python -m experiments bench --suite layers`.",
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Milliseconds",
+        table(["step", "n", *COLUMNS.values(), "rounds", "apart"], times),
+        "## Memory of a training step, MiB",
+        "The peak, of which a fifth is asked, is the resident memory of a fresh process that does one step, "
+        "compilation included, less that of one that only builds the model and its inputs.",
+        table(["", "n", "XLA's temporaries", "peak"], memory),
+        "## Measured on",
+        listed(results.about["environment"] | results.about["sizes"]),
+    )
+
+
+SUITE = Suite(
+    name="layers",
+    parts={"times": ("step", "length"), "memory": ("contestant", "length")},
+    about=lambda sizes: {"environment": timing.machine(), "sizes": dataclasses.asdict(sizes)},
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(seconds=plan.seconds),
+    start=lambda plan: timing.use("cpu"),
+)
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(json.loads(sys.argv[1]))))

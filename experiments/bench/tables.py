@@ -1,0 +1,70 @@
+"""Tables and reports of the suites in Markdown, and the numbers that are expected of jattn."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One number that was asked of jattn, beside what was measured; ``measured`` is None where nothing was."""
+
+    question: str
+    measured: float | None
+    threshold: float
+    at_least: bool
+    unit: str = ""
+
+    @property
+    def answer(self) -> str:
+        """Whether the number is met."""
+        if self.measured is None:
+            return "not measured"
+        met = self.measured >= self.threshold if self.at_least else self.measured <= self.threshold
+        return "met" if met else "not met"
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """None where one of them is."""
+    return above / below if above is not None and below else None
+
+
+def worst(values: Iterable[float | None], highest: bool) -> float | None:
+    """The highest or the lowest of those that are known."""
+    known = [value for value in values if value is not None]
+    return (max if highest else min)(known) if known else None
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows of cells as a Markdown table."""
+    bar: Callable[[Sequence[Any]], str] = lambda cells: f"| {' | '.join(map(str, cells))} |"
+    return "\n".join([bar(head), "|" + "---|" * len(head), *map(bar, rows)])
+
+
+def asked_table(lines: Sequence[Asked]) -> str:
+    """What was asked, as a Markdown table."""
+    rows = []
+    for one in lines:
+        bound = f"{'>=' if one.at_least else '<='} {one.threshold:.3g} {one.unit}".strip()
+        measured = "-" if one.measured is None else f"{short_number(one.measured)} {one.unit}".strip()
+        rows.append([one.question, measured, bound, one.answer])
+    return table(["what", "measured", "asked", ""], rows)
+
+
+def short_number(value: float) -> str:
+    """Three digits that count, never in powers of ten."""
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:.{min(max(digits, 0), 4)}f}"
+
+
+def listed(facts: Mapping[str, Any]) -> str:
+    """Names and values, one a line."""
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+
+
+def report(*parts: str) -> str:
+    """Headings, paragraphs and tables as one document."""
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,119 @@
+"""How calls are timed, and on what: ratios of contestants that take turns, and the facts of the machine.
+
+Contestants are timed in turn, in one run, so that a busy machine is busy for all of them.
+"""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+
+import jattn
+from experiments.bench.suite import Refused
+
+
+def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
+    """The median time of each call, in microseconds, and the number of rounds; the order turns round with every round.
+
+    Args:
+        calls: what to time; each returns when its work is done, and has run before.
+        seconds: when no further round begins.
+        least: so many rounds, however long they take.
+        settle: seconds of rest before every turn, in which the threads of the one before go to sleep; a turn then
+            repeats a short call for about as long. One more call before it is not timed.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    repeats = [1] * len(calls)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < least:
+        order = range(len(calls))
+        for index in order if len(times[0]) % 2 else reversed(order):
+            if settle:
+                time.sleep(settle)
+            calls[index]()  # untimed: it brings back the memory and the caches that others have used meanwhile
+            begin = time.perf_counter()
+            for _ in range(repeats[index]):
+                calls[index]()
+            times[index].append((time.perf_counter() - begin) / repeats[index])
+            repeats[index] = max(1, round(settle / times[index][-1]))
+    return [float(np.median(one)) * 1e6 for one in times], len(times[0])
+
+
+def medians(calls: Mapping[str, Callable], seconds: float, rounds: int, settle: float) -> dict[str, Any]:
+    """The fields ``medians``, of each call by its name in microseconds, and ``rounds``, as ``in_turn`` has them."""
+    times, count = in_turn(list(calls.values()), seconds, least=rounds, settle=settle)
+    return {"medians": {name: round(time, 2) for name, time in zip(calls, times, strict=True)}, "rounds": count}
+
+
+def environment() -> dict[str, str]:
+    """What the numbers were measured on."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{device.platform}: {device.device_kind}",
+        "machine": platform.machine(),
+        "cores": str(cores()),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "jattn": jattn.__version__,
+    }
+
+
+def machine() -> dict[str, str]:
+    """``environment``, the state of jattn's source, and the processor."""
+    return environment() | {"jattn_source": source_digest(), "cpu": cpu_model()}
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor's name, as Linux knows it; elsewhere as Python does."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def source_digest() -> str:
+    """A short digest of jattn's source files, which tells apart two states of one version."""
+    folder = Path(jattn.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def memory_bytes(device: str) -> float:
+    """How much memory the device has; of the machine, what this process may use."""
+    if device == "gpu":
+        return float(jax.devices()[0].memory_stats()["bytes_limit"])
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return float(total if text == "max" else min(total, int(text)))
+
+
+def use(device: str) -> None:
+    """Makes JAX run on ``device``, before anything else has made it choose.
+
+    Raises:
+        Refused: there is no such device.
+    """
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers want some of the memory, too
+    try:
+        jax.devices("gpu")
+    except RuntimeError:
+        raise Refused("--device: JAX finds no gpu here; pip install '.[gpu]' brings it for NVIDIA's") from None

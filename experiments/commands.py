@@ -1,0 +1,176 @@
+"""The commands ``run``, ``list``, ``report`` and ``keep``: their options, their errors in one line, their exit status.
+
+JAX, Orbax and matplotlib take seconds to import, so the functions import what needs them after the options are read.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from rich.table import Table
+
+from experiments import config
+from experiments.runs import stopping
+from experiments.runs.findings import Findings
+from experiments.runs.folder import Busy, Damaged
+from experiments.runs.terminal import Terminal, fail
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Trains an experiment and reports on it."""
+    settings, out, check, processes = config.load(arguments)
+    with stopping.stoppable():
+        try:
+            return _run(settings, out, check, processes)
+        except BaseException as error:
+            if (number := stopping.asked()) is None:
+                raise
+            warnings.simplefilter("ignore", RuntimeWarning)  # a save that is cut short leaves coroutines behind
+            # a library may have made another error of the exception
+            said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
+            status = fail(f"{said}; the same command goes on", status=128 + number)
+    if processes is not None:
+        _leave(status)
+    return status
+
+
+def _run(settings: config.Config, out: Path, check: bool, processes: config.Processes | None) -> int:
+    # JAX and Orbax take seconds to import, which a wrong option or --help need not wait for
+    from experiments.run import DifferentConfig, prepared, run
+    from experiments.runs import devices
+
+    with contextlib.ExitStack() as stack:
+        try:
+            devices.start(settings, processes)
+            stack.enter_context(prepared(settings, out))
+        except DifferentConfig as different:
+            return fail(*different.args)
+        except (Busy, Damaged) as refused:
+            return fail(f"--out: {refused}")
+        except ValueError as wrong:
+            return fail(str(wrong))
+        except OSError as wrong:
+            return fail(f"--out: {wrong}")
+        try:
+            findings = run(settings, out)
+            if findings is None:  # the first process has them
+                return 0
+            report = _write_report(findings, out)
+        except Exception as error:
+            stopping.check()
+            status = _say_why(error, out)
+            if processes is not None:
+                _leave(status)
+            return status
+    _show(findings)
+    print(f"report: {report}")
+    failed = [claim["name"] for claim in findings.claims if not claim["holds"]]
+    return fail(f"claims that fail: {', '.join(failed)}", status=1) if check and failed else 0
+
+
+def list_command(arguments: Sequence[str]) -> int:
+    """Prints the experiments in configs/."""
+    if arguments and arguments[0] not in ("-h", "--help"):
+        return fail(f"list takes no options, got {arguments[0]!r}")
+    config.Parser(prog="python -m experiments list", description=list_command.__doc__).parse_args(arguments)
+    table = Table("config", "name", "description", box=None)
+    for file in sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")):
+        try:
+            experiment = config.read(file)
+            table.add_row(f"configs/{file.name}", experiment.name, experiment.description)
+        except ValueError as wrong:
+            table.add_row(f"configs/{file.name}", "", f"not valid: {wrong}")
+    Terminal().print(table)
+    return 0
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """Writes the report of a finished run anew."""
+    parser = config.Parser(prog="python -m experiments report", description=report_command.__doc__)
+    parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
+    out = Path(parser.parse_args(arguments).run)
+    try:
+        findings = Findings.load(out)
+    except FileNotFoundError:
+        return fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
+    except (Damaged, OSError) as wrong:
+        return fail(f"--run: {wrong}")
+    except TypeError:
+        return fail(f"--run: {str(out)!r} was written by another version; run its config anew")
+    try:
+        report = _write_report(findings, out)
+    except OSError as wrong:
+        return fail(f"--run: {wrong}")
+    _show(findings)
+    print(f"report: {report}")
+    return 0
+
+
+def keep_command(arguments: Sequence[str]) -> int:
+    """Writes what of a finished run is kept in a repository."""
+    parser = config.Parser(prog="python -m experiments keep", description=keep_command.__doc__)
+    parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
+    parser.add_argument("--to", type=str, default=str(Path(__file__).parent / "results"), help="folder of results")
+    options = parser.parse_args(arguments)
+    from experiments.runs.keep import keep
+
+    try:
+        print(f"kept: {keep(Path(options.run), Path(options.to))}")
+    except FileNotFoundError:
+        return fail(f"--run: expected the folder of a finished run, got {options.run!r}")
+    except Damaged as wrong:
+        return fail(f"--run: {wrong}")
+    except TypeError:
+        return fail(f"--run: {options.run!r} was written by another version; run its config anew")
+    except OSError as wrong:
+        return fail(f"--to: {wrong}")
+    return 0
+
+
+def _say_why(error: Exception, out: Path) -> int:
+    """Says why a run ended, in one line where it is the run's matter; returns the exit status."""
+    from experiments.train import Diverged
+
+    if isinstance(error, Diverged):
+        return fail(str(error), status=1)
+    if isinstance(error, Damaged):
+        return fail(f"--out: {error}")
+    if isinstance(error, OSError):  # mostly a full disk
+        return fail(f"--out: {out}: {error}; the same command goes on from the last checkpoint", status=1)
+    from jax.errors import JaxRuntimeError
+
+    if isinstance(error, JaxRuntimeError) and _are_many():  # mostly another process that is gone
+        line = str(error).splitlines()[0]
+        return fail(f"stopped: {line}; start all processes again to go on from the last checkpoint", status=1)
+    traceback.print_exception(error)
+    return 1
+
+
+def _are_many() -> bool:
+    import jax
+
+    return jax.process_count() > 1
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends one of several processes at once: Python's way out waits for the others, and they wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _write_report(findings: Findings, out: Path) -> Path:
+    from experiments.report.page import write_report
+
+    return write_report(findings, out)
+
+
+def _show(findings: Findings) -> None:
+    from experiments.report.tables import show  # SciPy, too, takes a while
+
+    show(findings)

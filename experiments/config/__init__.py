@@ -1,0 +1,17 @@
+"""What an experiment is, as data: its schema, the rules that its values keep, and how it is read."""
+
+from experiments.config.controls import variants as variants
+from experiments.config.load import Asked as Asked
+from experiments.config.load import differences as differences
+from experiments.config.load import load as load
+from experiments.config.load import read as read
+from experiments.config.parser import Parser as Parser
+from experiments.config.parser import Processes as Processes
+from experiments.config.schema import Claim as Claim
+from experiments.config.schema import Config as Config
+from experiments.config.schema import Evaluate as Evaluate
+from experiments.config.schema import Mesh as Mesh
+from experiments.config.schema import Model as Model
+from experiments.config.schema import Pretrained as Pretrained
+from experiments.config.schema import Task as Task
+from experiments.config.schema import Train as Train

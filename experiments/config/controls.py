@@ -1,0 +1,53 @@
+"""The controls of an experiment and the points of its sweep: each is its config with some options changed."""
+
+import argparse
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+from experiments.config.parser import Parser, build, one_line
+from experiments.config.schema import SECTIONS, Config
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """The configs of all controls by their names, then those of the sweep as "OPTION=VALUE,OPTION=VALUE".
+
+    Each is ``config`` with its overrides and without claims. The point of a sweep that ``config`` is itself stays.
+    """
+    for kind, named in (("controls", config.controls), ("sweep", config.sweep)):
+        _check_names(kind, named)
+    for option, values in config.sweep.items():
+        words = [str(value) for value in values]
+        good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
+        if not good or option == "train.seeds":
+            raise ValueError(f"sweep.{option}: expected different numbers or words (not of train.seeds), got {values}")
+    for name, changed in config.controls.items():
+        _check_names(f"controls.{name}", changed)
+        if not re.fullmatch(r"[\w-]+", name):
+            raise ValueError(f"controls: expected names of letters, digits, '_' and '-', got {name!r}")
+    points = [dict(zip(config.sweep, values, strict=True)) for values in itertools.product(*config.sweep.values())]
+    swept = {",".join(f"{key}={value}" for key, value in point.items()): point for point in points if point}
+    found = {name: _vary(config, f"controls.{name}", name, changed) for name, changed in config.controls.items()}
+    return found | {name: _vary(config, "sweep", name, changed) for name, changed in swept.items()}
+
+
+def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Config:
+    plain = dataclasses.asdict(config) | {"controls": {}, "sweep": {}, "claims": []}
+    for option, value in changed.items():
+        section, *rest = option.split(".")
+        if len(rest) != 1 or section not in SECTIONS:
+            raise ValueError(f"{key}: {option!r} is no option; expected SECTION.OPTION")
+        plain[section] = plain[section] | {rest[0]: value}
+    try:
+        varied = build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
+    except (argparse.ArgumentError, ValueError) as error:
+        raise ValueError(f"{key}: {one_line(str(error))}") from None
+    return dataclasses.replace(varied, name=f"{config.name}/{name}")
+
+
+def _check_names(key: str, named: dict[Any, Any]) -> None:
+    """Raises ``ValueError`` for a name that YAML reads as something else: a number, a truth value, nothing."""
+    for name in named:
+        if not isinstance(name, str):
+            raise ValueError(f"{key}: expected names that are text, in quotes where they are not, got {name!r}")

@@ -1,0 +1,1 @@
+"""What a trained model does and how its heads do it, and the claims held against that."""

@@ -1,0 +1,153 @@
+"""Claims: metrics of a run, one number a seed, held against the thresholds in its config."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.config import Claim, Config, variants
+from experiments.measure.evaluate import Measured, drops
+
+
+class Result(NamedTuple):
+    """One config's models, trained and untrained; leaves have a leading axis of seeds."""
+
+    config: Config
+    places: tuple[str, ...]
+    seeds: list[int]
+    parameters: int  # of one seed's model
+    trained: Measured
+    untrained: Measured
+    groups: dict[str, np.ndarray]  # role -> [R,A], accuracy with all heads of that role off; empty for a control
+
+
+# What a clean head's absence costs: at least this at its own place, at most this at every other.
+OWN_DROP, OTHER_DROP = 0.5, 0.05
+OWN_WEIGHT = 0.9  # on its place, from which on a head is there for it
+
+
+def clean_heads(found: Measured) -> np.ndarray:
+    """``[R]``: how many places have a head that serves them alone."""
+    fall = drops(found)  # [R,L,N,A]
+    others = np.stack([np.delete(fall, place, -1).max(-1, initial=-1.0) for place in range(fall.shape[-1])], -1)
+    clean = (fall >= OWN_DROP) & (others <= OTHER_DROP)
+    return clean.any((1, 2)).sum(-1)
+
+
+def own_place_weight(places: tuple[str, ...], trained: Measured, looked_at: Measured) -> np.ndarray:
+    """``[R,A]``: the weight on each place, in ``looked_at``, of the head whose absence costs it most in ``trained``."""
+    fall = drops(trained)
+    owner = fall.reshape(len(fall), -1, len(places)).argmax(1)  # [R,A]
+    scores = np.stack([looked_at.scores[place].reshape(len(fall), -1) for place in places], -1)  # [R,L*N,A]
+    return np.take_along_axis(scores, owner[:, None], 1)[:, 0]
+
+
+def distinct_places(places: tuple[str, ...], found: Measured) -> np.ndarray:
+    """``[R]``: how many places have a head with at least ``OWN_WEIGHT`` of its weight on them."""
+    best = np.stack([found.scores[place].max((1, 2)) for place in places], -1)
+    return (best >= OWN_WEIGHT).sum(-1)
+
+
+def mean_divergence(found: Measured) -> np.ndarray:
+    """``[R]``: mean over pairs of different heads; 0 for a single head."""
+    count = found.divergence.shape[-1]
+    return found.divergence.sum((1, 2)) / max(count * (count - 1), 1)
+
+
+Metric = Callable[[Result, Measured], np.ndarray]
+
+# Each takes the result and the one of its models that is asked about.
+METRICS: dict[str, Metric] = {
+    "worst_place_accuracy": lambda result, found: found.accuracy.min(-1),
+    "mean_accuracy": lambda result, found: found.accuracy.mean(-1),
+    "hardened_accuracy": lambda result, found: found.hardened.mean(-1),
+    "exact_match": lambda result, found: found.exact_match,
+    "exact_match_at_last_length": lambda result, found: found.curve[:, -1],
+    "clean_heads": lambda result, found: clean_heads(found),
+    "own_place_weight": lambda result, found: own_place_weight(result.places, result.trained, found).min(-1),
+    "own_place_weight_untrained": lambda result, found: own_place_weight(
+        result.places, result.trained, result.untrained
+    ).max(-1),
+    "distinct_places": lambda result, found: distinct_places(result.places, found),
+    "divergence": lambda result, found: mean_divergence(found),
+    "noise_floor": lambda result, found: found.noise.mean(-1),
+}
+AT = "accuracy/"  # accuracy/PLACE is that at one place
+BEST = "best/"  # best/SCORE is the largest score among the heads
+OFF = "off/"  # off/ROLE is the mean accuracy with all heads of that role switched off
+
+
+def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
+    """Raises ``ValueError`` for a claim that no model of ``config`` can answer, before anything is trained.
+
+    ``known`` names the metrics of a config. Only the run itself is measured with all heads of a role off.
+    """
+    configs = {"": config, **variants(config)}
+    for claim in config.claims:
+        control, _, metric = claim.metric.rpartition(":")
+        key = f"claims.{claim.name}"
+        if control not in configs:
+            controls = list(configs)[1:]
+            raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, CONTROL of {controls}, got {claim.metric!r}")
+        metrics = [one for one in known(configs[control]) if not (control and one.startswith(OFF))]
+        if metric not in metrics:
+            raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, METRIC of {metrics}, got {claim.metric!r}")
+        seeds = configs[control].train.seeds
+        if claim.needed > seeds:
+            raise ValueError(f"{key}.needed: expected at most the {seeds} seeds of {control}, got {claim.needed}")
+
+
+def known_metrics(config: Config, places: Sequence[str], scores: Sequence[str], roles: Sequence[str]) -> list[str]:
+    """The metrics of a config whose task has these places, scores and roles."""
+    named = [
+        *(AT + place for place in places),
+        *(BEST + score for score in (*places, *scores)),
+        *(OFF + role for role in roles),
+    ]
+    curve = config.task.kind == "copy_string" and config.evaluate.lengths
+    return [name for name in (*METRICS, *named) if curve or name != "exact_match_at_last_length"]
+
+
+def measure(result: Result, found: Measured, metric: str) -> list[float]:
+    """``metric`` of the model ``found``, one number a seed."""
+    if metric.startswith(AT):
+        values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
+    elif metric.startswith(BEST):
+        values = found.scores[metric.removeprefix(BEST)].max((1, 2))
+    elif metric.startswith(OFF):  # where no head has the role, nothing is switched off
+        off = result.groups.get(metric.removeprefix(OFF), found.accuracy)
+        values = (off if found is result.trained else found.accuracy).mean(-1)
+    else:
+        values = METRICS[metric](result, found)
+    return [float(value) for value in values]
+
+
+def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
+    """One row of ``claims.json``; ``results`` by control, that of the run itself under ``""``."""
+    control, _, metric = claim.metric.rpartition(":")
+    result = results[control]
+    seeds = result.seeds
+    values, untrained = (measure(result, found, metric) for found in (result.trained, result.untrained))
+    return verdict(claim, values, untrained, seeds)
+
+
+def verdict(claim: Claim, values: list[float], untrained: list[float], seeds: list[int]) -> dict[str, Any]:
+    """One row of ``claims.json`` from the claim's metric, one number a seed, and that of the untrained models."""
+    if claim.at_least is not None:
+        threshold, passed = claim.at_least, [value >= claim.at_least for value in values]
+    else:
+        threshold, passed = claim.at_most, [value <= claim.at_most for value in values]
+    return {
+        "name": claim.name,
+        "statement": claim.statement,
+        "metric": claim.metric,
+        "side": "at least" if claim.at_least is not None else "at most",
+        "threshold": threshold,
+        "values": values,
+        "untrained": untrained,
+        "seeds": seeds,
+        "passed": [seed for seed, good in zip(seeds, passed, strict=True) if good],
+        "failed": [seed for seed, good in zip(seeds, passed, strict=True) if not good],
+        "needed": claim.needed,
+        "holds": sum(passed) >= claim.needed,
+    }

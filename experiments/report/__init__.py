@@ -1,0 +1,1 @@
+"""What a run found, as a page and as pictures."""

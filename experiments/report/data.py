@@ -1,0 +1,178 @@
+"""The numbers that the page's scripts draw: a run's findings as JSON, small enough for one page.
+
+Axes as in ``experiments.runs.findings``.
+"""
+
+import base64
+from math import isqrt
+from typing import Any
+
+import numpy as np
+
+from experiments.report.panels import (
+    BLOCKS,
+    Matrix,
+    Panel,
+    ablation_matrices,
+    curve_panels,
+    divergence_matrices,
+    head_codes,
+    head_maps,
+    head_titles,
+    matched_profiles,
+    pooled,
+    role_colours,
+    statistics_matrices,
+    time_panels,
+)
+from experiments.runs.findings import Findings, plain
+
+LINE_BUDGET = 400  # points of a line: more than the chart has pixels for
+PROFILE_BUDGET = 50_000  # numbers of all offset profiles
+
+
+def charts(findings: Findings) -> dict[str, Any]:
+    """Everything but the weights and the offset profiles."""
+    titles = [title.partition(" · ")[::2] for title in head_titles(findings)]
+    # One row per look, score and head, of the first seed.
+    scores = [[v[0, look].ravel() for v in findings.scores.values()] for look in range(len(findings.look_steps))]
+    maps, reach = head_maps(findings)
+    return {
+        "seeds": findings.seeds,
+        "layers": findings.ablated.shape[1],
+        "heads": [{"code": c, "title": t, "role": r} for c, (t, r) in zip(head_codes(findings), titles, strict=True)],
+        "scores": {
+            "names": [plain(name) for name in findings.scores],
+            "steps": findings.look_steps.tolist(),
+            "values": _numbers(scores),
+        },
+        "panels": [_panel(panel) for panel in time_panels(findings)],
+        "statistics": [_matrix(matrix) for matrix in statistics_matrices(findings)],
+        "ablation": [_matrix(matrix) for matrix in ablation_matrices(findings)],
+        "divergence": [_matrix(matrix, each_seed=False) for matrix in divergence_matrices(findings)],
+        "roles": role_colours(findings),
+        "reach": reach,
+        "maps": [{"title": m.title, "points": _numbers(m.points), "sides": m.sides} for m in maps],
+        "curves": [_panel(panel) for panel in curve_panels(findings)],
+    }
+
+
+def profiles(findings: Findings, seeds_note: str) -> tuple[dict[str, Any], str]:
+    """The offset profiles, and what is to be said of their lines: ``seeds_note``, or how they were made fewer."""
+    offsets, values = findings.offsets, matched_profiles(findings)  # [O], [R,2,L*N,O]
+    notes = [seeds_note]
+    if len(offsets) > LINE_BUDGET:
+        step = -(-len(offsets) // LINE_BUDGET)
+        starts = np.arange(0, len(offsets), step)
+        offsets, values = offsets[starts], np.maximum.reduceat(values, starts, -1)
+        notes.append(f"Each point is the largest of {step} neighbouring offsets.")
+    shown = values
+    if len(values) > 1 and values.size > PROFILE_BUDGET:
+        shown = values[:0]
+        notes[0] = f"Lines are medians over {len(values)} seeds."
+    lines = [
+        [
+            {"seeds": _numbers(shown[:, when, head]), "median": _numbers(np.median(values[:, when, head], 0))}
+            for head in heads
+        ]
+        for when, heads in enumerate([range(values.shape[2])] * 2)
+    ]
+    return {"offsets": offsets.tolist(), "profiles": lines}, " ".join(notes)
+
+
+def weights(findings: Findings, room: int) -> tuple[dict[str, Any], str]:
+    """The attention weights in at most ``room`` bytes, and what is to be said of how they fitted in."""
+    steps, examples, layers, heads, size = findings.example_weights.shape[:5]
+    side, width = fitting(min(steps, 2) * examples + 2, layers * heads, size, room)
+    kept = kept_steps(steps, examples, room // (layers * heads * side**2 * width) - 2)
+    mean, names = pooled(findings.mean_weights, side)
+    found = [pooled(findings.example_weights[keep, example], side)[0] for example, keep in enumerate(kept)]
+    top = float(max(array.max() for array in (*found, mean))) or 1.0
+    views = [
+        {"name": f"example {example + 1}", "steps": findings.example_steps[keep].tolist()}
+        | _labels([str(token) for token in findings.tokens[example]], names)
+        | {"weights": packed(found[example], top, width)}
+        for example, keep in enumerate(kept)
+    ]
+    ends = findings.look_steps[[0, -1]].tolist()
+    average = {"name": "mean over a batch", "steps": ends, "labels": names, "texts": names}
+    views.append(average | {"weights": packed(mean, top, width)})
+    return {"top": top, "width": width, "views": views}, _fitted_note(kept, steps, size, len(names), width)
+
+
+def _labels(tokens: list[str], names: list[str]) -> dict[str, list[str]]:
+    """What stands at the picture's edge and in the read-out: tokens, or names of blocks and the tokens in them."""
+    if len(names) == len(tokens):
+        return {"labels": tokens, "texts": [f"{name}: {token}" for name, token in zip(names, tokens, strict=True)]}
+    block = -(-len(tokens) // len(names))
+    parts = [" ".join(tokens[i * block : (i + 1) * block]) for i in range(len(names))]
+    return {"labels": names, "texts": [_cropped(f"{name}: {part}") for name, part in zip(names, parts, strict=True)]}
+
+
+def fitting(frames: int, heads: int, size: int, room: int) -> tuple[int, int]:
+    """The side of the pictures, in blocks, and the bytes of a weight with which so many frames fit into ``room`` bytes.
+
+    First two bytes, then one; where that is still too much, larger blocks.
+    """
+    side = min(size, BLOCKS)
+    width = 2 if frames * heads * side**2 * 2 <= room else 1
+    return max(min(side, isqrt(max(room, 0) // (frames * heads * width))), 1), width
+
+
+def kept_steps(steps: int, examples: int, room: int) -> list[list[int]]:
+    """Which steps of each example to keep so that they are ``room`` at most: all, or evenly spread ones.
+
+    The first example has as many as leave two to each of the others. The first step and the last are always kept.
+    """
+    others = examples - 1
+    first = min(max(room - 2 * others, 2), steps)
+    rest = min(max((room - first) // max(others, 1), 2), steps)
+    return [sorted({round(i) for i in np.linspace(0, steps - 1, count)}) for count in (first, *[rest] * others)]
+
+
+def packed(weights: np.ndarray, top: float, width: int) -> str:
+    """Weights as fractions of ``top`` in base64: of two bytes, right to the fourth decimal and beyond, or of one."""
+    return base64.b64encode(np.rint(weights / top * (256**width - 1)).astype(f"<u{width}").tobytes()).decode()
+
+
+def _fitted_note(kept: list[list[int]], steps: int, size: int, drawn: int, width: int) -> str:
+    notes = []
+    if len(kept[-1]) < steps:
+        others = f", every other example {len(kept[-1])}" if len(kept) > 1 else ""
+        notes.append(f"To keep this page small, example 1 has {len(kept[0])} of {steps} steps{others}.")
+    if drawn < size:
+        notes.append(
+            f"The {size} tokens are drawn in blocks of {-(-size // drawn)}: queries of a block are averaged, its keys "
+            "summed, so that a row still sums to 1."
+        )
+    if width == 1:
+        notes.append("Weights are rounded to 1/255 of the largest.")
+    return " ".join(notes)
+
+
+def _cropped(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _numbers(array: Any) -> Any:
+    """Nested lists with four significant digits; what is not finite becomes null."""
+    if np.ndim(array):
+        return [_numbers(row) for row in array]
+    return float(f"{array:.4g}") if np.isfinite(array) else None
+
+
+def _matrix(matrix: Matrix, each_seed: bool = True) -> dict[str, Any]:
+    shown = {"title": matrix.title, "rows": matrix.rows, "columns": matrix.columns}
+    shown |= {"values": _numbers(matrix.median), "shades": _numbers(matrix.shades)}
+    return shown | {"seeds": _numbers(matrix.seeds) if each_seed else []}
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    lines = []
+    for line in panel.lines:
+        keep = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), LINE_BUDGET)).astype(int))
+        seeds = line.seeds[:, keep]
+        shown = {"label": line.label, "x": _numbers(line.x[keep]), "seeds": _numbers(seeds), "colour": line.colour}
+        lines.append(shown | {"median": _numbers(np.median(seeds, 0))})
+    title = panel.title.replace("\n", " ")
+    return {"title": title, "unit": panel.unit, "log": panel.log, "x_label": panel.x_label, "lines": lines}

@@ -1,0 +1,316 @@
+"""Pictures of one run, as PNG and as SVG: every one from a ``Findings``, all in one style.
+
+Several seeds are always shown as they are: one thin line or dot per seed, and the median over them drawn strong.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+
+from experiments.report.panels import (
+    WHEN,
+    Matrix,
+    Panel,
+    ablation_matrices,
+    control_rows,
+    curve_panels,
+    divergence_matrices,
+    head_maps,
+    head_names,
+    head_titles,
+    in_unit,
+    matched_profiles,
+    pooled,
+    role_colours,
+    statistics_matrices,
+    time_panels,
+)
+from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH
+from experiments.runs.findings import Findings, plain
+from experiments.runs.folder import write_atomically
+from jattn.plots import COLOURS, head_grid
+
+MANY = 6  # heads in a layer, from where on their names are short and pictures wider
+
+
+def write_figures(findings: Findings, folder: Path) -> list[Path]:
+    """Writes every picture that the findings have data for into ``folder``; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {
+        "heads": heads_figure,
+        "offsets": offsets_figure,
+        "ablation": ablation_figure,
+        "divergence": divergence_figure,
+        "map": map_figure,
+    }
+    if findings.statistics:
+        drawn["statistics"] = statistics_figure
+    if time_panels(findings):
+        drawn["training"] = training_figure
+    if findings.curves:
+        drawn["curves"] = curves_figure
+    if findings.controls:
+        drawn["controls"] = controls_figure
+    files = []
+    with matplotlib.rc_context(STYLE):
+        for name, draw in drawn.items():
+            figure = draw(findings)
+            for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
+                files.append(folder / f"{name}.{kind}")
+                content = io.BytesIO()
+                figure.savefig(content, format=kind, **options)
+                write_atomically(files[-1], content.getvalue())
+    return files
+
+
+def _ink(colour: int) -> dict[str, Any]:
+    if colour < 0:
+        return {"color": INK}
+    return {"color": PALETTE[colour % len(PALETTE)], "dashes": DASHES[colour % len(DASHES)]}
+
+
+def _draw_lines(ax: Axes, panel: Panel) -> None:
+    for line in panel.lines:
+        ink = _ink(line.colour)
+        for seed in line.seeds:
+            ax.plot(line.x, seed, color=ink["color"], linewidth=0.6, alpha=0.35)
+    for line in panel.lines:  # medians above every thin line
+        ax.plot(line.x, np.median(line.seeds, 0), linewidth=1.9, label=line.label, **_ink(line.colour))
+    if panel.log:
+        ax.set_yscale("log")
+    elif panel.unit:
+        ax.set_ylim(-0.03, 1.03)
+
+
+def training_figure(findings: Findings) -> Figure:
+    """Loss, accuracy and head scores over steps, on one axis of time."""
+    panels = time_panels(findings)
+    figure = Figure(figsize=(WIDTH, 1.75 * len(panels) + 0.6))
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw_lines(ax, panel)
+        ax.set_ylabel(panel.title)
+        ax.margins(x=0.01)
+        if len(panel.lines) > 1 or panel.lines[0].label != panel.title:
+            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes[-1].set_xlabel("training step")
+    figure.align_ylabels(axes)
+    figure.suptitle(f"{plain(findings.name)}: training ({_seeds(findings)})", fontsize=10)
+    return figure
+
+
+def _seeds(findings: Findings) -> str:
+    count = len(findings.seeds)
+    return f"thin: each of {count} seeds, strong: median" if count > 1 else f"seed {findings.seeds[0]}"
+
+
+def _names(findings: Findings) -> list[str]:
+    """What stands above each head of the first seed: its place and, on the next line, its role."""
+    if findings.ablated.shape[2] > MANY:
+        parted = (name.partition(" ") for name in head_names(findings))
+        return [code + "\n" + (role if len(role) <= 15 else role[:14] + "…") for code, _, role in parted]
+    return [title.replace(" · ", "\n") for title in head_titles(findings)]
+
+
+def _width(heads: int) -> float:
+    """Inches for a row of so many heads."""
+    return max(WIDTH, 1.5 + 1.05 * heads)
+
+
+def heads_figure(findings: Findings) -> Figure:
+    """Every head of the first seed on the first example, untrained above trained; long sequences in blocks."""
+    (first, last), tokens = pooled(findings.example_weights[[0, -1], 0])
+    if len(tokens) == len(findings.tokens[0]):
+        tokens = findings.tokens[0]
+    rows = np.stack([first, last], 1).reshape(-1, *first.shape[1:])  # [2L,N,T,T]
+    heads = first.shape[1]
+    titles = []
+    for layer in range(first.shape[0]):
+        names = _names(findings)[layer * heads : (layer + 1) * heads]
+        titles += [name.partition("\n")[0] + "\nuntrained" for name in names] + names
+    panel = (_width(heads) - 1.5) / heads - 0.15
+    with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
+        title = f"{plain(findings.name)}: example 1, seed {findings.seeds[0]}"
+        return head_grid(rows, tokens, vmax=float(rows.max()), titles=titles, title=title, panel_size=panel)
+
+
+def _head_axes(findings: Findings, height: float) -> tuple[Figure, list[Axes]]:
+    layers, heads = findings.ablated.shape[1:3]
+    columns = min(heads, 4 if heads <= MANY else MANY)
+    rows = layers * -(-heads // columns)
+    figure = Figure(figsize=(WIDTH if columns <= 4 else 1.5 * WIDTH, height * rows + 0.7))
+    axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for ax in axes[layers * heads :]:
+        ax.set_axis_off()
+    return figure, axes
+
+
+def offsets_figure(findings: Findings) -> Figure:
+    """Mean weight at each offset from the query: one picture per head, untrained and trained."""
+    profiles = matched_profiles(findings)
+    figure, axes = _head_axes(findings, 1.75)
+    for head, title in enumerate(_names(findings)):
+        ax = axes[head]
+        for when, colour, name in ((0, FAINT, WHEN[0]), (1, PALETTE[0], WHEN[1])):
+            for seed in profiles[:, when, head]:
+                ax.plot(findings.offsets, seed, color=colour, linewidth=0.5, alpha=0.35)
+            median = np.median(profiles[:, when, head], 0)
+            ax.plot(findings.offsets, median, color=colour, linewidth=1.6, label=name)
+            peak = int(median.argmax())
+            if when and median[peak] >= 0.25:
+                x = findings.offsets[peak]
+                right = x > np.mean(findings.offsets)  # the text goes to the side with more room
+                side = {"xytext": (-5 if right else 5, -5), "ha": "right" if right else "left"}
+                ax.annotate(f"{x:+d}: {median[peak]:.2f}", (x, median[peak]), textcoords="offset points", **side)
+        ax.set_title(title, parse_math=False)
+        ax.set_ylim(-0.03, 1.03)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    figure.supxlabel("key position - query position", fontsize=9)
+    figure.supylabel("mean weight", fontsize=9)
+    return figure
+
+
+def _on_lines(names: Sequence[str], width: float) -> bool:
+    """Whether names can stand over columns of so many inches, a word a line; else they are turned."""
+    return 0.06 * max(len(word) for name in names for word in name.split()) < width
+
+
+def _names_height(names: Sequence[str], width: float) -> float:
+    """Inches that names over columns need."""
+    flat = _on_lines(names, width)
+    return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
+
+
+def _draw_matrix(ax: Axes, matrix: Matrix, cell: float, square: bool = False) -> AxesImage:
+    """The matrix in cells about ``cell`` inches wide, with numbers where they can be read."""
+    image = ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=COLOURS, aspect="equal" if square else "auto")
+    flat = _on_lines(matrix.columns, cell)
+    columns = [name.replace(" ", "\n") for name in matrix.columns] if flat else matrix.columns
+    for axis, names in ((ax.xaxis, columns), (ax.yaxis, matrix.rows)):
+        stride = -(-len(names) // 24) if square else 1
+        ticks = range(0, len(names), stride)
+        axis.set_ticks(ticks, [names[i] for i in ticks], fontsize=7, parse_math=False)
+    ax.tick_params(
+        axis="x", rotation=0 if flat else 90, length=0, top=True, labeltop=True, bottom=False, labelbottom=False
+    )
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False)
+    for row, column in np.ndindex(*matrix.shades.shape) if cell > 0.26 else ():
+        value, ink = matrix.median[row, column], "white" if matrix.shades[row, column] > 0.55 else INK
+        text = f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+        ax.text(column, row, text.replace("-0.00", "0.00"), ha="center", va="center", fontsize=7, color=ink)
+    ax.set_title(matrix.title)
+    return image
+
+
+def _median_of(findings: Findings) -> str:
+    count = len(findings.seeds)
+    return f"median of {count} seeds" if count > 1 else f"seed {findings.seeds[0]}"
+
+
+def statistics_figure(findings: Findings) -> Figure:
+    """Every statistic of every head, untrained and trained."""
+    matrices = statistics_matrices(findings)
+    rows, columns = matrices[0].shades.shape
+    figure = Figure(figsize=(1.3 * WIDTH, 0.19 * rows + 1.9))
+    for ax, matrix in zip(figure.subplots(1, 2), matrices, strict=True):
+        image = _draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns)
+    figure.colorbar(image, ax=figure.axes, aspect=40, pad=0.01)
+    scale = "colours: 0 to 1; distance and max logit: their column's range"
+    figure.suptitle(f"{plain(findings.name)}: each head in numbers ({_median_of(findings)})\n{scale}", fontsize=10)
+    return figure
+
+
+def ablation_figure(findings: Findings) -> Figure:
+    """The accuracy that every place loses with one head, or all heads of a role, switched off."""
+    matrices = ablation_matrices(findings)
+    rows, widest = len(findings.places), max(len(matrix.columns) for matrix in matrices)
+    cell = (WIDTH - 2.5) / widest
+    above = sum(_names_height(matrix.columns, cell) for matrix in matrices)
+    figure = Figure(figsize=(WIDTH, len(matrices) * (0.26 * rows + 0.45) + above + 0.4))
+    axes = figure.subplots(len(matrices), 1, squeeze=False)[:, 0]
+    for ax, matrix in zip(axes, matrices, strict=True):
+        image = _draw_matrix(ax, matrix, cell)
+        ax.set_xlim(-0.5, widest - 0.5)  # cells of one size
+        ax.spines[:].set_visible(False)
+    figure.colorbar(image, ax=list(axes), label="accuracy lost", aspect=40, pad=0.01)
+    figure.suptitle(f"{plain(findings.name)}: what each head is needed for ({_median_of(findings)})", fontsize=10)
+    return figure
+
+
+def divergence_figure(findings: Findings) -> Figure:
+    """How much the heads' patterns differ, before and after training, on one scale."""
+    matrices = divergence_matrices(findings)
+    figure = Figure(figsize=(WIDTH, 4.2))
+    axes = figure.subplots(1, 2)
+    for ax, matrix in zip(axes, matrices, strict=True):
+        image = _draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
+        ax.set_title(matrix.title.replace(": ", "\n").replace(" · ", "\n"))
+    figure.colorbar(image, ax=list(axes), label="Jensen-Shannon divergence / ln 2", shrink=0.9)
+    return figure
+
+
+def map_figure(findings: Findings) -> Figure:
+    """The first seed's heads in the plane, coloured by role, untrained and trained on one scale."""
+    maps, reach = head_maps(findings)
+    colours, names = role_colours(findings), head_names(findings)
+    figure = Figure(figsize=(WIDTH, 5.3), layout="compressed")
+    for ax, shown in zip(figure.subplots(1, 2), maps, strict=True):
+        for name, point, side in zip(names, shown.points, shown.sides, strict=True):
+            code, _, role = name.partition(" ")
+            ax.plot(*point, "o", color=_ink(colours.get(role, -1))["color"], markersize=6, markeredgewidth=0)
+            if side is not None:
+                place = {"ha": ("center", "left", "right")[side[0]], "va": ("center", "bottom", "top")[side[1]]}
+                offset = np.multiply(side, (5, 4))
+                ax.annotate(code, point, xytext=offset, textcoords="offset points", fontsize=8, **place)
+        ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
+        ax.set_title(shown.title.replace(": ", "\n").replace(" · ", "\n"))
+    handles = [
+        Line2D([], [], marker="o", linestyle="", color=_ink(at)["color"], label=role) for role, at in colours.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
+    figure.suptitle(
+        f"{plain(findings.name)}: how far the heads' patterns are apart (seed {findings.seeds[0]})", fontsize=10
+    )
+    return figure
+
+
+def curves_figure(findings: Findings) -> Figure:
+    """The run's own curves, one picture each."""
+    panels = curve_panels(findings)
+    figure = Figure(figsize=(WIDTH, 2.9 * len(panels)))
+    for ax, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        _draw_lines(ax, panel)
+        ax.set_title(panel.title, parse_math=False)
+        ax.set_xlabel(panel.x_label, parse_math=False)
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def controls_figure(findings: Findings) -> Figure:
+    """What the controls reached: a dot per seed, a bar at the median."""
+    metrics = control_rows(findings)
+    figure = Figure(figsize=(WIDTH, 0.42 * len(findings.controls) + 0.9 * len(metrics)))
+    axes = figure.subplots(len(metrics), 1, squeeze=False, height_ratios=[len(rows) + 1 for rows in metrics.values()])
+    for ax, (metric, rows) in zip(axes[:, 0], metrics.items(), strict=True):
+        values = [np.atleast_1d(np.asarray(row["values"], float)) for row in rows]
+        for y, dots in enumerate(values):
+            ax.plot(dots, np.full(len(dots), y), "o", color=PALETTE[0], markersize=4, alpha=0.5, markeredgewidth=0)
+            ax.plot([np.median(dots)] * 2, [y - 0.3, y + 0.3], color=INK, linewidth=1.8)
+            ax.annotate(
+                f"{np.median(dots):.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8
+            )
+        ax.set_yticks(range(len(rows)), [plain(row["name"]) for row in rows], parse_math=False)
+        ax.set_ylim(len(rows) - 0.4, -0.6)
+        if in_unit(np.concatenate(values)):
+            ax.set_xlim(-0.02, 1.02)
+        ax.set_xlabel(metric)
+    return figure

@@ -1,0 +1,68 @@
+"use strict";
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const heads = data.heads; // [{code, title, role}], layer by layer
+const size = data.views[0].labels.length;
+const dashes = ["", "7 3", "2 3", "7 3 2 3"];
+
+function node(space, tag, attributes, children) {
+  const made = space ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+const html = (tag, attributes = {}, ...children) => node(false, tag, attributes, children);
+const svg = (tag, attributes = {}, ...children) => node(true, tag, attributes, children);
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const extent = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+const nearest = (values, wanted) =>
+  values.reduce((best, v, i) => (Math.abs(v - wanted) < Math.abs(values[best] - wanted) ? i : best), 0);
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+// ---- colours
+
+let ramp = []; // 256 colours [r, g, b] between the stops of the style sheet
+let ink = {};
+function readColours() {
+  const stops = [0, 1, 2, 3, 4].map((i) => [1, 3, 5].map((at) => parseInt(style(`--r${i}`).slice(at, at + 2), 16)));
+  ramp = Array.from({ length: 256 }, (_, i) => {
+    const at = (i / 255) * 4, low = Math.min(Math.floor(at), 3);
+    return stops[low].map((c, j) => Math.round(c + (stops[low + 1][j] - c) * (at - low)));
+  });
+  ink = { text: style("--ink"), soft: style("--soft"), rule: style("--rule"), page: style("--page"), mark: style("--mark") };
+}
+const colour = (share) => ramp[Math.round(clamp(share, 0, 1) * 255)];
+const series = (index) => (index < 0 ? "var(--ink)" : `var(--c${index % 8})`);
+
+// ---- all of it
+
+let charts = [];
+function drawAll() {
+  readColours();
+  cursors = [];
+  for (const chart of charts) chart();
+  showFrame(state.frame);
+}
+
+/** Runs after the last script is read. */
+function start() {
+  for (const id of ["offsets", "ablation", "divergence"]) $(id).hidden = false;
+  $("statistics").hidden = data.statistics.length === 0;
+  $("training").hidden = data.panels.length === 0;
+  $("curves").hidden = data.curves.length === 0;
+  readColours();
+  setUpAttention();
+  charts = [
+    ...setUpPanels($("panels"), data.panels, 150, true), ...setUpProfiles(),
+    ...setUpMatrices($("statistics-matrices"), data.statistics, 20, "statistics of the heads,"),
+    ...setUpMatrices($("ablation-matrices"), data.ablation, 26, "accuracy lost"),
+    ...setUpMatrices($("divergence-matrices"), data.divergence, 0, "divergence of the heads,"),
+    ...setUpMaps(),
+    ...setUpPanels($("curve-panels"), data.curves, 230, false),
+  ];
+  drawAll();
+  showView(0);
+  let waiting = 0;
+  window.addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+}

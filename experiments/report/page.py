@@ -1,0 +1,207 @@
+"""The report of one run: a single HTML file that needs nothing but a browser, and the same pictures as PNG and SVG.
+
+Text and tables are written here, so that they can be read without JavaScript; the scripts draw the rest from the
+numbers embedded in the page (``data``). ``page.html`` is the page with ``{{slots}}``.
+"""
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.report.data import charts, profiles, weights
+from experiments.report.figures import write_figures
+from experiments.report.panels import control_rows, in_unit
+from experiments.runs.findings import Findings, plain
+from experiments.runs.folder import write_atomically
+
+HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "explorer.js", "charts.js")  # joined to one script, in this order
+PAGE_BUDGET = 4_900_000  # bytes of the page
+WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, where the rest leaves as many
+
+
+def write_report(findings: Findings, out: Path) -> Path:
+    """Writes ``out/report.html`` and the pictures under ``out/figures``; returns the report's path."""
+    write_figures(findings, out / "figures")
+    count = len(findings.seeds)
+    matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
+    thin = f"Thin lines are the {count} seeds, strong lines their median." if count > 1 else ""
+    offsets, offsets_note = profiles(findings, thin)
+    slots = {
+        "title": _text(plain(findings.name)),
+        "description": _text(findings.description),
+        "summary": _text(_summary(findings)),
+        "claims": _claims(findings),
+        "heads": _heads(findings),
+        "first_seed": _text(findings.seeds[0]),
+        "seeds_note": thin,
+        "seeds_median": f"Numbers are medians over {count} seeds." if count > 1 else "",
+        "offsets_note": offsets_note,
+        "curves_note": "Thin lines are seeds, strong lines their median." if count > 1 else "",
+        "matched_note": matched if count > 1 else "",
+        "controls": _controls(findings),
+        "about": _about(findings),
+        "script": "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    }
+    page = (HERE / "page.html").read_text(encoding="utf-8")
+    drawn = charts(findings) | {"offsets": offsets}
+    left = PAGE_BUDGET - len(page) - len(json.dumps(drawn, separators=(",", ":"))) - sum(map(len, slots.values()))
+    shown, slots["weights_note"] = weights(findings, min(WEIGHT_BUDGET, left * 3 // 4))  # three bytes are four letters
+    # "<" would let a token end the script element.
+    text = json.dumps(drawn | shown, separators=(",", ":"), allow_nan=False)
+    slots["data"] = text.replace("<", "\\u003c")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # once over: what is filled in is not read again
+    path = out / "report.html"
+    write_atomically(path, page.encode())
+    return path
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _figure(value: Any) -> str:
+    """A number for a person; a list of them by its median."""
+    if value is None or isinstance(value, str) or not np.size(value):
+        return _text(value or "–")
+    number = float(np.median(np.asarray(value, float)))
+    return f"{number:.4g}" if np.isfinite(number) else str(number)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(value))
+
+
+def _summary(findings: Findings) -> str:
+    parts = [f"{len(findings.seeds)} seed{'s' * (len(findings.seeds) > 1)}", f"{int(findings.look_steps[-1])} steps"]
+    parts += [f"{key} {findings.environment[key]}" for key in ("device", "seconds") if key in findings.environment]
+    return " · ".join(parts)
+
+
+def _claims(findings: Findings) -> str:
+    if not findings.claims:
+        return ""
+    held = sum(bool(claim["holds"]) for claim in findings.claims)
+    cards = []
+    for claim in findings.claims:
+        verdict = ("good", "✓ holds") if claim["holds"] else ("bad", "✗ fails")
+        facts = {
+            "median" if len(claim["values"]) > 1 else "number": _figure(claim["values"]),
+            "threshold": f"{_text(claim['side'])} {_figure(claim['threshold'])}",
+            "untrained": _figure(claim["untrained"]),
+            "seeds passed": f"{len(claim['passed'])} of {len(claim['values'])}, {_text(claim['needed'])} needed",
+        }
+        rows = "".join(f'<div><dt>{name}</dt><dd class="number">{fact}</dd></div>' for name, fact in facts.items())
+        name = f'<span class="verdict {verdict[0]}">{verdict[1]}</span><strong>{_text(plain(claim["name"]))}</strong>'
+        cards.append(
+            f'<article class="claim{"" if claim["holds"] else " fails"}"><header>{name}</header>'
+            f'<p>{_text(claim["statement"])}</p><dl class="facts">{rows}</dl>'
+            f"{_claim_strip(claim)}</article>"
+        )
+    key = "● seed that passed · ✕ seed that failed · ○ untrained · vertical line: threshold"
+    title = f"<h2>Claims: {held} of {len(findings.claims)} hold</h2>"
+    return f'<section id="claims">{title}<p class="soft">{key}</p>{"".join(cards)}</section>'
+
+
+def _claim_strip(claim: Mapping[str, Any]) -> str:
+    untrained = np.atleast_1d(np.asarray(claim["untrained"], float))
+    marks = [(value, "untrained", f"untrained: {value:.4g}") for value in untrained]
+    for seed, value in zip(claim["seeds"], np.asarray(claim["values"], float), strict=True):
+        marks.append((value, "seed" if seed in claim["passed"] else "lost", f"seed {seed}: {value:.4g}"))
+    marks.append((float(claim["threshold"]), "limit", f"threshold: {claim['threshold']:.4g}"))
+    return _strip(marks)
+
+
+def _strip(marks: Sequence[tuple[float, str, str]], small: bool = False) -> str:
+    """Marks ``(value, kind, text)`` on a line, as wide as the page lets it be; a small one has no numbers."""
+    values = np.array([value for value, _, _ in marks])
+    values = values[np.isfinite(values)]
+    low, high = (0.0, 1.0) if in_unit(values) else (min(values.min(), 0.0), max(values.max(), 0.0))
+    shapes = {
+        "seed": '<circle class="seed" r="4.5"/>',
+        "lost": '<path class="lost" d="M-4.5 -4.5L4.5 4.5M-4.5 4.5L4.5 -4.5"/>',
+        "untrained": '<circle class="untrained" r="4.5"/>',
+        "limit": '<path class="limit" d="M0 -10V10"/>',
+        "median": '<path class="median" d="M0 -9V9"/>',
+    }
+    drawn = []
+    for i, (value, kind, text) in enumerate(marks):
+        if np.isfinite(value):
+            x = 2 + 96 * (value - low) / (high - low)
+            y = 12 + (0 if small or kind not in ("seed", "lost") else (i % 3 - 1) * 4)  # equal seeds stay countable
+            drawn.append(
+                f'<svg x="{x:.2f}%" y="{y}" overflow="visible">{shapes[kind]}<title>{_text(text)}</title></svg>'
+            )
+    if not small:
+        drawn.append(f'<text x="2%" y="34">{low:g}</text><text x="98%" y="34" text-anchor="end">{high:g}</text>')
+    axis = '<line class="axis" x1="2%" x2="98%" y1="12" y2="12"/>'
+    return f'<svg class="strip" height="{24 if small else 36}" aria-hidden="true">{axis}{"".join(drawn)}</svg>'
+
+
+def _heads(findings: Findings) -> str:
+    if not findings.heads:
+        return ""
+    rows = []
+    for row in findings.heads:
+        score, null = row["score"], row["null"]
+        marks = [(null, "untrained", f"null: {_figure(null)}")] if _is_number(null) else []
+        marks += [(score, "seed", f"score: {_figure(score)}")] if _is_number(score) else []
+        bar = _strip(marks, small=True) if marks else ""
+        cells = "".join(f'<td class="number">{_text(row[key])}</td>' for key in ("seed", "layer", "head"))
+        cells += f"<td>{_text(plain(row['role']))}</td>"
+        cells += "".join(f'<td class="number">{_score(value)}</td>' for value in (score, null))
+        p_value = row["p_value"]
+        cells += f'<td class="number">{f"{p_value:.3g}" if _is_number(p_value) else _figure(p_value)}</td>'
+        rows.append(f'<tr>{cells}<td class="meter">{bar}</td></tr>')
+    names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
+    names += "<th>role</th>" + "".join(f'<th class="number">{name}</th>' for name in ("score", "null", "p-value"))
+    names += '<th class="meter">○ null · ● score</th>'
+    note = '<p class="soft">A head has a role where its score passes the null, which heads without it may reach.</p>'
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<section id="heads-table"><h2>Heads</h2>{note}<div class="scroll" tabindex="0">{table}</div></section>'
+
+
+def _score(value: Any) -> str:
+    return f"{value:.3f}" if _is_number(value) else _figure(value)
+
+
+def _controls(findings: Findings) -> str:
+    parts = []
+    for metric, rows in control_rows(findings).items():
+        lines = []
+        for row in rows:
+            values = np.atleast_1d(np.asarray(row["values"], float))
+            marks = [(value, "seed", f"{value:.4g}") for value in values] + [
+                (float(np.median(values)), "median", "median")
+            ]
+            cells = f'<td>{_text(plain(row["name"]))}</td><td class="number">{_text(row.get("parameters", ""))}</td>'
+            lines.append(f'<tr>{cells}<td class="number">{_figure(values)}</td><td>{_strip(marks)}</td></tr>')
+        names = '<th>control</th><th class="number">parameters</th><th class="number">median</th><th>each seed</th>'
+        table = f'<table class="controls"><tr>{names}</tr>{"".join(lines)}</table>'
+        parts.append(f'<h3>{_text(metric)}</h3><div class="wide">{table}</div>')
+    return f'<section id="controls"><h2>Controls</h2>{"".join(parts)}</section>' if parts else ""
+
+
+def _about(findings: Findings) -> str:
+    def table(rows: Mapping[str, object]) -> str:
+        return (
+            "<table>"
+            + "".join(f"<tr><td>{_text(k)}</td><td>{_text(v)}</td></tr>" for k, v in rows.items())
+            + "</table>"
+        )
+
+    environment = f"<h2>Environment</h2>{table(findings.environment)}"
+    return f'<section id="about">{environment}<h2>Config</h2>{table(_flat(findings.config))}</section>'
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The config with dotted keys, as the command line takes them."""
+    rows: dict[str, object] = {}
+    for key, value in config.items():
+        rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return rows

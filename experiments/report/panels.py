@@ -1,0 +1,322 @@
+"""What the pictures of a run show: the findings arranged for drawing, shared by the figures and the report.
+
+Axes as in ``experiments.runs.findings``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from experiments.runs.findings import Findings, plain
+
+WHEN = ("untrained", "trained")
+OWN_SCALE = ("distance", "max_logit")  # statistics that are no shares
+BLOCKS = 128  # queries and keys that are drawn at most
+PALETTE_SIZE = 8  # colours of the page and of the figures
+TOGETHER = 16  # columns that one matrix holds, before it is cut by layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One quantity over ``x``: ``[R, len(x)]``, a row per seed. ``colour`` counts through the palette, -1 is ink."""
+
+    label: str
+    x: np.ndarray
+    seeds: np.ndarray
+    colour: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Lines that share one pair of axes."""
+
+    title: str
+    lines: list[Line]
+    unit: bool  # all values in [0, 1]
+    log: bool = False
+    x_label: str = "training step"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Numbers in named rows and columns, ``[R,rows,columns]`` with one per seed, and the colour of each cell."""
+
+    title: str
+    rows: list[str]
+    columns: list[str]
+    seeds: np.ndarray
+    shades: np.ndarray  # [rows,columns], of the medians, in [0, 1]
+
+    @property
+    def median(self) -> np.ndarray:
+        """``[rows,columns]``."""
+        return np.median(self.seeds, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadMap:
+    """Heads in the plane, ``points [L*N,2]``; ``sides`` say where each one's name has room, if anywhere."""
+
+    title: str
+    points: np.ndarray
+    sides: list[tuple[int, int] | None]
+
+
+def pooled(weights: np.ndarray, most: int = BLOCKS) -> tuple[np.ndarray, list[str]]:
+    """Weights ``[...,T,T]`` in at most ``most x most`` blocks, and the blocks' names: "0-7", or "0" of a single one.
+
+    Rows of a block are averaged and its columns summed, so that every row of blocks still sums to 1.
+    """
+    size = weights.shape[-1]
+    starts = np.arange(0, size, -(-size // most))
+    ends = [*starts[1:], size]
+    names = [f"{start}-{end - 1}" if end - start > 1 else str(start) for start, end in zip(starts, ends, strict=True)]
+    if len(starts) == size:
+        return weights, names
+    summed = np.add.reduceat(np.add.reduceat(weights, starts, -1), starts, -2)
+    return summed / (ends - starts)[:, None], names
+
+
+def matched_heads(findings: Findings) -> np.ndarray:
+    """``[R,L,N]``: the head of each seed that plays the part of the first seed's head ``n``.
+
+    Training puts the same pattern into another head with every seed. Heads of a layer are matched by assignment, on
+    their final scores and on what switching them off costs.
+    """
+    features = [values[:, -1, ..., None] for values in findings.scores.values()]
+    features = np.concatenate([*features, findings.ablated], axis=-1)  # [R,L,N,features]
+    order = np.empty(features.shape[:3], int)
+    for seed, layers in enumerate(features):
+        for layer, heads in enumerate(layers):
+            distance = np.abs(features[0, layer][:, None] - heads[None]).sum(-1)
+            order[seed, layer] = linear_sum_assignment(np.nan_to_num(distance, nan=1e9))[1]
+    return order
+
+
+def head_titles(findings: Findings) -> list[str]:
+    """ "layer l head n · role" of the first seed's heads, layer by layer."""
+    layers, heads = findings.ablated.shape[1:3]
+    first = findings.seeds[0]
+    roles = {(row["layer"], row["head"]): plain(row["role"]) for row in findings.heads if row["seed"] == first}
+    places = [(layer, head) for layer in range(layers) for head in range(heads)]
+    return [f"layer {at[0]} head {at[1]}" + (f" · {roles[at]}" if roles.get(at) else "") for at in places]
+
+
+def head_codes(findings: Findings) -> list[str]:
+    """ "L0H1": the short name of every head, layer by layer."""
+    layers, heads = findings.ablated.shape[1:3]
+    return [f"L{layer}H{head}" for layer in range(layers) for head in range(heads)]
+
+
+def head_names(findings: Findings) -> list[str]:
+    """ "L0H1 role" of the first seed's heads, layer by layer."""
+    roles = (title.partition(" · ")[2] for title in head_titles(findings))
+    return [f"{code} {role}".strip() for code, role in zip(head_codes(findings), roles, strict=True)]
+
+
+def matched_profiles(findings: Findings) -> np.ndarray:
+    """``offset_profile`` as ``[R,2,L*N,O]``, heads of every seed in the order of the first seed's."""
+    order = matched_heads(findings)[:, None, :, :, None]
+    profiles = np.take_along_axis(findings.offset_profile, order, 3)
+    return profiles.reshape(*profiles.shape[:2], -1, profiles.shape[-1])
+
+
+def matched_ablation(findings: Findings) -> np.ndarray:
+    """``ablated`` as ``[R,L*N,A]``, heads of every seed in the order of the first seed's."""
+    ablated = np.take_along_axis(findings.ablated, matched_heads(findings)[..., None], 2)
+    return ablated.reshape(len(ablated), -1, ablated.shape[-1])
+
+
+def matched_divergence(findings: Findings) -> np.ndarray:
+    """``divergence`` as ``[R,2,L*N,L*N]``, heads of every seed in the order of the first seed's."""
+    order = matched_heads(findings)
+    layers, heads = order.shape[1:]
+    order = (order + heads * np.arange(layers)[:, None]).reshape(len(order), -1)
+    return np.stack([both[:, at][:, :, at] for both, at in zip(findings.divergence, order, strict=True)])
+
+
+def divergence_matrices(findings: Findings) -> list[Matrix]:
+    """Heads against heads, untrained and trained."""
+    matrices, codes = matched_divergence(findings), head_codes(findings)
+    titles = [f"{name}: {divergence_text(findings, when)}" for when, name in enumerate(WHEN)]
+    medians = np.median(matrices, 0)
+    return [Matrix(titles[when], codes, codes, matrices[:, when], medians[when]) for when in (0, 1)]
+
+
+def divergence_text(findings: Findings, when: int) -> str:
+    """The mean over pairs of heads, by seed, and the noise floor, by seed and head: medians and ranges."""
+    pairs = np.triu_indices(findings.divergence.shape[-1], 1)
+    means = findings.divergence[:, when][:, pairs[0], pairs[1]].mean(-1) if len(pairs[0]) else np.zeros(1)
+    return " · ".join(
+        f"{name} {np.median(values):.3f} ({values.min():.3f} to {values.max():.3f})"
+        for name, values in (("mean of pairs", means), ("noise floor", findings.noise[:, when]))
+    )
+
+
+def statistics_matrices(findings: Findings) -> list[Matrix]:
+    """Heads against statistics, untrained and trained; none where there are no statistics.
+
+    The statistics of ``OWN_SCALE`` are coloured from the least to the largest number that their column has in both.
+    """
+    if not findings.statistics:
+        return []
+    order = matched_heads(findings)[:, None]
+    columns, shades = [], []
+    for name, values in findings.statistics.items():
+        column = np.take_along_axis(values, order, 3).reshape(*values.shape[:2], -1)  # [R,2,L*N]
+        median = np.median(column, 0)
+        low, high = (median.min(), median.max()) if name in OWN_SCALE else (0.0, 1.0)
+        columns.append(column)
+        shades.append((median - low) / (high - low if high != low else 1.0))
+    seeds, shade, names = np.stack(columns, -1), np.stack(shades, -1), [plain(name) for name in findings.statistics]
+    return [Matrix(WHEN[when], head_names(findings), names, seeds[:, when], shade[when]) for when in (0, 1)]
+
+
+def ablation_matrices(findings: Findings) -> list[Matrix]:
+    """Places against what is switched off, each head and each role's heads: the accuracy that is lost.
+
+    One matrix; one for each layer and one for the roles where there are more than ``TOGETHER`` columns.
+    """
+    layers, heads = findings.ablated.shape[1:3]
+    off = np.concatenate([matched_ablation(findings), *(v[:, None] for v in findings.groups.values())], 1)
+    drops = (findings.accuracy[:, None] - off).swapaxes(1, 2)  # [R,A,columns]
+    columns = head_names(findings) + [f"all {plain(role)}" for role in findings.groups]
+    cuts = [0, len(columns)]
+    if len(columns) > TOGETHER:
+        cuts = sorted({*range(0, layers * heads + 1, heads), len(columns)})
+    titles = [f"layer {layer}" for layer in range(layers)] + ["all heads of a role"] if len(cuts) > 2 else [""]
+    places, shades = [plain(place) for place in findings.places], np.median(drops, 0).clip(0, 1)
+    return [
+        Matrix(title, places, columns[low:high], drops[..., low:high], shades[:, low:high])
+        for title, low, high in zip(titles, cuts, cuts[1:], strict=False)
+    ]
+
+
+def plane(divergence: np.ndarray) -> tuple[np.ndarray, float]:
+    """Points ``[H,2]`` whose distances come closest to those of ``H`` heads, and the share of these that they keep.
+
+    The square root of the Jensen-Shannon divergence ``[H,H]`` is a metric (Endres and Schindelin 2003), so the
+    divergence stands for the squared distance. Classical scaling: the eigenvectors of the doubly centred squared
+    distances (Torgerson 1952). The share is of the sum of all squared distances.
+    """
+    count = len(divergence)
+    centring = np.eye(count) - 1 / count
+    values, vectors = np.linalg.eigh(-0.5 * centring @ np.nan_to_num(divergence) @ centring)
+    values, vectors = values[::-1].clip(0), vectors[:, ::-1]
+    points = np.zeros((count, 2))
+    points[:, : min(count, 2)] = (vectors * np.sqrt(values))[:, :2]
+    furthest = points[np.abs(points).argmax(0), (0, 1)]
+    points *= np.where(furthest < 0, -1, 1)  # eigenvectors have no sign of their own
+    return points, float(values[:2].sum() / values.sum()) if values.sum() > 0 else 1.0
+
+
+def head_maps(findings: Findings) -> tuple[list[HeadMap], float]:
+    """The first seed's heads in the plane, untrained and trained, and how far from 0 the axes of both reach."""
+    placed = [plane(matrix) for matrix in findings.divergence[0]]
+    reach = 1.12 * max(float(np.abs(points).max()) for points, _ in placed) or 1.0
+    maps = []
+    for when, (points, share) in enumerate(placed):
+        floor = float(np.sqrt(np.median(findings.noise[0, when])))
+        title = f"{WHEN[when]}: {share:.0%} of the squared distances kept · noise floor {floor:.3f}"
+        maps.append(HeadMap(title, points, _free_sides(points / reach)))
+    return maps, reach
+
+
+def _free_sides(points: np.ndarray) -> list[tuple[int, int] | None]:
+    """Right, left, above or below: where a name touches nothing else, in a picture of 360 pixels."""
+    dot, word = (10, 10), (36, 12)
+    taken = [(point * 180, dot) for point in points]
+    sides: list[tuple[int, int] | None] = []
+    for at, _ in taken[: len(points)]:
+        sides.append(None)
+        for side in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+            middle = at + np.multiply(side, (24, 12))
+            others = (entry for entry in taken if entry[0] is not at)
+            inside = (abs(middle) + np.divide(word, 2) < 180).all()
+            if inside and all((abs(middle - other) >= np.add(word, size) / 2).any() for other, size in others):
+                sides[-1] = side
+                taken.append((middle, word))
+                break
+    return sides
+
+
+def role_colours(findings: Findings) -> dict[str, int]:
+    """A colour for each role of the first seed's heads: a place's own where the role is one, ink for mixed heads."""
+    places = [plain(place) for place in findings.places]
+    roles = sorted({plain(row["role"]) for row in findings.heads if row["seed"] == findings.seeds[0]})
+    colours = {role: places.index(role) if role in places else -1 for role in roles}
+    others = (role for role in roles if role not in places and role != "mixed")
+    after = range(len(places), len(places) + PALETTE_SIZE)
+    free = (at % PALETTE_SIZE for at in after if at % PALETTE_SIZE not in colours.values())
+    return colours | dict(zip(others, free, strict=False))
+
+
+def control_rows(findings: Findings) -> dict[str, list[Mapping[str, Any]]]:
+    """The controls by their metric."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in findings.controls:
+        rows.setdefault(plain(row["metric"]), []).append(row)
+    return rows
+
+
+def time_panels(findings: Findings) -> list[Panel]:
+    """Losses, accuracies, the places' scores and the other scores: the panels that share the axis of steps.
+
+    None where nothing was trained.
+    """
+    if not findings.metrics:
+        return []
+    losses = {name: values for name, values in findings.metrics.items() if "loss" in name}
+    units = {name: values for name, values in findings.metrics.items() if name not in losses and in_unit(values)}
+    others = {name: values for name, values in findings.metrics.items() if name not in losses and name not in units}
+    # The pattern of a place sits in another head with every seed, so a seed is shown by the best of its heads.
+    # Entropy is no such pattern: there the heads are averaged.
+    scores = {
+        name: values.mean((2, 3)) if "entropy" in name else values.max((2, 3))
+        for name, values in findings.scores.items()
+    }
+    placed = {name: values for name, values in scores.items() if plain(name) in map(plain, findings.places)}
+    rest = {name: values for name, values in scores.items() if name not in placed}
+    panels = [
+        _panel(findings, "loss", findings.metric_steps, losses, log=True),
+        _panel(findings, " / ".join(map(plain, units)) if len(units) < 3 else "accuracy", findings.metric_steps, units),
+        *(_panel(findings, plain(name), findings.metric_steps, {name: values}) for name, values in others.items()),
+        _panel(findings, "best head's weight\non its place", findings.look_steps, placed),
+        _panel(findings, "other head scores" if placed else "best head's scores", findings.look_steps, rest),
+    ]
+    return [panel for panel in panels if panel.lines]
+
+
+def curve_panels(findings: Findings) -> list[Panel]:
+    """One panel per title of ``findings.curves``."""
+    panels = []
+    for title, curves in findings.curves.items():
+        lines = []
+        for colour, (label, rows) in enumerate(curves.items()):
+            table = np.array(rows, float)
+            lines.append(Line(plain(label), table[:, 0], table[:, 1:].T, colour))
+        x_label = title.partition(" over ")[2]  # "exact match over string length"
+        panels.append(Panel(title, lines, all(in_unit(line.seeds) for line in lines), x_label=x_label))
+    return panels
+
+
+def _panel(
+    findings: Findings, title: str, steps: np.ndarray, named: Mapping[str, np.ndarray], log: bool = False
+) -> Panel:
+    places = [plain(place) for place in findings.places]
+    lines, free = [], len(places) if any(plain(name) in places for name in findings.scores) else 0
+    for name, values in named.items():
+        known = [i for i, place in enumerate(places) if place == plain(name).rpartition("/")[2].strip()]
+        colour = known[0] if known else -1 if len(named) == 1 else free
+        free += not known
+        lines.append(Line(plain(name) + (" (mean of heads)" if "entropy" in name else ""), steps, values, colour))
+    log = log and all((line.seeds > 0).all() for line in lines)
+    return Panel(title, lines, all(in_unit(line.seeds) for line in lines) and not log, log)
+
+
+def in_unit(values: np.ndarray) -> bool:
+    """Whether every value lies between 0 and 1."""
+    return bool(np.all((values >= -1e-6) & (values <= 1 + 1e-6)))

@@ -1,0 +1,28 @@
+"""What a run found, in the terminal: its heads, its claims, and how far its heads differ."""
+
+from rich.table import Table
+
+from experiments.report.panels import divergence_text
+from experiments.runs.findings import Findings
+from experiments.runs.terminal import Terminal
+
+
+def show(findings: Findings) -> None:
+    """The table of heads and the table of claims, in the terminal."""
+    console = Terminal()
+    heads = Table("seed", "layer", "head", "role", "score", "null", "p", title="heads", title_justify="left")
+    for row in findings.heads:
+        numbers = (f"{row[key]:.3f}" for key in ("score", "null", "p_value"))
+        heads.add_row(*(str(row[key]) for key in ("seed", "layer", "head", "role")), *numbers)
+    claims = Table("claim", "worst", "threshold", "untrained", "seeds", "", title="claims", title_justify="left")
+    for row in findings.claims:
+        least = row["side"] == "at least"
+        values = f"{min(row['values']) if least else max(row['values']):.4g}"
+        untrained = f"{max(row['untrained']) if least else min(row['untrained']):.4g}"
+        seeds = f"{len(row['passed'])} of {len(row['values'])}, {row['needed']} needed"
+        holds = "[green]holds[/]" if row["holds"] else "[bold red]fails[/]"
+        claims.add_row(row["name"], values, f"{row['side']} {row['threshold']:g}", untrained, seeds, holds)
+    for table in (heads, claims):
+        console.print(table)
+    for when, name in enumerate(("untrained", "trained")):
+        console.print(f"divergence between heads, {name}: {divergence_text(findings, when)}", highlight=False)

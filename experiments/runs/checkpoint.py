@@ -1,0 +1,181 @@
+"""Checkpoints of a run. The only file that knows Orbax."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1
+
+from experiments.runs import devices, stopping
+from experiments.runs.folder import Damaged, read_json
+
+# Orbax logs every save and, through asyncio too, what a signal cuts short. A run has a progress bar for the one, and
+# one line for the other.
+for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+
+_KEPT = 2
+_ARRAYS, _CONTENTS = "arrays", "contents.json"
+
+
+class Checkpoints:
+    """The checkpoints in one folder, newest two kept.
+
+    A checkpoint is a folder named after its step. Orbax writes its arrays; beside them stand the digests of all files,
+    which are compared before Orbax reads any, and what else is to be remembered. It is written under another name and
+    renamed, so that it is there whole or not at all. All processes of a run make one together.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        if devices.is_first():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for unfinished in self._folder.glob("*.tmp"):
+                shutil.rmtree(unfinished)
+        devices.everywhere(True)  # made, for all to see
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that there are, oldest first."""
+        return sorted(int(folder.name) for folder in self._folder.iterdir() if folder.name.isdecimal())
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest checkpoint, or None."""
+        return self.steps[-1] if self.steps else None
+
+    def save(self, step: int, state: Any, beside: dict[str, str] | None = None) -> None:
+        """Writes ``state``, a pytree of arrays, and returns when it stands. All processes call it together.
+
+        Args:
+            step: Of the state.
+            state: What is kept.
+            beside: Words that ``restore`` shows to its ``fits``.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        unfinished, error = self._folder / f"{step}.tmp", None
+        try:
+            v1.save((unfinished / _ARRAYS).absolute(), state, overwrite=True)
+            if devices.is_first():
+                contents = {"files": _digests(unfinished), "beside": beside or {}}
+                (unfinished / _CONTENTS).write_text(json.dumps(contents, indent=1), encoding="utf-8")
+                unfinished.rename(self._folder / f"{step}")
+                for old in self.steps[:-_KEPT]:
+                    shutil.rmtree((self._folder / f"{old}").rename(self._folder / f"{old}.tmp"))
+        except (OSError, RuntimeError, ValueError) as wrong:  # a full disk comes as any of these
+            stopping.check()  # it may have been the exception of a signal
+            error = wrong
+        if not devices.everywhere(error is None):
+            said = _first_line(error) if error else "so another process says"
+            raise OSError(f"the checkpoint of step {step} could not be written: {said}") from error
+
+    def load(self, step: int, like: Any) -> Any:
+        """The state saved at ``step``, with the structure, shapes, dtypes and shardings of ``like``.
+
+        Raises:
+            Damaged: it is not what was saved, or does not have the structure of ``like``.
+        """
+        return self._load(step, like)[0]
+
+    def restore(
+        self, like: Any, fits: Callable[[int, dict[str, str]], str], say: Callable[[str], None]
+    ) -> tuple[int, Any]:
+        """The newest state that is whole, and its step; 0 and ``like`` where nothing was saved yet.
+
+        Newer ones that do not serve are moved to ``damaged/`` beside the folder, so that new ones can take their place.
+        All processes call it together.
+
+        Args:
+            like: A state of the same structure, shapes, dtypes and shardings.
+            fits: Is given the step and the words beside a checkpoint; says why it does not fit, or "" where it does.
+            say: Is given a line for each that does not serve.
+
+        Raises:
+            Damaged: there are some, and none serves.
+        """
+        steps, reason = self.steps[::-1], ""
+        for number, step in enumerate(steps):
+            try:
+                state, words = self._load(step, like)
+                reason = fits(step, words)
+            except Damaged as damaged:
+                reason = str(damaged)
+            if not reason:
+                if number:
+                    self._set_aside(steps[:number])
+                    say(f"{self._folder.parent}: goes on from the older checkpoint of step {step}")
+                return step, state
+            if number + 1 < len(steps):
+                say(reason)
+        if steps:
+            others = f"; nor does an older one serve (step {steps[-1]})" if len(steps) > 1 else ""
+            raise Damaged(f"{reason}{others}; remove {self._folder.parent} to train anew")
+        return 0, like
+
+    def _set_aside(self, steps: list[int]) -> None:
+        if devices.is_first():
+            for step in steps:
+                aside = self._folder.with_name("damaged") / f"{step}"
+                while aside.exists():
+                    aside = aside.with_name(aside.name + "_")
+                aside.parent.mkdir(exist_ok=True)
+                (self._folder / f"{step}").rename(aside)
+        devices.everywhere(True)  # moved, for all to see
+
+    def _load(self, step: int, like: Any) -> tuple[Any, dict[str, str]]:
+        def described(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+        folder, error = self._folder / f"{step}", ""
+        state, words = None, {}
+        if devices.is_first():
+            try:
+                words = _checked(folder)
+            except (Damaged, OSError) as wrong:
+                error = str(wrong)
+        if devices.everywhere(not error):
+            try:
+                state = v1.load((folder / _ARRAYS).absolute(), jax.tree.map(described, like))
+            except Exception as wrong:  # whatever Orbax and TensorStore make of another version's arrays
+                stopping.check()  # it may have been the exception of a signal
+                error = f"{folder}: the checkpoint cannot be read: {_first_line(wrong)}"
+        if not devices.everywhere(state is not None):
+            raise Damaged(error or f"{folder}: the checkpoint cannot be read: so another process says")
+        return state, words
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file below a folder."""
+    digests = {}
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        with file.open("rb") as stream:
+            digests[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
+
+
+def _checked(folder: Path) -> dict[str, str]:
+    """The words beside a checkpoint. Raises ``Damaged`` where its files are not those that were written."""
+    if not (folder / _CONTENTS).is_file():
+        raise Damaged(f"{folder}: the checkpoint has no {_CONTENTS}: it is another version's, or damaged")
+    contents = read_json(folder / _CONTENTS, dict, "the digests of a checkpoint")
+    files, words = contents.get("files"), contents.get("beside")
+    if not isinstance(files, dict) or not isinstance(words, dict):
+        raise Damaged(f"{folder / _CONTENTS}: expected 'files' and 'beside', got {list(contents)}")
+    found = _digests(folder)
+    del found[_CONTENTS]
+    changed = sorted(file for file in {**files, **found} if files.get(file) != found.get(file))
+    if changed:
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise Damaged(f"{folder}: the checkpoint is damaged: {changed[0]!r}{others} is not what was written")
+    return words
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,424 @@
+"""The attention and dispatch benchmarks: their arithmetic on made-up numbers, and the whole of it on tiny problems."""
+
+import ast
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+
+import experiments
+from experiments.__main__ import main as run_main
+from experiments.bench import attention, attention_figure, attention_tables, cases, dispatch, peers, timing
+from experiments.bench.attention import SUITE
+from experiments.bench.cases import CASES, PASSES, Plan, Problem
+from experiments.bench.probe import probe
+from experiments.bench.suite import Refused, Results, Suite
+
+without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+@pytest.fixture
+def tiny(monkeypatch, as_experiments_run):
+    """Everything that takes time, made short."""
+    monkeypatch.setattr(attention, "MATRIX", 64)
+    monkeypatch.setattr(attention, "ROUNDS", 1)
+    monkeypatch.setattr(attention, "SETTLE", 0.0)
+    platforms = jax.config.jax_platforms
+    yield
+    jax.config.update("jax_platforms", platforms)
+
+
+def made_up(**changes) -> dict:
+    """Results of one row each, of which everything follows: a matrix product at 1e6 operations a microsecond."""
+    found = {
+        "environment": {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"},
+        "shape": {"batch": 1, "num_heads": 8, "head_dim": 64},
+        "missing": {},
+        "times": [],
+        "memory": [],
+        "peak": [],
+        "compile": [],
+    }
+    return found | changes
+
+
+def row(case: str, length: int, passes: str = "forward", left_out=None, **medians: float) -> dict:
+    medians = {name.replace("_", "."): value for name, value in medians.items()}
+    key = {"case": case, "length": length, "dtype": "float32", "passes": passes, "medians": medians}
+    rest = {"left_out": left_out or {}, "rounds": 3, "seconds": 1.0, "matrix": 17.0, "matrix_flops": 17e6}
+    return key | rest | {"flops": Problem(case, length).flops(passes)}
+
+
+def answers(found: dict) -> dict[str, tuple[float | None, str]]:
+    return {one.question: (one.measured, one.answer) for one in attention_tables.asked(SUITE.parse(found))}
+
+
+# ---- the work in a case
+
+
+def visible(case: str, length: int) -> np.ndarray:
+    q, kv = np.arange(length)[:, None], np.arange(length)[None, :]
+    ids = cases.document_ids(length)
+    seen = {
+        "window": (kv <= q) & (kv >= q - cases.WINDOW),
+        "segments": (kv <= q) & (ids[:, None] == ids[None, :]),
+    }
+    return np.broadcast_to(seen.get(case, True), (length, length))
+
+
+@pytest.mark.parametrize("case", ["full", "window", "segments"])
+def test_pairs_are_counted(case, monkeypatch):
+    monkeypatch.setattr(cases, "WINDOW", 7)
+    assert Problem(case, 40).pairs() == visible(case, 40).sum()
+
+
+def test_operations_are_counted_as_usual():
+    full, causal = Problem("full", 1000), Problem("causal", 1000)
+    assert full.flops("forward") == 4 * 1000**2 * 64 * 8
+    assert full.flops("both") == 3.5 * full.flops("forward")
+    assert causal.flops("forward") == full.flops("forward") / 2
+
+
+def test_documents_are_eight_and_in_order():
+    ids = cases.document_ids(512)
+    assert ids.min() == 0 and ids.max() == 7 and (np.diff(ids) >= 0).all()
+    assert (ids == cases.document_ids(512)).all(), "every contestant must get the same documents"
+    assert cases.document_ids(2).tolist() == [0, 1]
+
+
+# ---- contestants
+
+
+def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
+    """The outputs ``[1,T,N,H]``, whatever the contestant's layout."""
+    found = contestant.call(problem, passes)()
+    found = [found] if passes == "forward" else list(found)
+    if isinstance(contestant, peers.InTorch):
+        return [np.swapaxes(x.numpy(), 1, 2) for x in found]
+    return [np.asarray(x) for x in found]
+
+
+@pytest.mark.parametrize("case, passes", [("full", "forward"), *((case, "both") for case in CASES)])
+def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experiments_run):
+    for module in (cases, peers):
+        monkeypatch.setattr(module, "WINDOW", 7)
+    problem = Problem(case, 24, num_heads=2, head_dim=8)
+    jattn, *others = peers.contestants(cases.PEERS if case == "t5" else cases.PEERS[:3], "cpu")[0]
+    expected = computed(jattn, problem, passes)
+    assert np.abs(expected[0]).max() > 1e-3
+    for other in others:
+        if peers.why_not(other, problem, 1e9) is None:
+            for ours, theirs in zip(expected, computed(other, problem, passes), strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=other.name)
+
+
+@needs_torch
+@pytest.mark.parametrize("case", ["full", "window", "segments", "alibi", "softcap"])
+def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_run):
+    import torch
+    from torch.nn.attention import flex_attention
+
+    for module in (cases, peers):
+        monkeypatch.setattr(module, "WINDOW", 7)
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # which needs a compiler of C++
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    problem = Problem(case, 24, num_heads=2, head_dim=8)
+    tensors = [x.detach() for x in peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
+    out = peers.torch_flex(problem, "cpu")(*tensors).numpy()
+    expected = computed(peers.contestants((), "cpu")[0][0], problem, "forward")[0]
+    np.testing.assert_allclose(np.swapaxes(out, 1, 2), expected, atol=2e-5)
+
+
+def test_a_peer_takes_part_where_it_can(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
+    by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
+    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla"]
+    matrix = 3 * 4 * 4096**2
+
+    def why(name: str, case: str, memory: float, **dtype: str) -> str | None:
+        return peers.why_not(by_name[name], Problem(case, 4096, **dtype), memory)
+
+    assert why("jattn", "full", 0) is None and why("torch", "causal", 0) is None
+    assert why("jax.nn", "full", 8 * matrix) is None
+    assert why("jax.nn", "full", 8 * matrix - 1) == "would hold 2 GiB of scores"
+    assert why("torch", "window", matrix) is None and why("torch", "alibi", matrix) is not None
+    assert why("jax.nn", "softcap", np.inf) == why("torch", "t5", np.inf) == "has no such case"
+    fused = peers.InJax("cudnn", lambda: None, ("full",), dtypes=("bfloat16",))
+    assert peers.why_not(fused, Problem("full", 8), np.inf) == "does not take float32"
+
+
+def test_torch_and_tokamax_are_imported_where_they_are_asked_for():
+    for file in Path(timing.__file__).parent.glob("*.py"):
+        outside = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not [node for node in outside if "torch" in ast.unparse(node) or "tokamax" in ast.unparse(node)], file
+
+
+# ---- in turn
+
+
+def test_calls_are_timed_in_turn_and_the_order_turns_round():
+    called = []
+    calls = [lambda name=name: called.append(name) for name in "abc"]
+    medians, rounds = timing.in_turn(calls, seconds=0.0, least=4)
+    assert rounds == 4 and "".join(called[::2]) == "".join(called[1::2]) == "cbaabccbaabc", "each twice, one untimed"
+    assert len(medians) == 3 and min(medians) > 0
+
+
+def test_a_short_call_is_repeated_for_as_long_as_the_rest():
+    called = []
+    _, rounds = timing.in_turn([lambda: called.append(1)], seconds=0.0, least=2, settle=1e-3)
+    assert rounds == 2 and len(called) > 20
+
+
+# ---- what was asked
+
+
+def test_ratios_are_those_of_the_rows():
+    found = made_up(
+        times=[
+            row("full", 2048, jattn=100.0, jax_nn=220.0, torch=99.0),
+            row("causal", 2048, jattn=100.0, jax_nn=349.0),
+            row("full", 8192, jattn=1000.0),
+            row("causal", 8192, jattn=600.0),
+            row("full", 32768, jattn=1400.0),
+            row("window", 32768, jattn=100.0),
+            row("full", 1024, jattn=10.0, jax_nn=10.0),
+            row("alibi", 512, "both", jattn=21.2, jax_nn=20.0),
+        ]
+    )
+    said = answers(found)
+    peer = "forward, n = 2048: time of {} / time of jattn"
+    assert said["full, " + peer.format("jax.nn")] == (2.2, "met")
+    assert said["causal, " + peer.format("jax.nn")] == (3.49, "not met")  # the planted one
+    assert said["full, " + peer.format("torch")] == (0.99, "not met")
+    assert said["causal, " + peer.format("torch")] == (None, "not measured")
+    assert said["causal / full, forward, n = 8192"] == (0.6, "met")
+    assert said["window / full, forward, n = 32768"] == (100 / 1400, "met")
+    worst = "every case, n <= 1024: time of jattn / time of jax.nn (worst: alibi, forward and backward, n = 512)"
+    assert said[worst] == (pytest.approx(1.06), "not met")
+
+
+def test_shares_are_of_the_rate_in_the_same_row_and_the_worst_length_counts():
+    # at 1e6 operations a microsecond, half the rate is flops / 0.5e6
+    times = {n: Problem("full", n).flops("forward") / 1e6 for n in (2048, 4096, 8192)}
+    found = made_up(times=[row("full", n, jattn=times[n] * k) for n, k in ((2048, 9.0), (4096, 1.25), (8192, 2.5))])
+    question = "full, forward, n >= 4096: share of the matrix rate"
+    assert answers(found)[question] == (pytest.approx(0.4), "not met")
+    found["times"][2]["matrix"] *= 1.25  # a slower machine at that moment: the share is of what was possible
+    assert answers(found)[question] == (pytest.approx(0.5), "met")
+
+
+def test_memory_and_compilation_are_judged():
+    def memory(passes: str, length: int, size: float) -> dict:
+        return {"contestant": "jattn", "case": "full", "passes": passes, "length": length, "bytes": size}
+
+    linear = [memory("both", n, 2048.0 * n) for n in (4096, 8192, 32768)]
+    product = [memory("hvp", 32768, 161 * 2**20)]
+    compiled = [
+        {"contestant": name, "case": "full", "length": 2048, "passes": passes, "seconds": seconds}
+        for name, passes, seconds in (("jattn", "forward", 1.5), ("jattn", "both", 3.1), ("jax.nn", "forward", 9.0))
+    ]
+    said = answers(made_up(memory=linear + product, compile=compiled))
+    name = "temporaries of one head, full"
+    assert said[f"{name}, forward and backward, n = 32768"] == (64.0, "met")
+    assert said[f"{name}, forward and backward: exponent of growth"] == (pytest.approx(1.0), "met")
+    assert said[f"{name}, Hessian-vector product, n = 32768"] == (161.0, "not met")
+    assert said["compilation, forward, the slowest of those below"] == (1.5, "met")
+    assert said["compilation, forward and backward, the slowest of those below"] == (3.1, "not met")
+
+    dense = [memory("both", n, 4.0 * n**2) for n in (128, 4096, 8192)]
+    assert attention_tables.slope(
+        attention_tables.temporaries(SUITE.parse(made_up(memory=dense)), "jattn", "full", "both")
+    ) == pytest.approx(2)
+
+
+def test_nothing_is_asked_of_another_device():
+    found = made_up(times=[row("full", 2048, jattn=1.0, jax_nn=1.0)])
+    assert attention_tables.asked(SUITE.parse(found))
+    found["environment"]["device"] = "gpu: a GPU"
+    assert not attention_tables.asked(SUITE.parse(found)) and "What was asked" not in attention_tables.markdown(
+        SUITE.parse(found)
+    )
+
+
+def test_tables_show_time_share_and_who_is_left_out():
+    rows = [
+        row("full", 256, jattn=1340.0, torch=33.5, left_out={"jax.nn": "would hold 9 GiB of scores"}),
+        row("full", 64, jattn=2.0, jax_nn=3.0, torch=4.0),
+    ]
+    text = attention_tables.markdown(SUITE.parse(made_up(times=rows, missing={"tokamax": "tokamax is not installed"})))
+    lines = text.splitlines()
+    share = Problem("full", 256).flops("forward") / 1340.0 / 1e6
+    long = f"| full | 256 | 1.34 ({share:.2f}) | - | 0.0335 ({share * 40:.2f}) | 3 |"
+    assert lines.index(long) == lines.index("| full | 64 | 0.0020 (4.19) | 0.0030 (2.80) | 0.0040 (2.10) | 3 |") + 1
+    assert "- jax.nn, full, n = 256: would hold 9 GiB of scores." in lines
+    assert "Not here: tokamax is not installed." in lines and "- cores: 2" in lines
+
+
+# ---- the whole of it
+
+
+def lines_of(found: Results) -> list[tuple]:
+    return [(r["case"], r["length"], r["passes"]) for r in found.of("times")]
+
+
+def short_plan(out: Path, **changes) -> Plan:
+    plan = {"peers": ("jax",), "lengths": (8, 16), "cases": ("causal",), "parts": ("times",)}
+    return Plan(out, **plan | {"seconds": 1e-3} | changes)
+
+
+def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
+    plan, real, count = short_plan(tmp_path / "a" / "b"), attention.time_row, []
+
+    def killed(*arguments):
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(attention, "time_row", killed)
+    with pytest.raises(KeyboardInterrupt):
+        SUITE.measure(plan, plan.out)
+    kept = SUITE.read(plan.out)
+    assert lines_of(kept) == [("causal", 8, "forward"), ("causal", 8, "both")]
+
+    with pytest.raises(Refused, match=r"^--out: .* holds results already; --resume goes on with them$"):
+        SUITE.measure(plan, plan.out)
+    found = SUITE.measure(plan, plan.out, resume=True)
+    assert found.of("times")[:2] == kept.of("times"), "what was measured is measured again"
+    assert len(set(lines_of(found))) == len(found.of("times")) == 4
+    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in found.of("times"))
+    assert found == SUITE.read(plan.out)
+
+    monkeypatch.setattr(timing, "source_digest", lambda: "other")
+    with pytest.raises(Refused, match="of another environment: jattn_source was .*, now 'other'"):
+        SUITE.measure(plan, plan.out, resume=True)
+
+
+def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypatch, capsys):
+    plan = short_plan(tmp_path, lengths=(8,), parts=("times", "memory"))
+    found = SUITE.measure(plan, plan.out)
+    assert len(found.of("memory")) == 2 * 3 and all(r["bytes"] > 0 for r in found.of("memory"))
+    SUITE.write_report(found, plan.out)
+    files = [tmp_path / f"attention.{kind}" for kind in ("json", "md", "png")]
+    before = [file.read_bytes() for file in files]
+    for file in files[1:]:
+        file.unlink()
+    monkeypatch.setattr(Suite, "measure", None)
+    assert run_main(["bench", "--redraw", "--out", str(tmp_path)]) == 0
+    assert [file.read_bytes() for file in files] == before
+    shown = capsys.readouterr().out
+    assert f"report: {files[1]}" in shown and "not measured" not in shown
+
+    picture = matplotlib.image.imread(files[2])[..., :3]
+    assert picture.shape[1] == 1800 and (picture[0, 0] == 1).all(), "not on white"
+    for colour in ("#0072B2", "#E69F00"):  # jattn's line and jax.nn's
+        rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (np.abs(picture - rgb).max(-1) < 0.02).sum() > 100, f"{colour} is not drawn"
+
+
+def test_a_picture_of_nothing_and_of_everything():
+    assert attention_figure.attention_figure(SUITE.parse(made_up())).axes
+    times = [
+        row(case, n, passes, jattn=n * 1.0, torch=n * 2.0) for case in CASES for n in (64, 128) for passes in PASSES
+    ]
+    drawn = attention_figure.attention_figure(SUITE.parse(made_up(times=times)))
+    forward = drawn.axes[0]
+    assert [list(line.get_ydata()) for line in forward.lines[:3]] == [[64, 128], [], [128, 256]]
+    assert drawn.get_suptitle().startswith("Causal attention, float32, B=1 N=8 H=64, a CPU, 2 cores")
+
+
+def test_the_command_says_who_is_missing(tmp_path, tiny, monkeypatch, capsys):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    options = ["--peers", "jax,torch", "--lengths", "8", "--cases", "softcap", "--parts", "times", "--seconds", ".001"]
+    assert run_main(["bench", *options, "--out", str(tmp_path)]) == 0
+    assert "torch is not installed: pip install '.[bench]'\n" in capsys.readouterr().out
+    text = (tmp_path / "attention.md").read_text()
+    assert "Not here: torch is not installed: pip install '.[bench]'." in text
+    assert "| case | n | jattn | jax.nn | rounds |" in text and "- jax.nn, softcap: has no such case." in text
+
+
+def test_a_peer_that_fails_is_left_out_and_jattn_is_not(tiny):
+    def fails(*arrays):
+        raise NotImplementedError("not today\nnor tomorrow")
+
+    jattn = peers.contestants((), "cpu")[0][0]
+    broken = peers.InJax("broken", fails, ("full",))
+    problem = Problem("full", 8)
+    found = attention.time_row(problem, "forward", [jattn, broken], 1e9, 1e-3)
+    assert list(found["medians"]) == ["jattn"]
+    assert found["left_out"] == {"broken": "NotImplementedError: not today"}
+    missing = attention.temporaries(broken, problem, "both")
+    assert missing == {"bytes": None, "reason": "NotImplementedError: not today"}
+    with pytest.raises(NotImplementedError):
+        attention.time_row(problem, "forward", [peers.InJax("jattn", fails, ("full",))], 1e9, 1e-3)
+
+
+@pytest.mark.slow
+def test_fresh_processes_tell_memory_and_compilation(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr(attention, "COMPILATIONS", 1)
+    monkeypatch.setattr(attention, "PASSES", ("forward",))
+    plan = short_plan(tmp_path, peers=(), lengths=(16,), cases=("causal",), parts=("peak", "compile"))
+    found = SUITE.measure(plan, plan.out)
+    assert found.of("peak")[0]["bytes"] > 0 and 0 < found.of("compile")[0]["seconds"] < 60
+    text = attention_tables.markdown(found)
+    assert "## Peak memory" in text and "| jattn | causal | 16 | forward |" in text
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")
+
+
+def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_experiments_run):
+    monkeypatch.setattr(dispatch, "LENGTHS", (8,))
+    monkeypatch.setattr(dispatch, "SECONDS", 1e-3)
+    assert run_main(["bench", "--suite", "dispatch", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("| 8 |") == 4
+    committed = next((Path(experiments.__file__).parent / "results").glob("cpu-*/dispatch.json"))
+    found, before = (json.loads(file.read_text()) for file in (tmp_path / "dispatch.json", committed))
+    assert found.keys() == before.keys() and found["rows"][0].keys() == before["rows"][0].keys()
+    assert found["environment"].keys() == before["environment"].keys()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--suite all", "--suite: expected one of attention, dispatch, layers, looking, sharding, got 'all'"),
+        ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, jattn-xla, separated by commas, got"),
+        ("--cases diagonal", "--cases: expected some of full, causal, window, "),
+        ("--cases ,", "--cases: expected some of full, "),
+        ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
+        ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
+        ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
+        ("--device tpu", "--device: expected one of cpu, gpu, got 'tpu'"),
+        pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
+        ("--seconds 0", "--seconds: expected > 0, got 0.0"),
+        ("--redraw", "--out: expected a folder with attention.json, got "),
+        ("--suite dispatch --lengths 8", "--lengths: --suite dispatch takes no other option than --out"),
+    ],
+)
+def test_bad_options_are_named_in_one_line(options, said, tmp_path, capsys):
+    assert run_main(["bench", "--out", str(tmp_path / "out"), *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1, error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_is_a_file_or_broken_is_refused(tmp_path, capsys):
+    file = tmp_path / "attention.json"
+    file.write_text("{")
+    assert run_main(["bench", "--out", str(file)]) == 2
+    assert run_main(["bench", "--out", str(tmp_path), "--redraw"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: --out: ") and second.startswith(f"error: --out: {file} is not valid JSON: ")

@@ -1,0 +1,238 @@
+"""The layers benchmark: its table on made-up numbers, what it refuses to time, and the whole of it on tiny sizes."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jattn.nnx
+from experiments.__main__ import main as run_main
+from experiments.bench import layers, timing
+from experiments.bench.layers import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
+
+SMALL = {"layers": 1, "width": 8, "num_heads": 4, "lengths": (6,), "slots": 16, "tokens": (16, 5)}
+TINY = Sizes(**SMALL, seconds=1e-3, rounds=1, settle=0.0)
+
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """A row is its contestants, by name."""
+    monkeypatch.setattr(layers, "_timed", lambda sizes, calls, apart: calls)
+
+
+# ---- the table
+
+
+def made_up() -> dict:
+    """Numbers for every row of the default sizes, all of which are met."""
+
+    def row(step: str, length: int, **medians: float) -> dict:
+        return {"step": step, "length": length, "medians": medians, "rounds": 3, "apart": 2e-6}
+
+    times = [row(TRAIN, length, jattn=1000.0, flax=2500.0) for length in Sizes().lengths]
+    times += [row(DECODE, tokens, jattn=1200.0, sum=800.0) for tokens in Sizes().tokens]
+    times += [row(MODULE, 65536, jattn=1000.0, flax=1000.0)]
+    memory = [
+        {"contestant": name, "length": 4096, "temporaries": 3 * peak, "peak": peak}
+        for name, peak in (("jattn", 2**20), ("flax", 5 * 2**20))
+    ]
+    return {"environment": {"cores": "2"}, "sizes": {"layers": 4}, "times": times, "memory": memory}
+
+
+def answers(found: dict) -> list[tuple[float | None, str]]:
+    return [(one.measured, one.answer) for one in layers.asked(SUITE.parse(found))]
+
+
+def test_numbers_at_their_thresholds_are_met():
+    assert answers(made_up()) == [(0.4, "met"), (2.5, "met"), (0.2, "met"), (1.5, "met"), (1.0, "met")]
+
+
+def test_numbers_beyond_their_thresholds_are_not_met():
+    found = made_up()
+    short, long, full, few, module = (row["medians"] for row in found["times"])
+    short["jattn"], long["flax"], full["jattn"], module["jattn"] = 2650.0, 2490.0, 1208.0, 1001.0
+    few["jattn"] = 1e9  # nothing is asked of it
+    found["memory"][0]["peak"] *= 1.05
+    said = answers(found)
+    assert [measured for measured, _ in said] == pytest.approx([1.06, 2.49, 0.21, 1.51, 1.001])
+    assert {answer for _, answer in said} == {"not met"}
+
+
+def test_numbers_of_other_sizes_answer_nothing():
+    found = made_up()
+    for row in [*found["times"], *found["memory"]]:
+        row["length"] -= 1
+    assert answers(found) == [(None, "not measured")] * 5
+    found = made_up()
+    del found["memory"][1], found["times"][3:]
+    assert [answer for _, answer in answers(found)] == ["met", "met", "not measured", "met", "not measured"]
+
+
+def test_tables_show_milliseconds_and_mebibytes():
+    lines = layers.markdown(SUITE.parse(made_up())).splitlines()
+    assert "| training step, n = 256: time of jattn / time of Flax | 0.400 | <= 1.05 | met |" in lines
+    assert "| step | n | jattn | Flax | sum of the cache | rounds | apart |" in lines
+    assert "| training step | 4096 | 1.00 | 2.50 | - | 3 | 2e-06 |" in lines
+    assert "| decode, function | 4096 | 1.20 | - | 0.80 | 3 | 2e-06 |" in lines
+    assert "| jattn | 4096 | 3 | 1 |" in lines and "| Flax | 4096 | 15 | 5 |" in lines
+    assert "- cores: 2" in lines and "- layers: 4" in lines
+
+
+# ---- contestants
+
+
+def test_either_module_is_its_own_librarys():
+    assert layers.MODULES == {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
+
+
+def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
+    calls = layers.function_row(TINY, 5)
+    decode, before = calls["jattn"], calls["jattn"].state
+    first, second = decode(), decode()
+    assert (first == second).all() and decode.state.length == 4
+    assert before.key.is_deleted() and before.value.is_deleted(), "the cache is copied"
+    for found, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
+        np.testing.assert_allclose(found, np.array(x, np.float64).sum(), rtol=1e-5)
+    for one in layers.modules_row(TINY, MODULE, 5, layers.decoder).values():
+        first, second = one(), one()
+        assert (first == second).all() and one.state["cache_index"][...] == 4
+
+
+def test_training_goes_on_from_step_to_step(untimed):
+    for one in layers.modules_row(TINY, TRAIN, 6, layers.trainer).values():
+        before = one.state
+        losses = [float(one()) for _ in range(5)]
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+        assert all(x.is_deleted() for x in jax.tree.leaves(before)), "the parameters are copied"
+
+
+class Altered(nnx.MultiHeadAttention):
+    """Flax's module with one mistake."""
+
+    mistake = ""
+
+    def __call__(self, x, is_causal=False):
+        if self.mistake == "sees what comes":
+            is_causal = False
+        y = super().__call__(x, is_causal=is_causal)
+        if self.mistake == "writes nothing":
+            self.cached_key[...] = self.cached_key[...].at[:, -1].set(0.0)
+        if self.mistake == "learns nothing":
+            y = jax.lax.stop_gradient(y)
+        return 1.01 * y if self.mistake == "exaggerates" else y
+
+
+@pytest.mark.parametrize(
+    "step, build, mistake",
+    [
+        (TRAIN, layers.trainer, "sees what comes"),
+        (TRAIN, layers.trainer, "learns nothing"),
+        (MODULE, layers.decoder, "exaggerates"),
+        (MODULE, layers.decoder, "writes nothing"),
+    ],
+)
+def test_modules_that_disagree_are_not_timed(step, build, mistake, monkeypatch):
+    monkeypatch.setattr(Altered, "mistake", mistake)
+    monkeypatch.setitem(layers.MODULES, "flax", Altered)
+    monkeypatch.setattr(timing, "in_turn", None)
+    length = {TRAIN: 6, MODULE: 16}[step]
+    with pytest.raises(
+        Failed, match=rf"^{step}, n = {length}: .* of the largest number apart, expected at most 0.0001$"
+    ):
+        layers.modules_row(TINY, step, length, build)
+
+
+def test_a_function_that_is_wrong_is_not_timed(monkeypatch):
+    real = layers.attend_heads
+    one_more = lambda *chunk, cache: real(*chunk, cache=cache, head_gate=jnp.ones(4).at[2].set(1.01))
+    monkeypatch.setattr(layers, "attend_heads", one_more)
+    monkeypatch.setattr(timing, "in_turn", None)
+    with pytest.raises(Failed, match="^decode, function, 5 tokens: "):
+        layers.function_row(TINY, 5)
+
+
+def test_agreement_is_of_the_largest_number_and_nan_is_none():
+    ours = {"a": jnp.array([1.0, 100.0]), "b": jnp.array(0)}
+    assert layers.agree("x", ours, {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}) == pytest.approx(5e-5, rel=0.01)
+    for wrong in (1.02, jnp.nan):
+        with pytest.raises(Failed, match="^x: "):
+            layers.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
+
+
+# ---- the whole of it
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The command at tiny sizes."""
+    small = {"rounds": TINY.rounds, "settle": TINY.settle}
+    monkeypatch.setattr(layers, "Sizes", functools.partial(Sizes, **SMALL, **small))
+    platforms = jax.config.jax_platforms
+    yield
+    jax.config.update("jax_platforms", platforms)
+
+
+@pytest.mark.slow
+def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
+    out = tmp_path / "a" / "b"
+    assert run_main(["bench", "--suite", "layers", "--seconds", "0.001", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("not measured") == 5 and f"report: {out / 'layers.md'}" in shown
+    found = json.loads((out / "layers.json").read_text())
+    assert found["sizes"] == json.loads(json.dumps(SMALL)) | {
+        "num_kv_heads": 2, "seconds": 1e-3, "rounds": 1, "settle": 0.0,
+    }  # fmt: skip
+    assert found["environment"]["jattn_source"] == timing.source_digest() and found["environment"]["cpu"]
+    rows = [(row["step"], row["length"], list(row["medians"])) for row in found["times"]]
+    both, alone = ["jattn", "flax"], ["jattn", "sum"]
+    assert rows == [(TRAIN, 6, both), (DECODE, 16, alone), (DECODE, 5, alone), (MODULE, 16, both)]
+    assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in found["times"])
+    assert [(row["contestant"], row["length"]) for row in found["memory"]] == [("jattn", 6), ("flax", 6)]
+    assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in found["memory"])
+    assert (out / "layers.md").read_text() == layers.markdown(
+        SUITE.parse(found | {"sizes": vars(layers.Sizes(seconds=1e-3))})
+    )
+
+
+def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(Altered, "mistake", "sees what comes")
+    monkeypatch.setitem(layers.MODULES, "flax", Altered)
+    assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: training step, n = 6: ") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_says_why():
+    with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
+        layers.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--lengths 8", "--lengths: --suite layers takes no other option than --out and --seconds"),
+        ("--device gpu", "--device: --suite layers takes no other option than --out and --seconds"),
+        ("--resume", "--resume: --suite layers takes no other option than --out and --seconds"),
+        ("--seconds 0", "--seconds: expected > 0, got 0.0"),
+        ("--suite layer", "--suite: expected one of attention, dispatch, layers, looking, sharding, got 'layer'"),
+    ],
+)
+def test_bad_options_are_named_in_one_line(options, said, tmp_path, tiny, capsys):
+    assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path / "out"), *options.split()]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_is_a_file_is_refused(tmp_path, tiny, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run_main(["bench", "--suite", "layers", "--out", str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: --out: ")

@@ -1,0 +1,37 @@
+"""The sharding benchmark writes what it measured, and says what was met."""
+
+import pytest
+
+from experiments.__main__ import main
+from experiments.bench import sharding
+from experiments.bench.sharding import SUITE
+
+
+@pytest.mark.slow
+def test_the_suite_writes_what_it_measured(tmp_path):
+    sizes = sharding.Sizes(devices=(1, 2), length=64, shapes=((2, 1, 4),), cases=("plain",))
+    found = SUITE.measure(sizes, tmp_path)
+    assert SUITE.read(tmp_path).of("numbers") == found.of("numbers")
+    assert len(found.of("numbers")) == len(found.of("memory")) == len(found.of("balance")) == 4
+    answers = {one.question: one.answer for one in sharding.asked(found)}
+    assert [answers[one] for one in answers if "one device" in one or "all-gathers" in one] == ["met"] * 3
+    text = SUITE.write_report(found, tmp_path).read_text()
+    assert all(f"| {one} |" in text for one in answers) and "| N=2 K=1 H=4 | zigzag | 2 |" in text
+
+
+def test_a_number_that_is_not_met_says_so():
+    row = {"case": "plain", "devices": 2, "layout": "zigzag", "values": 2e-5, "gradients": 2e-5}
+    memory = {"heads": [2, 1, 4], "layout": "zigzag", "collective-permute": 2, "all-gather": 1}
+    found = {
+        "numbers": [row],
+        "memory": [{**memory, "devices": n, "temporaries": size} for n, size in ((1, 100), (2, 90))],
+        "balance": [{"devices": 2, "layout": "zigzag", "blocks": [3, 1]}],
+    }
+    answers = [(one.measured, one.answer) for one in sharding.asked(SUITE.parse(found)) if one.measured is not None]
+    assert [answer for _, answer in answers] == ["not met", "met", "not met", "not met", "met", "not met"]
+    assert answers[2][0] == pytest.approx(100 / 90) and answers[-1][0] == 1.5
+
+
+def test_bad_options_are_named_in_one_line(capsys):
+    assert main(["bench", "--suite", "sharding", "--seconds", "1"]) == 2
+    assert capsys.readouterr().err == "error: --seconds: --suite sharding takes no other option than --out\n"

@@ -1,0 +1,78 @@
+"""What the five benchmarks share: the files in the repository are read, kept and written anew as they are."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+import experiments
+from experiments.bench.cases import Plan
+from experiments.bench.command import SUITES
+from experiments.bench.suite import Failed, Job, Refused, Suite
+
+RESULTS = Path(experiments.__file__).parent / "results"
+KEPT = [file for name in SUITES for file in sorted(RESULTS.glob(f"*/{name}.json"))]
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path):
+    suite: Suite = importlib.import_module(f"experiments.bench.{file.stem}").SUITE
+    results = suite.read(file.parent)
+    assert results.rows and all(row.found for row in results.rows)
+    keys = [(row.part, json.dumps(dict(row.key))) for row in results.rows]
+    assert len(set(keys)) == len(keys), "a key does not tell rows apart"
+    suite.write(results, tmp_path)
+    assert json.loads((tmp_path / file.name).read_text()) == json.loads(file.read_text())
+    assert suite.markdown(results).split("\n## Measured on")[0].count("|") == file.with_suffix(".md").read_text().split(
+        "\n## Measured on"
+    )[0].count("|")
+
+
+def test_every_suite_has_results_in_the_repository():
+    assert {file.stem for file in KEPT} == set(SUITES)
+
+
+def small(measure=lambda: {"seconds": 1.5}, **options) -> Suite:
+    """A suite of two rows."""
+    return Suite(
+        name="small",
+        parts={"rows": ("length",)},
+        about=lambda sizes: {"environment": {"machine": sizes}},
+        jobs=lambda sizes: [Job("rows", {"length": length}, measure) for length in (1, 2)],
+        markdown=lambda results: f"{len(results.rows)} rows\n",
+        shown=lambda results: "",
+        **options,
+    )
+
+
+def test_rows_that_are_there_are_not_measured_again(tmp_path):
+    first = small(resumable=True).measure("a", tmp_path)
+    measured = []
+    again = small(lambda: measured.append(1), resumable=True)
+    assert again.measure("a", tmp_path, resume=True) == first and not measured
+    with pytest.raises(Refused, match="holds results already; --resume goes on with them"):
+        again.measure("a", tmp_path)
+    with pytest.raises(Refused, match="of another environment: machine was 'a', now 'b'"):
+        again.measure("b", tmp_path, resume=True)
+
+
+def test_a_suite_that_fails_leaves_the_results_of_before(tmp_path):
+    suite = small()
+    suite.measure("a", tmp_path)
+    before = (tmp_path / "small.json").read_bytes()
+
+    def fail():
+        raise Failed("no")
+
+    with pytest.raises(Failed):
+        small(fail).measure("b", tmp_path)
+    assert (tmp_path / "small.json").read_bytes() == before
+    assert suite.measure("b", tmp_path).about == {"environment": {"machine": "b"}}, "results are not replaced"
+    assert suite.write_report(suite.read(tmp_path), tmp_path).read_text() == "2 rows\n"
+
+
+def test_sizes_are_those_of_the_command_line():
+    plan = Plan(Path("out"), seconds=0.5)
+    for name in ("layers", "looking"):
+        assert importlib.import_module(f"experiments.bench.{name}").SUITE.sizes(plan).seconds == 0.5

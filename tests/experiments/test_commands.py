@@ -1,0 +1,35 @@
+"""The command line as a whole: its help, and how little it imports before the options are known."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_names_every_command(capsys):
+    assert main([]) == main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name} " in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m experiments {command}")
+
+
+@pytest.mark.parametrize("words", [["run", "--help"], ["run", "--train.stepz", "1"], ["bench", "--parts", "energy"]])
+def test_options_are_read_before_jax_is_imported(words):
+    code = (
+        "import sys\nfrom experiments.__main__ import main\n"
+        f"try:\n    main({words})\nexcept SystemExit:\n    pass\n"
+        "assert not {'jax', 'flax', 'matplotlib', 'scipy', 'orbax'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

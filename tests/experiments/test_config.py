@@ -1,0 +1,356 @@
+"""Configs: what is read, what is refused, and how it is said."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import config, tasks
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def load(tmp_path, *texts_and_options):
+    """Writes each text that has a newline to a file of its own; the others are options."""
+    arguments = []
+    for index, text in enumerate(texts_and_options):
+        if "\n" in text:
+            (tmp_path / f"{index}.yaml").write_text(text)
+            arguments += ["--config", str(tmp_path / f"{index}.yaml")]
+        else:
+            arguments += text.split()
+    return config.load(arguments)
+
+
+BASE = "name: base\ntrain: {steps: 100, batch: 4}\ncontrols: {one_head: {model.num_heads: 1, train.steps: 60}}\n"
+
+
+def test_files_layer_and_options_win(tmp_path):
+    found, out, *_ = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
+    assert (found.train.steps, found.train.batch, found.model.position) == (200, 8, "rotary")
+    assert out == Path("runs/base")
+    assert load(tmp_path, BASE, "--out elsewhere")[1] == Path("elsewhere")
+
+
+def test_a_control_is_the_config_with_its_overrides(tmp_path):
+    found = load(tmp_path, BASE).config
+    control = config.variants(found)["one_head"]
+    assert (control.model.num_heads, control.train.steps, control.train.batch) == (1, 60, 4)
+    assert control.controls == {} and control.claims == []
+    assert dataclasses.replace(control.model, num_heads=4) == found.model
+
+
+def test_a_sweep_is_a_product_of_values(tmp_path):
+    words = "--sweep=model.num_heads=1,4 --sweep model.position=rotary,none --check"
+    found, _, check, _ = load(tmp_path, BASE, words)
+    assert check and not load(tmp_path, BASE).check
+    names = [
+        f"model.num_heads={heads},model.position={position}" for heads in (1, 4) for position in ("rotary", "none")
+    ]
+    assert list(config.variants(found)) == ["one_head", *names]
+    last = config.variants(found)[names[-1]]
+    assert (last.model.num_heads, last.model.position, last.train.steps) == (4, "none", 100)
+    assert last.sweep == {} and last.controls == {} and last.name == f"base/{names[-1]}"
+    same = load(tmp_path, BASE, "sweep: {model.num_heads: [1, 4], model.position: [rotary, none]}\n").config
+    assert same == found
+
+
+def test_processes_are_no_part_of_the_config(tmp_path):
+    words = "--distributed --coordinator host:1234 --num_processes 2 --process_id 1"
+    found = load(tmp_path, BASE, words)
+    assert found.processes == ("host:1234", 2, 1, None) and found.config == load(tmp_path, BASE).config
+    assert load(tmp_path, BASE, "--distributed").processes == (None, None, None, None)
+    assert load(tmp_path, BASE).processes is None
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--sweep"], "sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got '--sweep'"),
+        (
+            ["--sweep model.num_heads"],
+            "sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got '--sweep model.num_heads'",
+        ),
+        (["--sweep model.num_headz=1"], "sweep: model.num_headz: no such option; did you mean model.num_heads?"),
+        (["--sweep model.num_heads=2,0"], "sweep: model.num_heads: expected > 0, got 0"),
+        (["--sweep=model.num_heads"], "sweep: expected --sweep OPTION=VALUE,VALUE, each option once"),
+        (["--sweep model.num_heads=1 --sweep model.num_heads=2"], "sweep: expected --sweep OPTION=VALUE,VALUE, each"),
+        (["--sweep model.num_heads=1,1"], "sweep.model.num_heads: expected different numbers or words"),
+        (["--sweep task.offsets=[1,2],[3]"], "sweep.task.offsets: expected different numbers or words"),
+        (["sweep: {model.num_heads: []}\n"], "sweep.model.num_heads: expected different numbers or words"),
+        (["--sweep train.seeds=1,2"], "sweep.train.seeds: expected different numbers or words (not of train.seeds)"),
+        (
+            ["controls: {..: {model.num_heads: 2}}\n"],
+            "controls: expected names of letters, digits, '_' and '-', got '..'",
+        ),
+        (["name: base/..\n"], "name: expected letters, digits, '_' and '-', got 'base/..'"),
+        (["--sweep num_heads=2"], "sweep: 'num_heads' is no option; expected SECTION.OPTION"),
+        (["--train.entropy_penalty -1"], "train.entropy_penalty: expected >= 0, got -1.0"),
+        (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected different numbers from 1 to under"),
+        (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
+        (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
+        (["--task.kind skills --task.shortest 5 --task.longest 16"], "task.shortest: expected at least 7"),
+        (["--mesh.heads 0"], "mesh.heads: expected > 0, got 0"),
+        (["--mesh.data 3"], "mesh.data: expected a divisor of train.batch=4, got 3"),
+        (["--mesh.data 4 --evaluate.batch 6"], "mesh.data: expected a divisor of evaluate.batch=6, got 4"),
+        (["--model.num_heads 6 --mesh.heads 4"], "mesh.heads: expected a divisor of model.num_heads=6, got 4"),
+        (
+            ["--model.num_heads 12 --model.num_kv_heads 6 --mesh.heads 4"],
+            "mesh.heads: expected a divisor or a multiple of model.num_kv_heads=6, got 4",
+        ),
+        (
+            ["--mesh.sequence 5"],
+            "mesh.sequence: expected two pieces for each to divide the 32 tokens of a sequence of task.kind=copy, got 5",
+        ),
+        (
+            ["--mesh.sequence 2 --train.entropy_penalty 0.1"],
+            "mesh.sequence: expected 1 with train.entropy_penalty, which needs the weights of whole sequences, got 2",
+        ),
+        (
+            ["--task.kind copy_string --mesh.sequence 2"],
+            "mesh.sequence: expected two pieces for each to divide the 41 tokens",
+        ),
+        (["--mesh.heads 4"], "controls.one_head: mesh.heads: expected a divisor of model.num_heads=1, got 4"),
+        (
+            ["--evaluate.look_length 16"],
+            "evaluate.look_length: expected an option of task.kind=shift_bank alone, got 16",
+        ),
+        (
+            ["--task.kind shift_bank --evaluate.look_length 16"],
+            "evaluate.look_length: expected null with model.position=learned, which numbers tokens, got 16",
+        ),
+        (
+            ["--task.kind shift_bank --model.position relative --evaluate.look_length 7"],
+            "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7",
+        ),
+        (["--process_id 1"], "process_id: expected --distributed beside it"),
+        (
+            ["--distributed --process_id 0 --num_processes 2"],
+            "coordinator: missing; expected all of coordinator, num_processes and process_id, or none of them",
+        ),
+        (
+            ["--distributed --coordinator here --num_processes 2 --process_id 1"],
+            "coordinator: expected HOST:PORT, got 'here'",
+        ),
+        (
+            ["--distributed --coordinator a:1 --num_processes 2 --process_id 2"],
+            "process_id: expected 0 to under num_processes=2, got 2",
+        ),
+        (["train: {stepz: 3}\n"], "train.stepz: no such option; did you mean train.steps?"),
+        (["--train.stepz 3"], "train.stepz: no such option; did you mean train.steps?"),
+        (["--train.steps abc"], "train.steps: expected int, got abc"),
+        (["--train.steps -3"], "train.steps: expected > 0, got -3"),
+        (["--train.learning_rate .nan"], "train.learning_rate: expected > 0, got nan"),
+        (["--model.position circular"], "model.position: expected Literal['none', 'sinusoidal', 'learned', "),
+        (["--model.num_kv_heads 3"], "model.num_kv_heads: expected a divisor of model.num_heads=4, got 3"),
+        (["--task.length 30"], "task.length: expected a multiple of 4, at least 12, got 30"),
+        (["--task.longest 2"], "task.longest: expected at least task.shortest=4, got 2"),
+        (
+            ["--train.warmup 100"],
+            "train.warmup: expected from 0 to under train.steps=100 (fewer steps need a shorter one, such as 10), got 100",
+        ),
+        (
+            ["--train.steps 20"],
+            "train.warmup: expected from 0 to under train.steps=20 (fewer steps need a shorter one, such as 2), got 50",
+        ),
+        (
+            ["--train.first_seed 4294967296"],
+            "train.first_seed: expected from 0 to 4294967291, 2**32 - train.seeds=5, got 4294967296",
+        ),
+        (["--train.first_seed 4294967292"], "train.first_seed: expected from 0 to 4294967291"),
+        (["--train.first_seed -1"], "train.first_seed: expected from 0 to 4294967291"),
+        (["--train.learning_rate 1e400"], "train.learning_rate: expected a finite number of float32, got inf"),
+        (["--train.learning_rate 1e39"], "train.learning_rate: expected a finite number of float32, got 1e+39"),
+        (["--train.learning_rate nan"], "train.learning_rate: expected float, got nan"),
+        (["--train.weight_decay .inf"], "train.weight_decay: expected a finite number of float32, got inf"),
+        (["--train.place_weights [1,1,.inf,1]"], "train.place_weights: expected a finite number of float32, got inf"),
+        (
+            ["controls: {a: {train.clip: 1e400}}\n"],
+            "controls.a.train.clip: expected a finite number of float32, got inf",
+        ),
+        (
+            ["claims: [{name: a, statement: b, metric: c, needed: 1, at_most: .nan}]\n"],
+            "claims.a.at_most: expected a finite number of float32, got nan",
+        ),
+        (
+            ["--model.position rotary --model.rotary_base 1"],
+            "model.rotary_base: expected more than 1 for rotary, got 1.0",
+        ),
+        (
+            ["controls: {3: {model.num_heads: 2}}\n"],
+            "controls: expected names that are text, in quotes where they are not, got 3",
+        ),
+        (["controls: {a: {3: 2}}\n"], "controls.a: expected names that are text, in quotes where they are not, got 3"),
+        (["sweep: {on: [2]}\n"], "sweep: expected names that are text, in quotes where they are not, got True"),
+        (
+            ["train: {steps: 300}\nmodel: {num_heads: 2}\ntrain: {batch: 8}\n"],
+            "train: given twice in one YAML file, in lines 1 and 3",
+        ),
+        (["train:\n  batch: 4\n  batch: 8\n"], "batch: given twice in one YAML file, in lines 2 and 3"),
+        (["x: &again [*again]\n"], "config: expected a few levels of nesting, got thousands, or an alias that holds"),
+        (["--train.place_weights [1,2]"], "train.place_weights: expected 4 numbers > 0, one for each place"),
+        (["--train.look_every 15"], "train.look_every: expected a multiple of train.log_every=10, got 15"),
+        (["train: 7\n"], "train: expected options, got 7"),
+        (["controls: {a: {model.num_headz: 1}}\n"], "controls.a: model.num_headz: no such option"),
+        (["controls: {a: {model.num_heads: 0}}\n"], "controls.a: model.num_heads: expected > 0, got 0"),
+        (["controls: {a: {num_heads: 1}}\n"], "controls.a: 'num_heads' is no option; expected SECTION.OPTION"),
+        (
+            ["claims: [{name: a, statement: b, metric: c, needed: 1}]\n"],
+            "claims.a: expected one of at_least and at_most",
+        ),
+        (["claims: [{name: a, statement: b, metric: c, needed: 9, at_most: 1}]\n"], "claims.a.needed: expected 1 to"),
+        (["claims: [{nam: a}]\n"], "nam: no such option; did you mean name?"),
+        (["--config nowhere.yaml"], "nowhere.yaml"),
+        (["train: {steps: 3\n:\n"], "Problems parsing config"),
+        (["--out"], "--out: expected one argument"),
+        (["surplus"], "unrecognized arguments: surplus"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        load(tmp_path, BASE, *arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1, error
+
+
+def test_a_missing_config_is_named(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        config.load([])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: name: missing; give --config FILE\n"
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        config.load(["--help"])
+    text = capsys.readouterr().out
+    sections = {
+        "task": config.Task,
+        "model": config.Model,
+        "train": config.Train,
+        "evaluate": config.Evaluate,
+        "mesh": config.Mesh,
+    }
+    names = [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
+    for name in [*names, "name", "description", "controls", "sweep", "claims", "check", *config.Processes._fields]:
+        # an option, then words of explanation before the type in brackets
+        assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Z\"c]\w+.*?\(", text, re.S), name
+
+
+def test_differences_name_the_key_and_both_values(tmp_path):
+    saved = dataclasses.asdict(load(tmp_path, BASE).config)
+    now = dataclasses.asdict(load(tmp_path, BASE, "--train.steps 300", "controls: {}\n").config)
+    assert config.differences(saved, saved) == []
+    assert "train.steps was 100, now 300" in config.differences(saved, now)
+    assert len(config.differences(saved, now)) == 3  # and the two keys of the control that is gone
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_configs_of_the_project_are_valid(file):
+    assert config.read(file).name == file.stem
+
+
+def test_copy_sources_hold_the_answers():
+    task = tasks.CopyFromFourPlaces(length=16, symbols=7)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 50))
+    keys, values = batch.tokens[..., 0], batch.tokens[..., 1]
+    for half in (keys[:, :8], keys[:, 8:]):
+        np.testing.assert_array_equal(np.sort(half, 1), np.tile(np.arange(8), (50, 1)))
+    asked = batch.target_weights > 0
+    np.testing.assert_array_equal(asked, batch.sources >= 0)
+    assert asked.any((0, 2))[8:].sum() >= 6 and not asked[:, :8].any()
+    np.testing.assert_array_equal(batch.real, np.tile(asked.any((0, 2)), (50, 1)))
+    assert not batch.real[0, [8, 10]].any()  # one back or five back and the mirror are one place there
+    for b, q in np.argwhere(asked[..., 0]):
+        expected = [q - 1, q - 5, 15 - q, int(np.flatnonzero(keys[b, :8] == keys[b, q])[0])]
+        assert batch.sources[b, q].tolist() == expected and len(set(expected)) == 4
+        assert batch.targets[b, q].tolist() == values[b, expected].tolist()
+
+
+def test_copy_string_is_a_string_and_its_copy():
+    task = tasks.CopyString(symbols=9, shortest=2, longest=6, farthest=12)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 60))
+    lengths = set()
+    for tokens, targets, weights, sources, real in zip(*batch, strict=True):
+        row = task.labels(tokens.tolist())
+        n = row.index("SEP") - 1
+        lengths.add(n)
+        assert row[0] == "BOS" and row[1:n] == row[n + 2 : 2 * n + 1] and set(row[2 * n + 1 :]) <= {"·"}
+        assert np.flatnonzero(weights[:, 0]).tolist() == list(range(n + 1, 2 * n + 1))
+        assert targets[n + 1 : 2 * n + 1, 0].tolist() == tokens[1 : n + 1, 0].tolist()
+        assert sources[n + 1 : 2 * n + 1, 0].tolist() == list(range(1, n + 1))
+        assert real.sum() == 2 * n + 1
+    assert lengths == set(range(2, 7))
+    far = jax.jit(lambda n: task.sample_length(jax.random.key(1), 3, n))(jnp.asarray(12))
+    assert far.tokens.shape == (3, 25, 1) and bool(far.real.all())
+    assert task.probe(jax.random.key(1), 2).tokens.shape == (2, 9, 1)
+
+
+def test_shift_bank_sources_are_as_far_back_as_they_say():
+    task = tasks.ShiftBank(length=12, symbols=5, offsets=(1, 3, 6))
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 20))
+    assert task.places == ("1 back", "3 back", "6 back")
+    np.testing.assert_array_equal(batch.target_weights[..., 0] > 0, np.tile(np.arange(12) >= 6, (20, 1)))
+    for b, q in np.ndindex(20, 12):
+        expected = [q - 1, q - 3, q - 6] if q >= 6 else [-1] * 3
+        assert batch.sources[b, q].tolist() == expected
+        if q >= 6:
+            assert batch.targets[b, q].tolist() == batch.tokens[b, expected, 0].tolist()
+
+
+def test_induction_asks_for_what_followed_the_last_time():
+    task = tasks.Induction(length=32, symbols=29, shortest=4, longest=7)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 200))
+    kinds, periods, prefixes = set(), set(), set()
+    for tokens, targets, weights, sources, _ in zip(*batch, strict=True):
+        row, asked = tokens[:, 0].tolist(), np.flatnonzero(weights[:, 0])
+        for q in asked:
+            last = max(i for i in range(q) if row[i] == row[q])
+            assert sources[q, 0] == last + 1 and targets[q, 0] == row[last + 1]
+            assert q == 31 or row[q + 1] == row[last + 1]  # it is the next token, too
+        again = [q for q in range(32) if row[q] in row[:q]]
+        if asked.tolist() == list(range(16, 32, 2)):
+            kinds.add("pairs")
+            assert len(set(row)) == 16 and again == list(range(16, 32))
+            assert sorted(zip(row[::2], row[1::2], strict=True)) == sorted(
+                2 * list(zip(row[0:16:2], row[1:16:2], strict=True))
+            )
+            assert row[:16] != row[16:]
+        else:
+            kinds.add("repeated")
+            period = asked[0] - row.index(row[asked[0]])
+            periods.add(period)
+            prefixes.add(asked[0] - period)
+            assert asked.tolist() == list(range(asked[0], 32)) == again
+    assert kinds == {"pairs", "repeated"} and periods == set(range(4, 8)) and prefixes == set(range(19))
+    probe = task.probe(jax.random.key(1), 3)
+    assert (probe.sources == probe.sources[:1]).all() and (probe.tokens[0] != probe.tokens[1]).any()
+
+
+def test_skills_ask_for_four_different_tokens():
+    task = tasks.Skills(length=24, symbols=13, shortest=7, longest=12)
+    batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 100))
+    for tokens, targets, weights, sources, real in zip(*batch, strict=True):
+        row = tokens[:, 0].tolist()
+        period = row[1:].index(row[0]) + 1
+        assert len(set(row[:period])) == period and all(row[i] == row[i - period] for i in range(period, 24))
+        for q in range(24):
+            places = [q - 1, q - 5, 23 - q, q - period + 1]
+            wanted = q >= 12 and len({row[place] for place in places}) == 4
+            assert weights[q].tolist() == [float(wanted)] * 4 and real[q] == (q >= 12)
+            if wanted:
+                assert sources[q].tolist() == places and targets[q].tolist() == [row[place] for place in places]
+    assert (batch.target_weights.sum((1, 2)) > 0).mean() > 0.9
+
+
+def test_samples_depend_on_the_key_alone():
+    kinds = (tasks.ShiftBank(16, 5), tasks.Induction(16, 16, 2, 8), tasks.Skills(16, 16, 7, 8))
+    for task in (tasks.CopyFromFourPlaces(16, 4), tasks.CopyString(9, 2, 6, 12), *kinds):
+        first, again, other = (task.sample(jax.random.key(seed), 4).tokens for seed in (0, 0, 1))
+        np.testing.assert_array_equal(first, again)
+        assert (first != other).any()

@@ -1,0 +1,150 @@
+"""Two processes of two devices train together: one is killed, both resume, and all is as one process makes it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import chex
+import numpy as np
+import pytest
+
+from experiments import config, run, train
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.findings import Findings
+from experiments.runs.history import History
+
+TINY = """
+name: tiny
+task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1]}
+model: {model_dim: 4, num_heads: 2, head_dim: 2}
+train: {seeds: 1, steps: 16, warmup: 2, batch: 4, log_every: 2, look_every: 4, checkpoint_every: 8}
+evaluate: {batch: 4}
+mesh: {heads: 2, sequence: 2}
+"""
+LAST = 16
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_experiments_run")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    file = tmp_path_factory.mktemp("distributed") / "tiny.yaml"
+    file.write_text(TINY)
+    return file
+
+
+def start(file, out, *words):
+    """The command, on one thread: with several, XLA's CPU backend may add in another order every time."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+        "JAX_COMPILATION_CACHE_DIR": str(file.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "experiments", "run", "--config", str(file), "--out", str(out), *words],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def start_two(file, out):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    words = ["--distributed", "--coordinator", coordinator, "--num_processes", "2", "--process_id"]
+    return [start(file, out, *words, str(number)) for number in range(2)]
+
+
+def finish(*processes):
+    said = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    return [output for output, _ in said]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    """What one process of four devices leaves behind; the command itself makes them of one CPU."""
+    finish(start(tiny, tiny.parent / "whole"))
+    return tiny.parent / "whole"
+
+
+def kill_after(processes, victim, step, out):
+    """Kills one without warning, once the metrics of ``step`` are written; returns what the other says as it ends."""
+    while all(process.poll() is None for process in processes):
+        lines = out / "metrics.jsonl"
+        if lines.exists() and f'"step": {step},' in lines.read_text():
+            processes[victim].send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    began = time.monotonic()
+    ends = [process.communicate(timeout=60) for process in processes]
+    assert processes[victim].returncode == -signal.SIGKILL, ends
+    assert processes[1 - victim].returncode not in (0, None) and time.monotonic() - began < 40
+    return ends[1 - victim]
+
+
+@pytest.fixture(scope="module")
+def killed(tiny):
+    """A folder in which the second of two processes was killed, and the first has stopped."""
+    out = tiny.parent / "killed"
+    _, error = kill_after(start_two(tiny, out), 1, 10, out)
+    assert re.search("^error: stopped: .*; start all processes again to go on from the last checkpoint$", error, re.M)
+    assert "Traceback" not in error
+    return out
+
+
+def test_two_processes_leave_behind_what_one_does(tiny, whole, killed, tmp_path):
+    out = shutil.copytree(killed, tmp_path / "out")
+    said = finish(*start_two(tiny, out))
+    for shown in ("report: ", "noise floor", "loss"):  # where it is, the table of heads, the progress
+        assert shown in said[0] and shown not in said[1]
+    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()  # one has written, once
+    for step in range(0, LAST + 1, 4):
+        one, other = History(whole).look(step), History(out).look(step)
+        chex.assert_trees_all_equal(one, other)
+    assert {file.name for file in out.iterdir()} == {file.name for file in whole.iterdir()}
+    assert json.loads((out / "claims.json").read_text()) == []
+    one, other = Findings.load(whole), Findings.load(out)
+    assert one.environment["device"] == other.environment["device"] == "4 x cpu"
+    for name in ("accuracy", "ablated", "divergence", "noise"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    chex.assert_trees_all_equal(*(state_of(tiny, folder) for folder in (whole, out)))
+
+
+def state_of(file, out):
+    setup = train.Setup.of(config.load(["--config", str(file), "--mesh.sequence", "1"]).config)
+    checkpoints = Checkpoints(out / "checkpoints")
+    assert checkpoints.latest == LAST
+    return checkpoints.load(LAST, setup.init())
+
+
+def test_one_process_goes_on_with_another_number_of_devices(tiny, whole, killed, tmp_path):
+    out = shutil.copytree(killed, tmp_path / "out")
+    settings = config.load(["--config", str(tiny), "--mesh.data", "4", "--mesh.heads", "1"]).config
+    with run.prepared(settings, out):
+        trained = train.train(settings, out)
+    steps, metrics = trained.history.metrics()
+    expected_steps, expected = History(whole).metrics()
+    assert trained.setup.mesh.size == 8 and steps.tolist() == expected_steps.tolist()
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_is_not_there_is_said_before_training(tiny, tmp_path):
+    process = start(tiny, tmp_path / "out", "--distributed")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert (
+        error.startswith("error: --distributed: ") and "give --coordinator, --num_processes and --process_id" in error
+    )

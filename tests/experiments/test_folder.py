@@ -1,0 +1,258 @@
+"""The folder of a run: one owner, files that are whole, and one line where they are not."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.__main__ import main as run_main
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.findings import Findings
+from experiments.runs.folder import Busy, Damaged, owned
+from experiments.runs.history import Clock, History
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+name: tiny
+task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
+model: {model_dim: 4, num_heads: 2, head_dim: 2}
+train: {seeds: 1, steps: 12, warmup: 1, batch: 4, log_every: 1, look_every: 2, checkpoint_every: 4}
+evaluate: {batch: 8}
+"""
+
+
+def flip(file, at, bit=0):
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def state(value=0.0):
+    return {"b": {"kernel": jnp.arange(300.0).reshape(20, 15) + value}, "count": jnp.array([1, 2], jnp.int32)}
+
+
+def always_fits(step, words):
+    return ""
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of three steps, of which two are kept."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (2, 4, 6):
+        checkpoints.save(step, state(step), {"metrics": f"of {step}"})
+    return checkpoints
+
+
+def files_of(checkpoints_folder, step):
+    """The files of a checkpoint, some of which stand in folders of their own."""
+    return sorted(file for file in (checkpoints_folder / f"{step}").rglob("*") if file.is_file())
+
+
+def test_checkpoints_hold_what_was_saved(saved, tmp_path):
+    assert saved.steps == Checkpoints(tmp_path / "checkpoints").steps == [4, 6] and saved.latest == 6
+    for step in (4, 6):
+        chex.assert_trees_all_equal(saved.load(step, state()), state(step))
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_seen(saved, tmp_path):
+    folder = tmp_path / "checkpoints" / "6"
+    for file in files_of(tmp_path / "checkpoints", 6):
+        for at in range(0, file.stat().st_size, file.stat().st_size // 6 + 1):
+            flip(file, at)
+            if file.name == "contents.json":  # of what it says beside the digests, what `restore` is given decides
+                with contextlib.suppress(Damaged):
+                    chex.assert_trees_all_equal(saved.load(6, state()), state(6))
+            else:
+                said = (
+                    rf"checkpoints/6: the checkpoint is damaged: '{file.relative_to(folder)}' is not what was written$"
+                )
+                with pytest.raises(Damaged, match=said):
+                    saved.load(6, state())
+            flip(file, at)
+
+
+@pytest.mark.parametrize("change", [lambda file: file.unlink(), lambda file: file.with_name("more").touch()])
+def test_a_file_too_few_or_too_many_is_seen(saved, tmp_path, change):
+    change(files_of(tmp_path / "checkpoints", 6)[0])
+    with pytest.raises(Damaged, match=r"checkpoints/6: the checkpoint is damaged: '.*' is not what was written"):
+        saved.load(6, state())
+
+
+def test_the_older_checkpoint_serves_where_the_newer_is_damaged(saved, tmp_path):
+    for file in files_of(tmp_path / "checkpoints", 6):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    said = []
+    step, found = saved.restore(state(), always_fits, said.append)
+    assert step == 4 and saved.steps == [4]
+    chex.assert_trees_all_equal(found, state(4))
+    saved.save(6, state(6))  # where the damaged one was
+    assert saved.steps == [4, 6]
+    assert [folder.name for folder in (tmp_path / "damaged").iterdir()] == ["6"]
+    assert len(said) == 2 and "checkpoints/6" in said[0] and "older checkpoint of step 4" in said[1]
+    assert all("\n" not in line for line in said)
+
+
+def test_no_checkpoint_that_is_whole_is_one_line_and_removes_nothing(saved, tmp_path):
+    for step in (4, 6):
+        for file in files_of(tmp_path / "checkpoints", step):
+            file.write_bytes(b"")
+    with pytest.raises(Damaged, match=r"checkpoints/4/.*remove .* to train anew$") as raised:
+        saved.restore(state(), always_fits, print)
+    assert saved.steps == [4, 6] and "\n" not in str(raised.value)
+
+
+def test_a_checkpoint_of_another_version_is_one_line(saved, tmp_path):
+    (tmp_path / "checkpoints" / "6" / "contents.json").unlink()
+    with pytest.raises(Damaged, match=r"checkpoints/6: the checkpoint has no contents.json: it is another version's"):
+        saved.load(6, state())
+    with pytest.raises(Damaged, match=r"checkpoints/4: the checkpoint cannot be read: "):
+        saved.load(4, {"other": jnp.zeros(3)})
+
+
+def test_a_save_that_was_cut_short_leaves_nothing(saved, tmp_path):
+    (tmp_path / "checkpoints" / "8.tmp" / "arrays").mkdir(parents=True)
+    again = Checkpoints(tmp_path / "checkpoints")
+    assert again.steps == [4, 6] and not (tmp_path / "checkpoints" / "8.tmp").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_the_history_does_not_serve(saved):
+    step, _ = saved.restore(state(), lambda step, words: "no" * (words["metrics"] != "of 4"), lambda line: None)
+    assert step == 4
+
+
+@pytest.fixture
+def history(tmp_path):
+    """Two looks and four lines up to step 4, with their digests at 0, 2 and 4."""
+    history = History(tmp_path)
+    look = {"scores": {"sink": np.full((1, 1, 2), 0.1)}, "offset_profile": np.arange(3.0), "examples": np.zeros(2)}
+    digests = {0: history.digests()}
+    for begin in (0, 2):
+        history.add_metrics(begin, {"loss": np.arange(2.0)[:, None] + begin / 3}, 1)
+        history.add_look(begin + 2, look)
+        digests[begin + 2] = history.digests()
+    return history, digests
+
+
+def test_digests_of_a_history_are_those_of_its_files(history, tmp_path):
+    written, digests = history
+    for step in (0, 2, 4):
+        assert written.check(step, digests[step]) == "" and History(tmp_path).check(step, digests[step]) == ""
+    written.rewind(2)
+    assert written.digests() == digests[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines, looks: lines.write_bytes(b""),
+        lambda lines, looks: lines.unlink(),
+        lambda lines, looks: lines.write_bytes(lines.read_bytes() * 2),
+        lambda lines, looks: lines.write_bytes(lines.read_bytes()[:-3]),
+        lambda lines, looks: lines.write_bytes(lines.read_bytes().split(b"\n", 1)[1]),
+        lambda lines, looks: lines.write_bytes(lines.read_bytes().replace(b"0.6666667", b"0.6666668")),
+        lambda lines, looks: lines.write_bytes(b"garbage\n" + lines.read_bytes()),
+        lambda lines, looks: lines.write_bytes(b"\xff\n" + lines.read_bytes()),
+        lambda lines, looks: lines.write_bytes(b"[]\n" + lines.read_bytes()),
+        lambda lines, looks: (looks / "00000004.npz").unlink(),
+        lambda lines, looks: flip(looks / "00000004.npz", 60),
+    ],
+)
+def test_a_history_that_is_not_what_was_written_is_seen(history, tmp_path, change):
+    written, digests = history
+    change(tmp_path / "metrics.jsonl", tmp_path / "looks")
+    said = written.check(4, digests[4])
+    assert said.startswith(str(tmp_path)) and "expected" in said and "got" in said and "\n" not in said
+
+
+def test_files_of_others_stay(history, tmp_path):
+    written, _ = history
+    for name in ("notes.txt", "best.npz", "1.npz", "00000002.png"):
+        (tmp_path / "looks" / name).write_text("mine")
+    (tmp_path / "looks" / "figures").mkdir()
+    (tmp_path / "looks" / "00000009.tmp").touch()
+    written.rewind(0)
+    left = {file.name for file in (tmp_path / "looks").iterdir()}
+    assert left == {"notes.txt", "best.npz", "1.npz", "00000002.png", "figures"}
+
+
+def test_a_folder_has_one_owner(tmp_path):
+    with owned(tmp_path / "run"):
+        with pytest.raises(Busy, match=r"expected a folder that no other run works in, got .*run', of process \d+$"):
+            with owned(tmp_path / "run"):
+                pass
+    with owned(tmp_path / "run"):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    code = f"from pathlib import Path; from experiments.runs.folder import owned\nwith owned(Path({str(tmp_path)!r})): print('in', flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"in\n"
+    with pytest.raises(Busy, match=f"of process {process.pid}$"), owned(tmp_path):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with owned(tmp_path):
+        pass
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    return file
+
+
+def said_by(capsys, *words):
+    """The one line that a command which is refused says."""
+    assert run_main([str(word) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+def test_a_folder_that_another_run_works_in_is_refused(tiny, tmp_path, capsys):
+    out = tmp_path / "out"
+    with owned(out):
+        said = said_by(capsys, "run", "--config", tiny, "--out", out)
+    assert said.startswith("error: --out: expected a folder that no other run works in")
+    assert {file.name for file in out.iterdir()} == {"lock"}
+
+
+@pytest.mark.parametrize("content", [b"[]", b"", b"{", b"\xff", b"3", b"[" * 100_000])
+@pytest.mark.parametrize("name", ["config.json", "findings.json"])
+def test_json_that_is_not_ours_is_one_line(tiny, tmp_path, capsys, name, content):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_bytes(content)
+    if name == "config.json":
+        said = said_by(capsys, "run", "--config", tiny, "--out", out)
+    else:
+        said = said_by(capsys, "report", "--run", out)
+        said_by(capsys, "keep", "--run", out, "--to", tmp_path / "kept")
+    assert f"{out / name}: expected the" in said
+    assert (out / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04garbage", b"garbage", b"\x93NUMPY"])
+def test_arrays_that_are_not_ours_are_one_line(tmp_path, capsys, content):
+    (tmp_path / "findings.json").write_text("{}")
+    (tmp_path / "findings.npz").write_bytes(content)
+    assert "findings.json: the findings are not what was written" in said_by(capsys, "report", "--run", tmp_path)
+    with pytest.raises(Damaged):
+        Findings.load(tmp_path)
+
+
+def test_seconds_that_are_no_number_are_one_line(tmp_path):
+    assert Clock(tmp_path).stop() < Clock(tmp_path).stop() < 60
+    (tmp_path / "seconds.json").write_text(json.dumps([1]))
+    with pytest.raises(Damaged, match="expected a number of seconds, got a list"):
+        Clock(tmp_path)

@@ -1,0 +1,246 @@
+"""The report and its pictures: what they show is what was found."""
+
+import base64
+import dataclasses
+import json
+import re
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from experiments.report import figures, page, panels
+from experiments.runs.findings import Findings
+
+SEEDS, LAYERS, HEADS, TOKENS, EXAMPLES = 3, 2, 2, 5, 2
+ORDER = [[0, 1], [1, 0], [0, 1]]  # in the second seed the heads of each layer have changed places
+
+
+def synthetic(**changes):
+    """A small run of three seeds; the last one fails. Every weight is different, so that a wrong one is seen."""
+    rng = np.random.default_rng(0)
+    weights = rng.random((4, EXAMPLES, LAYERS, HEADS, TOKENS, TOKENS))
+    weights[-1] **= 3
+    weights /= weights.sum(-1, keepdims=True)
+    scores = {name: np.full((SEEDS, 3, LAYERS, HEADS), 0.1) for name in ("one_back", "mirror", "entropy")}
+    profile = np.full((SEEDS, 2, LAYERS, HEADS, 9), 0.1)
+    ablated = np.full((SEEDS, LAYERS, HEADS, 2), 0.95)
+    statistics = {"max_weight": np.full((SEEDS, 2, LAYERS, HEADS), 0.3), "distance": np.ones((SEEDS, 2, LAYERS, HEADS))}
+    for seed, (back, mirror) in enumerate(ORDER):
+        scores["one_back"][seed, 1:, :, back] = [[0.5], [0.9]]
+        scores["mirror"][seed, 1:, :, mirror] = [[0.4], [0.8]]
+        profile[seed, 1, :, back, 3] = 0.9
+        statistics["max_weight"][seed, 1, :, back] = 0.8
+        statistics["distance"][seed, 1, :, mirror] = 5.0
+        ablated[seed, :, back, 0] = ablated[seed, :, mirror, 1] = 0.1
+    divergence = np.tile(0.5 * (1 - np.eye(LAYERS * HEADS)), (SEEDS, 2, 1, 1))
+    divergence[:, 0] *= 0.2
+    accuracy = np.array([[1.0, 1.0], [1.0, 0.9], [0.4, 0.2]])
+    names = ("name", "statement", "values", "side", "threshold", "untrained", "passed", "needed", "holds", "seeds")
+    claims = [
+        (
+            "accuracy",
+            "Accuracy < 1 & > 0.85.",
+            [1.0, 0.9, 0.2],
+            "at least",
+            0.85,
+            [0.06] * 3,
+            [7, 8],
+            2,
+            True,
+            [7, 8, 9],
+        ),
+        ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6]),  # of a control
+    ]
+    roles = ("one_back", "mirror")
+    found = {
+        "name": "tiny_copy",
+        "description": "A description with <img src=x onerror=alert(1)> in it.",
+        "config": {"train": {"steps": 20, "note": "<i>"}, "seeds": [7, 8, 9]},
+        "environment": {"python": "3.12", "device": "cpu"},
+        "seeds": [7, 8, 9],
+        "places": ["one back", "mirror"],
+        "tokens": [["<b>", "</script>", "$x", "“é”", "a long token indeed"], ["the", "cat", "&amp;", "sat", "."]],
+        "metric_steps": np.arange(0, 20, 2),
+        "metrics": {"loss": 1 + rng.random((SEEDS, 10)), "accuracy": rng.random((SEEDS, 10))},
+        "look_steps": np.array([0, 10, 20]),
+        "scores": scores,
+        "statistics": statistics,
+        "offsets": np.arange(-4, 5),
+        "offset_profile": profile,
+        "example_steps": np.array([0, 5, 10, 20]),
+        "example_weights": weights,
+        "mean_weights": np.stack([np.full((LAYERS, HEADS, TOKENS, TOKENS), 0.2), weights[-1].mean(0)]),
+        "divergence": divergence,
+        "noise": np.tile([[0.01], [0.04]], (SEEDS, 1, LAYERS * HEADS)),
+        "accuracy": accuracy,
+        "ablated": ablated,
+        "groups": {"one_back": accuracy - [0.3, 0.0]},
+        "heads": [
+            {"seed": seed, "layer": layer, "head": head, "role": roles[ORDER[i][head]], "score": 0.9, "null": 0.1}
+            | {"p_value": 0.00123456}
+            for i, seed in enumerate([7, 8, 9])
+            for layer in range(LAYERS)
+            for head in range(HEADS)
+        ],
+        "curves": {"accuracy over length": {"learned": [[4, 0.9, 0.8, 0.7], [8, 0.5, 0.4, 0.3]]}},
+        "controls": [
+            {"name": "one head & no more", "metric": "accuracy", "values": [0.3, 0.4, 0.5], "parameters": 123}
+        ],
+        "claims": [dict(zip(names, claim, strict=True)) for claim in claims],
+    }
+    return Findings(**(found | changes))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    findings = synthetic()
+    return findings, page.write_report(findings, tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """Pictures of few pixels, where only their names matter."""
+    monkeypatch.setattr(figures, "DPI", 30)
+
+
+def embedded(path):
+    page = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_every_picture_is_written(written):
+    _, path = written
+    pictures = {file.stem: matplotlib.image.imread(file) for file in (path.parent / "figures").glob("*.png")}
+    names = {"heads", "training", "offsets", "statistics", "ablation", "divergence", "map", "curves", "controls"}
+    assert set(pictures) == names == {file.stem for file in (path.parent / "figures").glob("*.svg")}
+    for name, picture in pictures.items():
+        assert picture.shape[1] >= 1600, name  # twice a README's width
+        grey = picture[..., :3].mean(-1)
+        assert 0.005 < (grey < 0.95).mean() < 0.9 and grey.std() > 0.05, f"{name} is empty or full"
+
+
+def test_the_page_stands_alone_and_escapes_its_text(written):
+    page = written[1].read_text(encoding="utf-8")
+    assert len(page) < 200_000
+    assert "default-src 'none'" in page
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]*\b(?:src|href)=(?!\"data:,\")", page)
+    # The name spaces of SVG are the only address: nothing to fetch.
+    assert set(re.findall(r"https?://[^\"'\s)]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "{{" not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page and "<img" not in page
+    assert page.count("</script>") == 2  # the token of that name ended none
+    assert "&lt;i&gt;" in page and "train.note" in page
+
+
+def test_claims_are_readable_without_colour(written):
+    page = written[1].read_text(encoding="utf-8")
+    claims = re.findall(r'<article class="claim.*?</article>', page, re.DOTALL)
+    assert "Claims: 1 of 2 hold" in page
+    assert "✓ holds" in claims[0] and "✗ fails" in claims[1]
+    facts = [re.findall(r'<dd class="number">(.*?)</dd>', claim) for claim in claims]
+    assert facts == [
+        ["0.9", "at least 0.85", "0.06", "2 of 3, 2 needed"],
+        ["0.175", "at most 0.1", "0.8", "1 of 2, 2 needed"],
+    ]
+    # Seeds that failed are marked as such; a control has seeds of its own.
+    lost = [re.findall(r'class="lost".*?<title>(.*?)</title>', claim) for claim in claims]
+    assert lost == [["seed 9: 0.2"], ["seed 6: 0.3"]]
+    assert [claim.count('class="untrained"') for claim in claims] == [3, 2]
+
+
+def test_tables_hold_every_head_and_control(written):
+    page = written[1].read_text(encoding="utf-8")
+    table = page[page.index('id="heads-table"') :].split("</table>")[0]
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
+    assert len(rows) == SEEDS * LAYERS * HEADS
+    assert rows[0] == ["7", "0", "0", "one back", "0.900", "0.100", "0.00123"]
+    controls = page[page.index('id="controls"') :]
+    assert "one head &amp; no more" in controls and ">123<" in controls and controls.count('class="seed"') == 3
+
+
+def test_heads_of_other_seeds_are_matched():
+    findings = synthetic()
+    assert panels.matched_heads(findings).tolist() == [[order] * LAYERS for order in ORDER]
+    profiles = panels.matched_profiles(findings)
+    assert (profiles[:, 1, 0, 3] == 0.9).all() and (profiles[:, 1, 1, 3] == 0.1).all()
+    ablated = panels.matched_ablation(findings)
+    assert (ablated[:, 2, 0] == 0.1).all() and (ablated[:, 2, 1] == 0.95).all()
+    findings.divergence[1, 1] = np.arange(16).reshape(4, 4)
+    swapped = [1, 0, 3, 2]
+    np.testing.assert_array_equal(
+        panels.matched_divergence(findings)[1, 1], np.arange(16).reshape(4, 4)[swapped][:, swapped]
+    )
+
+
+def test_a_seed_is_shown_by_its_best_head():
+    found = {panel.title: panel for panel in panels.time_panels(synthetic())}
+    assert list(found) == ["loss", "accuracy", "best head's weight\non its place", "other head scores"]
+    back, mirror = found["best head's weight\non its place"].lines
+    np.testing.assert_allclose(back.seeds, [[0.1, 0.5, 0.9]] * SEEDS)
+    np.testing.assert_allclose(mirror.seeds, [[0.1, 0.4, 0.8]] * SEEDS)
+    assert found["other head scores"].lines[0].label == "entropy (mean of heads)"
+    assert found["loss"].log and found["accuracy"].unit
+
+
+def test_a_seed_that_is_not_finite_does_not_stop_the_report(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    findings = synthetic()
+    findings.metrics["loss"][2, 5:] = np.nan
+    findings.accuracy[2] = np.nan
+    findings.statistics["distance"][2] = findings.divergence[0, 1] = findings.noise[2] = np.nan
+    for draw in (figures.training_figure, figures.statistics_figure, figures.ablation_figure, figures.map_figure):
+        draw(findings).savefig(tmp_path / "drawn.png", dpi=30)
+    path = page.write_report(findings, tmp_path)
+    line = embedded(path)["panels"][0]["lines"][0]
+    assert line["seeds"][2][5:] == [None] * 5 and None not in line["seeds"][0]
+
+
+def test_embedded_weights_are_those_found(written):
+    findings, path = written
+    data = embedded(path)
+    first, second, mean = (
+        np.frombuffer(base64.b64decode(view["weights"]), "<u2") / 65535 * data["top"] for view in data["views"]
+    )
+    for example, view in enumerate((first, second)):
+        found = findings.example_weights[:, example]
+        np.testing.assert_allclose(view.reshape(found.shape), found, atol=1e-5)
+    np.testing.assert_allclose(mean.reshape(findings.mean_weights.shape), findings.mean_weights, atol=1e-5)
+    assert data["top"] == findings.example_weights.max()
+
+
+def test_a_long_run_keeps_its_first_and_last_step(monkeypatch, tmp_path):
+    frame = 2 * LAYERS * HEADS * TOKENS**2
+    monkeypatch.setattr(page, "WEIGHT_BUDGET", 7 * frame)  # two of the mean, two of the second example
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    path = page.write_report(synthetic(), tmp_path)
+    assert [view["steps"] for view in embedded(path)["views"]] == [[0, 10, 20], [0, 20], [0, 20]]
+    assert "example 1 has 3 of 4 steps, every other example 2." in path.read_text(encoding="utf-8")
+
+
+def test_what_is_missing_is_left_out(coarse, tmp_path):
+    """One seed of one head in one layer, with nothing beside it."""
+    full = synthetic()
+    narrow = dataclasses.replace(
+        full,
+        seeds=[7],
+        metrics={name: values[:1] for name, values in full.metrics.items()},
+        scores={name: values[:1, :, :1, :1] for name, values in full.scores.items()},
+        offset_profile=full.offset_profile[:1, :, :1, :1],
+        example_weights=full.example_weights[:, :1, :1, :1],
+        mean_weights=full.mean_weights[:, :1, :1],
+        divergence=full.divergence[:1, :, :1, :1],
+        noise=full.noise[:1, :, :1],
+        accuracy=full.accuracy[:1],
+        ablated=full.ablated[:1, :1, :1],
+        **{"statistics": {}, "groups": {}, "curves": {}, "controls": [], "claims": [], "heads": []},
+    )
+    path = page.write_report(narrow, tmp_path)
+    pictures = {file.stem for file in (tmp_path / "figures").iterdir()}
+    assert pictures == {"heads", "training", "offsets", "ablation", "divergence", "map"}
+    whole, data = path.read_text(encoding="utf-8"), embedded(path)
+    assert not re.findall(r'<section id="(claims|heads-table|controls)"', whole)
+    text = whole.partition("<script")[0]
+    assert "Thin lines" not in text and "matched" not in text  # there is one seed
+    assert data["curves"] == data["statistics"] == []
+    assert data["heads"] == [{"code": "L0H0", "title": "layer 0 head 0", "role": ""}]

