@@ -18,6 +18,7 @@ from jattn.kernels import Unsupported
 from jattn.lifting import over_heads
 from jattn.mods import pytree_dataclass, static_field
 from jattn.multi_head import init_multi_head, multi_head_attention
+from jattn.online_softmax import blockwise
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "attend",
     "attention_weights",
     "block_mask",
+    "blockwise",
     "dot_product_attention",
     "explain",
     "fold_weights",
