@@ -7,6 +7,13 @@ The axes, in every docstring and annotation:
     H query/key dim    D value dim        M model dim
 
 Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
+
+A call of ``dot_product_attention`` (``api``) passes through these files, in order. ``request`` checks the arguments,
+``choice`` picks an implementation in ``kernels``, and ``placement`` runs it on each device's part of sharded arrays.
+``batching`` traces plain masks and score functions (``hoist``) and maps one head over heads and sequences
+(``lifting``). For each head, the dense kernel (``kernels.xla``) computes ``attention``. The blockwise kernel
+(``kernels.blockwise``) is traced when it is lowered (``staged``): it gets the visible ``blocks`` from the ``masks``,
+and ``online_softmax`` visits them, ``one_block`` at a time.
 """
 
 from jattn import heads, masks, positions, score_mods, sharding
