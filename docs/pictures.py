@@ -60,7 +60,7 @@ def block_tables() -> None:
     all_axes = figure.subplots(1, len(shown), sharey=True)
     for axes, (title, mask) in zip(all_axes, shown.items(), strict=True):
         known = jattn.block_mask(mask, length, length, block_sizes=(size, size))
-        kind = known.may[0, 0].astype(int) + known.must[0, 0]
+        kind = known.any_visible[0, 0].astype(int) + known.all_visible[0, 0]
         edges = np.arange(0, length + 1, size)
         axes.pcolormesh(edges, edges, kind, cmap=ListedColormap(list(kinds.values())), vmin=0, vmax=2,
                         edgecolors="lightgray", linewidth=0.5)  # fmt: skip

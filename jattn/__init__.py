@@ -7,6 +7,13 @@ The axes, in every docstring and annotation:
     H query/key dim    D value dim        M model dim
 
 Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
+
+A call of ``dot_product_attention`` (``api``) passes through these files, in order. ``request`` checks the arguments,
+``choice`` picks an implementation in ``kernels``, and ``placement`` runs it on each device's part of sharded arrays.
+``batching`` traces plain masks and score functions (``hoist``) and maps one head over heads and sequences
+(``lifting``). For each head, the dense kernel (``kernels.xla``) computes ``attention``. The blockwise kernel
+(``kernels.blockwise``) is traced when it is lowered (``staged``): it gets the visible ``blocks`` from the ``masks``,
+and ``online_softmax`` visits them, ``one_block`` at a time.
 """
 
 from jattn import heads, masks, positions, score_mods, sharding
@@ -18,6 +25,7 @@ from jattn.kernels import Unsupported
 from jattn.lifting import over_heads
 from jattn.mods import pytree_dataclass, static_field
 from jattn.multi_head import init_multi_head, multi_head_attention
+from jattn.online_softmax import blockwise
 
 __version__ = "0.1.0"
 
@@ -28,6 +36,7 @@ __all__ = [
     "attend",
     "attention_weights",
     "block_mask",
+    "blockwise",
     "dot_product_attention",
     "explain",
     "fold_weights",

@@ -1,4 +1,4 @@
-"""``dot_product_attention``: checks the input, chooses an implementation, calls it."""
+"""``dot_product_attention``: checks its input, chooses an implementation and calls it."""
 
 from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex, Unpack, overload
@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from jattn import placement
 from jattn.attention import merge
-from jattn.choice import choose, explain_choice, object_given
-from jattn.kernels import Implementation, shards, xla
+from jattn.choice import check_implementation, choose, explain_choice
+from jattn.kernels import Implementation, xla
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
 from jattn.request import (
@@ -75,39 +76,39 @@ def dot_product_attention(
 ) -> Any:
     """``softmax(scale * query key^T + bias, masked) value`` for every head: ``jax.nn.dot_product_attention`` and more.
 
-    Positions against slots: ``mask`` functions, ``score_mod``, ``is_causal``, ``local_window_size`` and dropout go by
-    position, which is the slot unless ``query_positions`` / ``kv_positions`` say otherwise. Arrays (``bias``, ``mask``)
-    and sequence lengths go by slot.
+    ``mask`` functions, ``score_mod``, ``is_causal``, ``local_window_size`` and dropout see positions. A position is the
+    slot unless ``query_positions`` / ``kv_positions`` say otherwise. Arrays (``bias``, ``mask``) and sequence lengths
+    are indexed by slot.
 
     Args:
         query: ``[B,T,N,H]`` or ``[T,N,H]``, floating.
-        key, value: ``[B,S,K,H]`` and ``[B,S,K,D]`` (or without B), of query's dtype; N a multiple of K.
+        key, value: ``[B,S,K,H]`` and ``[B,S,K,D]`` (or without B), of query's dtype; N is a multiple of K.
         bias: added to the scores; broadcastable to ``[B,N,T,S]``; of rank 4, 3 (``[N,T,S]``) or 2 (``[T,S]``).
         mask: True where a query sees a key: a bool array like ``bias``, a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
-        scale: of the scores; ``1 / sqrt(H)`` by default.
-        is_causal: a query sees keys at its own position and before (top-left where T differs from S).
-        query_seq_lengths, key_value_seq_lengths: integers ``[B]``; what stands behind is not seen, and sees nothing.
-        local_window_size: ``(left, right)``, or one number for both: a query sees so many keys beside its own.
-        implementation: a name from ``explain``; None takes the first that can. Or an object with ``why_not`` and
-            ``run``, such as a ``jattn.sharding.Ring``.
+        scale: factor on the scores; ``1 / sqrt(H)`` by default.
+        is_causal: a query sees keys at or before its own position (top-left aligned if T differs from S).
+        query_seq_lengths, key_value_seq_lengths: integers ``[B]``; later slots are not seen and see nothing.
+        local_window_size: ``(left, right)``, or one number for both: how far a query sees to either side.
+        implementation: a name from ``explain``; None picks one. Or an object with ``unsupported_reason`` and ``run``,
+            such as a ``jattn.sharding.Ring``.
         return_residual: also return the log-sum-exp.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in ``jattn.score_mods``.
         query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``.
         sinks: floats ``[N]``: a score for attending to nothing, part of the softmax's denominator and of the lse.
             Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
-        dropout_rate, dropout_rng: weights dropped with this probability, by a hash of the key and (b, h, q, kv).
+        dropout_rate, dropout_rng: the probability of dropping a weight, and the key, hashed with (b, h, q, kv).
         broadcast_dropout: drop the same pairs (q, kv) in all heads of all sequences.
-        precision: of the products, as in ``jax.numpy.einsum``.
+        precision: the precision of the products, as in ``jax.numpy.einsum``.
 
     Returns:
         ``out [B,T,N,D]`` (or ``[T,N,D]``) in query's dtype; with ``return_residual``, ``(out, lse [B,T,N])``, lse in
-        float32 (float64 for float64 input) and differentiable. A query that sees no key gets 0 and lse -inf (in
-        ``jax.nn``: the mean of all values, and a finite lse).
+        float32 (float64 for float64 input) and differentiable. A query that sees no key has output 0 and lse -inf (in
+        ``jax.nn``: the mean of all values and a finite lse).
 
     Raises:
-        ValueError, TypeError: an argument's shape or dtype does not fit; the message names it.
-        Unsupported: the named ``implementation`` cannot do this; the message says why.
+        ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
+        Unsupported: the named ``implementation`` does not support this call; the message gives the reason.
     """
     _check_value(value)
     with_lse = flag("return_residual", return_residual)
@@ -118,9 +119,9 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
     if implementation is None or isinstance(implementation, str):
-        out, lse = shards.on_each_device(choose(request, implementation).run, request, ("btnd", "btn"))
+        out, lse = placement.on_each_device(choose(request, implementation).run, request, ("btnd", "btn"))
     else:
-        out, lse = object_given(implementation).run(request)
+        out, lse = check_implementation(implementation).run(request)
     if sinks is not None:
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:
@@ -139,15 +140,15 @@ def attention_weights(
 ) -> Array:
     """The weights ``[B,N,T,S]`` (or ``[N,T,S]``) of ``dot_product_attention``, before dropout; float32 (or float64).
 
-    Same arguments, same meaning, same errors. Rows sum to 1; to 0 where nothing is seen; with ``sinks``, to less.
-    Memory O(N·T·S). Asking for them does not change the bits of the output.
+    Same arguments and errors. Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory
+    O(N·T·S). The output is bit-identical whether or not the weights are computed.
     """
     request = make_request(query, key, None, bias, mask, **options)
-    weights, lse = shards.on_each_device(xla.weights, request, ("bnts", "btn"))
+    weights, lse = placement.on_each_device(xla.weights, request, ("bnts", "btn"))
     if sinks is not None:
-        # what the merge leaves of an output of 1 is the share that the sinks leave to the keys
-        one = jnp.ones((*lse.shape, 1), lse.dtype)
-        share, _ = merge(one, lse, jnp.zeros_like(one), make_sinks(sinks, lse))
+        # Merged with the sinks, an output of 1 becomes the share of the keys.
+        ones = jnp.ones((*lse.shape, 1), lse.dtype)
+        share, _ = merge(ones, lse, jnp.zeros_like(ones), make_sinks(sinks, lse))
         weights *= jnp.swapaxes(share, 1, 2)
     return weights[0] if jnp.ndim(query) == 3 else weights
 
@@ -162,31 +163,31 @@ def fold_weights(
     implementation: Blockwise | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Any:
-    """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory: looking inside at any length.
+    """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory, at any length.
 
-    ``carry = step(carry, weights, q_idx, kv_idx)``, once for every block that is not empty, beginning with ``init``:
-    ``weights [t,s]`` as in ``attention_weights``, in float32 (float64 for float64 input); ``q_idx [t,1]`` and
-    ``kv_idx [1,s]`` are the slots of its rows and columns. Three things to know of a block:
+    ``carry = step(carry, weights, q_idx, kv_idx)``, starting from ``init``, once per block that is not empty. The
+    ``weights [t,s]`` are those of ``attention_weights``, in float32 (float64 for float64 input). ``q_idx [t,1]`` and
+    ``kv_idx [1,s]`` are the slots of the block's rows and columns.
 
-    - Blocks come in no promised order and of no promised size, and those that the mask empties do not come at all.
-      So a step must leave the carry as it is where weights are 0.
-    - The last blocks may reach behind T and S. There weights are 0 and the slots lie outside: ``x.at[q_idx].add``
-      drops them, and ``x[q_idx]`` takes the last entry.
-    - A step that only adds to the carry is differentiated in reverse mode in linear memory, too: no block is kept.
+    - Order and size of the blocks are unspecified, and blocks that the mask empties are skipped. So a step must leave
+      the carry unchanged where weights are 0.
+    - The last blocks may extend past T and S. Weights are 0 there and the slots are out of range: ``x.at[q_idx].add``
+      drops them, and ``x[q_idx]`` reads the last entry.
+    - If a step only adds to the carry, reverse mode takes linear memory, too: no block is saved.
 
     Args:
         step: the function; arrays that it captures are differentiated.
-        init: any pytree of arrays: the first carry, of each head.
-        lse: ``[B,T,N]`` (or ``[T,N]``), as ``return_residual=True`` gives it; computed when None. With the lse of a
-            call with sinks, rows sum to what the sinks leave.
-        implementation: a ``jattn.kernels.blockwise.Blockwise``, for blocks of a size of your own.
+        init: the initial carry of each head, any pytree of arrays.
+        lse: ``[B,T,N]`` (or ``[T,N]``), from ``return_residual=True``; computed if None. With the lse of a call with
+            sinks, rows sum to the share that the sinks leave.
+        implementation: a ``jattn.kernels.blockwise.Blockwise``, for your own block sizes.
         options: as in ``dot_product_attention``.
 
     Returns:
-        the last carries, each array with leading axes ``[B,N]`` (or ``[N]``).
+        The final carries, each array with leading axes ``[B,N]`` (or ``[N]``).
 
     Raises:
-        ValueError, TypeError: as ``dot_product_attention``; ``lse`` has another shape; a step changes its carry's
+        ValueError, TypeError: as ``dot_product_attention``; ``lse`` has the wrong shape; a step changes its carry's
             shapes or dtypes.
 
     Example: column sums, and the entropy of each row::
@@ -206,55 +207,55 @@ def fold_weights(
     if lse is not None:
         lse = make_lse(lse, request, one_sequence)
 
-    def of_weights(carry: Any, logs: Array, q_idx: Array, kv_idx: Array) -> Any:
-        return step(carry, jnp.exp(logs), q_idx, kv_idx)
+    def step_on_logs(carry: Any, log_weights: Array, q_idx: Array, kv_idx: Array) -> Any:
+        return step(carry, jnp.exp(log_weights), q_idx, kv_idx)
 
     init = jax.tree.map(jnp.asarray, init)
 
     def fold(request: Request, lse: Array | None = None) -> Any:
-        return (implementation or Blockwise()).fold(request, of_weights, init, lse)
+        return (implementation or Blockwise()).fold_blocks(request, step_on_logs, init, lse)
 
-    known = [] if lse is None else [(lse, "btn")]
-    carries = shards.on_each_device(fold, request, jax.tree.map(lambda x: "bn", init), *known)
+    extra = [] if lse is None else [(lse, "btn")]
+    carries = placement.on_each_device(fold, request, jax.tree.map(lambda x: "bn", init), *extra)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 
 def explain(
     query: Any, key: Any, value: Any, *args: Any, implementation: Any = None, **options: Unpack[AttentionOptions]
 ) -> str:
-    """Which implementation ``dot_product_attention`` takes for these arguments, and why not the others, as text.
+    """The implementation that ``dot_product_attention`` picks for these arguments, and the reasons against the others.
 
-    Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any of the arrays, and raises for the same mistakes, a
-    named implementation that cannot excepted.
+    Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any array. Raises the same errors, except
+    ``Unsupported``.
     """
     leaves, structure = jax.tree.flatten(((query, key, value, *args), dict(options)), is_leaf=callable)
-    of_types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    found: list[str] = []
+    types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    texts: list[str] = []
 
-    def look(*arrays: Array) -> None:
+    def trace(*arrays: Array) -> None:
         rest = iter(arrays)
-        given = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
-        positional, named = structure.unflatten(given)
-        found.append(_explain(*positional, implementation=implementation, **named))
+        filled = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+        positional, named = structure.unflatten(filled)
+        texts.append(_explain(*positional, implementation=implementation, **named))
 
-    jax.eval_shape(look, *of_types) if of_types else look()
-    return found[0]
+    jax.eval_shape(trace, *types) if types else trace()
+    return texts[0]
 
 
 def _explain(
     query: Any, key: Any, value: Any, *args: Any, implementation: Any = None, sinks: Any = None,
     return_residual: bool = False, **options: Any,
 ) -> str:  # fmt: skip
-    # return_residual never changes the choice
+    # return_residual does not affect the choice.
     _check_value(value)
     request = make_request(query, key, value, *args, **options)
     if sinks is not None:
         make_sinks(sinks, request.query[..., 0])
-    place = shards.placement_of(request)
+    place = placement.placement_of(request)
     text = explain_choice(request, implementation)
     return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"
 
 
 def _check_value(value: Any) -> None:
-    if value is None:  # to make_request that says that only weights are wanted
-        raise TypeError("value must be an array [B,S,K,D], got None; for the weights alone there is attention_weights")
+    if value is None:  # which make_request takes for attention_weights
+        raise TypeError("value must be an array [B,S,K,D], got None; for the weights alone, use attention_weights")

@@ -1,4 +1,4 @@
-"""Which implementation ``jattn.dot_product_attention`` takes."""
+"""Which implementation ``jattn.dot_product_attention`` uses."""
 
 import dataclasses
 from typing import Any
@@ -7,39 +7,38 @@ import jax
 
 from jattn import staged
 from jattn.attention import softmax_dtype
+from jattn.batching import canonical
 from jattn.kernels import Implementation, Unsupported, cudnn, xla
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
-from jattn.kernels.lift import ready
 from jattn.request import Request
 
-# The order in which ``implementation=None`` tries them: it takes the first whose ``why_not`` has no objection, and
-# "decode" and "blockwise" only where they pay (``_pays``). cudnn stands behind xla, so it is taken by name alone, until
-# the conformance table has passed on a GPU.
+# ``implementation=None`` takes the first that supports the request, and "decode" and "blockwise" only where they pay
+# off (``_pays``). cudnn comes after xla, so it is used by name only, until the conformance table has passed on a GPU.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Decode(), "blockwise": Blockwise(), "xla": xla, "cudnn": cudnn,
 }  # fmt: skip
 
-# T * S of a head, from where on the dense matrix costs more time than the loop over its blocks (measured on CPU:
-# experiments/results), and memory anyway. Beside few queries or keys the matrix itself grows linearly.
+# "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:
+# experiments/results), and more memory anyway. With fewer than FEW queries or keys the matrix grows only linearly.
 PAIRS, FEW = 2**20, 16
-# B * N * T * S, from where on dense scores are not held at once: 256 MiB of them in float32.
+# "blockwise" from this B * N * T * S on: 256 MiB of dense scores in float32.
 SCORES = 2**26
-# Numbers in all keys for each query, from where on reading them chunk by chunk pays (measured on CPU).
+# "decode" from this many numbers in the keys per query on (measured on CPU).
 KEYS = 2**20
-# T * K, up to where the products of all query heads with all key heads cost less than turning the keys round.
+# "decode" up to this T * K: multiplying all query heads with all key heads then costs less than transposing the keys.
 TOGETHER = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ByPlatform:
-    """One implementation on a CPU, another elsewhere: which it is shows when the program is lowered."""
+    """One implementation on CPU, another elsewhere; resolved when the program is lowered."""
 
     cpu: str
     others: str
 
-    def why_not(self, request: Request) -> str | None:
-        """None: each was asked."""
+    def unsupported_reason(self, request: Request) -> str | None:
+        """None: both support the request."""
         return None
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +46,7 @@ class ByPlatform:
         (B, T, N, _), D = request.query.shape, request.value.shape[3]
         lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(request.query))
         out = jax.ShapeDtypeStruct((B, T, N, D), request.value.dtype)
-        return staged.call(_run, ready(request), self, out=(out, lse))
+        return staged.call(_run, canonical(request), self, out=(out, lse))
 
 
 def _run(platform: str, request: Request, names: ByPlatform) -> tuple[jax.Array, jax.Array]:
@@ -55,30 +54,30 @@ def _run(platform: str, request: Request, names: ByPlatform) -> tuple[jax.Array,
 
 
 def choose(request: Request, named: str | None) -> Implementation:
-    """The implementation named, or the first that can and pays.
+    """The named implementation, or the first that supports the request and pays off.
 
     Raises:
-        Unsupported: the named one cannot.
+        Unsupported: the named implementation does not support the request.
     """
     if named is None:
         names = _by_platform(request)
         return names if names.cpu != names.others else IMPLEMENTATIONS[names.cpu]
-    reason = known(named).why_not(request)
+    reason = by_name(named).unsupported_reason(request)
     if reason is not None:
-        raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None takes one that can")
+        raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None picks one that can")
     return IMPLEMENTATIONS[named]
 
 
 def _by_platform(request: Request) -> ByPlatform:
     def first(platform: str) -> str:
         order = [name for name in IMPLEMENTATIONS if _pays(name, request, platform)]
-        return next(name for name in order if IMPLEMENTATIONS[name].why_not(request) is None)
+        return next(name for name in order if IMPLEMENTATIONS[name].unsupported_reason(request) is None)
 
     return ByPlatform(first("cpu"), first("others"))
 
 
 def _pays(name: str, request: Request, platform: str) -> bool:
-    """Is the implementation worth its loop at these lengths?"""
+    """Whether the implementation's loop pays off at these sizes."""
     (B, T, N, _), (S, K) = request.query.shape, request.key.shape[1:3]
     if name not in ("decode", "blockwise"):
         return True
@@ -92,13 +91,13 @@ def _pays(name: str, request: Request, platform: str) -> bool:
 
 
 def explain_choice(request: Request, implementation: Any) -> str:
-    """The choice and every reason as text, a line each."""
+    """The choice and the reasons against the others, one line each."""
     if implementation is not None and not isinstance(implementation, str):
-        reason = object_given(implementation).why_not(request)
+        reason = check_implementation(implementation).unsupported_reason(request)
         return f"{type(implementation).__name__}: given, as an object" + ("" if reason is None else f", but {reason}")
-    reasons = {name: one.why_not(request) for name, one in IMPLEMENTATIONS.items()}
+    reasons = {name: candidate.unsupported_reason(request) for name, candidate in IMPLEMENTATIONS.items()}
     if implementation is not None:
-        known(implementation)
+        by_name(implementation)
         reason = reasons[implementation]
         taken = [implementation]
         lines = [f"{implementation}: " + ("taken by name" if reason is None else f"named, but {reason}")]
@@ -110,7 +109,7 @@ def explain_choice(request: Request, implementation: Any) -> str:
             lines = [f"{names.cpu}: taken on CPU", f"{names.others}: taken elsewhere"]
     for name, reason in reasons.items():
         if name not in taken:
-            lines.append(f"{name}: {reason or f'could, too; name it to take it{_where_it_pays(name, request)}'}")
+            lines.append(f"{name}: {reason or f'also possible, by name{_where_it_pays(name, request)}'}")
     return "\n".join(lines)
 
 
@@ -119,22 +118,22 @@ def _where_it_pays(name: str, request: Request) -> str:
         return ""
     if name == "decode":
         return (
-            f"; faster on CPU, below {FEW} queries, up to {TOGETHER} of them over all key heads (T * K), from {KEYS} "
-            "numbers in the keys on for each"
+            f"; faster on CPU for fewer than {FEW} queries, T * K up to {TOGETHER}, and {KEYS} or more numbers in the "
+            "keys per query"
         )
-    return f"; faster from T * S = {PAIRS} on, smaller from B * N * T * S = {SCORES}"
+    return f"; faster from T * S = {PAIRS}, saves memory from B * N * T * S = {SCORES}"
 
 
-def object_given(implementation: Any) -> Implementation:
-    """An ``implementation`` that is no name, checked."""
+def check_implementation(implementation: Any) -> Implementation:
+    """An ``implementation`` given as an object, checked."""
     if isinstance(implementation, type) or not isinstance(implementation, Implementation):
         raise TypeError(
-            f"implementation must be a name, an object with why_not and run, or None, got {implementation!r}"
+            f"implementation must be a name, an object with unsupported_reason and run, or None, got {implementation!r}"
         )
     return implementation
 
 
-def known(name: str) -> Implementation:
+def by_name(name: str) -> Implementation:
     """The implementation of that name."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {name!r}")

@@ -1,6 +1,6 @@
-"""Dropout of attention weights: which are kept is a function of the key and of (b, h, q, kv) alone.
+"""Dropout of attention weights. The kept weights depend only on the key and on (b, h, q, kv).
 
-So it is the same for every implementation and block size, and in the backward pass.
+So they are the same for every implementation and block size, and in the backward pass.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jattn.mods import pytree_dataclass, static_field
 
 @pytree_dataclass
 class Dropout:
-    """Weights are dropped with probability ``rate``; with ``broadcast`` the same in all heads of all sequences."""
+    """Drops weights with probability ``rate``; with ``broadcast``, the same ones in all heads of all sequences."""
 
     rng: Any
     rate: float = static_field()
@@ -22,7 +22,7 @@ class Dropout:
 
 
 def dropout_seeds(dropout: Dropout, batch: ArrayLike, head: ArrayLike) -> UInt[Array, "2"]:
-    """The two words that ``dropout_keep`` takes for one head; from any type of key."""
+    """The two seeds of ``dropout_keep`` for one head, from any type of key."""
     words = jax.random.bits(dropout.rng, (2,), jnp.uint32)
     if dropout.broadcast:
         return words
@@ -32,10 +32,10 @@ def dropout_seeds(dropout: Dropout, batch: ArrayLike, head: ArrayLike) -> UInt[A
 def dropout_keep(
     seeds: UInt[Array, "2"], rate: float, q_idx: Int[Array, "T 1"], kv_idx: Int[Array, "1 S"]
 ) -> Bool[Array, "T S"]:
-    """``True`` with probability ``1 - rate``, for each pair, from ``(seeds, q, kv)`` alone.
+    """``True`` with probability ``1 - rate`` for each pair, as a function of ``(seeds, q, kv)``.
 
-    A hash of the counters rather than ``jax.random.bernoulli``, so that any block of the matrix can be drawn by itself,
-    in any order. Two words of state a row keep rows apart (a collision needs 64 equal bits).
+    A hash of the indices rather than ``jax.random.bernoulli``, so that any block of the matrix can be drawn by itself.
+    Two words of state per row keep rows distinct (a collision needs 64 equal bits).
     """
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1], got {rate}")
@@ -44,16 +44,16 @@ def dropout_keep(
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1)) if rate < 1.0 else jnp.zeros(bits.shape, bool)
 
 
-def drop(weights: Array, dropout: Dropout | None, where: tuple) -> Array:
-    """The weights (or their exponentials) that are kept, divided by the share of them; 0 for the others."""
+def drop(weights: Array, dropout: Dropout | None, indices: tuple) -> Array:
+    """``weights`` (or their exponentials) over ``1 - rate`` where kept, 0 elsewhere."""
     if dropout is None:
         return weights
-    kept = dropout_keep(dropout_seeds(dropout, *where[:2]), dropout.rate, *where[2:])
+    kept = dropout_keep(dropout_seeds(dropout, *indices[:2]), dropout.rate, *indices[2:])
     return jnp.where(kept, weights * keep_factor(dropout.rate), 0.0)
 
 
 def keep_factor(rate: float) -> float:
-    """What kept weights are multiplied by; at a rate of 1 none is kept."""
+    """The factor on kept weights; 0 at a rate of 1, where none is kept."""
     return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
 
 
@@ -62,7 +62,7 @@ def _word(index: ArrayLike) -> UInt[Array, ""]:
 
 
 def _mix(x: Array) -> Array:
-    """A bijection of 32-bit words in which every input bit flips each output bit half of the time.
+    """A bijection of 32-bit words in which every input bit flips each output bit with probability near 1/2.
 
     Source: C. Wellons, "Prospecting for Hash Functions" (2018), the function named lowbias32.
     """

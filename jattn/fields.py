@@ -1,7 +1,7 @@
-"""Fields of masks and score functions: what they may hold, checked where one is made, and integers as int32.
+"""Fields of masks and score functions: checks at construction, and integers as int32.
 
-Positions, lengths and ids are computed in int32, all of it. JAX would cut NumPy's wider integers to it without a word,
-and differences of narrow or unsigned ones wrap round.
+All arithmetic on positions, lengths and ids is in int32. JAX would silently truncate NumPy's wider integers, and
+differences of narrow or unsigned integers wrap around.
 """
 
 import operator
@@ -16,10 +16,10 @@ LEAST, LARGEST = -(2**31), 2**31 - 1  # of int32
 
 
 def to_int32(argument: str, x: Any) -> Any:
-    """Integers of any width and sign as int32: NumPy's must fit, those known when it runs stop at its ends.
+    """Integers of any width and sign as int32. NumPy arrays must fit; JAX arrays are clipped.
 
     Raises:
-        ValueError: NumPy's numbers beyond int32, which JAX would cut to 32 bits without a word.
+        ValueError: a NumPy array has values beyond int32, which JAX would silently truncate.
     """
     if x.dtype == np.int32:
         return x
@@ -37,7 +37,7 @@ def to_int32(argument: str, x: Any) -> Any:
 
 
 def to_number(argument: str, x: Any) -> Any:
-    """One real number: Python's where it is known, otherwise a scalar array."""
+    """A real number: a Python number if it is known, otherwise a scalar array."""
     dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         got = f"{dtype} of shape {list(np.shape(x))}" if hasattr(x, "dtype") else repr(x)
@@ -46,7 +46,7 @@ def to_number(argument: str, x: Any) -> Any:
 
 
 def check_table(table: Any, owner: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
-    """Raises for what is no array of these ranks and this kind: ``"i"`` integers, ``"b"`` bools."""
+    """Raises unless ``table`` is an array of one of these ranks and this kind: ``"i"`` integers, ``"b"`` bools."""
     wanted = {"i": "integers", "b": "bools"}[kind]
     shape, dtype = getattr(table, "shape", None), getattr(table, "dtype", None)
     if shape is None or dtype is None:
@@ -58,7 +58,7 @@ def check_table(table: Any, owner: str, argument: str, ranks: tuple[int, ...], k
 
 
 def check_number(x: Any, owner: str, argument: str) -> None:
-    """Raises for what is neither an integer nor an integer scalar array."""
+    """Raises unless ``x`` is an integer or an integer scalar array."""
     dtype = np.dtype(int) if isinstance(x, int) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) != () or not jnp.issubdtype(dtype, jnp.integer):
         got = type(x).__name__ if dtype is None else f"{dtype} of shape {np.shape(x)}"
@@ -66,29 +66,29 @@ def check_number(x: Any, owner: str, argument: str) -> None:
 
 
 def check_sizes(table: Any, owner: str, argument: str, hint: str = "", *, shared: str = "B", **axes: Any) -> None:
-    """Raises for a table of other sizes than the call's.
+    """Raises if a table's sizes do not fit the call's.
 
-    ``axes``: what its last axes are called and how long they must be, None: as they like; those ``shared`` may be 1.
+    ``axes``: the names of its last axes and their sizes, None for any. Axes in ``shared`` may also be 1.
     """
     named = list(axes.items())[-table.ndim :]
     for (axis, wanted), size in zip(named, table.shape, strict=True):
         if wanted is not None and size != wanted and not (size == 1 and axis in shared):
-            names, sizes = (", ".join(str(x) for x in one) for one in zip(*named, strict=True))
+            names, sizes = (", ".join(map(str, column)) for column in zip(*named, strict=True))
             raise ValueError(
-                f"{owner}: {argument} must be [{names}] = [{sizes.replace('None', 'any')}] (or 1 in place of "
+                f"{owner}: {argument} must be [{names}] = [{sizes.replace('None', 'any')}] (or 1 for "
                 f"{', '.join(x for x in shared if x in dict(named)) or 'nothing'}), got shape {list(table.shape)}{hint}"
             )
 
 
 def number(x: Any, least: int = LEAST) -> Any:
-    """A field that is one integer, cut to int32: Python's own where it is known, or an int32 array."""
+    """An integer field, clipped to int32: a Python int if it is known, otherwise an int32 array."""
     if isinstance(x, int | np.integer | np.ndarray):
         return min(max(operator.index(x), least), LARGEST)
     return jnp.maximum(to_int32("", x), least)
 
 
 def at_most(kv_idx: Any, q_idx: Any, by: Any) -> Any:
-    """``kv <= q + by``, also where the sum lies beyond int32; ``by`` of ``LARGEST`` is no limit."""
+    """``kv <= q + by``, also if the sum overflows int32; a ``by`` of ``LARGEST`` means no limit."""
     if isinstance(by, int):
         if by == LARGEST:
             return np.True_
@@ -98,7 +98,7 @@ def at_most(kv_idx: Any, q_idx: Any, by: Any) -> Any:
 
 
 def at_least(kv_idx: Any, q_idx: Any, by: Any) -> Any:
-    """``kv >= q + by``, also where the sum lies beyond int32; ``by`` of ``-LARGEST`` is no limit."""
+    """``kv >= q + by``, also if the sum overflows int32; a ``by`` of ``-LARGEST`` means no limit."""
     if isinstance(by, int):
         if by == -LARGEST:
             return np.True_
@@ -108,7 +108,7 @@ def at_least(kv_idx: Any, q_idx: Any, by: Any) -> Any:
 
 
 def _plus(index: Any, by: Any) -> Any:
-    """``index + by``, at the ends of int32 where it does not fit. Beside ``kv - q``, one sum a query and not a pair."""
+    """``index + by``, clipped to int32. Unlike ``kv - q``, this takes one sum per query instead of one per pair."""
     index = namespace(index, by).asarray(index)
     if index.dtype == np.int64:
         return index + by

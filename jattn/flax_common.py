@@ -1,4 +1,4 @@
-"""What Flax's two module systems share: the meaning of the arguments of ``MultiHeadAttention`` and ``attention_fn``."""
+"""What the NNX and Linen modules share: the arguments of Flax's ``MultiHeadAttention`` and ``attention_fn``."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, to_flax
-from jattn.multi_head import asks_for, attend_heads, common_dtype
+from jattn.multi_head import attend_heads, common_dtype, wants_statistics
 
 
 def attend_as_flax(
@@ -28,10 +28,10 @@ def attend_as_flax(
     input_positions: ArrayLike | None = None,
     **options: Any,
 ) -> Any:
-    """``attend_heads`` for arguments as Flax has them: a mask array of any dtype, dropout that ``deterministic`` stops.
+    """``attend_heads`` with Flax's arguments: a mask array of any dtype, and dropout unless ``deterministic``.
 
-    ``input_positions`` are those of the queries, and of the keys where there are as many. ``options`` are those of
-    ``attend_heads``; with neither weights nor a cache asked for, the result is the output alone.
+    ``input_positions`` are those of the queries, and of the keys if there are as many. ``options`` and the result are
+    those of ``attend_heads``.
     """
     query, key, value = common_dtype(query, key, value, dtype)
     if deterministic or dropout_rate == 0.0:
@@ -57,7 +57,7 @@ def weights_as_flax(
         return weights, weights
     if dropout_rate == 1.0:
         return weights, jnp.zeros_like(weights)
-    # Where all weights are equal, and the values are the rows of the identity, the output shows which were kept.
+    # With equal weights and the identity for values, the output shows which weights are kept.
     alike = {"dtype": options["dtype"], "broadcast_dropout": options["broadcast_dropout"], "mask": None}
     if "input_positions" in options:
         alike["input_positions"] = options["input_positions"]
@@ -69,18 +69,18 @@ def weights_as_flax(
 
 
 def to_learn(mod: Any) -> dict[str, Any]:
-    """The float arrays of a score function by the names of their fields; those of a part in a dict of its own."""
-    found: dict[str, Any] = {}
+    """The float arrays of a score function as nested dicts, keyed by the names of their fields."""
+    learned: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(mod):
         if is_float_array(leaf):
             *parts, name = _names(path)
-            place = functools.reduce(lambda place, part: place.setdefault(part, {}), parts, found)
+            place = functools.reduce(lambda place, part: place.setdefault(part, {}), parts, learned)
             place[name] = jnp.array(leaf)  # a copy: parameters may be donated, and two layers may start from one array
-    return found
+    return learned
 
 
 def with_learned(mod: Any, learned: Mapping[str, Any]) -> Any:
-    """``mod`` with the arrays that ``to_learn`` found, as they are by now."""
+    """``mod`` with the arrays of ``to_learn`` replaced by their learned values."""
 
     def put(path, leaf):
         return (
@@ -95,7 +95,7 @@ def _names(path: tuple) -> list[str]:
 
 
 def is_float_array(x: Any) -> bool:
-    """Is it something that is learned?"""
+    """Whether ``x`` is a floating-point array, which is learned."""
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -107,67 +107,67 @@ def split_results(
     return_heads: bool,
     force_fp32: bool = False,
 ) -> tuple[Array, dict[str, Any], KVCache | None]:
-    """``(z, what to sow by name, cache)`` of what ``attend_as_flax`` returned; weights in the output's dtype."""
+    """``(z, intermediates by name, cache)`` from the result of ``attend_as_flax``; weights in the output's dtype."""
     z, *others = results if isinstance(results, tuple) else (results,)
     if force_fp32:
         z = z.astype(softmax_dtype(z))
-    found = {}
+    intermediates = {}
     if return_weights:
-        found["attention_weights"] = others.pop(0).astype(z.dtype)
-    if asks_for(return_statistics):
-        found["attention_statistics"] = others.pop(0)
+        intermediates["attention_weights"] = others.pop(0).astype(z.dtype)
+    if wants_statistics(return_statistics):
+        intermediates["attention_statistics"] = others.pop(0)
     if return_heads:
-        found["attention_heads"] = others.pop(0)
-    return z, found, others.pop() if others else None
+        intermediates["attention_heads"] = others.pop(0)
+    return z, intermediates, others.pop() if others else None
 
 
 def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
     """Flax's defaults for ``inputs_k`` and ``inputs_v``."""
     if inputs_k is None:
         if inputs_v is not None:
-            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and leave inputs_v out")
+            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and omit inputs_v")
         return inputs_q, inputs_q
     return inputs_k, inputs_k if inputs_v is None else inputs_v
 
 
 def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construction: bool | None) -> bool:
-    """Whether dropout is off: the call's word before the constructor's, and one of them must have spoken."""
+    """Whether dropout is off. The call overrides the constructor; one of them must say."""
     if dropout_rate == 0.0:
         return True
     chosen = at_construction if at_call is None else at_call
     if chosen is None:
-        raise ValueError("with dropout, say deterministic=True or False, at construction or at the call")
+        raise ValueError("with dropout, pass deterministic=True or False, at construction or at the call")
     return chosen
 
 
 def head_dims(num_heads: int, num_kv_heads: int | None, qkv_features: int, value_dim: int | None):
-    """``(num_kv_heads, head_dim, value_dim)``. Raises ValueError where something does not divide."""
+    """``(num_kv_heads, head_dim, value_dim)``. Raises ValueError if they do not divide."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if qkv_features % num_heads or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
-            f"qkv_features ({qkv_features}) must be a multiple of num_heads ({num_heads}), and that of "
-            f"num_kv_heads ({num_kv_heads})"
+            f"qkv_features ({qkv_features}) must be a multiple of num_heads ({num_heads}), and num_heads a multiple "
+            f"of num_kv_heads ({num_kv_heads})"
         )
     head_dim = qkv_features // num_heads
     return num_kv_heads, head_dim, head_dim if value_dim is None else value_dim
 
 
 def choose_norm(normalize_qk: bool, qk_norm: str | None) -> str | None:
-    """``"layer"``, ``"rms"`` or None; ``normalize_qk`` is Flax's word for ``"layer"``."""
+    """``"layer"``, ``"rms"`` or None; ``normalize_qk`` is Flax's name for ``"layer"``."""
     if qk_norm not in (None, "layer", "rms"):
         raise ValueError(f"qk_norm must be None, 'layer' or 'rms', got {qk_norm!r}")
     if normalize_qk and qk_norm == "rms":
-        raise ValueError("normalize_qk=True means qk_norm='layer', but qk_norm is 'rms'; leave normalize_qk out")
+        raise ValueError("normalize_qk=True means qk_norm='layer', but qk_norm is 'rms'; omit normalize_qk")
     return "layer" if normalize_qk else qk_norm
 
 
 def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
-    """Flax's own protocol, for an ``attention_fn`` that knows no cache: ``(key, value, mask, cache)``.
+    """Flax's protocol for an ``attention_fn`` that takes no cache: ``(key, value, mask, cache)``.
 
-    All slots, and a mask array by which a token sees those up to its own.
+    Key and value have all slots, and the mask array shows each token the slots up to its own.
     """
     if callable(mask):
-        raise ValueError("an attention_fn of your own decodes with Flax's mask arrays; give the mask as an array")
+        raise ValueError("a custom attention_fn decodes with Flax's mask arrays; pass the mask as an array")
     lead, tokens = key.shape[:-3], key.shape[-3]
     appended = append(cache, *(x.reshape(math.prod(lead), *x.shape[-3:]) for x in (key, value)))
     key, value, _ = to_flax(appended, lead)
@@ -177,7 +177,7 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
 
 
 def refuse_extras(attention_fn: Callable, **extras: Any) -> None:
-    """An ``attention_fn`` of the user's own gets Flax's keywords; what goes beyond them would be lost."""
+    """Raises if options beyond Flax's keywords are given, which a custom ``attention_fn`` would not receive."""
     given = [name for name, value in extras.items() if value is not None]
     if given:
         raise ValueError(

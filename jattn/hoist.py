@@ -1,8 +1,7 @@
-"""Plain masks and score functions as programs: what they capture becomes an argument, what they compute compares.
+"""Traces plain masks and score functions: captured arrays become arguments, and equal programs compare equal.
 
-A custom derivative rule, ``jax.shard_map`` and a compiled eager call may close over nothing that is traced, and must
-not miss what a function captures that has changed since. So a function that is no pytree is traced, for one pair, every
-time that it is given.
+A custom derivative rule, ``jax.shard_map`` and a compiled eager call must not close over traced arrays, nor use stale
+values of what a function captures. So a function that is not a pytree is traced, for one pair, at every call.
 """
 
 import functools
@@ -17,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var  # pyright: ignore[
 
 from jattn.mods import Function, holds_plain_function, is_function, mod_semantics, pytree_dataclass, static_field
 
-# Of a function with a derivative rule of its own, every trace makes the rule anew; its program stands for it.
+# Parameters that differ in every trace of a function with a custom derivative; its jaxpr identifies it.
 _RULES = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk")
 
 
@@ -28,7 +27,7 @@ class Program:
         self.jaxpr = jaxpr
 
     @functools.cached_property
-    def _value(self) -> tuple:  # which eager calls alone compare
+    def _value(self) -> tuple:  # compared by eager calls only
         return _value_of(self.jaxpr)
 
     def __eq__(self, other: object) -> bool:
@@ -40,7 +39,7 @@ class Program:
 
 @pytree_dataclass
 class Traced:
-    """A function of arrays that gives a list of them: its program, and what it captures."""
+    """A traced function from arrays to a list of arrays: its program and the arrays it captures."""
 
     captured: list[Any]
     program: Program = static_field()
@@ -48,39 +47,39 @@ class Traced:
     def __call__(self, *args: Any) -> list[Any]:
         jaxpr = self.program.jaxpr
         types = [variable.aval for variable in jaxpr.invars]
-        cast = (jnp.asarray(x).astype(one.dtype).reshape(one.shape) for x, one in zip(args, types, strict=True))
+        cast = (jnp.asarray(x).astype(aval.dtype).reshape(aval.shape) for x, aval in zip(args, types, strict=True))
         return _evaluate(jaxpr, self.captured, *cast)
 
 
 @pytree_dataclass
 class Elementwise:
-    """A mask or score function, as what it does with one pair."""
+    """A mask or score function, traced on one pair and vectorized."""
 
-    of_one_pair: Traced
+    on_one_pair: Traced
 
     def __call__(self, *args: Any) -> Any:
-        return jnp.vectorize(lambda *one: self.of_one_pair(*one)[0])(*args)
+        return jnp.vectorize(lambda *pair: self.on_one_pair(*pair)[0])(*args)
 
 
 def arguments(T: Any, S: Any, *score: Any) -> list[jax.ShapeDtypeStruct]:
     """The types of a mask's arguments for T queries and S keys, or a score function's for a ``score`` of that dtype."""
-    of = jax.ShapeDtypeStruct
+    shaped = jax.ShapeDtypeStruct
     return [
-        *(of((T, S), dtype) for dtype in score),
-        *[of((), jnp.int32)] * 2,
-        of((T, 1), jnp.int32),
-        of((1, S), jnp.int32),
+        *(shaped((T, S), dtype) for dtype in score),
+        *[shaped((), jnp.int32)] * 2,
+        shaped((T, 1), jnp.int32),
+        shaped((1, S), jnp.int32),
     ]
 
 
 def hoist(mod: Any, check: Callable[[Any], None], lengths: tuple[Any, Any], *score: Any) -> Any:
-    """``mod`` with every part that is no pytree as its program.
+    """``mod`` with every plain function in it traced.
 
-    What joins others, such as ``masks.And``, keeps what it knows beside them.
+    Masks that combine others, such as ``masks.And``, keep the ``bounds`` of their other parts.
 
     Args:
         mod: a mask, a score function, or None.
-        check: called with what a function returned for T queries and S keys; raises where it may not.
+        check: called with a function's result for T queries and S keys; raises if it is invalid.
         lengths: T and S.
         score: the dtype of the scores, for a score function.
     """
@@ -94,39 +93,39 @@ def hoist(mod: Any, check: Callable[[Any], None], lengths: tuple[Any, Any], *sco
         with mod_semantics():
             check(mod(*args))
 
-    def of_one_pair(*args: Any) -> Any:
+    def on_one_pair(*args: Any) -> Any:
         with mod_semantics():
             return jnp.reshape(mod(*args), ())
 
     jax.eval_shape(checked, *arguments(*lengths, *score))
-    return Elementwise(traced(of_one_pair, *arguments(1, 1, *score)))
+    return Elementwise(traced(on_one_pair, *arguments(1, 1, *score)))
 
 
 def traced(fn: Callable, *types: Any) -> Traced:
-    """``fn`` of arrays of these types, as its program and what it captures."""
+    """``fn``, traced for arguments of these types."""
     program = jax.make_jaxpr(fn)(*types)
     return Traced(list(program.consts), Program(program.jaxpr))
 
 
 def depends_on(mod: Callable, index: int, *score: Any) -> bool:
-    """Does any path lead from the argument ``index`` of a mask or score function to what it returns?"""
+    """Whether the result of a mask or score function depends on its argument ``index``."""
 
-    def of_one_pair(*args: Any) -> Any:
+    def on_one_pair(*args: Any) -> Any:
         with mod_semantics():
             return mod(*args)
 
-    program = jax.make_jaxpr(of_one_pair)(*arguments(1, 1, *score)).jaxpr
-    reached: set[Any] = {program.invars[index]}
+    program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
+    dependent: set[Any] = {program.invars[index]}
     for equation in program.eqns:
-        if not reached.isdisjoint(x for x in equation.invars if isinstance(x, Var)):
-            reached.update(equation.outvars)
-    return not reached.isdisjoint(x for x in program.outvars if isinstance(x, Var))
+        if not dependent.isdisjoint(x for x in equation.invars if isinstance(x, Var)):
+            dependent.update(equation.outvars)
+    return not dependent.isdisjoint(x for x in program.outvars if isinstance(x, Var))
 
 
 def _evaluate(jaxpr: Any, captured: Any, *args: Any) -> list[Any]:
     """``jax.core.eval_jaxpr`` without the casts to arrays that vary over a mesh.
 
-    A function traced inside ``jax.shard_map`` has them, but where it is evaluated all arrays are one device's own.
+    A function traced inside ``jax.shard_map`` contains such casts, but is evaluated on one device's own arrays.
     """
     if not any(equation.primitive.name in ("pvary", "jit") for equation in jaxpr.eqns):
         return eval_jaxpr(jaxpr, captured, *args)
@@ -136,21 +135,21 @@ def _evaluate(jaxpr: Any, captured: Any, *args: Any) -> list[Any]:
         return x.val if isinstance(x, Literal) else values[x]
 
     for equation in jaxpr.eqns:
-        primitive, given = equation.primitive, [read(x) for x in equation.invars]
+        primitive, inputs = equation.primitive, [read(x) for x in equation.invars]
         if primitive.name == "pvary":
-            results = given
+            results = inputs
         elif primitive.name == "jit":
             inner = equation.params["jaxpr"]
-            results = _evaluate(inner.jaxpr, inner.consts, *given)
+            results = _evaluate(inner.jaxpr, inner.consts, *inputs)
         else:
-            results = primitive.bind(*given, **primitive.get_bind_params(equation.params))
+            results = primitive.bind(*inputs, **primitive.get_bind_params(equation.params))
             results = results if primitive.multiple_results else [results]
         values.update(zip(equation.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
 def _value_of(jaxpr: Any) -> tuple:
-    """Equal for jaxprs that compute the same, equation by equation."""
+    """A hashable that is equal for jaxprs with the same equations."""
     numbers: dict[Any, int] = {}
 
     def atom(x: Any) -> Any:
@@ -172,7 +171,7 @@ def _value_of(jaxpr: Any) -> tuple:
 
 
 def _value(x: Any) -> Any:
-    """``x`` as something hashable that is equal where ``x`` is."""
+    """A hashable that is equal for equal ``x``."""
     if isinstance(x, ClosedJaxpr):
         return _value_of(x.jaxpr), tuple(map(_value, x.consts))
     if isinstance(x, Jaxpr):

@@ -1,4 +1,4 @@
-"""One head is the unit: what lifts a function of one head to all heads, side by side or one after the other."""
+"""Lifts functions of one head to all heads, by ``vmap`` or in a loop."""
 
 import functools
 import inspect
@@ -13,14 +13,14 @@ def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) ->
     """Lifts ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head to all heads of a sequence, by ``vmap``.
 
     The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
-    one entry a head, or of 1, shared by all (``value`` and those may be None). Where K < N, N/K query heads in a row
-    share a key and value head (grouped queries, https://arxiv.org/abs/2305.13245), which is not repeated.
-    ``out_axes``: where the head axis stands in each output, counted from the front, as in ``jax.vmap``.
-    ``lift``: ``one_by_one`` instead of ``jax.vmap`` computes one head after the other. An ``fn`` with a keyword-only
-    argument ``head``, such as ``attend`` and ``functools.partial(attend, ...)``, is told by it which head it computes.
+    one entry per head, or of 1, shared by all (``value`` and ``rest`` may be None). If K < N, every N/K consecutive
+    query heads share a key and value head, which is not repeated (grouped queries, https://arxiv.org/abs/2305.13245).
+    ``out_axes``: the head axis of each output, counted from the front, as in ``jax.vmap``. ``lift``: ``one_by_one``
+    instead of ``jax.vmap`` loops over the heads. If ``fn`` has a keyword-only argument ``head``, as ``attend`` and
+    ``functools.partial(attend, ...)`` do, it receives the head's index.
 
     Raises:
-        ValueError: N is no multiple of K.
+        ValueError: N is not a multiple of K.
 
     Example:
         ``out, lse = over_heads(functools.partial(attend, score_mod=Alibi(slopes)))(query, key, value)``
@@ -47,7 +47,7 @@ def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) ->
         one_group = lift(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
         out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
 
-        def join(axis, part):  # the kv head axis and, behind it, the axis of queries that share one
+        def join(axis, part):  # joins the kv head axis with the axis of its queries, which follows it
             return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_heads, *x.shape[axis + 2 :]), part)
 
         return jax.tree.map(join, out_axes, out)
@@ -56,7 +56,7 @@ def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) ->
 
 
 def _takes_head(fn: Callable) -> bool:
-    """Has ``fn`` a keyword-only argument ``head`` that nobody has given yet?"""
+    """Whether ``fn`` has a keyword-only argument ``head`` that is not yet bound."""
     given = fn.keywords if isinstance(fn, functools.partial) else {}
     try:
         return "head" not in given and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
@@ -65,9 +65,9 @@ def _takes_head(fn: Callable) -> bool:
 
 
 def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0, *, recompute: bool = False) -> Callable:
-    """What ``jax.vmap(fn, in_axes, out_axes)`` computes, in a loop, so that only one call's arrays are live.
+    """``jax.vmap(fn, in_axes, out_axes)`` as a loop, so that only one call's arrays are live.
 
-    ``recompute``: a backward pass calls ``fn`` again, instead of keeping what it needs of each call.
+    ``recompute``: the backward pass calls ``fn`` again instead of saving residuals of each call.
     """
 
     def mapped(*args):
@@ -76,14 +76,14 @@ def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0, *
             return jax.vmap(fn, in_axes, out_axes)(*args)
 
         def call(i):
-            # looked up in the loop, since arrays that it ran over would first be copied with that axis in front
+            # Index inside the loop: lax.map over the arrays would first copy them with this axis in front.
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
             return fn(*(x if axis is None else pick(x, axis=axis) for x, axis in zip(args, in_axes, strict=True)))
 
         def move(axis, part):
             return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
 
-        # around the look-up, too: what is looked up would otherwise be kept, call by call
+        # The checkpoint includes the indexing; otherwise the slices would be saved for every call.
         called = jax.checkpoint(call, prevent_cse=False) if recompute else call
         return jax.tree.map(move, out_axes, jax.lax.map(called, jnp.arange(count)))
 
@@ -91,7 +91,7 @@ def one_by_one(fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0, *
 
 
 def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
-    """``arrays`` ready for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others mapped."""
+    """``arrays`` for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others are mapped."""
     shared = [x is None or x.shape[0] == 1 for x in arrays]
-    ready = [x[0] if one and x is not None else x for x, one in zip(arrays, shared, strict=True)]
-    return ready, [None if one else 0 for one in shared]
+    arrays = [x[0] if is_shared and x is not None else x for x, is_shared in zip(arrays, shared, strict=True)]
+    return arrays, [None if is_shared else 0 for is_shared in shared]

@@ -1,4 +1,4 @@
-"""Flax Linen: ``flax.linen.MultiHeadDotProductAttention`` and its ``attention_fn``, round ``attend_heads``."""
+"""Flax Linen: ``flax.linen.MultiHeadDotProductAttention`` and its ``attention_fn``, on top of ``attend_heads``."""
 
 import inspect
 import warnings
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike
 
+from jattn import placement
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.flax_common import (
     attend_as_flax,
@@ -22,7 +23,7 @@ from jattn.flax_common import (
     to_learn,
     with_learned,
 )
-from jattn.kernels import Implementation, shards
+from jattn.kernels import Implementation
 from jattn.linen_functions import dot_product_attention
 from jattn.linen_functions import dot_product_attention_weights as dot_product_attention_weights
 from jattn.masks import MaskFunction
@@ -30,25 +31,25 @@ from jattn.score_mods import ScoreMod
 
 
 class MultiHeadDotProductAttention(nn.Module):
-    """``flax.linen.MultiHeadDotProductAttention``: its arguments, parameters, checkpoints, numbers, decoding; and more.
+    """``flax.linen.MultiHeadDotProductAttention``: its arguments, parameters, checkpoints, numbers, decoding, and more.
 
-    ``query/key/value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` one with
-    ``[N,D,M]``; with ``normalize_qk`` there are ``query_ln`` and ``key_ln``. Same key, same bits as Flax's. Where the
-    two differ on purpose, docs/flax.md says so.
+    ``query/key/value`` are ``nn.DenseGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` has
+    ``[N,D,M]``; ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same key gives the same bits as in Flax.
+    docs/flax.md lists the intended differences.
 
     Attributes:
         num_heads: N.
         qkv_features: ``N * H``; the input's features by default.
-        out_features: of the output; the input's features by default.
+        out_features: the features of the output; the input's by default.
         num_kv_heads: K, a divisor of N; N by default.
         value_dim: D; ``H`` by default.
-        position: ``(x, positions) -> x`` for queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``. Its float arrays are where the parameters ``score_mod`` begin,
-            which are learned; arrays that shall stay as they are go with a ``score_mod`` of the call.
-        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), at first 0.
-        qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: a norm of each head's queries and keys.
+        position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
+        score_mod: as in ``jattn.dot_product_attention``. Its float arrays are the initial values of the learned
+            parameters ``score_mod``. To keep an array fixed, pass the ``score_mod`` at the call.
+        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
+        qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
-        others: as in Flax. An ``attention_fn`` of your own gets Flax's keywords.
+        others: as in Flax. Any other ``attention_fn`` gets Flax's keywords.
 
     Example:
         ``layer = MultiHeadAttention(8); params = layer.init(key, x); y = layer.apply(params, x, is_causal=True)``
@@ -104,7 +105,7 @@ class MultiHeadDotProductAttention(nn.Module):
         score_mod: ScoreMod | None = None,
         head_gate: ArrayLike | None = None,
         head_fill: ArrayLike | None = None,
-        held: tuple[Array, Array] | None = None,
+        frozen: tuple[Array, Array] | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
         sow_statistics: Sequence[str] | Mapping[str, Any] = (),
@@ -112,37 +113,38 @@ class MultiHeadDotProductAttention(nn.Module):
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
-        With ``decode`` the module goes on from the collection ``cache`` by the T tokens of the input. Without a mask,
-        or with a mask array over the cache's slots, a token sees itself and what came before; a ``Mask`` or a function
-        of positions decides by itself.
+        With ``decode`` the T tokens of the input are appended to the collection ``cache``. Without a mask, or with a
+        mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of positions
+        replaces that rule.
 
         Args:
             inputs_q, inputs_k, inputs_v, inputs_kv: as in Flax: k defaults to q, v to k; ``inputs_kv`` is both.
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
             deterministic, dropout_rng: as in Flax.
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
-            is_causal: a token sees itself and what came before.
-            input_positions: ``[T]`` or ``[..., T]``: of the queries, and of the keys where there are as many.
+            is_causal: a token sees itself and earlier ones.
+            input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
             bias: added to the scores; broadcasts to ``[..., N, T, S]``.
-            score_mod: instead of the attribute.
-            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
-            head_fill, held: what a head that is off gives instead of 0, and queries and keys (as sown in
-                ``attention_heads``) whose weights are used instead: for ``jattn.heads.ablate``.
-            cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``); the
-                result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
+            score_mod: replaces the attribute.
+            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output before ``out``.
+            head_fill, frozen: the output of a switched-off head, instead of 0; queries and keys (as sown in
+                ``attention_heads``) whose weights replace this call's. See ``jattn.heads.ablate``.
+            cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``). The
+                result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
             sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
                 ``names``, ``tokens`` and ``eligible``; sown in ``intermediates`` as ``attention_statistics``,
-                ``{name: [B,N]}``, at any length. The output's bits stay the same.
-            sow_heads: sow what ``jattn.heads`` works on as ``attention_heads``: ``query`` and ``key`` as they meet,
-                ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output's bits stay the same.
+                ``{name: [B,N]}``, at any length. The output stays bit-identical.
+            sow_heads: sow the inputs of ``jattn.heads`` as ``attention_heads``: ``query`` and ``key`` with positions
+                applied, ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output stays
+                bit-identical.
 
         Raises:
-            ValueError: ``attention_fn`` is not jattn's and cannot take what is asked for.
+            ValueError: ``attention_fn`` is not jattn's and does not support a given option.
         """
         if inputs_kv is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ValueError("inputs_kv is both keys and values: leave out inputs_k and inputs_v, or inputs_kv")
-            # these warnings begin as Flax's do, so that filters written for those hold
+            # These warnings begin like Flax's, so that filters written for Flax match.
             warnings.warn(
                 "The inputs_kv arg will be deprecated soon, as in Flax: pass inputs_k", DeprecationWarning, stacklevel=2
             )
@@ -150,7 +152,7 @@ class MultiHeadDotProductAttention(nn.Module):
         elif inputs_k is not None and inputs_v is not None and inputs_v.shape[-2] == inputs_v.shape[-1]:
             warnings.warn(
                 f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, which has the shape of a "
-                f"mask: if it is one, write mask=",
+                f"mask: if it is a mask, pass mask=",
                 DeprecationWarning,
                 stacklevel=2,
             )
@@ -183,7 +185,7 @@ class MultiHeadDotProductAttention(nn.Module):
             "bias": bias,
             "head_gate": head_gate,
             "head_fill": head_fill,
-            "held": held,
+            "frozen": frozen,
             "cache": cache,
             "valid": valid,
         }
@@ -198,14 +200,14 @@ class MultiHeadDotProductAttention(nn.Module):
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if own is not None:
                 extras["cache"], is_causal = own, is_causal or not callable(mask)
-            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
-            z = attend_as_flax(query, key, value, is_causal=is_causal, **looks, **options, **extras)
-            z, found, new_cache = split_results(z, **looks, force_fp32=self.force_fp32_for_softmax)
-            for name, seen in found.items():
-                self.sow("intermediates", name, seen)
+            requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
+            z = attend_as_flax(query, key, value, is_causal=is_causal, **requested, **options, **extras)
+            z, intermediates, new_cache = split_results(z, **requested, force_fp32=self.force_fp32_for_softmax)
+            for name, intermediate in intermediates.items():
+                self.sow("intermediates", name, intermediate)
         else:
-            looks = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, is_causal=is_causal or None, **looks, **extras)
+            requested = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, is_causal=is_causal or None, **requested, **extras)
             if own is not None:
                 key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
             options |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
@@ -225,7 +227,7 @@ class MultiHeadDotProductAttention(nn.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
-            dot_general=self.out_dot_general or shards.dot_general,
+            dot_general=self.out_dot_general or placement.dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(z)
@@ -263,13 +265,14 @@ class MultiHeadDotProductAttention(nn.Module):
         return query, key, value
 
     def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable | None]:
-        """Flax's collection ``cache`` and what writes it back; none in the call that creates it, whose input is as long
-        as the cache shall be."""
-        there = self.has_variable("cache", "cached_key")
+        """Flax's collection ``cache``, and a function that updates it. None in the call that creates the
+        collection, whose input has the cache's maximum length.
+        """
+        exists = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
         index = self.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32))
-        if not there:
+        if not exists:
             return None, None
 
         def keep(cache: KVCache) -> None:
@@ -279,11 +282,11 @@ class MultiHeadDotProductAttention(nn.Module):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """``flax.linen.MultiHeadAttention``: the above under the name that Linen gives to its parameters."""
+    """``flax.linen.MultiHeadAttention``: the class above under the name after which Linen names its parameters."""
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """``flax.linen.SelfAttention``: the above for one input, with Flax's order of arguments and its deprecation."""
+    """``flax.linen.SelfAttention``: the class above for one input, with Flax's argument order and deprecation."""
 
     @nn.compact
     def __call__(  # type: ignore[override]

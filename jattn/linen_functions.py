@@ -35,28 +35,27 @@ def dot_product_attention(
     is_causal: bool = False,
     **extras: Any,
 ) -> Array:
-    """``flax.linen.dot_product_attention``, argument by argument: the ``attention_fn`` for a model with Flax's modules.
+    """``flax.linen.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
 
-    ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; by ``functools.partial``
-    also with ``is_causal`` and with ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``,
-    ``head_gate``, ``implementation``, with their meaning in ``jattn.multi_head.attend_heads`` and
-    ``jattn.dot_product_attention``.
+    ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; ``functools.partial``
+    adds ``is_causal`` and ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``,
+    ``implementation``, as in ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
 
     Args:
         query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; K may divide N.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
-        force_fp32_for_softmax: weights and output in float32. The softmax itself is always computed in at least that.
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: products of your own, such as quantised
-            ones; with them the call goes to Flax's function, which knows no ``extras``.
+        force_fp32_for_softmax: weights and output in float32. The softmax is always computed in at least float32.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones;
+            with these, Flax's function runs, which takes no ``extras``.
         others: as in Flax.
 
     Returns:
-        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax the mean of the values).
+        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values).
     """
     if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
         if is_causal or callable(mask):
-            raise ValueError("products of your own (einsum) go with Flax's arguments alone: give the mask as an array")
+            raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
         refuse_extras(flaxs_attention, **extras)
         return flaxs_attention(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
@@ -95,13 +94,13 @@ def dot_product_attention_weights(
     is_causal: bool = False,
     **extras: Any,
 ) -> Array:
-    """``flax.linen.dot_product_attention_weights``: what ``dot_product_attention`` multiplies the values with.
+    """``flax.linen.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
 
-    ``[..., N, T, S]``, after dropout; what is sown is before it. Arguments as there; memory O(N·T·S).
+    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments as there; memory O(N·T·S).
     """
     if einsum_dot_general or einsum:
         if is_causal or callable(mask):
-            raise ValueError("products of your own (einsum) go with Flax's arguments alone: give the mask as an array")
+            raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
         refuse_extras(flaxs_weights, **extras)
         return flaxs_weights(
             query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,

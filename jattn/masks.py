@@ -1,13 +1,13 @@
-"""Masks: which query may look at which key.
+"""Masks: which query sees which key.
 
-A mask is any callable ``(b, h, q_idx, kv_idx) -> bool`` over broadcastable integer index arrays: ``True`` where query
+A mask is any callable ``(b, h, q_idx, kv_idx) -> bool`` over broadcastable integer index arrays: ``True`` if query
 ``q_idx`` of head ``h`` in sequence ``b`` sees key ``kv_idx``. The indices are positions (see
-``jattn.dot_product_attention``), so a table inside a mask is indexed by position, and a position outside the table is
+``jattn.dot_product_attention``), so tables inside masks are indexed by position, and positions outside the table are
 not visible. The convention is FlexAttention's (https://arxiv.org/abs/2412.05496), so its ``mask_mod`` examples port
 line by line.
 
-The masks below are callables of that kind which can be joined by ``&``, ``|`` and ``~`` and which also answer for a
-whole block of pairs at once (``bounds``), so that an implementation can skip the blocks that nobody sees.
+The masks below also combine with ``&``, ``|`` and ``~``, and their ``bounds`` describe a whole block of pairs at once,
+so that implementations can skip empty blocks.
 """
 
 from collections.abc import Callable
@@ -23,28 +23,27 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 class Mask:
-    """A mask that can be joined with others and can bound a block. Subclass it, or pass any plain function."""
+    """Base class of masks that combine with others and can bound blocks. Any plain function is a mask, too."""
 
-    __array_ufunc__ = None  # array & mask must reach __rand__, not be spread over the array's elements
+    __array_ufunc__ = None  # array & mask must call __rand__, not broadcast over the array
 
     def __call__(self, b, h, q_idx, kv_idx):
-        """``True`` where the pair is visible; index arrays broadcast."""
+        """``True`` where a pair is visible; index arrays broadcast."""
         raise NotImplementedError(f"{type(self).__name__} does not say which pairs are visible: define __call__")
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        """``(may, must)`` for the block of pairs ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
+        """``(any_visible, all_visible)`` for the block ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
 
-        ``may`` is false only where no pair of the block is visible, ``must`` is true only where all pairs are: sound,
-        not always tight. NumPy bools where everything is static, arrays where something is traced. Arguments
-        broadcast, so one call can answer for a grid of blocks.
+        ``any_visible`` is False only if no pair of the block is visible, and ``all_visible`` is True only if all pairs
+        are: sound, but not always tight. NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so
+        one call can describe a grid of blocks.
         """
         return np.True_, np.False_
 
     def check(self, B, N, T, S) -> None:
-        """Raises ``ValueError`` where the mask does not fit B sequences, N heads, T queries and S keys.
+        """Raises ``ValueError`` if the mask does not fit B sequences, N heads, T queries and S keys.
 
-        ``dot_product_attention`` calls it. T and S are None where positions are given, because a table by position may
-        then have any length.
+        Called by ``dot_product_attention``. T and S are None if positions are given; tables may then have any length.
         """
 
     def __and__(self, other):
@@ -63,7 +62,7 @@ class Mask:
         return Not(self)
 
     def __bool__(self):
-        raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not by and, or")
+        raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not and, or")
 
 
 def _as_parts(mask: Mask, *fields: str) -> None:
@@ -81,9 +80,9 @@ def _as_mask(mask: Any) -> MaskFunction:
 
 
 def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-    """``mask.bounds(...)``; a plain function, which cannot say, answers ``(True, False)``.
+    """``mask.bounds(...)``; ``(True, False)`` for a plain function.
 
-    Arrays in the mask whose values are at hand are NumPy's to it, and the answer static.
+    Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
     """
     if not isinstance(mask, Mask):
         return np.True_, np.False_
@@ -93,7 +92,7 @@ def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any,
 
 @pytree_dataclass
 class Causal(Mask):
-    """A query sees itself and what came before it: ``kv <= q``."""
+    """A query sees its own position and earlier ones: ``kv <= q``."""
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx <= q_idx
@@ -106,8 +105,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees ``left`` keys before it, itself, and ``right`` after it: ``-left <= kv - q <= right``.
 
-    The meaning of ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Integers or integer scalar
-    arrays; from 2^31 - 1 on a side has no end.
+    As ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Integers or integer scalar
+    arrays; 2^31 - 1 or more means unbounded.
     """
 
     left: Any
@@ -123,8 +122,8 @@ class SlidingWindow(Mask):
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
         left, right = self._sides()
-        may = at_least(kv_max, q_min, -left) & at_most(kv_min, q_max, right)
-        return may, at_least(kv_min, q_max, -left) & at_most(kv_max, q_min, right)
+        any_visible = at_least(kv_max, q_min, -left) & at_most(kv_min, q_max, right)
+        return any_visible, at_least(kv_min, q_max, -left) & at_most(kv_max, q_min, right)
 
     def _sides(self):
         return (number(side, -LARGEST) for side in (self.left, self.right))
@@ -132,9 +131,9 @@ class SlidingWindow(Mask):
 
 @pytree_dataclass
 class Prefix(Mask):
-    """Everybody sees the first ``length`` keys: ``kv < length``. ``Causal() | Prefix(n)`` is the prefix language model.
+    """Every query sees the first ``length`` keys: ``kv < length``. ``Causal() | Prefix(n)`` is a prefix language model.
 
-    ``length``: a number or an integer scalar array, the same for all sequences (``Padding`` has one for each).
+    ``length``: an integer or integer scalar array, shared by all sequences (``Padding`` has one per sequence).
     Source: T5, https://arxiv.org/abs/1910.10683, section 3.2.1.
     """
 
@@ -153,9 +152,9 @@ class Prefix(Mask):
 
 @pytree_dataclass
 class Padding(Mask):
-    """Keys behind the end of their sequence are not visible: ``kv < lengths[b]``.
+    """Hides keys past the end of their sequence: ``kv < lengths[b]``.
 
-    ``lengths``: integers ``[B]``; a B of 1 serves every sequence.
+    ``lengths``: integers ``[B]``; a B of 1 is shared by all sequences.
     """
 
     lengths: Any
@@ -181,9 +180,9 @@ class Padding(Mask):
 
 @pytree_dataclass
 class Segments(Mask):
-    """Packed sequences: a pair is visible where its two ids are equal. ``query_ids`` ``[T]`` or ``[B,T]``, integers.
+    """Packed sequences: a pair is visible if its two ids are equal. ``query_ids`` ``[T]`` or ``[B,T]``, integers.
 
-    ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 serves every sequence. Usually joined:
+    ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 is shared by all sequences. Usually combined:
     ``Segments(ids) & Causal()``.
     """
 
@@ -194,7 +193,7 @@ class Segments(Mask):
         for name in ("query_ids", "kv_ids")[: 1 if self.kv_ids is None else 2]:
             ids = getattr(self, name)
             check_table(ids, "masks.Segments", name, ranks=(1, 2), kind="i")
-            if isinstance(ids, np.ndarray):  # JAX would cut these to 32 bits, where two ids may become one
+            if isinstance(ids, np.ndarray):  # JAX would truncate these to 32 bits, and different ids could become equal
                 object.__setattr__(self, name, to_int32(f"masks.Segments: {name}", ids))
 
     def check(self, B, N, T, S) -> None:
@@ -210,9 +209,9 @@ class Segments(Mask):
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
         q_low, q_high, q_all = range_in_row(self.query_ids, b, q_min, q_max)
         kv_low, kv_high, kv_all = range_in_row(self._key_ids(), b, kv_min, kv_max)
-        may = (q_low <= kv_high) & (kv_low <= q_high)
-        one_id = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
-        return may, one_id & q_all & kv_all
+        any_visible = (q_low <= kv_high) & (kv_low <= q_high)
+        same_id = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
+        return any_visible, same_id & q_all & kv_all
 
     def _key_ids(self):
         return self.query_ids if self.kv_ids is None else self.kv_ids
@@ -220,10 +219,10 @@ class Segments(Mask):
 
 @pytree_dataclass
 class Dense(Mask):
-    """A table of visible pairs, by position: bool ``[T,S]``, ``[N,T,S]`` or ``[B,N,T,S]``; axes of 1 are shared.
+    """A table of visible pairs, by position: bool ``[T,S]``, ``[N,T,S]`` or ``[B,N,T,S]``; axes of size 1 are shared.
 
-    A bool array given as ``mask=`` to ``dot_product_attention`` goes by slot instead; the two differ only where
-    positions are given. ``bounds`` is exact, by a summed-area table.
+    A bool array passed as ``mask=`` to ``dot_product_attention`` is indexed by slot instead; the two differ only if
+    positions are given. ``bounds`` is exact and uses a summed-area table.
     """
 
     array: Any
@@ -251,7 +250,7 @@ class Dense(Mask):
 
 @pytree_dataclass
 class And(Mask):
-    """Visible where both masks say so; write ``a & b``."""
+    """Visible where both masks are True; write ``a & b``."""
 
     left: Any
     right: Any
@@ -267,14 +266,14 @@ class And(Mask):
         return self.left(b, h, q_idx, kv_idx) & self.right(b, h, q_idx, kv_idx)
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        left_may, left_must = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
-        right_may, right_must = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
-        return left_may & right_may, left_must & right_must
+        left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
+        right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
+        return left_any & right_any, left_all & right_all
 
 
 @pytree_dataclass
 class Or(Mask):
-    """Visible where one of the masks says so; write ``a | b``."""
+    """Visible where either mask is True; write ``a | b``."""
 
     left: Any
     right: Any
@@ -290,14 +289,14 @@ class Or(Mask):
         return self.left(b, h, q_idx, kv_idx) | self.right(b, h, q_idx, kv_idx)
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        left_may, left_must = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
-        right_may, right_must = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
-        return left_may | right_may, left_must | right_must
+        left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
+        right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
+        return left_any | right_any, left_all | right_all
 
 
 @pytree_dataclass
 class Not(Mask):
-    """Visible where the mask says it is not; write ``~a``."""
+    """Visible where the mask is False; write ``~a``."""
 
     mask: Any
 
@@ -311,17 +310,17 @@ class Not(Mask):
         return True ^ self.mask(b, h, q_idx, kv_idx)
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        may, must = bounds(self.mask, b, h, q_min, q_max, kv_min, kv_max)
-        return True ^ must, True ^ may
+        any_visible, all_visible = bounds(self.mask, b, h, q_min, q_max, kv_min, kv_max)
+        return True ^ all_visible, True ^ any_visible
 
 
 def and_masks(*masks: MaskFunction) -> Mask:
-    """Visible where all of ``masks`` (``Mask`` objects or plain functions) say so."""
+    """Visible where all of ``masks`` (``Mask`` objects or plain functions) are True."""
     return _join(And, masks, "and_masks")
 
 
 def or_masks(*masks: MaskFunction) -> Mask:
-    """Visible where at least one of ``masks`` (``Mask`` objects or plain functions) says so."""
+    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True."""
     return _join(Or, masks, "or_masks")
 
 
@@ -331,4 +330,4 @@ def _join(join, masks, name):
     joined, *rest = map(_as_mask, masks)
     for mask in rest:
         joined = join(joined, mask)
-    return joined if isinstance(joined, Mask) else Not(Not(joined))  # one plain function: still a Mask
+    return joined if isinstance(joined, Mask) else Not(Not(joined))  # wraps a single plain function in a Mask

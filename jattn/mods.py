@@ -1,4 +1,4 @@
-"""What masks and score functions have in common: they are pytrees, and run under NumPy's promotion rules."""
+"""What masks and score functions share: they are pytrees and run under NumPy's promotion rules."""
 
 import contextlib
 import dataclasses
@@ -17,25 +17,25 @@ Class = TypeVar("Class", bound=type)
 
 
 def static_field(**options: Any) -> Any:
-    """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable, and known while JAX traces.
+    """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable and static under tracing.
 
-    ``options`` are those of ``dataclasses.field``, such as ``default``.
+    Takes the options of ``dataclasses.field``, such as ``default``.
     """
     return dataclasses.field(metadata={"static": True}, **options)
 
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(dataclasses.field, static_field))
 def pytree_dataclass(cls: Class) -> Class:
-    """Makes ``cls`` a frozen dataclass and a pytree. Its fields are children, those by ``static_field`` its structure.
+    """Makes ``cls`` a frozen dataclass and a pytree. Fields are children; a ``static_field`` is structure.
 
-    That is fixed per class and not by what the fields hold, so that trees of shardings, axes or booleans fit wherever
-    trees of arrays do. Children carry the fields' names as keys. ``__init__`` and ``__post_init__`` run when you make
-    one, and not when JAX puts one together, which may have anything for leaves.
+    Which fields are children depends on the class alone, not on their values, so trees of shardings, axes or booleans
+    fit wherever trees of arrays do. The fields' names are the keys. ``__init__`` and ``__post_init__`` do not run when
+    JAX unflattens, because leaves may then be anything.
 
-    Two that hold no arrays are equal, and hash equally, where their types and all of their fields are; one with arrays
-    is equal to itself alone, because arrays have no single truth value.
+    Instances without arrays are equal, with equal hashes, if their types and fields are. An instance with arrays equals
+    only itself, because arrays have no single truth value.
 
-    Example: a mask of your own, which keeps its ``bounds``, and with them the skipping of blocks, on every mesh::
+    Example: your own mask, whose ``bounds`` let blocks be skipped, on every mesh::
 
         @jattn.pytree_dataclass
         class Dilated(jattn.masks.Mask):
@@ -86,7 +86,7 @@ def _hash(self: Any) -> int:
 
 
 def _values(tree: Any) -> Any:
-    """Structure and leaves, for comparison; None where there are arrays."""
+    """Structure and leaves, for comparison; None if there are arrays."""
     leaves, structure = jax.tree.flatten(tree)
     if any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves):
         return None
@@ -95,7 +95,7 @@ def _values(tree: Any) -> Any:
 
 @pytree_dataclass
 class Function:
-    """A plain function as a part of a pytree: in its structure, by identity, as an argument static to ``jax.jit``."""
+    """A plain function in a pytree: part of its structure, compared by identity, as static arguments of ``jax.jit``."""
 
     function: Callable = static_field()
 
@@ -104,7 +104,7 @@ class Function:
 
 
 def as_part(mod: Any) -> Any:
-    """``mod`` as a child of a pytree: a plain function as a ``Function``, all else as it is."""
+    """``mod`` as a child of a pytree: a plain function becomes a ``Function``, anything else is unchanged."""
     return Function(mod) if isinstance(mod, functools.partial) or _is_leaf(mod) and callable(mod) else mod
 
 
@@ -113,33 +113,33 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def holds_plain_function(mod: Any) -> bool:
-    """Is ``mod`` a plain function, or does it hold one? What those capture may change from call to call.
+    """Whether ``mod`` is or contains a plain function, whose captured values may change from call to call.
 
-    A callable of any class that is not registered with JAX is one, too.
+    A callable of a class that is not registered with JAX counts as one.
     """
     leaves = jax.tree.leaves(mod, is_leaf=is_function)
     return any(map(callable, leaves))
 
 
 def is_function(tree: Any) -> bool:
-    """Is ``tree`` a plain function as a part of a pytree?"""
+    """Whether ``tree`` is a plain function wrapped for a pytree."""
     return isinstance(tree, Function | functools.partial)  # jax.tree_util.Partial is one of these
 
 
 @contextlib.contextmanager
 def mod_semantics() -> Iterator[None]:
-    """The promotion rules that masks and score functions run under: NumPy's, whatever the caller's are."""
+    """Promotion rules for masks and score functions: NumPy's, whatever the caller's are."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def check(mod: Any, B: Any, N: Any, T: Any, S: Any) -> None:
-    """``mod.check(B, N, T, S)`` where it has one: does it fit so many sequences, heads, queries and keys?
+    """Calls ``mod.check(B, N, T, S)``, if it exists, with the numbers of sequences, heads, queries and keys.
 
-    T, S: None where positions are given, so that tables by position may have any length.
+    T and S are None if positions are given; tables by position may then have any length.
 
     Raises:
-        ValueError: from there; it names the field, what came and what was expected.
+        ValueError: ``mod`` does not fit; the message names the field, its shape and the expected shape.
     """
     checks = getattr(mod, "check", None)
     if callable(checks):
@@ -147,30 +147,30 @@ def check(mod: Any, B: Any, N: Any, T: Any, S: Any) -> None:
 
 
 def known(tree: Any) -> Any:
-    """``tree`` with every ``jax.Array`` whose values are at hand as NumPy's, which can be looked at while tracing."""
+    """``tree`` with every concrete ``jax.Array`` as a NumPy array, which is static while tracing."""
 
-    def look(x: Any) -> Any:
-        at_hand = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
-        return np.asarray(x) if at_hand and not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
+    def to_numpy(x: Any) -> Any:
+        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+        return np.asarray(x) if concrete and not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
 
     leaves, structure = jax.tree.flatten(tree)
-    seen = [look(leaf) for leaf in leaves]
-    same = all(x is y for x, y in zip(leaves, seen, strict=True))
-    return tree if same else jax.tree.unflatten(structure, seen)
+    converted = [to_numpy(leaf) for leaf in leaves]
+    same = all(x is y for x, y in zip(leaves, converted, strict=True))
+    return tree if same else jax.tree.unflatten(structure, converted)
 
 
 def checked(name: str, mod: Any) -> Any:
-    """``mod``, unless it is what people give by mistake: a class, several in a list, a function of other arguments."""
+    """``mod``. Raises for common mistakes: a class, a list of several, a function with the wrong arguments."""
     if isinstance(mod, type):
         raise TypeError(f"{name}={mod.__name__} is a class; write {name}={mod.__name__}(...)")
     if isinstance(mod, list | tuple) and any(map(callable, mod)):
-        how = "masks by & (or masks.and_masks)" if name == "mask" else "score functions by score_mods.then"
-        raise TypeError(f"{name} must be one, got a {type(mod).__name__} of {len(mod)}: join {how}")
+        hint = "masks by & (or masks.and_masks)" if name == "mask" else "score functions by score_mods.then"
+        raise TypeError(f"{name} must be one callable, got a {type(mod).__name__} of {len(mod)}; join {hint}")
     if callable(mod):
         arguments = ["b", "h", "q_idx", "kv_idx"] if name == "mask" else ["score", "b", "h", "q_idx", "kv_idx"]
         try:
             signature = inspect.signature(mod)
-        except (TypeError, ValueError):  # not every callable says what it takes
+        except (TypeError, ValueError):  # not every callable has a signature
             return mod
         try:
             signature.bind(*arguments)

@@ -1,7 +1,7 @@
-"""The multi-head layer: what happens between the projections, and the whole of it as a pure function.
+"""The multi-head layer: everything between the projections (``attend_heads``), and the whole layer as a pure function.
 
-``z_i = attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V)`` for each head i, ``y = sum_i z_i W_i^O`` (which is what
-``concat(z_1 .. z_N) W^O`` comes to). Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
+``z_i = attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V)`` for each head i, and ``y = sum_i z_i W_i^O``, which equals
+``concat(z_1 .. z_N) W^O``. Source: https://arxiv.org/abs/1706.03762, section 3.2.2.
 """
 
 import math
@@ -15,34 +15,34 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
 from jattn.attention import softmax_dtype
-from jattn.cache import KVCache, append, seen_of
+from jattn.cache import KVCache, append, visible_keys
 from jattn.heads import statistics
-from jattn.kernels.shards import dot_general
+from jattn.kernels import FoldsWeights
+from jattn.placement import dot_general
 from jattn.request import AttendOptions
-from jattn.sharding import HeadParallel, Ring
 from jattn.tables import namespace
 
 Params = dict[str, dict[str, Array]]
 
 
 class LayerOptions(AttendOptions, total=False):
-    """What ``multi_head_attention`` hands on to ``attend_heads``."""
+    """The options that ``multi_head_attention`` passes on to ``attend_heads``."""
 
     position: Callable[[Array, Array], Array] | None
     query_positions: ArrayLike | None
     kv_positions: ArrayLike | None
     head_gate: ArrayLike | None
     head_fill: ArrayLike | None
-    held: tuple[Array, Array] | None
+    frozen: tuple[Array, Array] | None
     cache: KVCache | None
     valid: ArrayLike | None
     return_statistics: Sequence[str] | Mapping[str, Any]
     return_heads: bool
 
 
-# what weights do not depend on
+# Options that do not affect the weights.
 _OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng", "broadcast_dropout")
-_NOT_FOLDED = (*_OUTPUT_ONLY, "sinks")  # sinks are in the lse
+_NOT_FOR_STATISTICS = (*_OUTPUT_ONLY, "sinks")  # sinks are in the lse
 
 
 def attend_heads(
@@ -55,7 +55,7 @@ def attend_heads(
     kv_positions: ArrayLike | None = None,
     head_gate: ArrayLike | None = None,
     head_fill: ArrayLike | None = None,
-    held: tuple[Array, Array] | None = None,
+    frozen: tuple[Array, Array] | None = None,
     cache: KVCache | None = None,
     valid: ArrayLike | None = None,
     return_weights: bool = False,
@@ -63,104 +63,107 @@ def attend_heads(
     return_heads: bool = False,
     **given: Unpack[AttendOptions],
 ) -> Any:
-    """All that stands between the projections of a multi-head layer: positions, cache, attention, gates.
+    """Everything between the projections of a multi-head layer: positions, cache, attention, gates.
 
     Args:
-        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; instead of B there may be none or several axes.
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; with any number of batch axes in place of B.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
         query_positions, kv_positions: ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``; ``arange`` by default.
-        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by; 0 switches it off.
-        head_fill: with ``head_gate``, what takes the place of the output that the gate leaves out,
-            ``gate * z + (1 - gate) * fill``; broadcasts to z ``[B,T,N,D]``.
-        held: ``(query, key)`` as ``return_heads`` gave them: the weights are theirs, the values those of this call.
-        cache: what came before. Keys and values, as many as queries, are appended to it, at the positions that follow,
-            and the queries attend to all that it holds (within ``mask``; ``is_causal`` where a chunk has several).
-            ``query_positions``, if given, are what ``position`` alone sees.
+        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
+        head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
+            z ``[B,T,N,D]``.
+        frozen: ``(query, key)`` from ``return_heads`` of another call: the weights are theirs, the values this call's.
+        cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
+            queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
+            given, ``query_positions`` affect ``position`` only.
         valid: bool ``[B,T]``, with ``cache``: which tokens of the chunk are real, as in ``append``.
-        return_weights: also return the attention weights; the output's bits stay the same.
+        return_weights: also return the attention weights. The output stays bit-identical.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
-            dict of that function's arguments (``names``, ``tokens``, ``eligible``); as above.
-        return_heads: also return ``{"query", "key", "lse", "z"}``, which ``jattn.heads`` works on: the first two as
-            they meet (with positions), z as it leaves (with gates); as above.
+            dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
+        return_heads: also return ``{"query", "key", "lse", "z"}`` for ``jattn.heads``: query and key with positions
+            applied, z with gates applied. The output stays bit-identical.
         given: the options of ``dot_product_attention``.
 
     Returns:
-        ``z [B,T,N,D]``; with ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache`` a tuple, where
-        the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache follow, in this order.
+        ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z,
+        the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache, as far as requested.
     """
     lead = query.shape[:-3]
     options: dict[str, Any] = {**given}
-    if len(lead) != 1 and (lead or cache is not None):  # Flax's modules take any number of batch axes; here one
+    if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax
         query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
         for name in ("mask", "bias"):
             options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
-        if head_gate is not None and jnp.ndim(head_gate) > max(len(lead), 1):  # [N] serves every sequence
+        if head_gate is not None and jnp.ndim(head_gate) > max(len(lead), 1):  # [N] is shared by all sequences
             head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
         head_fill, valid = _one_batch_axis(head_fill, lead, 3), _one_batch_axis(valid, lead, 1)
-    here: Any = None
-    how = options.get("implementation")
-    if isinstance(how, Ring) and how.layout != "contiguous":  # positions are the tokens', where none are given
+    chunk_positions: Any = None
+    implementation = options.get("implementation")
+    slots_of = implementation.slots if isinstance(implementation, FoldsWeights) else lambda length: None
+    if slots_of(query.shape[1]) is not None:  # slots are not in the tokens' order: positions default to the tokens'
         if cache is not None:
-            raise ValueError(f"cache is filled in the tokens' own order, and the ring's layout is {how.layout!r}")
-        query_positions = how.slots(query.shape[1]) if query_positions is None else query_positions
-        kv_positions = how.slots(key.shape[1]) if kv_positions is None else kv_positions
+            raise ValueError(f"cache is filled in the tokens' own order, which {implementation} does not keep")
+        query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
+        kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
     if cache is not None:
-        here = cache.next_positions(query.shape[1], valid)
-        query_positions = kv_positions = here if query_positions is None else query_positions
+        chunk_positions = cache.next_positions(query.shape[1], valid)
+        query_positions = kv_positions = chunk_positions if query_positions is None else query_positions
     if position is not None:
         query = position(query, _or_arange(query_positions, query))
         key = position(key, _or_arange(kv_positions, key))
     if cache is not None:
         chunk = (key, value)
         appended = append(cache, *chunk, valid=valid)
-        key, value, seen = seen_of(cache, appended, *chunk, here, options.get("mask"))
+        key, value, visibility = visible_keys(cache, appended, *chunk, chunk_positions, options.get("mask"))
         query, key, value = common_dtype(query, key, value, None)
-        cache, query_positions, kv_positions, options = appended, here, None, options | seen
+        cache, query_positions, kv_positions, options = appended, chunk_positions, None, options | visibility
     options.setdefault("query_positions", query_positions)
     options.setdefault("kv_positions", kv_positions)
-    if held is not None:
-        query, key = _held(held, query, key, lead)
+    if frozen is not None:
+        query, key = _frozen(frozen, query, key, lead)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
     if head_gate is not None:
         z = _through_gate(z, _gate(head_gate, z), head_fill)
     elif head_fill is not None:
-        raise ValueError("head_fill without head_gate: the gate says which heads it takes the place of")
-    looks = _looks(query, key, lse, z, lead, options, return_weights, return_statistics, return_heads)
-    results = [z.reshape(*lead, *z.shape[-3:]), *looks]
+        raise ValueError("head_fill without head_gate: the gate selects the heads to fill")
+    extras = _extras(query, key, lse, z, lead, options, return_weights, return_statistics, return_heads)
+    results = [z.reshape(*lead, *z.shape[-3:]), *extras]
     if cache is not None:
         results.append(cache)
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _looks(
+def _extras(
     query: Array,
     key: Array,
     lse: Array,
     z: Array,
     lead: tuple[int, ...],
     options: dict[str, Any],
-    weights: bool,
-    names: Sequence[str] | Mapping[str, Any],
-    parts: bool,
+    return_weights: bool,
+    return_statistics: Sequence[str] | Mapping[str, Any],
+    return_heads: bool,
 ) -> list[Any]:
-    """What ``attend_heads`` is asked to return beside the output, of its ``weights``, statistics and ``parts``."""
+    """What ``attend_heads`` returns besides the output and the cache."""
     results: list[Any] = []
-    if weights:
-        found = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
-        results.append(found.reshape(*lead, *found.shape[-3:]))
-    if asks_for(names):
-        folded = {name: option for name, option in options.items() if name not in _NOT_FOLDED}
-        how = options.get("implementation")
-        if isinstance(how, Ring | HeadParallel):
-            folded["implementation"] = how
-        asked = names if isinstance(names, Mapping) else {"names": names}
-        of_rows = {name: _one_batch_axis(asked[name], lead, 1) for name in ("tokens", "eligible") if name in asked}
-        found = statistics(query, key, lse=lse, **{**asked, **of_rows}, **folded)
-        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[z.ndim - 3 :]), found))
-    if parts:
-        found = {"query": query, "key": key, "lse": lse, "z": z}
-        results.append({name: x.reshape(*lead, *x.shape[z.ndim - 3 :]) for name, x in found.items()})
+    if return_weights:
+        weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
+        results.append(weights.reshape(*lead, *weights.shape[-3:]))
+    if wants_statistics(return_statistics):
+        score_options = {name: option for name, option in options.items() if name not in _NOT_FOR_STATISTICS}
+        implementation = options.get("implementation")
+        if isinstance(implementation, FoldsWeights):
+            score_options["implementation"] = implementation
+        names = {"names": return_statistics}
+        arguments = dict(return_statistics) if isinstance(return_statistics, Mapping) else names
+        for name in {"tokens", "eligible"} & arguments.keys():
+            arguments[name] = _one_batch_axis(arguments[name], lead, 1)
+        by_name = statistics(query, key, lse=lse, **arguments, **score_options)
+        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[z.ndim - 3 :]), by_name))
+    if return_heads:
+        heads = {"query": query, "key": key, "lse": lse, "z": z}
+        results.append({name: x.reshape(*lead, *x.shape[z.ndim - 3 :]) for name, x in heads.items()})
     return results
 
 
@@ -176,7 +179,7 @@ def init_multi_head(
     use_bias: bool = False,
     dtype: Any = jnp.float32,
 ) -> Params:
-    """Parameters for ``multi_head_attention``, in the tree, names and shapes of Flax's modules.
+    """Parameters for ``multi_head_attention``, with the tree, names and shapes of Flax's modules.
 
     ``query/kernel [M,N,H]``, ``key/kernel [M,K,H]``, ``value/kernel [M,K,D]``, ``out/kernel [N,D,M]``; with
     ``use_bias`` also ``bias [N,H]``, ``[K,H]``, ``[K,D]``, ``[M]``, zero. Kernels are LeCun normal.
@@ -188,10 +191,10 @@ def init_multi_head(
         num_kv_heads: K, a divisor of N; N by default.
         head_dim: H, of query and key; ``model_dim / num_heads`` by default.
         value_dim: D; ``head_dim`` by default.
-        kv_model_dim: M of ``x_kv`` where that differs (cross-attention).
+        kv_model_dim: M of ``x_kv``, if it differs (cross-attention).
 
     Raises:
-        ValueError: a number is no positive integer, or does not divide as it must.
+        ValueError: a number is not a positive integer, or does not divide as required.
     """
     sizes = {"model_dim": model_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
              "value_dim": value_dim, "kv_model_dim": kv_model_dim}  # fmt: skip
@@ -199,7 +202,7 @@ def init_multi_head(
         if size is not None and (not isinstance(size, int | np.integer) or size < 1):
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
     if head_dim is None and model_dim % num_heads:
-        raise ValueError(f"model_dim {model_dim} is no multiple of num_heads {num_heads}; give head_dim")
+        raise ValueError(f"model_dim {model_dim} is not a multiple of num_heads {num_heads}; pass head_dim=")
     head_dim = model_dim // num_heads if head_dim is None else head_dim
     value_dim = head_dim if value_dim is None else value_dim
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -232,11 +235,11 @@ def multi_head_attention(
     """``y = sum_i attention(x W_i^Q, x_kv W_i^K, x_kv W_i^V) W_i^O``: multi-head attention, self or cross.
 
     Args:
-        params: as from ``init_multi_head`` (or of a Flax module).
-        x: ``[B,T,M]`` or ``[T,M]``; asks.
-        x_kv: ``[B,S,M']`` or ``[S,M']``; is asked; ``x`` by default.
+        params: from ``init_multi_head`` (or a Flax module).
+        x: ``[B,T,M]`` or ``[T,M]``, the input of the queries.
+        x_kv: ``[B,S,M']`` or ``[S,M']``, the input of the keys and values; ``x`` by default.
         return_weights: also return the attention weights, ``[B,N,T,S]``.
-        options: ``precision``, of all products; those of ``attend_heads`` (``position``, ``head_gate``, ``cache``, ...)
+        options: ``precision`` of all products; those of ``attend_heads`` (``position``, ``head_gate``, ``cache``, ...)
             and of ``dot_product_attention`` (``mask``, ``is_causal``, ``score_mod``, ``sinks``, ...).
 
     Returns:
@@ -258,7 +261,7 @@ def multi_head_attention(
 
 
 def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
-    """``x [..., M] -> [..., N, H]``: ``x W_i`` under vmap over heads, which compiles to one product for all."""
+    """``x [..., M] -> [..., N, H]``: ``x W_i``, vmapped over heads, which compiles to a single product."""
     if params["kernel"].shape[0] != x.shape[-1]:
         raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, as in the kernel, got {x.shape}")
 
@@ -276,10 +279,10 @@ def _or_arange(positions: ArrayLike | None, x: Array) -> Array:
 
 
 def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
-    """An array ``[*lead, ...]`` with its batch axes joined; what has none, or is a function, as it is."""
+    """An array ``[*lead, ...]`` with its batch axes joined; functions and arrays without batch axes are unchanged."""
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x
-    xp = namespace(x)  # what came as a NumPy array stays one, and is static
+    xp = namespace(x)  # a NumPy array stays one, and static
     x = xp.asarray(x)
     batch = x.shape[:-trailing] if trailing else x.shape
     if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):
@@ -288,7 +291,7 @@ def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
 
 
 def _all_axes(x: Any, rank: int) -> Any:
-    """An array whose missing leading axes are 1, as broadcasting has it; one for all heads and sequences as it is."""
+    """An array with leading axes of 1 added up to ``rank``; rank 3 and below is unchanged."""
     if x is None or callable(x) or jnp.ndim(x) <= 3:
         return x
     return jnp.reshape(x, (1,) * (rank - jnp.ndim(x)) + jnp.shape(x))
@@ -309,13 +312,13 @@ def _gate(head_gate: ArrayLike, z: Array) -> Array:
     return gate[..., None].astype(softmax_dtype(z))
 
 
-def asks_for(statistics: Sequence[str] | Mapping[str, Any]) -> bool:
-    """Are there names of statistics, or is there a dict of arguments, which may leave the names to the function?"""
+def wants_statistics(statistics: Sequence[str] | Mapping[str, Any]) -> bool:
+    """Whether there are names of statistics, or a dict of arguments, in which names are optional."""
     return isinstance(statistics, Mapping) or bool(statistics)
 
 
 def _through_gate(z: Array, gate: Array, fill: ArrayLike | None) -> Array:
-    """In float32 at least: a gate's derivative is a sum over queries and dimensions."""
+    """``z * gate``, in at least float32: a gate's derivative is a sum over queries and dimensions."""
     wide = z.astype(gate.dtype)
     if fill is None:
         return (wide * gate).astype(z.dtype)
@@ -328,19 +331,19 @@ def _through_gate(z: Array, gate: Array, fill: ArrayLike | None) -> Array:
     return (wide * gate + fill * (1 - gate)).astype(z.dtype)
 
 
-def _held(held: tuple[Array, Array], query: Array, key: Array, lead: tuple[int, ...]) -> tuple[Array, Array]:
-    """The held query and key, with the batch axes of those whose place they take."""
-    found = []
-    for name, one, other in zip(("query", "key"), held, (query, key), strict=True):
-        wanted = (*lead, *other.shape[-3:])
-        if jnp.shape(one) != wanted:
-            raise ValueError(f"the held {name} must have the shape {list(wanted)}, got {list(jnp.shape(one))}")
-        found.append(jnp.reshape(one, other.shape).astype(other.dtype))
-    return found[0], found[1]
+def _frozen(frozen: tuple[Array, Array], query: Array, key: Array, lead: tuple[int, ...]) -> tuple[Array, Array]:
+    """The frozen query and key, in the shapes and dtypes of those they replace."""
+    replaced = []
+    for name, new, old in zip(("query", "key"), frozen, (query, key), strict=True):
+        expected = (*lead, *old.shape[-3:])
+        if jnp.shape(new) != expected:
+            raise ValueError(f"the frozen {name} must have shape {list(expected)}, got {list(jnp.shape(new))}")
+        replaced.append(jnp.reshape(new, old.shape).astype(old.dtype))
+    return replaced[0], replaced[1]
 
 
 def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:
-    """The three in one dtype: ``dtype``, or what they promote to."""
+    """All three in one dtype: ``dtype``, or the result of promotion."""
     if dtype is None:
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(query, key, value)

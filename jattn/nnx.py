@@ -1,4 +1,4 @@
-"""Flax NNX: ``flax.nnx.MultiHeadAttention`` and its ``attention_fn``, round ``jattn.multi_head.attend_heads``."""
+"""Flax NNX: ``flax.nnx.MultiHeadAttention`` and its ``attention_fn``, on top of ``jattn.multi_head.attend_heads``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, ArrayLike
 
+from jattn import placement
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.flax_common import (
     attend_as_flax,
@@ -23,7 +24,7 @@ from jattn.flax_common import (
     refuse_extras,
     split_results,
 )
-from jattn.kernels import Implementation, shards
+from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
 from jattn.nnx_functions import dot_product_attention
 from jattn.nnx_functions import dot_product_attention_weights as dot_product_attention_weights
@@ -34,30 +35,30 @@ NOTHING: Metadata = MappingProxyType({})
 
 
 class MultiHeadAttention(nnx.Module):
-    """``flax.nnx.MultiHeadAttention``: its arguments, parameters, checkpoints, numbers and decoding; and more.
+    """``flax.nnx.MultiHeadAttention``: its arguments, parameters, checkpoints, numbers, decoding, and more.
 
-    ``query/key/value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` one with
-    ``[N,D,M]``; with ``normalize_qk`` there are ``query_ln`` and ``key_ln``. Same key, same bits as Flax's. Where the
-    two differ on purpose, docs/flax.md says so.
+    ``query/key/value`` are ``nnx.LinearGeneral`` with kernels ``[M,N,H]``, ``[M,K,H]``, ``[M,K,D]``, ``out`` has
+    ``[N,D,M]``; ``normalize_qk`` adds ``query_ln`` and ``key_ln``. The same key gives the same bits as in Flax.
+    docs/flax.md lists the intended differences.
 
     Args:
         num_heads: N.
-        in_features: M, of the queries' input.
+        in_features: M, the features of the queries' input.
         qkv_features: ``N * H``; ``in_features`` by default.
-        out_features: of the output; ``in_features`` by default.
+        out_features: the features of the output; ``in_features`` by default.
         num_kv_heads: K, a divisor of N; N by default.
-        in_kv_features: of the keys' and values' input; ``in_features`` by default.
+        in_kv_features: the features of the keys' and values' input; ``in_features`` by default.
         value_dim: D; ``H`` by default.
-        position: ``(x, positions) -> x`` for queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``. Its float arrays become ``nnx.Param``s, which are learned;
-            arrays that shall stay as they are go with a ``score_mod`` of the call, or in as ``nnx.Variable``s.
-        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), at first 0.
-        qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: a norm of each head's queries and keys.
+        position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
+        score_mod: as in ``jattn.dot_product_attention``. Its float arrays become learned ``nnx.Param``s. To keep an
+            array fixed, pass the ``score_mod`` at the call, or the array as an ``nnx.Variable``.
+        sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
+        qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
-        others: as in Flax. An ``attention_fn`` of your own gets Flax's keywords.
+        others: as in Flax. Any other ``attention_fn`` gets Flax's keywords.
 
     Raises:
-        ValueError: a number of features or heads does not divide as it must.
+        ValueError: a number of features or heads does not divide as required.
 
     Example:
         ``layer = MultiHeadAttention(8, 64, rngs=nnx.Rngs(0)); y = layer(x, is_causal=True)``
@@ -129,7 +130,7 @@ class MultiHeadAttention(nnx.Module):
             "kernel_metadata": kernel_metadata,
             "bias_metadata": bias_metadata,
         }
-        # the order in which Flax draws its parameters
+        # In the order in which Flax draws its parameters.
         self.query = nnx.LinearGeneral(in_features, (num_heads, self.head_dim), **qkv)
         self.key = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.head_dim), **qkv)
         self.value = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.value_dim), **qkv)
@@ -150,7 +151,7 @@ class MultiHeadAttention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
             promote_dtype=out_promote_dtype,
-            dot_general=out_dot_general or shards.dot_general,
+            dot_general=out_dot_general or placement.dot_general,
             dot_general_cls=out_dot_general_cls,
             kernel_metadata=out_kernel_metadata or kernel_metadata,
             bias_metadata=out_bias_metadata or bias_metadata,
@@ -181,7 +182,7 @@ class MultiHeadAttention(nnx.Module):
         score_mod: ScoreMod | None = None,
         head_gate: ArrayLike | None = None,
         head_fill: ArrayLike | None = None,
-        held: tuple[Array, Array] | None = None,
+        frozen: tuple[Array, Array] | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
         sow_statistics: Sequence[str] | Mapping[str, Any] = (),
@@ -194,26 +195,27 @@ class MultiHeadAttention(nnx.Module):
             mask: an array that broadcasts to ``[..., N, T, S]`` (cast to bool, as in Flax), a ``Mask`` or a function.
             deterministic, rngs, out_sharding, qkv_sharding: as in Flax.
             sow_weights: sow the weights ``[..., N, T, S]`` as ``nnx.Intermediate`` ``attention_weights``.
-            decode: go on from the module's own cache (``init_cache``) by the T tokens of the input. Without a mask, or
-                with a mask array over the cache's slots, a token sees itself and what came before; a ``Mask`` or a
-                function of positions decides by itself.
-            is_causal: a token sees itself and what came before.
-            input_positions: ``[T]`` or ``[..., T]``: of the queries, and of the keys where there are as many.
+            decode: append the T tokens of the input to the module's own cache (``init_cache``). Without a mask, or with
+                a mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of
+                positions replaces that rule.
+            is_causal: a token sees itself and earlier ones.
+            input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
             bias: added to the scores; broadcasts to ``[..., N, T, S]``.
-            score_mod: instead of the constructor's.
-            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: what each head's output is multiplied by before ``out``.
-            head_fill, held: what a head that is off gives instead of 0, and queries and keys (as sown in
-                ``attention_heads``) whose weights are used instead: for ``jattn.heads.ablate``.
-            cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``); the
-                result is then ``(output, cache)``. ``is_causal`` and ``mask`` are as they are given.
+            score_mod: replaces the constructor's.
+            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output before ``out``.
+            head_fill, frozen: the output of a switched-off head, instead of 0; queries and keys (as sown in
+                ``attention_heads``) whose weights replace this call's. See ``jattn.heads.ablate``.
+            cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The
+                result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
             sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
                 ``names``, ``tokens`` and ``eligible``; sown as ``nnx.Intermediate`` ``attention_statistics``,
-                ``{name: [B,N]}``, at any length. The output's bits stay the same.
-            sow_heads: sow what ``jattn.heads`` works on as ``attention_heads``: ``query`` and ``key`` as they meet,
-                ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output's bits stay the same.
+                ``{name: [B,N]}``, at any length. The output stays bit-identical.
+            sow_heads: sow the inputs of ``jattn.heads`` as ``attention_heads``: ``query`` and ``key`` with positions
+                applied, ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output stays
+                bit-identical.
 
         Raises:
-            ValueError: no cache to decode from; ``attention_fn`` is not jattn's and cannot take what is asked for.
+            ValueError: no cache to decode from; ``attention_fn`` is not jattn's and does not support a given option.
         """
         inputs_k, inputs_v = join_inputs(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, out_sharding=qkv_sharding)
@@ -244,7 +246,7 @@ class MultiHeadAttention(nnx.Module):
             "bias": bias,
             "head_gate": head_gate,
             "head_fill": head_fill,
-            "held": held,
+            "frozen": frozen,
             "cache": cache,
             "valid": valid,
         }
@@ -252,18 +254,18 @@ class MultiHeadAttention(nnx.Module):
         if self.attention_fn is dot_product_attention:
             if own is not None:
                 extras["cache"], options["is_causal"] = own, is_causal or not callable(mask)
-            looks = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
-            z, found, new_cache = split_results(
-                attend_as_flax(query, key, value, **looks, **options, **extras), **looks
+            requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
+            z, intermediates, new_cache = split_results(
+                attend_as_flax(query, key, value, **requested, **options, **extras), **requested
             )
-            for name, seen in found.items():
-                self.sow(nnx.Intermediate, name, seen)
+            for name, intermediate in intermediates.items():
+                self.sow(nnx.Intermediate, name, intermediate)
         else:
             refuse_extras(
                 self.attention_fn, sow_statistics=sow_statistics or None, sow_heads=sow_heads or None, **extras
             )
             if own is not None:
-                options["is_causal"] = False  # the mask says it, and is_causal would not know of the cache
+                options["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
                 key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
             z = self.attention_fn(query, key, value, module=self if sow_weights else None, **options)
         if own is not None and new_cache is not None:
@@ -272,7 +274,7 @@ class MultiHeadAttention(nnx.Module):
         return y if cache is None else (y, new_cache)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
-        """An empty cache to decode from, for inputs of ``input_shape`` ``[..., greatest length, M]``."""
+        """Creates an empty cache for decoding, for inputs of ``input_shape`` ``[..., maximum length, M]``."""
         slots = (*input_shape[:-1], self.num_kv_heads)
         self.cached_key = nnx.Cache(jnp.zeros((*slots, self.head_dim), dtype))
         self.cached_value = nnx.Cache(jnp.zeros((*slots, self.value_dim), dtype))
@@ -321,16 +323,16 @@ class MultiHeadAttention(nnx.Module):
 
 
 def _learned(mod: Any) -> Any:
-    """A score function with its float arrays as parameters. One without arrays is no data but a plain attribute."""
+    """A score function with its float arrays as parameters. Without arrays, it stays a plain attribute."""
     is_variable = lambda x: isinstance(x, nnx.Variable)
     leaves = jax.tree.leaves(mod, is_leaf=is_variable)
     if isinstance(mod, nnx.Module) or not any(isinstance(x, nnx.Variable | jax.Array | np.ndarray) for x in leaves):
         return mod
-    learn = lambda x: nnx.Param(jnp.array(x)) if is_float_array(x) else x  # a copy: parameters may be donated
-    return nnx.data(jax.tree.map(learn, mod, is_leaf=is_variable))
+    to_param = lambda x: nnx.Param(jnp.array(x)) if is_float_array(x) else x  # a copy: parameters may be donated
+    return nnx.data(jax.tree.map(to_param, mod, is_leaf=is_variable))
 
 
 def _values(mod: Any) -> Any:
-    """The score function that ``_learned`` keeps, with the values of its variables."""
+    """The score function of ``_learned``, with its variables replaced by their values."""
     is_variable = lambda x: isinstance(x, nnx.Variable)
     return jax.tree.map(lambda x: x[...] if is_variable(x) else x, mod, is_leaf=is_variable)

@@ -28,11 +28,11 @@ def dot_product_attention(
     is_causal: bool = False,
     **extras: Any,
 ) -> Array:
-    """``flax.nnx.dot_product_attention``, argument by argument: the ``attention_fn`` for a model with Flax's modules.
+    """``flax.nnx.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
 
-    ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; by ``functools.partial`` also with
-    ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``, ``implementation``, with
-    their meaning in ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
+    ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; ``functools.partial`` adds
+    ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``, ``implementation``, as in
+    ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
 
     Args:
         query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``.
@@ -41,7 +41,7 @@ def dot_product_attention(
         others: as in Flax.
 
     Returns:
-        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax the mean of the values, or worse).
+        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     z = attend_as_flax(
@@ -71,9 +71,9 @@ def dot_product_attention_weights(
     is_causal: bool = False,
     **extras: Any,
 ) -> Array:
-    """``flax.nnx.dot_product_attention_weights``: what ``dot_product_attention`` multiplies the values with.
+    """``flax.nnx.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
 
-    ``[..., N, T, S]``, after dropout; what is sown is before it. Arguments as there; memory O(N·T·S).
+    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments as there; memory O(N·T·S).
     """
     query, key = promote_dtype((query, key), dtype=dtype)
     weights, kept = weights_as_flax(

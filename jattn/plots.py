@@ -1,9 +1,9 @@
-"""Pictures of attention weights: one head, or all heads of a model on one colour scale.
+"""Plots of attention weights: one head, or all heads of a model on one color scale.
 
-Axes (see ``jattn`` for the legend): ``T`` queries, ``S`` keys, ``N`` heads, ``L`` layers.
+Axes: ``T`` queries, ``S`` keys, ``N`` heads, ``L`` layers.
 
-Figures are made without pyplot: nothing is registered globally, nothing needs closing, and no display is needed.
-In a notebook run ``%matplotlib inline`` once and end a cell with the figure (``ax.figure`` for one head).
+Figures are made without pyplot: no global registry, nothing to close, and no display needed. In a notebook run
+``%matplotlib inline`` once and end a cell with the figure (``ax.figure`` for one head).
 """
 
 import math
@@ -20,7 +20,7 @@ except ImportError as missing:
     raise ImportError("jattn.plots needs matplotlib: pip install jattn[plots]") from missing
 
 QUERIES, KEYS = "Queries (Target)", "Keys (Source)"
-COLOURS = "Blues"  # white is no weight: it prints, and order of lightness survives colour blindness
+COLOURS = "Blues"  # white is no weight; prints well, and its lightness order survives color blindness
 _LABEL_LENGTH = 16  # longer tokens end in an ellipsis
 _SMALLEST, _LARGEST = 5.5, 9.0  # points, of token labels
 
@@ -39,18 +39,18 @@ def attention_heatmap(
     """Draws one head's attention: queries down, keys across.
 
     Args:
-        weights: ``[T, S]``, anything NumPy can read (a JAX array, for one).
-        tokens: labels of the ``T`` queries, and of the keys too when ``T == S``.
-        key_tokens: labels of the ``S`` keys, where they are others (cross-attention).
-        ax: where to draw; by default a new figure of a size that lets every label be read.
-        vmax: the weight at the dark end of the scale; by default the largest weight. Give the same number to
-            pictures that are to be compared.
-        cmap: a matplotlib colour map.
-        colorbar: whether to draw the scale beside the picture.
-        title: text above the picture.
+        weights: ``[T, S]``, any array that NumPy can read.
+        tokens: labels of the ``T`` queries, and of the keys if ``T == S``.
+        key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
+        ax: the axes to draw on; by default a new figure, large enough for readable labels.
+        vmax: the weight at the dark end of the scale; by default the largest weight. Use the same value for
+            plots to compare.
+        cmap: a matplotlib color map.
+        colorbar: whether to draw the color bar.
+        title: text above the plot.
 
     Returns:
-        The axes; ``ax.figure.savefig("heads.png")`` writes them.
+        The axes; save with ``ax.figure.savefig("heads.png")``.
 
     Example:
         >>> weights = np.eye(3)[[0, 0, 1]]  # a head that looks one token back
@@ -88,28 +88,28 @@ def head_grid(
     title: str | None = None,
     panel_size: float | None = None,
 ) -> Figure:
-    """Draws every head on one colour scale, so that heads can be compared.
+    """Draws every head on one color scale.
 
     Args:
-        weights: ``[L, N, T, S]`` (a row of pictures per layer) or ``[N, T, S]``.
-        tokens: labels of the ``T`` queries, and of the keys too when ``T == S``.
-        key_tokens: labels of the ``S`` keys, where they are others.
+        weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``.
+        tokens: labels of the ``T`` queries, and of the keys if ``T == S``.
+        key_tokens: labels of the ``S`` keys, if they differ.
         vmax: the weight at the dark end of the scale; by default the largest weight of any head.
-        cmap: a matplotlib colour map.
-        columns: pictures per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
+        cmap: a matplotlib color map.
+        columns: panels per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
         titles: one per head, layer by layer; by default "layer l head n".
-        title: text above all.
-        panel_size: inches of one picture's longer side; by default it grows with the number of tokens.
+        title: text above the figure.
+        panel_size: inches of a panel's longer side; by default it grows with the number of tokens.
 
     Returns:
-        The figure; ``figure.savefig("heads.png")`` writes it.
+        The figure; save with ``figure.savefig("heads.png")``.
 
     Example:
         >>> figure = head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
         >>> [ax.get_title() for ax in figure.axes][5]
         'layer 1 head 1'
 
-    Source: the view of all heads is that of Vig (2019), https://arxiv.org/abs/1906.05714; here on one scale.
+    Source: the all-heads view of Vig (2019), https://arxiv.org/abs/1906.05714; here on one scale.
     """
     weights = _checked(weights, (3, 4), "[N, T, S] or [L, N, T, S]")
     layered = weights.ndim == 4
@@ -134,7 +134,7 @@ def head_grid(
         if i >= len(heads):
             ax.set_axis_off()
             continue
-        # Tokens stand at the left and the lower edge only: every picture of the grid shares them.
+        # Token labels only at the left and lower edges; all panels share them.
         left, lowest = i % across == 0, i + across >= len(heads)
         images.append(_draw(ax, heads[i], query_labels, key_labels, _top(heads, vmax), cmap, size * 72))
         ax.tick_params(labelleft=left, labelbottom=lowest)
@@ -151,13 +151,13 @@ def _checked(weights: Any, ranks: tuple[int, ...], expected: str) -> np.ndarray:
     array = np.asarray(weights)
     if array.ndim not in ranks or 0 in array.shape:
         raise ValueError(f"weights has shape {array.shape}, expected {expected}")
-    return array.astype(np.float32)  # half precisions of accelerators are not NumPy's own
+    return array.astype(np.float32)  # NumPy itself has no bfloat16
 
 
 def _labels(
     shape: Sequence[int], tokens: Sequence[object] | None, key_tokens: Sequence[object] | None
 ) -> tuple[list[str] | None, list[str] | None]:
-    """The labels of queries and keys; ``None`` where there are none (then positions are shown)."""
+    """The labels of queries and keys; None if not given (positions are shown instead)."""
     if key_tokens is None and shape[0] == shape[1]:
         key_tokens = tokens
     for name, given, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
@@ -185,9 +185,9 @@ def _top(weights: np.ndarray, vmax: float | None) -> float:
 
 
 def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, cmap: str, points: float = 0.0) -> Any:
-    """The picture and its token labels; ``points`` is the length of its longer side, where the figure knows it."""
+    """Draws the weights and token labels; ``points``: the length of the longer side, if known."""
     height, width = weights.shape
-    # A single query over many keys would be a hair line with square cells.
+    # With square cells, a single query over many keys would be a hairline.
     aspect = "equal" if max(weights.shape) <= 8 * min(weights.shape) else "auto"
     image = ax.imshow(weights, vmin=0.0, vmax=vmax, cmap=cmap, aspect=aspect, interpolation="nearest")
     if not points:
@@ -206,7 +206,7 @@ def _long(labels: list[str] | None, cell: float) -> bool:
 
 
 def _label(axis: Axis, labels: list[str] | None, size: int, cell: float, rotation: int = 0) -> None:
-    """Labels as many cells as can be read: every one, or every second, third ... one."""
+    """Labels as many cells as are readable: all, or every second, third, ..."""
     font = min(max(0.85 * cell, _SMALLEST), _LARGEST)
     stride = math.ceil(1.1 * font / cell) if labels else math.ceil(2.2 * font / cell)
     ticks = range(0, size, max(stride, 1))

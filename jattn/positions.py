@@ -1,4 +1,4 @@
-"""Positions: the sinusoidal table and rotary embeddings. Stateless; nothing here is learned."""
+"""Position embeddings without parameters: the sinusoidal table and rotary embeddings."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
     """
     if length < 0 or dim < 1:
         raise ValueError(f"sinusoidal: length must be >= 0 and dim >= 1, got length={length}, dim={dim}")
-    # float64 on the host: at position 10,000 a float32 angle would be off in the fourth decimal
+    # float64 on the host: at position 10,000 a float32 angle is off in the fourth decimal.
     angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, dim, 2) / dim)
     table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim + dim % 2)
     return jnp.asarray(table[:, :dim], jnp.float32)
@@ -37,7 +37,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies divided by ``factor``, high ones kept, those between blended.
+    """Divides low frequencies by ``factor``, keeps high ones, and interpolates between.
 
     Low: fewer than ``low_freq_factor`` turns within ``original_length``; high: more than ``high_freq_factor``.
     Source: Llama 3.1's published code (``apply_scaling``).
@@ -58,10 +58,11 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """ "NTK by parts": dimensions that turn more than ``beta_fast`` times are kept, fewer than ``beta_slow`` divided.
+    """ "NTK by parts": frequencies of more than ``beta_fast`` turns are kept, below ``beta_slow`` turns divided.
 
-    The ramp between is linear in the dimension. Cosine and sine are multiplied by ``0.1 ln(factor) + 1`` (so scores by
-    its square), or by ``attention_factor`` where given. Source: YaRN, https://arxiv.org/abs/2309.00071, section 3.
+    Between, it interpolates linearly in the dimension. Cosine and sine are multiplied by ``0.1 ln(factor) + 1`` (and so
+    scores by its square), or by ``attention_factor`` if given.
+    Source: YaRN, https://arxiv.org/abs/2309.00071, section 3.
     """
 
     factor: float
@@ -90,10 +91,10 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: pairs of features turned by ``position * base^(-2i/dim)``.
+    """Rotary position embedding: rotates pairs of features by ``position * base^(-2i/dim)``.
 
     Feature ``i`` is paired with ``i + dim/2`` (the convention of GPT-NeoX, Llama's checkpoints on the hub and Flax).
-    ``fraction``: the share of the head dim that is turned, from the front (the rest passes); ``scaling``:
+    ``fraction``: the leading share of the head dim that is rotated; the rest is unchanged. ``scaling``:
     ``LinearScaling``, ``Llama3Scaling`` or ``YarnScaling``. Source: RoFormer, https://arxiv.org/abs/2104.09864.
 
     ``Rotary()(x, positions)``: ``x [..., T, N, H]``, ``positions`` integers ``[T]`` or ``[..., T]``; returns x's shape
@@ -115,21 +116,21 @@ class Rotary:
         dim = int(head_dim * self.fraction)
         if dim % 2 or dim == 0:
             raise ValueError(
-                f"Rotary turns pairs of features: head_dim * fraction must be even and positive, got "
+                f"Rotary rotates pairs of features: head_dim * fraction must be even and positive, got "
                 f"{head_dim} * {self.fraction} = {head_dim * self.fraction}"
             )
         frequencies = self.base ** (-np.arange(0, dim, 2) / dim)
         return (frequencies, 1.0) if self.scaling is None else self.scaling(frequencies, self.base)
 
     def __call__(self, x: Array, positions: ArrayLike) -> Array:
-        """``x [..., T, N, H]`` turned by ``positions [T]`` or ``[..., T]``."""
+        """``x [..., T, N, H]`` rotated by ``positions [T]`` or ``[..., T]``."""
         if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer):
-            positions = to_int32("Rotary: positions", positions)  # which jax.numpy would cut to 32 bits
+            positions = to_int32("Rotary: positions", positions)  # jax.numpy would truncate to 32 bits
         positions = jnp.asarray(positions)
         if x.ndim < 3 or positions.shape != x.shape[:-2][-positions.ndim :] or positions.ndim == 0:
             raise ValueError(
                 f"Rotary: x must be [..., T, N, H] and positions [T] or [..., T], got x of shape {x.shape} and "
-                f"positions of shape {positions.shape} (one head [T, H]: pass x[:, None])"
+                f"positions of shape {positions.shape} (for one head [T, H], pass x[:, None])"
             )
         frequencies, factor = self.frequencies(x.shape[-1])
         dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
@@ -141,8 +142,8 @@ class Rotary:
         half = len(frequencies)
         first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         first, second = first.astype(dtype), second.astype(dtype)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return jnp.concatenate([*(part.astype(x.dtype) for part in turned), rest], axis=-1)
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+        return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
-jax.tree_util.register_static(Rotary)  # holds numbers alone, so it may stand in any pytree or module
+jax.tree_util.register_static(Rotary)  # holds only numbers, so it may be part of any pytree or module

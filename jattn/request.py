@@ -1,4 +1,4 @@
-"""What is asked of an implementation: the arguments of ``dot_product_attention``, checked, as one ``Request``."""
+"""``Request``: the checked arguments of ``dot_product_attention``, which every implementation takes."""
 
 import operator
 from typing import Any, SupportsIndex, TypedDict
@@ -18,7 +18,7 @@ from jattn.tables import arange
 
 
 class PairKeywords(TypedDict, total=False):
-    """The keywords of ``jattn.dot_product_attention`` that weights depend on, positions and sinks excepted."""
+    """The keywords of ``jattn.dot_product_attention`` that affect the weights, except positions and sinks."""
 
     scale: ArrayLike | None
     is_causal: bool
@@ -30,21 +30,21 @@ class PairKeywords(TypedDict, total=False):
 
 
 class ScoreKeywords(PairKeywords, total=False):
-    """And positions."""
+    """``PairKeywords`` and positions."""
 
     query_positions: ArrayLike | None
     kv_positions: ArrayLike | None
 
 
 class ScoreOptions(ScoreKeywords, total=False):
-    """And the two options that may also stand by position: all that weights depend on, sinks excepted."""
+    """Every option that affects the weights, except sinks: ``bias`` and ``mask`` may also be positional."""
 
     bias: ArrayLike | None
     mask: ArrayLike | MaskFunction | None
 
 
 class OutputKeywords(TypedDict, total=False):
-    """What the output depends on beside the weights."""
+    """The other keywords that affect the output."""
 
     sinks: ArrayLike | None
     dropout_rate: float
@@ -53,17 +53,17 @@ class OutputKeywords(TypedDict, total=False):
 
 
 class AttentionKeywords(ScoreKeywords, OutputKeywords, total=False):
-    """All keywords of ``jattn.dot_product_attention`` but ``implementation`` and ``return_residual``."""
+    """All keywords of ``jattn.dot_product_attention`` except ``implementation`` and ``return_residual``."""
 
 
 class AttentionOptions(AttentionKeywords, ScoreOptions, total=False):
-    """All its options but ``implementation``."""
+    """All its options except ``implementation``."""
 
     return_residual: bool
 
 
 class AttendOptions(PairKeywords, OutputKeywords, total=False):
-    """What ``jattn.attend_heads`` hands on to it as it came."""
+    """The options that ``jattn.multi_head.attend_heads`` passes through unchanged."""
 
     bias: ArrayLike | None
     mask: ArrayLike | MaskFunction | None
@@ -74,32 +74,31 @@ class AttendOptions(PairKeywords, OutputKeywords, total=False):
 class Request:
     """One checked call of ``jattn.dot_product_attention``, batched: all heads of all sequences.
 
-    ``bias`` and ``slot_masks`` are ``[B|1, N|1, T|1, S|1]`` and go by slot; ``masks`` and ``score_mod`` see positions,
-    ``[B|1, T]`` and ``[B|1, S]``, which are None where they are the slots themselves. Masks and positions that came as
-    NumPy arrays still are: what is static may be looked at while tracing.
-    Sinks are not part of it: they are merged into any implementation's result.
+    ``bias`` and ``slot_masks`` are ``[B|1, N|1, T|1, S|1]``, by slot. ``masks`` and ``score_mod`` see positions,
+    ``[B|1, T]`` and ``[B|1, S]``, or None for the slots themselves. Masks and positions given as NumPy arrays stay
+    NumPy arrays, which are static while tracing. Sinks are not part of it; they are merged into the result.
     """
 
     query: Any  # [B,T,N,H]
     key: Any  # [B,S,K,H]
-    value: Any  # [B,S,K,D]; None when only weights are asked for
+    value: Any  # [B,S,K,D]; None if only the weights are needed
     scale: Any
     bias: Any
-    masks: tuple[MaskFunction, ...]  # these and those by slot must all hold
+    masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
     slot_masks: tuple[Any, ...]
-    query_lengths: Any  # [B] or None; they are among the slot_masks, too
+    query_lengths: Any  # [B] or None; also among the slot_masks
     kv_lengths: Any
     score_mod: ScoreMod | None
     query_positions: Any
     kv_positions: Any
     dropout: Dropout | None
-    first_batch: Any = 0  # what masks, score functions and dropout take its first sequence and head for
+    first_batch: Any = 0  # the indices of its first sequence and head, for masks, score functions and dropout
     first_head: Any = 0
     precision: Any = static_field(default=None)
 
     @property
     def has_mask_array(self) -> bool:
-        """Is there a mask by slot beside the lengths?"""
+        """Whether there is a mask array besides the lengths."""
         return len(self.slot_masks) > sum(x is not None for x in (self.query_lengths, self.kv_lengths))
 
 
@@ -108,12 +107,12 @@ def make_request(
     key_value_seq_lengths=None, local_window_size=None, score_mod=None, query_positions=None, kv_positions=None,
     dropout_rate=0.0, dropout_rng=None, broadcast_dropout=False, precision=None,
 ) -> Request:  # fmt: skip
-    """The checked request: everything batched, masks that were keywords as masks."""
+    """The checked request: batched, with ``is_causal`` and ``local_window_size`` turned into masks."""
     query, key, value = _qkv(query, key, value)
     B, T, N, _ = query.shape
     S = key.shape[1]
-    # where a jitted function captures an array, its values are at hand, and what is static may be looked at
-    look = known if isinstance(query, Tracer) else lambda x: x
+    # Arrays that a jitted function captures are concrete: as NumPy arrays they are static.
+    static = known if isinstance(query, Tracer) else lambda x: x
     masks: list[MaskFunction] = [Causal()] if flag("is_causal", is_causal) else []
     if local_window_size is not None:
         masks.append(SlidingWindow(*_window(local_window_size)))
@@ -122,13 +121,13 @@ def make_request(
     if callable(mask):
         masks.append(mask)
     elif mask is not None:
-        slot_masks.append(_pairs("mask", look(mask), (B, N, T, S)))
+        slot_masks.append(_pairs("mask", static(mask), (B, N, T, S)))
         if slot_masks[0].dtype != bool:
             raise TypeError(
-                f"mask must be bool (True: visible), got {slot_masks[0].dtype}; what is to be added is bias="
+                f"mask must be bool (True: visible), got {slot_masks[0].dtype}; for an additive mask, use bias="
             )
-    query_lengths = _lengths("query_seq_lengths", look(query_seq_lengths), B)
-    kv_lengths = _lengths("key_value_seq_lengths", look(key_value_seq_lengths), B)
+    query_lengths = _lengths("query_seq_lengths", static(query_seq_lengths), B)
+    kv_lengths = _lengths("key_value_seq_lengths", static(key_value_seq_lengths), B)
     if query_lengths is not None:
         slot_masks.append(arange(T, np.int32)[None, None, :, None] < query_lengths[:, None, None, None])
     if kv_lengths is not None:
@@ -136,12 +135,12 @@ def make_request(
     if bias is not None:
         bias = jnp.asarray(_pairs("bias", bias, (B, N, T, S)))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"bias must be floating (it is added to the scores), got {bias.dtype}; bools are mask=")
+            raise TypeError(f"bias must be floating (it is added to the scores), got {bias.dtype}; bools go to mask=")
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod must be a callable (score, b, h, q_idx, kv_idx) -> score, got {type(score_mod)}")
-    query_positions = _positions("query_positions", look(query_positions), B, T)
-    kv_positions = _positions("kv_positions", look(kv_positions), B, S)
-    by_slot = query_positions is None and kv_positions is None  # otherwise tables by position are of any length
+    query_positions = _positions("query_positions", static(query_positions), B, T)
+    kv_positions = _positions("kv_positions", static(kv_positions), B, S)
+    by_slot = query_positions is None and kv_positions is None  # tables by position may have any length
     for mod in (*masks, score_mod):
         check(mod, B, N, *((T, S) if by_slot else (None, None)))
     return Request(
@@ -175,17 +174,17 @@ def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
         raise TypeError(f"query, key and value must have one floating dtype, got {shapes}; cast them first")
     arrays = {name: x[None] if rank == 3 else x for name, x in arrays.items()}
     query, key, value = arrays["query"], arrays["key"], arrays.get("value")
-    wrong = None
+    needed = None
     if any(x.shape[0] != query.shape[0] for x in arrays.values()):
-        wrong = "one batch size"
+        needed = "one batch size"
     elif key.shape[3] != query.shape[3]:
-        wrong = "one head dim for query and key (the last axis)"
+        needed = "one head dim for query and key (the last axis)"
     elif value is not None and value.shape[1:3] != key.shape[1:3]:
-        wrong = "one length and one number of heads for key and value"
+        needed = "one length and one number of heads for key and value"
     elif key.shape[2] == 0 or query.shape[2] % key.shape[2]:
-        wrong = "query heads that are a multiple of the key/value heads"
-    if wrong:
-        raise ValueError(f"dot_product_attention needs {wrong}, got {shapes} (layout [B, length, heads, dim])")
+        needed = "query heads that are a multiple of the key/value heads"
+    if needed:
+        raise ValueError(f"dot_product_attention needs {needed}, got {shapes} (layout [B, length, heads, dim])")
     return query, key, value
 
 
@@ -250,14 +249,14 @@ def _scale(scale: Any, shape: tuple[Any, ...]) -> Any:
     if scale is not None:
         return to_number("scale", scale)
     if shape[-1] == 0:
-        raise ValueError(f"head_dim is 0 (query {list(shape)}), so that 1 / sqrt(head_dim) is no scale; give scale=")
+        raise ValueError(f"head_dim is 0 (query {list(shape)}), so 1 / sqrt(head_dim) is not finite; pass scale=")
     return shape[-1] ** -0.5
 
 
 def _window(window: Any) -> tuple[int, int]:
     sides = window if isinstance(window, tuple) else (window, window)
     try:
-        left, right = map(operator.index, sides)  # NumPy's integers are welcome, too
+        left, right = map(operator.index, sides)  # accepts NumPy's integers
     except (TypeError, ValueError):
         left = right = -1
     if min(left, right) < 0:
@@ -268,7 +267,7 @@ def _window(window: Any) -> tuple[int, int]:
 def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
     rate = to_number("dropout_rate", rate)
     if isinstance(rate, Tracer):
-        raise TypeError("dropout_rate must be known while tracing: make it a static argument, got a traced array")
+        raise TypeError("dropout_rate must be known while tracing, got a traced array; make it a static argument")
     rate = float(rate)
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1], got {rate}")
@@ -280,7 +279,7 @@ def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
 
 
 def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:
-    """``lse [B,T,N]`` of a call that is folded over."""
+    """The argument ``lse`` as ``[B,T,N]``, checked."""
     lse = jnp.asarray(_array("lse", given))
     lse = lse[None] if one_sequence else lse
     if lse.shape != request.query.shape[:3] or not jnp.issubdtype(lse.dtype, jnp.floating):
@@ -292,7 +291,7 @@ def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:
 
 
 def make_sinks(sinks: ArrayLike, lse: Array) -> Array:
-    """``sinks [N]`` in lse's shape ``[B,T,N]`` and dtype."""
+    """``sinks [N]`` broadcast to lse's shape ``[B,T,N]``, in its dtype."""
     sinks = jnp.asarray(_array("sinks", sinks))
     if sinks.shape != lse.shape[2:] or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ValueError(

@@ -1,10 +1,10 @@
-"""Score functions: what is done to ``scale * q·k + bias`` before the softmax.
+"""Score functions, which modify ``scale * q·k + bias`` before the softmax.
 
 A score function is any callable ``(score, b, h, q_idx, kv_idx) -> score`` over broadcastable arrays, elementwise:
-FlexAttention's ``score_mod`` (https://arxiv.org/abs/2412.05496). Where a pair is masked it is given a stand-in score
-of 1 and its result is thrown away, so an infinite derivative in the score does no harm there; what it computes from
+FlexAttention's ``score_mod`` (https://arxiv.org/abs/2412.05496). For a masked pair it gets a stand-in score of 1 and
+its result is discarded, so an infinite derivative with respect to the score is harmless there. What it computes from
 the indices alone must be finite everywhere. It runs under NumPy's dtype promotion, whatever the caller's setting.
-Gradients reach every array that it holds or captures.
+Every array that it holds or captures is differentiated.
 """
 
 import math
@@ -23,7 +23,7 @@ ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """The slopes ``[N]`` of ALiBi: ``2^(-8i/N)``, i = 1..N, for N a power of two.
 
-    For other N: those of the next lower power of two, then every second one of the next higher.
+    For other N: the slopes of the next lower power of two, then every second slope of the next higher one.
     Source: https://arxiv.org/abs/2108.12409, section 3, and its published code.
     """
     if num_heads < 1:
@@ -38,7 +38,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 class Alibi:
     """``score - slopes[h] * |q - kv|``: the further away, the lower. ``slopes`` floats ``[N]`` (``alibi_slopes(N)``).
 
-    Source: https://arxiv.org/abs/2108.12409, section 3 (there causal; the distance makes it symmetric).
+    Source: https://arxiv.org/abs/2108.12409, section 3 (causal there; the absolute distance makes it symmetric).
     """
 
     slopes: Any
@@ -52,18 +52,19 @@ class Alibi:
     def __call__(self, score, b, h, q_idx, kv_idx):
         slopes = jnp.asarray(self.slopes)
         dtype = jnp.promote_types(slopes.dtype, jnp.float32)
-        # in two halves, whose differences are exact as floats, also where that of the positions lies beyond int32
+        # In two halves, whose differences are exact in float, even if the positions' difference overflows int32.
         (q_high, q_low), (kv_high, kv_low) = _halves(q_idx, dtype), _halves(kv_idx, dtype)
         return score - slopes[h] * abs((q_high - kv_high) * 2**16 + (q_low - kv_low))
 
 
 @pytree_dataclass
 class RelativeBias:
-    """``score + table[bucket(kv - q), h]``: T5's learned bias; ``table`` floats ``[num_buckets, N]``, as T5 keeps it.
+    """``score + table[bucket(kv - q), h]``: T5's learned bias; ``table`` floats ``[num_buckets, N]``, as in T5.
 
-    ``bidirectional``: half of the buckets serve keys after the query; otherwise those all fall into bucket 0.
-    ``max_distance``: from there on all distances share the last bucket. Buckets are exact up to half their number, then
-    logarithmic. Source: https://arxiv.org/abs/1910.10683, section 2.1, and its published code.
+    ``bidirectional``: half of the buckets are for keys after the query; otherwise all of those share bucket 0.
+    ``max_distance``: distances from here on share the last bucket. The first half of the buckets hold one distance
+    each, the second half logarithmic ranges.
+    Source: https://arxiv.org/abs/1910.10683, section 2.1, and its published code.
     """
 
     table: Any
@@ -75,8 +76,8 @@ class RelativeBias:
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(
-                f"score_mods.RelativeBias: table has {self.table.shape[0]} buckets, which count distances up to "
-                f"{exact} one by one; max_distance must be larger than that and there must be such buckets, got "
+                f"score_mods.RelativeBias: table has {self.table.shape[0]} buckets, {exact} of which hold a single "
+                f"distance; that number must be positive and max_distance must be larger, got "
                 f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
             )
 
@@ -96,7 +97,7 @@ class RelativeBias:
         else:
             distance = jnp.maximum(-offset, 0)
         exact = buckets // 2
-        # log(distance / exact) is taken at distance >= exact alone: at 0 it would be infinite
+        # The log is taken only of distances >= exact; at 0 it would be infinite.
         ratio = jnp.log(jnp.maximum(distance, exact) / exact) / math.log(self.max_distance / exact)
         logarithmic = exact + (ratio * (buckets - exact)).astype(jnp.int32)
         return first + jnp.where(distance < exact, distance, jnp.minimum(logarithmic, buckets - 1))
@@ -104,7 +105,7 @@ class RelativeBias:
 
 @pytree_dataclass
 class SoftCap:
-    """``cap * tanh(score / cap)``: bounds the score by ``cap``, a positive number or scalar array.
+    """``cap * tanh(score / cap)``: bounds scores by ``cap``, a positive number or scalar array.
 
     Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
@@ -143,7 +144,7 @@ class Then:
 
 
 def then(*mods: ScoreMod) -> ScoreMod:
-    """``mods`` applied in the order given: ``then(f, g)`` is ``g(f(score, ...), ...)``."""
+    """``mods`` applied in order: ``then(f, g)`` is ``g(f(score, ...), ...)``."""
     for mod in mods:
         if not callable(mod) or isinstance(mod, type):
             got = f"the class {mod.__name__}" if isinstance(mod, type) else type(mod).__name__
@@ -177,7 +178,7 @@ def _halves(index: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def _offset(q_idx: Any, kv_idx: Any) -> Any:
-    """``kv - q`` as int32; at most ``LARGEST`` and at least ``-LARGEST``, so that its negative fits, too."""
+    """``kv - q`` as int32, clipped to ``[-LARGEST, LARGEST]`` so that its negative fits, too."""
     q_idx, kv_idx = _index(q_idx), _index(kv_idx)
     offset, after = kv_idx - q_idx, kv_idx > q_idx
     return jnp.where(after == (offset > 0), jnp.maximum(offset, -LARGEST), jnp.where(after, LARGEST, -LARGEST))

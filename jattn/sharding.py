@@ -1,8 +1,9 @@
-"""Attention over the devices of a mesh: heads divided (``head_parallel_attention``), the sequence (``ring_attention``).
+"""Attention over the devices of a mesh: sharded heads (``head_parallel_attention``) or sequence (``ring_attention``).
 
-With a causal mask the last device of a ``"contiguous"`` layout has the most work, the first hardly any. In a
-``"zigzag"`` layout the sequence is cut into two chunks for each device, which has the p-th from the front and the p-th
-from the back: the same work for all, in every step. Source: Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2.
+Under a causal mask, the last device of a ``"contiguous"`` layout has the most work and the first hardly any. The
+``"zigzag"`` layout splits the sequence into two chunks per device and gives device p the p-th from the front and the
+p-th from the back, so that all devices have the same work in every step. Source: Llama 3,
+https://arxiv.org/abs/2407.21783, section 3.3.2.
 """
 
 import dataclasses
@@ -14,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from jattn import placement
 from jattn.api import dot_product_attention
 from jattn.blocks import tile, visible_blocks
-from jattn.choice import choose, known
-from jattn.kernels import shards
+from jattn.choice import by_name, choose
 from jattn.kernels.blockwise import Blockwise, block_table
-from jattn.kernels.shards import Placement
 from jattn.masks import MaskFunction
+from jattn.placement import Placement
 from jattn.request import AttentionOptions, Request
-from jattn.ring import LAYOUTS, Circle, attend, fold
+from jattn.ring import LAYOUTS, RingPlan, ring_attend, ring_fold
 
 Axes = str | Sequence[str] | None
 
@@ -31,7 +32,7 @@ Axes = str | Sequence[str] | None
 class HeadParallel:
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: heads over ``axis_name`` of ``mesh``.
 
-    Each device attends with its own heads, and nothing travels. Arguments as of ``head_parallel_attention``.
+    Each device computes its own heads, without communication. Arguments as in ``head_parallel_attention``.
     """
 
     mesh: jax.sharding.Mesh
@@ -42,19 +43,31 @@ class HeadParallel:
     def __post_init__(self):
         _check(self, heads="axis_name", batch="batch_axis")
 
-    def why_not(self, request: Request) -> str | None:
-        """None, or what each device's implementation, named, has against it."""
-        return None if self.implementation is None else known(self.implementation).why_not(request)
+    def unsupported_reason(self, request: Request) -> str | None:
+        """The reason of the named implementation of each device, if any."""
+        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(request)
 
     def run(self, request: Request) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         return self.per_device(choose(request, self.implementation).run, request, ("btnd", "btn"))
 
     def per_device(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
-        """``shards.per_device`` with heads and sequences divided."""
+        """``jattn.placement.per_device`` with sharded heads and sequences."""
         axes = {"batch": ("batch_axis", self.batch_axis), "heads": ("axis_name", self.axis_name)}
         place = Placement.of(self.mesh, **axes).with_types(request.query)
-        return shards.per_device(fn, request, place, out_axes, *extra)
+        return placement.per_device(fn, request, place, out_axes, *extra)
+
+    def slots(self, length: int) -> None:
+        """None: each slot holds its own token."""
+        return None
+
+    def fold(self, *args: Any) -> dict[str, Array]:
+        """``Blockwise.fold``, on one device's part."""
+        return Blockwise().fold(*args)
+
+    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``per_device``: each device folds over its own heads."""
+        return self.per_device(fn, request, out_axes, *extra)
 
 
 def head_parallel_attention(
@@ -68,33 +81,35 @@ def head_parallel_attention(
     implementation: str | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """``jattn.dot_product_attention`` with the heads divided over a mesh axis: nothing travels between devices.
+    """``jattn.dot_product_attention`` with heads sharded over a mesh axis, without communication.
 
-    For arrays on a mesh of ``AxisType.Explicit`` plain ``dot_product_attention`` does the same by itself.
+    For arrays on a mesh of ``AxisType.Explicit``, plain ``dot_product_attention`` does the same.
 
     Args:
-        mesh: of devices; further axes than those named repeat the work.
-        axis_name: the mesh axis (or axes) that N, the query heads, is divided over. Key/value heads are divided, too,
-            where they can be; where their number divides the number of devices, each has all and uses one.
-        batch_axis: the mesh axis (or axes) that B is divided over.
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis (or axes) over which the N query heads are sharded. Key/value heads are sharded, too,
+            if they divide evenly. If instead their number divides the number of devices, each device gets all of them
+            and uses one.
+        batch_axis: the mesh axis (or axes) over which B is sharded.
         implementation: what each device runs.
-        others: as in ``jattn.dot_product_attention``; masks and score functions see the indices of the whole.
+        others: as in ``jattn.dot_product_attention``; masks and score functions see global indices.
 
     Raises:
-        ValueError: the mesh has no such axis; B, N or K cannot be divided over it; as ``dot_product_attention``.
+        ValueError: the mesh has no such axis, or B, N or K cannot be divided over it; also as
+            ``dot_product_attention``.
 
     Example:
         ``head_parallel_attention(query, key, value, mesh=jax.make_mesh((4,), ("heads",)), axis_name="heads")``
     """
-    how = HeadParallel(mesh, axis_name, batch_axis, implementation)
-    return dot_product_attention(query, key, value, *args, implementation=how, **options)  # type: ignore[arg-type]
+    by_head = HeadParallel(mesh, axis_name, batch_axis, implementation)
+    return dot_product_attention(query, key, value, *args, implementation=by_head, **options)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
-    Arguments as of ``ring_attention``; ``block_sizes`` as of ``jattn.kernels.blockwise.Blockwise``.
+    Arguments as in ``ring_attention``; ``block_sizes`` as in ``jattn.kernels.blockwise.Blockwise``.
     """
 
     mesh: jax.sharding.Mesh
@@ -110,14 +125,14 @@ class Ring:
         _check(self, length="axis_name", batch="batch_axis", heads="head_axis")
         _chunks(self.layout)
 
-    def why_not(self, request: Request) -> str | None:
-        """None: it takes every request, or ``run`` says what does not come out even."""
+    def unsupported_reason(self, request: Request) -> str | None:
+        """None: it supports every request; ``run`` raises if a size does not divide evenly."""
         return None
 
     def run(self, request: Request) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
-        circle = self.circle(request)
-        return self.per_device(lambda part: attend(circle, part), request, ("btnd", "btn"))
+        plan = self.plan(request)
+        return self.per_device(lambda part: ring_attend(plan, part), request, ("btnd", "btn"))
 
     def fold(
         self,
@@ -127,50 +142,54 @@ class Ring:
         lse: Array,
         rows: dict[str, Array],
         columns: dict[str, Array],
-        counted: bool,
+        count_visible: bool,
     ) -> dict[str, Array]:
-        """``jattn.ring.fold`` on every device, ``{name: [B,N,...]}``: for ``jattn.heads.statistics``."""
-        circle, kinds_of_all = self.circle(request), {**kinds, **({"visible": "queries"} if counted else {})}
+        """As in ``jattn.kernels.FoldsWeights``, with ``jattn.ring.ring_fold`` on every device; results are whole."""
+        plan, result_kinds = self.plan(request), {**kinds, **({"visible": "queries"} if count_visible else {})}
         letters = {"queries": "bnt", "largest": "bnt", "keys": "bns", "offsets": "bn."}
         leaves, structure = jax.tree.flatten((rows, columns))
 
-        def of_device(request: Request, lse: Array, *data: Array) -> dict[str, Array]:
+        def fold_on_device(request: Request, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
-            return fold(circle, request, step, kinds, lse, rows, columns, counted)
+            return ring_fold(plan, request, step, kinds, lse, rows, columns, count_visible)
 
         extra = [(lse, "btn"), *((x, "bt" if n < len(rows) else "bs") for n, x in enumerate(leaves))]
-        out_axes = {name: letters[kind] for name, kind in kinds_of_all.items()}
-        return self.per_device(of_device, request, out_axes, *extra)
+        out_axes = {name: letters[kind] for name, kind in result_kinds.items()}
+        return placement.replicate_if_explicit(self.per_device(fold_on_device, request, out_axes, *extra))
 
-    def slots(self, length: int) -> np.ndarray:
-        """Which token of a sequence stands in each slot of the layout, ``[length]``."""
-        return _order(length, self.mesh.shape[self.axis_name], self.layout)
+    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``fn(request, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
+        return fn(request, *placement.replicate_if_explicit([array for array, _ in extra]))
+
+    def slots(self, length: int) -> np.ndarray | None:
+        """The token in each slot of the layout, ``[length]``; None if contiguous."""
+        return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
 
     def per_device(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
-        """``shards.per_device`` with the sequence divided; masks by slot that come of lengths are left out."""
+        """``jattn.placement.per_device`` with a sharded sequence, without the slot masks of the lengths."""
         request = dataclasses.replace(request, slot_masks=request.slot_masks[: request.has_mask_array])
         place = self._placement(request)
-        return shards.per_device(fn, request, place, out_axes, *extra, multiple=LAYOUTS[self.layout])
+        return placement.per_device(fn, request, place, out_axes, *extra, multiple=LAYOUTS[self.layout])
 
-    def circle(self, request: Request) -> Circle:
-        """The way of the keys: they travel as far as any device sees any of them, where that is known while tracing."""
+    def plan(self, request: Request) -> RingPlan:
+        """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
         place, chunks = self._placement(request), LAYOUTS[self.layout]
         place.check(request, chunks)
         P, T, S = place.parts("length"), request.query.shape[1], request.key.shape[1]
-        steps, by_slot = range(P), request.slot_masks[: request.has_mask_array]
-        given = (request.masks, request.query_positions, request.kv_positions, by_slot)
-        if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given)):
+        steps, slot_masks = range(P), request.slot_masks[: request.has_mask_array]
+        visibility = (request.masks, request.query_positions, request.kv_positions, slot_masks)
+        if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(visibility)):
             positions = {
                 name: _order(length, P, self.layout)[None] if getattr(request, name) is None else getattr(request, name)
                 for name, length in (("query_positions", T), ("kv_positions", S))
             }
-            whole = dataclasses.replace(request, slot_masks=by_slot, **positions)
-            may, _ = block_table(whole, (T // (P * chunks), S // (P * chunks)))
-            if isinstance(may, np.ndarray):
-                of_devices, here = may.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
-                steps = [r for r in steps if r == 0 or of_devices[here, (here - r) % P].any()]
-        platform = self.mesh.devices.flat[0].platform  # the mesh says where this runs, whatever traces it
-        return Circle(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes), platform)
+            whole = dataclasses.replace(request, slot_masks=slot_masks, **positions)
+            any_visible, _ = block_table(whole, (T // (P * chunks), S // (P * chunks)))
+            if isinstance(any_visible, np.ndarray):
+                needed, devices = any_visible.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
+                steps = [step for step in steps if step == 0 or needed[devices, (devices - step) % P].any()]
+        platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
+        return RingPlan(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes), platform)
 
     def _placement(self, request: Request) -> Placement:
         axes = {
@@ -193,57 +212,57 @@ def ring_attention(
     layout: str = "contiguous",
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """``jattn.dot_product_attention`` with the sequence divided over a mesh axis: no device ever holds all of it.
+    """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis: no device ever holds all of it.
 
-    Keys and values travel round the ring of devices; what a mask lets nobody see is skipped, and where masks and
-    positions are static keys travel only as far as somebody sees them. Each device keeps O((T + S) / P), in the
-    backward pass, too (reverse mode alone); traffic and when compute hides it: ``docs/scale.md``.
+    Keys and values rotate around the ring of devices. Blocks that the mask empties are skipped, and with static masks
+    and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), in the backward pass, too.
+    Reverse mode only. ``docs/scale.md`` describes the traffic and when computation hides it.
 
     Args:
-        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S
-            multiples of the devices (of twice as many, for ``"zigzag"``).
-        mesh: of devices; further axes than those named repeat the work.
-        axis_name: the mesh axis that T and S are divided over.
-        batch_axis, head_axis: the mesh axes (one or several each) that B, and N and K, are divided over.
-        layout: ``"contiguous"``: tokens stand in their own order. ``"zigzag"``: they stand as ``to_zigzag`` puts them,
-            queries and keys, and so does the output; causal work is then balanced.
-        others: as in ``jattn.dot_product_attention``, every one of them. By slot (``bias``, ``mask`` arrays, positions)
-            means in the order of the layout; positions are by default those of the tokens themselves, and sequence
-            lengths count tokens. Each device keeps the rows of bias and mask arrays that are its own.
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S are
+            multiples of the devices (of twice as many for ``"zigzag"``).
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis over which T and S are sharded.
+        batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
+        layout: ``"contiguous"``: tokens in their own order. ``"zigzag"``: queries, keys and output in the order of
+            ``to_zigzag``, which balances causal work.
+        others: as in ``jattn.dot_product_attention``; all are supported. Arrays by slot (``bias``, ``mask`` arrays,
+            positions) are in the order of the layout. Positions default to those of the tokens, and sequence lengths
+            count tokens. Each device holds its own rows of bias and mask arrays.
 
     Raises:
-        ValueError: the mesh has no such axis; a length or number of heads is no multiple of the devices it is divided
-            over; as ``dot_product_attention``.
+        ValueError: the mesh has no such axis, or a length or number of heads is not a multiple of its devices; also as
+            ``dot_product_attention``.
 
     Example:
         ``out = ring_attention(query, key, value, mesh=jax.make_mesh((8,), ("sequence",)), axis_name="sequence")``
     """
-    how = Ring(mesh, axis_name, batch_axis, head_axis, layout)
-    return dot_product_attention(query, key, value, *args, implementation=how, **options)  # type: ignore[arg-type]
+    ring = Ring(mesh, axis_name, batch_axis, head_axis, layout)
+    return dot_product_attention(query, key, value, *args, implementation=ring, **options)  # type: ignore[arg-type]
 
 
 def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """``x`` with the sequence along ``axis`` in zigzag order: of 2P chunks device p has the p-th and the (2P-1-p)-th.
+    """``x`` with the sequence along ``axis`` in zigzag order: of 2P chunks, device p has the p-th and the (2P-1-p)-th.
 
-    Of ``jnp.arange(T)`` it makes the positions of the tokens in that order.
+    Applied to ``jnp.arange(T)`` it gives the tokens' positions in that order.
 
     Raises:
-        ValueError: the length is no multiple of ``2 * devices``.
+        ValueError: the length is not a multiple of ``2 * devices``.
     """
-    return _turn(x, devices, axis, lambda order: order)
+    return _reorder(x, devices, axis, lambda order: order)
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """What ``to_zigzag`` made ``x`` of."""
-    return _turn(x, devices, axis, np.argsort)
+    """The inverse of ``to_zigzag``."""
+    return _reorder(x, devices, axis, np.argsort)
 
 
 def ring_blocks(
     mask: MaskFunction, query_length: int, kv_length: int, *, devices: int, layout: str = "contiguous"
 ) -> np.ndarray:
-    """How many blocks each device computes at each step of a ring, integers ``[devices, steps]``: is it balanced?
+    """The number of blocks that each device computes at each step of a ring, integers ``[devices, steps]``.
 
-    ``mask``: of positions that are the tokens' own, static, and the same for all sequences and heads.
+    ``mask``: static, over the tokens' own positions, and the same for all sequences and heads.
     """
     if not callable(mask):
         raise TypeError(f"mask must be a jattn.masks.Mask or a function, got {type(mask).__name__}")
@@ -254,9 +273,9 @@ def ring_blocks(
     lengths = rows.shape[1], columns.shape[1]
     table = [[visible_blocks([mask], [], 0, 0, row, column, lengths, tile(*lengths))[0].sum() for column in columns]
              for row in rows]  # fmt: skip
-    of_devices = np.array(table, int).reshape(devices, chunks, devices, chunks).sum((1, 3))
-    here = np.arange(devices)
-    return np.stack([of_devices[here, (here - r) % devices] for r in range(devices)], 1)
+    blocks = np.array(table, int).reshape(devices, chunks, devices, chunks).sum((1, 3))
+    own = np.arange(devices)
+    return np.stack([blocks[own, (own - step) % devices] for step in range(devices)], 1)
 
 
 def _order(length: int, devices: int, layout: str) -> np.ndarray:
@@ -274,13 +293,13 @@ def _order(length: int, devices: int, layout: str) -> np.ndarray:
     return pieces.reshape(-1)
 
 
-def _turn(x: ArrayLike, devices: int, axis: int, which: Callable) -> Array:
+def _reorder(x: ArrayLike, devices: int, axis: int, choose_order: Callable) -> Array:
     x = jnp.asarray(x)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"x of shape {list(x.shape)} has no axis {axis}; say by axis= along which the sequence stands")
-    order = which(_order(x.shape[axis], devices, "zigzag"))
-    lies = jax.typeof(x).sharding if shards.is_typed(x) else None
-    return x.at[(slice(None),) * (axis % x.ndim) + (order,)].get(out_sharding=lies)
+        raise ValueError(f"x of shape {list(x.shape)} has no axis {axis}; pass the sequence axis as axis=")
+    order = choose_order(_order(x.shape[axis], devices, "zigzag"))
+    sharding = jax.typeof(x).sharding if placement.is_typed(x) else None
+    return x.at[(slice(None),) * (axis % x.ndim) + (order,)].get(out_sharding=sharding)
 
 
 def _chunks(layout: Any) -> int:
@@ -289,12 +308,12 @@ def _chunks(layout: Any) -> int:
     return LAYOUTS[layout]
 
 
-def _check(how: Any, **arguments: str) -> None:
-    """Raises for a mesh or axes that cannot be, and makes lists of axes tuples, which can be hashed."""
-    if not isinstance(how.mesh, jax.sharding.Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes it, got {type(how.mesh).__name__}")
+def _check(sharded: Any, **arguments: str) -> None:
+    """Raises for an invalid mesh or axes, and turns lists of axes into tuples, which are hashable."""
+    if not isinstance(sharded.mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, as from jax.make_mesh, got {type(sharded.mesh).__name__}")
     for argument in arguments.values():
-        axes = getattr(how, argument)
+        axes = getattr(sharded, argument)
         if axes is not None and not isinstance(axes, str):
-            object.__setattr__(how, argument, tuple(axes))
-    Placement.of(how.mesh, **{kind: (argument, getattr(how, argument)) for kind, argument in arguments.items()})
+            object.__setattr__(sharded, argument, tuple(axes))
+    Placement.of(sharded.mesh, **{kind: (argument, getattr(sharded, argument)) for kind, argument in arguments.items()})

@@ -1,15 +1,15 @@
-"""Functions that are traced when they are lowered: each is one operation of the program that JAX transforms.
+"""A primitive whose function is traced at lowering: each ``call`` is a single operation that JAX transforms.
 
-``call(fn, *args, out=...)`` puts one operation into the program; ``fn(platform, *args)`` is traced when that operation
-is lowered. Four things follow, and attention in blocks needs all of them:
+``call(fn, *args, out=...)`` adds one operation to the program; ``fn(platform, *args)`` is traced when that operation is
+lowered. Blockwise attention relies on the consequences:
 
-- ``platform`` is the one that the program is lowered for (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the one
-  of the process that traces it. ``jax.export`` for several platforms holds a program for each.
-- A remat policy decides about the one operation, not about the products inside, so it cannot keep their blocks.
+- ``platform`` is what the program is lowered for (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the platform of
+  the tracing process. ``jax.export`` for several platforms holds a program for each.
+- A remat policy applies to the operation as a whole, not to the products inside, so it cannot save their blocks.
 - Inside ``jax.shard_map`` the function sees plain arrays of one device, whichever mesh axes they vary over.
-- Eager calls compile once: two operations are equal where they compute the same, whatever objects they were made of.
+- Eager calls compile once: two operations are equal if they compute the same, whatever objects they were made from.
 
-Derivatives and batches are those of ``fn``, in forward and reverse mode and to any order.
+The operation can be differentiated and batched like ``fn``, in forward and reverse mode and to any order.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-PROGRAMS = 256  # compiled eager calls that are kept
-OPERAND = object()  # stands for an array among the leaves of a Function
+PROGRAMS = 256  # compiled eager calls to cache
+OPERAND = object()  # placeholder for an array among the leaves of a Function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """``fn(platform, *args)`` of the arrays among the leaves of ``args``. Compares by value."""
+    """``fn(platform, *args)`` as a function of the arrays among the leaves of ``args``. Compares by value."""
 
     fn: Callable
     structure: Any
@@ -44,7 +44,7 @@ class Function:
         return jax.tree.leaves(self.fn(platform, *self.arguments(operands)))
 
     def arguments(self, operands: tuple[Any, ...]) -> tuple:
-        """``args`` with these arrays."""
+        """``args``, with ``operands`` for its arrays."""
         rest = iter(operands)
         leaves = [next(rest) if leaf is OPERAND else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.structure, leaves)
@@ -66,7 +66,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Jvp:
-    """The tangents of ``of``'s floating results, linear in the last operands: tangents of the operands ``at``."""
+    """The tangents of ``of``'s floating results, linear in its last operands, the tangents of the operands ``at``."""
 
     of: Any
     at: tuple[int, ...]
@@ -84,22 +84,22 @@ class Jvp:
         return jax.jvp(self._function(platform, primals), tuple(primals[i] for i in self.at), tuple(tangents))[1]
 
     def _function(self, platform: str, primals: tuple[Any, ...]) -> Callable:
-        def of_those(*some: Any) -> list[Any]:
+        def of_inputs(*inputs: Any) -> list[Any]:
             operands = list(primals)
-            for i, x in zip(self.at, some, strict=True):
+            for i, x in zip(self.at, inputs, strict=True):
                 operands[i] = x
             return [x for x in self.of(platform, *operands) if is_floating(x)]
 
-        return of_those
+        return of_inputs
 
     def transposed(self, results: int) -> Any:
-        """The function of which this is the transpose; ``results``: how many this has."""
+        """The transpose of this linear function, which has ``results`` results."""
         return Vjp(self.of, self.at, results)
 
 
 @dataclasses.dataclass(frozen=True)
 class Vjp(Jvp):
-    """The cotangents of the operands ``at``, linear in the last ``results`` operands: those of ``of``'s results."""
+    """The cotangents of the operands ``at``, linear in the last ``results`` operands, the cotangents of ``of``'s."""
 
     results: int
 
@@ -139,22 +139,21 @@ class Batched:
 
 
 def call(fn: Callable, *args: Any, out: Any) -> Any:
-    """``fn(platform, *args)``, traced when it is lowered.
+    """``fn(platform, *args)``, traced at lowering.
 
     Args:
-        fn: a function at module level, or another that compares by value. It gives a pytree of arrays, and captures
-            nothing that is traced.
-        args: pytrees. Arrays among their leaves are operands; under a transformation only those of JAX are, and NumPy
-            arrays stay what they are, so that ``fn`` may look at them. Other leaves, and what is static in the pytrees'
-            structure, must be hashable.
-        out: ``jax.ShapeDtypeStruct``s (or arrays) of what ``fn`` gives.
+        fn: a function at module level, or another that compares by value. It returns a pytree of arrays and captures no
+            traced values.
+        args: pytrees. Arrays among their leaves are operands. Under a transformation only JAX arrays are, and NumPy
+            arrays stay static in ``fn``. Other leaves, and the pytrees' structure, must be hashable.
+        out: ``jax.ShapeDtypeStruct``s (or arrays) like ``fn``'s results.
     """
     function, operands = _function(fn, args)
     return jax.tree.unflatten(jax.tree.structure(out), _bind(function, operands, jax.tree.leaves(out)))
 
 
 def jvp(fn: Callable, args: tuple, tangents: list[Any], *, out: Any) -> Any:
-    """The tangents of ``call(fn, *args, out=out)``, of which all must be floating, without its results.
+    """The tangents of ``call(fn, *args, out=out)``, without its results, which must all be floating.
 
     ``tangents``: one for each leaf of ``args[0]``, None for zero.
     """
@@ -162,17 +161,17 @@ def jvp(fn: Callable, args: tuple, tangents: list[Any], *, out: Any) -> Any:
     numbers = iter(range(len(operands)))
     positions = [next(numbers) if leaf is OPERAND else None for leaf in function.leaves]
     at = tuple(n for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None)
-    given = [x for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None]
-    found = _bind(Jvp(function, at), [*operands, *given], jax.tree.leaves(out))
-    return jax.tree.unflatten(jax.tree.structure(out), found)
+    nonzero = [x for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None]
+    results = _bind(Jvp(function, at), [*operands, *nonzero], jax.tree.leaves(out))
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def compiled(fn: Callable, *args: Any) -> Any:
-    """``fn(*args)``, traced now, and differentiated by JAX; eagerly it is compiled, once. Arguments as in ``call``."""
+    """``fn(*args)``, traced and differentiated by JAX as usual, and compiled once. Arguments as in ``call``."""
     leaves, structure = jax.tree.flatten(args)
-    operand = [isinstance(leaf, jax.Array | np.ndarray | np.generic | float) for leaf in leaves]
-    static = tuple(OPERAND if one else leaf for leaf, one in zip(leaves, operand, strict=True))
-    operands = [leaf for leaf, one in zip(leaves, operand, strict=True) if one]
+    is_operand = [isinstance(leaf, jax.Array | np.ndarray | np.generic | float) for leaf in leaves]
+    static = tuple(OPERAND if dynamic else leaf for leaf, dynamic in zip(leaves, is_operand, strict=True))
+    operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     return _jitted(Function(fn, structure, static, ()))(*operands)
 
 
@@ -185,11 +184,11 @@ def _function(fn: Callable, args: tuple) -> tuple[Function, list[Any]]:
     leaves, structure = jax.tree.flatten(args)
     eager = not any(isinstance(leaf, Tracer) for leaf in leaves)
     kinds = (jax.Array, np.ndarray, np.generic, float) if eager else jax.Array
-    operand = [isinstance(leaf, kinds) for leaf in leaves]
-    static = tuple(OPERAND if one else leaf for leaf, one in zip(leaves, operand, strict=True))
-    # tracing happens later, and must then see what is set now
+    is_operand = [isinstance(leaf, kinds) for leaf in leaves]
+    static = tuple(OPERAND if dynamic else leaf for leaf, dynamic in zip(leaves, is_operand, strict=True))
+    # fn is traced later, under the settings of now.
     settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
-    operands = [jnp.asarray(leaf) for leaf, one in zip(leaves, operand, strict=True) if one]
+    operands = [jnp.asarray(leaf) for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
     return Function(fn, structure, static, settings), operands
 
 
@@ -207,7 +206,7 @@ def _varying(x: Any, axes: frozenset[str]) -> Any:
 
 
 def is_floating(x: Any) -> bool:
-    """Has ``x`` derivatives?"""
+    """Whether ``x`` has a differentiable dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -217,7 +216,7 @@ staged_p.multiple_results = True
 
 @staged_p.def_impl
 def _eager(*operands: Any, function: Any, results: tuple) -> list[Any]:
-    with jax.disable_jit(False):  # without jit there would be nothing that lowers it
+    with jax.disable_jit(False):  # only jit lowers
         return _compiled(function, results)(*operands)
 
 
@@ -239,13 +238,13 @@ def _types(*operands: Any, function: Any, results: tuple) -> list[Any]:
 def _lower(platform: str, ctx: Any, *operands: Any, function: Any, results: tuple) -> Any:
     def run(*operands: Any) -> list[Any]:
         with _settings(function.settings):
-            found = function(platform, *operands)
-        kinds = tuple((tuple(x.shape), x.dtype) for x in found)
-        assert kinds == results, f"{function}: {kinds} is not {results}"
-        return found
+            outputs = function(platform, *operands)
+        types = tuple((tuple(x.shape), x.dtype) for x in outputs)
+        assert types == results, f"{function}: {types} is not {results}"
+        return outputs
 
     plain = [ShapedArray(x.shape, x.dtype, x.weak_type) for x in ctx.avals_in]
-    ctx = ctx.replace(avals_in=plain, avals_out=[ShapedArray(*one) for one in results])
+    ctx = ctx.replace(avals_in=plain, avals_out=[ShapedArray(*result) for result in results])
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
@@ -263,25 +262,27 @@ def _settings(values: tuple[Any, ...]) -> Iterator[None]:
 def _jvp(
     operands: Sequence[Any], tangents: Sequence[Any], *, function: Any, results: tuple
 ) -> tuple[list[Any], list[Any]]:
-    found = staged_p.bind(*operands, function=function, results=results)
+    primals_out = staged_p.bind(*operands, function=function, results=results)
     at = tuple(i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero))
-    floating = [is_floating(x) for x in found]
-    kept = tuple(one for one, yes in zip(results, floating, strict=True) if yes)
-    changes = iter(_bind(Jvp(function, at), [*operands, *(tangents[i] for i in at)],
-                         [jax.ShapeDtypeStruct(*one) for one in kept]))  # fmt: skip
-    zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in found)
-    return found, [next(changes) if yes else zero for yes, zero in zip(floating, zeros, strict=True)]
+    floating = [is_floating(x) for x in primals_out]
+    types = [jax.ShapeDtypeStruct(*result) for result, is_float in zip(results, floating, strict=True) if is_float]
+    tangents_out = iter(_bind(Jvp(function, at), [*operands, *(tangents[i] for i in at)], types))
+    zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals_out)
+    return primals_out, [
+        next(tangents_out) if has_tangent else zero for has_tangent, zero in zip(floating, zeros, strict=True)
+    ]
 
 
 ad.primitive_jvps[staged_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, function: Any, results: tuple) -> list[Any]:
-    known, linear = operands[: -function.linear], operands[-function.linear :]
+    primals, linear = operands[: -function.linear], operands[-function.linear :]
     types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
-    given = [ad.instantiate_zeros(x) for x in cotangents]
-    found = _bind(function.transposed(len(given)), [*known, *given], types)
-    return [None] * len(known) + [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, found, strict=True)]
+    cotangents = [ad.instantiate_zeros(x) for x in cotangents]
+    results_ct = _bind(function.transposed(len(cotangents)), [*primals, *cotangents], types)
+    linear_ct = [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, results_ct, strict=True)]
+    return [None] * len(primals) + linear_ct
 
 
 ad.primitive_transposes[staged_p] = _transpose
@@ -296,7 +297,7 @@ def _batch(
     for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
         if axis is not None:
             moved.append(jnp.moveaxis(x, axis, 0))
-        else:  # a cotangent of its own for every entry of the batch
+        else:  # every entry of the batch gets its own cotangent
             moved.append(jnp.broadcast_to(x, (size, *x.shape)) if i >= linear_from else x)
         to.append(None if axis is None and i < linear_from else 0)
     out = [jax.ShapeDtypeStruct((size, *shape), dtype) for shape, dtype in results]

@@ -1,7 +1,7 @@
-"""Tables by position, inside masks: what stands at an index, and what a block of indices holds as a whole.
+"""Look-ups in tables by position, inside masks: single entries, and summaries of whole blocks.
 
-NumPy while everything is static, so that a static mask stays static; otherwise jax.numpy. Intervals of positions are
-arrays that broadcast, so one call answers for a grid of blocks; they may reach beyond the table.
+Results are NumPy arrays if everything is static, so that a static mask stays static; otherwise jax.numpy. Intervals of
+positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the table.
 """
 
 from collections.abc import Sequence
@@ -11,36 +11,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Length = Any  # an int, or a dimension that jax.export knows by a symbol alone
-PART = 512  # the least and the greatest of so many ids in a row are found once for all intervals
+Length = Any  # an int, or a symbolic dimension of jax.export
+PART = 512  # ids per part; the minimum and maximum of each part are computed once for all intervals
 
 
 def namespace(*arrays: Any) -> Any:
-    """NumPy, or jax.numpy where one of the arrays is JAX's."""
+    """NumPy, or jax.numpy if any of the arrays is a JAX array."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 
 def parts_of(length: Length, size: int) -> Length:
-    """How many parts of ``size`` it takes; in a form in which JAX sees that a symbolic length has at least one."""
+    """``ceil(length / size)``, in a form that JAX can bound for a symbolic length."""
     return (length + size - 1) // size
 
 
-def fill_up(x: Any, shape: Sequence[Length], fill: Any = 0) -> Any:
-    """``x`` with ``fill`` behind its end along each axis, up to ``shape``."""
+def pad_end(x: Any, shape: Sequence[Length], fill: Any = 0) -> Any:
+    """``x`` padded with ``fill`` at the end of each axis, up to ``shape``."""
     missing = [new - old for new, old in zip(shape, x.shape, strict=True)]
     if isinstance(x, np.ndarray):
-        return np.pad(x, [(0, one) for one in missing], constant_values=fill)
-    # jnp.pad would ask of a symbolic width whether it is negative
-    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, one, 0) for one in missing])
+        return np.pad(x, [(0, count) for count in missing], constant_values=fill)
+    # jnp.pad would compare a symbolic width with 0.
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, count, 0) for count in missing])
 
 
 def arange(length: Length, dtype: Any = None) -> Any:
-    """``0 .. length - 1``, static where the length is: ``jax.export`` may know it by a symbol alone."""
+    """``0 .. length - 1``; NumPy, unless the length is symbolic."""
     return np.arange(length, dtype=dtype) if isinstance(length, int) else jnp.arange(length, dtype=dtype)
 
 
 def look_up(table: Any, *indices: Any) -> tuple[Any, Any]:
-    """``table[indices]`` and whether the indices lie inside the table; outside, the value is that at the edge."""
+    """``table[indices]``, and whether the indices lie inside the table; outside, the value is the nearest entry's."""
     xp = namespace(table, *indices)
     known, clipped = np.True_, []
     for index, size in zip(indices, table.shape, strict=True):
@@ -52,58 +52,58 @@ def look_up(table: Any, *indices: Any) -> tuple[Any, Any]:
 
 
 def look_up_row(table: Any, b: Any, index: Any) -> tuple[Any, Any]:
-    """``look_up`` in a table ``[length]`` or ``[B, length]``; a B of 1 serves every sequence."""
+    """``look_up`` in a table ``[length]`` or ``[B, length]``; a B of 1 is shared by all sequences."""
     if table.ndim == 2 and table.shape[0] == 1:
         table = table[0]
     return look_up(table, index) if table.ndim == 1 else look_up(table, b, index)
 
 
 def shared(table: Any, b: Any, h: Any) -> tuple[Any, Any]:
-    """Batch and head index into a 4-D table whose axes of size 1 serve every batch and head."""
-    xp = namespace(b, h)  # zeros of their own, and no ``b * 0``: the result shall not even formally depend on b
+    """Batch and head indices into a 4-D table whose axes of size 1 are shared by all."""
+    xp = namespace(b, h)  # not ``b * 0``: the result must not even formally depend on b
     return (b if table.shape[0] != 1 else xp.zeros_like(b)), (h if table.shape[1] != 1 else xp.zeros_like(h))
 
 
 def range_in_row(ids: Any, b: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
-    """Least and greatest id at positions ``low..high``, and whether all of these positions lie in the table.
+    """The minimum and maximum id at positions ``low..high``, and whether all of these positions lie in the table.
 
-    Without any, least is the largest integer and greatest the smallest: an interval that meets no other. Takes
-    O(length + blocks * (PART + length / PART)): an interval is whole parts of the row, and what stands at its ends.
+    If none does, the minimum is the largest integer and the maximum the smallest: an interval that meets no other.
+    Takes O(length + blocks * (PART + length / PART)): an interval consists of whole parts of the row and two ends.
     """
     xp = namespace(ids, b, low, high)
-    ids = xp.asarray(ids)  # jax.numpy's own width of integers, of which the largest is taken below
+    ids = xp.asarray(ids)  # in jax.numpy's integer width, for iinfo below
     low, high, b = (xp.asarray(x)[..., None] for x in (low, high, b))
     size, info = ids.shape[-1], jnp.iinfo(ids.dtype)
     part = max(min(PART, size), 1) if isinstance(size, int) else PART
     start, end = _within(low, high, size)
-    # from the first position on, up to the last, and the parts between; each position is in one of them at least
+    # The head, the tail, and the whole parts between them; together they cover every position.
     count = parts_of(size, part)
     head, tail, between = start + xp.arange(part), end - 1 - xp.arange(part), xp.arange(count)
-    found = []
+    extremes = []
     for reduce, none in ((xp.min, info.max), (xp.max, info.min)):
-        parts = fill_up(ids, (*ids.shape[:-1], count * part), none).reshape(*ids.shape[:-1], count, part)
-        asked = [(ids, head, head < end)]
+        parts = pad_end(ids, (*ids.shape[:-1], count * part), none).reshape(*ids.shape[:-1], count, part)
+        pieces = [(ids, head, head < end)]
         if not isinstance(size, int) or size > part:
-            asked += [
+            pieces += [
                 (ids, tail, tail >= start),
                 (reduce(parts, axis=-1), between, (between * part >= start) & ((between + 1) * part <= end)),
             ]
-        ends = []
-        for table, index, inside in asked:
+        per_piece = []
+        for table, index, inside in pieces:
             row, known = look_up_row(table, b, index)
-            ends.append(reduce(xp.where(inside & known, row, none), axis=-1, initial=none))
-        found.append(reduce(xp.stack(ends), axis=0))
+            per_piece.append(reduce(xp.where(inside & known, row, none), axis=-1, initial=none))
+        extremes.append(reduce(xp.stack(per_piece), axis=0))
     whole = (low >= 0) & (high < size)
     if ids.ndim == 2 and ids.shape[0] != 1:
         whole = whole & (b >= 0) & (b < ids.shape[0])
-    return *found, whole[..., 0]
+    return *extremes, whole[..., 0]
 
 
 def count_pairs(table: Any, b: Any, h: Any, q_low: Any, q_high: Any, kv_low: Any, kv_high: Any) -> tuple[Any, Any, Any]:
-    """How many entries of ``table[b, h]``, bool, are true for ``q_low..q_high`` and ``kv_low..kv_high``.
+    """The number of true entries of the bool ``table[b, h]`` in ``q_low..q_high`` by ``kv_low..kv_high``.
 
-    Also how many entries the table has there, and whether all of these indices lie in it. An axis of 1 serves every
-    index. By a summed-area table: of the blocks between the ends where those are known, otherwise of all pairs.
+    Also the number of entries there, and whether all of these indices lie in the table. An axis of size 1 is shared.
+    Uses a summed-area table: over the stretches between interval ends if those are static, otherwise over all pairs.
     """
     T, S = table.shape[2:]
     rows, columns = _of_axis(q_low, q_high, T), _of_axis(kv_low, kv_high, S)
@@ -121,12 +121,12 @@ def count_pairs(table: Any, b: Any, h: Any, q_low: Any, q_high: Any, kv_low: Any
     (top, bottom), (left, right) = rows, columns
     b, h = shared(table, b, h)
     total, known = look_up(sums, b, h, bottom, right)  # known: b and h lie in the table
-    above, before, both = (look_up(sums, b, h, *at)[0] for at in ((top, right), (bottom, left), (top, left)))
+    above, before, both = (look_up(sums, b, h, *corner)[0] for corner in ((top, right), (bottom, left), (top, left)))
     return (total - above - before + both) * known, whole, inside & known
 
 
 def _between_ends(table: Any, axis: int, start: Any, end: Any) -> tuple[Any, tuple[Any, Any]]:
-    """``table`` summed over stretches of ``axis`` in which no interval starts or ends, and the intervals in these."""
+    """``table`` summed over the stretches of ``axis`` between interval ends, and the intervals in units of these."""
     cuts = np.unique(np.concatenate([[0], np.ravel(start), np.ravel(end)]))
     cuts = cuts[cuts < table.shape[axis]]
     if cuts.size:
@@ -139,7 +139,7 @@ def _of_axis(low: Any, high: Any, size: Length) -> tuple[Any, Any]:
 
 
 def _within(low: Any, high: Any, size: Length) -> tuple[Any, Any]:
-    """What of ``low..high`` lies within ``0..size``, half open."""
+    """The part of ``low..high`` within ``0..size``, as a half-open interval."""
     xp = namespace(low, high)
     start = xp.clip(low, 0, size)
     return start, xp.maximum(xp.clip(high, -1, size - 1) + 1, start)

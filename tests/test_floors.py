@@ -19,10 +19,10 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 # Floor 0 first; one string is one row. A name stands for a module or, as `kernels`, for a package with its files.
 HOUSE = [
     ["mods tables", "fields", "masks", "score_mods positions"],
-    ["staged lifting hoist dropout", "attention", "blocks", "head_blocks", "blockwise"],
-    ["request", "kernels", "choice", "api"],
+    ["staged lifting hoist dropout", "attention", "blocks", "one_block", "online_softmax"],
+    ["request", "batching placement", "kernels", "choice", "api"],
     ["cache", "ring", "sharding", "heads", "multi_head"],
-    ["flax_common checkpoint_files", "nnx_functions linen_functions", "nnx linen", "plots interop"],
+    ["flax_common", "nnx_functions linen_functions", "nnx linen", "plots interop"],
 ]
 
 # A room or a file of experiments, and what it may import beside jattn and the files of its own room. A file with a line
@@ -133,7 +133,7 @@ def circles(package: Path, files: dict[str, Path]) -> list[str]:
 
 
 def _longest(name: str, files: dict[str, Path]) -> str | None:
-    """The file that a dotted name lies in: `jattn.kernels.cudnn.why_not` lies in `jattn.kernels.cudnn`."""
+    """The file that a dotted name lies in: `jattn.kernels.cudnn.unsupported_reason` lies in `jattn.kernels.cudnn`."""
     while name and name not in files:
         name = name.rpartition(".")[0]
     return name or None

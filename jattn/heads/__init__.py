@@ -1,10 +1,10 @@
-"""Looking inside heads, and intervening: what each does, how they differ, what each is needed for.
+"""Statistics of heads, and interventions: what each head does, how heads differ, and what each is needed for.
 
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
-``residual_contributions``. By intervening: ``ablate``, ``importance``, ``forbid``. And ``roles``: one label per head,
-against what heads score that cannot have it.
+``residual_contributions``. Interventions: ``ablate``, ``importance``, ``forbid``. And ``roles``, one label per head,
+tested against a null distribution.
 """
 
 from jattn.heads.circuits import composition, copying_score, ov_circuit, qk_circuit, residual_contributions

@@ -1,8 +1,8 @@
-"""What a head's parameters alone say: what it copies, what it compares, and how heads are wired to one another.
+"""Circuits of heads, from their parameters alone: what a head copies, what it compares, and how heads compose.
 
 With row vectors, a head reads ``x W_Q W_K^T y^T`` (the QK circuit) and writes ``y W_V W_O`` (the OV circuit). Kernels
 have Flax's shapes: ``query [M,N,H]``, ``key [M,K,H]``, ``value [M,K,D]``, ``out [N,D,M]``; K divides N. Norms, biases
-and positions between the factors are left out: fold a norm's scale into the kernels where it matters.
+and positions between the factors are ignored; fold a norm's scale into the kernels if it matters.
 Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
 """
 
@@ -19,7 +19,7 @@ def ov_circuit(
     out: Float[Array, "N D M"],
     unembed: Float[Array, "M C"],
 ) -> Float[Array, "N V C"]:
-    """``W_E W_V W_O W_U``: what looking at a token adds to each class's logit, ``[N,V,C]``."""
+    """``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``."""
     value = _for_each_head(value, out.shape[0])
     return jnp.einsum("vm,mnd,ndw,wc->nvc", embed, value, out, unembed, optimize=True)
 
@@ -27,7 +27,7 @@ def ov_circuit(
 def qk_circuit(
     embed: Float[Array, "V M"], query: Float[Array, "M N H"], key: Float[Array, "M K H"], scale: float | None = None
 ) -> Float[Array, "N V V"]:
-    """``W_E W_Q W_K^T W_E^T`` times ``scale`` (by default ``1 / sqrt(H)``): token against token, ``[N,V,V]``."""
+    """``W_E W_Q W_K^T W_E^T`` times ``scale`` (by default ``1 / sqrt(H)``): scores between all tokens, ``[N,V,V]``."""
     key = _for_each_head(key, query.shape[1])
     scores = jnp.einsum("vm,mnh,wk,knh->nvw", embed, query, embed, key, optimize=True)
     return scores * (query.shape[2] ** -0.5 if scale is None else scale)
@@ -39,21 +39,21 @@ def copying_score(
     out: Float[Array, "N D M"],
     unembed: Float[Array, "M C"],
 ) -> dict[str, Float[Array, " N"]]:
-    """Does a head that looks at a token say that token? Two answers, of the OV circuit ``[V,V]`` of each head.
+    """Whether a head that attends to a token outputs that token: two scores of each head's OV circuit ``[V,V]``.
 
-    - ``"argmax"``: the share of tokens whose largest logit is their own, in [0, 1]; by chance ``1 / V``.
-    - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 where all are positive, which
-      copies, -1 where all are negative, which anti-copies; about 0 by chance.
+    - ``"argmax"``: the share of tokens whose own logit is the largest, in [0, 1]; ``1 / V`` by chance.
+    - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 if all are positive (copying),
+      -1 if all are negative (anti-copying), about 0 by chance.
 
-    The circuit is not formed: tokens go one by one, and its eigenvalues are those of ``W_O W_U W_E W_V [D,D]``, for
-    which JAX needs a CPU or a GPU. Float32 (or float64) for kernels of any dtype.
+    The circuit itself is never formed: tokens are processed one by one, and its eigenvalues are those of
+    ``W_O W_U W_E W_V [D,D]``. Eigenvalues need a CPU or a GPU. Float32 (or float64) for kernels of any dtype.
 
     Args:
-        embed, unembed: ``[V,M]`` and ``[M,V]``, of the same V tokens.
+        embed, unembed: ``[V,M]`` and ``[M,V]``, for the same V tokens.
         value, out: the kernels.
 
     Raises:
-        ValueError: the tokens that go in and out are not the same.
+        ValueError: ``embed`` and ``unembed`` have different numbers of tokens.
     """
     if unembed.shape[1] != embed.shape[0]:
         raise ValueError(
@@ -61,12 +61,12 @@ def copying_score(
         )
     embed, value, out, unembed = _wide(embed, _for_each_head(value, out.shape[0]), out, unembed)
 
-    def of_one_head(value: Array, out: Array) -> tuple[Array, Array]:  # [M,D], [D,M]
+    def one_head(value: Array, out: Array) -> tuple[Array, Array]:  # [M,D], [D,M]
         read, write = embed @ value, out @ unembed  # [V,D], [D,V]
         own = jax.lax.map(lambda row: jnp.argmax(row @ write), read) == jnp.arange(len(read))
         return own.mean(dtype=read.dtype), write @ read
 
-    argmax, small = jax.vmap(of_one_head, (1, 0))(value, out)
+    argmax, small = jax.vmap(one_head, (1, 0))(value, out)
     eigenvalues = jnp.linalg.eigvals(small)
     size = jnp.maximum(abs(eigenvalues).sum(-1), jnp.finfo(small.dtype).tiny)
     return {"argmax": argmax, "eigenvalues": eigenvalues.sum(-1).real / size}
@@ -81,47 +81,47 @@ def composition(
     later_value: Float[Array, "M Q E"] | None = None,
     later_out: Float[Array, "P E M"] | None = None,
 ) -> dict[str, Float[Array, "N P"]]:
-    """How much heads of a later layer read of what the N heads of an earlier one write: ``{"Q" | "K" | "V": [N,P]}``.
+    """How much the P heads of a later layer read from the N heads of an earlier one: ``{"Q" | "K" | "V": [N,P]}``.
 
-    ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` of the earlier head and, of the later one,
+    ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` of the earlier head and, from the later one,
     ``B = W_Q W_K^T`` for Q-composition, ``W_K W_Q^T`` for K, ``W_V W_O`` for V. In [0, 1]; unrelated matrices give
-    about ``1 / sqrt(M)``. An induction head composes by K with a previous-token head.
-    No ``[M,M]`` matrix is formed: each factor is replaced by the triangle of its QR decomposition.
+    about ``1 / sqrt(M)``. An induction head K-composes with a previous-token head.
+    No ``[M,M]`` matrix is formed; the R of its QR decomposition replaces each factor.
 
     Args:
         value, out: kernels of the earlier layer.
-        query, key: kernels of the later layer, for Q and K; both or none.
-        later_value, later_out: kernels of the later layer, for V; both or none.
+        query, key: kernels of the later layer, for Q and K; both or neither.
+        later_value, later_out: kernels of the later layer, for V; both or neither.
 
     Raises:
-        ValueError: neither, or one of two that belong together.
+        ValueError: both pairs are missing, or a pair is incomplete.
     """
     pairs = {"query and key": (query, key), "later_value and later_out": (later_value, later_out)}
-    if any((one is None) != (other is None) for one, other in pairs.values()) or query is None and later_out is None:
-        raise ValueError(f"composition needs {' or '.join(pairs)}, each pair whole")
+    if any((a is None) != (b is None) for a, b in pairs.values()) or query is None and later_out is None:
+        raise ValueError(f"composition needs {' or '.join(pairs)}, each as a complete pair")
     value, out = _wide(value, out)
     left, right = _triangles(_by_head(_for_each_head(value, out.shape[0]))), out
-    found = {}
+    scores = {}
     if query is not None and key is not None:
         query, key = _wide(query, key)
-        asks, answers = _by_head(query), _by_head(_for_each_head(key, query.shape[1]))  # [P,M,H]
-        found["Q"] = _composed(left, right, asks, answers)
-        found["K"] = _composed(left, right, answers, asks)
+        query_factors, key_factors = _by_head(query), _by_head(_for_each_head(key, query.shape[1]))  # [P,M,H]
+        scores["Q"] = _composed(left, right, query_factors, key_factors)
+        scores["K"] = _composed(left, right, key_factors, query_factors)
     if later_value is not None and later_out is not None:
         later_value, later_out = _wide(later_value, later_out)
-        reads = _by_head(_for_each_head(later_value, later_out.shape[0]))
-        found["V"] = _composed(left, right, reads, jnp.swapaxes(later_out, 1, 2))
-    return found
+        value_factors = _by_head(_for_each_head(later_value, later_out.shape[0]))
+        scores["V"] = _composed(left, right, value_factors, jnp.swapaxes(later_out, 1, 2))
+    return scores
 
 
 def residual_contributions(z: Float[Array, "*B T N D"], out: Float[Array, "N D M"]) -> Float[Array, "*B T N M"]:
-    """``z_i W_i^O``: what each head adds to the residual stream. Summed over heads, and with the output projection's
-    bias if it has one, this is the layer's output. ``z`` is what modules sow as ``attention_heads["z"]``."""
+    """``z_i W_i^O``: what each head adds to the residual stream. Summed over heads, plus the output projection's
+    bias if any, this is the layer's output. Modules sow ``z`` as ``attention_heads["z"]``."""
     return jnp.einsum("...tnd,ndm->...tnm", z, out)
 
 
 def _composed(left: Array, out: Array, first: Array, second: Array) -> Array:
-    """``[N,P]`` of ``A = left out`` (left a triangle ``[N,D,D]``) and ``B = first second^T`` (``[P,M,H]`` each)."""
+    """``[N,P]`` for ``A = left out`` (``left`` triangular, ``[N,D,D]``) and ``B = first second^T`` (``[P,M,H]``)."""
     triangle = _triangles(second)  # |X second^T| = |X triangle^T|
     between = jnp.einsum("ndm,pmh->npdh", out, first)
     both = jnp.einsum("nad,npdh,pbh->npab", left, between, triangle, optimize=True)
@@ -131,12 +131,12 @@ def _composed(left: Array, out: Array, first: Array, second: Array) -> Array:
 
 
 def _wide(*kernels: Array) -> list[Array]:
-    """In float32 at least, which decompositions need."""
+    """The kernels in at least float32, as decompositions require."""
     return [kernel.astype(softmax_dtype(kernel)) for kernel in kernels]
 
 
 def _triangles(factors: Array) -> Array:
-    """The triangles ``[...,H,H]`` of the QR decompositions of ``[...,M,H]``."""
+    """R ``[...,H,H]`` of the QR decompositions of ``[...,M,H]``."""
     return jnp.linalg.qr(factors, mode="r")
 
 
@@ -149,7 +149,7 @@ def _by_head(kernel: Array) -> Array:
 
 
 def _for_each_head(kernel: Array, heads: int) -> Array:
-    """``[M,K,D]`` as ``[M,N,D]``: each of the K heads serves ``N / K``."""
+    """``[M,K,D]`` as ``[M,N,D]``: each of the K heads is repeated ``N / K`` times."""
     if heads % kernel.shape[1]:
         raise ValueError(f"{heads} heads cannot share kernels of {kernel.shape[1]} heads, {list(kernel.shape)}")
     return jnp.repeat(kernel, heads // kernel.shape[1], 1)

@@ -9,13 +9,13 @@ from jaxtyping import Array, ArrayLike
 
 from jattn import staged
 from jattn.attention import softmax_dtype
+from jattn.batching import canonical
 from jattn.heads.folded import eligible_rows
 from jattn.heads.matrix import jensen_shannon
 from jattn.kernels import xla
-from jattn.kernels.lift import ready
 from jattn.request import Request, ScoreOptions, make_request
 
-WEIGHTS = 2**21  # of all heads and sequences that are held at once
+WEIGHTS = 2**21  # weights in memory at once, of all heads and sequences
 
 
 def divergence(
@@ -23,36 +23,37 @@ def divergence(
 ) -> tuple[Array, Array]:
     """How much heads differ, and how much of that is noise: ``(between [N,N], floor [N])``, float32 (or float64).
 
-    ``between[i, j]`` is the Jensen-Shannon divergence over ln 2 of heads i and j, row by row, averaged over rows: 0 for
-    equal patterns, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over
-    sequences: on a single sequence, heads that look for content differ even from themselves. So where there are several
-    sequences, the pattern of head i in one half of them (those of even index) is held against that of head j in the
-    other, and the other way round. ``floor``, the diagonal, is then how far a head is from itself: what is not above it
-    is no difference. For a single sequence the diagonal is 0 and the floor NaN, as it is where a half sees nothing.
+    ``between[i, j]`` is the Jensen-Shannon divergence over ln 2 between heads i and j, averaged over rows: 0 for equal
+    patterns, 1 for heads that never look at the same key. A head's pattern is the mean of its weights over sequences,
+    because on a single sequence, content-based heads differ even from themselves. With several sequences, the pattern
+    of head i on one half of them (the even indices) is compared with that of head j on the other half, and vice versa.
+    ``floor``, the diagonal, is then a head's distance from itself, and only distances above it are differences. For a
+    single sequence, or if one half sees nothing, the diagonal is 0 and the floor NaN.
     Source: Lin, 1991, https://doi.org/10.1109/18.61115.
 
-    Goes through a few rows of all heads at a time, in O(T + S) memory (forward), and computes ``2 N^2 T S`` logarithms.
+    Processes a few rows of all heads at a time, in O(T + S) memory (forward), and takes ``2 N^2 T S`` logarithms.
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; sequences of one layout, so that rows correspond.
-        eligible: bool ``[B,T]`` or ``[T]``: the queries that count; all by default. One that sees nothing never does.
+        eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; all by default. Queries that see nothing never
+            count.
         options: those of ``fold_weights``, without ``lse``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
-        ValueError, TypeError: as ``fold_weights``; ``eligible`` has another shape.
+        ValueError, TypeError: as ``fold_weights``; ``eligible`` has the wrong shape.
     """
     request = make_request(query, key, None, **options)
     B, T, N, _ = request.query.shape
     counts = jnp.ones((B, T), bool) if eligible is None else jnp.broadcast_to(eligible_rows(eligible, B, T), (B, T))
     zeros = jax.ShapeDtypeStruct((N, N), softmax_dtype(request.query))
-    total, count = staged.call(_sum_over_rows, ready(request), counts, out=(zeros, zeros))
+    total, count = staged.call(_sum_over_rows, canonical(request), counts, out=(zeros, zeros))
     between = total / jnp.maximum(count, 1)
     floor = jnp.where((jnp.diagonal(count) > 0) & (B > 1), jnp.diagonal(between), jnp.nan)
     return between, floor
 
 
 def _sum_over_rows(platform: str, request: Request, counts: Array) -> tuple[Array, Array]:
-    """``[N,N]``: the sums of the divergences of all pairs of rows, and how many there are."""
+    """``[N,N]`` each: the summed divergences of each pair of heads, and the number of rows."""
     (B, T, N, _), S = request.query.shape, request.key.shape[1]
     zeros = jnp.zeros((N, N), softmax_dtype(request.query))
     size = max(1, min(T, WEIGHTS // max(B * N * S, 1)))
@@ -63,8 +64,8 @@ def _sum_over_rows(platform: str, request: Request, counts: Array) -> tuple[Arra
         counted = counts[:, jnp.minimum(rows, T - 1)] & (rows < T)[None]
         weights = jnp.where(counted[:, None, :, None], weights, 0.0)
         even, odd = _mean_pattern(weights[0::2]), _mean_pattern(weights[1::2] if B > 1 else weights)
-        found = jax.lax.map(lambda one: jax.vmap(_sums, (None, 0))(one, odd), even)  # one head against all
-        return jax.tree.map(lambda old, new: old + new + new.T, carry, found), None
+        sums = jax.lax.map(lambda head: jax.vmap(_divergence_sums, (None, 0))(head, odd), even)  # one head against all
+        return jax.tree.map(lambda old, new: old + new + new.T, carry, sums), None
 
     if B * T * S == 0:
         return zeros, zeros
@@ -72,31 +73,31 @@ def _sum_over_rows(platform: str, request: Request, counts: Array) -> tuple[Arra
 
 
 def _rows(request: Request, rows: Array) -> Request:
-    """The request of these queries alone."""
+    """The request with only these queries."""
     T = request.query.shape[1]
 
-    def of_pairs(array: Any) -> Any:
+    def pairs(array: Any) -> Any:
         return array if array is None or array.shape[2] == 1 else jnp.asarray(array)[:, :, rows]
 
     positions = jnp.arange(T)[None] if request.query_positions is None else jnp.asarray(request.query_positions)
     return dataclasses.replace(
         request,
         query=request.query[:, rows],
-        bias=of_pairs(request.bias),
-        slot_masks=tuple(map(of_pairs, request.slot_masks)),
+        bias=pairs(request.bias),
+        slot_masks=tuple(map(pairs, request.slot_masks)),
         query_positions=positions[:, rows],
-        query_lengths=None,  # they are among the slot_masks
+        query_lengths=None,  # also among the slot_masks
     )
 
 
 def _mean_pattern(weights: Array) -> tuple[Array, Array]:
-    """Of ``weights [B,N,T,S]`` the mean over the sequences in which a row sees anything, and whether there is one."""
-    seen = (weights != 0).any(-1).sum(0)  # [N,T]; a NaN shall be seen
+    """The mean of ``weights [B,N,T,S]`` over the sequences in which a row sees a key, and whether there are any."""
+    seen = (weights != 0).any(-1).sum(0)  # [N,T]; a NaN counts as seen
     return weights.sum(0) / jnp.maximum(seen, 1)[..., None].astype(weights.dtype), seen > 0
 
 
-def _sums(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The sum over rows of the divergence of two patterns ``[T,S]``, and the number of these rows."""
-    both = one[1] & other[1]
-    found = jnp.where(both, jensen_shannon(one[0], other[0]), 0.0)
-    return found.sum(), both.sum().astype(found.dtype)
+def _divergence_sums(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The divergence of two patterns ``[T,S]``, summed over the rows that both have, and the number of these rows."""
+    both = a[1] & b[1]
+    divergences = jnp.where(both, jensen_shannon(a[0], b[0]), 0.0)
+    return divergences.sum(), both.sum().astype(divergences.dtype)

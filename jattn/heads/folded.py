@@ -11,10 +11,9 @@ from jaxtyping import Array, ArrayLike
 from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
 from jattn.fields import to_int32
-from jattn.kernels import shards
+from jattn.kernels import FoldsWeights
 from jattn.kernels.blockwise import Blockwise
 from jattn.request import Request, ScoreOptions, make_lse, make_request
-from jattn.sharding import HeadParallel, Ring
 from jattn.tables import Length, arange, namespace
 
 OF_TOKENS = ("duplicate_token", "induction")
@@ -32,140 +31,107 @@ def statistics(
     lse: ArrayLike | None = None,
     names: Iterable[str] | None = None,
     eligible: ArrayLike | None = None,
-    implementation: Ring | HeadParallel | Blockwise | None = None,
+    implementation: FoldsWeights | None = None,
     **options: Unpack[ScoreOptions],
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    With ``p`` the weights of a query, and means over the eligible queries: those in brackets that see anything.
+    With ``p`` the weights of a query. Each mean runs over the queries in brackets that see at least one key.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
     - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all.
     - ``distance``: ``sum p |q - kv|`` (all).
     - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (all).
     - ``first_token``: p at ``kv = 0`` (``q > 0``), also known as a sink. Source: https://arxiv.org/abs/2309.17453.
-    - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (those that have such a key).
-    - ``received`` ``[B,N,S]``: for each key the sum of p over all queries.
-    - ``duplicate_token``: p at earlier occurrences of the query's token; ``induction``: p at the tokens that came after
+    - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (those with such a key).
+    - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries.
+    - ``duplicate_token``: p at earlier occurrences of the query's token; ``induction``: p at the tokens that followed
       these (both: queries whose token occurred before). Source:
       https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.
-    - ``support``, always: ``{name: [B,N]}``, the number of eligible queries of each mean.
+    - ``support``, always: ``{name: [B,N]}``, the number of queries in each mean.
 
-    ``q`` and ``kv`` are positions, as masks see them; in the profiles and for tokens they are slots.
+    ``q`` and ``kv`` are positions, as in masks; for ``offset_profile``, ``received`` and tokens they are slots.
 
     Args:
         query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
-        tokens: integers ``[B,T]`` or ``[T]``, of self-attention; for the last two.
-        lse: as of ``dot_product_attention(..., return_residual=True)``; computed when None.
-        names: which statistics; all that the arguments allow by default.
-        eligible: bool ``[B,T]`` or ``[T]``: the queries that count at all; all by default.
-        implementation: a ``jattn.sharding.Ring`` or ``HeadParallel``, for arrays that lie so. In a ring slots are those
-            of its layout, but for ``offset_profile``, which goes by token. Or a ``jattn.kernels.blockwise.Blockwise``,
-            for blocks of a size of your own.
+        tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
+        lse: from ``dot_product_attention(..., return_residual=True)``; computed if None.
+        names: the statistics to compute; by default all that the arguments allow.
+        eligible: bool ``[B,T]`` or ``[T]``: restricts every mean to these queries.
+        implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays, or a
+            ``jattn.kernels.blockwise.Blockwise`` for your own block sizes. In a ring, slots are those of its layout,
+            except in ``offset_profile``, which uses tokens.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
-        ValueError: no such statistic; tokens or eligible of another shape, or not there; as ``fold_weights``.
+        ValueError: an unknown statistic; ``tokens`` or ``eligible`` missing or of the wrong shape; as ``fold_weights``.
 
     Example:
         ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
     """
     names = _names(names, tokens is not None)
-    if implementation is not None and not isinstance(implementation, Ring | HeadParallel | Blockwise):
+    folding = Blockwise() if implementation is None else implementation
+    if isinstance(folding, type) or not isinstance(folding, FoldsWeights):
         raise TypeError(
             f"implementation must be a Ring or HeadParallel of jattn.sharding, or a Blockwise, got {implementation!r}"
         )
     if "sinks" in options:
-        raise TypeError("statistics takes no sinks=: they are in the lse; give lse= of the call that has them")
+        raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")
     request = make_request(query, key, None, **options)
     (B, T, _, _), S, one_sequence = request.query.shape, request.key.shape[1], jnp.ndim(query) == 3
     given = lse is not None
     if lse is None:
         no_value = jnp.zeros((*request.key.shape[:-1], 0), request.key.dtype)
-        how = {"implementation": implementation, "return_residual": True}
-        lse = dot_product_attention(request.query, request.key, no_value, **how, **options)[1]
+        static = {"implementation": implementation, "return_residual": True}
+        lse = dot_product_attention(request.query, request.key, no_value, **static, **options)[1]
     lse = make_lse(jnp.asarray(lse), request, one_sequence and given)
     counts = jnp.ones((1, T), bool) if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
-    beside = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
-    counted = given or "entropy" in names
+    by_query = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
+    count_visible = given or "entropy" in names
+    slots = [arange(n) if order is None else order for n, order in ((n, folding.slots(n)) for n in (T, S))]
 
-    blocks = implementation if isinstance(implementation, Blockwise) else Blockwise()
-
-    def of_device(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
-        rows, columns = _data(request, dict(zip(beside, data, strict=True)), arange(T), arange(S))
-        sums = _sums(blocks, request, names, lse, counted, rows, columns)
+    def of_part(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
+        rows, columns = _step_data(request, dict(zip(by_query, data, strict=True)), *slots)
+        sums = folding.fold(request, _step, _kinds(names), lse, rows, columns, count_visible)
         return _averages(names, sums, S, lse, given, rows)
 
-    if not isinstance(implementation, Ring):
-        out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
-        extra = [(lse, "btn"), *((x, "bt") for x in beside.values())]
-        each = implementation.per_device if isinstance(implementation, HeadParallel) else shards.on_each_device
-        result = each(of_device, request, out_axes, *extra)
-    else:
-        slots = [implementation.slots(length) for length in (T, S)]
-        rows, columns = _data(request, shards.whole_if_explicit(beside), *slots)
-        sums = implementation.fold(request, _step, _folded(names), lse, rows, columns, counted)
-        sums, whole_lse = shards.whole_if_explicit((sums, lse))
-        result = _averages(names, sums, S, whole_lse, given, rows)
+    out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
+    extra = [(lse, "btn"), *((x, "bt") for x in by_query.values())]
+    result = folding.map_parts(of_part, request, out_axes, *extra)
     return jax.tree.map(lambda x: x[0], result) if one_sequence else result
 
 
-def _data(
-    request: Request, beside: dict[str, Array], q_slots: np.ndarray | Array, kv_slots: np.ndarray | Array
+def _step_data(
+    request: Request, by_query: dict[str, Array], q_slots: np.ndarray | Array, kv_slots: np.ndarray | Array
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What ``_step`` looks at beside the weights: of queries ``[B|1,T]``, of keys ``[B|1,S]``.
+    """What ``_step`` reads besides the weights: data of queries ``[B|1,T]`` and of keys ``[B|1,S]``.
 
-    ``q_slots``, ``kv_slots``: which token of the sequence stands where.
+    ``q_slots``, ``kv_slots``: the token in each slot.
     """
     q_positions, kv_positions = (
         jnp.asarray(slots[None] if own is None else own)
         for own, slots in ((request.query_positions, q_slots), (request.kv_positions, kv_slots))
     )
-    rows = {"counts": beside["counts"], "position": q_positions, "slot": jnp.asarray(q_slots)[None]}
+    rows = {"counts": by_query["counts"], "position": q_positions, "slot": jnp.asarray(q_slots)[None]}
     columns = {"position": kv_positions, "slot": jnp.asarray(kv_slots)[None]}
-    if "tokens" in beside:
-        tokens = beside["tokens"]
+    if "tokens" in by_query:
+        tokens = by_query["tokens"]
         xp = namespace(q_slots)
-        at = xp.argsort(q_slots)  # where each token stands
-        rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, at])[:, q_slots]}
-        columns |= {"token": tokens, "before": tokens[:, at[xp.maximum(kv_slots - 1, 0)]]}
+        slot_of = xp.argsort(q_slots)  # the slot of each token
+        rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, slot_of])[:, q_slots]}
+        columns |= {"token": tokens, "before": tokens[:, slot_of[xp.maximum(kv_slots - 1, 0)]]}
     return rows, columns
 
 
-def _folded(names: Sequence[str]) -> dict[str, str]:
-    """What is folded for these statistics, and whether it goes by query (a sum or the largest), key or offset."""
+def _kinds(names: Sequence[str]) -> dict[str, str]:
+    """What is folded for these statistics, and its kind, as in ``FoldsWeights.fold``."""
     kinds = {"max_log": "largest", "received": "keys", "offset_profile": "offsets"}
     folded = dict.fromkeys("max_log" if name in ("max_weight", "max_logit") else name for name in names)
     return {name: kinds.get(name, "queries") for name in folded}
 
 
-def _sums(
-    blocks: Blockwise,
-    request: Request,
-    names: Sequence[str],
-    lse: Array,
-    counted: bool,
-    rows: dict[str, Array],
-    columns: dict[str, Array],
-) -> dict[str, Array]:
-    """``[B,N,...]``: what ``_step`` adds up, and where it is ``counted`` how many keys each query sees."""
-    T, S = request.query.shape[1], request.key.shape[1]
-    sizes = {"keys": S, "offsets": max(T + S - 1, 0)}
-    of_kind = {"largest": -jnp.inf}
-    init = {
-        name: jnp.full(sizes.get(kind, T), of_kind.get(kind, 0), lse.dtype) for name, kind in _folded(names).items()
-    }
-    structure = jax.tree.structure((rows, columns))
-
-    def step(carry: Any, logs: Array, q_idx: Array, kv_idx: Array, *data: Array) -> Any:
-        return _step(carry, logs, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
-
-    sums = blocks.fold(request, step, init, lse, jax.tree.leaves((rows, columns)))
-    return sums | ({"visible": blocks.count_visible(request)} if counted else {})
-
-
 def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:
-    names = names if names is None or isinstance(names, str) else tuple(names)  # a generator can be asked but once
+    names = names if names is None or isinstance(names, str) else tuple(names)  # a generator runs only once
     known = STATISTICS if with_tokens else tuple(name for name in STATISTICS if name not in OF_TOKENS)
     if names is None:
         return known
@@ -194,40 +160,45 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
             f"tokens must be integers {list(wanted)} of self-attention, got {tokens.dtype} of shape "
             f"{list(tokens.shape)} for {T} queries and {S} keys"
         )
-    # NumPy's wide integers would be cut to 32 bits without a word, and different tokens become the same
+    # JAX would silently truncate NumPy's wide integers, and different tokens could become equal.
     return jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
 
 
 def _step(
-    carry: dict[str, Array], logs: Array, q_idx: Array, kv_idx: Array, rows: dict[str, Array], columns: dict[str, Array]
+    carry: dict[str, Array],
+    log_weights: Array,
+    q_idx: Array,
+    kv_idx: Array,
+    rows: dict[str, Array],
+    columns: dict[str, Array],
 ) -> dict[str, Array]:
-    """What a block, of the logarithms of weights, adds to each row's (or diagonal's, or column's) sum."""
+    """Adds a block of log weights to the sums of its rows, columns and diagonals."""
     row, column = ({name: x[index] for name, x in data.items()} for data, index in ((rows, q_idx), (columns, kv_idx)))
-    logs = jnp.where(row["counts"], logs, -jnp.inf)
-    weights = jnp.exp(logs)
+    log_weights = jnp.where(row["counts"], log_weights, -jnp.inf)
+    weights = jnp.exp(log_weights)
     q, kv = row["position"], column["position"]
     apart = jnp.where(q > kv, q - kv, kv - q).astype(jnp.uint32)  # two positions may be further apart than int32 counts
 
-    def where(pairs: Array) -> Array:
+    def weight_on(pairs: Array) -> Array:
         return jnp.where(pairs, weights, 0.0).sum(1)
 
-    def same(which: str, shift: int) -> Array:  # is the key, or the one before it, the query's token, earlier?
-        stood = column["slot"] - shift
-        return (row["token"] == column[which]) & (stood >= 0) & (stood < row["slot"])
+    def repeats(name: str, shift: int) -> Array:  # whether the key, or the key before it, repeats the query's token
+        slot = column["slot"] - shift
+        return (row["token"] == column[name]) & (slot >= 0) & (slot < row["slot"])
 
-    of_rows = {
-        "entropy": lambda: (weights * jnp.where(logs > -jnp.inf, -logs, 0.0)).sum(1),
+    row_sums = {
+        "entropy": lambda: (weights * jnp.where(log_weights > -jnp.inf, -log_weights, 0.0)).sum(1),
         "distance": lambda: (weights * apart.astype(weights.dtype)).sum(1),
-        "previous_token": lambda: where(kv == q - 1),
-        "current_token": lambda: where(kv == q),
-        "first_token": lambda: where(kv == 0),
-        "duplicate_token": lambda: where(same("token", 0)),
-        "induction": lambda: where(same("before", 1)),
+        "previous_token": lambda: weight_on(kv == q - 1),
+        "current_token": lambda: weight_on(kv == q),
+        "first_token": lambda: weight_on(kv == 0),
+        "duplicate_token": lambda: weight_on(repeats("token", 0)),
+        "induction": lambda: weight_on(repeats("before", 1)),
     }
     at_rows, at_columns = q_idx[:, 0], kv_idx[0]
-    added = {name: carry[name].at[at_rows].add(make()) for name, make in of_rows.items() if name in carry}
-    if "max_log" in carry:  # of the logarithms: beside large sinks the weights themselves are 0
-        added["max_log"] = carry["max_log"].at[at_rows].max(logs.max(1))
+    added = {name: carry[name].at[at_rows].add(make()) for name, make in row_sums.items() if name in carry}
+    if "max_log" in carry:  # logarithms, because with large sinks the weights themselves underflow to 0
+        added["max_log"] = carry["max_log"].at[at_rows].max(log_weights.max(1))
     if "received" in carry:
         added["received"] = carry["received"].at[at_columns].add(weights.sum(0))
     if "offset_profile" in carry:
@@ -238,13 +209,13 @@ def _step(
 
 
 def _diagonal_sums(block: Array) -> Array:
-    """``[t,s] -> [t+s-1]``: the sum over each diagonal, from the lower left corner to the upper right."""
+    """``[t,s] -> [t+s-1]``: the sum of each diagonal, from the lower left corner to the upper right."""
     t, s = block.shape
 
-    # row by row: several times faster on CPU than the reshapes and gathers tried
+    # Row by row: on CPU several times faster than reshapes or gathers.
     def add(i: Array, sums: Array) -> Array:
-        row, here = jax.lax.dynamic_index_in_dim(block, i, keepdims=False), t - 1 - i
-        return jax.lax.dynamic_update_slice(sums, jax.lax.dynamic_slice(sums, (here,), (s,)) + row, (here,))
+        row, start = jax.lax.dynamic_index_in_dim(block, i, keepdims=False), t - 1 - i
+        return jax.lax.dynamic_update_slice(sums, jax.lax.dynamic_slice(sums, (start,), (s,)) + row, (start,))
 
     return jax.lax.fori_loop(0, t, add, jnp.zeros(t + s - 1, block.dtype))
 
@@ -252,10 +223,10 @@ def _diagonal_sums(block: Array) -> Array:
 def _averages(
     names: Sequence[str], sums: dict[str, Array], S: Length, lse: Array, given: bool, rows: dict[str, Array]
 ) -> dict[str, Any]:
-    """The means over eligible queries of the sums ``[B,N,...]``; ``given``: the lse may be one with sinks."""
+    """The means over eligible queries, from the sums ``[B,N,...]``; ``given``: the lse may include sinks."""
     lse, visible = jnp.moveaxis(lse, 2, 1), sums.get("visible")  # [B,N,T]
-    seen = rows["counts"][:, None] & (lse != -jnp.inf)  # a NaN shall be seen
-    if given and visible is not None:  # with sinks, a row that sees nothing has a finite lse
+    seen = rows["counts"][:, None] & (lse != -jnp.inf)  # a NaN counts as seen
+    if given and visible is not None:  # with sinks, a row that sees no key has a finite lse
         seen &= visible > 0
     later = (rows["position"] > 0)[:, None]
     eligible = {"previous_token": seen & later, "first_token": seen & later}
@@ -267,32 +238,32 @@ def _averages(
         sums = sums | {"entropy": sums["entropy"] / most}
     if "max_weight" in names:
         sums = sums | {"max_weight": jnp.exp(sums["max_log"])}
-    found: dict[str, Any] = {"support": {name: eligible.get(name, seen).sum(-1) for name in names}}
+    results: dict[str, Any] = {"support": {name: eligible.get(name, seen).sum(-1) for name in names}}
     for name in names:
         if name == "max_logit":
             highest = jnp.max(jnp.where(seen, lse + sums["max_log"], -jnp.inf), axis=-1, initial=-jnp.inf)
-            found[name] = jnp.where(seen.any(-1), highest, 0.0)
+            results[name] = jnp.where(seen.any(-1), highest, 0.0)
         elif name == "received":
-            found[name] = sums[name]
+            results[name] = sums[name]
         elif name == "offset_profile":
-            at = jnp.argsort(rows["slot"][0])
-            found[name] = sums[name] / _pairs_at_offsets(seen[..., at], S, lse.dtype)
+            slot_of = jnp.argsort(rows["slot"][0])
+            results[name] = sums[name] / _pairs_at_offsets(seen[..., slot_of], S, lse.dtype)
         else:
             counted = eligible.get(name, seen)
             total = jnp.where(counted, sums[name], 0.0).sum(-1)
-            found[name] = total / jnp.maximum(counted.sum(-1), 1).astype(total.dtype)
-    return found
+            results[name] = total / jnp.maximum(counted.sum(-1), 1).astype(total.dtype)
+    return results
 
 
 def _occurred(tokens: Array) -> Array:
-    """Bool ``[T]``: did the token occur before?"""
+    """Bool ``[T]``: whether the token occurred before."""
     order = jnp.argsort(tokens, stable=True)
     again = jnp.concatenate([jnp.zeros(1, bool), tokens[order][1:] == tokens[order][:-1]])[: tokens.shape[0]]
     return jnp.zeros(tokens.shape, bool).at[order].set(again)
 
 
 def _pairs_at_offsets(seen: Array, S: Length, dtype: Any) -> Array:
-    """``[B,N,T+S-1]``: how many queries that see anything have a key at each offset; 1 instead of 0."""
+    """``[B,N,T+S-1]``: the number of seeing queries with a key at each offset, at least 1."""
     T = seen.shape[-1]
     offsets = arange(max(T + S - 1, 0)) - (T - 1)
     xp = namespace(offsets)
@@ -302,14 +273,14 @@ def _pairs_at_offsets(seen: Array, S: Length, dtype: Any) -> Array:
 
 
 def coarse_weights(query: ArrayLike, key: ArrayLike, size: int = 64, **options: Unpack[ScoreOptions]) -> Array:
-    """A picture of each head's weights at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
+    """Each head's weights at low resolution, at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
 
-    Block ``(i, j)`` is the share of their weight that the queries of the i-th of ``size`` equal spans give to the keys
-    of the j-th span; so rows sum to 1, or to 0 where nobody sees anything. In O(T + S) memory (forward).
+    The sequence is split into ``size`` equal spans. Entry ``(i, j)`` is the share of their weight that the queries of
+    span i give to the keys of span j. Rows sum to 1, or to 0 if no query sees a key. O(T + S) memory (forward).
 
     Args:
         query, key: as in ``statistics``.
-        size: spans along either axis; at most T and S of them are used.
+        size: the number of spans along each axis, at most T and S.
         options: those of ``fold_weights``.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What heads are needed for: every one switched off in turn, the gradient of its gate, and training without a pattern.
+"""What heads are needed for: single-head ablations, gradients of head gates, and training without a pattern.
 
-A layer's attention takes three things (``jattn.multi_head.attend_heads``, the modules): ``head_gate``, ``head_fill``
-(what a head that is off gives instead of 0) and ``held`` (queries and keys whose weights are used instead).
+These use three options of a layer's attention (``jattn.multi_head.attend_heads`` and the modules): ``head_gate``,
+``head_fill`` (the output of a switched-off head, instead of 0) and ``frozen`` (queries and keys whose weights to use).
 """
 
 import operator
@@ -24,28 +24,28 @@ def ablate(
     clean: Sequence[Mapping[str, Array]],
     kind: str = "zero",
     *,
-    hold_weights: bool = False,
+    freeze_weights: bool = False,
     batch_size: int | None = None,
 ) -> Any:
-    """What a model gives with each single head switched off: ``run``'s result with leading axes ``[L,N]``.
+    """The results of a model with each single head switched off: ``run``'s result with leading axes ``[L,N]``.
 
-    One program: ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations, so ``jax.jit`` it whole.
+    One program: ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations. Put ``jax.jit`` around it.
 
     Args:
-        run: a function of one dict per layer, to be passed on to that layer's attention as keyword arguments:
-            ``head_gate`` ``[N]`` and, as asked for, ``head_fill`` and ``held``. It returns any pytree of arrays.
-        clean: what each layer's attention hands out on the same inputs when nothing is switched off, as the modules
-            sow it (``sow_heads=True``): dicts with ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N
-            heads. Padding is part of means and of other sequences' outputs: give sequences of one length.
-        kind: what a head gives that is off: ``"zero"``; ``"mean"``, its mean output over sequences and queries; or
-            ``"resample"``, its output on the sequence before in the batch (B at least 2).
-        hold_weights: every layer keeps the attention weights of the clean run, so that what is seen is the loss of
-            the head's output alone, without the shift of later heads' patterns.
-        batch_size: how many ablations at once; all by default. Fewer take less memory.
+        run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
+            ``head_gate`` ``[N]`` and, if used, ``head_fill`` and ``frozen``. It returns any pytree of arrays.
+        clean: for each layer, what its attention sows on the same inputs without ablation (``sow_heads=True``): a dict
+            with ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means and resampled outputs
+            include padding, so use sequences of one length.
+        kind: the output of a switched-off head: ``"zero"``; ``"mean"``, its mean over sequences and queries; or
+            ``"resample"``, its output on the previous sequence of the batch (B at least 2).
+        freeze_weights: keep every layer's attention weights from the clean run. This measures the loss of the head's
+            output alone, without its effect on the patterns of later heads.
+        batch_size: the number of ablations at once; all by default. Smaller takes less memory.
 
     Raises:
-        ValueError: no such kind; a layer without what is needed of it; layers with different numbers of heads; one
-            sequence to resample from.
+        ValueError: an unknown kind; a layer lacks an array; layers differ in their number of heads; a single sequence
+            to resample from.
 
     Example:
         ``ablate(lambda layers: loss(model(x, layers)), clean)``
@@ -55,9 +55,9 @@ def ablate(
     if isinstance(clean, Mapping) or not clean or not all(isinstance(layer, Mapping) for layer in clean):
         got = "one dict" if isinstance(clean, Mapping) else [type(layer).__name__ for layer in clean]
         raise ValueError(f"clean must be a list with a dict for each layer, got {got}")
-    wanted = ("z", "query", "key") if hold_weights else ("z",)
-    if missing := [name for layer in clean for name in wanted if name not in layer]:
-        raise ValueError(f"each layer of clean must hold {', '.join(map(repr, wanted))}; one has no {missing[0]!r}")
+    needed = ("z", "query", "key") if freeze_weights else ("z",)
+    if missing := [name for layer in clean for name in needed if name not in layer]:
+        raise ValueError(f"each layer of clean must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}")
     numbers = sorted({layer["z"].shape[-2] for layer in clean})
     if len(numbers) != 1:
         raise ValueError(f"the layers of clean must have the same number of heads, got {numbers}")
@@ -70,64 +70,70 @@ def ablate(
             option["head_fill"] = z.mean(tuple(range(z.ndim - 2)))
         elif kind == "resample":
             option["head_fill"] = jnp.roll(z, 1, 0)
-        if hold_weights:
-            option["held"] = layer["query"], layer["key"]
+        if freeze_weights:
+            option["frozen"] = layer["query"], layer["key"]
 
-    def one(gates: Array) -> Any:
+    def run_with(gates: Array) -> Any:
         return run([option | {"head_gate": gate} for option, gate in zip(options, gates, strict=True)])
 
     shape = len(clean), numbers[0]
     one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
-    found = jax.vmap(one)(one_off) if batch_size is None else jax.lax.map(one, one_off, batch_size=batch_size)
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+    if batch_size is None:
+        results = jax.vmap(run_with)(one_off)
+    else:
+        results = jax.lax.map(run_with, one_off, batch_size=batch_size)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
 
 
 def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int, batch: int) -> Array:
     """``[L,N]``: the mean over sequences of ``|d loss / d gate|`` at a gate of 1, all heads in one backward pass.
 
-    The first order of what switching the head off would do. Source: https://arxiv.org/abs/1905.10650 (Michel et al.).
+    The first-order estimate of an ablation's effect. Source: https://arxiv.org/abs/1905.10650 (Michel et al.).
 
     Args:
-        losses: a function of ``gates [L,B,N]``, layer by layer the ``head_gate``, to the loss ``[B]`` of each sequence.
+        losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss ``[B]`` of each
+            sequence.
         num_layers, num_heads, batch: L, N and B.
 
     Raises:
-        ValueError: the losses are not one for each sequence.
+        ValueError: ``losses`` does not return one loss per sequence.
     """
 
     def total(gates: Array) -> Array:
-        found = losses(gates)
-        if jnp.shape(found) != (batch,):
-            raise ValueError(f"losses must return one loss for each sequence, [{batch}], got {list(jnp.shape(found))}")
-        return found.sum()
+        per_sequence = losses(gates)
+        if jnp.shape(per_sequence) != (batch,):
+            raise ValueError(
+                f"losses must return one loss for each sequence, [{batch}], got {list(jnp.shape(per_sequence))}"
+            )
+        return per_sequence.sum()
 
     return abs(jax.grad(total)(jnp.ones((num_layers, batch, num_heads)))).mean(1)
 
 
 def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
-    """A mask that hides the pairs of ``pattern`` from these heads, and nothing else: ``mask=Causal() & forbid(...)``.
+    """A mask that hides only the pairs of ``pattern`` from these heads: ``mask=Causal() & forbid(...)``.
 
-    To train a model in which no head, or not these, can have a pattern. A query that would see nothing else gets 0.
+    For training a model in which these heads cannot have a pattern. A query left without visible keys gets 0.
 
     Args:
-        pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True where the pattern looks.
-        heads: the heads' numbers.
+        pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True for the pairs of the pattern.
+        heads: the indices of the heads.
 
     Raises:
-        ValueError: a negative number.
+        ValueError: a negative index.
 
     Example:
-        ``forbid(lambda b, h, q, kv: kv == q - 1, heads=[0, 1])``: heads 0 and 1 never see the token before.
+        ``forbid(lambda b, h, q, kv: kv == q - 1, heads=[0, 1])``: heads 0 and 1 never see the previous token.
     """
     numbers = tuple(operator.index(head) for head in heads)
     if any(number < 0 for number in numbers):
-        raise ValueError(f"heads must be numbers from 0 on, got {list(heads)}")
+        raise ValueError(f"heads must be indices from 0 on, got {list(heads)}")
     return Forbidden(pattern, numbers)
 
 
 @pytree_dataclass
 class Forbidden(Mask):
-    """Everything but the pairs of ``pattern`` in ``heads``: see ``forbid``."""
+    """Hides the pairs of ``pattern`` from ``heads``; see ``forbid``."""
 
     pattern: Any
     heads: tuple[int, ...] = static_field()
@@ -136,7 +142,7 @@ class Forbidden(Mask):
         object.__setattr__(self, "pattern", and_masks(self.pattern))
 
     def check(self, B, N, T, S) -> None:
-        """Raises ``ValueError`` for a head that is not there, and where the pattern does not fit."""
+        """Raises ``ValueError`` if a head does not exist or the pattern does not fit."""
         if any(head >= N for head in self.heads):
             raise ValueError(f"forbid: heads must be below N = {N}, the number of query heads, got {list(self.heads)}")
         check(self.pattern, B, N, T, S)
@@ -145,8 +151,8 @@ class Forbidden(Mask):
         return True ^ (self.pattern(b, h, q_idx, kv_idx) & self._chosen(h))
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        may, must = bounds(self.pattern, b, h, q_min, q_max, kv_min, kv_max)
-        return True ^ (must & self._chosen(h)), True ^ (may & self._chosen(h))
+        any_visible, all_visible = bounds(self.pattern, b, h, q_min, q_max, kv_min, kv_max)
+        return True ^ (all_visible & self._chosen(h)), True ^ (any_visible & self._chosen(h))
 
     def _chosen(self, h: Any) -> Any:
         chosen: Any = np.False_

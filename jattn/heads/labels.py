@@ -1,4 +1,4 @@
-"""One label per head, held against what heads score that cannot have the role."""
+"""One label per head, tested against the scores of heads that cannot have the role."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,34 +10,33 @@ MIXED = "mixed"
 
 
 class Roles(NamedTuple):
-    """What ``roles`` found; NumPy arrays of the heads' shape."""
+    """The result of ``roles``; NumPy arrays of the heads' shape."""
 
     label: np.ndarray  # the pattern, or "mixed"
-    score: np.ndarray  # of that pattern; of the one nearest to its threshold where mixed
-    threshold: np.ndarray  # what the score of that pattern had to pass
-    p_value: np.ndarray  # how likely a head without the pattern scores as high, times the number of patterns
+    score: np.ndarray  # of that pattern; if mixed, of the pattern nearest to its threshold
+    threshold: np.ndarray  # of that pattern's score
+    p_value: np.ndarray  # the probability that a head without the pattern scores as high, times the number of patterns
 
 
 def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, level: float = 0.05) -> Roles:
-    """One label per head: the pattern whose score passes what heads reach that cannot have it, by the most.
+    """One label per head: the pattern whose score exceeds its threshold by the most, or ``"mixed"``.
 
-    The p-value is ``min(1, patterns * (1 + #{null >= score}) / (1 + #null))``, where ``patterns`` is how many are tried
-    for each head (Bonferroni); so it is never below ``patterns / (1 + #null)``. It is that of one head, and among many
-    heads some pass by chance. A score passes where its p-value is at most ``level``: where it is above a threshold that
-    is nobody's choice but a quantile of the null, near ``1 - level / patterns``. Where none passes, the label is
-    ``"mixed"``.
-    A small p-value says that a pattern is there, not that it is all a head does: read it beside the score.
+    The p-value is ``min(1, patterns * (1 + #{null >= score}) / (1 + #null))``, with ``patterns`` the number of patterns
+    tried for each head (Bonferroni); so it is at least ``patterns / (1 + #null)``. It applies to a single head: among
+    many heads, some pass by chance. A score passes if its p-value is at most ``level``, so the threshold is a quantile
+    of the null, near ``1 - level / patterns``. If no pattern passes, the label is ``"mixed"``.
+    A small p-value shows that a pattern is present, not that it is all a head does; the score shows how strong it is.
     Source: Phipson and Smyth, 2010, https://doi.org/10.2202/1544-6115.1585 (why the 1 is added).
 
     Args:
-        scores: of each pattern, arrays of one shape, an entry for each head.
-        null: of each pattern, scores of heads that cannot have it, of any shape: those of untrained models; for
-            patterns of tokens also those of the trained model beside shuffled tokens.
-        level: the share of heads without any role that may get one.
+        scores: for each pattern, an array with an entry for each head; all of one shape.
+        null: for each pattern, the scores of heads that cannot have it, of any shape: those of untrained models and,
+            for patterns of tokens, those of the trained model with shuffled tokens.
+        level: the accepted share of heads that get a label without having a role.
 
     Raises:
-        ValueError: a pattern without null; a null too small to be passed at this level; scores that are not finite;
-            shapes that differ; a level outside (0, 1).
+        ValueError: a pattern without null; a null too small for this level; scores that are not finite; shapes that
+            differ; a level outside (0, 1).
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")
@@ -53,9 +52,9 @@ def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, lev
     if min(map(len, nulls)) < needed:
         raise ValueError(
             f"level={level} with {len(names)} patterns needs at least {needed} scores in the null of each, got "
-            f"{dict(zip(names, map(len, nulls), strict=True))}; take more untrained models, or fewer patterns"
+            f"{dict(zip(names, map(len, nulls), strict=True))}; use more untrained models or fewer patterns"
         )
-    # how many of the null reach the score, for each pattern and head
+    # The number of null scores at or above each score.
     reached = np.stack([len(x) - np.searchsorted(x, score, "left") for x, score in zip(nulls, arrays, strict=True)])
     size = np.array([len(x) for x in nulls]).reshape(-1, *(1,) * arrays[0].ndim)
     p = np.minimum(1.0, len(names) * (1 + reached) / (1 + size))
@@ -63,14 +62,14 @@ def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, lev
     excess = np.stack(arrays) - limits.reshape(size.shape)
     best, passed = excess.argmax(0), (excess > 0).any(0)
 
-    def of_best(table: np.ndarray) -> np.ndarray:
+    def take_best(table: np.ndarray) -> np.ndarray:
         return np.take_along_axis(table, best[None], 0)[0]
 
     label = np.where(passed, np.array(names)[best], MIXED)
-    return Roles(label, of_best(np.stack(arrays)), limits[best], of_best(p))
+    return Roles(label, take_best(np.stack(arrays)), limits[best], take_best(p))
 
 
 def _limit(null: np.ndarray, patterns: int, level: float) -> float:
-    """The score of the sorted ``null`` above which the p-value is at most ``level``."""
+    """The score in the sorted ``null`` above which the p-value is at most ``level``."""
     allowed = np.flatnonzero(patterns * (1 + np.arange(len(null))) / (1 + len(null)) <= level)[-1]
     return float(null[len(null) - 1 - allowed])

@@ -1,7 +1,7 @@
-"""What one head's matrix of weights ``[T,S]`` shows; ``jax.vmap`` lifts these to many heads and sequences.
+"""Statistics of one head's matrix of weights ``[T,S]``; lift them to many heads and sequences with ``jax.vmap``.
 
-Each is a mean over *eligible* queries, the rows where the question makes sense, and 0 without any. ``eligible``, a bool
-array ``[T]``, narrows them further (to those behind padding, say).
+Each is a mean over *eligible* queries, the rows for which it is defined, and 0 if there are none. The bool array
+``eligible [T]`` restricts them further, for example to real tokens.
 """
 
 import math
@@ -12,17 +12,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Float[Array, ""]:
-    """Mean weight on one given key per query: ``mean over q of weights[q, targets[q]]``.
+    """Mean weight on one key per query: ``mean over q of weights[q, targets[q]]``.
 
     Args:
         weights: ``[T,S]``, rows that sum to 1.
-        targets: integers ``[T]``: the key slot to look at; -1 leaves a query out.
+        targets: integers ``[T]``: the key's slot for each query; -1 excludes the query.
 
     Returns:
         A scalar in [0, 1].
     """
-    found = jnp.take_along_axis(weights, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
-    return _mean(found, targets >= 0)
+    on_target = jnp.take_along_axis(weights, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    return _mean(on_target, targets >= 0)
 
 
 def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, " T+S-1"]:
@@ -33,7 +33,7 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
         eligible: bool ``[T]``; all queries by default.
 
     Returns:
-        ``[T+S-1]``: entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries that have such a key.
+        ``[T+S-1]``: entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries with such a key.
     """
     length, keys = weights.shape
     offsets = jnp.arange(length + keys - 1) - (length - 1)
@@ -41,12 +41,12 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
     counted = (kv_idx >= 0) & (kv_idx < keys)
     if eligible is not None:
         counted &= eligible[None, :]
-    found = weights[jnp.arange(length)[None, :], jnp.clip(kv_idx, 0, keys - 1)]
-    return jax.vmap(_mean)(found, counted)
+    diagonals = weights[jnp.arange(length)[None, :], jnp.clip(kv_idx, 0, keys - 1)]
+    return jax.vmap(_mean)(diagonals, counted)
 
 
 def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
-    """Mean weight on the token before: ``mean over q >= 1 of weights[q, q-1]``. ``weights [T,T]``; a scalar."""
+    """Mean weight on the previous token: ``mean over q >= 1 of weights[q, q-1]``. ``weights [T,T]``; a scalar."""
     targets = jnp.arange(weights.shape[0]) - 1
     return target_weight(weights, targets if eligible is None else jnp.where(eligible, targets, -1))
 
@@ -54,10 +54,10 @@ def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | N
 def induction(
     weights: Float[Array, "T T"], tokens: Int[Array, " T"], eligible: Bool[Array, " T"] | None = None
 ) -> Float[Array, ""]:
-    """Mean weight on the tokens that came after an earlier occurrence of the current token.
+    """Mean weight on the tokens that followed earlier occurrences of the current token.
 
     ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries whose token
-    occurred before. Where it occurred several times, any continuation counts, so a perfect induction head scores 1.
+    occurred before. If it occurred several times, any continuation counts, so a perfect induction head scores 1.
     Source: https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads (prefix matching).
 
     Args:
@@ -87,11 +87,11 @@ def entropy(
 ) -> Float[Array, ""]:
     """Mean of ``-sum_kv p ln p / ln(number of visible keys)``, over rows that see at least two keys.
 
-    1 for a uniform head, also a causal one (each row is measured against its own maximum), 0 for a hard one.
+    1 for a uniform head, causal or not (each row is relative to its own maximum), 0 for a hard one.
 
     Args:
         weights: ``[T,S]``.
-        visible: bool ``[T,S]``: the pairs that the mask leaves; all by default.
+        visible: bool ``[T,S]``: the visible pairs; all by default.
         eligible: bool ``[T]``; all queries by default.
     """
     if visible is None:
@@ -105,33 +105,28 @@ def entropy(
 def pattern_divergence(
     patterns: Float[Array, "N T S"], eligible: Bool[Array, " T"] | None = None
 ) -> Float[Array, "N N"]:
-    """How much heads differ: Jensen-Shannon divergence of their rows over ln 2, averaged over rows; in [0, 1].
+    """Jensen-Shannon divergence between heads over ln 2, averaged over rows; in [0, 1].
 
     ``JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2`` with ``H`` the entropy of a row; 0 for equal heads, 1 for heads
     that never look at the same key. Source: Lin, 1991, https://doi.org/10.1109/18.61115.
 
     Args:
-        patterns: ``[N,T,S]``, the weights of N heads, best averaged over many sequences: on a single one, heads that
-            look for content differ even from themselves. From queries and keys, at any length: ``divergence``.
+        patterns: ``[N,T,S]``, the weights of N heads, preferably averaged over many sequences: on a single sequence,
+            content-based heads differ even from themselves. ``divergence`` works from queries and keys, at any length.
         eligible: bool ``[T]``; all queries by default.
 
     Returns:
         ``[N,N]``, symmetric, with a zero diagonal.
     """
     rows = jnp.ones(patterns.shape[1], bool) if eligible is None else eligible
-    return jax.vmap(lambda one: jax.vmap(lambda other: _jensen_shannon(one, other, rows))(patterns))(patterns)
+    return jax.vmap(lambda p: jax.vmap(lambda r: _mean(jensen_shannon(p, r), rows))(patterns))(patterns)
 
 
-def _jensen_shannon(one: Array, other: Array, eligible: Array) -> Array:
-    """The mean over eligible rows for one pair of heads, both ``[T,S]``."""
-    return _mean(jensen_shannon(one, other), eligible)
-
-
-def jensen_shannon(one: Array, other: Array) -> Array:
-    """Of each row of two matrices of weights ``[...,S]``, over ln 2: ``[...]``, in [0, 1]."""
-    middle = jnp.sum(_minus_p_log_p((one + other) / 2), axis=-1)
-    ends = jnp.sum(_minus_p_log_p(one) + _minus_p_log_p(other), axis=-1) / 2
-    return jnp.clip((middle - ends) / math.log(2.0), 0.0, 1.0)  # rounding may leave a hair outside
+def jensen_shannon(p: Array, r: Array) -> Array:
+    """Jensen-Shannon divergence over ln 2 of each row of two matrices of weights ``[...,S]``: ``[...]``, in [0, 1]."""
+    of_mean = jnp.sum(_minus_p_log_p((p + r) / 2), axis=-1)
+    mean_of_both = jnp.sum(_minus_p_log_p(p) + _minus_p_log_p(r), axis=-1) / 2
+    return jnp.clip((of_mean - mean_of_both) / math.log(2.0), 0.0, 1.0)  # rounding may leave the interval slightly
 
 
 def _minus_p_log_p(p: Array) -> Array:
@@ -140,6 +135,6 @@ def _minus_p_log_p(p: Array) -> Array:
 
 
 def _mean(values: Array, counted: Array) -> Array:
-    """Mean of ``values`` where ``counted``; 0 where nothing is."""
+    """Mean of ``values`` where ``counted``; 0 if nothing is."""
     total = jnp.sum(jnp.where(counted, values, 0.0))
     return total / jnp.maximum(jnp.sum(counted), 1).astype(values.dtype)

@@ -1,187 +1,221 @@
-"""``"blockwise"``: the formula in O(T + S) memory of ``jattn.blockwise``, head by head. Takes every request.
+"""``"blockwise"``: the O(T + S) formula of ``jattn.online_softmax``, head by head. Supports every request.
 
-What to skip is decided here, outside of any vmap, where a condition still saves work: one table of blocks for all heads
-of a sequence (a block is computed where any head sees it), and for each sequence its own where masks differ by batch.
+The blocks to skip are chosen here, outside of any vmap, where a condition still saves work. All heads of a sequence
+share one table: a block is computed if any head sees it. If masks differ by sequence, each has its own table.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jattn import blockwise, staged
+from jattn import staged
 from jattn.attention import softmax_dtype
+from jattn.batching import canonical, over_request
 from jattn.blocks import all_seen, choose_blocks, visible_blocks
-from jattn.head_blocks import Cut
 from jattn.hoist import traced
-from jattn.kernels.lift import lift, ready
-from jattn.kernels.shards import may_be_divided
 from jattn.lifting import one_by_one
+from jattn.one_block import BlockPlan
+from jattn.online_softmax import accumulate_head, count_visible_head, differentiable, fold_head, forward_head
+from jattn.placement import may_be_divided, on_each_device
 from jattn.request import Request
 from jattn.tables import Length, arange
 
-Where = tuple[Any, Any, Any, Any, Any, Any, tuple[Length, Length]]  # the arguments of visible_blocks, but for the size
+# The arguments of visible_blocks, except the block size.
+MaskArguments = tuple[Any, Any, Any, Any, Any, Any, tuple[Length, Length]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise:
-    """``implementation=``: as ``"blockwise"``, with blocks of a size of your own.
+    """``implementation=``: ``"blockwise"`` with your own block sizes.
 
-    ``block_sizes``: queries and keys of a block; ``jattn.blocks.choose_blocks`` has the default. They change no result
+    ``block_sizes``: queries and keys per block; ``jattn.blocks.choose_blocks`` sets the default. Changes no result
     beyond rounding.
     """
 
     block_sizes: tuple[int, int] | None = None
 
-    def why_not(self, request: Request) -> str | None:
-        """None: it takes every request."""
+    def unsupported_reason(self, request: Request) -> str | None:
+        """None: it supports every request."""
         return None
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``; beyond inputs and outputs O(T + S) memory, forward and backward."""
-        request = ready(request)
-        return blockwise.differentiable(_values, _sums, request, self.block_sizes, may_be_divided(request))
+        """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
+        request = canonical(request)
+        return differentiable(_forward, _accumulate, request, self.block_sizes, may_be_divided(request))
 
-    def sums(self, request: Request, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``sum exp(score - high) value [B,T,N,D]`` and ``sum exp(score - high) [B,T,N]``, for ``high [B,T,N]``."""
+    def accumulate(self, request: Request, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``acc [B,T,N,D] = sum exp(score - row_max) value`` and ``row_sum [B,T,N]``, for ``row_max [B,T,N]``."""
         dtype = softmax_dtype(request.query)
         rows = jax.ShapeDtypeStruct(request.query.shape[:3], dtype)
         out = jax.ShapeDtypeStruct((*rows.shape, request.value.shape[3]), dtype), rows
-        how = self.block_sizes, may_be_divided(request)
-        return staged.call(_sums, ready(request), high, *how, out=out)
+        static = self.block_sizes, may_be_divided(request)
+        return staged.call(_accumulate, canonical(request), row_max, *static, out=out)
 
-    def fold(
+    def fold_blocks(
         self, request: Request, step: Callable, init: Any, lse: jax.Array | None, per_sequence: Sequence[Any] = ()
     ) -> Any:
-        """The carries of all heads ``[B,N,...]`` of ``jattn.blockwise.fold``; ``lse [B,T,N]`` or None.
+        """``jattn.online_softmax.fold_head`` for all heads: carries ``[B,N,...]``; ``lse [B,T,N]`` or None.
 
-        ``step`` also gets what its sequence has of the arrays ``per_sequence``, ``[B|1,...]``.
+        ``step`` also gets its sequence's entries of the arrays ``per_sequence``, ``[B|1,...]``.
         """
-        if 0 in (request.query.shape[1], request.key.shape[1]):  # no block comes
+        if 0 in (request.query.shape[1], request.key.shape[1]):  # there are no blocks
             lead = request.query.shape[0], request.query.shape[2]
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (*lead, *jnp.shape(x))), init)
         if lse is None:
             lse = self.run(dataclasses.replace(request, value=request.key[..., :0]))[1]
-        request, (B, _, N, _) = ready(request), request.query.shape
-        size = _size(request, self.block_sizes)
+        request, (B, _, N, _) = canonical(request), request.query.shape
+        size, _ = _tables(request, self.block_sizes)
         dtype, index = softmax_dtype(request.query), jnp.int32
-        block = (
+        block_types = (
             jax.ShapeDtypeStruct(size, dtype),
-            *(jax.ShapeDtypeStruct(x, index) for x in ((size[0], 1), (1, size[1]))),
+            *(jax.ShapeDtypeStruct(shape, index) for shape in ((size[0], 1), (1, size[1]))),
         )
         structure = jax.tree.structure(init)
         init = [jnp.asarray(x) for x in jax.tree.leaves(init)]
-        here = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in per_sequence]
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in init]
+        extra_types = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in per_sequence]
+        carry_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in init]
 
-        def flat(*args: Any) -> list[jax.Array]:
+        def flat_step(*args: Any) -> list[jax.Array]:
             carry = step(structure.unflatten(args[: len(init)]), *args[len(init) :])
-            _check_carry(structure, types, carry)
+            _check_carry(structure, carry_types, carry)
             return jax.tree.leaves(carry)
 
-        program = traced(flat, *types, *block, *here)
+        program = traced(flat_step, *carry_types, *block_types, *extra_types)
         out = [jax.ShapeDtypeStruct((B, N, *x.shape), x.dtype) for x in init]
-        how = size, may_be_divided(request)
-        found = staged.call(_fold, request, program, init, lse, list(per_sequence), *how, out=out)
-        return structure.unflatten(found)
+        static = size, may_be_divided(request)
+        carries = staged.call(_fold, request, program, init, lse, list(per_sequence), *static, out=out)
+        return structure.unflatten(carries)
 
     def count_visible(self, request: Request) -> jax.Array:
-        """How many keys each query sees, integers ``[B,N,T]``."""
+        """The number of keys that each query sees, integers ``[B,N,T]``."""
         B, T, N, _ = request.query.shape
-        how = self.block_sizes, may_be_divided(request)
-        return staged.call(_count_visible, ready(request), *how, out=jax.ShapeDtypeStruct((B, N, T), jnp.int32))
+        static = self.block_sizes, may_be_divided(request)
+        out = jax.ShapeDtypeStruct((B, N, T), jnp.int32)
+        return staged.call(_count_visible, canonical(request), *static, out=out)
+
+    def slots(self, length: Length) -> None:
+        """None: each slot holds its own token."""
+        return None
+
+    def fold(
+        self,
+        request: Request,
+        step: Callable,
+        kinds: Mapping[str, str],
+        lse: jax.Array,
+        rows: dict[str, jax.Array],
+        columns: dict[str, jax.Array],
+        count_visible: bool,
+    ) -> dict[str, jax.Array]:
+        """As in ``jattn.kernels.FoldsWeights``."""
+        T, S = request.query.shape[1], request.key.shape[1]
+        sizes, fill = {"keys": S, "offsets": max(T + S - 1, 0)}, {"largest": -jnp.inf}
+        init = {name: jnp.full(sizes.get(kind, T), fill.get(kind, 0), lse.dtype) for name, kind in kinds.items()}
+        structure = jax.tree.structure((rows, columns))
+
+        def with_data(carry: Any, log_weights: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, *data: Any) -> Any:
+            return step(carry, log_weights, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
+
+        results = self.fold_blocks(request, with_data, init, lse, jax.tree.leaves((rows, columns)))
+        return results | ({"visible": self.count_visible(request)} if count_visible else {})
+
+    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
+        """``jattn.placement.on_each_device``."""
+        return on_each_device(fn, request, out_axes, *extra)
 
 
 def _check_carry(structure: Any, types: Sequence[Any], carry: Any) -> None:
-    """Raises where a step changes its carry."""
+    """Raises if a step changes the structure, shapes or dtypes of its carry."""
     if jax.tree.structure(carry) != structure:
         raise TypeError(
             f"step must return a carry like the one it is given, {structure}, got {jax.tree.structure(carry)}"
         )
     for old, new in zip(types, jax.tree.leaves(carry), strict=True):
-        for what in ("shape", "dtype"):
-            was, now = getattr(old, what), getattr(jnp.asarray(new), what)
-            if was != now:
+        for attribute in ("shape", "dtype"):
+            expected, got = getattr(old, attribute), getattr(jnp.asarray(new), attribute)
+            if expected != got:
                 raise TypeError(
-                    f"step must return a carry like the one it is given: carry {what}s do not match, "
-                    f"{was} came and {now} was returned"
+                    f"step must return a carry like the one it is given: carry {attribute}s do not match, expected "
+                    f"{expected}, got {got}"
                 )
 
 
-def _values(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    cut, how = _how(platform, request, sizes, divided)
+def _forward(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    plan, lifting = _plan(platform, request, sizes, divided)
 
-    def one_head(q, k, v, options, may, must):
-        return blockwise.values(platform, q, k, v, options, Cut(cut.size, may, must, cut.all_seen))
+    def one_head(q, k, v, head, any_visible, all_visible):
+        return forward_head(platform, q, k, v, head, plan._replace(any_visible=any_visible, all_visible=all_visible))
 
-    return lift(one_head, request, out_axes=1, **how)
+    return over_request(one_head, request, out_axes=1, **lifting)
 
 
-def _sums(platform: str, request: Request, high: jax.Array, sizes: Any, divided: bool) -> tuple[jax.Array, jax.Array]:
-    cut, how = _how(platform, request, sizes, divided)
+def _accumulate(
+    platform: str, request: Request, row_max: jax.Array, sizes: Any, divided: bool
+) -> tuple[jax.Array, jax.Array]:
+    plan, lifting = _plan(platform, request, sizes, divided)
 
-    def one_head(q, k, v, options, high, may, must):
-        return blockwise.sums(platform, q, k, v, options, Cut(cut.size, may, must, cut.all_seen), high)
+    def one_head(q, k, v, head, row_max, any_visible, all_visible):
+        own_plan = plan._replace(any_visible=any_visible, all_visible=all_visible)
+        return accumulate_head(platform, q, k, v, head, own_plan, row_max)
 
-    if how["heads"] is one_by_one:
-        how |= {"heads": functools.partial(one_by_one, recompute=True)}
-    return lift(one_head, request, out_axes=1, per_head=[jnp.moveaxis(high, 2, 1)], **how)
+    if lifting["heads"] is one_by_one:
+        lifting |= {"heads": functools.partial(one_by_one, recompute=True)}
+    return over_request(one_head, request, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)], **lifting)
 
 
 def _fold(
     platform: str, request: Request, step: Any, init: Any, lse: jax.Array, per_sequence: list[jax.Array], sizes: Any,
     divided: bool,
 ) -> Any:  # fmt: skip
-    cut, how = _how(platform, request, sizes, divided)
+    plan, lifting = _plan(platform, request, sizes, divided)
 
-    def one_head(q, k, v, options, lse, may, must, *extra):
-        def with_extra(carry, logs, q_idx, kv_idx):
-            return step(*carry, logs, q_idx, kv_idx, *extra)
+    def one_head(q, k, v, head, lse, any_visible, all_visible, *extra):
+        def with_extra(carry, log_weights, q_idx, kv_idx):
+            return step(*carry, log_weights, q_idx, kv_idx, *extra)
 
-        how = Cut(cut.size, may, must, cut.all_seen)
-        return blockwise.fold(platform, with_extra, init, q, k, options, how, lse)
+        own_plan = plan._replace(any_visible=any_visible, all_visible=all_visible)
+        return fold_head(platform, with_extra, init, q, k, head, own_plan, lse)
 
-    how |= {"per_sequence": (*how["per_sequence"], *per_sequence)}
-    return lift(one_head, request, out_axes=0, per_head=[jnp.moveaxis(lse, 2, 1)], **how)
+    lifting |= {"per_sequence": (*lifting["per_sequence"], *per_sequence)}
+    return over_request(one_head, request, out_axes=0, per_head=[jnp.moveaxis(lse, 2, 1)], **lifting)
 
 
 def _count_visible(platform: str, request: Request, sizes: Any, divided: bool) -> jax.Array:
-    cut, how = _how(platform, request, sizes, divided)
+    plan, lifting = _plan(platform, request, sizes, divided)
 
-    def one_head(q, k, v, options, may, must):
-        return blockwise.count_visible(platform, q, k, options, Cut(cut.size, may, must, cut.all_seen))
+    def one_head(q, k, v, head, any_visible, all_visible):
+        return count_visible_head(platform, q, k, head, plan._replace(any_visible=any_visible, all_visible=all_visible))
 
-    return lift(one_head, request, out_axes=0, **how)
+    return over_request(one_head, request, out_axes=0, **lifting)
 
 
-def _how(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[Cut, dict[str, Any]]:
-    """How heads are cut (with the table of all sequences), and what lifts one head to many.
+def _plan(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[BlockPlan, dict[str, Any]]:
+    """How to split the heads (with the tables of all sequences), and how to lift one head to many.
 
-    On one CPU device, heads and sequences go one by one: a head keeps all cores busy, and its blocks stay in the
-    cache. Where an axis may be ``divided`` over devices, a loop over it would gather it: vmap, and one table for all
-    sequences. On one accelerator vmap, but over sequences only where they share the table.
+    On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
+    the cache. If an axis may be ``divided`` over devices, a loop over it would gather it; then vmap, with one table for
+    all sequences. On one accelerator vmap, but over sequences only if they share a table.
     """
-    T, S = request.query.shape[1], request.key.shape[1]
-    size, (may, must) = choose_blocks(functools.partial(block_table, request), T, S, sizes)
+    size, (any_visible, all_visible) = _tables(request, sizes)
     if divided:
-        may, must = may.any(0, keepdims=True), must.all(0, keepdims=True)
+        any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
     heads = one_by_one if platform == "cpu" and not divided else jax.vmap
-    sequences = one_by_one if not divided and (platform == "cpu" or may.shape[0] > 1) else jax.vmap
-    cut = Cut(size, may, must, all_seen(*_everywhere(request)))
-    return cut, {"per_sequence": (may, must), "sequences": sequences, "heads": heads}
+    sequences = one_by_one if not divided and (platform == "cpu" or any_visible.shape[0] > 1) else jax.vmap
+    plan = BlockPlan(size, any_visible, all_visible, all_seen(*_mask_arguments(request)))
+    return plan, {"per_sequence": (any_visible, all_visible), "sequences": sequences, "heads": heads}
 
 
-def _size(request: Request, sizes: Any) -> tuple[int, int]:
-    return choose_blocks(functools.partial(block_table, request), request.query.shape[1], request.key.shape[1], sizes)[
-        0
-    ]
+def _tables(request: Request, sizes: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+    lengths = request.query.shape[1], request.key.shape[1]
+    return choose_blocks(functools.partial(block_table, request), *lengths, sizes)
 
 
-def _everywhere(request: Request) -> Where:
-    """What ``visible_blocks`` asks for, with leading axes ``[B|1, N|1]``."""
+def _mask_arguments(request: Request) -> MaskArguments:
+    """The arguments of ``visible_blocks``, with leading axes ``[B|1, N|1]``."""
     B, T, N, _ = request.query.shape
     b, h = request.first_batch + arange(B)[:, None], request.first_head + arange(N)[None, :]
     lengths = (T, request.key.shape[1])
@@ -192,6 +226,8 @@ def _everywhere(request: Request) -> Where:
 
 
 def block_table(request: Request, size: tuple[int, int]) -> tuple[Any, Any]:
-    """``(may, must)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
-    may, must = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*_everywhere(request), size))
-    return may.any(1), must.all(1)
+    """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
+    any_visible, all_visible = (
+        x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*_mask_arguments(request), size)
+    )
+    return any_visible.any(1), all_visible.all(1)

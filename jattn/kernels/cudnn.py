@@ -1,9 +1,9 @@
 """``"cudnn"``: NVIDIA's fused kernel, through ``jax.nn.dot_product_attention``, all heads at once.
 
-It takes the masks that the kernel knows by itself; a mask it would have to add as a bias gives rows without a visible
-key the mean of the values there, not 0. The log-sum-exp comes from the blockwise rule: ``jax.nn`` returns it rounded
-to 16 bits and without a derivative. Where nobody uses it, XLA removes it. Forward-mode differentiation is not defined
-by cuDNN's rule and raises JAX's own error.
+It supports only the kernel's own masks: with a mask added as a bias, rows without a visible key would be the mean of
+the values instead of 0. The log-sum-exp comes from the blockwise rule, because ``jax.nn`` returns it rounded to 16 bits
+and without a derivative; XLA removes it if it is unused. cuDNN's rule has no forward-mode derivative, so that raises
+JAX's own error.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from jattn.masks import And, Causal, MaskFunction, SlidingWindow
 from jattn.request import Request
 
 
-def why_not(request: Request) -> str | None:
-    """The first reason why the fused kernel cannot take ``request``, or None."""
+def unsupported_reason(request: Request) -> str | None:
+    """The first reason against the fused kernel, or None."""
     query, value = request.query, request.value
     head_dim = query.shape[-1]
     reasons = [
@@ -29,14 +29,14 @@ def why_not(request: Request) -> str | None:
         (head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"),
         (value is None or value.shape[-1] != head_dim, "value's head dim must equal query's"),
         (0 in (*query.shape, request.key.shape[1]), "it takes no empty arrays"),
-        (request.bias is not None, "a bias is not given to it: its gradient there is not verified"),
+        (request.bias is not None, "its gradient for a bias is not verified"),
         (request.score_mod is not None, "it takes no score_mod"),
         (request.has_mask_array, "it takes no mask array"),
         (request.query_positions is not None or request.kv_positions is not None, "it takes no positions"),
         (request.dropout is not None, "it takes no dropout"),
         (request.precision is not None, "it has no precision setting"),
         (not isinstance(request.scale, int | float | None), "scale must be a plain number"),
-        (not _read_masks(request)[0], "of masks it knows Causal and SlidingWindow(left), joined by &, alone"),
+        (not _read_masks(request)[0], "it supports no masks but Causal and SlidingWindow(left), joined by &"),
     ]
     return next((reason for applies, reason in reasons if applies), None)
 
@@ -48,14 +48,14 @@ def run(request: Request) -> tuple[jax.Array, jax.Array]:
 
 
 def attend_by(kernel: Callable, request: Request) -> tuple[jax.Array, jax.Array]:
-    """``run`` with another ``jax.nn.dot_product_attention`` in the kernel's place."""
+    """``run`` with ``kernel`` in place of ``jax.nn.dot_product_attention``."""
     _, causal, left = _read_masks(request)
     B, T = request.query.shape[:2]
     S = request.key.shape[1]
     query, key, value = request.query, request.key, request.value
-    assert value is not None  # why_not has seen to it
+    assert value is not None  # checked by unsupported_reason
     query_lengths, kv_lengths = request.query_lengths, request.kv_lengths
-    if kv_lengths is not None:  # what stands behind the end may be NaN, and 0 * NaN is NaN
+    if kv_lengths is not None:  # slots past the end may be NaN, and 0 * NaN is NaN
         real = (jnp.arange(S)[None, :] < kv_lengths[:, None])[..., None, None]
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
     visible = _visible_rows(left, B, T, S, query_lengths, kv_lengths)[..., None, None]
@@ -76,18 +76,18 @@ def attend_by(kernel: Callable, request: Request) -> tuple[jax.Array, jax.Array]
 
 def _on_cuda(platform: str, query: jax.Array) -> jax.Array:
     if platform != "cuda":
-        raise Unsupported(f"implementation='cudnn' cannot do this: it needs an NVIDIA GPU, and this is for {platform}")
+        raise Unsupported(f"implementation='cudnn' cannot do this: it needs an NVIDIA GPU, not {platform}")
     return query
 
 
 def _read_masks(request: Request) -> tuple[bool, bool, int | None]:
-    """What the masks come to: ``(known, causal, left)``; ``known`` is false where cuDNN has no such mask."""
+    """The masks as ``(supported, causal, left)``; ``supported`` is False if cuDNN has no such mask."""
     parts = [part for mask in request.masks for part in _conjuncts(mask)]
     windows = [part for part in parts if isinstance(part, SlidingWindow)]
     causal = any(isinstance(part, Causal) for part in parts) or any(window.right == 0 for window in windows)
     static = all(isinstance(x, int) and x >= 0 for window in windows for x in (window.left, window.right))
-    known = static and all(isinstance(part, Causal | SlidingWindow) for part in parts) and (causal or not parts)
-    return known, causal, min((window.left for window in windows), default=None) if known else None
+    supported = static and all(isinstance(part, Causal | SlidingWindow) for part in parts) and (causal or not parts)
+    return supported, causal, min((window.left for window in windows), default=None) if supported else None
 
 
 def _conjuncts(mask: MaskFunction) -> list[MaskFunction]:
@@ -95,7 +95,7 @@ def _conjuncts(mask: MaskFunction) -> list[MaskFunction]:
 
 
 def _visible_rows(left: int | None, B: int, T: int, S: int, query_lengths, kv_lengths) -> jax.Array:
-    """``[B,T]``: does the query see any key? cuDNN's own answer for a row that sees none is not ours."""
+    """Bool ``[B,T]``: whether a query sees any key. cuDNN returns another result for rows that see none."""
     rows = jnp.arange(T)[None, :]
     ends = jnp.full((B, 1), S) if kv_lengths is None else kv_lengths[:, None]
     first = jnp.zeros_like(rows) if left is None else jnp.maximum(rows - left, 0)

@@ -1,8 +1,8 @@
-"""``"decode"``: few queries that ask many keys, chunk of keys after chunk, all heads of a chunk at once.
+"""``"decode"``: few queries against many keys, one chunk of keys at a time, all heads of a chunk at once.
 
-With few queries the time is that of reading keys and values, so each chunk is read once, for all heads, and chunks that
-no query sees are not read: the slots of a cache that hold nothing yet cost nothing. The sums over chunks are those of
-``jattn.blockwise``; here JAX differentiates them, chunk by chunk. Takes every request; beside O(S) it keeps
+With few queries, reading keys and values takes most of the time. So each chunk is read once for all heads, and chunks
+that no query sees are not read: empty slots of a cache cost nothing. The sums over chunks are those of
+``jattn.online_softmax``, differentiated by JAX, chunk by chunk. Supports every request; besides O(S) it holds
 ``[B,N,T,chunk]`` scores.
 """
 
@@ -17,98 +17,101 @@ from jaxtyping import Array
 
 from jattn import staged
 from jattn.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
+from jattn.batching import canonical, over_request
 from jattn.dropout import drop
-from jattn.head_blocks import product_dtype
 from jattn.kernels.blockwise import block_table
-from jattn.kernels.lift import lift, ready
-from jattn.kernels.shards import may_be_divided
+from jattn.one_block import product_dtype
+from jattn.placement import may_be_divided
 from jattn.request import Request
 
-CHUNK = 2**20  # numbers in a chunk of keys: of 2**17 to 2**21 the fastest with all of 65536 slots full
+CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
 
 
-class Sums(NamedTuple):
-    """What came of the chunks so far."""
+class Accumulator(NamedTuple):
+    """The online softmax's state after some chunks."""
 
-    numerator: Array  # [B,T,N,D]
-    high: Array  # [B,T,N], the largest score
-    total: Array  # [B,T,N]
+    acc: Array  # [B,T,N,D]
+    row_max: Array  # [B,T,N]
+    row_sum: Array  # [B,T,N]
 
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-    """``implementation=``: as ``"decode"``, with chunks of a length of your own: so many keys."""
+    """``implementation=``: ``"decode"`` with your own chunk length, in keys."""
 
     chunk: int | None = None
 
-    def why_not(self, request: Request) -> str | None:
-        """None, unless a length is known only when the program runs."""
+    def unsupported_reason(self, request: Request) -> str | None:
+        """None, unless a length is symbolic."""
         lengths = request.query.shape[1], request.key.shape[1]
         if all(isinstance(length, int) for length in lengths):
             return None
-        return f"it cuts lengths that are known while tracing into chunks, and these are {lengths}"
+        return f"it needs lengths that are known while tracing, got {lengths}"
 
     def run(self, request: Request) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         (B, T, N, _), D = request.query.shape, request.value.shape[3]
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
-            raise ValueError(f"chunk must be a positive integer, of keys, got {self.chunk!r}")
+            raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")
         out = jax.ShapeDtypeStruct((B, T, N, D), request.value.dtype)
         lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(request.query))
-        how = self.chunk, may_be_divided(request)
-        return staged.call(_run, ready(request), *how, out=(out, lse))
+        static = self.chunk, may_be_divided(request)
+        return staged.call(_run, canonical(request), *static, out=(out, lse))
 
 
 def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
-    """How many keys make a chunk: a power of two, at least 128."""
+    """The number of keys per chunk: a power of two, at least 128."""
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
 
 def _run(platform: str, request: Request, chunk: int | None, divided: bool) -> tuple[Array, Array]:
-    how = Products(platform == "cpu" and not divided, product_dtype(platform, request.query), request.precision)
+    products = Products(platform == "cpu" and not divided, product_dtype(platform, request.query), request.precision)
     B, T, N, _ = request.query.shape
     _, S, K, H = request.key.shape
     D, dtype = request.value.shape[-1], softmax_dtype(request.query)
     size = min(chunk or chunk_length(B, K, H), max(S, 1))
-    may, must = (x.reshape(x.shape[0], -1) for x in block_table(request, (max(T, 1), size)))
-    may, must = may.any(0), must.all(0)
-    chunks, kinds = np.arange(may.shape[0], dtype=np.int32), may.astype(np.int32) + must.astype(np.int32)
+    any_visible, all_visible = (x.reshape(x.shape[0], -1) for x in block_table(request, (max(T, 1), size)))
+    any_visible, all_visible = any_visible.any(0), all_visible.all(0)
+    chunks = np.arange(any_visible.shape[0], dtype=np.int32)
+    kinds = any_visible.astype(np.int32) + all_visible.astype(np.int32)  # 0: empty, 1: partial, 2: full
     if isinstance(kinds, np.ndarray):
         chunks, kinds = chunks[kinds > 0], kinds[kinds > 0]
 
-    def visit(sums: Sums, chunk: Any, masked: bool) -> Sums:
-        # the last chunk ends at S, and leaves the keys to the one before it that this has had
+    def visit(state: Accumulator, chunk: Any, masked: bool) -> Accumulator:
+        # The last chunk ends at S; keys that the chunk before already has are masked.
         first = jnp.minimum(chunk * size, S - size)
-        return _add(sums, _cut(request, first, size, chunk * size if masked else None), how)
+        return _add(state, _slice_keys(request, first, size, chunk * size if masked else None), products)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def body(sums: Sums, entry: tuple[Any, Any]) -> tuple[Sums, None]:
+    def body(state: Accumulator, entry: tuple[Any, Any]) -> tuple[Accumulator, None]:
         chunk, kind = entry
         branches = [lambda x: x, lambda x: visit(x, chunk, True), lambda x: visit(x, chunk, False)]
-        return jax.lax.switch(kind, branches, sums), None
+        return jax.lax.switch(kind, branches, state), None
 
-    # the least float and not -inf, because -inf - -inf is NaN
-    sums = Sums(
-        numerator=jnp.zeros((B, T, N, D), dtype),
-        high=jnp.full((B, T, N), jnp.finfo(dtype).min, dtype),
-        total=jnp.zeros((B, T, N), dtype),
+    # The least float instead of -inf, because -inf - -inf is NaN.
+    state = Accumulator(
+        acc=jnp.zeros((B, T, N, D), dtype),
+        row_max=jnp.full((B, T, N), jnp.finfo(dtype).min, dtype),
+        row_sum=jnp.zeros((B, T, N), dtype),
     )
     if B * N * T and len(chunks):
-        sums, _ = jax.lax.scan(body, sums, (jnp.asarray(chunks), jnp.asarray(kinds)))
-    seen = sums.total != 0.0
-    total = jnp.where(seen, sums.total, 1.0)  # 1, so that neither the quotient nor the log's derivative is infinite
-    out = (sums.numerator / total[..., None]).astype(request.value.dtype)
-    return out, jnp.where(seen, sums.high + jnp.log(total), -jnp.inf)
+        state, _ = jax.lax.scan(body, state, (jnp.asarray(chunks), jnp.asarray(kinds)))
+    seen = state.row_sum != 0.0
+    row_sum = jnp.where(seen, state.row_sum, 1.0)  # 1, so that quotient and log have finite derivatives
+    out = (state.acc / row_sum[..., None]).astype(request.value.dtype)
+    return out, jnp.where(seen, state.row_max + jnp.log(row_sum), -jnp.inf)
 
 
-def _cut(request: Request, first: Any, size: int, begin: Any) -> Request:
-    """The request for ``size`` keys from slot ``first`` on; with ``begin`` None for those that every query sees, else
-    masked, from slot ``begin`` on."""
-    cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
+def _slice_keys(request: Request, first: Any, size: int, begin: Any) -> Request:
+    """The request for the ``size`` keys from slot ``first`` on.
+
+    With ``begin`` None, every query sees all of them. Otherwise they are masked, and hidden before slot ``begin``.
+    """
+    slice_axis = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
     slots = first + jnp.arange(size, dtype=jnp.int32)
 
     def pairs(x: Any) -> Any:
-        return x if x is None or x.shape[3] == 1 else cut(jnp.asarray(x), axis=3)
+        return x if x is None or x.shape[3] == 1 else slice_axis(jnp.asarray(x), axis=3)
 
     masks: dict[str, Any] = {"masks": (), "slot_masks": ()}
     if begin is not None:
@@ -117,61 +120,61 @@ def _cut(request: Request, first: Any, size: int, begin: Any) -> Request:
     positions = request.kv_positions
     return dataclasses.replace(
         request,
-        key=cut(request.key, axis=1),
-        value=cut(request.value, axis=1),
+        key=slice_axis(request.key, axis=1),
+        value=slice_axis(request.value, axis=1),
         bias=pairs(request.bias),
-        kv_positions=slots[None] if positions is None else cut(jnp.asarray(positions), axis=1),
+        kv_positions=slots[None] if positions is None else slice_axis(jnp.asarray(positions), axis=1),
         query_lengths=None,
         kv_lengths=None,
         **masks,
     )
 
 
-def _add(sums: Sums, request: Request, products: "Products") -> Sums:
-    """The sums with those of one chunk."""
+def _add(state: Accumulator, request: Request, products: "Products") -> Accumulator:
+    """The state after one more chunk."""
     query, key, value = request.query, request.key, request.value
     dtype, K = softmax_dtype(query), key.shape[2]
     visible = None
     if request.masks or request.slot_masks:
 
-        def sees(q: Array, k: Array, v: Array, head: Head) -> Array:
-            pairs = visible_pairs(head, head.where(q, k))
+        def visible_of_head(q: Array, k: Array, v: Array, head: Head) -> Array:
+            pairs = visible_pairs(head, head.indices(q, k))
             assert pairs is not None  # there are masks
             return jnp.broadcast_to(pairs, (q.shape[0], k.shape[0]))
 
-        visible = lift(sees, request, out_axes=0)  # [B,N,T,S]
-        # keys that nobody sees, and queries that see nothing, may hold NaN, and 0 * NaN is NaN
+        visible = over_request(visible_of_head, request, out_axes=0)  # [B,N,T,S]
+        # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN is NaN.
         B, N, T, S = visible.shape
-        by_key = visible.reshape(B, K, -1, S).any(2).swapaxes(1, 2)[..., None]
-        key, value = (jnp.where(by_key, x, jnp.zeros((), x.dtype)) for x in (key, value))
+        key_seen = visible.reshape(B, K, -1, S).any(2).swapaxes(1, 2)[..., None]
+        key, value = (jnp.where(key_seen, x, jnp.zeros((), x.dtype)) for x in (key, value))
         query = jnp.where(visible.any(3).swapaxes(1, 2)[..., None], query, jnp.zeros((), query.dtype))
     raw = products.scores(query, key)
 
     def one_head(q: Array, k: Array, v: Array, head: Head, raw: Array, *visible: Array) -> tuple[Array, Array, Array]:
-        where = head.where(q, k)
-        scores = finish_scores(raw, visible[0] if visible else None, head, where, q.shape[-1])
-        high = jax.lax.stop_gradient(row_maximum(jax.lax.stop_gradient(scores)))
-        exponentials = jnp.exp(scores - high[:, None])
-        return drop(exponentials, head.dropout, where), high, exponentials.sum(1)
+        indices = head.indices(q, k)
+        scores = finish_scores(raw, visible[0] if visible else None, head, indices, q.shape[-1])
+        row_max = jax.lax.stop_gradient(row_maximum(jax.lax.stop_gradient(scores)))
+        exponentials = jnp.exp(scores - row_max[:, None])
+        return drop(exponentials, head.dropout, indices), row_max, exponentials.sum(1)
 
     per_head = [raw] if visible is None else [raw, visible]
-    exponentials, high, total = lift(one_head, request, out_axes=(0, 1, 1), per_head=per_head)
-    higher = jnp.maximum(sums.high, high)
-    before, here = jnp.exp(sums.high - higher), jnp.exp(high - higher)
-    numerator = products.values(exponentials, value).astype(dtype)
-    return Sums(
-        numerator=sums.numerator * before[..., None] + numerator * here[..., None],
-        high=higher,
-        total=sums.total * before + total * here,
+    exponentials, row_max, row_sum = over_request(one_head, request, out_axes=(0, 1, 1), per_head=per_head)
+    new_max = jnp.maximum(state.row_max, row_max)
+    rescale, chunk_scale = jnp.exp(state.row_max - new_max), jnp.exp(row_max - new_max)
+    acc = products.values(exponentials, value).astype(dtype)
+    return Accumulator(
+        acc=state.acc * rescale[..., None] + acc * chunk_scale[..., None],
+        row_max=new_max,
+        row_sum=state.row_sum * rescale + row_sum * chunk_scale,
     )
 
 
 class Products(NamedTuple):
     """The two products of all heads of a chunk.
 
-    ``together``: every query head with every key head, of which only its own is taken. So the keys are read as they
-    lie, where the product of each pair by itself would first turn the whole chunk round. For one CPU, where no other
-    device may have some of the heads.
+    ``together``: multiply every query head with every key head and keep the matching pairs. This reads the keys in
+    their own layout, where separate products would first transpose the whole chunk. For a single CPU device, on which
+    no heads lie elsewhere.
     """
 
     together: bool
@@ -199,6 +202,6 @@ class Products(NamedTuple):
         exponentials, value = (x.astype(self.dtype) for x in (exponentials, value))
         if not self.together:
             return product("bkgts,bskd->btkgd", exponentials.reshape(B, K, N // K, T, S), value).reshape(B, T, N, D)
-        every = product("bxs,bsy->bxy", exponentials.reshape(B, N * T, S), value.reshape(B, S, K * D))
-        every = every.reshape(B, K, N // K, T, K, D)
-        return jnp.stack([every[:, k, :, :, k] for k in range(K)], axis=1).reshape(B, N, T, D).swapaxes(1, 2)
+        all_pairs = product("bxs,bsy->bxy", exponentials.reshape(B, N * T, S), value.reshape(B, S, K * D))
+        all_pairs = all_pairs.reshape(B, K, N // K, T, K, D)
+        return jnp.stack([all_pairs[:, k, :, :, k] for k in range(K)], axis=1).reshape(B, N, T, D).swapaxes(1, 2)

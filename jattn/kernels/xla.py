@@ -1,4 +1,4 @@
-"""``"xla"``: the dense formula of ``jattn.attention``, head by head under vmap. The reference; takes every request."""
+"""``"xla"``: the dense formula of ``jattn.attention``, vmapped over heads. The reference; supports every request."""
 
 from collections.abc import Callable
 
@@ -6,37 +6,37 @@ import jax
 from jax.core import Tracer
 
 from jattn.attention import dense, dense_weights
-from jattn.kernels.lift import lift, ready
+from jattn.batching import canonical, over_request
 from jattn.request import Request
 from jattn.staged import compiled
 
 
-def why_not(request: Request) -> str | None:
-    """None: the dense formula takes every request."""
+def unsupported_reason(request: Request) -> str | None:
+    """None: the dense formula supports every request."""
     return None
 
 
 def run(request: Request) -> tuple[jax.Array, jax.Array]:
-    """``out [B,T,N,D]``, ``lse [B,T,N]``; keeps the ``[B,N,T,S]`` weights in memory."""
-    return _ready_or_traced(_run, request)
+    """``out [B,T,N,D]``, ``lse [B,T,N]``; holds the ``[B,N,T,S]`` weights in memory."""
+    return _traced_or_compiled(_dense, request)
 
 
 def weights(request: Request) -> tuple[jax.Array, jax.Array]:
-    """The weights ``[B,N,T,S]`` before dropout and ``lse [B,T,N]``, of the expression that ``run`` uses."""
-    return _ready_or_traced(_weights, request)
+    """The weights ``[B,N,T,S]`` before dropout and ``lse [B,T,N]``, from the same expression as ``run``."""
+    return _traced_or_compiled(_dense_weights, request)
 
 
-def _ready_or_traced(fn: Callable, request: Request) -> tuple[jax.Array, jax.Array]:
-    """``fn(request)``; eagerly compiled, once for all calls that do the same."""
-    hoisted = ready(request)
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hoisted)):
+def _traced_or_compiled(fn: Callable, request: Request) -> tuple[jax.Array, jax.Array]:
+    """``fn(request)``; an eager call is compiled once for all equal calls."""
+    request = canonical(request)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(request)):
         return fn(request)
-    return compiled(fn, hoisted)
+    return compiled(fn, request)
 
 
-def _run(request: Request) -> tuple[jax.Array, jax.Array]:
-    return lift(dense, request, out_axes=1)
+def _dense(request: Request) -> tuple[jax.Array, jax.Array]:
+    return over_request(dense, request, out_axes=1)
 
 
-def _weights(request: Request) -> tuple[jax.Array, jax.Array]:
-    return lift(lambda q, k, v, options: dense_weights(q, k, options), request, out_axes=(0, 1))
+def _dense_weights(request: Request) -> tuple[jax.Array, jax.Array]:
+    return over_request(lambda q, k, v, head: dense_weights(q, k, head), request, out_axes=(0, 1))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from jattn import blockwise, heads, interop, masks, positions, score_mods, sharding
+from jattn import heads, interop, masks, positions, score_mods, sharding
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
@@ -47,7 +47,7 @@ def of(make: Callable[[], object], *words: str) -> Row:
 
 def both(name: str, *words: str, **options) -> dict[str, Row]:
     """The same of one head by "xla" and in blocks."""
-    in_blocks = lambda: blockwise.attend(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], **options)
+    in_blocks = lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], **options)
     return {f"{name}, one head": one(*words, **options), f"{name}, one head in blocks": (in_blocks, words)}
 
 

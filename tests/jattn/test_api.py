@@ -208,7 +208,7 @@ def test_a_named_implementation_that_cannot_says_why():
         jattn.dot_product_attention(q, k, v, implementation="cudnn")
     assert issubclass(jattn.Unsupported, NotImplementedError)
     text = jattn.explain(q, k, v, implementation="cudnn")
-    assert text.startswith("cudnn: named, but it takes float16 and bfloat16") and "xla: could, too" in text
+    assert text.startswith("cudnn: named, but it takes float16 and bfloat16") and "xla: also possible" in text
     assert jattn.explain(q, k, v, is_causal=True).splitlines()[0] == "xla: taken"
 
 
@@ -243,7 +243,7 @@ class TestCudnn:
     )
     def test_values_lse_and_gradients_are_those_of_xla(self, options):
         request = request_of(**options)
-        assert cudnn.why_not(request) is None
+        assert cudnn.unsupported_reason(request) is None
 
         def results(run_it):
             def loss(query, key, value):
@@ -279,10 +279,10 @@ class TestCudnn:
         ],
     )
     def test_refuses_honestly(self, options, reason):
-        assert reason in cudnn.why_not(request_of(**options))
+        assert reason in cudnn.unsupported_reason(request_of(**options))
 
     def test_refuses_shapes_and_dtypes(self):
-        ask = lambda **shape: cudnn.why_not(request_of(**shape))
+        ask = lambda **shape: cudnn.unsupported_reason(request_of(**shape))
         assert ask(dtype=jnp.float16) is None
         assert "not float32" in ask(dtype=jnp.float32)
         assert "multiple of 8 up to 256, got 12" in ask(H=12)

@@ -11,7 +11,7 @@ import pytest
 
 import jattn
 from jattn import blocks, masks
-from jattn.blocks import LARGE, SMALL, block_lists, choose_blocks, cut, tile, visible_blocks
+from jattn.blocks import LARGE, SMALL, block_lists, choose_blocks, split_axis, tile, visible_blocks
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
 
 B, N, T, S = 2, 3, 7, 11
@@ -107,7 +107,7 @@ class TestCut:
         axis = data.draw(st.integers(-len(shape), len(shape) - 1))
         size, fill = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 9, None]))
         x = np.random.default_rng(0).integers(0, 9, shape)
-        found = cut(x, axis, size, fill)
+        found = split_axis(x, axis, size, fill)
         assert isinstance(found, np.ndarray)
         axis %= len(shape)
         moved, parts = np.moveaxis(found, (axis, axis + 1), (0, 1)), np.moveaxis(x, axis, 0)
@@ -117,11 +117,11 @@ class TestCut:
 
     @pytest.mark.parametrize("fill", [False, None])
     def test_traced(self, fill):
-        got = jax.jit(lambda x: cut(x, -2, 4, fill))(TABLE)
-        np.testing.assert_array_equal(got, cut(TABLE, -2, 4, fill))
+        got = jax.jit(lambda x: split_axis(x, -2, 4, fill))(TABLE)
+        np.testing.assert_array_equal(got, split_axis(TABLE, -2, 4, fill))
 
     def test_nothing_to_cut(self):
-        assert cut(np.arange(0), 0, 3, fill=None).shape == (0, 3)
+        assert split_axis(np.arange(0), 0, 3, fill=None).shape == (0, 3)
 
 
 class TestVisibleBlocks:
@@ -443,20 +443,20 @@ class TestBlockMask:
         ],
     )
     def test_a_mask_that_differs_where_nobody_says_so(self, mask, index, argument):
-        with pytest.raises(ValueError, match=f"mask makes use of {index}; say by {argument}="):
+        with pytest.raises(ValueError, match=f"mask depends on {index}; pass {argument}="):
             jattn.block_mask(mask, T, S)
-        with pytest.raises(ValueError, match=f"mask makes use of {index}"):
+        with pytest.raises(ValueError, match=f"mask depends on {index}"):
             jax.jit(lambda: jattn.block_mask(mask, T, S))()
 
     @pytest.mark.parametrize("mask", [Segments(IDS[:1]), Dense(TABLE[:1, :1]), Padding(np.array([3]))])
     def test_a_table_of_one_row_does_not_differ(self, mask):
         found = jattn.block_mask(mask, T, S)
-        assert found.may.shape[:2] == (1, 1)
+        assert found.any_visible.shape[:2] == (1, 1)
         at = np.ix_(range(B), range(N), range(T), range(S))
         np.testing.assert_array_equal(*np.broadcast_arrays(found(*at), mask(0, 0, *at[2:])))
 
     def test_asking_takes_linear_memory(self):
         n = 4096
-        asked = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).may)
+        asked = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).any_visible)
         memory = asked.lower(jnp.int32(0)).compile().memory_analysis()
         assert memory.temp_size_in_bytes < n * n / 8  # a byte a pair would be eight times that

@@ -44,7 +44,7 @@ def loss(fn, **options):
     return of
 
 
-in_blocks = functools.partial(blockwise.attend, block_sizes=SIZES)
+in_blocks = functools.partial(blockwise, block_sizes=SIZES)
 OPTIONS = {
     "causal and soft cap": {"mask": masks.Causal(), "score_mod": score_mods.SoftCap(1.3)},
     "dropout": {"dropout": (0.3, jax.random.key(4)), "mask": masks.SlidingWindow(6, 2)},
@@ -81,7 +81,7 @@ class TestOrders:
             line = lambda s: loss(fn)(q * s, k, v)
             return jax.jit(jax.grad(jax.grad(jax.grad(line))))(1.0)
 
-        compare(along(functools.partial(blockwise.attend, block_sizes=(2, 4))), along(attend), 1e-4)
+        compare(along(functools.partial(blockwise, block_sizes=(2, 4))), along(attend), 1e-4)
 
 
 class TestComposition:
@@ -350,7 +350,7 @@ MODS = st.one_of(
 def test_any_shape_mask_score_function_and_blocks(T, S, sizes, mask, mod):
     """Values, lse and gradients against the dense formula in float64."""
     arrays, mask = head(T=T, S=S, H=4, D=3), mask()
-    fn = functools.partial(blockwise.attend, block_sizes=sizes)
+    fn = functools.partial(blockwise, block_sizes=sizes)
 
     def results(fn, arrays):
         options = {"mask": mask, "score_mod": mod, "head": 0}

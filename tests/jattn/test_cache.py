@@ -179,7 +179,7 @@ def test_overflow_is_an_error(layer, scalar):
                 jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
                 cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
             ),
-            "a mask array goes by slot, which a rolling cache does not keep",
+            "a mask array is indexed by slot, but a rolling cache reuses slots",
         ),
     ],
 )  # fmt: skip

@@ -115,9 +115,9 @@ def test_kernels_of_16_bits(kernels):
 
 
 def test_kernels_that_do_not_belong_together(kernels):
-    with pytest.raises(ValueError, match="each pair whole"):
+    with pytest.raises(ValueError, match="each as a complete pair"):
         heads.composition(kernels["value"], kernels["out"], query=kernels["query"])
-    with pytest.raises(ValueError, match="each pair whole"):
+    with pytest.raises(ValueError, match="each as a complete pair"):
         heads.composition(kernels["value"], kernels["out"])
     with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
         heads.ov_circuit(kernels["embed"], jnp.zeros((M, 4, D)), kernels["out"], kernels["unembed"])

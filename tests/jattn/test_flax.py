@@ -341,7 +341,7 @@ def test_who_decides_whether_dropout_is_on(system):
     key = jax.random.key(3)
     off = apply(params, x, deterministic=True)
     assert relative(apply(params, x, deterministic=False, dropout=key), off) > 0.01
-    with pytest.raises(ValueError, match="say deterministic=True or False"):
+    with pytest.raises(ValueError, match="pass deterministic=True or False"):
         apply(params, x)
     _, fixed = system.make(system.ours, x, jax.random.key(0), dropout_rate=0.5, deterministic=True)
     np.testing.assert_array_equal(fixed(params, x), off)

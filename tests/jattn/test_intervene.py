@@ -73,7 +73,7 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
 
     @jax.jit
     def every(state):
-        return heads.ablate(lambda per_layer: nnx.merge(graph, state)(x, per_layer), clean, kind, hold_weights=hold)
+        return heads.ablate(lambda per_layer: nnx.merge(graph, state)(x, per_layer), clean, kind, freeze_weights=hold)
 
     found = every(state)
     assert found.shape == (L, N, B, T, M)
@@ -83,7 +83,7 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
             np.testing.assert_allclose(found[off], expected, atol=1e-5, err_msg=str(off))
     if kind == "mean" and hold:
         few = heads.ablate(
-            lambda layers: nnx.merge(graph, state)(x, layers), clean, kind, hold_weights=hold, batch_size=3
+            lambda layers: nnx.merge(graph, state)(x, layers), clean, kind, freeze_weights=hold, batch_size=3
         )
         np.testing.assert_allclose(few, found, atol=1e-5)
 
@@ -134,8 +134,8 @@ def test_ablate_says_what_is_wrong(clean):
         heads.ablate(lambda layers: 0.0, [])
     for layer, hold, name in (({}, False, "z"), ({"z": clean[0]["z"]}, True, "query")):
         with pytest.raises(ValueError, match=f"each layer of clean must hold 'z'.*; one has no '{name}'"):
-            heads.ablate(lambda layers: 0.0, [layer], hold_weights=hold)
-    with pytest.raises(ValueError, match=r"heads must be numbers from 0 on, got \[-1\]"):
+            heads.ablate(lambda layers: 0.0, [layer], freeze_weights=hold)
+    with pytest.raises(ValueError, match=r"heads must be indices from 0 on, got \[-1\]"):
         heads.forbid(previous, heads=[-1])
 
 
@@ -155,7 +155,7 @@ def test_any_number_of_batch_axes(x):
     gates = jnp.array([1.0, 0.0, 1.0, 1.0])
     fill = jnp.roll(of_many["z"], 1, 0)
     held = of_many["query"], of_many["key"]
-    gated, sown = apply(many, head_gate=gates, head_fill=fill, held=held)
+    gated, sown = apply(many, head_gate=gates, head_fill=fill, frozen=held)
     z = sown["intermediates"]["attention_heads"][0]["z"]  # as it leaves, with gates
     np.testing.assert_allclose(z[:, :, :, 1], fill[:, :, :, 1], atol=1e-6)
     np.testing.assert_allclose(z[:, :, :, 0], of_many["z"][:, :, :, 0], atol=1e-6)
@@ -167,11 +167,11 @@ def test_fills_and_held_weights_of_another_shape(x):
         layer(x, head_fill=jnp.zeros((N, 2)))
     with pytest.raises(ValueError, match=r"head_fill must broadcast to the heads' outputs \[3, 7, 4, 2\], got \[5\]"):
         layer(x, head_gate=jnp.ones(N), head_fill=jnp.zeros(5))
-    with pytest.raises(ValueError, match=r"the held key must have the shape \[3, 7, 4, 2\], got \[3, 6, 4, 2\]"):
-        layer(x, held=(jnp.zeros((B, T, N, 2)), jnp.zeros((B, T - 1, N, 2))))
-    with pytest.raises(ValueError, match="head_fill, held: only for jattn's own attention_fn"):
+    with pytest.raises(ValueError, match=r"the frozen key must have shape \[3, 7, 4, 2\], got \[3, 6, 4, 2\]"):
+        layer(x, frozen=(jnp.zeros((B, T, N, 2)), jnp.zeros((B, T - 1, N, 2))))
+    with pytest.raises(ValueError, match="head_fill, frozen: only for jattn's own attention_fn"):
         other = jattn.nnx.MultiHeadAttention(N, M, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))
-        other(x, head_fill=jnp.zeros((N, 2)), held=(x, x))
+        other(x, head_fill=jnp.zeros((N, 2)), frozen=(x, x))
 
 
 def previous(b, h, q_idx, kv_idx):

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jattn
-from jattn import heads, masks, mods
+from jattn import heads, masks, mods, placement
 from jattn.hoist import hoist
-from jattn.kernels import blockwise, shards
+from jattn.kernels import blockwise
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
 from jattn.request import make_request
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, then
@@ -42,7 +42,7 @@ TREES = {
     "Segments, both": (lambda: Segments(IDS, IDS), [".query_ids", ".kv_ids"]),
     "Dense": (lambda: Dense(np.ones((4, 4), bool)), [".array"]),
     "joined": (lambda: ~(Causal() | Prefix(3)) & see_even, [".left.mask.right.length"]),
-    "block_mask": (lambda: jattn.block_mask(see_even, 4, 4), [".may", ".must"]),
+    "block_mask": (lambda: jattn.block_mask(see_even, 4, 4), [".any_visible", ".all_visible"]),
     "forbid": (lambda: heads.forbid(SlidingWindow(1) & see_even, [0, 2]), [".pattern.left.left", ".pattern.left.right"]),
     "Alibi": (lambda: Alibi(np.ones(2, np.float32)), [".slopes"]),
     "RelativeBias": (lambda: RelativeBias(np.ones((8, 2), np.float32), False, 16), [".table"]),
@@ -193,7 +193,7 @@ class TestOfOnesOwn:
             for i in range(3)
         )
         request = make_request(q, k, v, mask=mask)
-        place = shards.Placement(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
+        place = placement.Placement(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
         kinds = []
 
         def run(request):
@@ -202,7 +202,7 @@ class TestOfOnesOwn:
             may, _ = blockwise.block_table(request, (16, 16))
             return blockwise.Blockwise().run(request)[0], may
 
-        out, may = jax.jit(lambda request: shards.per_device(run, request, place, ("btnd", "b")))(request)
+        out, may = jax.jit(lambda request: placement.per_device(run, request, place, ("btnd", "b")))(request)
         assert kinds == [type(mask)]
         np.testing.assert_array_equal(may[:, 0], [[False, False, True, True], [False, False, False, True]])
         wanted = jattn.dot_product_attention(q, k, v, mask=lambda *at: mask(*at), implementation="xla")

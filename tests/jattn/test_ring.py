@@ -150,10 +150,10 @@ def test_keys_travel_as_far_as_somebody_sees_them():
     request = jattn.request.make_request(
         *(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0)
     )
-    assert ring.circle(request).steps == (0, 1)
-    assert Ring(mesh_of(8), "sequence", layout="zigzag").circle(request).steps == (0, 1, 7)
+    assert ring.plan(request).steps == (0, 1)
+    assert Ring(mesh_of(8), "sequence", layout="zigzag").plan(request).steps == (0, 1, 7)
     traced = jax.eval_shape(
-        lambda q: ring.circle(jattn.request.make_request(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
+        lambda q: ring.plan(jattn.request.make_request(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
         jnp.zeros((1, 64, 1, 4)),
     )
     assert traced.shape == (1, 64, 1, 4)

@@ -325,7 +325,7 @@ def test_a_layer_in_zigzag_order_knows_its_positions(module):
         options = {"is_causal": True, "position": rotary, "return_weights": True}
         plain, weights = jattn.multi_head_attention(params, x, **options)
         turned, there = jattn.multi_head_attention(params, x[:, order], **options, implementation=how)
-        with pytest.raises(ValueError, match="cache is filled in the tokens' own order, .* 'zigzag'"):
+        with pytest.raises(ValueError, match="cache is filled in the tokens' own order, .*'zigzag'"):
             jattn.multi_head_attention(params, x, implementation=how, cache=jattn.init_cache(2, 16, 4, 4))
     close(turned, plain[:, order])
     close(there, weights[:, :, order][..., order])
@@ -374,7 +374,10 @@ ODD = {
     ),
     "ring_blocks, mask": (lambda: ring_blocks(np.ones((8, 8), bool), 8, 8, devices=2), "mask"),
     "devices": (lambda: to_zigzag(jnp.ones((1, 8)), 0), "devices must be positive, got 0"),
-    "no such axis": (lambda: to_zigzag(jnp.arange(8), 2), r"x of shape \[8\] has no axis 1; say by axis="),
+    "no such axis": (
+        lambda: to_zigzag(jnp.arange(8), 2),
+        r"x of shape \[8\] has no axis 1; pass the sequence axis as axis=",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Lifting a function of one head to all heads of all sequences of a ``Request``."""
+"""Lifts a function of one head to all heads of all sequences of a ``Request``."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from jattn.lifting import map_axes, over_heads
 from jattn.request import Request
 
 
-def ready(request: Request) -> Request:
-    """The request with a scale that is an array, and functions as programs: what can be compiled once for all calls."""
+def canonical(request: Request) -> Request:
+    """The request with its scale as an array and its functions traced, so that equal calls share one compilation."""
     scale = None if request.scale is None else jnp.asarray(request.scale, softmax_dtype(request.query))
     lengths = request.query.shape[1], request.key.shape[1]
     return hoisted(dataclasses.replace(request, scale=scale), request.query, lengths)
 
 
-def lift(
+def over_request(
     one_head: Callable,
     request: Request,
     out_axes: Any,
@@ -29,18 +29,21 @@ def lift(
     sequences: Callable = jax.vmap,
     heads: Callable = jax.vmap,
 ) -> Any:
-    """``one_head(q, k, v, options, *per_head, *per_sequence)`` over heads and sequences.
+    """``one_head(q, k, v, head, *per_head, *per_sequence)`` for every head of every sequence.
 
-    ``options`` are that ``Head``'s; ``out_axes`` as in ``over_heads``, without the batch axis, which comes first.
-    ``per_head`` arrays have leading axes ``[B|1, N|1]``, ``per_sequence`` ``[B|1]``; where it is 1, NumPy arrays stay
-    NumPy. ``sequences`` and ``heads`` do the lifting.
+    Args:
+        one_head: its fourth argument is that head's ``Head``.
+        out_axes: as in ``over_heads``, without the batch axis, which comes first.
+        per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays whose leading axis
+            is 1 stay NumPy arrays.
+        sequences, heads: how to map over each, such as ``jax.vmap``.
     """
     slot_masks = request.slot_masks
-    of_heads, of_sequences = [request.bias, *slot_masks, *per_head], [request.query_positions, request.kv_positions]
-    rest, axes = map_axes([*of_heads, *of_sequences, *per_sequence])
+    by_head, by_sequence = [request.bias, *slot_masks, *per_head], [request.query_positions, request.kv_positions]
+    arrays, axes = map_axes([*by_head, *by_sequence, *per_sequence])
 
-    def one_sequence(batch, query, key, value, *rest):
-        of_heads_here, (query_positions, kv_positions, *extra) = rest[: len(of_heads)], rest[len(of_heads) :]
+    def one_sequence(batch, query, key, value, *arrays):
+        own_by_head, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
 
         def with_options(q, k, v, index, bias, *arrays):
             options = Head(
@@ -59,10 +62,10 @@ def lift(
             return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
 
         index = request.first_head + jnp.arange(request.query.shape[2])
-        return over_heads(with_options, out_axes, lift=heads)(query, key, value, index, *of_heads_here)
+        return over_heads(with_options, out_axes, lift=heads)(query, key, value, index, *own_by_head)
 
     batch = request.first_batch + jnp.arange(request.query.shape[0])
     value_axis = None if request.value is None else 0
     return sequences(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
-        batch, request.query, request.key, request.value, *rest
+        batch, request.query, request.key, request.value, *arrays
     )

@@ -1,8 +1,8 @@
-"""Attention on a mesh: each device has its own sequences, heads or stretch of them, and what it needs of the rest.
+"""Requests on a mesh: which axes are sharded, and how to run a function on each device's part.
 
-``Placement`` says which mesh axes the sequences, the heads and the length are divided over, ``per_device`` runs a
-function of a ``Request`` on each device's part of it, by ``jax.shard_map``. Masks, score functions and dropout see the
-indices of the whole: the part knows its first sequence and head, and positions are data.
+``Placement`` names the mesh axes over which sequences, heads and length are sharded. ``per_device`` runs a function of
+a ``Request`` on each device's part of it with ``jax.shard_map``. Masks, score functions and dropout see global indices:
+each part knows its first sequence and head, and positions are data.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jattn.attention import hoisted
 from jattn.request import Request
 
-# What is divided with what. A letter is an axis, as in the legend in lower case; with "." every device has the whole.
+# The axes of each field of a Request: the letters of the legend in lower case; "." is never sharded.
 AXES: Mapping[str, str] = {
     "query": "btnh",
     "key": "bskh",
@@ -32,7 +32,7 @@ AXES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Over which axes of ``mesh`` sequences, heads and length are divided; ``()`` where they are not."""
+    """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` if they are not."""
 
     mesh: Any
     batch: tuple[str, ...] = ()
@@ -40,26 +40,26 @@ class Placement:
     length: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mesh: Any, **asked: tuple[str, str | Sequence[str] | None]) -> "Placement":
-        """``batch``, ``heads`` and ``length``, each as the argument's name and the mesh axis or axes given for it.
+    def of(cls, mesh: Any, **arguments: tuple[str, str | Sequence[str] | None]) -> "Placement":
+        """From ``batch``, ``heads`` and ``length``, each a pair of an argument's name and its value, the mesh axes.
 
         Raises:
-            ValueError: the mesh has no such axis, or an axis is given twice.
+            ValueError: the mesh has no such axis, or an axis appears twice.
         """
-        found: dict[str, tuple[str, ...]] = {}
-        for kind, (argument, axes) in asked.items():
+        axes_by_kind: dict[str, tuple[str, ...]] = {}
+        for kind, (argument, axes) in arguments.items():
             names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-            for at, name in enumerate(names):
+            for i, name in enumerate(names):
                 if name not in mesh.shape:
-                    has = ", ".join(f"{one!r} ({size} devices)" for one, size in mesh.shape.items())
+                    has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
                     raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
-                if name in names[:at] or any(name in others for others in found.values()):
+                if name in names[:i] or any(name in others for others in axes_by_kind.values()):
                     raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
-            found[kind] = names
-        return cls(mesh, **found)
+            axes_by_kind[kind] = names
+        return cls(mesh, **axes_by_kind)
 
     def with_types(self, query: Any) -> "Placement":
-        """With what the query's type says of sequences and heads, where nothing else was said."""
+        """With the axes of sequences and heads from the query's type, unless already given."""
         mesh, axes = _explicit(query)
         if mesh is None or mesh.shape != self.mesh.shape:
             return self
@@ -68,26 +68,26 @@ class Placement:
         return dataclasses.replace(self, batch=self.batch or batch, heads=self.heads or heads)
 
     def __str__(self):
-        divided = {"sequences": "batch", "heads": "heads", "length": "length"}
-        parts = [f"{what} over {self._axes(kind)}" for what, kind in divided.items() if getattr(self, kind)]
+        kinds = {"sequences": "batch", "heads": "heads", "length": "length"}
+        parts = [f"{name} over {self._axes(kind)}" for name, kind in kinds.items() if getattr(self, kind)]
         return ", ".join(parts) or "nothing divided"
 
     def parts(self, kind: str) -> int:
-        """Over how many devices ``"batch"``, ``"heads"`` or ``"length"`` is divided."""
+        """The number of devices over which ``"batch"``, ``"heads"`` or ``"length"`` is sharded."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, kind))
 
     def check(self, request: Request, multiple: int = 1) -> None:
-        """Raises ``ValueError`` where what is divided does not come out even; lengths also by ``multiple``."""
+        """Raises ``ValueError`` if a size is not a multiple of its devices (a length: ``multiple`` times as many)."""
         (B, T, N, _), (_, S, K, _) = request.query.shape, request.key.shape
         heads = self.parts("heads")
-        for kind, what, size in (
+        for kind, label, size in (
             ("batch", "sequences (B)", B), ("heads", "query heads (N)", N), ("length", "queries (T)", T),
             ("length", "keys (S)", S),
         ):  # fmt: skip
             wanted = self.parts(kind) * (multiple if kind == "length" and self.length else 1)
             if size % wanted:
                 raise ValueError(
-                    f"{size} {what} cannot be divided over {self._axes(kind)}: they must be a multiple of {wanted}"
+                    f"{size} {label} cannot be divided over {self._axes(kind)}: they must be a multiple of {wanted}"
                 )
         if K % heads and heads % K:
             raise ValueError(
@@ -95,10 +95,10 @@ class Placement:
             )
 
     def spec(self, axes: str, shape: Sequence[int], whole_kv_heads: bool) -> PartitionSpec:
-        """Where an array with these ``axes`` lies; an axis of 1 that serves all others is not divided."""
-        of = {"b": self.batch, "n": self.heads, "t": self.length, "s": self.length,
+        """The spec of an array with these ``axes``; an axis of size 1, which broadcasts, is not sharded."""
+        by_letter = {"b": self.batch, "n": self.heads, "t": self.length, "s": self.length,
               "k": () if whole_kv_heads else self.heads}  # fmt: skip
-        names = [of.get(axis, ()) if size != 1 else () for axis, size in zip(axes, shape, strict=False)]
+        names = [by_letter.get(axis, ()) if size != 1 else () for axis, size in zip(axes, shape, strict=False)]
         return PartitionSpec(*(name or None for name in names))
 
     def _axes(self, kind: str) -> str:
@@ -107,9 +107,9 @@ class Placement:
 
 
 def on_each_device(fn: Callable, request: Request, out_axes: Any, *extra: tuple[Any, str]) -> Any:
-    """``fn(request, *arrays)``; on each device's own part of it where the types say that the query is sharded.
+    """``fn(request, *arrays)``, on each device's part if the query's type says that it is sharded.
 
-    Arrays have such types on meshes of ``AxisType.Explicit``; on others XLA divides the work.
+    Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
     """
     placement = placement_of(request)
     if placement is None:
@@ -125,9 +125,10 @@ def dot_general(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
 ) -> Any:
-    """``jax.lax.dot_general``, also where what is summed over is sharded and nobody says how the result shall lie.
+    """``jax.lax.dot_general`` that also accepts a sharded contracted axis without an ``out_sharding``.
 
-    Then it lies as the axes that are left do, and is summed over the devices: ``sum_i z_i W_i^O`` with a head on each.
+    The result is then summed over the devices and keeps the sharding of the remaining axes: ``sum_i z_i W_i^O`` with a
+    head on each device.
     """
     if out_sharding is None:
         (contracted, others), (batch, batch_others) = dimension_numbers
@@ -142,49 +143,49 @@ def dot_general(
     )
 
 
-def whole_if_explicit(arrays: Any) -> Any:
-    """``arrays``; those with explicit mesh axes in their types whole on every device, where all can be done with them.
+def replicate_if_explicit(arrays: Any) -> Any:
+    """``arrays``, those that are explicitly sharded replicated on every device.
 
-    On other meshes XLA sees to it, and divides the work.
+    On other meshes XLA partitions the work by itself.
     """
 
-    def whole(x: Any) -> Any:
+    def replicate(x: Any) -> Any:
         mesh, axes = _explicit(x)
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if any(axes) else x
 
-    return jax.tree.map(whole, arrays)
+    return jax.tree.map(replicate, arrays)
 
 
 def placement_of(request: Request) -> Placement | None:
-    """Where the query's type says that it lies; None where it says nothing.
+    """The placement in the query's type; None if the type does not say.
 
     Raises:
-        ValueError: the length or the head dim is sharded, or key and value lie elsewhere than the query.
+        ValueError: the length or the head dim is sharded, or key and value are sharded unlike the query.
     """
     mesh, axes = _explicit(request.query)
     if not any(axes) and not any(any(_explicit(x)[1]) for x in (request.key, request.value) if x is not None):
         return None
     batch, length, heads, dim = axes
-    for what, names, hint in (
-        ("length (axis T)", length, "jattn.sharding.ring_attention takes such, or jax.sharding.reshard them"),
-        ("head dim (axis H)", dim, "jax.sharding.reshard them"),
+    for label, names, hint in (
+        ("length (axis T)", length, "use jattn.sharding.ring_attention, or jax.sharding.reshard"),
+        ("head dim (axis H)", dim, "use jax.sharding.reshard"),
     ):
         if math.prod(mesh.shape[name] for name in names) > 1:
             sizes = ", ".join(f"{name!r} ({mesh.shape[name]} devices)" for name in names)
-            raise ValueError(f"the queries' {what} is sharded over {sizes}, and attention needs it whole: {hint}")
+            raise ValueError(f"the queries' {label} is sharded over {sizes}, but attention needs it whole: {hint}")
     for name in ("key", "value"):
         other = getattr(request, name)
         own = _explicit(other)[1] if other is not None else ((),) * 4
         if own[0] not in ((), batch) or own[1] or own[2] not in ((), heads) or own[3]:
             raise ValueError(
-                f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(request.query)}: its sequences and "
-                "heads must lie where the query's do, or everywhere, and its other axes be whole"
+                f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(request.query)}: sequences and heads "
+                f"of {name} must be sharded like the query's or replicated, and its other axes must be whole"
             )
     return Placement(mesh, batch, heads)
 
 
 def _explicit(x: Any) -> tuple[Any, list[tuple[str, ...]]]:
-    """The mesh of an array's type, and for each axis the explicit mesh axes that it lies on."""
+    """The mesh in an array's type, and for each of its axes the explicit mesh axes it is sharded over."""
     sharding = jax.typeof(x).sharding
     mesh = sharding.mesh
     if mesh.empty:
@@ -196,9 +197,9 @@ def _explicit(x: Any) -> tuple[Any, list[tuple[str, ...]]]:
 
 
 def may_be_divided(request: Request) -> bool:
-    """May the arrays lie on several devices? Their types say so, or the mesh in force, by axes that are not manual.
+    """Whether the arrays may lie on several devices: their types or the current mesh have axes that are not manual.
 
-    Inside ``jax.shard_map`` all axes are, and the arrays are one device's own.
+    Inside ``jax.shard_map`` all axes are manual, and the arrays are one device's own.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in (request.query, request.key)] + [jax.sharding.get_abstract_mesh()]
     return any(
@@ -210,20 +211,22 @@ def may_be_divided(request: Request) -> bool:
 
 
 def is_typed(x: Any) -> bool:
-    """Does the array's type say that it is sharded?"""
+    """Whether the array's type says that it is sharded."""
     return any(_explicit(x)[1])
 
 
 def per_device(
     fn: Callable, request: Request, place: Placement, out_axes: Any, *extra: tuple[Any, str], multiple: int = 1
 ) -> Any:
-    """``fn(part of the request, *parts of arrays)`` on every device of a mesh, and its results put together.
+    """``fn(part of the request, *parts of arrays)`` on every device of a mesh, with its results assembled.
 
-    ``out_axes``: for each result (a pytree of them) the letters of its axes, as in ``AXES``; further axes are whole.
-    ``extra``: arrays with their axes.
+    Args:
+        out_axes: for each result (a pytree of them) the letters of its axes, as in ``AXES``; further axes are whole.
+        extra: arrays, each with the letters of its axes.
+        multiple: the chunks of the sequence on each device.
 
     Raises:
-        ValueError: something is no multiple of the devices that it is divided over (a length also of ``multiple``).
+        ValueError: a size is not a multiple of its devices (a length: of ``multiple`` times as many).
     """
     place.check(request, multiple)
     whole_kv_heads = request.key.shape[2] % place.parts("heads") != 0
@@ -237,39 +240,39 @@ def per_device(
         divided[name] = whole
     extra_specs = [place.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
     leaves, structure = jax.tree.flatten((request.masks, request.score_mod, request.scale, request.dropout))
-    traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy stays: what is static may be looked at
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays stay static
     (B, _, N, _), K = request.query.shape, request.key.shape[2]
 
     def part(divided: dict[str, Any], traced: list, *arrays: Any) -> Any:
         rest = iter(traced)
         joined = jax.tree.unflatten(structure, [next(rest) if isinstance(x, jax.Array) else x for x in leaves])
-        here = dict(zip(("masks", "score_mod", "scale", "dropout"), joined, strict=True)) | divided
+        fields = dict(zip(("masks", "score_mod", "scale", "dropout"), joined, strict=True)) | divided
         for kind, size in (("batch", B), ("heads", N)):
             if names := getattr(place, kind):
                 first = jax.lax.axis_index(names) * (size // place.parts(kind))
-                here["first_batch" if kind == "batch" else "first_head"] = first
-        if whole_kv_heads:  # one of them serves all heads that this device has
+                fields["first_batch" if kind == "batch" else "first_head"] = first
+        if whole_kv_heads:  # a single one serves all heads of this device
             for name in ("key", "value"):
-                if here.get(name) is not None:
-                    at = here["first_head"] // (N // K)
-                    here[name] = jax.lax.dynamic_slice_in_dim(here[name], at, 1, axis=2)
-        return fn(dataclasses.replace(request, **here), *arrays)
+                if fields.get(name) is not None:
+                    kv_head = fields["first_head"] // (N // K)
+                    fields[name] = jax.lax.dynamic_slice_in_dim(fields[name], kv_head, 1, axis=2)
+        return fn(dataclasses.replace(request, **fields), *arrays)
 
     arrays = (divided, traced, *(array for array, _ in extra))
     in_specs = (divided_specs, [PartitionSpec()] * len(traced), *extra_specs)
     out_specs = jax.tree.map(lambda axes: place.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
-    # what nobody named is left to XLA, which may be dividing something over it
+    # Unnamed Auto axes are left to XLA, which may be partitioning over them.
     kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
     named = {*place.batch, *place.heads, *place.length}
     manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}
     specs = {"in_specs": in_specs, "out_specs": out_specs}
-    divide = jax.shard_map(part, mesh=place.mesh, axis_names=manual, check_vma=False, **specs)
+    sharded = jax.shard_map(part, mesh=place.mesh, axis_names=manual, check_vma=False, **specs)
 
-    @jax.jit  # also where jit is at work already: in it constants have types, too
+    @jax.jit  # needed inside jit, too: there, constants get types
     def run(*arrays: Any) -> Any:
         if AxisType.Explicit in place.mesh.axis_types:
-            lay = lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec))
-            arrays = jax.tree.map(lay, arrays, in_specs)
-        return divide(*arrays)
+            reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec))
+            arrays = jax.tree.map(reshard, arrays, in_specs)
+        return sharded(*arrays)
 
     return run(*arrays)

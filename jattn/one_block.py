@@ -1,0 +1,190 @@
+"""The equations of one block of one head: its scores, its softmax sums, and the arrays it reads."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jattn.attention import Head, check_mod, softmax_dtype
+from jattn.blocks import BlockList, block_lists, split_axis
+from jattn.dropout import Dropout, drop
+from jattn.mods import mod_semantics
+from jattn.score_mods import ScoreMod
+from jattn.tables import pad_end, parts_of
+
+
+class HeadArrays(NamedTuple):
+    """One head's arrays, split into blocks, in the softmax's dtype.
+
+    Keys and values are transposed. The products then yield their gradients transposed too; on CPU, XLA's product is
+    four times slower if it has to transpose the long axis.
+    """
+
+    q: Array  # [blocks, rows, H]
+    k: Array  # [blocks, H, columns]
+    v: Array  # [blocks, D, columns]
+    bias: Array | None  # [T|1, S|1], padded to whole blocks
+    q_positions: Array  # [blocks, rows]
+    kv_positions: Array  # [blocks, columns]
+    slot_masks: list[Array]  # [T|1, S|1], padded to whole blocks
+
+
+class Block(NamedTuple):
+    """The slices of the arrays that block ``(i, j)`` reads."""
+
+    q: Array  # [rows, H]
+    k: Array  # [H, columns]
+    v: Array  # [D, columns]
+    bias: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockedHead:
+    """One head split into blocks: the equations of a block, and the lists of full and partial blocks."""
+
+    arrays: HeadArrays
+    size: tuple[int, int]
+    masks: tuple[Any, ...]
+    score_mod: ScoreMod | None
+    scale: Array
+    batch: Any
+    head: Any
+    dropout: Dropout | None
+    product_dtype: Any
+    precision: Any
+    all_seen: bool  # every query sees a key and every key is seen
+    full: BlockList
+    partial: BlockList
+
+    def visible(self, i, j) -> Array:
+        """The visible pairs of a partial block, bool ``[rows, columns]``."""
+        indices = self._indices(i, j)
+        visible = jnp.ones(self.size, bool)
+        for mask in self.masks:
+            with mod_semantics():
+                mask_values = mask(*indices)
+            check_mod("mask", mask_values, bool, self.size)
+            mask_values = jnp.asarray(mask_values)
+            visible &= mask_values.reshape((1,) * (2 - mask_values.ndim) + mask_values.shape)
+        for array in self.arrays.slot_masks:
+            visible &= _block(array, i, j, self.size)
+        return visible
+
+    def scores(self, block: Block, i, j, masked: bool) -> tuple[Array, Array]:
+        """The scores ``[rows, columns]`` of a block, -inf where masked, and its values ``[D, columns]``."""
+        q, k, v, bias = block
+        visible = self.visible(i, j) if masked else None
+        if visible is not None and not self.all_seen:
+            # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN is NaN.
+            q = jnp.where(visible.any(axis=1)[:, None], q, 0.0)
+            k, v = (jnp.where(visible.any(axis=0)[None, :], x, 0.0) for x in (k, v))
+        if self.product_dtype == q.dtype:
+            scores = self.product("qh,hk->qk", q * self.scale, k)
+        else:  # multiply the inputs themselves, not rounded multiples of them
+            scores = self.product("qh,hk->qk", q, k) * self.scale
+        if bias is not None:
+            scores += bias
+        if self.score_mod is not None:
+            if visible is not None:
+                scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
+            with mod_semantics():
+                modified = self.score_mod(scores, *self._indices(i, j))
+            check_mod("score_mod", modified, jnp.floating, self.size)
+            scores = jnp.broadcast_to(modified, self.size).astype(scores.dtype)
+        return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
+
+    def softmax_sums(self, scores: Array, v: Array, row_max: Array, i, j) -> tuple[Array, Array]:
+        """The block's contribution to ``acc`` and ``row_sum``."""
+        exponentials = jnp.exp(scores - row_max[:, None])
+        row_sum = jnp.sum(exponentials, axis=1)
+        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self._indices(i, j)), v), row_sum
+
+    def product(self, subscripts: str, x: Array, y: Array) -> Array:
+        """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments."""
+        operands = (operand.astype(self.product_dtype) for operand in (x, y))
+        return jnp.einsum(subscripts, *operands, precision=self.precision, preferred_element_type=x.dtype)
+
+    def take(self, i, j) -> Block:
+        """The slices of block ``(i, j)``, linear in the arrays."""
+        index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        arrays = self.arrays
+        bias = None if arrays.bias is None else _block(arrays.bias, i, j, self.size)
+        return Block(index(arrays.q, i), index(arrays.k, j), index(arrays.v, j), bias)
+
+    def _indices(self, i, j) -> tuple:
+        rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
+        return self.batch, self.head, rows[:, None], columns[None, :]
+
+
+class BlockPlan(NamedTuple):
+    """How to split a head: the block size, the tables of ``visible_blocks``, and ``all_seen`` (``jattn.blocks``)."""
+
+    size: tuple[int, int]
+    any_visible: Any
+    all_visible: Any
+    all_seen: bool
+
+
+def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan) -> BlockedHead:
+    """Splits one head into blocks."""
+    T, S, dtype, (rows, columns) = q.shape[0], k.shape[0], softmax_dtype(q), plan.size
+    slot_masks = list(head.slot_masks)
+    if T % rows != 0:
+        slot_masks.append(jnp.ones((T, 1), bool))
+    if S % columns != 0:
+        slot_masks.append(jnp.ones((1, S), bool))
+    q_positions, kv_positions = (
+        split_axis(jnp.arange(length) if positions is None else jnp.asarray(positions), 0, size, fill=None)
+        for positions, length, size in ((head.query_positions, T, rows), (head.kv_positions, S, columns))
+    )
+    arrays = HeadArrays(
+        q=split_axis(q.astype(dtype), 0, rows),
+        k=split_axis(k.astype(dtype), 0, columns).swapaxes(1, 2),
+        v=split_axis(v.astype(dtype), 0, columns).swapaxes(1, 2),
+        bias=None if head.bias is None else _pad_to_blocks(head.bias.astype(dtype), plan.size),
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        slot_masks=[_pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks],
+    )
+    full, partial = block_lists(plan.any_visible, plan.all_visible)
+    return BlockedHead(
+        arrays=arrays,
+        size=plan.size,
+        masks=head.masks,
+        score_mod=head.score_mod,
+        scale=jnp.asarray(q.shape[-1] ** -0.5 if head.scale is None else head.scale, dtype),
+        batch=jnp.asarray(head.batch),
+        head=jnp.asarray(head.head),
+        dropout=head.dropout,
+        product_dtype=product_dtype(platform, q),
+        precision=head.precision,
+        all_seen=plan.all_seen,
+        full=full,
+        partial=partial,
+    )
+
+
+def product_dtype(platform: str, x: Array) -> Any:
+    """The dtype of products: the inputs' own; at least float32 on CPU, where that is faster."""
+    return softmax_dtype(x) if platform == "cpu" else x.dtype
+
+
+def _pad_to_blocks(array: Array, block_size: tuple[int, int]) -> Array:
+    """``[T|1, S|1]`` zero-padded to whole blocks."""
+    padded = [
+        1 if length == 1 else parts_of(length, size) * size
+        for length, size in zip(array.shape, block_size, strict=True)
+    ]
+    return pad_end(array, padded)
+
+
+def _block(array: Array, i, j, block_size: tuple[int, int]) -> Array:
+    """Block ``(i, j)`` of an array ``[T|1, S|1]``; an axis of size 1 is shared by all blocks."""
+    sizes = [1 if length == 1 else size for length, size in zip(array.shape, block_size, strict=True)]
+    starts = [
+        0 if length == 1 else index * size for length, index, size in zip(array.shape, (i, j), sizes, strict=True)
+    ]
+    return jax.lax.dynamic_slice(array, [jnp.asarray(start, jnp.int32) for start in starts], sizes)
