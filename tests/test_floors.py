@@ -1,48 +1,30 @@
 """The house stands: in jattn imports point down only, and in experiments they keep to a table.
 
-The modules of jattn are listed floor by floor and, on a floor, row by row. A module may import what stands in an earlier row;
-modules of one row do not know each other; the files of a package may, but not in a circle. Imports inside functions
-and for type checking count like any other, because who needs whom is the same question there.
+Both tables stand in docs/architecture.md. The modules of jattn are listed floor by floor and, on a floor, row by row.
+A module may import what stands in an earlier row; modules of one row do not know each other; the files of a package may,
+but not in a circle. Imports inside functions and for type checking count like any other, because who needs whom is the
+same question there.
 
 The rooms of experiments are listed with what each may import. There, too, no imports go in a circle.
 """
 
 import ast
 import graphlib
+import sys
 from pathlib import Path
 
 import pytest
 
 JATTN = Path(__file__).parents[1] / "jattn"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+DOCS = Path(__file__).parents[1] / "docs"
 
-# Floor 0 first; one string is one row. A name stands for a module or, as `kernels`, for a package with its files.
-HOUSE = [
-    ["mods tables", "fields", "masks", "score_mods positions"],
-    ["staged lifting hoist dropout", "attention", "blocks", "one_block", "online_softmax"],
-    ["request", "batching placement", "kernels", "choice", "api"],
-    ["cache", "ring", "sharding", "heads", "multi_head"],
-    ["flax_common", "nnx_functions linen_functions", "nnx linen", "plots interop"],
-]
+sys.path.insert(0, str(DOCS))
+import drawing  # noqa: E402  what reads the tables also draws them
 
-# A room or a file of experiments, and what it may import beside jattn and the files of its own room. A file with a line
-# of its own, as `measure.look`, may import what stands there and nothing else.
-ROOMS = {
-    "config": "",
-    "runs": "config",
-    "tasks": "config",
-    "model": "config tasks",
-    "measure.look": "tasks model",
-    "train": "config runs tasks model measure.look",
-    "measure": "config runs tasks model train",
-    "run": "config runs tasks train measure",
-    "report": "runs",
-    "bench": "config runs report.style",
-    "bench.looking": "bench config train",  # the cost of looking while training
-    "bench.sharding": "bench tests.ring_cases",  # the tests' own calls, on every number of devices
-    "commands": "config runs train run report",
-    "__main__": "runs.terminal commands bench.command",
-}
+DOCUMENT = (DOCS / "architecture.md").read_text(encoding="utf-8")
+HOUSE = drawing.house(DOCUMENT)  # floor 0 first; one string is one row
+ROOMS = drawing.rooms(DOCUMENT)
 
 
 def rows(house: list[list[str]]) -> dict[str, int]:
@@ -76,7 +58,7 @@ def offences(package: Path, house: list[list[str]]) -> list[str]:
         if module == "__init__":
             continue  # the roof: it gathers the public names of every floor
         if module not in row_of:
-            found.append(f"{path}: not in the table; add {module!r} to HOUSE in tests/test_floors.py and to the design")
+            found.append(f"{path}: not in the table; add {module!r} to docs/architecture.md")
             continue
         for line, name in imports(file, package):
             top, _, rest = name.partition(".")
@@ -102,7 +84,7 @@ def trespasses(package: Path, rooms: dict[str, str]) -> list[str]:
         allowed = rooms.get(module, rooms.get(room))
         if allowed is None:
             if module:
-                found.append(f"{module}: not in the table; add it to ROOMS in tests/test_floors.py")
+                found.append(f"{module}: not in the table; add it to docs/architecture.md")
             continue
         known = [*allowed.split(), *([room] if module not in rooms or module == room else [])]
         for line, imported in imports(file, package):
@@ -145,6 +127,15 @@ def test_imports_point_down():
 
 def test_experiments_keep_to_their_rooms():
     assert not trespasses(EXPERIMENTS, ROOMS)
+
+
+def test_the_drawing_is_that_of_the_tables():
+    assert (DOCS / "architecture.svg").read_text(encoding="utf-8") == drawing.draw(DOCUMENT)
+
+
+def test_a_call_walks_through_files():
+    steps = drawing.steps(DOCUMENT)
+    assert len(steps) == 10 and all((JATTN / file).is_file() for file, _ in steps)
 
 
 def test_there_are_rooms():
