@@ -70,7 +70,7 @@ def time_row(
     calls: dict[str, Callable] = {}
     left_out = {}
     for contestant in contestants:
-        reason = peers.why_not(contestant, problem, memory)
+        reason = peers.unsupported_reason(contestant, problem, memory)
         if reason is None:
             try:
                 call = contestant.call(problem, passes)
@@ -125,7 +125,7 @@ def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
     lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
     for one, case in itertools.product(contestants, _plain(plan)):
         problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one))
-        if peers.why_not(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+        if peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
             key = {"contestant": one.name, "case": case, "length": problem.length}
             yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
 
@@ -143,7 +143,7 @@ def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
     for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one))
-        if isinstance(one, peers.InJax) and peers.why_not(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+        if isinstance(one, peers.InJax) and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
             key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
             yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
 

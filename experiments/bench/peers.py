@@ -137,7 +137,7 @@ def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], 
     return found, missing
 
 
-def why_not(contestant: Contestant, problem: Problem, memory: float) -> str | None:
+def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) -> str | None:
     """Why the contestant is left out of the problem, or None. ``memory``: what its matrices may take, in bytes."""
     if problem.case not in contestant.cases:
         return "has no such case"

@@ -114,7 +114,7 @@ def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experi
     expected = computed(jattn, problem, passes)
     assert np.abs(expected[0]).max() > 1e-3
     for other in others:
-        if peers.why_not(other, problem, 1e9) is None:
+        if peers.unsupported_reason(other, problem, 1e9) is None:
             for ours, theirs in zip(expected, computed(other, problem, passes), strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=other.name)
 
@@ -144,7 +144,7 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     matrix = 3 * 4 * 4096**2
 
     def why(name: str, case: str, memory: float, **dtype: str) -> str | None:
-        return peers.why_not(by_name[name], Problem(case, 4096, **dtype), memory)
+        return peers.unsupported_reason(by_name[name], Problem(case, 4096, **dtype), memory)
 
     assert why("jattn", "full", 0) is None and why("torch", "causal", 0) is None
     assert why("jax.nn", "full", 8 * matrix) is None
@@ -152,7 +152,7 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     assert why("torch", "window", matrix) is None and why("torch", "alibi", matrix) is not None
     assert why("jax.nn", "softcap", np.inf) == why("torch", "t5", np.inf) == "has no such case"
     fused = peers.InJax("cudnn", lambda: None, ("full",), dtypes=("bfloat16",))
-    assert peers.why_not(fused, Problem("full", 8), np.inf) == "does not take float32"
+    assert peers.unsupported_reason(fused, Problem("full", 8), np.inf) == "does not take float32"
 
 
 def test_torch_and_tokamax_are_imported_where_they_are_asked_for():

@@ -1,0 +1,52 @@
+"""docs/extending.md is true: every change it shows applies to a copy of the repository, and every command runs there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+
+
+def sections() -> dict[str, str]:
+    return {part.partition("\n")[0]: part for part in DOCUMENT.split("\n## ")[1:]}
+
+
+def test_every_kind_of_thing_is_there():
+    shown = {
+        "A mask",
+        "A score function",
+        "A statistic of heads",
+        "A kernel",
+        "A task",
+        "A claim",
+        "A peer in the benchmark",
+    }
+    assert set(sections()) == shown and len(fenced("check")) == 5 and len(fenced("diff")) == 6
+
+
+@pytest.mark.slow
+def test_every_change_applies_and_works(tmp_path):
+    for folder in ("jattn", "experiments", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # or `git apply` looks at a repository above
+    for change in fenced("diff"):
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=change, text=True, check=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    for command in fenced("check"):
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, text=True, capture_output=True)
+        assert done.returncode == 0 and done.stdout.strip(), (command, done.stdout, done.stderr)
+        assert "no tests ran" not in done.stdout
