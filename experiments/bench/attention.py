@@ -143,7 +143,10 @@ def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
     for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one))
-        if isinstance(one, peers.InJax) and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+        if (
+            isinstance(one, peers.InJax)
+            and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None
+        ):
             key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
             yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
 
