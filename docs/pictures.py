@@ -1,4 +1,4 @@
-"""Draws the pictures of these pages: ``python docs/pictures.py``, with ``jattn[plots]`` installed."""
+"""Draws the figures of these pages: ``python docs/pictures.py``, with ``jattn[plots]`` installed."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def head_0() -> None:
 
 
 def block_tables() -> None:
-    """Empty, mixed and full blocks of four masks, for long-context.md."""
+    """Empty, partial and full blocks of four masks, for long-context.md."""
     length, size = 8192, 512
     ids = np.repeat(np.arange(5), [1400, 2600, 800, 2000, 1392])
     shown = {
@@ -55,7 +55,7 @@ def block_tables() -> None:
         "Segments(ids) & Causal()": masks.Segments(ids) & masks.Causal(),
         "Causal() | Prefix(2048)": masks.Causal() | masks.Prefix(2048),
     }
-    kinds = {"empty: skipped": "white", "mixed: computed, masked": "tab:orange", "full: computed": "tab:blue"}
+    kinds = {"empty: skipped": "white", "partial: computed, masked": "tab:orange", "full: computed": "tab:blue"}
     figure = Figure(figsize=(9, 3.1), layout="constrained")
     all_axes = figure.subplots(1, len(shown), sharey=True)
     for axes, (title, mask) in zip(all_axes, shown.items(), strict=True):

@@ -282,7 +282,7 @@ def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
     """An array ``[*lead, ...]`` with its batch axes joined; functions and arrays without batch axes are unchanged."""
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x
-    xp = namespace(x)  # a NumPy array stays one, and static
+    xp = namespace(x)  # a NumPy array stays static
     x = xp.asarray(x)
     batch = x.shape[:-trailing] if trailing else x.shape
     if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):

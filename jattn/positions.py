@@ -130,7 +130,7 @@ class Rotary:
         if x.ndim < 3 or positions.shape != x.shape[:-2][-positions.ndim :] or positions.ndim == 0:
             raise ValueError(
                 f"Rotary: x must be [..., T, N, H] and positions [T] or [..., T], got x of shape {x.shape} and "
-                f"positions of shape {positions.shape} (for one head [T, H], pass x[:, None])"
+                f"positions of shape {positions.shape} (one head [T, H]: pass x[:, None])"
             )
         frequencies, factor = self.frequencies(x.shape[-1])
         dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32

@@ -36,7 +36,7 @@ def statistics(
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    With ``p`` the weights of a query. Each mean runs over the queries in brackets that see at least one key.
+    ``p`` are the weights of a query. Each mean runs over the queries in parentheses that see at least one key.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
     - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all.

@@ -129,7 +129,7 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: jattn.init_multi_head(jax.random.key(0), 10, 4), "model_dim 10 is no multiple of num_heads 4"),
+        (lambda: jattn.init_multi_head(jax.random.key(0), 10, 4), "model_dim 10 is not a multiple of num_heads 4"),
         (lambda: jattn.init_multi_head(jax.random.key(0), 12, 4, num_kv_heads=3), "multiple of num_kv_heads 3"),
         (lambda: project({"kernel": jnp.zeros((4, 2, 3))}, jnp.zeros((5, 6))), r"last axis must be 4.*\(5, 6\)"),
         (

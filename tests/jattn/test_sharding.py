@@ -257,7 +257,7 @@ def test_keys_must_lie_where_queries_do():
     key, value = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in (key, value))
     for one in (query, jnp.asarray(np.asarray(query))):
         with pytest.raises(
-            ValueError, match="key is sharded as .* its sequences and heads must lie where the query's do"
+            ValueError, match="key is sharded as .* sequences and heads of key must be sharded like the query's"
         ):
             jattn.dot_product_attention(one, key, value)
 

@@ -303,8 +303,8 @@ class TestHeads:
 
     def test_without_an_index_what_differs_is_refused(self):
         q, k, v = (x[0, :, 0] for x in qkv())
-        with pytest.raises(ValueError, match="score_mod differs by head.* give head="):
+        with pytest.raises(ValueError, match="score_mod differs by head.* pass head="):
             jattn.attend(q, k, v, score_mod=score_mods.Alibi(ALIBI))
-        with pytest.raises(ValueError, match="mask differs by batch.* give batch="):
+        with pytest.raises(ValueError, match="mask differs by batch.* pass batch="):
             jattn.attend(q, k, v, mask=masks.Padding(np.array([3, 4])))
         jattn.attend(q, k, v, mask=masks.Causal(), score_mod=score_mods.SoftCap(2.0))
