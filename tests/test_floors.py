@@ -10,7 +10,7 @@ The rooms of experiments are listed with what each may import. There, too, no im
 
 import ast
 import graphlib
-import sys
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,10 @@ JATTN = Path(__file__).parents[1] / "jattn"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 DOCS = Path(__file__).parents[1] / "docs"
 
-sys.path.insert(0, str(DOCS))
-import drawing  # noqa: E402  what reads the tables also draws them
+# What draws the tables also reads them.
+_spec = importlib.util.spec_from_file_location("drawing", DOCS / "drawing.py")
+drawing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(drawing)
 
 DOCUMENT = (DOCS / "architecture.md").read_text(encoding="utf-8")
 HOUSE = drawing.house(DOCUMENT)  # floor 0 first; one string is one row
