@@ -29,9 +29,10 @@ def test_every_kind_of_thing_is_there():
         "A kernel",
         "A task",
         "A claim",
+        "A figure",
         "A peer in the benchmark",
     }
-    assert set(sections()) == shown and len(fenced("check")) == 5 and len(fenced("diff")) == 6
+    assert set(sections()) == shown and len(fenced("check")) == 6 and len(fenced("diff")) == 7
 
 
 @pytest.mark.slow
