@@ -1,12 +1,16 @@
 """Checkpoints of a run. The only file that knows Orbax."""
 
 import hashlib
+import io
 import json
 import logging
 import shutil
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from orbax.checkpoint import v1
@@ -61,6 +65,7 @@ class Checkpoints:
             OSError: it could not be written.
         """
         unfinished, error = self._folder / f"{step}.tmp", None
+        stderr, sys.stderr = sys.stderr, _OfMainThread(sys.stderr)
         try:
             v1.save((unfinished / _ARRAYS).absolute(), state, overwrite=True)
             if devices.is_first():
@@ -72,6 +77,9 @@ class Checkpoints:
         except (OSError, RuntimeError, ValueError) as wrong:  # a full disk comes as any of these
             stopping.check()  # it may have been the exception of a signal
             error = wrong
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+        if error is None:  # otherwise threads go on failing until the program ends
+            sys.stderr = stderr
         if not devices.everywhere(error is None):
             said = _first_line(error) if error else "so another process says"
             raise OSError(f"the checkpoint of step {step} could not be written: {said}") from error
@@ -149,6 +157,19 @@ class Checkpoints:
         if not devices.everywhere(state is not None):
             raise Damaged(error or f"{folder}: the checkpoint cannot be read: so another process says")
         return state, words
+
+
+class _OfMainThread(io.TextIOBase):
+    """What the main thread writes to a stream. When a save fails, each of TensorStore's threads prints a traceback."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text) if threading.current_thread() is threading.main_thread() else len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _digests(folder: Path) -> dict[str, str]:
