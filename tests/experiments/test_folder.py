@@ -123,6 +123,28 @@ def test_a_save_that_was_cut_short_leaves_nothing(saved, tmp_path):
     assert again.steps == [4, 6] and not (tmp_path / "checkpoints" / "8.tmp").exists()
 
 
+SAVES = """
+import resource, sys
+from pathlib import Path
+import jax.numpy as jnp
+from experiments.runs.checkpoint import Checkpoints
+checkpoints, state = Checkpoints(Path(sys.argv[1])), {f"{i}": jnp.arange(300.0) for i in range(60)}
+for size in (500, 900, 1500, 2500, 4000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    try:
+        checkpoints.save(size, state)
+    except OSError as error:
+        print(error, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_says_one_line(tmp_path):
+    command = [sys.executable, "-c", SAVES, str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=True).stderr.splitlines()
+    assert len(said) == 5 and all("could not be written" in line for line in said), said
+
+
 def test_a_checkpoint_that_does_not_fit_the_history_does_not_serve(saved):
     step, _ = saved.restore(state(), lambda step, words: "no" * (words["metrics"] != "of 4"), lambda line: None)
     assert step == 4
