@@ -33,7 +33,7 @@ def run_command(arguments: Sequence[str]) -> int:
             warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves coroutines behind
             # a library may have converted the exception
             said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
-            status = fail(f"{said}; the same command goes on", status=128 + number)
+            status = fail(f"{said}; rerun to resume", status=128 + number)
     if processes is not None:
         _leave(status)
     return status
@@ -141,12 +141,12 @@ def _say_why(error: Exception, out: Path) -> int:
     if isinstance(error, Damaged):
         return fail(f"--out: {error}")
     if isinstance(error, OSError):  # usually a full disk
-        return fail(f"--out: {out}: {error}; the same command goes on from the last checkpoint", status=1)
+        return fail(f"--out: {out}: {error}; rerun to resume from the last checkpoint", status=1)
     from jax.errors import JaxRuntimeError
 
     if isinstance(error, JaxRuntimeError) and _are_many():  # usually another process that died
         line = str(error).splitlines()[0]
-        return fail(f"stopped: {line}; start all processes again to go on from the last checkpoint", status=1)
+        return fail(f"stopped: {line}; restart all processes to resume from the last checkpoint", status=1)
     traceback.print_exception(error)
     return 1
 

@@ -87,6 +87,6 @@ def _takes(options: Any, *names: str) -> bool:
     for name in defaults.keys() if names else ():
         if name not in ("suite", *names) and options[name] != defaults[name]:
             others = " and ".join(f"--{name}" for name in names)
-            fail(f"--{name}: --suite {options.suite} takes no other option than {others}")
+            fail(f"--{name}: --suite {options.suite} takes only {others}")
             return False
     return True

@@ -123,7 +123,7 @@ class Suite:
         if not self.resumable or not file.exists():
             return Results(about, [])
         if not resume:
-            raise Refused(f"--out: {file} holds results already; --resume goes on with them")
+            raise Refused(f"--out: {file} already holds results; --resume continues them")
         results = self.read(out)
         if changed := differences(results.about["environment"], about["environment"]):
             raise Refused(f"--out: {file} holds results of another environment: {'; '.join(changed)}")

@@ -110,13 +110,13 @@ class Checkpoints:
             if not reason:
                 if number:
                     self._set_aside(steps[:number])
-                    say(f"{self._folder.parent}: goes on from the older checkpoint of step {step}")
+                    say(f"{self._folder.parent}: resumes from the older checkpoint of step {step}")
                 return step, state
             if number + 1 < len(steps):
                 say(reason)
         if steps:
             others = f"; nor does an older one serve (step {steps[-1]})" if len(steps) > 1 else ""
-            raise Damaged(f"{reason}{others}; remove {self._folder.parent} to train anew")
+            raise Damaged(f"{reason}{others}; remove {self._folder.parent} to start over")
         return 0, like
 
     def _set_aside(self, steps: list[int]) -> None:

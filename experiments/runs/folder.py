@@ -39,7 +39,7 @@ def owned(out: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             owner = file.read(20).strip() or "unknown"
-            raise Busy(f"expected a folder that no other run works in, got {str(out)!r}, of process {owner}") from None
+            raise Busy(f"expected a folder that no other run uses, got {str(out)!r}, of process {owner}") from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

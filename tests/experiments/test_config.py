@@ -79,18 +79,18 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["--sweep model.num_heads=2,0"], "sweep: model.num_heads: expected > 0, got 0"),
         (["--sweep=model.num_heads"], "sweep: expected --sweep OPTION=VALUE,VALUE, each option once"),
         (["--sweep model.num_heads=1 --sweep model.num_heads=2"], "sweep: expected --sweep OPTION=VALUE,VALUE, each"),
-        (["--sweep model.num_heads=1,1"], "sweep.model.num_heads: expected different numbers or words"),
-        (["--sweep task.offsets=[1,2],[3]"], "sweep.task.offsets: expected different numbers or words"),
-        (["sweep: {model.num_heads: []}\n"], "sweep.model.num_heads: expected different numbers or words"),
-        (["--sweep train.seeds=1,2"], "sweep.train.seeds: expected different numbers or words (not of train.seeds)"),
+        (["--sweep model.num_heads=1,1"], "sweep.model.num_heads: expected distinct numbers or words"),
+        (["--sweep task.offsets=[1,2],[3]"], "sweep.task.offsets: expected distinct numbers or words"),
+        (["sweep: {model.num_heads: []}\n"], "sweep.model.num_heads: expected distinct numbers or words"),
+        (["--sweep train.seeds=1,2"], "sweep.train.seeds: expected distinct numbers or words (not of train.seeds)"),
         (
             ["controls: {..: {model.num_heads: 2}}\n"],
             "controls: expected names of letters, digits, '_' and '-', got '..'",
         ),
         (["name: base/..\n"], "name: expected letters, digits, '_' and '-', got 'base/..'"),
-        (["--sweep num_heads=2"], "sweep: 'num_heads' is no option; expected SECTION.OPTION"),
+        (["--sweep num_heads=2"], "sweep: 'num_heads' is not an option; expected SECTION.OPTION"),
         (["--train.entropy_penalty -1"], "train.entropy_penalty: expected >= 0, got -1.0"),
-        (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected different numbers from 1 to under"),
+        (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected distinct numbers >= 1 and < task.length"),
         (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
         (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
         (["--task.kind skills --task.shortest 5 --task.longest 16"], "task.shortest: expected at least 7"),
@@ -104,7 +104,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (
             ["--mesh.sequence 5"],
-            "mesh.sequence: expected two pieces for each to divide the 32 tokens of a sequence of task.kind=copy, got 5",
+            "mesh.sequence: expected 2 * mesh.sequence to divide the 32 tokens of a sequence of task.kind=copy, got 5",
         ),
         (
             ["--mesh.sequence 2 --train.entropy_penalty 0.1"],
@@ -112,7 +112,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (
             ["--task.kind copy_string --mesh.sequence 2"],
-            "mesh.sequence: expected two pieces for each to divide the 41 tokens",
+            "mesh.sequence: expected 2 * mesh.sequence to divide the 41 tokens",
         ),
         (["--mesh.heads 4"], "controls.one_head: mesh.heads: expected a divisor of model.num_heads=1, got 4"),
         (
@@ -127,7 +127,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
             ["--task.kind shift_bank --model.position relative --evaluate.look_length 7"],
             "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7",
         ),
-        (["--process_id 1"], "process_id: expected --distributed beside it"),
+        (["--process_id 1"], "process_id: expected --distributed with it"),
         (
             ["--distributed --process_id 0 --num_processes 2"],
             "coordinator: missing; expected all of coordinator, num_processes and process_id, or none of them",
@@ -138,7 +138,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (
             ["--distributed --coordinator a:1 --num_processes 2 --process_id 2"],
-            "process_id: expected 0 to under num_processes=2, got 2",
+            "process_id: expected >= 0 and < num_processes=2, got 2",
         ),
         (["train: {stepz: 3}\n"], "train.stepz: no such option; did you mean train.steps?"),
         (["--train.stepz 3"], "train.stepz: no such option; did you mean train.steps?"),
@@ -151,11 +151,11 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["--task.longest 2"], "task.longest: expected at least task.shortest=4, got 2"),
         (
             ["--train.warmup 100"],
-            "train.warmup: expected from 0 to under train.steps=100 (fewer steps need a shorter one, such as 10), got 100",
+            "train.warmup: expected >= 0 and < train.steps=100 (fewer steps need a shorter warm-up, such as 10), got 100",
         ),
         (
             ["--train.steps 20"],
-            "train.warmup: expected from 0 to under train.steps=20 (fewer steps need a shorter one, such as 2), got 50",
+            "train.warmup: expected >= 0 and < train.steps=20 (fewer steps need a shorter warm-up, such as 2), got 50",
         ),
         (
             ["--train.first_seed 4294967296"],
@@ -163,18 +163,18 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (["--train.first_seed 4294967292"], "train.first_seed: expected from 0 to 4294967291"),
         (["--train.first_seed -1"], "train.first_seed: expected from 0 to 4294967291"),
-        (["--train.learning_rate 1e400"], "train.learning_rate: expected a finite number of float32, got inf"),
-        (["--train.learning_rate 1e39"], "train.learning_rate: expected a finite number of float32, got 1e+39"),
+        (["--train.learning_rate 1e400"], "train.learning_rate: expected a finite float32 number, got inf"),
+        (["--train.learning_rate 1e39"], "train.learning_rate: expected a finite float32 number, got 1e+39"),
         (["--train.learning_rate nan"], "train.learning_rate: expected float, got nan"),
-        (["--train.weight_decay .inf"], "train.weight_decay: expected a finite number of float32, got inf"),
-        (["--train.place_weights [1,1,.inf,1]"], "train.place_weights: expected a finite number of float32, got inf"),
+        (["--train.weight_decay .inf"], "train.weight_decay: expected a finite float32 number, got inf"),
+        (["--train.place_weights [1,1,.inf,1]"], "train.place_weights: expected a finite float32 number, got inf"),
         (
             ["controls: {a: {train.clip: 1e400}}\n"],
-            "controls.a.train.clip: expected a finite number of float32, got inf",
+            "controls.a.train.clip: expected a finite float32 number, got inf",
         ),
         (
             ["claims: [{name: a, statement: b, metric: c, needed: 1, at_most: .nan}]\n"],
-            "claims.a.at_most: expected a finite number of float32, got nan",
+            "claims.a.at_most: expected a finite float32 number, got nan",
         ),
         (
             ["--model.position rotary --model.rotary_base 1"],
@@ -182,10 +182,10 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (
             ["controls: {3: {model.num_heads: 2}}\n"],
-            "controls: expected names that are text, in quotes where they are not, got 3",
+            "controls: expected names as text, quoted where YAML needs it, got 3",
         ),
-        (["controls: {a: {3: 2}}\n"], "controls.a: expected names that are text, in quotes where they are not, got 3"),
-        (["sweep: {on: [2]}\n"], "sweep: expected names that are text, in quotes where they are not, got True"),
+        (["controls: {a: {3: 2}}\n"], "controls.a: expected names as text, quoted where YAML needs it, got 3"),
+        (["sweep: {on: [2]}\n"], "sweep: expected names as text, quoted where YAML needs it, got True"),
         (
             ["train: {steps: 300}\nmodel: {num_heads: 2}\ntrain: {batch: 8}\n"],
             "train: given twice in one YAML file, in lines 1 and 3",
@@ -197,7 +197,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["train: 7\n"], "train: expected options, got 7"),
         (["controls: {a: {model.num_headz: 1}}\n"], "controls.a: model.num_headz: no such option"),
         (["controls: {a: {model.num_heads: 0}}\n"], "controls.a: model.num_heads: expected > 0, got 0"),
-        (["controls: {a: {num_heads: 1}}\n"], "controls.a: 'num_heads' is no option; expected SECTION.OPTION"),
+        (["controls: {a: {num_heads: 1}}\n"], "controls.a: 'num_heads' is not an option; expected SECTION.OPTION"),
         (
             ["claims: [{name: a, statement: b, metric: c, needed: 1}]\n"],
             "claims.a: expected one of at_least and at_most",
