@@ -101,7 +101,7 @@ def report_command(arguments: Sequence[str]) -> int:
     except (Damaged, OSError) as wrong:
         return fail(f"--run: {wrong}")
     except TypeError:
-        return fail(f"--run: {str(out)!r} was written by another version; run its config anew")
+        return fail(f"--run: {str(out)!r} was written by another version; rerun its config")
     try:
         report = _write_report(findings, out)
     except OSError as wrong:
@@ -126,7 +126,7 @@ def keep_command(arguments: Sequence[str]) -> int:
     except Damaged as wrong:
         return fail(f"--run: {wrong}")
     except TypeError:
-        return fail(f"--run: {options.run!r} was written by another version; run its config anew")
+        return fail(f"--run: {options.run!r} was written by another version; rerun its config")
     except OSError as wrong:
         return fail(f"--to: {wrong}")
     return 0

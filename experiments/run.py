@@ -49,7 +49,7 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
             except (Busy, DifferentConfig, Damaged, OSError) as error:
                 refused = error
         if not devices.everywhere(refused is None):
-            raise refused or Busy("the first process could not take the folder")
+            raise refused or Busy("the first process could not lock the folder")
         yield
 
 

@@ -141,7 +141,7 @@ def train(config: Config, out: Path) -> Trained:
 def _agreed(check: Callable[..., str], *which: Any) -> str:
     """``check(*which)`` on the first process, which holds the history."""
     reason = check(*which) if devices.is_first() else ""
-    return "" if devices.everywhere(not reason) else reason or "the first process says that it does not fit"
+    return "" if devices.everywhere(not reason) else reason or "the first process rejected it"
 
 
 def _say(line: str) -> None:

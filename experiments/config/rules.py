@@ -66,7 +66,12 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
         ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
         ("model.head_dim", model.head_dim, model.position != "rotary" or model.head_dim % 2 == 0, "even for rotary"),
         ("model.rotary_base", base, model.position != "rotary" or base > 1, "more than 1 for rotary"),
-        ("model.model_dim", model.model_dim, model.position != "sinusoidal" or model.model_dim % 2 == 0, "even for sinusoidal"),
+        (
+            "model.model_dim",
+            model.model_dim,
+            model.position != "sinusoidal" or model.model_dim % 2 == 0,
+            "even for sinusoidal",
+        ),
     ]
 
 
