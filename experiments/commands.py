@@ -1,6 +1,6 @@
-"""The commands ``run``, ``list``, ``report`` and ``keep``: their options, their errors in one line, their exit status.
+"""The commands ``run``, ``list``, ``report`` and ``keep``: their options, one-line errors and exit status.
 
-JAX, Orbax and matplotlib take seconds to import, so the functions import what needs them after the options are read.
+JAX, Orbax and matplotlib take seconds to import, so they are imported only after the options are read.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ def run_command(arguments: Sequence[str]) -> int:
         except BaseException as error:
             if (number := stopping.asked()) is None:
                 raise
-            warnings.simplefilter("ignore", RuntimeWarning)  # a save that is cut short leaves coroutines behind
-            # a library may have made another error of the exception
+            warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves coroutines behind
+            # a library may have converted the exception
             said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
-            status = fail(f"{said}; the same command goes on", status=128 + number)
+            status = fail(f"{said}; rerun to resume", status=128 + number)
     if processes is not None:
         _leave(status)
     return status
 
 
 def _run(settings: config.Config, out: Path, check: bool, processes: config.Processes | None) -> int:
-    # JAX and Orbax take seconds to import, which a wrong option or --help need not wait for
+    # slow to import: a wrong option or --help need not wait for JAX and Orbax
     from experiments.run import DifferentConfig, prepared, run
     from experiments.runs import devices
 
@@ -90,7 +90,7 @@ def list_command(arguments: Sequence[str]) -> int:
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Writes the report of a finished run anew."""
+    """Rewrites the report of a finished run."""
     parser = config.Parser(prog="python -m experiments report", description=report_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     out = Path(parser.parse_args(arguments).run)
@@ -101,7 +101,7 @@ def report_command(arguments: Sequence[str]) -> int:
     except (Damaged, OSError) as wrong:
         return fail(f"--run: {wrong}")
     except TypeError:
-        return fail(f"--run: {str(out)!r} was written by another version; run its config anew")
+        return fail(f"--run: {str(out)!r} was written by another version; rerun its config")
     try:
         report = _write_report(findings, out)
     except OSError as wrong:
@@ -112,7 +112,7 @@ def report_command(arguments: Sequence[str]) -> int:
 
 
 def keep_command(arguments: Sequence[str]) -> int:
-    """Writes what of a finished run is kept in a repository."""
+    """Saves the parts of a finished run to keep in the repository."""
     parser = config.Parser(prog="python -m experiments keep", description=keep_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     parser.add_argument("--to", type=str, default=str(Path(__file__).parent / "results"), help="folder of results")
@@ -126,27 +126,27 @@ def keep_command(arguments: Sequence[str]) -> int:
     except Damaged as wrong:
         return fail(f"--run: {wrong}")
     except TypeError:
-        return fail(f"--run: {options.run!r} was written by another version; run its config anew")
+        return fail(f"--run: {options.run!r} was written by another version; rerun its config")
     except OSError as wrong:
         return fail(f"--to: {wrong}")
     return 0
 
 
 def _say_why(error: Exception, out: Path) -> int:
-    """Says why a run ended, in one line where it is the run's matter; returns the exit status."""
+    """Prints why a run ended, in one line for expected errors; returns the exit status."""
     from experiments.train import Diverged
 
     if isinstance(error, Diverged):
         return fail(str(error), status=1)
     if isinstance(error, Damaged):
         return fail(f"--out: {error}")
-    if isinstance(error, OSError):  # mostly a full disk
-        return fail(f"--out: {out}: {error}; the same command goes on from the last checkpoint", status=1)
+    if isinstance(error, OSError):  # usually a full disk
+        return fail(f"--out: {out}: {error}; rerun to resume from the last checkpoint", status=1)
     from jax.errors import JaxRuntimeError
 
-    if isinstance(error, JaxRuntimeError) and _are_many():  # mostly another process that is gone
+    if isinstance(error, JaxRuntimeError) and _are_many():  # usually another process that died
         line = str(error).splitlines()[0]
-        return fail(f"stopped: {line}; start all processes again to go on from the last checkpoint", status=1)
+        return fail(f"stopped: {line}; restart all processes to resume from the last checkpoint", status=1)
     traceback.print_exception(error)
     return 1
 
@@ -158,7 +158,7 @@ def _are_many() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends one of several processes at once: Python's way out waits for the others, and they wait for this one."""
+    """Ends one of several processes immediately: Python's normal exit waits for the others, and they for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -171,6 +171,6 @@ def _write_report(findings: Findings, out: Path) -> Path:
 
 
 def _show(findings: Findings) -> None:
-    from experiments.report.tables import show  # SciPy, too, takes a while
+    from experiments.report.tables import show  # imports SciPy, also slow
 
     show(findings)

@@ -1,4 +1,4 @@
-"""The experiments' one model: a small causal transformer, built of jattn's own attention module."""
+"""The model of all experiments: a small causal transformer built on jattn's attention module."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,22 +13,22 @@ from jattn import positions, score_mods
 from jattn.linen import MultiHeadDotProductAttention
 from jattn.sharding import HeadParallel, Ring, to_zigzag
 
-# Multiplying scores by this leaves all weight on the largest: scores that differ by 1e-4 are e^-100 apart.
+# Scores times this put all weight on the largest: scores that differ by 1e-4 end up e^-100 apart.
 SHARPNESS = 1e6
 RELATIVE_BUCKETS = 32
-# Adam moves all parameters at one pace, and a bias has to go farther than a weight: it is learned in these units.
+# Adam moves all parameters at the same pace, but a bias must move farther than a weight; it is learned in these units.
 RELATIVE_UNIT = 8.0
 
 
 class Transformer(nn.Module):
-    """Embeddings, ``num_layers`` of attention (and MLP) on a residual stream, and one linear read-out a place."""
+    """Embeddings, ``num_layers`` of attention (and MLP) on a residual stream, and a linear read-out per place."""
 
     options: config.Model
     vocabulary: tuple[int, ...]  # ids in each field of a token
     max_length: int
     num_places: int
     num_classes: int
-    implementation: Ring | HeadParallel | None = None  # on a mesh; a ring's tokens stand in zigzag order
+    implementation: Ring | HeadParallel | None = None  # on a mesh; a ring's tokens are in zigzag order
 
     @nn.compact
     def __call__(
@@ -42,12 +42,12 @@ class Transformer(nn.Module):
         """Logits ``[B,T,A,classes]`` of ``tokens [B,T,F]``.
 
         Args:
-            harden: put the whole weight of each attention row on its largest.
-            per_layer: for each layer options of its attention's call, such as ``head_gate`` (``jattn.heads.ablate``).
-            attention: options of every layer's call, such as ``sow_weights``.
+            harden: put all the weight of each attention row on its largest.
+            per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``).
+            attention: options of every attention call, such as ``sow_weights``.
         """
         options = self.options
-        where = jnp.arange(tokens.shape[1])  # of each token
+        where = jnp.arange(tokens.shape[1])  # positions
         if isinstance(self.implementation, Ring):
             where = to_zigzag(where, self.implementation.mesh.shape["sequence"], axis=0)
         embedding = nn.initializers.normal(options.embed_scale)
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and, where ``mlp_dim`` is not 0, an MLP, each added to the residual stream."""
+    """Attention and, unless ``mlp_dim`` is 0, an MLP, each added to the residual stream."""
 
     options: config.Model
     implementation: Ring | HeadParallel | None = None
@@ -119,7 +119,7 @@ def make(options: config.Model, task: Task, implementation: Ring | HeadParallel 
 
 
 def layer_by_layer(intermediates: dict[str, Any], name: str) -> list[Any]:
-    """What every layer's attention has sown under ``name``."""
+    """What each layer's attention sowed under ``name``."""
     layers = sorted(intermediates, key=lambda layer: int(layer.rpartition("_")[2]))
     return [intermediates[layer]["attention"][name][0] for layer in layers]
 

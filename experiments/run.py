@@ -1,4 +1,4 @@
-"""One experiment from end to end: train it and its controls, measure, judge the claims, write the report."""
+"""One experiment end to end: trains it and its controls, measures, judges the claims, saves the findings."""
 
 import contextlib
 import dataclasses
@@ -19,21 +19,21 @@ from experiments.train import Trained, train
 
 
 class DifferentConfig(Exception):
-    """The folder holds a run of another config; one line for each key that differs."""
+    """The folder holds a run of another config; one line per differing key."""
 
 
 @contextlib.contextmanager
 def prepared(config: Config, out: Path) -> Iterator[None]:
-    """Marks ``out`` as a run of ``config``, before anything is trained, and keeps other runs out while it is entered.
+    """Marks ``out`` as a run of ``config`` before training starts; within it, other runs are locked out.
 
-    Several processes of one run are one owner: the first has the folder.
+    Several processes of one run count as one owner: the first holds the lock.
 
     Raises:
-        ValueError: a claim names no metric; a pretrained model is not there; the devices of a mesh are not.
+        ValueError: a claim names an unknown metric; a pretrained model or devices of the mesh are missing.
         Busy: another run works in ``out``.
         DifferentConfig: ``out`` holds a run of another config.
-        Damaged: ``out`` holds a ``config.json`` that is no config.
-        OSError: ``out`` cannot be written.
+        Damaged: ``config.json`` in ``out`` is not a config.
+        OSError: ``out`` is not writable.
     """
     if config.pretrained != Pretrained():
         pretrained.check(config)
@@ -49,12 +49,12 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
             except (Busy, DifferentConfig, Damaged, OSError) as error:
                 refused = error
         if not devices.everywhere(refused is None):
-            raise refused or Busy("the first process could not take the folder")
+            raise refused or Busy("the first process could not lock the folder")
         yield
 
 
 def _mark(config: Config, out: Path) -> None:
-    """Writes ``config.json``, or holds ``config`` against the one that there is."""
+    """Writes ``config.json``, or compares ``config`` with the existing one."""
     file = out / "config.json"
     plain = json.loads(json.dumps(dataclasses.asdict(config)))
     if not file.exists():
@@ -66,7 +66,7 @@ def _mark(config: Config, out: Path) -> None:
 
 
 def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
-    """A config without what changes none of its numbers, so that a run can go on with more devices or fewer."""
+    """A config without what does not affect its numbers, so a run can resume on more or fewer devices."""
     return {name: value for name, value in plain.items() if name != "mesh"}
 
 
@@ -76,15 +76,15 @@ def _known_metrics(config: Config) -> list[str]:
 
 
 def run(config: Config, out: Path) -> Findings | None:
-    """Trains ``config`` and its controls in a prepared ``out``, or goes on where that stopped; writes what it found.
+    """Trains ``config`` and its controls in a prepared ``out``, or resumes; writes and returns the findings.
 
-    A pretrained model is looked at instead. Of several processes the first returns what was found, the others None.
+    A pretrained model is only examined. With several processes, the first returns findings and the others None.
 
     Raises:
-        Diverged: the loss of a seed is no longer finite.
-        Damaged: what a stopped run left in ``out`` is not whole.
-        OSError: ``out`` cannot be written.
-        Stopped: a signal came.
+        Diverged: the loss of a seed is not finite.
+        Damaged: a stopped run left ``out`` incomplete.
+        OSError: ``out`` is not writable.
+        Stopped: a signal arrived.
     """
     findings = pretrained.run(config) if config.pretrained != Pretrained() else _train(config, out)
     if findings is None:
@@ -103,7 +103,7 @@ def _train(config: Config, out: Path) -> Findings | None:
     itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
     for name, variant in variants(config).items():
         if dataclasses.replace(variant, name=config.name) == itself:
-            results[name] = result  # the point of a sweep that is the run itself
+            results[name] = result  # this point of the sweep is the run itself
         else:
             results[name] = _result(train(variant, out / "controls" / name))
     if not devices.is_first():

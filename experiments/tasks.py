@@ -1,8 +1,8 @@
-"""What is learned: pure functions from a key to a batch, with the place that each read-out should look at.
+"""The tasks: pure functions from a key to a batch, with the position that each read-out should attend to.
 
-Of each task, ``places`` names the read-outs, ``of_tokens`` those whose source depends on the tokens, and ``roles`` the
-patterns among which a head's role is chosen: places and statistics of ``jattn.heads``, each pattern under one name.
-``metrics`` of ``measure.claims`` are shown of its controls and over a sweep.
+In each task, ``places`` names the read-outs, ``of_tokens`` those whose source depends on the tokens, and ``roles`` the
+candidate roles of a head: places and statistics of ``jattn.heads``, each pattern under one name. ``metrics`` of
+``measure.claims`` are shown for its controls and sweeps.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from experiments import config
 
 
 class Batch(NamedTuple):
-    """Sequences and what is asked of them. ``F`` fields of a token, ``A`` places that are read out."""
+    """Sequences and their targets. ``F``: fields of a token; ``A``: places that are read out."""
 
     tokens: Array  # [B,T,F] int32; the model adds the embeddings of the fields
     targets: Array  # [B,T,A] int32: the class each read-out should give
-    target_weights: Array  # [B,T,A] float32: 1 where an answer is asked, else 0
-    sources: Array  # [B,T,A] int32: position that holds the answer, -1 where none is asked
-    real: Array  # [B,T] bool: queries the statistics run over: no padding, none that is never asked
+    target_weights: Array  # [B,T,A] float32: 1 where an answer counts, else 0
+    sources: Array  # [B,T,A] int32: position of the answer, or -1 without one
+    real: Array  # [B,T] bool: queries in the statistics: not padding, and with targets
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyFromFourPlaces:
     """Copy from four places at once.
 
-    A token is a key and a value. The keys are permuted within each half, the values random. In the second
-    half the read-outs copy the value one position back, five back, at the mirrored position, and at the place
-    in the first half that has the same key. A query whose four places are not all different is not asked: so
-    an attention that looks at one place can answer one read-out and must guess the other three.
+    A token is a key and a value. The keys are permuted within each half; the values are random. In the second
+    half the read-outs copy the value one position back, five back, at the mirrored position, and at the position
+    in the first half with the same key. Queries whose four positions are not all different do not count, so
+    attention to one position answers one read-out and must guess the other three.
     """
 
     length: int = 32
@@ -51,7 +51,7 @@ class CopyFromFourPlaces:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the model will meet."""
+        """Longest sequence that the model sees."""
         return self.length
 
     def sample(self, key: Array, batch: int) -> Batch:
@@ -74,11 +74,11 @@ class CopyFromFourPlaces:
         return _ask(jnp.stack([keys, values], -1), values, sources, asked, real)
 
     def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout, for patterns that are averaged over a batch."""
+        """Sequences of one layout, so that patterns can be averaged over a batch."""
         return self.sample(key, batch)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,F]``: key and value, as "c7"."""
+        """A short label for each token of one sequence ``[T,F]``: key and value, like "c7"."""
         return [f"{_letter(key)}{value}" for key, value in tokens]
 
 
@@ -103,11 +103,11 @@ class CopyString:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the model will meet, in the curve over length."""
+        """Longest sequence that the model sees, in the curve over length."""
         return 2 * self.farthest + 1
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences with strings of ``shortest`` to ``longest`` symbols, padded at the end."""
+        """``batch`` sequences of strings of ``shortest`` to ``longest`` symbols, padded at the end."""
         length_key, symbol_key = jax.random.split(key)
         lengths = jax.random.randint(length_key, (batch,), self.shortest, self.longest + 1)
         return self._strings(symbol_key, lengths, 2 * self.longest + 1)
@@ -122,12 +122,12 @@ class CopyString:
         return self._strings(key, jnp.full((batch,), length), 2 * length + 1)
 
     def _strings(self, key: Array, lengths: Array, size: int) -> Batch:
-        """Tokens ``0..n`` are BOS s, ``n+1`` is SEP; the query at ``n+1+i`` is asked for the symbol at ``1+i``."""
+        """Tokens ``0..n`` are BOS s, ``n+1`` is SEP; the target of the query at ``n+1+i`` is the symbol at ``1+i``."""
         bos, sep, pad = self.symbols, self.symbols + 1, self.symbols + 2
         lengths = lengths[:, None]
         position = jnp.arange(size)[None, :]
         symbols = jax.random.randint(key, (lengths.shape[0], size), 0, self.symbols)
-        offset = position - lengths - 1  # of the query from SEP
+        offset = position - lengths - 1  # from SEP
         asked = (offset >= 0) & (offset < lengths)
         original = jnp.where(offset > 0, offset, position)  # the position whose symbol a token repeats
         tokens = jnp.take_along_axis(symbols, original, 1)
@@ -151,7 +151,7 @@ class CopyString:
 
 
 class _OneSymbol:
-    """What tasks share whose tokens are one symbol each, in sequences of one length."""
+    """Base of tasks whose tokens are single symbols, in sequences of one length."""
 
     length: int
     symbols: int
@@ -163,7 +163,7 @@ class _OneSymbol:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the model will meet."""
+        """Longest sequence that the model sees."""
         return self.length
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
@@ -173,7 +173,7 @@ class _OneSymbol:
 
 @dataclasses.dataclass(frozen=True)
 class ShiftBank(_OneSymbol):
-    """Copy from several fixed distances at once: read-out ``i`` gives the symbol ``offsets[i]`` back."""
+    """Copy from several fixed distances at once: read-out ``i`` copies the symbol ``offsets[i]`` back."""
 
     length: int = 32
     symbols: int = 16
@@ -194,7 +194,7 @@ class ShiftBank(_OneSymbol):
         return (*self.places, *previous, "current_token", "first_token", "duplicate_token", "induction")
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences of random symbols, asked wherever all of the sources exist."""
+        """``batch`` sequences of random symbols, with targets wherever all sources exist."""
         tokens = jax.random.randint(key, (batch, self.length), 0, self.symbols)
         position = jnp.arange(self.length)
         sources = position[:, None] - jnp.array(self.offsets)[None]
@@ -202,18 +202,18 @@ class ShiftBank(_OneSymbol):
         return _ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
 
     def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout, for patterns that are averaged over a batch."""
+        """Sequences of one layout, so that patterns can be averaged over a batch."""
         return self.sample(key, batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Induction(_OneSymbol):
-    """Say what followed the current token the last time it was there.
+    """Predict the token that followed the previous occurrence of the current token.
 
-    Half of the sequences are a random prefix and a segment that repeats with a random period; the others are pairs of
-    a key and a value, then the same pairs in another order, asked at the keys. In the first alone a token is also
-    found by a blur of what stood before it; in the second nothing but the token right before a value tells its key.
-    No token occurs twice within a segment or among the pairs.
+    Half of the sequences are a random prefix and a segment that repeats with a random period. The others are pairs of
+    a key and a value, then the same pairs in another order, with targets at the keys. In the first kind, a blur of the
+    preceding tokens also identifies a token; in the second, only the token right before a value identifies its key. No
+    token occurs twice within a segment or among the pairs.
     """
 
     length: int = 64
@@ -227,7 +227,7 @@ class Induction(_OneSymbol):
     metrics = ("mean_accuracy", "best/previous_token", "best/induction")
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, of either kind by chance."""
+        """``batch`` sequences of either kind, at random."""
         kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
         is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
         repeated, pairs = self._repeated(repeated_key, batch), self._pairs(pairs_key, batch)
@@ -257,7 +257,7 @@ class Induction(_OneSymbol):
     def _pairs(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
         symbol_key, order_key = jax.random.split(key)
         count, half = self.length // 4, self.length // 2
-        order = _permutations(order_key, batch, count)  # which pair comes when, the second time
+        order = _permutations(order_key, batch, count)  # of the pairs, the second time
         again = jnp.stack([2 * order, 2 * order + 1], -1).reshape(batch, half)
         first = jnp.concatenate([jnp.broadcast_to(jnp.arange(half), (batch, half)), again], 1)
         position = jnp.arange(self.length)
@@ -267,9 +267,9 @@ class Induction(_OneSymbol):
 
 @dataclasses.dataclass(frozen=True)
 class Skills(_OneSymbol):
-    """Four read-outs of a segment that repeats with a random period: one back, five back, mirrored, and what is next.
+    """Four read-outs of a segment that repeats with a random period: one back, five back, mirrored, and next token.
 
-    Asked in the second half, where the four answers are different tokens. No token occurs twice within a period.
+    Targets are in the second half, where the four answers differ. No token occurs twice within a period.
     """
 
     length: int = 32
@@ -321,7 +321,7 @@ def make(options: config.Task) -> Task:
 
 
 def _ask(tokens: Array, values: Array, sources: Array, asked: Array, real: Array) -> Batch:
-    """The batch in which the answers at ``asked [B,T]`` are the ``values [B,T]`` at ``sources [B,T,A]``."""
+    """The batch whose answers at ``asked [B,T]`` are the ``values [B,T]`` at ``sources [B,T,A]``."""
     sources = jnp.where(asked[..., None], sources, -1)
     targets = jnp.take_along_axis(values[..., None], jnp.maximum(sources, 0), 1)
     weights = jnp.broadcast_to(asked[..., None], sources.shape).astype(jnp.float32)
@@ -329,12 +329,12 @@ def _ask(tokens: Array, values: Array, sources: Array, asked: Array, real: Array
 
 
 def _permutations(key: Array, batch: int, length: int) -> Array:
-    """``[batch,length]``: the numbers below ``length``, in an order of its own in each row."""
+    """``[batch,length]``: an independent permutation of ``arange(length)`` in each row."""
     return jnp.argsort(jax.random.uniform(key, (batch, length)))
 
 
 def _has_twins(sources: Array) -> Array:
-    """Whether any two of the last axis are the same."""
+    """Whether any two entries of the last axis are equal."""
     return jnp.sum(sources[..., :, None] == sources[..., None, :], (-2, -1)) > sources.shape[-1]
 
 

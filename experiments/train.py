@@ -1,4 +1,4 @@
-"""The one training loop: several seeds at once, stopped and resumed at will."""
+"""The training loop: several seeds at once; can be stopped and resumed."""
 
 import dataclasses
 import sys
@@ -21,16 +21,16 @@ from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.history import History
 from experiments.runs.terminal import Terminal
 
-# What a seed's key is folded with, so that parameters and every kind of data are drawn apart.
+# Folded into a seed's key, so that parameters and each kind of data are independent.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
 LOOK_BATCH = 32
-EXAMPLES = 3  # sequences whose weights are kept at every look
+EXAMPLES = 3  # sequences whose weights every look keeps
 
-State = dict[str, Any]  # "params" and "optimizer", every leaf with a leading axis of seeds
+State = dict[str, Any]  # "params" and "optimizer"; every leaf has a leading axis of seeds
 
 
 class Diverged(Exception):
-    """The loss or the parameters of a seed are no longer finite."""
+    """The loss or the parameters of a seed are not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Setup:
     task: tasks.Task
     model: model.Transformer
     optimizer: optax.GradientTransformation
-    keys: Array  # [R], one a seed
+    keys: Array  # [R], per seed
     mesh: jax.sharding.Mesh
 
     @classmethod
@@ -62,7 +62,7 @@ class Setup:
 
     @property
     def looking(self) -> "Setup":
-        """The same for looking at heads: on one device, and at ``evaluate.look_length``."""
+        """The setup for looking at heads: one device, ``evaluate.look_length`` tokens."""
         options = self.config.task
         length = self.config.evaluate.look_length or options.length
         task = tasks.make(dataclasses.replace(options, length=length))
@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds, as numbers."""
+        """The seeds as numbers."""
         return list(range(self.config.train.first_seed, self.config.train.first_seed + self.config.train.seeds))
 
     def init(self) -> State:
@@ -88,7 +88,7 @@ class Setup:
 
 
 class Trained(NamedTuple):
-    """What training leaves: parameters have leaves ``[R,...]``."""
+    """The result of training; parameters have leaves ``[R,...]``."""
 
     setup: Setup
     untrained: Any
@@ -97,15 +97,15 @@ class Trained(NamedTuple):
 
 
 def train(config: Config, out: Path) -> Trained:
-    """Trains ``config`` in the folder ``out``, or goes on where a run of the same config there stopped.
+    """Trains ``config`` in the folder ``out``, or resumes a stopped run of the same config.
 
-    The numbers are those of an uninterrupted run: a checkpoint holds the whole state, data depend on seed and step
-    alone, and lines of the history behind the checkpoint are written anew.
+    The numbers equal those of an uninterrupted run: a checkpoint holds the whole state, data depend only on seed and
+    step, and lines of the history after the checkpoint are rewritten.
 
     Raises:
         Diverged: names the step and seed; the last checkpoint before it is kept.
-        Damaged: no checkpoint is whole, with metrics and looks that fit it.
-        Stopped: a signal came; names the step.
+        Damaged: no checkpoint is intact with matching metrics and looks.
+        Stopped: a signal arrived; names the step.
     """
     setup, steps, every = Setup.of(config), config.train.steps, config.train.look_every
     history = History(out, writes=devices.is_first())
@@ -139,9 +139,9 @@ def train(config: Config, out: Path) -> Trained:
 
 
 def _agreed(check: Callable[..., str], *which: Any) -> str:
-    """What the first process, which has the history, says to ``check(*which)``."""
+    """``check(*which)`` on the first process, which holds the history."""
     reason = check(*which) if devices.is_first() else ""
-    return "" if devices.everywhere(not reason) else reason or "the first process says that it does not fit"
+    return "" if devices.everywhere(not reason) else reason or "the first process rejected it"
 
 
 def _say(line: str) -> None:
@@ -150,7 +150,7 @@ def _say(line: str) -> None:
 
 
 def updates(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
-    """A jitted function ``(state, steps [n]) -> (state, metrics {name: [n,R]})``; the metrics are on every device."""
+    """A jitted ``(state, steps [n]) -> (state, metrics {name: [n,R]})``, with the metrics on every device."""
     update = jax.vmap(lambda state, key, step: train_step(setup, state, key, step), (0, 0, None))
 
     def run(state: State, steps: Array) -> Any:
@@ -173,7 +173,7 @@ def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array
 
 
 def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[State, dict[str, Array]]:
-    """One update of one seed, on data that depend on its key and the step alone."""
+    """One update of one seed, on data that depend only on its key and the step."""
     data_key = jax.random.fold_in(jax.random.fold_in(key, TRAIN_DATA), step)
     batch = devices.split(setup.mesh, setup.task.sample(data_key, setup.config.train.batch))
 
@@ -201,15 +201,14 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
 
 
 def judge(logits: Array, batch: tasks.Batch) -> tuple[Array, Array]:
-    """Share of right answers at each place ``[A]``, and of sequences with nothing but right answers."""
+    """Share of correct answers per place ``[A]``, and of sequences answered without a mistake."""
     right, asked = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
     accuracy = jnp.sum(right & asked, (0, 1)) / jnp.maximum(jnp.sum(asked, (0, 1)), 1)
     return accuracy, jnp.mean(jnp.all(right | ~asked, (1, 2)))
 
 
 def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
-    """A jitted function of the parameters of all seeds, on one device: scores, offset profiles, and examples of the
-    first seed."""
+    """A jitted function of all seeds' parameters, on one device: scores, offset profiles, first seed's examples."""
     task, transformer = setup.looking.task, setup.looking.model
     first_key = jax.random.fold_in(setup.keys[0], PROBE_DATA)
 
@@ -228,7 +227,7 @@ def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
 
 
 def _stop_unless_finite(setup: Setup, begin: int, finite: np.ndarray) -> None:
-    """Raises ``Diverged`` for the first step, and there the first seed, that is not ``finite [n,R]``."""
+    """Raises ``Diverged`` for the first step, and its first seed, that is not ``finite [n,R]``."""
     if not finite.all():
         step, seed = np.argwhere(~finite)[0]
         raise Diverged(

@@ -1,1 +1,1 @@
-"""How fast jattn is and how much memory it takes, beside its peers."""
+"""jattn's speed and memory compared with its peers."""

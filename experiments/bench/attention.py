@@ -1,15 +1,15 @@
-"""The attention benchmark: jattn and its peers on the same problems, in turn, each figure kept as soon as it is known.
+"""The attention benchmark: jattn and its peers in turn on the same problems, each number saved once measured.
 
-What holds for all: ``environment``, ``shape``, ``missing`` (peer: why it is not here). The parts:
+Shared by all rows: ``environment``, ``shape``, ``missing`` (peer: why it is unavailable). The parts:
 
 - ``times``: rows of ``case``, ``length``, ``dtype``, ``passes``, ``medians`` (contestant: microseconds), ``left_out``
-  (contestant: why), ``matrix`` (microseconds of a product of two square matrices, timed in the same turns),
-  ``matrix_flops`` of it, ``flops`` of the row, ``rounds`` of turns, the ``seconds`` that they were to take;
+  (contestant: why), ``matrix`` (microseconds of a product of two square matrices, timed in the same turns), its
+  ``matrix_flops``, the row's ``flops``, ``rounds`` of turns, and the ``seconds`` allotted;
 - ``memory``: ``bytes`` of temporaries that XLA plans for one head, by ``contestant``, ``case``, ``length``, ``passes``;
-- ``peak``: ``bytes`` that a fresh process holds at most beyond one that makes the inputs and no more;
-- ``compile``: ``seconds``, of three fresh processes.
+- ``peak``: peak ``bytes`` of a fresh process, minus those of one that only makes the inputs;
+- ``compile``: median ``seconds`` of three fresh processes.
 
-Where something could not be measured, ``bytes`` or ``seconds`` is null and ``reason`` says why.
+If something could not be measured, ``bytes`` or ``seconds`` is null and ``reason`` says why.
 """
 
 import functools
@@ -28,7 +28,7 @@ from experiments.bench.suite import Job, Suite
 
 ROUNDS, SETTLE, MATRIX = 3, 0.01, 2048
 PEAK_LENGTH, COMPILED_LENGTHS, COMPILATIONS = 8192, (2048, 32768), 3
-PLAIN = ("full", "causal")  # the cases whose memory and compilation are measured
+PLAIN = ("full", "causal")  # the cases measured for memory and compilation
 
 
 def about(plan: Plan) -> dict[str, Any]:
@@ -39,14 +39,14 @@ def about(plan: Plan) -> dict[str, Any]:
 
 
 def environment(plan: Plan, names: list[str]) -> dict[str, str]:
-    """What the numbers are measured on, and of what: versions, hardware, and a digest of jattn's source."""
+    """What is measured, and on what: versions, hardware, and a digest of jattn's source."""
     about = timing.environment() | {"contestants": ", ".join(names), "jattn_source": timing.source_digest()}
     about |= {"cpu": timing.cpu_model(), "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"}
     return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
 
 
 def jobs(plan: Plan) -> Iterator[Job]:
-    """All that the plan asks for, a part after the other."""
+    """All jobs of the plan, part by part."""
     contestants = peers.contestants(tuple(plan.peers), plan.device)[0]
     makers = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
     for part in plan.parts:
@@ -54,7 +54,7 @@ def jobs(plan: Plan) -> Iterator[Job]:
 
 
 def _times(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
-    """Short lengths first, so that a run that is stopped has told most."""
+    """Short lengths first, so that a stopped run has most rows."""
     memory = timing.memory_bytes(plan.device) / 3
     for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
         for passes in PASSES:
@@ -92,14 +92,14 @@ def time_row(
 
 
 def matrix_product(dtype: str) -> Callable[[], Any]:
-    """A call of the product of two square matrices: the rate that this machine reaches at this moment."""
+    """A call of the product of two square matrices: the machine's current rate."""
     matrix = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype)
     product = jax.jit(lambda a, b: a @ b)
     return lambda: jax.block_until_ready(product(matrix, matrix))
 
 
 def _memory(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
-    """Temporaries of one head; compiled and not run, so any length will do."""
+    """Temporaries of one head; compiled but not run, so at any length."""
     for one, case, passes in itertools.product(contestants, _plain(plan), (*PASSES, "hvp")):
         for length in plan.lengths if isinstance(one, peers.InJax) else ():
             problem = Problem(case, length, _dtype(plan, one), num_heads=1)
@@ -108,7 +108,7 @@ def _memory(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
 
 
 def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[str, Any]:
-    """Bytes that XLA plans beside inputs and outputs."""
+    """Bytes that XLA plans besides inputs and outputs."""
     arrays = problem.arrays()
     shapes = [jax.ShapeDtypeStruct(x.shape, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
     try:
@@ -139,7 +139,7 @@ def _peak_bytes(plan: Plan, contestant: peers.Contestant, problem: Problem) -> d
 
 
 def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
-    """Of the lengths that are named for it, those that are asked for, or the longest."""
+    """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
     for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one))

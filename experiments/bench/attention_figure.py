@@ -1,4 +1,4 @@
-"""The picture of the attention benchmark: time and memory over length."""
+"""The figure of the attention benchmark: time and memory over length."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ MARKERS = "osD^vP"
 
 
 def write_figure(results: Results, file: Path) -> None:
-    """Writes the picture as a PNG."""
+    """Writes the figure as a PNG."""
     with matplotlib.rc_context(STYLE):
         attention_figure(results).savefig(file, dpi=DPI, facecolor="white")
 
 
 def attention_figure(results: Results) -> Figure:
-    """Forward, forward and backward, and the temporaries of both; causal where that was measured."""
+    """Forward, forward and backward, and the latter's temporaries; causal if that was measured."""
     case = _case(results)
     figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.subplots(1, 3)
@@ -53,7 +53,7 @@ def _case(results: Results) -> str:
 
 
 def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]) -> None:
-    """The contestant's line, in the ink that it has in every panel; lengths that it was left out of are not drawn."""
+    """The contestant's line, in the same style in every panel; omits lengths without a value."""
     known = {length: value for length, value in values.items() if value}
     index = attention_tables.contestants_of(results).index(name)
     ink = {"color": PALETTE[index % len(PALETTE)], "dashes": DASHES[index % len(DASHES)]}

@@ -1,4 +1,4 @@
-"""What the attention benchmark found, as text: functions of its results."""
+"""The attention benchmark's results as text."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from experiments.bench.suite import Results, Row
 from experiments.bench.tables import Asked, asked_table, listed, ratio, report, short_number, table, worst
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
-SLOPE_FROM = 4096  # shorter, what does not grow with the length still counts
+SLOPE_FROM = 4096  # below, constant costs still matter
 
 
 def row_of(results: Results, case: str, length: int, passes: str = "forward") -> Row | None:
@@ -21,7 +21,7 @@ def microseconds(row: Row | None, contestant: str = "jattn") -> float | None:
 
 
 def share(row: Row | None, contestant: str = "jattn") -> float | None:
-    """Floating-point operations a second, as a share of those of the product of matrices in the same turns."""
+    """Floating-point operations per second, as a share of the matrix product's in the same turns."""
     time = microseconds(row, contestant)
     return row["flops"] / time / (row["matrix_flops"] / row["matrix"]) if row and time else None
 
@@ -34,7 +34,7 @@ def temporaries(results: Results, contestant: str, case: str, passes: str) -> di
 
 
 def slope(by_length: dict[int, float]) -> float | None:
-    """The exponent with which bytes grow with the length, fitted over lengths from ``SLOPE_FROM``."""
+    """The exponent of the bytes' growth with length, fitted from ``SLOPE_FROM`` on."""
     long = {length: size for length, size in by_length.items() if length >= SLOPE_FROM and size > 0}
     if len(long) < 2:
         return None
@@ -42,7 +42,7 @@ def slope(by_length: dict[int, float]) -> float | None:
 
 
 def asked(results: Results) -> list[Asked]:
-    """Every number that was asked for, with what was measured; they are for a CPU and float32, so none elsewhere."""
+    """Every goal and its measured number; goals are for CPU and float32, so there are none elsewhere."""
     if not results.about["environment"]["device"].startswith("cpu"):
         return []
     return [
@@ -55,7 +55,7 @@ def asked(results: Results) -> list[Asked]:
     ]
 
 
-# Peer, passes, length, how many times as fast as the peer at least: full, causal.
+# Peer, passes, length, minimum speed-up over the peer: full, causal.
 AGAINST_PEERS = (
     ("jax.nn", "forward", 2048, 2.2, 3.5),
     ("jax.nn", "forward", 8192, 5.0, 6.0),
@@ -80,7 +80,7 @@ def _against_peers(results: Results) -> list[Asked]:
 
 
 def _short(results: Results) -> list[Asked]:
-    """Short inputs must not pay for long ones: the worst of all cases that jax.nn takes."""
+    """Short inputs must not pay for long ones: the worst case that jax.nn supports."""
     rows = [row for row in results.of("times") if row["length"] <= 1024 and row["dtype"] == "float32"]
     ratios = [(ratio(microseconds(row), microseconds(row, "jax.nn")), row) for row in rows]
     known = [(value, row) for value, row in ratios if value is not None]
@@ -100,7 +100,7 @@ def _shares(results: Results) -> list[Asked]:
 
 
 def _cases(results: Results) -> list[Asked]:
-    """One case against another, both forward."""
+    """One case compared with another, both forward."""
 
     def times(above: str, below: str, length: int) -> float | None:
         return ratio(*(microseconds(row_of(results, case, length)) for case in (above, below)))
@@ -139,17 +139,17 @@ def _compile(results: Results) -> list[Asked]:
 
 
 def lengths_of(results: Results) -> list[int]:
-    """Lengths that were timed."""
+    """The timed lengths."""
     return sorted({row["length"] for row in results.of("times")})
 
 
 def contestants_of(results: Results) -> list[str]:
-    """Contestants, in the order of the columns."""
+    """Contestants in column order."""
     return results.about["environment"]["contestants"].split(", ")
 
 
 def times_table(results: Results, passes: str, dtype: str) -> str:
-    """Milliseconds of each contestant and, behind them, its share of the rate of a product of matrices."""
+    """Milliseconds of each contestant, followed by its share of the matrix product's rate."""
     names = contestants_of(results)
     rows = []
     for row in results.of("times"):
@@ -161,7 +161,7 @@ def times_table(results: Results, passes: str, dtype: str) -> str:
 
 
 def memory_table(results: Results) -> str:
-    """Temporaries of one head in MiB, over lengths, with the exponent of their growth."""
+    """Temporaries of one head in MiB by length, and the exponent of their growth."""
     lengths = sorted({row["length"] for row in results.of("memory")})
     rows = []
     for name, case, passes in dict.fromkeys((r["contestant"], r["case"], r["passes"]) for r in results.of("memory")):
@@ -187,7 +187,7 @@ def compile_table(results: Results) -> str:
 
 
 def left_out(results: Results) -> list[str]:
-    """Why a table has a "-": one line for each contestant, case and reason."""
+    """Why a table has a "-": one line per contestant, case and reason."""
     lines: dict[tuple[str, ...], list[int]] = {}
     for row in results.of("times"):
         for name, reason in row["left_out"].items():
@@ -204,13 +204,13 @@ def left_out(results: Results) -> list[str]:
 
 
 def shown(results: Results) -> str:
-    """The missing peers, and the numbers that were measured beside their thresholds."""
+    """The missing peers, and the measured goals."""
     answered = [one for one in asked(results) if one.measured is not None]
     return "\n".join([*results.about["missing"].values(), *([asked_table(answered)] if answered else [])])
 
 
 def markdown(results: Results) -> str:
-    """``attention.md``: everything, in the order in which it is asked for."""
+    """``attention.md``."""
     shape = results.about["shape"]
     sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}, T = S = n"
     parts = [

@@ -1,4 +1,4 @@
-"""What the attention benchmark is asked to measure: the cases, and the work in each. Imports neither JAX nor a peer."""
+"""What the attention benchmark measures: the cases, and the work in each. Imports neither JAX nor peers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32")}
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of attention, T = S = ``length``; its inputs are the same whoever asks."""
+    """One call of attention, T = S = ``length``; all contestants get the same inputs."""
 
     case: str
     length: int
@@ -35,9 +35,9 @@ class Problem:
     head_dim: int = 64
 
     def arrays(self) -> list[np.ndarray]:
-        """Query, key and value ``[1,T,N,H]`` in float32, and what the case adds as an argument.
+        """Query, key and value ``[1,T,N,H]`` in float32, and the case's extra argument, if any.
 
-        That is the documents' ids ``[T]`` or T5's table ``[32,N]``.
+        That is the document ids ``[T]`` or T5's table ``[32,N]``.
         """
         rng = np.random.default_rng(0)
         shape = (1, self.length, self.num_heads, self.head_dim)
@@ -65,7 +65,7 @@ class Problem:
         return float(n * n)
 
     def flops(self, passes: str) -> float:
-        """Of the products alone: two forward, and five backward, where the scores are computed again."""
+        """Operations of the products only: two forward, and five backward, which recomputes the scores."""
         return {"forward": 4.0, "both": 14.0}[passes] * self.pairs() * self.head_dim * self.num_heads
 
 
@@ -90,10 +90,10 @@ class Plan:
 
     @classmethod
     def read(cls, out: Path, device: str, seconds: float, **lists: str) -> "Plan":
-        """From the options of the command line, lists separated by commas.
+        """Parses command-line options; lists are separated by commas.
 
         Raises:
-            ValueError: an option makes no sense; one line, which names it.
+            ValueError: an option is invalid; one line that names it.
         """
         known = {"peers": PEERS, "cases": tuple(CASES), "parts": PARTS}
         chosen: dict[str, tuple] = {}

@@ -1,4 +1,4 @@
-"""``python -m experiments bench``: which suite, and which of its options."""
+"""``python -m experiments bench``: chooses the suite and its options."""
 
 import datetime
 import importlib
@@ -10,7 +10,7 @@ from experiments import config
 from experiments.bench.cases import CASES, LENGTHS, PARTS, PEERS, Plan
 from experiments.runs.terminal import fail
 
-# The suites, a file each, and the options that they take; () is all of them.
+# The suites, one file each, and the options that they take; () means all.
 SUITES = {
     "attention": (),
     "dispatch": ("out",),
@@ -21,7 +21,7 @@ SUITES = {
 
 
 def bench_command(arguments: Sequence[str]) -> int:
-    """Times jattn and its peers in turn, and writes tables and a picture."""
+    """Times jattn and its peers in turn; writes tables and a figure."""
     options = _parser().parse_args(arguments)
     if options.suite not in SUITES:
         return fail(f"--suite: expected one of {', '.join(SUITES)}, got {options.suite!r}")
@@ -38,7 +38,7 @@ def bench_command(arguments: Sequence[str]) -> int:
 
 
 def _run(name: str, plan: Plan, redraw: bool, resume: bool) -> int:
-    # JAX takes seconds to import, which a wrong option need not wait for
+    # slow to import: a wrong option need not wait for JAX
     from experiments.bench.suite import Failed, Refused, Suite
 
     suite: Suite = importlib.import_module(f"experiments.bench.{name}").SUITE
@@ -69,24 +69,24 @@ def _parser() -> config.Parser:
         default="attention",
         help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics; sharding: rings",
     )
-    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"some of {', '.join(PEERS)}")
+    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"any of {', '.join(PEERS)}")
     parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
-    parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, numbers above 1")
-    parser.add_argument("--cases", type=str, default=",".join(CASES), help="some of these")
-    parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure, some of these")
-    parser.add_argument("--seconds", type=float, default=6.0, help="time for each row, all contestants together")
+    parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, each above 1")
+    parser.add_argument("--cases", type=str, default=",".join(CASES), help="any of these")
+    parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure: any of these")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time per row, all contestants together")
     parser.add_argument("--out", type=str, default=None, help="folder; default experiments/results/DEVICE-DATE")
-    parser.add_argument("--resume", action="store_true", help="go on with the results in --out")
-    parser.add_argument("--redraw", action="store_true", help="tables and picture of the results in --out anew")
+    parser.add_argument("--resume", action="store_true", help="continue the results in --out")
+    parser.add_argument("--redraw", action="store_true", help="redraw tables and figure from --out")
     return parser
 
 
 def _takes(options: Any, *names: str) -> bool:
-    """Whether all options but those of ``names`` are left as they are, if there are any; says which is not."""
+    """Whether all options except ``names`` have their defaults, if there are names; prints one that does not."""
     defaults = _parser().get_defaults()
     for name in defaults.keys() if names else ():
         if name not in ("suite", *names) and options[name] != defaults[name]:
             others = " and ".join(f"--{name}" for name in names)
-            fail(f"--{name}: --suite {options.suite} takes no other option than {others}")
+            fail(f"--{name}: --suite {options.suite} takes only {others}")
             return False
     return True

@@ -1,6 +1,6 @@
-"""The dispatch benchmark: what a short call costs beside ``jax.nn``'s, jitted, forward and with gradients.
+"""The dispatch benchmark: the cost of short jitted calls compared with ``jax.nn``'s, forward and with gradients.
 
-What holds for all: ``environment``, ``shape``, ``dtype``. The ``rows`` have ``length``, ``mask``, ``passes``, the
+Shared by all rows: ``environment``, ``shape``, ``dtype``. The ``rows`` have ``length``, ``mask``, ``passes``, the
 medians ``jattn`` and ``jax_nn`` in microseconds, ``rounds`` of turns, and the ``ratio``: above 1, jattn is slower.
 """
 
@@ -18,7 +18,7 @@ from experiments.bench.cases import PASSES, Plan
 from experiments.bench.suite import Job, Results, Suite
 
 LENGTHS = (64, 512)
-SECONDS = 4.0  # a row's calls, all contestants together
+SECONDS = 4.0  # per row, all contestants together
 SHAPE = {"batch": 1, "num_heads": 8, "head_dim": 64}
 
 
@@ -28,14 +28,14 @@ def about(plan: Plan) -> dict[str, Any]:
 
 
 def jobs(plan: Plan) -> Iterator[Job]:
-    """A row for each length, mask and passes."""
+    """A row per length, mask and passes."""
     for length, mask, passes in itertools.product(LENGTHS, ("full", "causal"), PASSES):
         key = {"length": length, "mask": mask, "passes": passes}
         yield Job("rows", key, functools.partial(row, **key))
 
 
 def row(length: int, mask: str, passes: str) -> dict[str, Any]:
-    """The medians of both."""
+    """Times both contestants."""
     shape = (SHAPE["batch"], length, SHAPE["num_heads"], SHAPE["head_dim"])
     arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     contestants = [

@@ -1,11 +1,11 @@
-"""The layers benchmark: jattn's Flax modules beside Flax's own, in a training step and in a decoding step.
+"""The layers benchmark: jattn's Flax modules compared with Flax's, in a training step and a decoding step.
 
-What holds for all: ``environment``, ``sizes``. The parts:
+Shared by all rows: ``environment``, ``sizes``. The parts:
 
-- ``times``: ``step``, ``length`` (tokens that are attended to), ``medians`` (contestant: microseconds), ``rounds`` of
-  turns, ``apart`` (how far jattn's results are from the others', as a share of the largest number);
-- ``memory``: ``contestant``, ``length`` of a training step, bytes of ``temporaries`` that XLA plans and of ``peak``,
-  what a fresh process holds at most beyond one that builds the model and its inputs and no more.
+- ``times``: ``step``, ``length`` (tokens attended to), ``medians`` (contestant: microseconds), ``rounds`` of turns,
+  ``apart`` (how much jattn's results differ, as a share of the largest number);
+- ``memory``: ``contestant``, ``length`` of a training step, ``temporaries`` in bytes that XLA plans, and ``peak``
+  bytes of a fresh process minus those of one that only builds the model and its inputs.
 """
 
 import dataclasses
@@ -33,36 +33,36 @@ RATE, TOLERANCE = 0.1, 1e-4  # of gradient descent; of the largest number
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What one run measures; batch 1, float32."""
+    """Sizes of one run; batch 1, float32."""
 
     layers: int = 4
     width: int = 512
     num_heads: int = 8
     lengths: tuple[int, ...] = (256, 4096)  # of training; memory is measured at the longest
-    num_kv_heads: int = 2  # while decoding; in training as many as heads
+    num_kv_heads: int = 2  # in decoding; in training num_heads
     slots: int = 65536  # of the cache
-    tokens: tuple[int, ...] = (65536, 4096)  # in it, the decoded one included; the modules decode with the most
-    seconds: float = 6.0  # a row's calls, all contestants together
-    rounds: int = 3  # of turns, at least
+    tokens: tuple[int, ...] = (65536, 4096)  # in it, including the decoded one; modules decode with the most
+    seconds: float = 6.0  # per row, all contestants together
+    rounds: int = 3  # at least
     settle: float = 0.01  # seconds of rest before every turn
 
 
 @dataclasses.dataclass
 class Contestant:
-    """A jitted ``step(state, *inputs) -> (output, state)`` that takes the memory of the state it is given."""
+    """A jitted ``step(state, *inputs) -> (output, state)`` that donates its state."""
 
     step: Callable
     state: Any
     inputs: tuple
 
     def __call__(self) -> Any:
-        """One step; returns its output when all is done."""
+        """Runs one step; returns its output when done."""
         output, self.state = jax.block_until_ready(self.step(self.state, *self.inputs))
         return output
 
 
 class Block(nnx.Module):
-    """A layer of a causal transformer: ``[1, n, width]`` to the same."""
+    """A layer of a causal transformer: ``[1, n, width]`` to the same shape."""
 
     def __init__(self, attention: Callable, sizes: Sizes, rngs: nnx.Rngs):
         width = sizes.width
@@ -76,7 +76,7 @@ class Block(nnx.Module):
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Training with either module, its memory, then decoding: by the function, and with either module."""
+    """Training with either module, its memory, then decoding with the function and with either module."""
 
     def times(step: str, length: int, row: Callable, *which: Any) -> Job:
         return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *which))
@@ -92,7 +92,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 
 def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[str, Any]:
-    """A step with either module; both must agree on its output and on what it changes in the state."""
+    """Times a step with either module; both must agree on its output and its change of state."""
     calls = {name: build(sizes, length, name) for name in MODULES}
     before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
     outputs = [one() for one in calls.values()]
@@ -102,7 +102,7 @@ def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[s
 
 
 def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
-    """Gradient descent on a transformer's mean square error; the same parameters whoever's module it has."""
+    """Gradient descent on a transformer's mean squared error; either module gets the same parameters."""
     rngs = nnx.Rngs(0)
     graph, params = nnx.split(nnx.Sequential(*(Block(MODULES[name], sizes, rngs) for _ in range(sizes.layers))))
     x, target = (jax.random.normal(jax.random.key(i), (1, length, sizes.width)) for i in range(2))
@@ -116,7 +116,7 @@ def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
 
 
 def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
-    """One token against a cache, beside the sums over all of its slots: the time that reading them takes."""
+    """One token against a cache, compared with summing all its slots, which takes the time to read them."""
     cache, (query, key, value) = decode_inputs(sizes, tokens)
     held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
     expected = jax.nn.dot_product_attention(query, *held)
@@ -129,12 +129,12 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
     apart = agree(f"{DECODE}, {tokens} tokens", decode(), expected)
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
     read = lambda: jax.block_until_ready(sums(decode.state.key, decode.state.value))
-    read()  # compiles; there is nobody to agree with
+    read()  # compiles; nothing to compare
     return _timed(sizes, {"jattn": decode, "sum": read}, apart)
 
 
 def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
-    """A cache that lacks the last of ``tokens``, every slot random numbers; query, key and value of that token."""
+    """A random cache without the last of ``tokens``, and that token's query, key and value."""
     head_dim, few = sizes.width // sizes.num_heads, sizes.num_kv_heads
     shapes = ((sizes.slots, few), (sizes.slots, few), (1, sizes.num_heads), (1, few), (1, few))
     key, value, *chunk = (jax.random.normal(jax.random.key(i), (1, *x, head_dim)) for i, x in enumerate(shapes))
@@ -142,7 +142,7 @@ def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.A
 
 
 def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
-    """One token through a module, ``decode=True``; its state is its cache, filled as in ``decode_inputs``."""
+    """One token through a module with ``decode=True``; its state is its cache, from ``decode_inputs``."""
     module = MODULES[name](sizes.num_heads, sizes.width, num_kv_heads=sizes.num_kv_heads, decode=True, rngs=nnx.Rngs(0))
     module.init_cache((1, sizes.slots, sizes.width))
     cache, (query, _, _) = decode_inputs(sizes, tokens)
@@ -163,7 +163,7 @@ def agree(what: str, ours: Any, theirs: Any) -> float:
     """The largest difference, as a share of the largest number in ``theirs``; ``Failed`` above ``TOLERANCE``."""
     both = [jnp.concatenate([x.ravel().astype(jnp.float32) for x in jax.tree.leaves(x)]) for x in (ours, theirs)]
     apart = float(jnp.abs(both[0] - both[1]).max() / jnp.abs(both[1]).max())
-    if not apart <= TOLERANCE:  # NaN, too
+    if not apart <= TOLERANCE:  # or NaN
         raise Failed(f"{what}: {apart:.1e} of the largest number apart, expected at most {TOLERANCE:g}")
     return apart
 
@@ -183,7 +183,7 @@ def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:
 
 
 def answer(question: dict[str, Any]) -> tuple[float, float]:
-    """Bytes that this process holds at most: it builds the model and, with ``step``, does one; its temporaries."""
+    """Peak bytes of this process, which builds the model and, with ``step``, runs one; the step's temporaries."""
     one, temporaries = trainer(Sizes(**question["sizes"]), question["length"], question["contestant"]), 0
     if question["step"]:
         one.step = one.step.lower(one.state, *one.inputs).compile()
@@ -193,7 +193,7 @@ def answer(question: dict[str, Any]) -> tuple[float, float]:
 
 
 def asked(results: Results) -> list[Asked]:
-    """Every number that was asked for, of the default sizes on a CPU, with what was measured."""
+    """Every goal, for the default sizes on a CPU, and its measured number."""
     known = {(row["step"], row["length"], name): x for row in results.of("times") for name, x in row["medians"].items()}
     known |= {("peak", row["length"], row["contestant"]): row["peak"] for row in results.of("memory")}
     share = lambda above, below, *what: ratio(known.get((*what, above)), known.get((*what, below)))

@@ -1,10 +1,10 @@
-"""The looking benchmark: what statistics of heads cost beside the attention itself, and tracking beside training.
+"""The looking benchmark: the cost of head statistics relative to attention, and of tracking relative to training.
 
-What holds for all: ``environment``, ``sizes``. The parts:
+Shared by all rows: ``environment``, ``sizes``. The parts:
 
 - ``statistics``: ``medians`` (contestant: microseconds) of one head, causal, and ``rounds`` of turns; ``temporaries``
-  in bytes that XLA plans for all statistics, ``matrix``, whether the compiled program has a ``[T,S]`` array;
-- ``tracking``: for each experiment ``medians`` of ``interval`` steps, with and without a look; ``own`` is its interval.
+  in bytes that XLA plans for all statistics; ``matrix``: whether the compiled program has a ``[T,S]`` array;
+- ``tracking``: per experiment, ``medians`` of ``interval`` steps with and without a look; ``own`` is its interval.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ STEPS, LOOKED = "steps", "steps and a look"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What one run measures; float32."""
+    """Sizes of one run; float32."""
 
     length: int = 32768
     head_dim: int = 64
     configs: tuple[str, ...] = ("copy", "copy_string", "shift_bank", "induction", "skills")
-    seconds: float = 6.0  # a row's calls, all contestants together
-    rounds: int = 3  # of turns, at least
+    seconds: float = 6.0  # per row, all contestants together
+    rounds: int = 3  # at least
     settle: float = 0.01  # seconds of rest before every turn
 
 
@@ -48,7 +48,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 
 def statistics(sizes: Sizes) -> dict[str, Any]:
-    """Statistics of one causal head, beside its blockwise forward pass."""
+    """Statistics of one causal head, and its blockwise forward pass."""
     n = sizes.length
     query, key, value = (jax.random.normal(jax.random.key(i), (n, 1, sizes.head_dim)) for i in range(3))
     tokens = jax.random.randint(jax.random.key(3), (n,), 0, n // 4)
@@ -78,9 +78,9 @@ def statistics(sizes: Sizes) -> dict[str, Any]:
 
 
 def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
-    """Training steps of ``configs/NAME.yaml`` from a look at the heads to the next, with that look and without.
+    """Training steps of ``configs/NAME.yaml``, with and without a look at the heads.
 
-    As many steps as the default interval has; the file's own interval is kept beside.
+    Runs the default interval of steps; ``own`` is the file's interval.
     """
     setup = train.Setup.of(config.read(Path(__file__).parents[2] / "configs" / f"{name}.yaml"))
     state, interval = setup.init(), config.Train().look_every
@@ -103,7 +103,7 @@ def _finish(call: Callable, inputs: Any) -> None:
 
 
 def asked(results: Results) -> list[Asked]:
-    """Every number that was asked for, of the default sizes on a CPU, with what was measured."""
+    """Every goal, for the default sizes on a CPU, and its measured number."""
     (one,) = results.of("statistics")
     share = lambda medians, above, below: ratio(medians.get(above), medians.get(below))
     what = f"one head, n = {results.about['sizes']['length']}, causal:"

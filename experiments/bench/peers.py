@@ -1,7 +1,7 @@
-"""Who takes part in the attention benchmark, and how each is asked for a case.
+"""The contestants of the attention benchmark, and how each is called.
 
-Every peer is asked in the way that is best for it: torch gets its own layout of the heads and masks that are made
-beforehand, and nobody is asked for a case that it has no argument for.
+Every peer is called in the way that suits it best: torch gets its own layout of heads and precomputed masks, and no
+peer is given a case that it has no argument for.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ class InJax:
     """A contestant that is a function of JAX arrays.
 
     Attributes:
-        cases: What it can do.
-        linear: Those of them for which it holds no matrix of scores, mask or bias.
-        dtypes: What it takes.
+        cases: Supported cases.
+        linear: Those for which it holds no matrix of scores, mask or bias.
+        dtypes: Supported dtypes.
     """
 
     name: str
@@ -46,12 +46,12 @@ class InJax:
         return 0 if problem.case in self.linear else problem.num_heads
 
     def inputs(self, problem: Problem) -> list[jax.Array]:
-        """The problem's arrays on the device, in its dtype; T5's table stays in float32."""
+        """The problem's arrays on the device, in its dtype; T5's table stays float32."""
         arrays = problem.arrays()
         return [jnp.asarray(x, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
 
     def function(self, problem: Problem, passes: str) -> Callable:
-        """A new function of ``inputs``, to be jitted: "forward", "both" or "hvp", a Hessian-vector product."""
+        """A new function of ``inputs`` to jit: "forward", "both" or "hvp", a Hessian-vector product."""
 
         def forward(*arrays):
             return self.attention(problem, *arrays)
@@ -71,7 +71,7 @@ class InJax:
 
 @dataclasses.dataclass(frozen=True)
 class InTorch:
-    """PyTorch's attention, on ``[1,N,T,H]``, the layout that its kernels want; ``flex`` is its FlexAttention."""
+    """PyTorch's attention on ``[1,N,T,H]``, its kernels' layout; ``flex`` means FlexAttention."""
 
     name: str
     device: str
@@ -83,13 +83,13 @@ class InTorch:
         return tuple(case for case in CASES if case != "t5" and (self.flex or case != "softcap"))
 
     def matrices(self, problem: Problem) -> int:
-        """Masks are shared by the heads; ALiBi is an array for each."""
+        """Heads share a mask; ALiBi has an array per head."""
         if self.flex or problem.case in ("full", "causal"):
             return 0
         return problem.num_heads if problem.case == "alibi" else 1
 
     def inputs(self, problem: Problem) -> list[Any]:
-        """Query, key and value as tensors that want gradients."""
+        """Query, key and value as tensors that require gradients."""
         import torch
 
         def tensor(x: np.ndarray) -> torch.Tensor:
@@ -105,7 +105,7 @@ class InTorch:
 
         torch.set_num_threads(timing.cores())
         if self.device == "cuda":
-            torch.set_float32_matmul_precision("high")  # TF32, which is what JAX takes for float32 on a GPU
+            torch.set_float32_matmul_precision("high")  # TF32, as JAX uses for float32 on a GPU
         tensors = self.inputs(problem)
         attention = torch_flex(problem, self.device) if self.flex else torch_sdpa(problem, self.device)
 
@@ -125,7 +125,7 @@ Contestant = InJax | InTorch
 
 
 def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], dict[str, str]]:
-    """jattn and those of ``peers`` that are here, as columns in this order; and why the others are not, a line each."""
+    """jattn and the available ``peers``, in column order; and one line per missing peer that says why."""
     found: list[Contestant] = [InJax("jattn", _jattn(None), tuple(CASES), linear=tuple(CASES))]
     missing = {}
     for peer in peers:
@@ -138,7 +138,7 @@ def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], 
 
 
 def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) -> str | None:
-    """Why the contestant is left out of the problem, or None. ``memory``: what its matrices may take, in bytes."""
+    """Why the contestant is left out of the problem, or None. ``memory``: limit for its matrices, in bytes."""
     if problem.case not in contestant.cases:
         return "has no such case"
     if problem.dtype not in contestant.dtypes:
@@ -148,7 +148,7 @@ def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) 
 
 
 def versions(peers: tuple[str, ...]) -> dict[str, str]:
-    """The version of each peer's package, where it is installed."""
+    """The version of each peer's package, if installed."""
     here = [peer for peer in peers if peer in ("torch", "tokamax") and importlib.util.find_spec(peer)]
     return {peer: importlib.metadata.version(peer) for peer in here}
 
@@ -188,7 +188,7 @@ def _torch(device: str) -> list[Contestant]:
 def _tokamax(device: str) -> list[Contestant]:
     import tokamax
 
-    # Without an accelerator it takes the dense formula.
+    # Without an accelerator it uses the dense formula.
     linear = (*_FUSED, "softcap") if device == "gpu" else ()
     return [InJax("tokamax", _like_jax_nn(tokamax.dot_product_attention), tuple(CASES), linear)]
 
@@ -201,14 +201,14 @@ _PEERS = {"jax": _jax_nn, "torch": _torch, "tokamax": _tokamax, "jattn-xla": _ja
 
 
 def _jattn(implementation: str | None) -> Attention:
-    """``jattn.dot_product_attention`` with the masks and score functions that it has for the cases."""
+    """``jattn.dot_product_attention`` with jattn's masks and score functions for the cases."""
 
     def attention(problem: Problem, query, key, value, *extra):
         options: dict[str, Any] = {"is_causal": problem.case in ("causal", "alibi")}
         match problem.case:
             case "window":
                 options["local_window_size"] = (WINDOW, 0)
-            case "segments":  # the ids as NumPy knows them, so that empty blocks are known when compiling
+            case "segments":  # NumPy ids, so that empty blocks are known when compiling
                 options["mask"] = Segments(document_ids(problem.length)) & Causal()
             case "segments-traced":
                 options["mask"] = Segments(extra[0]) & Causal()
@@ -231,7 +231,7 @@ def _jax_nn_attention(implementation: str) -> Callable:
 
 
 def _like_jax_nn(function: Callable) -> Attention:
-    """A function with the arguments of ``jax.nn.dot_product_attention``: masks and biases are arrays, made inside."""
+    """A function with ``jax.nn.dot_product_attention``'s arguments: masks and biases are arrays, built inside."""
 
     def attention(problem: Problem, query, key, value, *extra):
         options: dict[str, Any] = {"is_causal": problem.case in ("causal", "alibi")}
@@ -256,7 +256,7 @@ def _like_jax_nn(function: Callable) -> Attention:
 
 
 def torch_sdpa(problem: Problem, device: str) -> Callable:
-    """``scaled_dot_product_attention``; what it has no argument for is an array added to the scores, made here."""
+    """``scaled_dot_product_attention``; what it has no argument for is an array added to the scores, built here."""
     import torch
 
     attention = torch.nn.functional.scaled_dot_product_attention

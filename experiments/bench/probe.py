@@ -1,7 +1,7 @@
-"""What only a fresh process can tell: ``python -m experiments.bench.probe JSON`` prints one number.
+"""Measurements that need a fresh process: ``python -m experiments.bench.probe JSON`` prints one number.
 
-The JSON says what is asked: ``measure`` ("compile": seconds; "peak": bytes), ``device``, ``peer``, ``contestant``,
-``passes`` ("inputs": nothing but the inputs) and the fields of the ``problem``.
+The JSON has ``measure`` ("compile": seconds; "peak": bytes), ``device``, ``peers``, ``contestant``, ``passes``
+("inputs": only the inputs) and the fields of the ``problem``.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ ON_CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def ask(file: str, question: dict[str, Any], environment: Mapping[str, str] = ON_CPU) -> Any:
-    """The answer of a fresh process, which runs a file of this folder; JSON there and back.
+    """The answer of a module of this folder, run in a fresh process; JSON both ways.
 
     Raises:
-        RuntimeError: it stopped; the last line of its errors.
+        RuntimeError: the process failed; the last line of its stderr.
     """
     command = [sys.executable, "-m", f"{__package__}.{file}", json.dumps(question)]
     checkout = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def ask(file: str, question: dict[str, Any], environment: Mapping[str, str] = ON
 
 
 def probe(measure: str, device: str, peers: list[str], contestant: str, problem: Problem, passes: str) -> float:
-    """Asks a fresh process for one number. Raises ``RuntimeError`` as ``ask`` does."""
+    """One number from a fresh process. Raises ``RuntimeError`` like ``ask``."""
     question = {"measure": measure, "device": device, "peers": peers, "contestant": contestant, "passes": passes}
     question |= {"problem": dataclasses.asdict(problem)}
     return float(ask("probe", question, ON_CPU if device == "cpu" else {}))
@@ -50,7 +50,7 @@ def answer(question: dict[str, Any]) -> float:
     contestant = next(one for one in found if one.name == question["contestant"])
     if question["measure"] == "compile":
         return _compile_seconds(contestant, problem, question["passes"])
-    # what is computed must stay alive until the peak has been read
+    # the results must stay alive until the peak is read
     kept = (
         contestant.inputs(problem) if question["passes"] == "inputs" else contestant.call(problem, question["passes"])()
     )
@@ -63,16 +63,16 @@ def _compile_seconds(contestant: Any, problem: Problem, passes: str) -> float:
     import jax
 
     inputs = contestant.inputs(problem)
-    jax.jit(lambda x: x + 1).lower(inputs[0]).compile()  # whatever JAX does once, at its first compilation
+    jax.jit(lambda x: x + 1).lower(inputs[0]).compile()  # JAX's one-time work at the first compilation
     begin = time.perf_counter()
     jax.jit(contestant.function(problem, passes)).lower(*inputs).compile()
     return time.perf_counter() - begin
 
 
 def peak_resident() -> float:
-    """Bytes of memory that this process has held at most."""
+    """Peak memory of this process, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss may have been inherited from the process that started this one
+    if status.exists():  # ru_maxrss may be inherited from the parent process
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return float(line.split()[1]) * 1024
     import resource
@@ -82,7 +82,7 @@ def peak_resident() -> float:
 
 
 def _peak_on_gpu(contestant: Any) -> float:
-    """Bytes of the GPU's memory that the contestant's library has held at most."""
+    """Peak GPU memory of the contestant's library, in bytes."""
     if contestant.name.startswith("torch"):
         import torch
 

@@ -1,13 +1,13 @@
-"""The sharding benchmark: a ring of devices beside one device: numbers, memory, traffic and balance.
+"""The sharding benchmark: a ring of devices compared with one device: numbers, memory, traffic and balance.
 
-On virtual CPU devices, so no speed: what they share are two cores. What holds for all: ``environment``, ``sizes``. The
-parts:
+It uses virtual CPU devices that share two cores, so it does not measure speed. Shared by all rows: ``environment``,
+``sizes``. The parts:
 
-- ``numbers``: for each case, devices and layout the largest differences to the unsharded call in float32, of ``values``
-  (output and log-sum-exp) and ``gradients``, each over the largest number that it should be;
-- ``memory``: for each shape, devices and layout the ``temporaries`` in bytes that XLA plans on each device for values
-  and gradients, and how many collectives of each kind the compiled program holds;
-- ``balance``: for each devices and layout the blocks that each device computes, causal.
+- ``numbers``: per case, devices and layout, the largest differences from the unsharded call in float32, of ``values``
+  (output and log-sum-exp) and ``gradients``, each divided by the largest expected number;
+- ``memory``: per shape, devices and layout, the ``temporaries`` in bytes that XLA plans on each device for values and
+  gradients, and the number of collectives of each kind in the compiled program;
+- ``balance``: per devices and layout, the blocks that each device computes, causal.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "all-reduce")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What one run measures."""
+    """Sizes of one run."""
 
     devices: tuple[int, ...] = (1, 2, 4, 8)
     length: int = 32768
@@ -66,13 +66,13 @@ def balance(length: int, devices: int, layout: str) -> dict[str, Any]:
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Every case, every shape and the balance, on every number of devices in every layout.
+    """Every case, every shape and the balance, for every number of devices and layout.
 
     Raises:
-        Refused: there are fewer devices than asked for.
+        Refused: there are too few devices.
     """
     if len(jax.devices()) < max(sizes.devices):
-        raise Refused(f"the sharding suite needs {max(sizes.devices)} devices, there are {len(jax.devices())}")
+        raise Refused(f"the sharding suite needs {max(sizes.devices)} devices, got {len(jax.devices())}")
     rings = list(itertools.product(sizes.devices, sharding.LAYOUTS))
     for name, (devices, layout) in itertools.product(sizes.cases or CASES, rings):
         key = {"case": name, "devices": devices, "layout": layout}
@@ -86,13 +86,13 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 
 def start(plan: Plan) -> None:
-    """Makes JAX provide eight CPU devices, before anything asks for one."""
+    """Makes JAX provide eight CPU devices, before it initializes."""
     jax.config.update("jax_num_cpu_devices", 8)
     timing.use("cpu")
 
 
 def asked(results: Results) -> list[Asked]:
-    """Every number that was asked for, with what was measured."""
+    """Every goal and its measured number."""
     rows, compared = results.of("memory"), results.of("numbers")
     ring = [row for row in rows if row["devices"] > 1]
     lines = [

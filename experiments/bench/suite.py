@@ -1,7 +1,7 @@
-"""What the five suites share: jobs that measure rows, the file that keeps the rows, and the report of that file.
+"""The base of the five suites: jobs that measure rows, the file that stores the rows, and its report.
 
-A suite is a file here with a ``SUITE``. Its results are kept as ``NAME.json``: what holds for all rows, then the rows
-of each part, a row a line. ``NAME.md`` and a picture, if any, are functions of these results.
+A suite is a module here with a ``SUITE``. Its results are stored in ``NAME.json``: what all rows share, then the rows
+of each part, one per line. ``NAME.md`` and the figure, if any, are functions of these results.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ from experiments.runs.folder import write_atomically
 
 
 class Refused(ValueError):
-    """The options cannot be met here; one line, which names the option."""
+    """The options cannot be satisfied; one line that names the option."""
 
 
 class Failed(RuntimeError):
-    """Contestants disagree, or a fresh process stopped; one line."""
+    """Contestants disagree, or a fresh process failed; one line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. ``row[name]`` is a field of either kind.
+    """One measurement. ``row[name]`` is a field of ``key`` or ``found``.
 
     Attributes:
-        part: The list of the results that it stands in.
+        part: The list of results it belongs to.
         key: What was measured: a case, a length, a contestant, ...
-        found: What came out: times, bytes, ...
+        found: The results: times, bytes, ...
     """
 
     part: str
@@ -45,7 +45,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A row to be measured: ``measure()`` returns what is ``found``."""
+    """A row to measure: ``measure()`` returns ``found``."""
 
     part: str
     key: Mapping[str, Any]
@@ -54,13 +54,13 @@ class Job:
 
 @dataclasses.dataclass
 class Results:
-    """All rows, and what holds for them all: ``environment``, and the sizes or the shape of the problems."""
+    """All rows, and what they share: ``environment``, and the sizes or shape of the problems."""
 
     about: dict[str, Any]
     rows: list[Row]
 
     def of(self, part: str, **key: Any) -> list[Row]:
-        """The rows of a part whose keys have these values."""
+        """The rows of a part with these key values."""
         return [row for row in self.rows if row.part == part and key.items() <= row.key.items()]
 
 
@@ -69,17 +69,17 @@ class Suite:
     """A benchmark.
 
     Attributes:
-        name: Of its files.
+        name: Name of its files.
         parts: The lists of its results, each with the names of a row's key; a part without a key is one row.
-        about: What holds for all rows of a run of these sizes.
-        jobs: What there is to measure.
+        about: What all rows of a run of these sizes share.
+        jobs: The measurements.
         markdown: The text of the report.
-        shown: What of it is shown in the terminal.
-        draw: Writes the picture, if there is one.
-        sizes: From the options of the command line to the sizes of a run.
+        shown: What to show in the terminal.
+        draw: Writes the figure, if any.
+        sizes: Maps command-line options to the sizes of a run.
         start: Chooses the devices, before JAX does.
-        resumable: Every row is kept as soon as it is known, and results are never replaced. Otherwise the results are
-            written at the end, over older ones.
+        resumable: Whether every row is saved as soon as it is measured, and results are never overwritten. Otherwise
+            the results are written at the end and replace older ones.
     """
 
     name: str
@@ -94,12 +94,12 @@ class Suite:
     resumable: bool = False
 
     def measure(self, sizes: Any, out: Path, resume: bool = False) -> Results:
-        """Measures what is not in ``out`` yet, writes the results there, and returns all of them.
+        """Measures what ``out`` lacks, writes the results there, and returns all of them.
 
         Raises:
-            Refused: results must not be replaced, and ``resume`` is false or they are of another environment.
+            Refused: a resumable suite has results, and ``resume`` is false or their environment differs.
             Failed: nothing was written.
-            OSError: ``out`` cannot be written.
+            OSError: ``out`` is not writable.
         """
         out.mkdir(parents=True, exist_ok=True)
         results = self._begin(self.about(sizes), out, resume)
@@ -118,19 +118,19 @@ class Suite:
         return results
 
     def _begin(self, about: dict[str, Any], out: Path, resume: bool) -> Results:
-        """The results that are there, where they may go on, or none yet."""
+        """The existing results, if they may be continued, or empty ones."""
         file = self._file(out)
         if not self.resumable or not file.exists():
             return Results(about, [])
         if not resume:
-            raise Refused(f"--out: {file} holds results already; --resume goes on with them")
+            raise Refused(f"--out: {file} already holds results; --resume continues them")
         results = self.read(out)
         if changed := differences(results.about["environment"], about["environment"]):
             raise Refused(f"--out: {file} holds results of another environment: {'; '.join(changed)}")
         return results
 
     def read(self, out: Path) -> Results:
-        """The results in ``out``. Raises ``Refused`` where there are none."""
+        """The results in ``out``. Raises ``Refused`` if there are none."""
         file = self._file(out)
         try:
             return self.parse(json.loads(file.read_text()))
@@ -140,7 +140,7 @@ class Suite:
             raise Refused(f"--out: {file} is not valid JSON: {wrong}") from None
 
     def parse(self, found: Mapping[str, Any]) -> Results:
-        """The results that a file holds."""
+        """The results in a parsed file."""
         rows = []
         for part, names in self.parts.items():
             for one in found[part] if names else [found[part]]:
@@ -149,7 +149,7 @@ class Suite:
         return Results({name: value for name, value in found.items() if name not in self.parts}, rows)
 
     def write(self, results: Results, out: Path) -> None:
-        """Keeps the results in ``out``; a program that is stopped leaves a whole file."""
+        """Writes the results to ``out`` atomically."""
         lines = [f' "{name}": {json.dumps(value)}' for name, value in results.about.items()]
         for part, names in self.parts.items():
             rows = [json.dumps({**row.key, **row.found}) for row in results.of(part)]
@@ -158,7 +158,7 @@ class Suite:
         write_atomically(self._file(out), ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
     def write_report(self, results: Results, out: Path) -> Path:
-        """Writes the text and the picture beside the results; returns the text's path."""
+        """Writes the text and the figure next to the results; returns the text's path."""
         text = out / f"{self.name}.md"
         write_atomically(text, self.markdown(results).encode())
         if self.draw is not None:

@@ -1,4 +1,4 @@
-"""Tables and reports of the suites in Markdown, and the numbers that are expected of jattn."""
+"""Markdown tables and reports of the suites, and jattn's goals."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One number that was asked of jattn, beside what was measured; ``measured`` is None where nothing was."""
+    """One goal for jattn and the measured number, or None if there is none."""
 
     question: str
     measured: float | None
@@ -18,7 +18,7 @@ class Asked:
 
     @property
     def answer(self) -> str:
-        """Whether the number is met."""
+        """Whether the goal is met."""
         if self.measured is None:
             return "not measured"
         met = self.measured >= self.threshold if self.at_least else self.measured <= self.threshold
@@ -26,12 +26,12 @@ class Asked:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """None where one of them is."""
+    """``above / below``, or None."""
     return above / below if above is not None and below else None
 
 
 def worst(values: Iterable[float | None], highest: bool) -> float | None:
-    """The highest or the lowest of those that are known."""
+    """The highest or lowest known value, or None."""
     known = [value for value in values if value is not None]
     return (max if highest else min)(known) if known else None
 
@@ -43,7 +43,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def asked_table(lines: Sequence[Asked]) -> str:
-    """What was asked, as a Markdown table."""
+    """The goals as a Markdown table."""
     rows = []
     for one in lines:
         bound = f"{'>=' if one.at_least else '<='} {one.threshold:.3g} {one.unit}".strip()
@@ -53,7 +53,7 @@ def asked_table(lines: Sequence[Asked]) -> str:
 
 
 def short_number(value: float) -> str:
-    """Three digits that count, never in powers of ten."""
+    """About three significant digits, without exponents."""
     if value == 0:
         return "0"
     digits = 2 - math.floor(math.log10(abs(value)))
@@ -61,7 +61,7 @@ def short_number(value: float) -> str:
 
 
 def listed(facts: Mapping[str, Any]) -> str:
-    """Names and values, one a line."""
+    """Names and values, one per line."""
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 

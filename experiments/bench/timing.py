@@ -1,6 +1,6 @@
-"""How calls are timed, and on what: ratios of contestants that take turns, and the facts of the machine.
+"""How calls are timed, and the facts of the machine.
 
-Contestants are timed in turn, in one run, so that a busy machine is busy for all of them.
+Contestants are timed in turn, in one run, so that a busy machine slows all of them.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from experiments.bench.suite import Refused
 
 
 def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
-    """The median time of each call, in microseconds, and the number of rounds; the order turns round with every round.
+    """The median time of each call, in microseconds, and the number of rounds; the order reverses every round.
 
     Args:
         calls: what to time; each returns when its work is done, and has run before.
-        seconds: when no further round begins.
-        least: so many rounds, however long they take.
-        settle: seconds of rest before every turn, in which the threads of the one before go to sleep; a turn then
-            repeats a short call for about as long. One more call before it is not timed.
+        seconds: no round begins after this time.
+        least: the minimum number of rounds, however long they take.
+        settle: seconds of rest before every turn, in which the previous call's threads go to sleep; a turn repeats a
+            short call for about as long. An extra call before the turn is not timed.
     """
     times: list[list[float]] = [[] for _ in calls]
     repeats = [1] * len(calls)
@@ -37,7 +37,7 @@ def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float
         for index in order if len(times[0]) % 2 else reversed(order):
             if settle:
                 time.sleep(settle)
-            calls[index]()  # untimed: it brings back the memory and the caches that others have used meanwhile
+            calls[index]()  # untimed: restores the memory and caches that others have used
             begin = time.perf_counter()
             for _ in range(repeats[index]):
                 calls[index]()
@@ -47,13 +47,13 @@ def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float
 
 
 def medians(calls: Mapping[str, Callable], seconds: float, rounds: int, settle: float) -> dict[str, Any]:
-    """The fields ``medians``, of each call by its name in microseconds, and ``rounds``, as ``in_turn`` has them."""
+    """The fields ``medians``, microseconds by name of the call, and ``rounds``, from ``in_turn``."""
     times, count = in_turn(list(calls.values()), seconds, least=rounds, settle=settle)
     return {"medians": {name: round(time, 2) for name, time in zip(calls, times, strict=True)}, "rounds": count}
 
 
 def environment() -> dict[str, str]:
-    """What the numbers were measured on."""
+    """The versions and hardware measured."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",
@@ -77,7 +77,7 @@ def cores() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's name, as Linux knows it; elsewhere as Python does."""
+    """The processor's name, from Linux, or elsewhere from Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -85,7 +85,7 @@ def cpu_model() -> str:
 
 
 def source_digest() -> str:
-    """A short digest of jattn's source files, which tells apart two states of one version."""
+    """A short digest of jattn's source files, to distinguish states of one version."""
     folder = Path(jattn.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
@@ -94,7 +94,7 @@ def source_digest() -> str:
 
 
 def memory_bytes(device: str) -> float:
-    """How much memory the device has; of the machine, what this process may use."""
+    """The device's memory; for a CPU, what this process may use."""
     if device == "gpu":
         return float(jax.devices()[0].memory_stats()["bytes_limit"])
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -104,16 +104,16 @@ def memory_bytes(device: str) -> float:
 
 
 def use(device: str) -> None:
-    """Makes JAX run on ``device``, before anything else has made it choose.
+    """Makes JAX run on ``device``; call it before JAX chooses one.
 
     Raises:
-        Refused: there is no such device.
+        Refused: no such device.
     """
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers want some of the memory, too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for the peers
     try:
         jax.devices("gpu")
     except RuntimeError:
-        raise Refused("--device: JAX finds no gpu here; pip install '.[gpu]' brings it for NVIDIA's") from None
+        raise Refused("--device: JAX finds no gpu here; pip install '.[gpu]' adds NVIDIA support") from None

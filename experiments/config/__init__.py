@@ -1,4 +1,4 @@
-"""What an experiment is, as data: its schema, the rules that its values keep, and how it is read."""
+"""Configs of experiments: the schema, the rules for its values, and how it is read."""
 
 from experiments.config.controls import variants as variants
 from experiments.config.load import Asked as Asked

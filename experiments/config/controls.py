@@ -1,4 +1,4 @@
-"""The controls of an experiment and the points of its sweep: each is its config with some options changed."""
+"""The controls of an experiment and the points of its sweep: its config with some options changed."""
 
 import argparse
 import dataclasses
@@ -11,9 +11,9 @@ from experiments.config.schema import SECTIONS, Config
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """The configs of all controls by their names, then those of the sweep as "OPTION=VALUE,OPTION=VALUE".
+    """The configs of all controls by name, then those of the sweep as "OPTION=VALUE,OPTION=VALUE".
 
-    Each is ``config`` with its overrides and without claims. The point of a sweep that ``config`` is itself stays.
+    Each is ``config`` with overrides and without claims. A sweep keeps the point that equals ``config``.
     """
     for kind, named in (("controls", config.controls), ("sweep", config.sweep)):
         _check_names(kind, named)
@@ -21,7 +21,7 @@ def variants(config: Config) -> dict[str, Config]:
         words = [str(value) for value in values]
         good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
         if not good or option == "train.seeds":
-            raise ValueError(f"sweep.{option}: expected different numbers or words (not of train.seeds), got {values}")
+            raise ValueError(f"sweep.{option}: expected distinct numbers or words (not of train.seeds), got {values}")
     for name, changed in config.controls.items():
         _check_names(f"controls.{name}", changed)
         if not re.fullmatch(r"[\w-]+", name):
@@ -37,7 +37,7 @@ def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Confi
     for option, value in changed.items():
         section, *rest = option.split(".")
         if len(rest) != 1 or section not in SECTIONS:
-            raise ValueError(f"{key}: {option!r} is no option; expected SECTION.OPTION")
+            raise ValueError(f"{key}: {option!r} is not an option; expected SECTION.OPTION")
         plain[section] = plain[section] | {rest[0]: value}
     try:
         varied = build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
@@ -47,7 +47,7 @@ def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Confi
 
 
 def _check_names(key: str, named: dict[Any, Any]) -> None:
-    """Raises ``ValueError`` for a name that YAML reads as something else: a number, a truth value, nothing."""
+    """Raises ``ValueError`` for a name that YAML does not read as text: a number, a boolean, null."""
     for name in named:
         if not isinstance(name, str):
-            raise ValueError(f"{key}: expected names that are text, in quotes where they are not, got {name!r}")
+            raise ValueError(f"{key}: expected names as text, quoted where YAML needs it, got {name!r}")

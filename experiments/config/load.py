@@ -12,22 +12,22 @@ from experiments.config.schema import Config
 
 
 class Asked(NamedTuple):
-    """What the command line of ``run`` asks for."""
+    """The parsed command line of ``run``."""
 
     config: Config
     out: Path  # the run folder
-    check: bool  # whether a claim that fails fails the run
+    check: bool  # whether a failing claim fails the run
     processes: Processes | None  # None: this process is the whole run
 
 
 def load(arguments: Sequence[str]) -> Asked:
     """Reads ``--config FILE ... [--out DIR] [--check] [--sweep OPTION=A,B ...] [--train.steps 500 ...]``.
 
-    Later files and options override earlier ones. Whatever is wrong ends the program with one line on stderr
-    and status 2.
+    Later files and options override earlier ones. An error ends the program with one line on stderr and
+    status 2.
     """
     parser = Parser(prog="python -m experiments run", description="Trains an experiment and reports on it.")
-    parser.add_argument("--config", action="config", help="YAML file; several layer, the last one wins")
+    parser.add_argument("--config", action="config", help="YAML file; later files override earlier ones")
     parser.add_argument("--out", type=str, default=None, help="run folder")
     parser.add_argument("--check", action="store_true", help="Exit with status 1 when a claim fails")
     _add_processes(parser)
@@ -38,29 +38,29 @@ def load(arguments: Sequence[str]) -> Asked:
     except ValueError as error:
         parser.error(str(error))
     except RecursionError:
-        parser.error("config: expected a few levels of nesting, got thousands, or an alias that holds itself")
+        parser.error("config: expected a few levels of nesting, got thousands, or an alias that contains itself")
     return Asked(config, Path(parsed["out"] or f"runs/{config.name}"), parsed["check"], processes)
 
 
 def _add_processes(parser: Parser) -> None:
-    """How a run is started is no part of the config: the same run may be resumed by other processes."""
-    parser.add_argument("--distributed", action="store_true", help="This is one of the processes of a run")
-    said = "what JAX finds out about its cluster (Slurm, MPI, Kubernetes, TPU)"
+    """Not part of the config: other processes may resume the same run."""
+    parser.add_argument("--distributed", action="store_true", help="This is one of several processes")
+    said = "by default detected by JAX (Slurm, MPI, Kubernetes, TPU)"
     parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {said}")
-    parser.add_argument("--num_processes", type=int | None, default=None, help=f"all of them; {said}")
+    parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {said}")
     parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {said}")
     parser.add_argument(
-        "--local_devices", type=int | None, default=None, help="on CPU, devices of this process; its share of the mesh"
+        "--local_devices", type=int | None, default=None, help="on CPU, devices of this process; default: its share"
     )
 
 
 def _processes(parsed: Any) -> Processes | None:
-    """The processes that are asked for. Raises ``ValueError`` where an argument lacks another, or makes no sense."""
+    """The requested processes. Raises ``ValueError`` for arguments that are invalid or incomplete."""
     found = Processes(*(parsed[name] for name in Processes._fields))
     given = [name for name, value in found._asdict().items() if value is not None]
     if not parsed["distributed"]:
         if given:
-            raise ValueError(f"{given[0]}: expected --distributed beside it")
+            raise ValueError(f"{given[0]}: expected --distributed with it")
         return None
     if missing := [name for name in Processes._fields[:3] if name not in given]:
         if len(missing) < 3:
@@ -72,7 +72,7 @@ def _processes(parsed: Any) -> Processes | None:
     rules = [
         ("coordinator", found.coordinator, re.fullmatch(r"\S+:\d+", found.coordinator), "HOST:PORT"),
         ("num_processes", count, count > 0, "> 0"),
-        ("process_id", number, 0 <= number < count, f"0 to under num_processes={count}"),
+        ("process_id", number, 0 <= number < count, f">= 0 and < num_processes={count}"),
         ("local_devices", found.local_devices, found.local_devices is None or found.local_devices > 0, "> 0"),
     ]
     for key, value, good, expected in rules:
@@ -82,7 +82,7 @@ def _processes(parsed: Any) -> Processes | None:
 
 
 def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
-    """``--sweep a=1,2 --sweep b=x,y`` as the one ``--sweep {a: [1,2], b: [x,y]}`` that the parser takes."""
+    """``--sweep a=1,2 --sweep b=x,y`` as ``--sweep {a: [1,2], b: [x,y]}``, the parser's form."""
     spaced = (("--sweep", word[8:]) if word.startswith("--sweep=") else (word,) for word in arguments)
     rest, swept = list(itertools.chain.from_iterable(spaced)), {}
     while "--sweep" in rest:
@@ -98,14 +98,14 @@ def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
 
 
 def read(file: Path) -> Config:
-    """Reads one YAML file. Raises ``ValueError`` with one line when it is no valid config."""
+    """Reads one YAML file. Raises ``ValueError`` with one line if it is not a valid config."""
     config = build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
     variants(config)
     return config
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each key at which two configs differ, both as nested dicts."""
+    """One line for each key in which two configs, given as nested dicts, differ."""
     here, there = _flat(now), _flat(saved)
     return [
         f"{key} was {there.get(key)!r}, now {here.get(key)!r}"

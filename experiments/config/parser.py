@@ -1,4 +1,4 @@
-"""Words and YAML to a ``Config``: the parser of the command line, whose errors are one line each."""
+"""Parses the command line and YAML into a ``Config``, with one-line errors."""
 
 import dataclasses
 import difflib
@@ -15,12 +15,12 @@ from experiments.config.schema import SECTIONS, Config
 
 
 class Processes(NamedTuple):
-    """How this process finds the others of a run: arguments of ``jax.distributed.initialize``; None is found by JAX."""
+    """How processes of a run find each other: arguments of ``jax.distributed.initialize``; JAX detects what is None."""
 
     coordinator: str | None  # host:port of the first process
     num_processes: int | None
     process_id: int | None
-    local_devices: int | None  # on CPU: how many devices this process makes
+    local_devices: int | None  # on CPU: devices of this process
 
 
 _OPTIONS = [
@@ -48,11 +48,11 @@ _load_yaml = jsonargparse.get_loader("yaml")
 
 
 def _load_yaml_once(text: str) -> Any:
-    """What ``text`` says. Raises ``yaml.YAMLError`` for a key given twice, whose last YAML takes in silence."""
+    """Parses ``text``. Raises ``yaml.YAMLError`` for a duplicate key; YAML would silently take the last."""
     waiting, walked = [yaml.compose(text, Loader=yaml.SafeLoader)], set()
     while waiting:
         node = waiting.pop()
-        if id(node) in walked:  # an alias, which may even hold itself
+        if id(node) in walked:  # an alias, perhaps of a parent
             continue
         walked.add(id(node))
         if isinstance(node, yaml.SequenceNode):
@@ -89,7 +89,7 @@ def build_and_parse(parser: Parser, parse: Callable[[Parser], jsonargparse.Names
 
 
 def one_line(message: str) -> str:
-    """The parser's message on one line, in our words: the key, what was expected, what came."""
+    """The parser's message as one line of our own: the key, what was expected, what was given."""
     message = " ".join(message.split())
     if wrong := re.fullmatch(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', message):
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong[2])
@@ -99,7 +99,7 @@ def one_line(message: str) -> str:
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", message):
         key = unknown[1]
         near = difflib.get_close_matches(key, _OPTIONS, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else "--help lists what is"
+        hint = f"did you mean {near[0]}?" if near else "see --help"
         return f"{key}: no such option; {hint}"
     if twice := re.search(r"\S+: given twice in one YAML file.*", message):
         return twice[0]

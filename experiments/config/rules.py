@@ -1,4 +1,4 @@
-"""Which values of the right type make sense in a config: a rule for each option that can be wrong."""
+"""Which values of the right type are valid in a config: a rule for each option that can be wrong."""
 
 import dataclasses
 import re
@@ -13,12 +13,12 @@ _POSITIVE = {
     "evaluate": ("batch",),
     "mesh": ("data", "heads", "sequence"),
 }
-LARGEST = 3.4028234663852886e38  # of float32, which everything is computed in
-_Rule = tuple[str, Any, bool, str]  # key, value, whether it is good, what was expected
+LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
+_Rule = tuple[str, Any, bool, str]  # key, value, whether it is valid, what was expected
 
 
 def check(config: Config) -> None:
-    """Raises ``ValueError`` for values of the right type that make no sense."""
+    """Raises ``ValueError`` for invalid values of the right type."""
     for section, keys in _POSITIVE.items():
         for key in keys:
             value = getattr(getattr(config, section), key)
@@ -26,7 +26,7 @@ def check(config: Config) -> None:
                 raise ValueError(f"{section}.{key}: expected > 0, got {value!r}")
     for key, value in _floats(dataclasses.asdict(config)):
         if not abs(value) <= LARGEST:
-            raise ValueError(f"{key}: expected a finite number of float32, got {value!r}")
+            raise ValueError(f"{key}: expected a finite float32 number, got {value!r}")
     groups = config.pretrained.groups
     if config.pretrained != type(config.pretrained)() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
         raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
@@ -37,7 +37,7 @@ def check(config: Config) -> None:
 
 
 def _floats(plain: Any, key: str = "") -> list[tuple[str, float]]:
-    """All floats in nested dicts and lists with their dotted keys; a claim is known by its name."""
+    """All floats in nested dicts and lists, with their dotted keys; a claim's key has its name."""
     if isinstance(plain, float):
         return [(key, plain)]
     if isinstance(plain, dict):
@@ -66,16 +66,21 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
         ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
         ("model.head_dim", model.head_dim, model.position != "rotary" or model.head_dim % 2 == 0, "even for rotary"),
         ("model.rotary_base", base, model.position != "rotary" or base > 1, "more than 1 for rotary"),
-        ("model.model_dim", model.model_dim, model.position != "sinusoidal" or model.model_dim % 2 == 0, "an even one"),
+        (
+            "model.model_dim",
+            model.model_dim,
+            model.position != "sinusoidal" or model.model_dim % 2 == 0,
+            "even for sinusoidal",
+        ),
     ]
 
 
 def _of_task(task: Task) -> list[_Rule]:
-    """What only one kind of task asks for."""
+    """Rules of a single kind of task."""
     length, offsets = task.length, task.offsets
     if task.kind == "shift_bank":
         good = bool(offsets) and len(set(offsets)) == len(offsets) and all(0 < one < length for one in offsets)
-        return [("task.offsets", offsets, good, f"different numbers from 1 to under task.length={length}")]
+        return [("task.offsets", offsets, good, f"distinct numbers >= 1 and < task.length={length}")]
     if task.kind == "induction":
         longest = min(length // 2, task.symbols)
         return [
@@ -100,8 +105,8 @@ def _train_rules(config: Config) -> list[_Rule]:
     train, kind = config.train, config.task.kind
     places = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets)}.get(kind, 1)
     weights, most = train.place_weights, 2**32 - train.seeds  # a key is made of 32 bits
-    # A warm-up is not made shorter in silence: the config says what is trained.
-    warmup = f"from 0 to under train.steps={train.steps} (fewer steps need a shorter one, such as {train.steps // 10})"
+    # A warm-up is never shortened silently: training follows the config.
+    warmup = f">= 0 and < train.steps={train.steps} (fewer steps need a shorter warm-up, such as {train.steps // 10})"
     return [
         (
             "train.first_seed",
@@ -158,7 +163,7 @@ def _mesh_rules(config: Config) -> list[_Rule]:
             "mesh.sequence",
             mesh.sequence,
             mesh.sequence == 1 or tokens % (2 * mesh.sequence) == 0,
-            f"two pieces for each to divide the {tokens} tokens of a sequence of task.kind={config.task.kind}",
+            f"2 * mesh.sequence to divide the {tokens} tokens of a sequence of task.kind={config.task.kind}",
         ),
         (
             "mesh.sequence",
@@ -171,7 +176,7 @@ def _mesh_rules(config: Config) -> list[_Rule]:
 
 
 def _look_length_rules(config: Config) -> list[_Rule]:
-    """A shorter sequence must be the same task to the same model."""
+    """A shorter sequence must pose the same task to the same model."""
     task, position, looked = config.task, config.model.position, config.evaluate.look_length
     if looked is None:
         return []

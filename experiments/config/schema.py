@@ -1,4 +1,4 @@
-"""What an experiment is, as frozen dataclasses: task, model, training, evaluation, devices and claims."""
+"""The config as frozen dataclasses: task, model, training, evaluation, devices and claims."""
 
 import dataclasses
 from typing import Any, Literal
@@ -9,14 +9,14 @@ class Task:
     """What is learned.
 
     Attributes:
-        kind: Which task: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed
-            distances), "induction" (what followed the last time) or "skills" (fixed distances and induction).
-        symbols: How many different values there are to copy.
-        length: Tokens in a sequence (copy: half of it is the number of keys); copy_string has lengths of its own.
+        kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
+            "induction" (what followed the previous occurrence) or "skills" (fixed distances and induction).
+        symbols: Number of distinct values to copy.
+        length: Tokens in a sequence (copy: twice the number of keys); copy_string has its own lengths.
         shortest: Shortest string of copy_string in training; shortest period of induction and skills.
         longest: Longest string of copy_string in training; longest period of induction and skills.
         farthest: copy_string: longest string in the curve over length.
-        offsets: shift_bank: the distances back that are read out.
+        offsets: shift_bank: distances back to copy from.
     """
 
     kind: Literal["copy", "copy_string", "shift_bank", "induction", "skills"] = "copy"
@@ -33,17 +33,17 @@ class Model:
     """The transformer.
 
     Attributes:
-        num_layers: Layers, one attention in each.
-        num_heads: Query heads in each layer.
-        num_kv_heads: Key/value heads; null is as many as query heads.
+        num_layers: Layers, with one attention each.
+        num_heads: Query heads per layer.
+        num_kv_heads: Key/value heads; null means num_heads.
         model_dim: Width of the residual stream.
         head_dim: Dimension of a query/key head.
-        value_dim: Dimension of a value head; null is head_dim.
-        mlp_dim: Hidden width of the MLP after each attention; 0 leaves it out.
-        norm: Whether layer norms stand before attention, MLP and read-out.
-        position: How the model knows positions.
+        value_dim: Dimension of a value head; null means head_dim.
+        mlp_dim: Hidden width of the MLP after each attention; 0: no MLP.
+        norm: Whether attention, MLP and read-out have layer norms before them.
+        position: How positions are encoded.
         rotary_base: rotary: base of the wavelengths.
-        embed_scale: Standard deviation of the embeddings at the start.
+        embed_scale: Standard deviation of the initial embeddings.
     """
 
     num_layers: int = 1
@@ -61,24 +61,24 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """How it is trained: AdamW with warm-up, cosine decay and clipping.
+    """Training: AdamW with warm-up, cosine decay and clipping.
 
     Attributes:
-        seeds: How many seeds to train at once.
+        seeds: Number of seeds, trained at once.
         first_seed: The first seed; the others follow it.
         steps: Updates.
-        batch: Sequences in an update.
+        batch: Sequences per update.
         learning_rate: Peak learning rate.
         final_rate: Learning rate at the end, as a fraction of the peak.
         warmup: Steps of linear warm-up.
         b2: Decay of Adam's second moment.
         weight_decay: AdamW's weight decay.
-        clip: Largest global norm of a gradient.
-        entropy_penalty: Weight in the loss of the heads' mean entropy (0 to 1), which makes them choose.
-        place_weights: Weight in the loss of each place that is read out; null is 1 each.
-        log_every: Steps over which a line of metrics is averaged.
-        look_every: Steps between two looks at the heads.
-        checkpoint_every: Steps between two checkpoints, a multiple of look_every.
+        clip: Maximum global gradient norm.
+        entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
+        place_weights: Loss weight of each place; null means 1 each.
+        log_every: Steps averaged in each line of metrics.
+        look_every: Steps between looks at the heads.
+        checkpoint_every: Steps between checkpoints, a multiple of look_every.
     """
 
     seeds: int = 5
@@ -100,13 +100,13 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """How it is judged.
+    """Evaluation.
 
     Attributes:
-        batch: Fresh sequences for each seed.
+        batch: Fresh sequences per seed.
         lengths: copy_string: lengths in the curve over length.
-        look_length: shift_bank: tokens in the sequences on which heads are looked at, where the weights of whole
-            sequences would not fit; null is task.length. Loss and accuracy are of whole sequences.
+        look_length: shift_bank: tokens per sequence when looking at heads, if the weights of whole sequences do
+            not fit; null means task.length. Loss and accuracy always use whole sequences.
     """
 
     batch: int = 1024
@@ -116,12 +116,12 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The devices that train together: data x heads x sequence of them, and what is split over each axis.
+    """The devices that train together: data x heads x sequence.
 
     Attributes:
-        data: Devices that share the sequences of a batch.
-        heads: Devices that share the heads of each attention, with their parameters.
-        sequence: Devices that share the tokens of each sequence.
+        data: Devices that split the sequences of a batch.
+        heads: Devices that split the heads of each attention, and their parameters.
+        sequence: Devices that split the tokens of each sequence.
     """
 
     data: int = 1
@@ -130,18 +130,18 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many devices that are."""
+        """Number of devices."""
         return self.data * self.heads * self.sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A sentence encoder that is looked at instead of trained.
+    """A pretrained sentence encoder, examined instead of trained.
 
     Attributes:
-        folder: Folder of a saved model of the BERT family, with config.json, *.safetensors and tokenizer.json.
-        package: Installed package that the folder lies in; empty for a folder of its own.
-        groups: Groups of sentences that mean the same.
+        folder: Folder of a saved BERT-family model, with config.json, *.safetensors and tokenizer.json.
+        package: Installed package that contains the folder; empty if none.
+        groups: Groups of sentences with the same meaning.
     """
 
     folder: str = ""
@@ -151,16 +151,16 @@ class Pretrained:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One claim: a metric, its threshold, and how many seeds must pass it.
+    """One claim: a metric, its threshold, and how many seeds must pass.
 
     Attributes:
         name: Short name.
         statement: The claim in words.
-        metric: A metric of the run, or CONTROL:METRIC for that of a control, or of a point of the sweep as
+        metric: A metric of the run; of a control, as CONTROL:METRIC; of a point of the sweep, as
             OPTION=VALUE:METRIC.
-        needed: How many seeds must pass.
-        at_least: The metric must reach this; give this or at_most.
-        at_most: The metric must not pass this.
+        needed: Number of seeds that must pass.
+        at_least: Lower bound on the metric; give this or at_most.
+        at_most: Upper bound on the metric.
     """
 
     name: str
@@ -180,14 +180,14 @@ class Config:
         description: One or two sentences for the top of the report.
         task: What is learned.
         model: The transformer.
-        train: How it is trained.
-        evaluate: How it is judged.
-        mesh: The devices that train together; a run may be resumed on another mesh.
-        pretrained: A model to look at; task, model, train and evaluate then have nothing to say.
+        train: Training.
+        evaluate: Evaluation.
+        mesh: The devices that train together; a run can resume on another mesh.
+        pretrained: A model to examine; task, model, train and evaluate must then be left out.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
-        sweep: Option -> values; every combination is one more control, and where the first option has numbers, curves
-            are drawn over them.
-        claims: What the run is expected to show.
+        sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
+            drawn over it.
+        claims: What the run should show.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""What a trained model does and how its heads do it, and the claims held against that."""
+"""What a trained model does, how its heads do it, and the claims about both."""

@@ -1,4 +1,4 @@
-"""Claims: metrics of a run, one number a seed, held against the thresholds in its config."""
+"""Claims: metrics of a run, one number per seed, compared with the thresholds in its config."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,16 +18,16 @@ class Result(NamedTuple):
     parameters: int  # of one seed's model
     trained: Measured
     untrained: Measured
-    groups: dict[str, np.ndarray]  # role -> [R,A], accuracy with all heads of that role off; empty for a control
+    groups: dict[str, np.ndarray]  # role -> [R,A], accuracy with all its heads off; empty for a control
 
 
-# What a clean head's absence costs: at least this at its own place, at most this at every other.
+# What switching off a clean head costs: at least this at its own place, at most this elsewhere.
 OWN_DROP, OTHER_DROP = 0.5, 0.05
-OWN_WEIGHT = 0.9  # on its place, from which on a head is there for it
+OWN_WEIGHT = 0.9  # on a place, for a head to count as there for it
 
 
 def clean_heads(found: Measured) -> np.ndarray:
-    """``[R]``: how many places have a head that serves them alone."""
+    """``[R]``: how many places have a head that serves only them."""
     fall = drops(found)  # [R,L,N,A]
     others = np.stack([np.delete(fall, place, -1).max(-1, initial=-1.0) for place in range(fall.shape[-1])], -1)
     clean = (fall >= OWN_DROP) & (others <= OTHER_DROP)
@@ -35,7 +35,7 @@ def clean_heads(found: Measured) -> np.ndarray:
 
 
 def own_place_weight(places: tuple[str, ...], trained: Measured, looked_at: Measured) -> np.ndarray:
-    """``[R,A]``: the weight on each place, in ``looked_at``, of the head whose absence costs it most in ``trained``."""
+    """``[R,A]``: each place's weight, in ``looked_at``, from the head that it needs most in ``trained``."""
     fall = drops(trained)
     owner = fall.reshape(len(fall), -1, len(places)).argmax(1)  # [R,A]
     scores = np.stack([looked_at.scores[place].reshape(len(fall), -1) for place in places], -1)  # [R,L*N,A]
@@ -43,20 +43,20 @@ def own_place_weight(places: tuple[str, ...], trained: Measured, looked_at: Meas
 
 
 def distinct_places(places: tuple[str, ...], found: Measured) -> np.ndarray:
-    """``[R]``: how many places have a head with at least ``OWN_WEIGHT`` of its weight on them."""
+    """``[R]``: how many places get at least ``OWN_WEIGHT`` of some head's weight."""
     best = np.stack([found.scores[place].max((1, 2)) for place in places], -1)
     return (best >= OWN_WEIGHT).sum(-1)
 
 
 def mean_divergence(found: Measured) -> np.ndarray:
-    """``[R]``: mean over pairs of different heads; 0 for a single head."""
+    """``[R]``: mean over pairs of distinct heads; 0 for a single head."""
     count = found.divergence.shape[-1]
     return found.divergence.sum((1, 2)) / max(count * (count - 1), 1)
 
 
 Metric = Callable[[Result, Measured], np.ndarray]
 
-# Each takes the result and the one of its models that is asked about.
+# Each takes the result and one of its models, the one to measure.
 METRICS: dict[str, Metric] = {
     "worst_place_accuracy": lambda result, found: found.accuracy.min(-1),
     "mean_accuracy": lambda result, found: found.accuracy.mean(-1),
@@ -72,15 +72,15 @@ METRICS: dict[str, Metric] = {
     "divergence": lambda result, found: mean_divergence(found),
     "noise_floor": lambda result, found: found.noise.mean(-1),
 }
-AT = "accuracy/"  # accuracy/PLACE is that at one place
-BEST = "best/"  # best/SCORE is the largest score among the heads
-OFF = "off/"  # off/ROLE is the mean accuracy with all heads of that role switched off
+AT = "accuracy/"  # accuracy/PLACE: accuracy at one place
+BEST = "best/"  # best/SCORE: largest score of any head
+OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
 
 
 def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
-    """Raises ``ValueError`` for a claim that no model of ``config`` can answer, before anything is trained.
+    """Raises ``ValueError``, before training, for a claim that no model of ``config`` can be measured on.
 
-    ``known`` names the metrics of a config. Only the run itself is measured with all heads of a role off.
+    ``known`` returns the metrics of a config. Only the run itself is measured with all heads of a role off.
     """
     configs = {"": config, **variants(config)}
     for claim in config.claims:
@@ -98,7 +98,7 @@ def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
 
 
 def known_metrics(config: Config, places: Sequence[str], scores: Sequence[str], roles: Sequence[str]) -> list[str]:
-    """The metrics of a config whose task has these places, scores and roles."""
+    """The metrics of a config, for its task's places, scores and roles."""
     named = [
         *(AT + place for place in places),
         *(BEST + score for score in (*places, *scores)),
@@ -109,12 +109,12 @@ def known_metrics(config: Config, places: Sequence[str], scores: Sequence[str], 
 
 
 def measure(result: Result, found: Measured, metric: str) -> list[float]:
-    """``metric`` of the model ``found``, one number a seed."""
+    """``metric`` of the model ``found``, one number per seed."""
     if metric.startswith(AT):
         values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
     elif metric.startswith(BEST):
         values = found.scores[metric.removeprefix(BEST)].max((1, 2))
-    elif metric.startswith(OFF):  # where no head has the role, nothing is switched off
+    elif metric.startswith(OFF):  # if no head has the role, nothing is off
         off = result.groups.get(metric.removeprefix(OFF), found.accuracy)
         values = (off if found is result.trained else found.accuracy).mean(-1)
     else:
@@ -123,7 +123,7 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
 
 
 def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
-    """One row of ``claims.json``; ``results`` by control, that of the run itself under ``""``."""
+    """One row of ``claims.json``; ``results`` maps controls, and ``""`` for the run itself."""
     control, _, metric = claim.metric.rpartition(":")
     result = results[control]
     seeds = result.seeds
@@ -132,7 +132,7 @@ def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
 
 
 def verdict(claim: Claim, values: list[float], untrained: list[float], seeds: list[int]) -> dict[str, Any]:
-    """One row of ``claims.json`` from the claim's metric, one number a seed, and that of the untrained models."""
+    """One row of ``claims.json`` from the claim's metric, trained and untrained, one number per seed."""
     if claim.at_least is not None:
         threshold, passed = claim.at_least, [value >= claim.at_least for value in values]
     else:

@@ -1,4 +1,4 @@
-"""What a run found, gathered for the report: numbers of its models, curves over its sweep, rows of its controls."""
+"""Gathers a run's findings for the report: numbers of its models, curves over its sweep, rows of its controls."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from jattn.heads import Roles
 def collect(
     setup: Setup, results: dict[str, claims.Result], roles: Roles, history: History, seconds: float
 ) -> Findings:
-    """All that a run found, from its models, those of its controls, and its history."""
+    """The findings of a run, from its models, its controls' models, and its history."""
     config, places = setup.config, setup.task.places
     trained, untrained = results[""].trained, results[""].untrained
     metric_steps, metrics = history.metrics()
@@ -61,12 +61,12 @@ def _metric_order(name: str) -> tuple[int, str]:
 
 
 def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Exact match over string length, a line for each position scheme; what a sweep varies, over its first option."""
+    """Exact match over string length, a line per position scheme; metrics of a sweep, over its first option."""
     return _length_curves(results) | _sweep_curves(results)
 
 
 def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Of the models that differ from the run itself in their positions alone."""
+    """Curves of the models that differ from the run only in their positions."""
     base = results[""].config
     lengths = base.evaluate.lengths
     lines = {}
@@ -81,13 +81,13 @@ def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, lis
 
 
 def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """A curve for each metric of the controls; a line for each combination of the options after the first."""
+    """A curve per metric of the controls; a line per combination of the options after the first."""
     base = results[""]
     if not base.config.sweep:
         return {}
     (option, values), *others = base.config.sweep.items()
     if not all(isinstance(value, int | float) for value in values):
-        return {}  # there is no axis for words; the table of controls has them
+        return {}  # words have no axis; the table of controls lists them
     curves: dict[str, dict[str, list[list[float]]]] = {}
     for metric in tasks.make(base.config.task).metrics:
         lines = curves.setdefault(f"{plain(metric)} over {option}", {})
@@ -101,7 +101,7 @@ def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list
 
 
 def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
-    """A row for each control and metric, the run itself first."""
+    """A row per control and metric, the run itself first."""
     return [
         {
             "name": name or result.config.name,

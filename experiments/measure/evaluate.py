@@ -1,4 +1,4 @@
-"""What a model can do and how its heads do it: everything the claims and the report read, on fresh data."""
+"""What a model can do and how its heads do it: all measurements for the claims and the report, on fresh data."""
 
 import math
 from collections.abc import Callable
@@ -16,25 +16,25 @@ from experiments.tasks import Batch, CopyString
 from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge
 from jattn import heads
 
-LOOK_BATCH = 256  # sequences that weights are averaged over, at the end
-NULL_HEADS = 256  # of untrained models, which say what a head scores by chance
+LOOK_BATCH = 256  # sequences in the average of weights at the end
+NULL_HEADS = 256  # of untrained models: what a head scores by chance
 NULL_BATCH = 32
-LEVEL = 0.05  # the share of heads without any role that may get one
+LEVEL = 0.05  # share of heads without a role that may be given one
 CURVE_BATCH = 256  # strings at each length of the curve
 
 
 class Measured(NamedTuple):
-    """One model on fresh data; every leaf has a leading axis of seeds."""
+    """One model on fresh data; all leaves have a leading axis of seeds."""
 
     accuracy: Array  # [R,A]
-    exact_match: Array  # [R] share of sequences without a mistake
+    exact_match: Array  # [R] share of sequences without mistakes
     ablated: Array  # [R,L,N,A] accuracy with one head switched off
-    hardened: Array  # [R,A] accuracy with each row of weights replaced by its largest
-    scores: dict[str, Array]  # name -> [R,L,N]: of places, and the statistics of jattn.heads
+    hardened: Array  # [R,A] accuracy with all weight of each row on its largest
+    scores: dict[str, Array]  # name -> [R,L,N]: places, and statistics of jattn.heads
     offset_profile: Array  # [R,L,N,O]
     mean_weights: Array  # [R,L,N,T,T] over sequences of one layout
     divergence: Array  # [R,L*N,L*N] between those
-    noise: Array  # [R,L*N] between those of one half of the sequences and the other
+    noise: Array  # [R,L*N] between those of the two halves of the sequences
     curve: Array  # [R,C] exact match at each of evaluate.lengths
 
 
@@ -45,9 +45,9 @@ def measure(setup: Setup, *models: Any) -> list[Measured]:
 
 
 def _every_seed(measure: Callable[..., Any], setup: Setup) -> Callable[..., Any]:
-    """``measure(setup, params, key, *others)`` of all seeds, of leaves ``[R,...]``; NumPy arrays on every process."""
+    """``measure(setup, params, key, *others)`` over seeds, leaves ``[R,...]``; NumPy arrays on every process."""
 
-    # one seed after the other: side by side, their weights would not fit into a small machine's memory
+    # one seed after another: all at once, the weights would not fit in a small machine's memory
     def every_seed(*each: Any) -> Any:
         params, *others = each
         return jax.lax.map(lambda one: measure(setup, *one), (params, setup.keys, *others))
@@ -57,13 +57,13 @@ def _every_seed(measure: Callable[..., Any], setup: Setup) -> Callable[..., Any]
 
 
 def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
-    """What one seed's model can do, with all of its heads and without."""
+    """What one seed's model can do, with and without its heads."""
     looking, batch = setup.looking, _test_batch(setup, key)
 
     def answers(**options: Any) -> tuple[Array, Array]:
         return judge(setup.model.apply(params, batch.tokens, **options), batch)
 
-    # only how many heads there are is read, so the shortest sequences do
+    # only the number of heads is read, so short sequences suffice
     tokens = looking.task.sample(key, 2).tokens
     _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
@@ -100,12 +100,12 @@ def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
 
 
 def noise_floor(one: Array, other: Array, real: Array) -> Array:
-    """``[N]``: how much each head's mean pattern ``[N,T,S]`` differs from its own on other sequences."""
+    """``[N]``: how much each head's mean pattern ``[N,T,S]`` differs between two sets of sequences."""
     return jax.vmap(lambda *both: heads.pattern_divergence(jnp.stack(both), real)[0, 1])(one, other)
 
 
 def _curve(setup: Setup, params: Any, key: Array) -> Array:
-    """Exact match ``[C]`` at each length; empty where the task has no lengths."""
+    """Exact match ``[C]`` at each length; empty if the task has no lengths."""
     task, lengths = setup.task, setup.config.evaluate.lengths
     if not isinstance(task, CopyString) or not lengths:
         return jnp.zeros(0)
@@ -119,11 +119,10 @@ def _curve(setup: Setup, params: Any, key: Array) -> Array:
 
 
 def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
-    """What heads score that cannot have a role, by pattern: ``NULL_HEADS`` (or what the roles need) of other untrained
-    models.
+    """Scores, by pattern, of heads that cannot have a role: ``NULL_HEADS`` (or what roles need) of untrained models.
 
-    For what depends on the tokens also about as many scores of the trained heads, of ``params`` with leaves
-    ``[R,...]``, beside the tokens of other sequences.
+    For patterns of tokens, also about as many scores of the trained heads (``params``, leaves ``[R,...]``) against the
+    tokens of other sequences.
     """
     params, setup = devices.on_one(setup.mesh, params), setup.looking
     names = [name for name in setup.task.roles if name not in setup.task.places]
@@ -154,7 +153,7 @@ def _null_batch(setup: Setup, key: Array) -> Batch:
 
 
 def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """``{role: [R,A]}``: accuracy with all heads switched off that have a role; ``labels [R,L,N]``."""
+    """``{role: [R,A]}``: accuracy with all heads of a role switched off; ``labels [R,L,N]``."""
     roles = [str(role) for role in np.unique(labels) if role != heads.labels.MIXED]
 
     def accuracy(setup: Setup, params: Any, key: Array, gates: Array) -> Array:
@@ -172,12 +171,12 @@ def num_parameters(params: Any) -> int:
 
 
 def drops(found: Measured) -> np.ndarray:
-    """``[R,L,N,A]``: what switching a head off costs each place."""
+    """``[R,L,N,A]``: the accuracy each place loses without a head."""
     return found.accuracy[:, None, None] - found.ablated
 
 
 def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
-    """The role of every head ``[R,L,N]`` among those of the task, held against their null."""
+    """The role of every head ``[R,L,N]`` among those of the task, tested against the null."""
     scores = {name: trained.scores[name] for name in setup.task.roles}
     return heads.roles(scores, null(setup, params), level=LEVEL)
 
@@ -194,7 +193,7 @@ def head_rows(seeds: list[int], found: heads.Roles) -> list[dict[str, Any]]:
 
 
 def example_tokens(setup: Setup) -> list[list[str]]:
-    """Labels of the tokens of the examples that ``train.look_at`` follows."""
+    """Token labels of the examples in ``train.look_at``."""
     setup = setup.looking
     tokens = jax.jit(lambda key: setup.task.probe(jax.random.fold_in(key, PROBE_DATA), EXAMPLES).tokens)(setup.keys[0])
     return [setup.task.labels(example) for example in np.asarray(tokens).tolist()]

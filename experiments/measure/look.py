@@ -1,4 +1,4 @@
-"""What the heads of a model do on a batch: the scores that are tracked while it trains, and those at the end."""
+"""What a model's heads do on a batch: the scores tracked during training, and those at the end."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from experiments.model import Transformer, attention_weights, layer_by_layer
 from experiments.tasks import Batch, Task
 from jattn import heads
 
-# What is tracked: in [0, 1], so that all share one scale.
+# All in [0, 1], so that they share one scale.
 TRACKED = (
     "previous_token", "current_token", "first_token", "duplicate_token", "induction", "max_weight", "entropy",
 )  # fmt: skip
@@ -20,7 +20,7 @@ ALL = (*TRACKED, "distance", "max_logit")
 
 
 def with_weights(model: Transformer, params: Any, tokens: Array) -> tuple[Array, Array]:
-    """Logits ``[B,T,A,classes]``, and the attention weights ``[B,L,N,T,T]`` of all layers and heads."""
+    """Logits ``[B,T,A,classes]`` and attention weights ``[B,L,N,T,T]`` of all layers and heads."""
     logits, kept = model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
     return logits, attention_weights(kept["intermediates"])
 
@@ -31,7 +31,7 @@ def weights_of(model: Transformer, params: Any, tokens: Array) -> Array:
 
 
 def entropy(weights: Array, batch: Batch) -> Array:
-    """Entropy ``[L,N]`` of the rows of ``weights [B,L,N,T,T]``, each over the largest that it could have."""
+    """Entropy ``[L,N]`` of the rows of ``weights [B,L,N,T,T]``, each divided by its maximum."""
     visible = jnp.tril(jnp.ones(weights.shape[-2:], bool))
     return _over_heads_and_batch(lambda w, b: heads.entropy(w, visible, b.real), weights, batch)
 
@@ -41,8 +41,8 @@ def scores(
 ) -> tuple[dict[str, Array], Array]:
     """Scores ``[L,N]``, averaged over the batch, and the weights ``[B,L,N,T,T]``.
 
-    Of each place the weight on its source, where it is asked; then the statistics ``names`` of ``jattn.heads``, over
-    all real queries.
+    For each place, the weight on its source, at queries with a target; then the statistics ``names`` of
+    ``jattn.heads``, over all real queries.
     """
     asked = {"names": list(names), "tokens": batch.tokens[..., 0], "eligible": batch.real}
     _, kept = model.apply(params, batch.tokens, sow_weights=True, sow_statistics=asked, mutable=["intermediates"])
@@ -68,9 +68,9 @@ def offset_profile(weights: Array, batch: Batch) -> Array:
 
 
 def of_shuffled(model: Transformer, task: Task, params: Any, batch: Batch, shift: ArrayLike = 1) -> dict[str, Array]:
-    """Scores ``[L,N]`` of what depends on the tokens, each sequence beside the tokens and sources of another.
+    """Scores ``[L,N]`` of patterns of tokens, each sequence scored against another's tokens and sources.
 
-    That is the one ``shift`` before it in the batch. What a head scores by chance: part of the null of its roles.
+    The other is ``shift`` before it in the batch. This is what a head scores by chance: part of its roles' null.
     """
     tokens, sources = (jnp.roll(x, shift, 0) for x in (batch.tokens[..., 0], batch.sources))
     asked = {"names": list(heads.OF_TOKENS), "tokens": tokens, "eligible": batch.real}

@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder under the same report: its heads beside those of a randomly initialised twin."""
+"""A pretrained sentence encoder in the same report: its heads compared with those of a randomly initialised twin."""
 
 import dataclasses
 import importlib.util
@@ -26,10 +26,10 @@ PATTERNS = (
     "previous_token", "next_token", "current_token", "first_token", "separator", "duplicate_token", "induction",
 )  # fmt: skip
 METRICS = ("margin", "nearest_accuracy", *(claims.BEST + name for name in PATTERNS))
-NULL_HEADS = 216  # of models with random parameters, which say what a head scores by chance
-SHIFTS = (1, 2, 3)  # sentences beside the tokens of those so many before
+NULL_HEADS = 216  # of models with random parameters: what a head scores by chance
+SHIFTS = (1, 2, 3)  # score a sentence against the one this many before it
 EXAMPLES = 3
-CASE_LENGTH = 256  # tokens at which the tokenizer cuts, as the encoder's own settings have it
+CASE_LENGTH = 256  # tokens at which the tokenizer truncates, as set by the encoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Sentences:
 
     tokens: np.ndarray  # [B,T]
     valid: np.ndarray  # [B,T]
-    groups: np.ndarray  # [B], which sentences belong together
+    groups: np.ndarray  # [B], the group of each sentence
     words: list[list[str]]  # the tokens of each, without padding
 
 
 def check(config: Config) -> None:
-    """Raises ``ValueError`` where the config asks for what a pretrained model has not, or its folder is not there."""
+    """Raises ``ValueError`` for options that do not apply to a pretrained model, or if its folder is missing."""
     for section in ("task", "model", "train", "evaluate", "controls", "sweep"):
         default = next(field for field in dataclasses.fields(Config) if field.name == section).default_factory()
         if getattr(config, section) != default:
@@ -52,7 +52,7 @@ def check(config: Config) -> None:
         if claim.metric not in METRICS:
             raise ValueError(f"claims.{claim.name}.metric: expected one of {list(METRICS)}, got {claim.metric!r}")
         if claim.needed != 1:
-            raise ValueError(f"claims.{claim.name}.needed: expected 1, there is one model, got {claim.needed}")
+            raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
     for package in ("safetensors", "tokenizers"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"pretrained: {package} is not installed; pip install -e '.[experiments,hf]'")
@@ -60,7 +60,7 @@ def check(config: Config) -> None:
 
 
 def folder_of(options: Pretrained) -> Path:
-    """The folder of the saved model. Raises ``ValueError`` where there is none."""
+    """The folder of the saved model. Raises ``ValueError`` if there is none."""
     folder = Path(options.folder)
     if options.package:
         found = importlib.util.find_spec(options.package)
@@ -76,7 +76,7 @@ def folder_of(options: Pretrained) -> Path:
 
 
 def run(config: Config) -> Findings:
-    """Embeds the sentences, looks at every head, and switches each off, in the model and in its twin."""
+    """Embeds the sentences, looks at every head of the model and its twins, and ablates the model's."""
     started = time.monotonic()
     folder = folder_of(config.pretrained)
     sentences = read_sentences(config.pretrained, folder)
@@ -92,7 +92,7 @@ def run(config: Config) -> Findings:
 
 
 def read_sentences(options: Pretrained, folder: Path) -> Sentences:
-    """The sentences as tokens, by the tokenizer beside the model."""
+    """The sentences as tokens, by the model's tokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -116,9 +116,9 @@ def embed(model: interop.Transformer, tokens: Any, valid: Any, **options: Any) -
 
 
 def qualities(embeddings: Array, groups: np.ndarray) -> Array:
-    """``[2]``: the share of sentences whose nearest one is of their group, and how much closer (cosine) a group is.
+    """``[2]``: the share of sentences whose nearest sentence is in their group, and the cosine margin of groups.
 
-    That margin is the mean cosine of different sentences of one group less that of sentences of different groups.
+    The margin is the mean cosine of distinct sentences within a group minus that across groups.
     """
     cosines = embeddings @ embeddings.T
     same, itself = groups[:, None] == groups[None, :], np.eye(len(groups), dtype=bool)
@@ -128,7 +128,7 @@ def qualities(embeddings: Array, groups: np.ndarray) -> Array:
 
 
 def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, Any]]:
-    """A function that finds what the report shows of a model; compiled once for all models of one config."""
+    """A function that measures what the report shows of a model; compiled once for all models of a config."""
     tokens, valid = jnp.asarray(sentences.tokens), jnp.asarray(sentences.valid)
 
     def forward(model: interop.Transformer, seen: Array) -> Array:
@@ -179,7 +179,7 @@ def _layers(sown: Any, name: str) -> list[Any]:
 
 
 def _scores(weights: Array, valid: Array) -> dict[str, Array]:
-    """What no statistic of ``jattn.heads`` tells: scores ``[L,N]`` of the heads, averaged over sentences."""
+    """Scores ``[L,N]`` that ``jattn.heads`` has no statistic for, averaged over sentences."""
     T = valid.shape[1]
 
     def of_one_head(weights: Array, valid: Array) -> dict[str, Array]:
@@ -193,7 +193,7 @@ def _scores(weights: Array, valid: Array) -> dict[str, Array]:
 
 
 def _roles(model: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
-    """The role of every head ``[1,L,N]``, held against the twins' and, for tokens, against other sentences' tokens."""
+    """The role of every head ``[1,L,N]``, tested against the twins and, for tokens, other sentences' tokens."""
     null = {name: np.stack([twin[name] for twin in twins]) for name in PATTERNS}
     for name in heads.OF_TOKENS:
         null[name] = np.concatenate([null[name], np.stack([one[name] for one in model["shuffled"]])])
@@ -201,7 +201,7 @@ def _roles(model: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Role
 
 
 def _groups(model: interop.Transformer, sentences: Sentences, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """``{role: [1,2]}``: the qualities with all heads off that have a role; ``labels [L,N]``."""
+    """``{role: [1,2]}``: the qualities with all heads of a role off; ``labels [L,N]``."""
 
     @nnx.jit
     def without(model: interop.Transformer, gates: Array) -> Array:
@@ -213,7 +213,7 @@ def _groups(model: interop.Transformer, sentences: Sentences, labels: np.ndarray
 
 
 def _divergence(weights: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``[L*N,L*N]`` between the heads' mean patterns, and ``[L*N]`` between those of every other sentence."""
+    """``[L*N,L*N]`` between the heads' mean patterns; ``[L*N]`` between those of even and odd sentences."""
     T, rows = weights.shape[-1], jnp.asarray(valid.any(0))
     every, even, odd = (
         jnp.asarray(_mean_weights(weights[part], valid[part]).reshape(-1, T, T))
@@ -224,7 +224,7 @@ def _divergence(weights: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _offset_profile(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """``[L,N,O]``: the mean weight at each offset, over the pairs of real tokens that are so far apart."""
+    """``[L,N,O]``: the mean weight at each offset, over the pairs of real tokens at that offset."""
     T = valid.shape[1]
     offset = np.arange(T)[None, :] - np.arange(T)[:, None]
     pairs = valid[:, :, None] & valid[:, None, :]
@@ -236,13 +236,13 @@ def _offset_profile(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 
 def _mean_weights(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """``[L,N,T,T]``: the mean over the sentences that have both tokens."""
+    """``[L,N,T,T]``: the mean over sentences with both tokens."""
     pairs = (valid[:, :, None] & valid[:, None, :])[:, None, None]
     return (weights * pairs).sum(0) / np.maximum(pairs.sum(0), 1)
 
 
 def _examples(sentences: Sentences) -> tuple[list[int], int]:
-    """Which sentences are shown, the longest ones, and their greatest length."""
+    """The sentences to show, the longest, and the maximum length."""
     lengths = np.array([len(words) for words in sentences.words])
     shown = np.argsort(-lengths, kind="stable")[:EXAMPLES]
     return shown.tolist(), int(lengths.max())

@@ -1,1 +1,1 @@
-"""What a run found, as a page and as pictures."""
+"""A run's findings as a page and figures."""

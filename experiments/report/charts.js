@@ -1,4 +1,4 @@
-// Charts of the page: lines, matrices and maps, which tell the numbers of what is pointed at.
+// Charts of the page: lines, matrices and maps, which show the numbers under the pointer.
 
 // ---- lines
 
@@ -22,7 +22,7 @@ function logTicks(low, high) {
 
 const short = (value) => String(Number(value.toPrecision(3)));
 
-/** Thin lines for the seeds, a strong one for their median. Returns the svg and its scale of x. */
+/** Thin lines for seeds, a strong line for their median. Returns the svg and its x scale. */
 function lineChart(host, panel, { height, label, xLabel = "", names = data.seeds }) {
   const left = 42, right = 8, top = 8, bottom = xLabel ? 36 : 20, width = Math.max(host.clientWidth, 160);
   const xs = panel.lines.flatMap((line) => line.x);
@@ -131,7 +131,7 @@ function setUpMatrices(host, matrices, tall, label) {
   });
 }
 
-/** Cells `tall` pixels high, or square ones; what has no room in a cell stands in its tooltip. */
+/** Cells `tall` pixels high, or square; text that does not fit in a cell is in its tooltip. */
 function matrixChart(host, { rows, columns, values, shades, seeds }, tall, label) {
   const left = Math.min(widest(rows) + 8, host.clientWidth * 0.35);
   const wide = Math.min((host.clientWidth - left) / columns.length, tall ? 92 : 440 / columns.length), high = tall || wide;
@@ -164,7 +164,7 @@ function matrixChart(host, { rows, columns, values, shades, seeds }, tall, label
   host.replaceChildren(chart, readable(chart, cells, columns.length));
 }
 
-/** A line that says what the tooltip of the mark says that is pointed at, touched or reached by arrow keys. */
+/** A line with the tooltip of the mark that is pointed at, touched or reached by arrow keys. */
 function readable(chart, marks, across) {
   const line = html("p", { class: "told", role: "status" });
   let chosen = 0;
@@ -196,7 +196,7 @@ function setUpMaps() {
   });
 }
 
-/** A dot per head on axes of one scale, and its name where it has room. */
+/** A dot per head on axes of one scale, with its name where it fits. */
 function mapChart(host, { title, points, sides }) {
   const left = 34, side = Math.min(host.clientWidth - left - 2, 440), middle = side / 2, scale = middle / data.reach;
   const chart = svg("svg", { height: side + 22, role: "img", "aria-label": `map of the heads, ${title}` });

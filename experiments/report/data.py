@@ -1,4 +1,4 @@
-"""The numbers that the page's scripts draw: a run's findings as JSON, small enough for one page.
+"""The numbers that the page's scripts draw: a run's findings as JSON, sized to fit in a page.
 
 Axes as in ``experiments.runs.findings``.
 """
@@ -27,7 +27,7 @@ from experiments.report.panels import (
 )
 from experiments.runs.findings import Findings, plain
 
-LINE_BUDGET = 400  # points of a line: more than the chart has pixels for
+LINE_BUDGET = 400  # points per line: more than the chart's pixels
 PROFILE_BUDGET = 50_000  # numbers of all offset profiles
 
 
@@ -58,7 +58,7 @@ def charts(findings: Findings) -> dict[str, Any]:
 
 
 def profiles(findings: Findings, seeds_note: str) -> tuple[dict[str, Any], str]:
-    """The offset profiles, and what is to be said of their lines: ``seeds_note``, or how they were made fewer."""
+    """The offset profiles, and a note on their lines: ``seeds_note``, or how they were reduced."""
     offsets, values = findings.offsets, matched_profiles(findings)  # [O], [R,2,L*N,O]
     notes = [seeds_note]
     if len(offsets) > LINE_BUDGET:
@@ -81,7 +81,7 @@ def profiles(findings: Findings, seeds_note: str) -> tuple[dict[str, Any], str]:
 
 
 def weights(findings: Findings, room: int) -> tuple[dict[str, Any], str]:
-    """The attention weights in at most ``room`` bytes, and what is to be said of how they fitted in."""
+    """The attention weights in at most ``room`` bytes, and a note on how they were reduced."""
     steps, examples, layers, heads, size = findings.example_weights.shape[:5]
     side, width = fitting(min(steps, 2) * examples + 2, layers * heads, size, room)
     kept = kept_steps(steps, examples, room // (layers * heads * side**2 * width) - 2)
@@ -101,7 +101,7 @@ def weights(findings: Findings, room: int) -> tuple[dict[str, Any], str]:
 
 
 def _labels(tokens: list[str], names: list[str]) -> dict[str, list[str]]:
-    """What stands at the picture's edge and in the read-out: tokens, or names of blocks and the tokens in them."""
+    """Labels for the edge of the picture and the read-out: tokens, or names of blocks and their tokens."""
     if len(names) == len(tokens):
         return {"labels": tokens, "texts": [f"{name}: {token}" for name, token in zip(names, tokens, strict=True)]}
     block = -(-len(tokens) // len(names))
@@ -110,9 +110,9 @@ def _labels(tokens: list[str], names: list[str]) -> dict[str, list[str]]:
 
 
 def fitting(frames: int, heads: int, size: int, room: int) -> tuple[int, int]:
-    """The side of the pictures, in blocks, and the bytes of a weight with which so many frames fit into ``room`` bytes.
+    """The side of the pictures, in blocks, and the bytes per weight that make all frames fit into ``room`` bytes.
 
-    First two bytes, then one; where that is still too much, larger blocks.
+    Two bytes if they fit, else one; if that is still too much, larger blocks.
     """
     side = min(size, BLOCKS)
     width = 2 if frames * heads * side**2 * 2 <= room else 1
@@ -120,9 +120,9 @@ def fitting(frames: int, heads: int, size: int, room: int) -> tuple[int, int]:
 
 
 def kept_steps(steps: int, examples: int, room: int) -> list[list[int]]:
-    """Which steps of each example to keep so that they are ``room`` at most: all, or evenly spread ones.
+    """Which steps of each example to keep, at most ``room`` in total: all, or evenly spread.
 
-    The first example has as many as leave two to each of the others. The first step and the last are always kept.
+    The first example gets all but two for each other example. The first and last steps are always kept.
     """
     others = examples - 1
     first = min(max(room - 2 * others, 2), steps)
@@ -131,7 +131,7 @@ def kept_steps(steps: int, examples: int, room: int) -> list[list[int]]:
 
 
 def packed(weights: np.ndarray, top: float, width: int) -> str:
-    """Weights as fractions of ``top`` in base64: of two bytes, right to the fourth decimal and beyond, or of one."""
+    """Weights as fractions of ``top`` in base64: two bytes each, correct to four decimals or more, or one."""
     return base64.b64encode(np.rint(weights / top * (256**width - 1)).astype(f"<u{width}").tobytes()).decode()
 
 
@@ -155,7 +155,7 @@ def _cropped(text: str, most: int = 60) -> str:
 
 
 def _numbers(array: Any) -> Any:
-    """Nested lists with four significant digits; what is not finite becomes null."""
+    """Nested lists with four significant digits; non-finite values become null."""
     if np.ndim(array):
         return [_numbers(row) for row in array]
     return float(f"{array:.4g}") if np.isfinite(array) else None

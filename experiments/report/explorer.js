@@ -1,4 +1,4 @@
-// The explorer: the heads' weights on each example, step by step, under a reader's hand.
+// The explorer: the heads' weights on each example, step by step, interactively.
 
 const views = data.views.map((view) => {
   const bytes = Uint8Array.from(atob(view.weights), (c) => c.charCodeAt(0));
@@ -21,7 +21,7 @@ function shorten(pen, text, room) {
   return text + "…";
 }
 
-/** Where things stand in a picture of this width, in CSS pixels. */
+/** The layout of a picture of this width, in CSS pixels. */
 function layout(pen, width, large) {
   const widest = large ? 11 : 9;
   pen.font = `bold ${widest}px system-ui, sans-serif`; // as wide as a label gets
@@ -182,7 +182,7 @@ function showFrame(frame) {
 }
 
 function showView(view) {
-  const step = views[state.view].steps[state.frame]; // the new view's nearest, so that views are compared at one step
+  const step = views[state.view].steps[state.frame]; // the new view's nearest, to compare views at one step
   state.view = view;
   $("step").max = views[view].steps.length - 1;
   showFrame(nearest(views[view].steps, step));

@@ -1,6 +1,6 @@
-"""Pictures of one run, as PNG and as SVG: every one from a ``Findings``, all in one style.
+"""Figures of one run, as PNG and SVG: drawn from a ``Findings``, in one style.
 
-Several seeds are always shown as they are: one thin line or dot per seed, and the median over them drawn strong.
+Every seed is shown: a thin line or dot per seed, and their median as a strong line.
 """
 
 import io
@@ -38,11 +38,11 @@ from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
 from jattn.plots import COLOURS, head_grid
 
-MANY = 6  # heads in a layer, from where on their names are short and pictures wider
+MANY = 6  # with more heads per layer, names are short and figures wider
 
 
 def write_figures(findings: Findings, folder: Path) -> list[Path]:
-    """Writes every picture that the findings have data for into ``folder``; returns the files."""
+    """Writes every figure that the findings have data for to ``folder``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
         "heads": heads_figure,
@@ -91,7 +91,7 @@ def _draw_lines(ax: Axes, panel: Panel) -> None:
 
 
 def training_figure(findings: Findings) -> Figure:
-    """Loss, accuracy and head scores over steps, on one axis of time."""
+    """Loss, accuracy and head scores over steps, on a shared axis."""
     panels = time_panels(findings)
     figure = Figure(figsize=(WIDTH, 1.75 * len(panels) + 0.6))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
@@ -113,7 +113,7 @@ def _seeds(findings: Findings) -> str:
 
 
 def _names(findings: Findings) -> list[str]:
-    """What stands above each head of the first seed: its place and, on the next line, its role."""
+    """The title of each head of the first seed: its position and, on the next line, its role."""
     if findings.ablated.shape[2] > MANY:
         parted = (name.partition(" ") for name in head_names(findings))
         return [code + "\n" + (role if len(role) <= 15 else role[:14] + "…") for code, _, role in parted]
@@ -121,12 +121,12 @@ def _names(findings: Findings) -> list[str]:
 
 
 def _width(heads: int) -> float:
-    """Inches for a row of so many heads."""
+    """Width in inches of a row of heads."""
     return max(WIDTH, 1.5 + 1.05 * heads)
 
 
 def heads_figure(findings: Findings) -> Figure:
-    """Every head of the first seed on the first example, untrained above trained; long sequences in blocks."""
+    """Every head of the first seed on the first example, untrained above trained; pools long sequences."""
     (first, last), tokens = pooled(findings.example_weights[[0, -1], 0])
     if len(tokens) == len(findings.tokens[0]):
         tokens = findings.tokens[0]
@@ -154,7 +154,7 @@ def _head_axes(findings: Findings, height: float) -> tuple[Figure, list[Axes]]:
 
 
 def offsets_figure(findings: Findings) -> Figure:
-    """Mean weight at each offset from the query: one picture per head, untrained and trained."""
+    """Mean weight at each offset from the query: one panel per head, untrained and trained."""
     profiles = matched_profiles(findings)
     figure, axes = _head_axes(findings, 1.75)
     for head, title in enumerate(_names(findings)):
@@ -179,18 +179,18 @@ def offsets_figure(findings: Findings) -> Figure:
 
 
 def _on_lines(names: Sequence[str], width: float) -> bool:
-    """Whether names can stand over columns of so many inches, a word a line; else they are turned."""
+    """Whether names fit above columns of this many inches, a word per line; else they are rotated."""
     return 0.06 * max(len(word) for name in names for word in name.split()) < width
 
 
 def _names_height(names: Sequence[str], width: float) -> float:
-    """Inches that names over columns need."""
+    """Inches needed by names above columns."""
     flat = _on_lines(names, width)
     return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
 
 
 def _draw_matrix(ax: Axes, matrix: Matrix, cell: float, square: bool = False) -> AxesImage:
-    """The matrix in cells about ``cell`` inches wide, with numbers where they can be read."""
+    """The matrix in cells about ``cell`` inches wide, with numbers where they are legible."""
     image = ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=COLOURS, aspect="equal" if square else "auto")
     flat = _on_lines(matrix.columns, cell)
     columns = [name.replace(" ", "\n") for name in matrix.columns] if flat else matrix.columns
@@ -230,7 +230,7 @@ def statistics_figure(findings: Findings) -> Figure:
 
 
 def ablation_figure(findings: Findings) -> Figure:
-    """The accuracy that every place loses with one head, or all heads of a role, switched off."""
+    """The accuracy that each place loses without one head, or without all heads of a role."""
     matrices = ablation_matrices(findings)
     rows, widest = len(findings.places), max(len(matrix.columns) for matrix in matrices)
     cell = (WIDTH - 2.5) / widest
@@ -247,7 +247,7 @@ def ablation_figure(findings: Findings) -> Figure:
 
 
 def divergence_figure(findings: Findings) -> Figure:
-    """How much the heads' patterns differ, before and after training, on one scale."""
+    """How much the heads' patterns differ before and after training, on one scale."""
     matrices = divergence_matrices(findings)
     figure = Figure(figsize=(WIDTH, 4.2))
     axes = figure.subplots(1, 2)
@@ -278,13 +278,13 @@ def map_figure(findings: Findings) -> Figure:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
     figure.suptitle(
-        f"{plain(findings.name)}: how far the heads' patterns are apart (seed {findings.seeds[0]})", fontsize=10
+        f"{plain(findings.name)}: distances between the heads' patterns (seed {findings.seeds[0]})", fontsize=10
     )
     return figure
 
 
 def curves_figure(findings: Findings) -> Figure:
-    """The run's own curves, one picture each."""
+    """The curves of the run, one panel each."""
     panels = curve_panels(findings)
     figure = Figure(figsize=(WIDTH, 2.9 * len(panels)))
     for ax, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
@@ -296,7 +296,7 @@ def curves_figure(findings: Findings) -> Figure:
 
 
 def controls_figure(findings: Findings) -> Figure:
-    """What the controls reached: a dot per seed, a bar at the median."""
+    """Results of the controls: a dot per seed, a bar at the median."""
     metrics = control_rows(findings)
     figure = Figure(figsize=(WIDTH, 0.42 * len(findings.controls) + 0.9 * len(metrics)))
     axes = figure.subplots(len(metrics), 1, squeeze=False, height_ratios=[len(rows) + 1 for rows in metrics.values()])

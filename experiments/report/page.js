@@ -34,7 +34,7 @@ function readColours() {
 const colour = (share) => ramp[Math.round(clamp(share, 0, 1) * 255)];
 const series = (index) => (index < 0 ? "var(--ink)" : `var(--c${index % 8})`);
 
-// ---- all of it
+// ---- the page
 
 let charts = [];
 function drawAll() {
@@ -44,7 +44,7 @@ function drawAll() {
   showFrame(state.frame);
 }
 
-/** Runs after the last script is read. */
+/** Runs after all scripts are loaded. */
 function start() {
   for (const id of ["offsets", "ablation", "divergence"]) $(id).hidden = false;
   $("statistics").hidden = data.statistics.length === 0;

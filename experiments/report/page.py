@@ -1,7 +1,7 @@
-"""The report of one run: a single HTML file that needs nothing but a browser, and the same pictures as PNG and SVG.
+"""The report of one run: a single self-contained HTML file, and the same figures as PNG and SVG.
 
-Text and tables are written here, so that they can be read without JavaScript; the scripts draw the rest from the
-numbers embedded in the page (``data``). ``page.html`` is the page with ``{{slots}}``.
+Text and tables are written here and need no JavaScript; the scripts draw the rest from the numbers embedded in the
+page (``data``). ``page.html`` is the template with ``{{slots}}``.
 """
 
 import html
@@ -20,13 +20,13 @@ from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
 
 HERE = Path(__file__).parent
-SCRIPTS = ("page.js", "explorer.js", "charts.js")  # joined to one script, in this order
+SCRIPTS = ("page.js", "explorer.js", "charts.js")  # concatenated in this order
 PAGE_BUDGET = 4_900_000  # bytes of the page
-WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, where the rest leaves as many
+WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, if the rest leaves that much
 
 
 def write_report(findings: Findings, out: Path) -> Path:
-    """Writes ``out/report.html`` and the pictures under ``out/figures``; returns the report's path."""
+    """Writes ``out/report.html`` and the figures in ``out/figures``; returns the report's path."""
     write_figures(findings, out / "figures")
     count = len(findings.seeds)
     matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
@@ -51,11 +51,11 @@ def write_report(findings: Findings, out: Path) -> Path:
     page = (HERE / "page.html").read_text(encoding="utf-8")
     drawn = charts(findings) | {"offsets": offsets}
     left = PAGE_BUDGET - len(page) - len(json.dumps(drawn, separators=(",", ":"))) - sum(map(len, slots.values()))
-    shown, slots["weights_note"] = weights(findings, min(WEIGHT_BUDGET, left * 3 // 4))  # three bytes are four letters
-    # "<" would let a token end the script element.
+    shown, slots["weights_note"] = weights(findings, min(WEIGHT_BUDGET, left * 3 // 4))  # base64: 3 bytes in 4 letters
+    # With "<", a token could end the script element.
     text = json.dumps(drawn | shown, separators=(",", ":"), allow_nan=False)
     slots["data"] = text.replace("<", "\\u003c")
-    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # once over: what is filled in is not read again
+    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # one pass: values are not substituted again
     path = out / "report.html"
     write_atomically(path, page.encode())
     return path
@@ -66,7 +66,7 @@ def _text(value: object) -> str:
 
 
 def _figure(value: Any) -> str:
-    """A number for a person; a list of them by its median."""
+    """A number as text; a list as its median."""
     if value is None or isinstance(value, str) or not np.size(value):
         return _text(value or "–")
     number = float(np.median(np.asarray(value, float)))
@@ -118,7 +118,7 @@ def _claim_strip(claim: Mapping[str, Any]) -> str:
 
 
 def _strip(marks: Sequence[tuple[float, str, str]], small: bool = False) -> str:
-    """Marks ``(value, kind, text)`` on a line, as wide as the page lets it be; a small one has no numbers."""
+    """Marks ``(value, kind, text)`` on a line as wide as the page allows; a small strip has no numbers."""
     values = np.array([value for value, _, _ in marks])
     values = values[np.isfinite(values)]
     low, high = (0.0, 1.0) if in_unit(values) else (min(values.min(), 0.0), max(values.max(), 0.0))
@@ -161,7 +161,7 @@ def _heads(findings: Findings) -> str:
     names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
     names += "<th>role</th>" + "".join(f'<th class="number">{name}</th>' for name in ("score", "null", "p-value"))
     names += '<th class="meter">○ null · ● score</th>'
-    note = '<p class="soft">A head has a role where its score passes the null, which heads without it may reach.</p>'
+    note = '<p class="soft">A head has a role if its score exceeds the null, the score heads without it may reach.</p>'
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<section id="heads-table"><h2>Heads</h2>{note}<div class="scroll" tabindex="0">{table}</div></section>'
 
@@ -200,7 +200,7 @@ def _about(findings: Findings) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """The config with dotted keys, as the command line takes them."""
+    """The config with dotted keys, as on the command line."""
     rows: dict[str, object] = {}
     for key, value in config.items():
         rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}

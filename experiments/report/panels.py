@@ -1,4 +1,4 @@
-"""What the pictures of a run show: the findings arranged for drawing, shared by the figures and the report.
+"""A run's findings arranged for drawing, shared by the figures and the report.
 
 Axes as in ``experiments.runs.findings``.
 """
@@ -13,15 +13,15 @@ from scipy.optimize import linear_sum_assignment
 from experiments.runs.findings import Findings, plain
 
 WHEN = ("untrained", "trained")
-OWN_SCALE = ("distance", "max_logit")  # statistics that are no shares
-BLOCKS = 128  # queries and keys that are drawn at most
+OWN_SCALE = ("distance", "max_logit")  # statistics not in [0, 1]
+BLOCKS = 128  # most queries and keys drawn
 PALETTE_SIZE = 8  # colours of the page and of the figures
-TOGETHER = 16  # columns that one matrix holds, before it is cut by layers
+TOGETHER = 16  # columns of one matrix before it is split by layer
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One quantity over ``x``: ``[R, len(x)]``, a row per seed. ``colour`` counts through the palette, -1 is ink."""
+    """One quantity over ``x``: ``[R, len(x)]``, a row per seed. ``colour`` indexes the palette; -1 is ink."""
 
     label: str
     x: np.ndarray
@@ -31,7 +31,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Lines that share one pair of axes."""
+    """Lines that share a pair of axes."""
 
     title: str
     lines: list[Line]
@@ -42,7 +42,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Numbers in named rows and columns, ``[R,rows,columns]`` with one per seed, and the colour of each cell."""
+    """Numbers per seed in named rows and columns, ``[R,rows,columns]``, and the colour of each cell."""
 
     title: str
     rows: list[str]
@@ -58,7 +58,7 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class HeadMap:
-    """Heads in the plane, ``points [L*N,2]``; ``sides`` say where each one's name has room, if anywhere."""
+    """Heads in the plane, ``points [L*N,2]``; ``sides`` say where each name fits, if anywhere."""
 
     title: str
     points: np.ndarray
@@ -66,9 +66,9 @@ class HeadMap:
 
 
 def pooled(weights: np.ndarray, most: int = BLOCKS) -> tuple[np.ndarray, list[str]]:
-    """Weights ``[...,T,T]`` in at most ``most x most`` blocks, and the blocks' names: "0-7", or "0" of a single one.
+    """Weights ``[...,T,T]`` in at most ``most x most`` blocks, and the blocks' names: "0-7", or "0" for one token.
 
-    Rows of a block are averaged and its columns summed, so that every row of blocks still sums to 1.
+    Rows of a block are averaged and columns summed, so every row of blocks still sums to 1.
     """
     size = weights.shape[-1]
     starts = np.arange(0, size, -(-size // most))
@@ -81,10 +81,10 @@ def pooled(weights: np.ndarray, most: int = BLOCKS) -> tuple[np.ndarray, list[st
 
 
 def matched_heads(findings: Findings) -> np.ndarray:
-    """``[R,L,N]``: the head of each seed that plays the part of the first seed's head ``n``.
+    """``[R,L,N]``: the head of each seed that corresponds to the first seed's head ``n``.
 
-    Training puts the same pattern into another head with every seed. Heads of a layer are matched by assignment, on
-    their final scores and on what switching them off costs.
+    Every seed learns the same patterns in different heads. Heads of a layer are matched by assignment, on their final
+    scores and their ablations.
     """
     features = [values[:, -1, ..., None] for values in findings.scores.values()]
     features = np.concatenate([*features, findings.ablated], axis=-1)  # [R,L,N,features]
@@ -97,7 +97,7 @@ def matched_heads(findings: Findings) -> np.ndarray:
 
 
 def head_titles(findings: Findings) -> list[str]:
-    """ "layer l head n · role" of the first seed's heads, layer by layer."""
+    """ "layer l head n · role" for the first seed's heads, by layer."""
     layers, heads = findings.ablated.shape[1:3]
     first = findings.seeds[0]
     roles = {(row["layer"], row["head"]): plain(row["role"]) for row in findings.heads if row["seed"] == first}
@@ -106,13 +106,13 @@ def head_titles(findings: Findings) -> list[str]:
 
 
 def head_codes(findings: Findings) -> list[str]:
-    """ "L0H1": the short name of every head, layer by layer."""
+    """ "L0H1": the short name of every head, by layer."""
     layers, heads = findings.ablated.shape[1:3]
     return [f"L{layer}H{head}" for layer in range(layers) for head in range(heads)]
 
 
 def head_names(findings: Findings) -> list[str]:
-    """ "L0H1 role" of the first seed's heads, layer by layer."""
+    """ "L0H1 role" for the first seed's heads, by layer."""
     roles = (title.partition(" · ")[2] for title in head_titles(findings))
     return [f"{code} {role}".strip() for code, role in zip(head_codes(findings), roles, strict=True)]
 
@@ -139,7 +139,7 @@ def matched_divergence(findings: Findings) -> np.ndarray:
 
 
 def divergence_matrices(findings: Findings) -> list[Matrix]:
-    """Heads against heads, untrained and trained."""
+    """Heads by heads, untrained and trained."""
     matrices, codes = matched_divergence(findings), head_codes(findings)
     titles = [f"{name}: {divergence_text(findings, when)}" for when, name in enumerate(WHEN)]
     medians = np.median(matrices, 0)
@@ -157,9 +157,9 @@ def divergence_text(findings: Findings, when: int) -> str:
 
 
 def statistics_matrices(findings: Findings) -> list[Matrix]:
-    """Heads against statistics, untrained and trained; none where there are no statistics.
+    """Heads by statistics, untrained and trained; empty without statistics.
 
-    The statistics of ``OWN_SCALE`` are coloured from the least to the largest number that their column has in both.
+    Statistics in ``OWN_SCALE`` are coloured from the smallest to the largest number in their columns of both.
     """
     if not findings.statistics:
         return []
@@ -176,9 +176,9 @@ def statistics_matrices(findings: Findings) -> list[Matrix]:
 
 
 def ablation_matrices(findings: Findings) -> list[Matrix]:
-    """Places against what is switched off, each head and each role's heads: the accuracy that is lost.
+    """The accuracy lost, places by what is switched off: each head, and each role's heads.
 
-    One matrix; one for each layer and one for the roles where there are more than ``TOGETHER`` columns.
+    One matrix, or with more than ``TOGETHER`` columns, one per layer and one for the roles.
     """
     layers, heads = findings.ablated.shape[1:3]
     off = np.concatenate([matched_ablation(findings), *(v[:, None] for v in findings.groups.values())], 1)
@@ -196,11 +196,11 @@ def ablation_matrices(findings: Findings) -> list[Matrix]:
 
 
 def plane(divergence: np.ndarray) -> tuple[np.ndarray, float]:
-    """Points ``[H,2]`` whose distances come closest to those of ``H`` heads, and the share of these that they keep.
+    """Points ``[H,2]`` that approximate the distances of ``H`` heads, and the share of these that they keep.
 
     The square root of the Jensen-Shannon divergence ``[H,H]`` is a metric (Endres and Schindelin 2003), so the
-    divergence stands for the squared distance. Classical scaling: the eigenvectors of the doubly centred squared
-    distances (Torgerson 1952). The share is of the sum of all squared distances.
+    divergence is the squared distance. Classical scaling: the eigenvectors of the doubly centred squared distances
+    (Torgerson 1952). The share is of the sum of all squared distances.
     """
     count = len(divergence)
     centring = np.eye(count) - 1 / count
@@ -209,12 +209,12 @@ def plane(divergence: np.ndarray) -> tuple[np.ndarray, float]:
     points = np.zeros((count, 2))
     points[:, : min(count, 2)] = (vectors * np.sqrt(values))[:, :2]
     furthest = points[np.abs(points).argmax(0), (0, 1)]
-    points *= np.where(furthest < 0, -1, 1)  # eigenvectors have no sign of their own
+    points *= np.where(furthest < 0, -1, 1)  # the sign of an eigenvector is arbitrary
     return points, float(values[:2].sum() / values.sum()) if values.sum() > 0 else 1.0
 
 
 def head_maps(findings: Findings) -> tuple[list[HeadMap], float]:
-    """The first seed's heads in the plane, untrained and trained, and how far from 0 the axes of both reach."""
+    """The first seed's heads in the plane, untrained and trained, and the extent of the shared axes."""
     placed = [plane(matrix) for matrix in findings.divergence[0]]
     reach = 1.12 * max(float(np.abs(points).max()) for points, _ in placed) or 1.0
     maps = []
@@ -226,7 +226,7 @@ def head_maps(findings: Findings) -> tuple[list[HeadMap], float]:
 
 
 def _free_sides(points: np.ndarray) -> list[tuple[int, int] | None]:
-    """Right, left, above or below: where a name touches nothing else, in a picture of 360 pixels."""
+    """Right, left, above or below: where a name overlaps nothing, in a picture of 360 pixels."""
     dot, word = (10, 10), (36, 12)
     taken = [(point * 180, dot) for point in points]
     sides: list[tuple[int, int] | None] = []
@@ -244,7 +244,7 @@ def _free_sides(points: np.ndarray) -> list[tuple[int, int] | None]:
 
 
 def role_colours(findings: Findings) -> dict[str, int]:
-    """A colour for each role of the first seed's heads: a place's own where the role is one, ink for mixed heads."""
+    """A colour for each role of the first seed's heads: the place's if the role is a place, ink for mixed heads."""
     places = [plain(place) for place in findings.places]
     roles = sorted({plain(row["role"]) for row in findings.heads if row["seed"] == findings.seeds[0]})
     colours = {role: places.index(role) if role in places else -1 for role in roles}
@@ -255,7 +255,7 @@ def role_colours(findings: Findings) -> dict[str, int]:
 
 
 def control_rows(findings: Findings) -> dict[str, list[Mapping[str, Any]]]:
-    """The controls by their metric."""
+    """The controls by metric."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in findings.controls:
         rows.setdefault(plain(row["metric"]), []).append(row)
@@ -263,17 +263,17 @@ def control_rows(findings: Findings) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def time_panels(findings: Findings) -> list[Panel]:
-    """Losses, accuracies, the places' scores and the other scores: the panels that share the axis of steps.
+    """Losses, accuracies, scores of places and other scores: the panels with a shared axis of steps.
 
-    None where nothing was trained.
+    Empty if nothing was trained.
     """
     if not findings.metrics:
         return []
     losses = {name: values for name, values in findings.metrics.items() if "loss" in name}
     units = {name: values for name, values in findings.metrics.items() if name not in losses and in_unit(values)}
     others = {name: values for name, values in findings.metrics.items() if name not in losses and name not in units}
-    # The pattern of a place sits in another head with every seed, so a seed is shown by the best of its heads.
-    # Entropy is no such pattern: there the heads are averaged.
+    # A place's pattern is in a different head for every seed, so a seed is shown by its best head. Entropy is not
+    # such a pattern: it is averaged over heads.
     scores = {
         name: values.mean((2, 3)) if "entropy" in name else values.max((2, 3))
         for name, values in findings.scores.items()
@@ -318,5 +318,5 @@ def _panel(
 
 
 def in_unit(values: np.ndarray) -> bool:
-    """Whether every value lies between 0 and 1."""
+    """Whether all values are in [0, 1]."""
     return bool(np.all((values >= -1e-6) & (values <= 1 + 1e-6)))

@@ -1,6 +1,6 @@
-"""How every picture looks: colours, dashes, sizes and matplotlib's options."""
+"""The style of all figures: colours, dashes, sizes and matplotlib options."""
 
-# Okabe and Ito's colours (2008), ordered so that neighbours differ in lightness too; dashes tell them apart in print.
+# Okabe and Ito's colours (2008), ordered so that neighbours also differ in lightness; dashes separate them in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A6A00", "#555555")
 DASHES = ((), (5, 1.5), (1.5, 1.5), (5, 1.5, 1.5, 1.5))
 INK, FAINT = "#222222", "#999999"

@@ -1,4 +1,4 @@
-"""What a run found, in the terminal: its heads, its claims, and how far its heads differ."""
+"""A run's findings in the terminal: its heads, its claims, and how much its heads differ."""
 
 from rich.table import Table
 
@@ -8,7 +8,7 @@ from experiments.runs.terminal import Terminal
 
 
 def show(findings: Findings) -> None:
-    """The table of heads and the table of claims, in the terminal."""
+    """Prints the tables of heads and claims."""
     console = Terminal()
     heads = Table("seed", "layer", "head", "role", "score", "null", "p", title="heads", title_justify="left")
     for row in findings.heads:

@@ -1,1 +1,1 @@
-"""What every run has: its folder and what lies in it, its devices, and the terminal it speaks to."""
+"""What every run has: a folder and its contents, devices, and terminal output."""

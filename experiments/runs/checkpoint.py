@@ -18,8 +18,8 @@ from orbax.checkpoint import v1
 from experiments.runs import devices, stopping
 from experiments.runs.folder import Damaged, read_json
 
-# Orbax logs every save and, through asyncio too, what a signal cuts short. A run has a progress bar for the one, and
-# one line for the other.
+# Orbax logs every save and, also through asyncio, every interruption. A run shows a progress bar for the first and one
+# line for the second.
 for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -28,11 +28,11 @@ _ARRAYS, _CONTENTS = "arrays", "contents.json"
 
 
 class Checkpoints:
-    """The checkpoints in one folder, newest two kept.
+    """The checkpoints in one folder; the newest two are kept.
 
-    A checkpoint is a folder named after its step. Orbax writes its arrays; beside them stand the digests of all files,
-    which are compared before Orbax reads any, and what else is to be remembered. It is written under another name and
-    renamed, so that it is there whole or not at all. All processes of a run make one together.
+    A checkpoint is a folder named after its step. Orbax writes the arrays. A file next to them holds digests of all
+    files, verified before Orbax reads any, and metadata. A checkpoint is written under another name and renamed, so
+    it is complete or absent. All processes of a run write it together.
     """
 
     def __init__(self, folder: Path):
@@ -41,11 +41,11 @@ class Checkpoints:
             self._folder.mkdir(parents=True, exist_ok=True)
             for unfinished in self._folder.glob("*.tmp"):
                 shutil.rmtree(unfinished)
-        devices.everywhere(True)  # made, for all to see
+        devices.everywhere(True)  # visible to all
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that there are, oldest first."""
+        """Steps of the existing checkpoints, oldest first."""
         return sorted(int(folder.name) for folder in self._folder.iterdir() if folder.name.isdecimal())
 
     @property
@@ -54,15 +54,15 @@ class Checkpoints:
         return self.steps[-1] if self.steps else None
 
     def save(self, step: int, state: Any, beside: dict[str, str] | None = None) -> None:
-        """Writes ``state``, a pytree of arrays, and returns when it stands. All processes call it together.
+        """Writes ``state``, a pytree of arrays, and returns when done. All processes call it together.
 
         Args:
-            step: Of the state.
-            state: What is kept.
-            beside: Words that ``restore`` shows to its ``fits``.
+            step: Step of the state.
+            state: What to save.
+            beside: Metadata that ``restore`` passes to ``fits``.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the checkpoint could not be written.
         """
         unfinished, error = self._folder / f"{step}.tmp", None
         stderr, sys.stderr = sys.stderr, _OfMainThread(sys.stderr)
@@ -74,39 +74,39 @@ class Checkpoints:
                 unfinished.rename(self._folder / f"{step}")
                 for old in self.steps[:-_KEPT]:
                     shutil.rmtree((self._folder / f"{old}").rename(self._folder / f"{old}.tmp"))
-        except (OSError, RuntimeError, ValueError) as wrong:  # a full disk comes as any of these
-            stopping.check()  # it may have been the exception of a signal
+        except (OSError, RuntimeError, ValueError) as wrong:  # a full disk raises any of these
+            stopping.check()  # a signal may have caused it
             error = wrong
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
         if error is None:  # otherwise threads go on failing until the program ends
             sys.stderr = stderr
         if not devices.everywhere(error is None):
-            said = _first_line(error) if error else "so another process says"
+            said = _first_line(error) if error else "by another process"
             raise OSError(f"the checkpoint of step {step} could not be written: {said}") from error
 
     def load(self, step: int, like: Any) -> Any:
         """The state saved at ``step``, with the structure, shapes, dtypes and shardings of ``like``.
 
         Raises:
-            Damaged: it is not what was saved, or does not have the structure of ``like``.
+            Damaged: the checkpoint was altered, or its structure differs from ``like``.
         """
         return self._load(step, like)[0]
 
     def restore(
         self, like: Any, fits: Callable[[int, dict[str, str]], str], say: Callable[[str], None]
     ) -> tuple[int, Any]:
-        """The newest state that is whole, and its step; 0 and ``like`` where nothing was saved yet.
+        """The step and state of the newest intact checkpoint; 0 and ``like`` if nothing was saved yet.
 
-        Newer ones that do not serve are moved to ``damaged/`` beside the folder, so that new ones can take their place.
-        All processes call it together.
+        Newer, unusable checkpoints are moved to ``damaged/`` next to the folder, to make room for new ones. All
+        processes call it together.
 
         Args:
             like: A state of the same structure, shapes, dtypes and shardings.
-            fits: Is given the step and the words beside a checkpoint; says why it does not fit, or "" where it does.
-            say: Is given a line for each that does not serve.
+            fits: Takes a checkpoint's step and metadata; returns why it does not fit, or "".
+            say: Takes a line for each unusable checkpoint.
 
         Raises:
-            Damaged: there are some, and none serves.
+            Damaged: there are checkpoints, but none is usable.
         """
         steps, reason = self.steps[::-1], ""
         for number, step in enumerate(steps):
@@ -118,13 +118,13 @@ class Checkpoints:
             if not reason:
                 if number:
                     self._set_aside(steps[:number])
-                    say(f"{self._folder.parent}: goes on from the older checkpoint of step {step}")
+                    say(f"{self._folder.parent}: resumes from the older checkpoint of step {step}")
                 return step, state
             if number + 1 < len(steps):
                 say(reason)
         if steps:
-            others = f"; nor does an older one serve (step {steps[-1]})" if len(steps) > 1 else ""
-            raise Damaged(f"{reason}{others}; remove {self._folder.parent} to train anew")
+            others = f"; no older one is usable (step {steps[-1]})" if len(steps) > 1 else ""
+            raise Damaged(f"{reason}{others}; remove {self._folder.parent} to start over")
         return 0, like
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -135,7 +135,7 @@ class Checkpoints:
                     aside = aside.with_name(aside.name + "_")
                 aside.parent.mkdir(exist_ok=True)
                 (self._folder / f"{step}").rename(aside)
-        devices.everywhere(True)  # moved, for all to see
+        devices.everywhere(True)  # visible to all
 
     def _load(self, step: int, like: Any) -> tuple[Any, dict[str, str]]:
         def described(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -151,11 +151,11 @@ class Checkpoints:
         if devices.everywhere(not error):
             try:
                 state = v1.load((folder / _ARRAYS).absolute(), jax.tree.map(described, like))
-            except Exception as wrong:  # whatever Orbax and TensorStore make of another version's arrays
-                stopping.check()  # it may have been the exception of a signal
+            except Exception as wrong:  # whatever Orbax and TensorStore raise for another version's arrays
+                stopping.check()  # a signal may have caused it
                 error = f"{folder}: the checkpoint cannot be read: {_first_line(wrong)}"
         if not devices.everywhere(state is not None):
-            raise Damaged(error or f"{folder}: the checkpoint cannot be read: so another process says")
+            raise Damaged(error or f"{folder}: the checkpoint cannot be read by another process")
         return state, words
 
 
@@ -182,7 +182,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _checked(folder: Path) -> dict[str, str]:
-    """The words beside a checkpoint. Raises ``Damaged`` where its files are not those that were written."""
+    """A checkpoint's metadata. Raises ``Damaged`` if its files are not what was written."""
     if not (folder / _CONTENTS).is_file():
         raise Damaged(f"{folder}: the checkpoint has no {_CONTENTS}: it is another version's, or damaged")
     contents = read_json(folder / _CONTENTS, dict, "the digests of a checkpoint")

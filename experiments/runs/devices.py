@@ -1,8 +1,8 @@
-"""Where a run computes: its mesh of devices, which device holds what, and the processes that share the work.
+"""Where a run computes: its mesh of devices, what each device holds, and the processes that share the work.
 
 The mesh has the axes of ``config.Mesh``. Batches are split over "data" and tokens over "sequence"; the parameters of
-attention and the moments that its optimizer keeps of them over "heads". Everything else is on every device. Attention
-says itself what travels (``jattn.sharding``), and XLA puts in the rest. Random numbers depend on their key alone
+attention and their optimizer moments over "heads". Everything else is replicated. Attention defines its own
+communication (``jattn.sharding``); XLA inserts the rest. Random numbers depend only on their key
 (``jax_threefry_partitionable``, JAX's default).
 """
 
@@ -21,19 +21,19 @@ from experiments import config
 from jattn.sharding import HeadParallel, Ring, to_zigzag
 
 AXES = ("data", "heads", "sequence")
-# Where the heads are in a parameter of attention, from its end; ["out"]["bias"] has none.
+# The axis of heads in each attention parameter, from the end; ["out"]["bias"] has none.
 _HEADS = {"kernel": {"query": -2, "key": -2, "value": -2, "out": -3}, "bias": {"query": -2, "key": -2, "value": -2}}
-# Seconds after which a process that is silent counts as lost.
+# Seconds after which a silent process counts as lost.
 _HEARTBEAT = 20
 
 
 def start(settings: config.Config, processes: config.Processes | None) -> None:
-    """Makes JAX provide the devices of the mesh; before anything asks JAX for a device.
+    """Makes JAX provide the devices of the mesh; call it before JAX initializes its devices.
 
-    A CPU is one device to JAX unless it is told to be more, which changes nothing on a GPU or TPU.
+    By default JAX treats a CPU as one device. GPUs and TPUs are unaffected.
 
     Raises:
-        ValueError: the other processes cannot be found.
+        ValueError: the other processes were not found.
     """
     size = max(one.mesh.size for one in (settings, *config.variants(settings).values()))
     local = size
@@ -41,7 +41,7 @@ def start(settings: config.Config, processes: config.Processes | None) -> None:
         local = processes.local_devices or size // (processes.num_processes or 1)
         _join(processes)
     if local > 1:
-        with contextlib.suppress(RuntimeError):  # too late: then those that there are must do
+        with contextlib.suppress(RuntimeError):  # too late: use the existing devices
             jax.config.update("jax_num_cpu_devices", local)
 
 
@@ -56,31 +56,31 @@ def _join(processes: config.Processes) -> None:
 
 
 def check(settings: config.Config) -> None:
-    """Raises ``ValueError`` where the meshes of a config and of its controls need other devices than there are."""
+    """Raises ``ValueError`` if the devices do not fit the meshes of a config and its controls."""
     for one in (settings, *config.variants(settings).values()):
         mesh, there = one.mesh, len(jax.devices()) if one.mesh.size > 1 or jax.process_count() > 1 else 1
         said = f"data={mesh.data} x heads={mesh.heads} x sequence={mesh.sequence}"
         where = f"{there} {jax.default_backend()} devices"
         if mesh.size > there:
-            raise ValueError(f"mesh: expected at most the {where} that there are, got {said} of {one.name}")
+            raise ValueError(f"mesh: expected at most the {where}, got {said} of {one.name}")
         if mesh.size < there and jax.process_count() > 1:
             processes = f"{jax.process_count()} processes"
             raise ValueError(f"mesh: expected all {where} of the {processes}, got {said} of {one.name}")
 
 
 def make(options: config.Mesh) -> Mesh:
-    """The mesh of a config, of the first devices that there are."""
+    """The mesh of a config, on the first devices."""
     shape = (options.data, options.heads, options.sequence)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[: options.size])
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """Of an array that every device holds whole."""
+    """The sharding of a replicated array."""
     return NamedSharding(mesh, P())
 
 
 def of_state(mesh: Mesh, state: Any) -> Any:
-    """The sharding of each leaf of a state, arrays or shapes: heads over "heads", the rest whole."""
+    """The sharding of each leaf (array or shape) of a state: heads over "heads", the rest replicated."""
 
     def of_leaf(path: Any, leaf: Any) -> NamedSharding:
         names = [getattr(key, "key", None) for key in path]
@@ -102,9 +102,9 @@ def attention(mesh: Mesh) -> Ring | HeadParallel | None:
 
 
 def split(mesh: Mesh, batch: Any) -> Any:
-    """A batch of leaves ``[B,T,...]``, sequences over "data" and tokens over "sequence"; within ``jax.jit``.
+    """Splits leaves ``[B,T,...]``: sequences over "data", tokens over "sequence"; within ``jax.jit``.
 
-    Tokens that are split stand in zigzag order, in which every device has the same work under a causal mask.
+    Split tokens are in zigzag order, which balances a causal mask's work across devices.
     """
     if mesh.shape["sequence"] > 1:
         batch = jax.tree.map(lambda leaf: to_zigzag(leaf, mesh.shape["sequence"]), batch)
@@ -112,7 +112,7 @@ def split(mesh: Mesh, batch: Any) -> Any:
 
 
 def on_one(mesh: Mesh, tree: Any) -> Any:
-    """Arrays of the mesh as arrays of this process's first device, for work that needs no other."""
+    """Arrays of the mesh as arrays on this process's first device, for single-device work."""
     if mesh.size == 1:
         return tree
     here = jax.tree.map(lambda leaf: leaf.addressable_data(0), jax.device_put(tree, whole(mesh)))
@@ -120,22 +120,22 @@ def on_one(mesh: Mesh, tree: Any) -> Any:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes what a run leaves behind."""
+    """Whether this process writes the run's files."""
     return jax.process_index() == 0
 
 
 def agreed(array: Any) -> np.ndarray:
-    """The first process's value of ``array``, which every process must ask for."""
+    """The first process's value of ``array``; every process must call this."""
     return np.asarray(multihost_utils.broadcast_one_to_all(array))
 
 
 def everywhere(good: bool) -> bool:
-    """Whether ``good`` is true on every process, which every process must ask."""
+    """Whether ``good`` is true on every process; every process must call this."""
     return bool(np.all(multihost_utils.process_allgather(np.asarray(good))))
 
 
 def environment(seconds: float) -> dict[str, str]:
-    """What a run was made on, and how long it took."""
+    """The versions and device of a run, and how long it took."""
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),

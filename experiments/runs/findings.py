@@ -1,8 +1,8 @@
-"""What one run found: everything the report, the figures and the claims read, and nothing else.
+"""What one run found: exactly what the report, the figures and the claims read.
 
-Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps at which the heads were looked at (the first is 0, the
-untrained model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs), ``X``
-steps of the examples' weights, ``I`` examples.
+Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps of looks at the heads (the first is 0, the untrained
+model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs), ``X`` steps of the
+examples' weights, ``I`` examples.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ class Findings:
     config: dict[str, Any]  # the resolved config
     environment: dict[str, str]  # versions, device, seconds
     seeds: list[int]
-    places: list[str]  # what is read out, e.g. ["one back", "five back", "mirror", "same key"]
+    places: list[str]  # read-outs, e.g. ["one back", "five back", "mirror", "same key"]
     tokens: list[list[str]]  # labels of the T tokens of each of the I examples
     metric_steps: np.ndarray  # [E]
     metrics: Mapping[str, np.ndarray]  # name -> [R,E]; "loss", "accuracy", ...
     look_steps: np.ndarray  # [P]
     scores: Mapping[str, np.ndarray]  # name -> [R,P,L,N], in [0, 1]
-    # name -> [R,2,L,N]: jattn.heads.statistics at the end; in [0, 1] but for distance (tokens) and max_logit (a score)
+    # name -> [R,2,L,N]: jattn.heads.statistics at the end; in [0, 1] except distance (tokens) and max_logit (a score)
     statistics: Mapping[str, np.ndarray]
     offsets: np.ndarray  # [O] key position minus query position
     offset_profile: np.ndarray  # [R,2,L,N,O] mean weight at each offset
@@ -43,17 +43,17 @@ class Findings:
     divergence: np.ndarray  # [R,2,L*N,L*N] Jensen-Shannon / ln 2 between heads' mean patterns
     noise: (
         np.ndarray
-    )  # [R,2,L*N] the same of each head with itself, between two halves of the batch: the floor of what can be told
+    )  # [R,2,L*N] the same between two halves of the batch, for each head: the noise floor of divergence
     accuracy: np.ndarray  # [R,A] per place, whole model
     ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
     groups: Mapping[str, np.ndarray]  # role -> [R,A] per place, all heads of that role switched off
     # rows {seed, layer, head, role, score, null, p_value}: null is the score that heads without the role may reach, a
-    # quantile of those that cannot have it; the role is "mixed" where no score passes its null
+    # quantile over heads that cannot have it; the role is "mixed" if no score passes its null
     heads: list[dict[str, Any]]
     curves: Mapping[str, Mapping[str, list[list[float]]]]  # "Y over X" -> line label -> [[x, y per seed ...], ...]
-    controls: list[dict[str, Any]]  # rows {name, metric, values (one a seed), parameters}
+    controls: list[dict[str, Any]]  # rows {name, metric, values (per seed), parameters}
     # rows {name, statement, metric, side, threshold, values, untrained, seeds, passed, failed, needed, holds}: values
-    # and untrained one a seed, passed and failed the seeds, side "at least" or "at most"
+    # and untrained per seed, passed and failed the seeds, side "at least" or "at most"
     claims: list[dict[str, Any]]
 
     def save(self, folder: Path) -> None:
@@ -79,8 +79,8 @@ class Findings:
 
         Raises:
             FileNotFoundError: the run has not finished.
-            Damaged: a file is not what was written.
-            TypeError: another version wrote them.
+            Damaged: a file was altered.
+            TypeError: another version wrote the files.
         """
         found = read_json(folder / "findings.json", dict, "the findings of a run")
         content = (folder / "findings.npz").read_bytes()
@@ -98,7 +98,7 @@ class Findings:
 
 
 def _digest(plain: dict[str, Any], arrays: bytes) -> str:
-    """SHA-256 of what ``findings.json`` and ``findings.npz`` hold."""
+    """SHA-256 of the contents of ``findings.json`` and ``findings.npz``."""
     return hashlib.sha256(json.dumps(plain).encode() + arrays).hexdigest()
 
 
@@ -106,5 +106,5 @@ NAMED = ("metrics", "scores", "statistics", "groups")  # fields that map names t
 
 
 def plain(name: object) -> str:
-    """A name as a person writes it."""
+    """A name for people to read."""
     return str(name).replace("_", " ")

@@ -1,4 +1,4 @@
-"""The folder of a run: who owns it, files that are whole or not there, and what is said of files that are not."""
+"""The folder of a run: its owner, atomic writes, and errors for damaged files."""
 
 import contextlib
 import json
@@ -9,27 +9,27 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing is locked
+except ImportError:  # Windows: no locks
     fcntl = None
 
 
 class Busy(Exception):
-    """Another process works in the folder."""
+    """Another process is using the folder."""
 
 
 class Damaged(Exception):
-    """What lies in the folder is not what was written there; one line."""
+    """A file in the folder is not what was written; one line."""
 
 
 @contextlib.contextmanager
 def owned(out: Path) -> Iterator[None]:
-    """Keeps every other process out of ``out`` as long as it is entered; the folder is made where it is missing.
+    """Within it, locks every other process out of ``out``; creates the folder if it is missing.
 
-    The kernel lets go of the lock when the process ends, however it ends.
+    The kernel releases the lock when the process ends, however it ends.
 
     Raises:
-        Busy: another process is in it.
-        OSError: the folder cannot be written.
+        Busy: another process holds the lock.
+        OSError: the folder is not writable.
     """
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("a+") as file:
@@ -39,7 +39,7 @@ def owned(out: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             owner = file.read(20).strip() or "unknown"
-            raise Busy(f"expected a folder that no other run works in, got {str(out)!r}, of process {owner}") from None
+            raise Busy(f"expected a folder that no other run uses, got {str(out)!r}, of process {owner}") from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -47,7 +47,7 @@ def owned(out: Path) -> Iterator[None]:
 
 
 def write_atomically(file: Path, content: bytes) -> None:
-    """Writes ``file`` so that it holds the old content or the new, never a part."""
+    """Writes ``file`` so that it always holds the old content or the new."""
     unfinished = file.with_name(file.name + ".tmp")
     with unfinished.open("wb") as stream:
         stream.write(content)
@@ -57,11 +57,11 @@ def write_atomically(file: Path, content: bytes) -> None:
 
 
 def read_json(file: Path, expected: type, what: str) -> Any:
-    """What a JSON file holds. Raises ``Damaged`` where that is no ``expected``; ``what`` says what it should be."""
+    """The contents of a JSON file. Raises ``Damaged`` if they are not an ``expected``; ``what`` describes them."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as wrong:
-        raise Damaged(f"{file}: expected {what}, got what is no JSON: {str(wrong).splitlines()[0]}") from None
+        raise Damaged(f"{file}: expected {what}, got invalid JSON: {str(wrong).splitlines()[0]}") from None
     if not isinstance(found, expected):
         raise Damaged(f"{file}: expected {what}, got a {type(found).__name__}")
     return found

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it trains: ``metrics.jsonl`` and ``looks/STEP.npz``."""
+"""What a run writes while it trains: ``metrics.jsonl`` and ``looks/STEP.npz``."""
 
 import hashlib
 import io
@@ -17,11 +17,11 @@ _OWN = re.compile(r"(\d{8,})\.(npz|tmp)")  # files of looks
 
 
 class History:
-    """Metrics and looks at the heads in a run's folder. Of several processes one writes.
+    """Metrics and looks at the heads in a run's folder. With several processes, one writes.
 
-    A line of ``metrics.jsonl`` is ``{"step", NAME: [one a seed], ...}``, averaged over the steps since the line
-    before, or ``{"step", "scores": {NAME: [R][L][N]}}``. Arrays of a look lie in ``looks/STEP.npz``. Numbers are
-    written so that they read back as the same float32.
+    A line of ``metrics.jsonl`` is ``{"step", NAME: [one per seed], ...}``, averaged over the steps since the last
+    such line, or ``{"step", "scores": {NAME: [R][L][N]}}``. The arrays of a look are in ``looks/STEP.npz``. Numbers
+    round-trip as float32.
     """
 
     def __init__(self, out: Path, writes: bool = True):
@@ -33,12 +33,12 @@ class History:
             self.looks.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Forgets all that came after ``step``, also a line that a kill cut short; 0 forgets everything.
+        """Removes everything after ``step``, including an incomplete last line; 0 removes all.
 
-        Files that are no looks stay.
+        Files that are not looks stay.
 
         Raises:
-            Damaged: a line is none of ours.
+            Damaged: a line is invalid.
         """
         if not self._writes:
             return
@@ -51,7 +51,7 @@ class History:
         self._hash(step)
 
     def check(self, step: int, words: dict[str, str]) -> str:
-        """Why lines and looks up to ``step`` are not those whose ``digests`` are among ``words``; "" where they are."""
+        """Why lines and looks up to ``step`` do not match the ``digests`` in ``words``; "" if they do."""
         try:
             self._hash(step)
         except (Damaged, OSError) as wrong:
@@ -65,11 +65,11 @@ class History:
         return ""
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of the lines and of the looks that were written so far, to be kept with a checkpoint."""
+        """SHA-256 of the lines and of the looks written so far, for a checkpoint to keep."""
         return {"metrics": self._hashed_lines.hexdigest(), "looks": self._hashed_looks.hexdigest()}
 
     def _hash(self, step: int) -> None:
-        """Reads anew what ``digests`` are of."""
+        """Recomputes ``digests`` from the files."""
         self._hashed_lines = hashlib.sha256(self._until(step))
         self._hashed_looks = hashlib.sha256()
         names = (_OWN.fullmatch(file.name) for file in self.looks.iterdir())
@@ -83,7 +83,7 @@ class History:
         return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
     def add_metrics(self, begin: int, metrics: dict[str, np.ndarray], every: int) -> None:
-        """Appends the metrics ``{name: [n,R]}`` of the steps after ``begin``, a line for ``every`` steps."""
+        """Appends the metrics ``{name: [n,R]}`` of the steps after ``begin``, a line per ``every`` steps."""
         count = len(next(iter(metrics.values())))
         for first in range(0, count, every):
             last = min(first + every, count)
@@ -103,7 +103,7 @@ class History:
         self._append({"step": step, "scores": {name: _plain(values) for name, values in looked["scores"].items()}})
 
     def sync(self) -> None:
-        """Returns when the lines are on the disk."""
+        """Returns when the lines are on disk."""
         if self._writes:
             with self.lines.open("rb") as file:
                 os.fsync(file.fileno())
@@ -132,7 +132,7 @@ class History:
             self._hashed_lines.update(text)
 
     def _read(self) -> list[dict[str, Any]]:
-        """All whole lines. Raises ``Damaged`` for one that is no line of a history."""
+        """All complete lines. Raises ``Damaged`` for an invalid line."""
         content = self.lines.read_bytes() if self.lines.exists() else b""
         found = []
         for number, line in enumerate(content.split(b"\n")[:-1], 1):
@@ -142,7 +142,7 @@ class History:
             except (ValueError, KeyError, TypeError, RecursionError):
                 good = False
             if not good:
-                raise Damaged(f"{self.lines}: expected JSON with a step in every line, got another line {number}")
+                raise Damaged(f"{self.lines}: expected JSON with a step in every line, got none in line {number}")
         return found
 
     @staticmethod
@@ -153,10 +153,10 @@ class History:
 
 
 class Clock:
-    """The seconds that all processes took which worked on a run, as far as they ended by themselves.
+    """Total seconds of all processes that worked on a run and were not killed.
 
     Raises:
-        Damaged: what was written down before is no number.
+        Damaged: the saved total is not a number.
     """
 
     def __init__(self, out: Path):
@@ -164,7 +164,7 @@ class Clock:
         self._before = read_json(self._file, float, "a number of seconds") if self._file.exists() else 0.0
 
     def stop(self) -> float:
-        """The sum, with this process; written down for the next."""
+        """The total including this process, saved for the next."""
         seconds = self._before + time.monotonic() - self._started
         write_atomically(self._file, json.dumps(seconds).encode())
         return seconds

@@ -1,4 +1,4 @@
-"""What of a run is kept in the repository: its claims, config and numbers as small JSON, its pictures as small PNG."""
+"""The parts of a run kept in the repository: claims, config and numbers as small JSON, pictures as small PNG."""
 
 import json
 import shutil
@@ -12,18 +12,18 @@ from PIL import Image
 
 from experiments.runs.findings import Findings
 
-COLOURS = 128  # of a picture: a third of the bytes, and no eye sees it
+COLOURS = 128  # per picture: a third of the bytes, no visible difference
 
 
 def keep(run: Path, folder: Path) -> Path:
-    """Writes ``folder/NAME`` anew from a finished ``run``; returns it.
+    """Rewrites ``folder/NAME`` from a finished ``run``; returns it.
 
     Raises:
         FileNotFoundError: the run has not finished.
     """
     findings = Findings.load(run)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:  # what is there stays until all is written
+    with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:  # the old folder stays until then
         out = Path(beside) / findings.name
         out.mkdir()
         for name in ("claims.json", "config.json"):
@@ -37,7 +37,7 @@ def keep(run: Path, folder: Path) -> Path:
 
 
 def summary(findings: Findings) -> dict[str, Any]:
-    """What a run found, by seed; numbers of four digits, but for curves and controls."""
+    """What a run found, by seed; numbers have four digits, except in curves and controls."""
     pairs = np.triu_indices(findings.divergence.shape[-1], 1)
     between = findings.divergence[:, :, pairs[0], pairs[1]]
     return {

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: one line, the terminal as it was, and a run that goes on where it stopped."""
+"""Ctrl-C and SIGTERM: one line, an intact terminal, and a run that can resume."""
 
 import contextlib
 import signal
@@ -7,30 +7,30 @@ from types import FrameType
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the program to end; its message, if any, says how far it came."""
+    """A signal ended the program; the message, if any, says how far it got."""
 
     def __init__(self, number: int, said: str = ""):
         super().__init__(said)
         self.number = number
 
 
-_asked: list[int] = []  # signals that have come
+_asked: list[int] = []  # signals received
 
 
 def asked() -> int | None:
-    """The signal that came last, also where a library has swallowed or changed the exception; None so far."""
+    """The last signal, even if a library swallowed or converted the exception; None if there was none."""
     return _asked[-1] if _asked else None
 
 
 def check() -> None:
-    """Raises ``Stopped`` where a signal came before."""
+    """Raises ``Stopped`` if a signal has arrived."""
     if _asked:
         raise Stopped(_asked[-1])
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within it SIGINT and SIGTERM raise ``Stopped``, so that what is open is closed; only for the main thread."""
+    """Within it, SIGINT and SIGTERM raise ``Stopped``, so that resources are closed; main thread only."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         _asked.append(number)
@@ -39,7 +39,7 @@ def stoppable() -> Iterator[None]:
     _asked.clear()
     before = {}
     for one in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(one) != signal.SIG_IGN:  # as nohup and a shell's background jobs ask for
+        if signal.getsignal(one) != signal.SIG_IGN:  # set by nohup and for a shell's background jobs
             before[one] = signal.signal(one, stop)
     try:
         yield

@@ -290,7 +290,7 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
     kept = SUITE.read(plan.out)
     assert lines_of(kept) == [("causal", 8, "forward"), ("causal", 8, "both")]
 
-    with pytest.raises(Refused, match=r"^--out: .* holds results already; --resume goes on with them$"):
+    with pytest.raises(Refused, match=r"^--out: .* already holds results; --resume continues them$"):
         SUITE.measure(plan, plan.out)
     found = SUITE.measure(plan, plan.out, resume=True)
     assert found.of("times")[:2] == kept.of("times"), "what was measured is measured again"
@@ -405,7 +405,7 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
         pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
         ("--redraw", "--out: expected a folder with attention.json, got "),
-        ("--suite dispatch --lengths 8", "--lengths: --suite dispatch takes no other option than --out"),
+        ("--suite dispatch --lengths 8", "--lengths: --suite dispatch takes only --out"),
     ],
 )
 def test_bad_options_are_named_in_one_line(options, said, tmp_path, capsys):

@@ -218,9 +218,9 @@ def test_a_process_that_fails_says_why():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--lengths 8", "--lengths: --suite layers takes no other option than --out and --seconds"),
-        ("--device gpu", "--device: --suite layers takes no other option than --out and --seconds"),
-        ("--resume", "--resume: --suite layers takes no other option than --out and --seconds"),
+        ("--lengths 8", "--lengths: --suite layers takes only --out and --seconds"),
+        ("--device gpu", "--device: --suite layers takes only --out and --seconds"),
+        ("--resume", "--resume: --suite layers takes only --out and --seconds"),
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
         ("--suite layer", "--suite: expected one of attention, dispatch, layers, looking, sharding, got 'layer'"),
     ],

@@ -34,4 +34,4 @@ def test_a_number_that_is_not_met_says_so():
 
 def test_bad_options_are_named_in_one_line(capsys):
     assert main(["bench", "--suite", "sharding", "--seconds", "1"]) == 2
-    assert capsys.readouterr().err == "error: --seconds: --suite sharding takes no other option than --out\n"
+    assert capsys.readouterr().err == "error: --seconds: --suite sharding takes only --out\n"

@@ -99,7 +99,7 @@ def killed(tiny):
     """A folder in which the second of two processes was killed, and the first has stopped."""
     out = tiny.parent / "killed"
     _, error = kill_after(start_two(tiny, out), 1, 10, out)
-    assert re.search("^error: stopped: .*; start all processes again to go on from the last checkpoint$", error, re.M)
+    assert re.search("^error: stopped: .*; restart all processes to resume from the last checkpoint$", error, re.M)
     assert "Traceback" not in error
     return out
 

@@ -104,7 +104,7 @@ def test_no_checkpoint_that_is_whole_is_one_line_and_removes_nothing(saved, tmp_
     for step in (4, 6):
         for file in files_of(tmp_path / "checkpoints", step):
             file.write_bytes(b"")
-    with pytest.raises(Damaged, match=r"checkpoints/4/.*remove .* to train anew$") as raised:
+    with pytest.raises(Damaged, match=r"checkpoints/4/.*remove .* to start over$") as raised:
         saved.restore(state(), always_fits, print)
     assert saved.steps == [4, 6] and "\n" not in str(raised.value)
 
@@ -207,7 +207,7 @@ def test_files_of_others_stay(history, tmp_path):
 
 def test_a_folder_has_one_owner(tmp_path):
     with owned(tmp_path / "run"):
-        with pytest.raises(Busy, match=r"expected a folder that no other run works in, got .*run', of process \d+$"):
+        with pytest.raises(Busy, match=r"expected a folder that no other run uses, got .*run', of process \d+$"):
             with owned(tmp_path / "run"):
                 pass
     with owned(tmp_path / "run"):
@@ -245,7 +245,7 @@ def test_a_folder_that_another_run_works_in_is_refused(tiny, tmp_path, capsys):
     out = tmp_path / "out"
     with owned(out):
         said = said_by(capsys, "run", "--config", tiny, "--out", out)
-    assert said.startswith("error: --out: expected a folder that no other run works in")
+    assert said.startswith("error: --out: expected a folder that no other run uses")
     assert {file.name for file in out.iterdir()} == {"lock"}
 
 

@@ -113,7 +113,7 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     settings(tmp_path)
     words = "--train.batch 16 --evaluate.batch 16 --mesh.data 16".split()
     assert run_main(["run", "--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), *words]) == 2
-    said = "mesh: expected at most the 8 cpu devices that there are, got data=16 x heads=1 x sequence=1 of tiny"
+    said = "mesh: expected at most the 8 cpu devices, got data=16 x heads=1 x sequence=1 of tiny"
     assert capsys.readouterr().err == f"error: {said}\n"
     assert not (tmp_path / "out").exists()
 

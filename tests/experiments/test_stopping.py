@@ -119,7 +119,7 @@ def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path
     reader.join()
     os.close(ours)
     assert process.returncode == status, error
-    assert re.fullmatch(r"error: tiny: stopped at step \d+; the same command goes on\n", error), error
+    assert re.fullmatch(r"error: tiny: stopped at step \d+; rerun to resume\n", error), error
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l") >= 0
 
 
@@ -130,7 +130,7 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_with_room(folder, whole, tmp_p
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))  # it is still importing
     error = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 1 and error.count("\n") == 1, error
-    assert re.search(r"error: --out: .*; the same command goes on from the last checkpoint\n$", error), error
+    assert re.search(r"error: --out: .*; rerun to resume from the last checkpoint\n$", error), error
     finish(start(folder, tmp_path / "out"))
     assert_same(tmp_path / "out", whole)
 
@@ -149,7 +149,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
     assert process.returncode == 0, error
     first, second = error.splitlines()
     assert first.startswith("warning: ") and "checkpoints/12: the checkpoint" in first
-    assert second == f"warning: {out}: goes on from the older checkpoint of step 8"
+    assert second == f"warning: {out}: resumes from the older checkpoint of step 8"
     assert_same(out, whole)
     assert [file.name for file in (out / "damaged").iterdir()] == ["12"]
 
@@ -157,7 +157,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
     process = start(folder, out)
     error = process.communicate(timeout=300)[1].decode().splitlines()
     assert process.returncode == 2 and "Traceback" not in error
-    assert error[-1].startswith("error: --out: ") and error[-1].endswith(f"remove {out} to train anew")
+    assert error[-1].startswith("error: --out: ") and error[-1].endswith(f"remove {out} to start over")
     assert (out / "checkpoints" / "12").exists()
 
 
