@@ -191,7 +191,10 @@ def test_processes_are_no_part_of_the_config(tmp_path):
             "train: given twice in one YAML file, in lines 1 and 3",
         ),
         (["train:\n  batch: 4\n  batch: 8\n"], "batch: given twice in one YAML file, in lines 2 and 3"),
-        (["x: &again [*again]\n"], "config: expected a few levels of nesting, got thousands, or an alias that contains"),
+        (
+            ["x: &again [*again]\n"],
+            "config: expected a few levels of nesting, got thousands, or an alias that contains",
+        ),
         (["--train.place_weights [1,2]"], "train.place_weights: expected 4 numbers > 0, one for each place"),
         (["--train.look_every 15"], "train.look_every: expected a multiple of train.log_every=10, got 15"),
         (["train: 7\n"], "train: expected options, got 7"),
