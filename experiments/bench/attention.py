@@ -121,7 +121,7 @@ def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[
 
 
 def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
-    """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, where it fits."""
+    """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, if it fits."""
     lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
     for one, case in itertools.product(contestants, _plain(plan)):
         problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one))

@@ -104,7 +104,7 @@ class Plan:
                 chosen[option] = tuple(sorted({int(w) for w in words})) if good else ()
             else:
                 good, expected = set(words) <= set(known[option]), f"some of {', '.join(known[option])}"
-                good = good and (words or option == "peers")  # without a peer jattn runs alone
+                good = good and (words or option == "peers")  # without peers, only jattn runs
                 chosen[option] = tuple(name for name in known[option] if name in words)
             if not good:
                 raise ValueError(f"--{option}: expected {expected}, separated by commas, got {text!r}")

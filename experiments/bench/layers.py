@@ -164,7 +164,7 @@ def agree(what: str, ours: Any, theirs: Any) -> float:
     both = [jnp.concatenate([x.ravel().astype(jnp.float32) for x in jax.tree.leaves(x)]) for x in (ours, theirs)]
     apart = float(jnp.abs(both[0] - both[1]).max() / jnp.abs(both[1]).max())
     if not apart <= TOLERANCE:  # or NaN
-        raise Failed(f"{what}: {apart:.1e} of the largest number apart, expected at most {TOLERANCE:g}")
+        raise Failed(f"{what}: results differ by {apart:.1e} of the largest number, expected at most {TOLERANCE:g}")
     return apart
 
 

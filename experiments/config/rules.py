@@ -180,7 +180,7 @@ def _look_length_rules(config: Config) -> list[_Rule]:
     task, position, looked = config.task, config.model.position, config.evaluate.look_length
     if looked is None:
         return []
-    key, fixed = "evaluate.look_length", "an option of task.kind=shift_bank alone"
+    key, fixed = "evaluate.look_length", "an option of task.kind=shift_bank only"
     relative = position in ("none", "rotary", "alibi", "relative")
     enough = max(task.offsets, default=0) < looked <= task.length and task.kind == "shift_bank"
     return [

@@ -196,7 +196,7 @@ def _stopped(
         return came
     if number == signal.SIGKILL and (status, said) == (-number, ""):
         return came
-    if number == signal.SIGKILL or status != 128 + number or said.count("\n") != 1 or "; the same command" not in said:
+    if number == signal.SIGKILL or status != 128 + number or said.count("\n") != 1 or "; rerun" not in said:
         raise Failure(f"{number.name}: expected its status and one line, got {status}: {said}")
     return came
 
