@@ -28,10 +28,10 @@ def weights(request: Request) -> tuple[jax.Array, jax.Array]:
 
 def _traced_or_compiled(fn: Callable, request: Request) -> tuple[jax.Array, jax.Array]:
     """``fn(request)``; an eager call is compiled once for all equal calls."""
-    request = canonical(request)
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(request)):
-        return fn(request)
-    return compiled(fn, request)
+    hoisted = canonical(request)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(hoisted)):
+        return fn(request)  # not the hoisted one: inside jax.shard_map, plain functions see arrays as JAX types them
+    return compiled(fn, hoisted)
 
 
 def _dense(request: Request) -> tuple[jax.Array, jax.Array]:
