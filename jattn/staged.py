@@ -30,6 +30,26 @@ PROGRAMS = 256  # compiled eager calls to cache
 OPERAND = object()  # placeholder for an array among the leaves of a Function
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnVjp:
+    """A function whose first reverse derivative in its first ``count`` operands is written by hand, as a kernel.
+
+    Every other derivative is that of ``fn``: in its other operands, in forward mode, and of higher order.
+
+    Args:
+        fn: a function for ``call``, which also takes ``platform`` first.
+        vjp: ``(platform, args, cotangents) -> cotangents of the first count operands``.
+        count: the number of operands that ``vjp`` covers.
+    """
+
+    fn: Callable
+    vjp: Callable
+    count: int
+
+    def __call__(self, platform: str, *args: Any) -> Any:
+        return self.fn(platform, *args)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
     """``fn(platform, *args)`` as a function of the arrays among the leaves of ``args``. Compares by value."""
@@ -48,6 +68,11 @@ class Function:
         rest = iter(operands)
         leaves = [next(rest) if leaf is OPERAND else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def plain(self) -> "Function":
+        """Itself, without a derivative written by hand."""
+        return dataclasses.replace(self, fn=self.fn.fn) if isinstance(self.fn, OwnVjp) else self
 
     @functools.cached_property
     def _value(self) -> tuple:
@@ -79,16 +104,22 @@ class Jvp:
     def settings(self) -> tuple[Any, ...]:
         return self.of.settings
 
+    @property
+    def plain(self) -> Any:
+        """Itself, without a derivative written by hand."""
+        return dataclasses.replace(self, of=self.of.plain)
+
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
         primals, tangents = operands[: -self.linear], operands[-self.linear :]
-        return jax.jvp(self._function(platform, primals), tuple(primals[i] for i in self.at), tuple(tangents))[1]
+        inputs = tuple(primals[i] for i in self.at)
+        return jax.jvp(self._function(platform, primals, self.at), inputs, tuple(tangents))[1]
 
-    def _function(self, platform: str, primals: tuple[Any, ...]) -> Callable:
+    def _function(self, platform: str, primals: tuple[Any, ...], at: Sequence[int]) -> Callable:
         def of_inputs(*inputs: Any) -> list[Any]:
             operands = list(primals)
-            for i, x in zip(self.at, inputs, strict=True):
+            for i, x in zip(at, inputs, strict=True):
                 operands[i] = x
-            return [x for x in self.of(platform, *operands) if is_floating(x)]
+            return [x for x in self.of.plain(platform, *operands) if is_floating(x)]
 
         return of_inputs
 
@@ -108,9 +139,18 @@ class Vjp(Jvp):
         return self.results
 
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
-        primals, cotangents = operands[: -self.results], operands[-self.results :]
-        _, pull = jax.vjp(self._function(platform, primals), *(primals[i] for i in self.at))
-        return list(pull(list(cotangents)))
+        primals, cotangents = operands[: -self.results], list(operands[-self.results :])
+        own = self.of.fn if isinstance(self.of, Function) and isinstance(self.of.fn, OwnVjp) else None
+        by_hand = [] if own is None else [i for i in self.at if i < own.count]
+        others = [i for i in self.at if i not in by_hand]
+        pulled: dict[int, Any] = {}
+        if others:
+            _, pull = jax.vjp(self._function(platform, primals, others), *(primals[i] for i in others))
+            pulled |= zip(others, pull(cotangents), strict=True)
+        if own is not None and by_hand:
+            first = own.vjp(platform, self.of.arguments(primals), cotangents)
+            pulled |= {i: first[i] for i in by_hand}
+        return [pulled[i] for i in self.at]
 
     def transposed(self, results: int) -> Any:
         return Jvp(self.of, self.at)
@@ -130,6 +170,11 @@ class Batched:
     @property
     def settings(self) -> tuple[Any, ...]:
         return self.of.settings
+
+    @property
+    def plain(self) -> Any:
+        """Itself, without a derivative written by hand."""
+        return dataclasses.replace(self, of=self.of.plain)
 
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
         return jax.vmap(functools.partial(self.of, platform), self.axes)(*operands)

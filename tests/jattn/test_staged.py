@@ -276,6 +276,36 @@ class TestEager:
             np.testing.assert_array_equal(found, attend(*qkv(), **options))
 
 
+def cube(platform, x, y):
+    return x**3 * y
+
+
+def marked(platform, args, cotangents):
+    """Not the derivative, so that a test sees where it is used."""
+    return [100.0 * cotangents[0]]
+
+
+class TestOwnVjp:
+    def call(self, x, y):
+        return staged.call(staged.OwnVjp(cube, marked, 1), x, y, out=jax.ShapeDtypeStruct((), jnp.float32))
+
+    @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+    def test_is_the_first_reverse_derivative_in_its_own_operands(self, transform):
+        dx, dy = transform(jax.grad(self.call, (0, 1)))(2.0, 3.0)
+        assert (dx, dy) == (100.0, 8.0)
+
+    def test_batched(self):
+        dx = jax.vmap(jax.grad(self.call), (0, None))(jnp.arange(3.0), 3.0)
+        np.testing.assert_array_equal(dx, [100.0] * 3)
+
+    def test_other_derivatives_are_the_functions(self):
+        np.testing.assert_allclose(self.call(2.0, 3.0), 24.0)
+        np.testing.assert_allclose(jax.jvp(self.call, (2.0, 3.0), (1.0, 0.0))[1], 36.0)
+        np.testing.assert_allclose(jax.jacfwd(jax.grad(self.call))(2.0, 3.0), 36.0)
+        np.testing.assert_allclose(jax.vmap(jax.jacfwd(jax.grad(self.call)), (0, None))(jnp.arange(3.0), 3.0),
+                                   [0.0, 18.0, 36.0])  # fmt: skip
+
+
 def test_settings_are_those_of_the_call():
     """The program is traced when it is lowered, under what was set where the call stands."""
     x = floats(1, 8, 1, 4)
