@@ -60,7 +60,13 @@ def choose_blocks(
         sizes = zip((rows, columns), (T, S), strict=True)
         block = tuple(min(size, max(length, 1)) if isinstance(length, int) else size for size, length in sizes)
         return block, tables(block)  # type: ignore[return-value]
-    large, small = tile(T, S), tile(T, S, SMALL)
+    return choose_size(tables, tile(T, S), tile(T, S, SMALL))
+
+
+def choose_size(
+    tables: Callable[[tuple[int, int]], tuple[Any, Any]], large: tuple[int, int], small: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[Any, Any]]:
+    """``large`` or ``small`` and its tables: small blocks if they skip enough more."""
     coarse = tables(large)
     if small != large and isinstance(coarse[0], np.ndarray) and coarse[0].size:
         fine = tables(small)

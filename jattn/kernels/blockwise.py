@@ -45,7 +45,7 @@ class Blockwise:
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
         request = canonical(request)
-        return differentiable(_forward, _accumulate, request, self.block_sizes, may_be_divided(request))
+        return differentiable(_forward, accumulate, request, self.block_sizes, may_be_divided(request))
 
     def accumulate(self, request: Request, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``acc [B,T,N,D] = sum exp(score - row_max) value`` and ``row_sum [B,T,N]``, for ``row_max [B,T,N]``."""
@@ -53,7 +53,7 @@ class Blockwise:
         rows = jax.ShapeDtypeStruct(request.query.shape[:3], dtype)
         out = jax.ShapeDtypeStruct((*rows.shape, request.value.shape[3]), dtype), rows
         static = self.block_sizes, may_be_divided(request)
-        return staged.call(_accumulate, canonical(request), row_max, *static, out=out)
+        return staged.call(accumulate, canonical(request), row_max, *static, out=out)
 
     def fold_blocks(
         self, request: Request, step: Callable, init: Any, lse: jax.Array | None, per_sequence: Sequence[Any] = ()
@@ -153,9 +153,10 @@ def _forward(platform: str, request: Request, sizes: Any, divided: bool) -> tupl
     return over_request(one_head, request, out_axes=1, **lifting)
 
 
-def _accumulate(
+def accumulate(
     platform: str, request: Request, row_max: jax.Array, sizes: Any, divided: bool
 ) -> tuple[jax.Array, jax.Array]:
+    """``Blockwise.accumulate`` traced for ``platform``; the request is canonical."""
     plan, lifting = _plan(platform, request, sizes, divided)
 
     def one_head(q, k, v, head, row_max, any_visible, all_visible):
@@ -205,7 +206,7 @@ def _plan(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[B
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
     heads = one_by_one if platform == "cpu" and not divided else jax.vmap
     sequences = one_by_one if not divided and (platform == "cpu" or any_visible.shape[0] > 1) else jax.vmap
-    plan = BlockPlan(size, any_visible, all_visible, all_seen(*_mask_arguments(request)))
+    plan = BlockPlan(size, any_visible, all_visible, all_seen(*mask_arguments(request)))
     return plan, {"per_sequence": (any_visible, all_visible), "sequences": sequences, "heads": heads}
 
 
@@ -214,7 +215,7 @@ def _tables(request: Request, sizes: Any) -> tuple[tuple[int, int], tuple[Any, A
     return choose_blocks(functools.partial(block_table, request), *lengths, sizes)
 
 
-def _mask_arguments(request: Request) -> MaskArguments:
+def mask_arguments(request: Request) -> MaskArguments:
     """The arguments of ``visible_blocks``, with leading axes ``[B|1, N|1]``."""
     B, T, N, _ = request.query.shape
     b, h = request.first_batch + arange(B)[:, None], request.first_head + arange(N)[None, :]
@@ -228,6 +229,6 @@ def _mask_arguments(request: Request) -> MaskArguments:
 def block_table(request: Request, size: tuple[int, int]) -> tuple[Any, Any]:
     """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
     any_visible, all_visible = (
-        x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*_mask_arguments(request), size)
+        x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*mask_arguments(request), size)
     )
     return any_visible.any(1), all_visible.all(1)

@@ -1,0 +1,243 @@
+"""Separates what a mask or score function computes for one index from what it computes for pairs.
+
+A kernel evaluates ``mod(b, h, q_idx, kv_idx)`` on tiles of pairs and has elementwise operations only. But most look-ups
+depend on one index: a slope by head, a segment id by query and by key. Such values are computed outside of the kernel,
+as arrays over heads, queries or keys, and the kernel reads them with its blocks.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jattn.mods import known, mod_semantics
+
+# What kernels compute on tiles. Other operations must not depend on both a query and a key, nor on the score.
+ELEMENTWISE = frozenset(
+    "abs add and ceil clamp convert_element_type copy cos div eq exp exp2 expm1 floor ge gt integer_pow is_finite le log "
+    "log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sqrt square stop_gradient sub tan tanh xor".split()
+)
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
+_SAME_VALUE = ("broadcast_in_dim", "reshape", "squeeze")  # of an array of one number
+# How the result of an axis is indexed: the score's is that of pairs.
+HEAD, QUERY, KEY, PAIR = "head", "query", "key", "pair"
+_ARGUMENTS = ({"b"}, {"h"}, {"q"}, {"kv"})
+
+
+class NotElementwise(Exception):
+    """A mask or score function needs more than elementwise operations on pairs; the message names the operation."""
+
+
+@dataclasses.dataclass
+class _Step:
+    """One equation: the numbers of its inputs and outputs."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: list[int]
+    outputs: list[int]
+
+
+@dataclasses.dataclass
+class Separated:
+    """A traced mask or score function: its equations on scalars, and the values to compute outside of a kernel.
+
+    ``outside``: the numbers of these values, and over which index each runs: HEAD, QUERY or KEY.
+    """
+
+    steps: list[_Step]
+    axes: list[set[str]]  # of each value: the indices it depends on
+    constants: dict[int, Any]
+    arguments: list[int]  # the score's, if there is one, and those of b, h, q_idx, kv_idx
+    result: int
+    outside: dict[int, str]
+
+    def arrays(self, batch: Any, heads: Any, q_positions: Any, kv_positions: Any) -> list[Any]:
+        """The ``outside`` values, in order: ``[B|1,N|1]``, ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``.
+
+        Args:
+            batch, heads: indices ``[B]`` and ``[N]``.
+            q_positions, kv_positions: ``[B|1,T]`` and ``[B|1,S]``.
+        """
+        results = []
+        for number, axis in self.outside.items():
+            positions = {HEAD: np.zeros((1, 1), np.int32), QUERY: q_positions, KEY: kv_positions}[axis]
+            depends = self.axes[number]
+            own_batch = batch if "b" in depends or positions.shape[0] != 1 else batch[:1]
+            own_heads = heads if "h" in depends else heads[:1]
+
+            def value(b: Any, h: Any, index: Any, number: int = number) -> Any:
+                of_pair = dict(zip(self.arguments[-4:], (b, h, index, index), strict=True))
+                return jnp.reshape(self._evaluate(number, self.constants | of_pair, _bind), ())
+
+            of_index = jax.vmap(value, (None, None, 0))
+            of_head = jax.vmap(of_index, (None, 0, None))
+            rows = jnp.broadcast_to(jnp.asarray(positions), (own_batch.shape[0], positions.shape[1]))
+            with mod_semantics():
+                array = jax.vmap(of_head, (0, None, 0))(own_batch, own_heads, rows)
+            results.append(array[..., 0] if axis == HEAD else array)
+        return results
+
+    def on_tile(self, score: Any, q_idx: Any, kv_idx: Any, outside: Sequence[Any]) -> Any:
+        """The result on a tile of pairs, from arrays that broadcast against it.
+
+        ``outside``: scalars of the head, and arrays over the tile's queries or keys, in the order of ``arrays``.
+        """
+        known = dict(zip(self.outside, outside, strict=True))
+        indices = dict(zip(self.arguments[-2:], (q_idx, kv_idx), strict=True))
+        scores = {} if score is None else {self.arguments[0]: score}
+        constants = {i: np.reshape(x, ()) for i, x in self.constants.items() if i not in known and np.size(x) == 1}
+        return self._evaluate(self.result, constants | scores | indices | known, _bind_broadcast)
+
+    def _evaluate(self, number: int, known: dict[int, Any], bind: Callable) -> Any:
+        values = dict(known)
+        needed = self._needed(number, set(values))
+        for step in self.steps:
+            if needed.isdisjoint(step.outputs):
+                continue
+            results = bind(step, [values[i] for i in step.inputs])
+            values.update(zip(step.outputs, results, strict=True))
+        return values[number]
+
+    def _needed(self, number: int, known: set[int]) -> set[int]:
+        needed = {number} - known
+        for step in reversed(self.steps):
+            if not needed.isdisjoint(step.outputs):
+                needed.update(i for i in step.inputs if i not in known)
+        return needed
+
+
+def separate(mod: Callable, score_dtype: Any = None) -> Separated:
+    """``mod``, a mask, or a score function if ``score_dtype`` is given, traced for one pair and separated.
+
+    Raises:
+        NotElementwise: an operation on pairs is not among ``ELEMENTWISE``.
+    """
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    types = [*([] if score_dtype is None else [jax.ShapeDtypeStruct((), score_dtype)]), *[index] * 4]
+
+    def on_one_pair(*args: Any) -> Any:
+        with mod_semantics():
+            return jnp.reshape(mod(*args), ())
+
+    closed = jax.make_jaxpr(on_one_pair)(*types)
+    axes = [*([] if score_dtype is None else [{"q", "kv", "score"}]), *map(set, _ARGUMENTS)]
+    traced = Separated([], axes, {}, list(range(len(types))), 0, {})
+    (traced.result,) = _inline(traced, closed.jaxpr, closed.consts, traced.arguments)
+    _choose_outside(traced)
+    return traced
+
+
+def _inline(traced: Separated, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[int]) -> list[int]:
+    """Appends the equations of ``jaxpr``; returns the numbers of its results."""
+
+    def constant(value: Any) -> int:
+        value = known(value)
+        traced.axes.append(set())
+        traced.constants[len(traced.axes) - 1] = value
+        return len(traced.axes) - 1
+
+    numbers = dict(zip(jaxpr.constvars, map(constant, constants), strict=True))
+    numbers |= zip(jaxpr.invars, inputs, strict=True)
+
+    def number(x: Any) -> int:
+        return constant(np.asarray(x.val, x.aval.dtype)) if isinstance(x, Literal) else numbers[x]
+
+    for equation in jaxpr.eqns:
+        arguments = [number(x) for x in equation.invars]
+        name = equation.primitive.name
+        if name in _CALLS:
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            constants = getattr(inner, "consts", ())
+            results = _inline(traced, getattr(inner, "jaxpr", inner), constants, arguments)
+        elif name == "pvary":
+            results = arguments
+        else:
+            depends = set[str]().union(*(traced.axes[i] for i in arguments))
+            results = list(range(len(traced.axes), len(traced.axes) + len(equation.outvars)))
+            traced.axes += [depends] * len(results)
+            params = equation.params
+            if _over(depends) == PAIR:
+                _check_elementwise(equation)
+            traced.steps.append(_Step(equation.primitive, params, arguments, results))
+        numbers |= zip(equation.outvars, results, strict=True)
+    return [number(x) for x in jaxpr.outvars]
+
+
+def _over(depends: set[str]) -> str:
+    if {"q", "kv"} <= depends:
+        return PAIR
+    return QUERY if "q" in depends else KEY if "kv" in depends else HEAD
+
+
+def _check_elementwise(equation: Any) -> None:
+    name = equation.primitive.name
+    if name in ("custom_jvp_call", *_CALLS):
+        for inner in equation.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"].jaxpr.eqns:
+            _check_elementwise(inner)
+        return
+    variables = (*equation.invars, *equation.outvars)
+    if name not in ELEMENTWISE and name not in _SAME_VALUE:
+        raise NotElementwise(f"{name} by query and key together")
+    if any(x.aval.size != 1 for x in variables):
+        raise NotElementwise(f"{name} of arrays by query and key together")
+    if any(x.aval.dtype.itemsize > 4 for x in variables):
+        raise NotElementwise(f"{name} in 64 bits by query and key together")
+
+
+def _choose_outside(traced: Separated) -> None:
+    """Fills ``outside``: the values over heads, and those that a kernel cannot compute, if an equation on it uses them."""
+    inside = {*traced.arguments[-2:], *traced.arguments[:-4]}  # what the kernel computes itself
+    simple = {i for i, x in traced.constants.items() if isinstance(x, np.ndarray | np.generic) and np.size(x) == 1}
+    for step in traced.steps:
+        over = _over(traced.axes[step.outputs[0]])
+        cheap = all(i in inside or i in simple or _over(traced.axes[i]) == HEAD for i in step.inputs)
+        elementwise = step.primitive.name in ELEMENTWISE and cheap
+        if over == PAIR or (over != HEAD and elementwise):
+            inside.update(step.outputs)
+    wanted, seen = [traced.result], set[int]()
+    while wanted:
+        number = wanted.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        if number in inside:
+            step = next((step for step in traced.steps if number in step.outputs), None)
+            wanted += [] if step is None else step.inputs
+        elif number not in simple:
+            traced.outside[number] = _over(traced.axes[number])
+
+
+def spread(x: Any, shape: tuple[int, ...]) -> Any:
+    """``x`` broadcast to ``shape``; bools by way of integers, because kernels cannot broadcast them."""
+    if np.shape(x) == shape:
+        return x
+    if jnp.result_type(x) == bool:
+        return jnp.broadcast_to(jnp.asarray(x).astype(jnp.int32), shape) != 0
+    return jnp.broadcast_to(x, shape)
+
+
+def _bind(step: _Step, inputs: list[Any]) -> list[Any]:
+    results = step.primitive.bind(*inputs, **step.primitive.get_bind_params(step.params))
+    return list(results) if step.primitive.multiple_results else [results]
+
+
+def _bind_broadcast(step: _Step, inputs: list[Any]) -> list[Any]:
+    """The equation on arrays that broadcast, though it was traced on scalars."""
+    if step.primitive.name in _SAME_VALUE:
+        return inputs[:1]
+    shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
+    if step.primitive.name in ELEMENTWISE:
+        return _bind(step, [spread(x, shape) for x in inputs])
+
+    def on_scalars(*scalars: Any) -> list[Any]:
+        return _bind(step, list(scalars))
+
+    for _ in shape:  # a function with a custom derivative was traced on scalars, too
+        on_scalars = jax.vmap(on_scalars)
+    return on_scalars(*(spread(x, shape) for x in inputs))
