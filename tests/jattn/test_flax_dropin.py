@@ -133,6 +133,21 @@ def test_a_mask_for_the_values_warns_as_in_flax():
         assert not caught
 
 
+def test_captured_intermediates_are_flaxs():
+    """A filter that accepts every method captures those that Flax's module has, and none of jattn's own."""
+    (x,) = arrays((B, T, M))
+
+    def captured(library):
+        module = library.MultiHeadDotProductAttention(N, decode=True)
+        variables = module.init(jax.random.key(0), x)
+        collections = ["cache", "intermediates"]
+        _, state = module.apply(variables, x[:, :1], capture_intermediates=lambda *_: True, mutable=collections)
+        return state["intermediates"]
+
+    theirs, ours = (jax.eval_shape(functools.partial(captured, library)) for library in (linen, jattn.linen))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
 @LIBRARIES
 def test_masks_and_biases_of_few_axes(ours, theirs, qkv):
     """Of rank 0 and 1 they broadcast, as arrays do; with several batch axes and none as well."""
