@@ -1,4 +1,4 @@
-"""A run that is stopped, starved of disk or no longer listened to: one line, and the same numbers afterwards."""
+"""A run that is stopped, runs out of disk space or loses its reader: one line of output, then the same results."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ evaluate: {batch: 8}
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal():
-    """A shell's background jobs ignore SIGINT, and so does all that they start."""
+    """A shell's background jobs ignore SIGINT, and child processes inherit that."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 
 def start(folder, out, steps=12, **options):
-    """The command, on one thread and lightly compiled."""
+    """Starts the command on one thread, with light compilation."""
     environment = os.environ | {
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
@@ -74,7 +74,7 @@ def start(folder, out, steps=12, **options):
 
 
 def wait_for(process, out, step):
-    """Until the metrics of ``step`` are written."""
+    """Waits until the metrics of ``step`` are written."""
     lines = out / "metrics.jsonl"
     while process.poll() is None and not (lines.exists() and f'"step": {step},' in lines.read_text()):
         time.sleep(0.005)
@@ -106,8 +106,8 @@ def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path
     process, shown = start(folder, tmp_path / "out", 400, stdout=theirs), bytearray()
     os.close(theirs)
 
-    def read():  # or the terminal would be full, and the run wait
-        with contextlib.suppress(OSError):  # how a terminal says that nobody is at the other end
+    def read():  # otherwise the terminal fills up and the run blocks
+        with contextlib.suppress(OSError):  # raised when the other end of the terminal is closed
             while more := os.read(ours, 65536):
                 shown.extend(more)
 
@@ -142,7 +142,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
     finish(start(folder, out))
     for file in (file for file in (out / "checkpoints" / "12").rglob("*") if file.parent.name == "d"):
         file.write_bytes(file.read_bytes()[:-9])
-    with (out / "metrics.jsonl").open("r+b") as lines:  # beside the older checkpoint all is there
+    with (out / "metrics.jsonl").open("r+b") as lines:  # still complete up to the older checkpoint
         lines.truncate(len(lines.read()) - 100)
     process = start(folder, out)
     error = process.communicate(timeout=300)[1].decode()
