@@ -1,7 +1,6 @@
 """Two processes of two devices each train together; one is killed, both resume, and the results equal one process's."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -19,6 +18,7 @@ from experiments import config, run, train
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
 from experiments.runs.history import History
+from tests.experiments.processes import environment
 
 TINY = """
 name: tiny
@@ -41,17 +41,10 @@ def tiny(tmp_path_factory):
 
 
 def start(file, out, *words):
-    """Starts the command on one thread; with several, XLA's CPU backend may add in a different order each time."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        "JAX_COMPILATION_CACHE_DIR": str(file.parent / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
     return subprocess.Popen(
         [sys.executable, "-m", "experiments", "run", "--config", str(file), "--out", str(out), *words],
         cwd=Path(__file__).parents[2],
-        env=environment,
+        env=environment(file.parent / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -17,15 +17,9 @@ from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
 from experiments.runs.folder import Busy, Damaged, owned
 from experiments.runs.history import Clock, History
+from tests.experiments.processes import TINY
 
 ROOT = Path(__file__).parents[2]
-TINY = """
-name: tiny
-task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
-model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 1, steps: 12, warmup: 1, batch: 4, log_every: 1, look_every: 2, checkpoint_every: 4}
-evaluate: {batch: 8}
-"""
 
 
 def flip(file, at, bit=0):

@@ -17,15 +17,9 @@ import numpy as np
 import pytest
 
 from experiments.runs import stopping
+from tests.experiments.processes import TINY, environment
 
 ROOT = Path(__file__).parents[2]
-TINY = """
-name: tiny
-task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
-model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 1, steps: 400, warmup: 1, batch: 4, log_every: 1, look_every: 2, checkpoint_every: 4}
-evaluate: {batch: 8}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -59,18 +53,12 @@ def folder(tmp_path_factory):
 
 
 def start(folder, out, steps=12, **options):
-    """Starts the command on one thread, with light compilation."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "TERM": "xterm",
-    }
+    """Starts the command with light compilation."""
     words = ["run", "--config", str(folder / "tiny.yaml"), "--out", str(out), "--train.steps", str(steps)]
     command = [sys.executable, "-m", "experiments", *words]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
+    variables = environment(folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1", TERM="xterm")
+    return subprocess.Popen(command, cwd=ROOT, env=variables, **options)
 
 
 def wait_for(process, out, step):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from experiments.report import page
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
 from experiments.runs.history import History
+from tests.experiments.processes import environment
 
 TINY = """
 name: tiny
@@ -44,17 +44,11 @@ def tiny(tmp_path):
 
 
 def start(file, out, cache):
-    """Starts training on one thread; with several, XLA's CPU backend may add in a different order each time."""
     code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     return subprocess.Popen(
         [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
         cwd=Path(__file__).parents[2],
-        env=environment,
+        env=environment(cache),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )

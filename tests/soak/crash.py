@@ -28,6 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from tests.experiments.processes import environment
+
 ROOT = Path(__file__).parents[2]
 LOOK, CHECKPOINT, STEPS = 2, 4, 40
 CONFIG = f"""
@@ -60,19 +62,14 @@ class Commands:
             raise Failure(f"two runs that nobody touched differ: {found}")
 
     def start(self, out: Path, command: str = "run", before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """Starts a command on ``out``, on one thread, so that sums are always added in the same order."""
-        environment = os.environ | {
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }
+        """Starts a command on ``out``."""
+        variables = environment(self.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
         words = ["--run", str(out)]
         if command == "run":
             words = ["--config", str(self.folder / "tiny.yaml"), "--out", str(out)]
         return subprocess.Popen(
             [*before, sys.executable, "-m", "experiments", command, *words],
-            cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            cwd=ROOT, env=variables, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             preexec_fn=_signals_as_in_a_terminal,
         )  # fmt: skip
 
