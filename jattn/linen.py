@@ -141,30 +141,13 @@ class MultiHeadDotProductAttention(nn.Module):
         Raises:
             ValueError: ``attention_fn`` is not jattn's and does not support a given option.
         """
-        if inputs_kv is not None:
-            if inputs_k is not None or inputs_v is not None:
-                raise ValueError("inputs_kv is both keys and values: leave out inputs_k and inputs_v, or inputs_kv")
-            # These warnings begin like Flax's, so that filters written for Flax match.
-            warnings.warn(
-                "The inputs_kv arg will be deprecated soon, as in Flax: pass inputs_k", DeprecationWarning, stacklevel=2
-            )
-            inputs_k = inputs_kv
-        elif inputs_k is not None and inputs_v is not None and inputs_v.shape[-2] == inputs_v.shape[-1]:
-            warnings.warn(
-                f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, which has the shape of a "
-                f"mask: if it is a mask, pass mask=",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-        inputs_k, inputs_v = join_inputs(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = _keys_and_values(inputs_q, inputs_k, inputs_v, inputs_kv)
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
         own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
         deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        own_mod, learned = self.score_mod, to_learn(self.score_mod)
-        if learned:
-            own_mod = with_learned(own_mod, self.param("score_mod", lambda key: learned))
+        own_mod = self._own_score_mod()
         options: dict[str, Any] = {
             "mask": mask,
             "dropout_rng": dropout_rng,
@@ -177,9 +160,7 @@ class MultiHeadDotProductAttention(nn.Module):
         extras = {
             "position": self.position,
             "score_mod": own_mod if score_mod is None else score_mod,
-            "sinks": self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
-            if self.sinks
-            else None,
+            "sinks": self._own_sinks(),
             "implementation": self.implementation,
             "input_positions": input_positions,
             "bias": bias,
@@ -189,13 +170,7 @@ class MultiHeadDotProductAttention(nn.Module):
             "cache": cache,
             "valid": valid,
         }
-        einsums = {
-            name: None if made is None else made()
-            for name, made in (
-                ("qk_attn_weights_einsum", self.qk_attn_weights_einsum_cls),
-                ("attn_weights_value_einsum", self.attn_weights_value_einsum_cls),
-            )
-        }
+        einsums = self._einsums()
         new_cache = None
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if own is not None:
@@ -218,23 +193,14 @@ class MultiHeadDotProductAttention(nn.Module):
             z = self.attention_fn(query, key, value, **options)
         if keep is not None:
             keep(new_cache)
-        y = nn.DenseGeneral(
-            features=self.out_features or inputs_q.shape[-1],
-            axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            dot_general=self.out_dot_general or placement.dot_general,
-            dot_general_cls=self.out_dot_general_cls,
-            name="out",
-        )(z)
+        y = self._project_out(z, self.out_features or inputs_q.shape[-1])
         return y if cache is None else (y, new_cache)
 
+    # Parts of the compact ``__call__``. Flax would capture the results of wrapped methods as intermediates.
+
+    @nn.nowrap
     def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
-        """Query, key and value of all heads; called from within the compact ``__call__``."""
+        """Query, key and value of all heads."""
         num_kv_heads, head_dim, value_dim = head_dims(
             self.num_heads, self.num_kv_heads, self.qkv_features or inputs_q.shape[-1], self.value_dim
         )
@@ -264,6 +230,45 @@ class MultiHeadDotProductAttention(nn.Module):
             query, key = kind(name="query_ln", **options)(query), kind(name="key_ln", **options)(key)
         return query, key, value
 
+    @nn.nowrap
+    def _project_out(self, z: Array, features: int) -> Array:
+        """The heads' outputs ``[..., T, N, D]``, joined and projected to ``[..., T, features]``."""
+        return nn.DenseGeneral(
+            features=features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=self.out_dot_general or placement.dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )(z)
+
+    @nn.nowrap
+    def _own_score_mod(self) -> ScoreMod | None:
+        """The attribute ``score_mod``, with its float arrays replaced by the parameters ``score_mod``."""
+        learned = to_learn(self.score_mod)
+        return with_learned(self.score_mod, self.param("score_mod", lambda key: learned)) if learned else self.score_mod
+
+    @nn.nowrap
+    def _own_sinks(self) -> Array | None:
+        if not self.sinks:
+            return None
+        return self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
+
+    @nn.nowrap
+    def _einsums(self) -> dict[str, Callable | None]:
+        """The custom products, by their names in ``attention_fn``; None where the module has no class for one."""
+        qk, weights_value = self.qk_attn_weights_einsum_cls, self.attn_weights_value_einsum_cls
+        return {
+            "qk_attn_weights_einsum": None if qk is None else qk(),
+            "attn_weights_value_einsum": None if weights_value is None else weights_value(),
+        }
+
+    @nn.nowrap
     def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable | None]:
         """Flax's collection ``cache``, and a function that updates it. None in the call that creates the
         collection, whose input has the cache's maximum length.
@@ -279,6 +284,28 @@ class MultiHeadDotProductAttention(nn.Module):
             cached_key.value, cached_value.value, index.value = to_flax(cache, key.shape[:-3])
 
         return from_flax(cached_key.value, cached_value.value, index.value, key), keep
+
+
+def _keys_and_values(
+    inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, inputs_kv: Array | None
+) -> tuple[Array, Array]:
+    """``join_inputs`` with Flax's deprecated ``inputs_kv``, and its warning about a mask passed as ``inputs_v``."""
+    # The warnings begin like Flax's, so that filters written for Flax match.
+    if inputs_kv is not None:
+        if inputs_k is not None or inputs_v is not None:
+            raise ValueError("inputs_kv is both keys and values: leave out inputs_k and inputs_v, or inputs_kv")
+        warnings.warn(
+            "The inputs_kv arg will be deprecated soon, as in Flax: pass inputs_k", DeprecationWarning, stacklevel=3
+        )
+        inputs_k = inputs_kv
+    elif inputs_k is not None and inputs_v is not None and inputs_v.shape[-2] == inputs_v.shape[-1]:
+        warnings.warn(
+            f"You are passing an array of shape {inputs_v.shape} to the `inputs_v` arg, which has the shape of a mask: "
+            f"if it is a mask, pass mask=",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return join_inputs(inputs_q, inputs_k, inputs_v)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

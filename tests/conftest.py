@@ -1,4 +1,4 @@
-"""What every test runs under: eight CPU devices, strict promotion, light compilation, fresh keys, no window for plots."""
+"""Set-up for all tests: eight CPU devices, strict promotion, light compilation, fresh keys and no plot windows."""
 
 import itertools
 import os
@@ -13,17 +13,17 @@ import pytest
 
 from jattn import staged
 
-# An option and not XLA_FLAGS, so that a command started by a test sees the machine as a user's command would.
+# An option and not XLA_FLAGS, so that commands started by tests see the same devices as a user's.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A test compiles for far longer than it runs, so LLVM optimises little. With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the
-# environment everything is compiled as users have it; CI runs what is marked `bits` so.
+# Tests spend far longer compiling than running, so LLVM optimises little. With JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the
+# environment, everything is compiled as it is for users; CI runs the tests marked `bits` that way.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 
-# The first call of a jitted function takes as long as its compilation, so no deadline. The same examples on every
-# run, so that a green suite stays green; `pytest --hypothesis-profile=search` looks for new ones.
+# No deadline, because the first call of a jitted function compiles it. The examples are the same in every run, so that
+# a passing suite keeps passing; `pytest --hypothesis-profile=search` looks for new ones.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
@@ -32,7 +32,7 @@ COMPILED = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
-    """Compiled programs go to a folder that all workers of this run share and that is gone when it ends."""
+    """Caches compiled programs in a folder that all workers of this run share, and deletes it at the end."""
     if hasattr(config, "workerinput"):
         folder = config.workerinput["compiled"]
     else:
@@ -50,7 +50,7 @@ def pytest_configure_node(node):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Beside those that are marked in their files, slow are the cases that slow.txt lists."""
+    """Marks the cases listed in slow.txt as slow; others are marked in their own files."""
     lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
     listed = {line for line in lines if not line.startswith("#")}
     for item in items:
@@ -65,14 +65,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def getkey():
-    """A function whose every call returns a fresh PRNG key; each test gets the same sequence of them."""
+    """A function that returns a new PRNG key at each call; every test gets the same sequence of keys."""
     root, count = jax.random.key(0), itertools.count()
     return lambda: jax.random.fold_in(root, next(count))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_let_go():
-    """What one file's tests hold in memory serves no other; kept, it comes to gigabytes that Python's collector walks."""
+    """Frees what one file compiled. Other files cannot use it, and the garbage collector would scan gigabytes."""
     yield
     jax.clear_caches()
     staged._compiled.cache_clear()
@@ -81,6 +81,6 @@ def compiled_programs_are_let_go():
 
 @pytest.fixture(scope="module")
 def as_experiments_run():
-    """Optax mixes dtypes, where jattn's own tests run under strict promotion."""
+    """Standard dtype promotion, because Optax mixes dtypes; jattn's own tests run under strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield

@@ -1,4 +1,4 @@
-"""Calls of attention in a ring of devices and on one: the cases that the tests and the sharding benchmark share."""
+"""Attention on a ring of devices and on a single device: cases shared by the tests and the sharding benchmark."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: options as they are, and arrays that are differentiated, beside query, key and value."""
+    """One call: its options, and the arrays besides query, key and value that it is differentiated by."""
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     arrays: dict[str, Any] = dataclasses.field(default_factory=dict)  # bias, sinks; params of the mod
@@ -92,13 +92,13 @@ CASES = {
     "dropout, the same for all heads": Case(
         {"dropout_rate": 0.3, "dropout_rng": jax.random.key(3), "broadcast_dropout": True}
     ),
-    # "xla" scales the product and not the query, and at such logits that alone changes weights by 3e-4
+    # "xla" scales the product instead of the query; at logits this large, that alone changes weights by 3e-4
     "logits of +-1e4": Case(amplify=3e3, against="blockwise"),
 }
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    """Everything that is differentiated."""
+    """The arrays that the results are differentiated by."""
     (T, S, N, K), rng = case.shape, np.random.default_rng(1)
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, D)}
     found = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -116,7 +116,7 @@ def call(case: Case, given: dict[str, Any], implementation: Any, options: dict[s
 
 
 def with_gradients(fn: Callable, given: dict[str, Any]) -> Any:
-    """``(out, lse)`` of ``fn(given)``, and gradients of both together, each entry weighed differently."""
+    """``(out, lse)`` of ``fn(given)``, and the gradients of a sum of both with a different factor for each entry."""
 
     def both(given: dict[str, Any]) -> Any:
         out, lse = fn(given)
@@ -129,20 +129,20 @@ def with_gradients(fn: Callable, given: dict[str, Any]) -> Any:
 
 
 def values_alone(fn: Callable, given: dict[str, Any]) -> Any:
-    """``with_gradients`` without any."""
+    """Like ``with_gradients``, but without the gradients."""
     return fn(given), {}
 
 
 @functools.cache
 def expected(name: str, differentiate: Callable = with_gradients) -> Any:
-    """Results and gradients of the unsharded call, by the dense formula where nothing else is said."""
+    """Results and gradients of the unsharded call, computed by ``case.against`` (by default the dense formula)."""
     case = CASES[name]
     compiled = jax.jit(lambda given: differentiate(lambda x: call(case, x, case.against), given))
     return jax.tree.map(np.asarray, compiled(inputs(case)))
 
 
 def in_a_ring(name: str, how: Ring, differentiate: Callable = with_gradients) -> Any:
-    """The same in a ring, with everything by slot in the order of its layout and the results in their own order.
+    """Results and gradients of the call on a ring. Inputs are reordered to the ring's layout, and results back.
 
     ``differentiate``: ``with_gradients``, or ``values_alone``.
     """
@@ -166,7 +166,7 @@ def in_a_ring(name: str, how: Ring, differentiate: Callable = with_gradients) ->
 
 
 def off(got: Any, wanted: Any) -> float:
-    """The largest difference, over the largest finite number wanted; infinite where one is NaN or wrongly infinite."""
+    """The largest difference divided by the largest finite expected value; infinite for a NaN or a wrong infinity."""
     worst = 0.0
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
@@ -179,12 +179,12 @@ def off(got: Any, wanted: Any) -> float:
 
 
 def mesh_of(devices: int) -> jax.sharding.Mesh:
-    """The first devices in a row, named ``sequence``."""
+    """A mesh of the first devices along one axis, ``sequence``."""
     return jax.make_mesh((devices,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
 def numbers(name: str, devices: int, layout: str, block_sizes: tuple[int, int] | None = None) -> dict[str, Any]:
-    """One case in one ring."""
+    """The errors of the values and gradients of one case on one ring."""
     how = Ring(mesh_of(devices), "sequence", layout=layout, block_sizes=block_sizes)
     results, gradients = in_a_ring(name, how)
     wanted_results, wanted_gradients = expected(name)

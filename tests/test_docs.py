@@ -1,8 +1,8 @@
-"""The documents are true: every Python block in README.md and docs/ runs, and prints what is shown.
+"""Every Python block in README.md and docs/ runs and prints the output shown in the document.
 
-The blocks of a document share one namespace and run in order, under JAX's default settings, as they do for a reader.
-A ``text`` or ``output`` block that follows a Python block directly is what that block prints, up to one in the last
-digit of a fraction: which way a sum rounds depends on the processor.
+The blocks of a document share one namespace and run in order under JAX's default settings, as for a reader. A
+``text`` or ``output`` block directly after a Python block is its expected output. The last digit of a fraction may
+differ by one, because rounding depends on the processor.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ FENCE = re.compile(
 class Block(NamedTuple):
     line: int  # of the first line of code in the document
     code: str
-    output: str | None  # what it must print, where the document shows it
+    output: str | None  # the expected output, if the document shows it
 
 
 def blocks(document: str) -> list[Block]:
@@ -46,12 +46,12 @@ def blocks(document: str) -> list[Block]:
 
 
 def check_document(path: Path) -> None:
-    """Runs the blocks of the document at ``path``; fails where one fails or prints something else than is shown."""
+    """Runs the blocks of the document at ``path``; fails if one raises or its output differs from the one shown."""
     found = blocks(path.read_text(encoding="utf-8"))
     assert found, f"{path.name} has no Python block"
     namespace = {"__name__": "__main__"}
     for block in found:
-        # Empty lines in front make the line numbers of a traceback those of the document.
+        # Leading empty lines make the line numbers in a traceback match the document.
         program = compile("\n" * (block.line - 1) + block.code, str(path), "exec", dont_inherit=True)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -70,12 +70,12 @@ FRACTION = re.compile(r"-?\b\d+\.\d*")
 
 
 def _read(text: str) -> tuple[list[list[str]], list[str]]:
-    """The words of each line with every fraction as a dot, and the fractions."""
+    """The words of each line, with fractions replaced by dots, and the fractions."""
     lines = text.strip("\n").splitlines()
     return [FRACTION.sub(".", line).split() for line in lines], FRACTION.findall(text)
 
 
-TRAINS = ROOT / "docs" / "looking-inside.md"  # a model of the experiments
+TRAINS = ROOT / "docs" / "looking-inside.md"  # trains a model of the experiments
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ TRAINS = ROOT / "docs" / "looking-inside.md"  # a model of the experiments
     ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS],
 )
 def test_document(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # what a document saves stays out of the checkout
-    jax.clear_caches()  # no document serves another
+    monkeypatch.chdir(tmp_path)  # keep files that a document saves out of the checkout
+    jax.clear_caches()  # documents share no compiled programs
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         check_document(path)
 

@@ -1,4 +1,4 @@
-"""docs/extending.md is true: every change it shows applies to a copy of the repository, and every command runs there."""
+"""Every change in docs/extending.md applies to a copy of the repository, and every command in it runs there."""
 
 import os
 import re
@@ -37,11 +37,11 @@ def test_every_kind_of_thing_is_there():
 
 @pytest.fixture
 def changed(tmp_path) -> Path:
-    """A copy of the repository with every change applied."""
+    """A copy of the repository with all changes applied."""
     for folder in ("jattn", "experiments", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # or `git apply` looks at a repository above
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # or `git apply` uses a parent's repository
     for change in fenced("diff"):
         done = subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=change, text=True, capture_output=True)
         assert done.returncode == 0, f"docs/extending.md shows a change that no longer applies: {done.stderr}"

@@ -1,11 +1,10 @@
-"""The house stands: in jattn imports point down only, and in experiments they keep to a table.
+"""Import rules: in jattn, imports only point down; in experiments, they follow a table.
 
-Both tables stand in docs/architecture.md. The modules of jattn are listed floor by floor and, on a floor, row by row.
-A module may import what stands in an earlier row; modules of one row do not know each other; the files of a package may,
-but not in a circle. Imports inside functions and for type checking count like any other, because who needs whom is the
-same question there.
+Both tables are in docs/architecture.md. The modules of jattn are listed by floor and, on a floor, by row. A module may
+import modules of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle.
+Imports inside functions and for type checking count as well, since they are dependencies too.
 
-The rooms of experiments are listed with what each may import. There, too, no imports go in a circle.
+The rooms of experiments are listed with what each may import. Import cycles are forbidden there, too.
 """
 
 import ast
@@ -19,7 +18,7 @@ JATTN = Path(__file__).parents[1] / "jattn"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 DOCS = Path(__file__).parents[1] / "docs"
 
-# What draws the tables also reads them.
+# The script that draws the tables also reads them.
 _spec = importlib.util.spec_from_file_location("drawing", DOCS / "drawing.py")
 drawing = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(drawing)
@@ -30,13 +29,13 @@ ROOMS = drawing.rooms(DOCUMENT)
 
 
 def rows(house: list[list[str]]) -> dict[str, int]:
-    """The row of each module, counted from the bottom of the house."""
+    """The row of each module, counted from the bottom."""
     flat = [row for floor in house for row in floor]
     return {name: index for index, row in enumerate(flat) for name in row.split()}
 
 
 def imports(file: Path, package: Path) -> list[tuple[int, str]]:
-    """The (line, dotted name) of all that ``file`` imports; relative names are made absolute."""
+    """The (line, dotted name) of each import in ``file``; relative names are made absolute."""
     here = [package.name, *file.relative_to(package).parent.parts]
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
@@ -52,13 +51,13 @@ def imports(file: Path, package: Path) -> list[tuple[int, str]]:
 
 
 def offences(package: Path, house: list[list[str]]) -> list[str]:
-    """Every import in ``package`` that does not point down, as one line of text each."""
+    """Every import in ``package`` that does not point down, one message each."""
     row_of, found = rows(house), []
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
         module = path.parts[0].removesuffix(".py")
         if module == "__init__":
-            continue  # the roof: it gathers the public names of every floor
+            continue  # the roof: it re-exports the public names of all floors
         if module not in row_of:
             found.append(f"{path}: not in the table; add {module!r} to docs/architecture.md")
             continue
@@ -69,7 +68,7 @@ def offences(package: Path, house: list[list[str]]) -> list[str]:
             if top != package.name:
                 continue
             target = rest.partition(".")[0]
-            inside = target == module and len(path.parts) > 1  # one file of a package imports another
+            inside = target == module and len(path.parts) > 1  # an import within a package
             if target not in row_of:
                 found.append(f"{path}:{line}: imports {name} from the roof; import the module that defines it")
             elif not inside and row_of[target] >= row_of[module]:
@@ -78,7 +77,7 @@ def offences(package: Path, house: list[list[str]]) -> list[str]:
 
 
 def trespasses(package: Path, rooms: dict[str, str]) -> list[str]:
-    """Every import in ``package`` that ``rooms`` does not allow, as one line of text each."""
+    """Every import in ``package`` that ``rooms`` does not allow, one message each."""
     files, found = modules(package), []
     for name, file in files.items():
         module = name.removeprefix(package.name).removeprefix(".")
@@ -98,7 +97,7 @@ def trespasses(package: Path, rooms: dict[str, str]) -> list[str]:
 
 
 def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
-    """The files of ``package`` by the dotted names under which they are imported."""
+    """The files of ``package``, keyed by dotted module name."""
     files = {}
     for file in sorted(package.glob(pattern)):
         parts = (package.name, *file.relative_to(package).with_suffix("").parts)
@@ -107,7 +106,7 @@ def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
 
 
 def circles(package: Path, files: dict[str, Path]) -> list[str]:
-    """The first circle of ``files`` of ``package`` that import one another, if there is one."""
+    """The first import cycle among ``files``, if there is one."""
     needs = {name: {_longest(target, files) for _, target in imports(files[name], package)} for name in files}
     try:
         graphlib.TopologicalSorter({name: targets - {None} for name, targets in needs.items()}).prepare()
@@ -117,7 +116,7 @@ def circles(package: Path, files: dict[str, Path]) -> list[str]:
 
 
 def _longest(name: str, files: dict[str, Path]) -> str | None:
-    """The file that a dotted name lies in: `jattn.kernels.cudnn.unsupported_reason` lies in `jattn.kernels.cudnn`."""
+    """The module that contains a dotted name: `jattn.kernels.cudnn` for `jattn.kernels.cudnn.unsupported_reason`."""
     while name and name not in files:
         name = name.rpartition(".")[0]
     return name or None

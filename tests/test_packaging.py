@@ -1,4 +1,4 @@
-"""What the code imports is declared, and what is declared is imported; the constraints pin all of it."""
+"""Imports match the declared dependencies, and constraints.txt pins all of them."""
 
 import ast
 import re
@@ -10,14 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The module that a distribution installs, where their names differ.
+# Import names of distributions, where they differ.
 MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes"}
-# Asked for by name where they are needed, with a word on how to get them.
+# Optional: the code that needs one says how to install it.
 OPTIONAL = {"torch", "tokamax"}
 
 
 def names(requirements):
-    """The distributions of a list of requirements; ``jattn[hf]`` is those of that extra."""
+    """The distributions in a list of requirements; ``jattn[hf]`` stands for those of the extra."""
     found = set()
     for requirement in requirements:
         name, extras = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
@@ -29,7 +29,7 @@ def names(requirements):
 
 
 def imported(folder):
-    """The distributions whose modules the Python files of ``folder`` import, by the name of the module."""
+    """The distributions that the Python files in ``folder`` import, keyed by module name."""
     found = set()
     for file in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

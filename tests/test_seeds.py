@@ -1,4 +1,4 @@
-"""What the project's founding texts show, right: the French sentence in both readings, and the rest of their table."""
+"""The examples of the project's source texts, computed correctly: the French sentence both ways, and the rest."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ MEANT, PRINTED = GOLDEN["meant"], GOLDEN["printed"]
 
 @pytest.fixture
 def qkv():
-    """Queries, keys and values ``[7,2]`` of the sentence, in float64."""
+    """The queries, keys and values ``[7,2]`` of the sentence, in float64."""
     with jax.enable_x64(True):
         x = jnp.asarray(GOLDEN["embeddings"])
         yield tuple(x @ jnp.asarray(GOLDEN[name]) for name in ("W_Q", "W_K", "W_V"))
@@ -59,7 +59,7 @@ def test_the_sentence_with_two_heads(qkv):
 
 
 def test_the_sentence_with_each_word_alone(qkv):
-    """The trap: seven batches of one word. Every weight is 1."""
+    """A common mistake: seven sequences of one word each. Every weight is 1."""
     q, k, v = (x[:, None, :, None] for x in qkv)
     expected = PRINTED["two_heads_each_word_alone"]
     weights = jattn.attention_weights(q, k)
@@ -87,7 +87,7 @@ def test_output_and_weights_of_many_sequences(getkey):
 
 
 def test_a_mask_of_minus_1e9_is_not_needed(getkey):
-    """A fully masked row is 0 and not a uniform average, also in half precision, where -1e9 overflows."""
+    """A fully masked row is 0 instead of a uniform average, also in half precision, where -1e9 overflows."""
     q, k, v = (jax.random.normal(getkey(), (1, 5, 2, 8), jnp.float16) for _ in range(3))
     mask = jnp.ones((5, 5), bool).at[2].set(False)
     out, lse = jattn.dot_product_attention(q, k, v, mask=mask, return_residual=True)
@@ -96,7 +96,7 @@ def test_a_mask_of_minus_1e9_is_not_needed(getkey):
 
 
 def test_eight_heads_with_values_of_another_size(getkey):
-    """``W_i^Q, W_i^K [d_model, d_k]``, ``W_i^V [d_model, d_v]``, ``W^O [h d_v, d_model]``: d_v is free."""
+    """``W_i^Q, W_i^K [d_model, d_k]``, ``W_i^V [d_model, d_v]``, ``W^O [h d_v, d_model]``: d_v can be any size."""
     params = jax.eval_shape(lambda key: jattn.init_multi_head(key, 512, 8, head_dim=64, value_dim=24), getkey())
     assert params["value"]["kernel"].shape == (512, 8, 24) and params["out"]["kernel"].shape == (8, 24, 512)
     y = jax.eval_shape(jattn.multi_head_attention, params, jax.ShapeDtypeStruct((3, 512), jnp.float32))

@@ -1,4 +1,4 @@
-"""The soak's own parts: its gradients are those of its values, a structure runs green, and a wrong result is found."""
+"""Tests of the soak itself: its gradients match its values, a structure passes, and a wrong result is detected."""
 
 import functools
 import json
@@ -81,7 +81,7 @@ def test_the_reference_on_a_case_done_by_hand():
     arrays |= {name: np.zeros_like(arrays[name]) for name in ("query", "bias")}
     arrays["sinks"] = np.log([1.0, 2.0, 3.0, 4.0])
     out, lse = (expected(of, arrays)[name][0] for name in ("out", "lse"))
-    # equal scores: query 1 sees keys 0, 1, 5 and 6
+    # equal scores; query 1 sees keys 0, 1, 5 and 6
     np.testing.assert_allclose(lse[0, 1], np.log(4.0 + np.arange(1.0, 5.0)))
     np.testing.assert_allclose(out[1, 1, 3], arrays["value"][1, [0, 1, 5, 6], 1].sum(0) / 8.0)
     np.testing.assert_array_equal(
@@ -100,7 +100,7 @@ def test_a_row_that_sees_nothing():
 def test_a_small_structure_runs_and_a_wrong_result_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(soak, "Trial", functools.cache(Trial))  # compiled once
     arguments = ["--seed", "0", "--first", "78", "--draws", "4", "--cases", "4", "--out", str(tmp_path / "found.json")]
-    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "0":  # as all tests are compiled
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "0":  # like all tests
         arguments.append("--optimised")
     assert soak.main(arguments) == 0
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def test_what_counts_as_a_difference():
 
 
 def a_run(folder):
-    """What `crash.difference` compares."""
+    """A run's files, as `crash.difference` compares them."""
     (folder / "looks").mkdir(parents=True)
     np.savez(folder / "looks" / "00000002.npz", x=np.arange(3))
     np.savez(folder / "findings.npz", x=np.arange(3))

@@ -238,7 +238,7 @@ def markdown(results: Results) -> str:
 SUITE = Suite(
     name="layers",
     parts={"times": ("step", "length"), "memory": ("contestant", "length")},
-    about=lambda sizes: {"environment": timing.machine(), "sizes": dataclasses.asdict(sizes)},
+    about=timing.about,
     jobs=jobs,
     markdown=markdown,
     shown=lambda results: asked_table(asked(results)),

@@ -148,7 +148,7 @@ def markdown(results: Results) -> str:
 SUITE = Suite(
     name="looking",
     parts={"tracking": ("config",), "statistics": ()},
-    about=lambda sizes: {"environment": timing.machine(), "sizes": dataclasses.asdict(sizes)},
+    about=timing.about,
     jobs=jobs,
     markdown=markdown,
     shown=lambda results: asked_table(asked(results)),

@@ -164,7 +164,7 @@ SUITE = Suite(
         "memory": ("heads", "devices", "layout"),
         "balance": ("devices", "layout"),
     },
-    about=lambda sizes: {"environment": timing.machine(), "sizes": dataclasses.asdict(sizes)},
+    about=timing.about,
     jobs=jobs,
     markdown=markdown,
     shown=lambda results: asked_table(asked(results)),

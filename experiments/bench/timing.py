@@ -3,6 +3,7 @@
 Contestants are timed in turn, in one run, so that a busy machine slows all of them.
 """
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -69,6 +70,11 @@ def environment() -> dict[str, str]:
 def machine() -> dict[str, str]:
     """``environment``, the state of jattn's source, and the processor."""
     return environment() | {"jattn_source": source_digest(), "cpu": cpu_model()}
+
+
+def about(sizes: Any) -> dict[str, Any]:
+    """What all rows of a run of these ``sizes``, a dataclass, share."""
+    return {"environment": machine(), "sizes": dataclasses.asdict(sizes)}
 
 
 def cores() -> int:

@@ -1,4 +1,4 @@
-"""The attention and dispatch benchmarks: their arithmetic on made-up numbers, and the whole of it on tiny problems."""
+"""The attention and dispatch benchmarks: their arithmetic on made-up numbers, and whole runs on tiny problems."""
 
 import ast
 import importlib.util
@@ -26,7 +26,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 
 @pytest.fixture
 def tiny(monkeypatch, as_experiments_run):
-    """Everything that takes time, made short."""
+    """Reduces everything that takes time."""
     monkeypatch.setattr(attention, "MATRIX", 64)
     monkeypatch.setattr(attention, "ROUNDS", 1)
     monkeypatch.setattr(attention, "SETTLE", 0.0)
@@ -36,7 +36,7 @@ def tiny(monkeypatch, as_experiments_run):
 
 
 def made_up(**changes) -> dict:
-    """Results of one row each, of which everything follows: a matrix product at 1e6 operations a microsecond."""
+    """Results without rows, except for those in ``changes``."""
     found = {
         "environment": {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"},
         "shape": {"batch": 1, "num_heads": 8, "head_dim": 64},
@@ -89,7 +89,7 @@ def test_operations_are_counted_as_usual():
 def test_documents_are_eight_and_in_order():
     ids = cases.document_ids(512)
     assert ids.min() == 0 and ids.max() == 7 and (np.diff(ids) >= 0).all()
-    assert (ids == cases.document_ids(512)).all(), "every contestant must get the same documents"
+    assert (ids == cases.document_ids(512)).all(), "contestants must get the same documents"
     assert cases.document_ids(2).tolist() == [0, 1]
 
 
@@ -97,7 +97,7 @@ def test_documents_are_eight_and_in_order():
 
 
 def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
-    """The outputs ``[1,T,N,H]``, whatever the contestant's layout."""
+    """The outputs, converted to ``[1,T,N,H]`` from the contestant's layout."""
     found = contestant.call(problem, passes)()
     found = [found] if passes == "forward" else list(found)
     if isinstance(contestant, peers.InTorch):
@@ -127,7 +127,7 @@ def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_
 
     for module in (cases, peers):
         monkeypatch.setattr(module, "WINDOW", 7)
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # which needs a compiler of C++
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # needs a C++ compiler
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     problem = Problem(case, 24, num_heads=2, head_dim=8)
     tensors = [x.detach() for x in peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
@@ -197,7 +197,7 @@ def test_ratios_are_those_of_the_rows():
     said = answers(found)
     peer = "forward, n = 2048: time of {} / time of jattn"
     assert said["full, " + peer.format("jax.nn")] == (2.2, "met")
-    assert said["causal, " + peer.format("jax.nn")] == (3.49, "not met")  # the planted one
+    assert said["causal, " + peer.format("jax.nn")] == (3.49, "not met")  # the planted failure
     assert said["full, " + peer.format("torch")] == (0.99, "not met")
     assert said["causal, " + peer.format("torch")] == (None, "not measured")
     assert said["causal / full, forward, n = 8192"] == (0.6, "met")
@@ -207,12 +207,12 @@ def test_ratios_are_those_of_the_rows():
 
 
 def test_shares_are_of_the_rate_in_the_same_row_and_the_worst_length_counts():
-    # at 1e6 operations a microsecond, half the rate is flops / 0.5e6
+    # half of 1e6 operations per microsecond takes flops / 0.5e6
     times = {n: Problem("full", n).flops("forward") / 1e6 for n in (2048, 4096, 8192)}
     found = made_up(times=[row("full", n, jattn=times[n] * k) for n, k in ((2048, 9.0), (4096, 1.25), (8192, 2.5))])
     question = "full, forward, n >= 4096: share of the matrix rate"
     assert answers(found)[question] == (pytest.approx(0.4), "not met")
-    found["times"][2]["matrix"] *= 1.25  # a slower machine at that moment: the share is of what was possible
+    found["times"][2]["matrix"] *= 1.25  # the machine was slower at that moment; the share is relative to it
     assert answers(found)[question] == (pytest.approx(0.5), "met")
 
 
@@ -263,7 +263,7 @@ def test_tables_show_time_share_and_who_is_left_out():
     assert "Not here: tokamax is not installed." in lines and "- cores: 2" in lines
 
 
-# ---- the whole of it
+# ---- whole runs
 
 
 def lines_of(found: Results) -> list[tuple]:
@@ -293,7 +293,7 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
     with pytest.raises(Refused, match=r"^--out: .* already holds results; --resume continues them$"):
         SUITE.measure(plan, plan.out)
     found = SUITE.measure(plan, plan.out, resume=True)
-    assert found.of("times")[:2] == kept.of("times"), "what was measured is measured again"
+    assert found.of("times")[:2] == kept.of("times"), "rows are measured twice"
     assert len(set(lines_of(found))) == len(found.of("times")) == 4
     assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in found.of("times"))
     assert found == SUITE.read(plan.out)
@@ -319,7 +319,7 @@ def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypat
     assert f"report: {files[1]}" in shown and "not measured" not in shown
 
     picture = matplotlib.image.imread(files[2])[..., :3]
-    assert picture.shape[1] == 1800 and (picture[0, 0] == 1).all(), "not on white"
+    assert picture.shape[1] == 1800 and (picture[0, 0] == 1).all(), "the background is not white"
     for colour in ("#0072B2", "#E69F00"):  # jattn's line and jax.nn's
         rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         assert (np.abs(picture - rgb).max(-1) < 0.02).sum() > 100, f"{colour} is not drawn"

@@ -1,4 +1,4 @@
-"""The layers benchmark: its table on made-up numbers, what it refuses to time, and the whole of it on tiny sizes."""
+"""The layers benchmark: its table on made-up numbers, what it refuses to time, and whole runs on tiny sizes."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
 @pytest.fixture
 def untimed(monkeypatch):
-    """A row is its contestants, by name."""
+    """Makes a row return its contestants by name instead of timing them."""
     monkeypatch.setattr(layers, "_timed", lambda sizes, calls, apart: calls)
 
 
@@ -30,7 +30,7 @@ def untimed(monkeypatch):
 
 
 def made_up() -> dict:
-    """Numbers for every row of the default sizes, all of which are met."""
+    """Numbers for every row of the default sizes, each exactly at its threshold."""
 
     def row(step: str, length: int, **medians: float) -> dict:
         return {"step": step, "length": length, "medians": medians, "rounds": 3, "apart": 2e-6}
@@ -57,7 +57,7 @@ def test_numbers_beyond_their_thresholds_are_not_met():
     found = made_up()
     short, long, full, few, module = (row["medians"] for row in found["times"])
     short["jattn"], long["flax"], full["jattn"], module["jattn"] = 2650.0, 2490.0, 1208.0, 1001.0
-    few["jattn"] = 1e9  # nothing is asked of it
+    few["jattn"] = 1e9  # has no threshold
     found["memory"][0]["peak"] *= 1.05
     said = answers(found)
     assert [measured for measured, _ in said] == pytest.approx([1.06, 2.49, 0.21, 1.51, 1.001])
@@ -96,7 +96,7 @@ def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
     decode, before = calls["jattn"], calls["jattn"].state
     first, second = decode(), decode()
     assert (first == second).all() and decode.state.length == 4
-    assert before.key.is_deleted() and before.value.is_deleted(), "the cache is copied"
+    assert before.key.is_deleted() and before.value.is_deleted(), "the cache was copied"
     for found, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
         np.testing.assert_allclose(found, np.array(x, np.float64).sum(), rtol=1e-5)
     for one in layers.modules_row(TINY, MODULE, 5, layers.decoder).values():
@@ -109,11 +109,11 @@ def test_training_goes_on_from_step_to_step(untimed):
         before = one.state
         losses = [float(one()) for _ in range(5)]
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
-        assert all(x.is_deleted() for x in jax.tree.leaves(before)), "the parameters are copied"
+        assert all(x.is_deleted() for x in jax.tree.leaves(before)), "the parameters were copied"
 
 
 class Altered(nnx.MultiHeadAttention):
-    """Flax's module with one mistake."""
+    """Flax's module with a bug."""
 
     mistake = ""
 
@@ -163,12 +163,12 @@ def test_agreement_is_of_the_largest_number_and_nan_is_none():
             layers.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
 
 
-# ---- the whole of it
+# ---- whole runs
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The command at tiny sizes."""
+    """Runs the command at tiny sizes."""
     small = {"rounds": TINY.rounds, "settle": TINY.settle}
     monkeypatch.setattr(layers, "Sizes", functools.partial(Sizes, **SMALL, **small))
     platforms = jax.config.jax_platforms

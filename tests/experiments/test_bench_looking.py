@@ -1,4 +1,4 @@
-"""The looking benchmark: its table on made-up numbers, and the whole of it on tiny sizes."""
+"""The looking benchmark: its table on made-up numbers, and a whole run on tiny sizes."""
 
 import dataclasses
 import json

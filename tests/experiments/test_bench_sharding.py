@@ -1,4 +1,4 @@
-"""The sharding benchmark writes what it measured, and says what was met."""
+"""The sharding benchmark writes what it measured and says which targets were met."""
 
 import pytest
 

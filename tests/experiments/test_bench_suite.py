@@ -1,4 +1,4 @@
-"""What the five benchmarks share: the files in the repository are read, kept and written anew as they are."""
+"""The base of the five benchmarks: result files in the repository are read, and writing them again changes nothing."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path)
     results = suite.read(file.parent)
     assert results.rows and all(row.found for row in results.rows)
     keys = [(row.part, json.dumps(dict(row.key))) for row in results.rows]
-    assert len(set(keys)) == len(keys), "a key does not tell rows apart"
+    assert len(set(keys)) == len(keys), "two rows have the same key"
     suite.write(results, tmp_path)
     assert json.loads((tmp_path / file.name).read_text()) == json.loads(file.read_text())
     assert suite.markdown(results).split("\n## Measured on")[0].count("|") == file.with_suffix(".md").read_text().split(
@@ -68,7 +68,7 @@ def test_a_suite_that_fails_leaves_the_results_of_before(tmp_path):
     with pytest.raises(Failed):
         small(fail).measure("b", tmp_path)
     assert (tmp_path / "small.json").read_bytes() == before
-    assert suite.measure("b", tmp_path).about == {"environment": {"machine": "b"}}, "results are not replaced"
+    assert suite.measure("b", tmp_path).about == {"environment": {"machine": "b"}}, "the results were not replaced"
     assert suite.write_report(suite.read(tmp_path), tmp_path).read_text() == "2 rows\n"
 
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: its help, and how little it imports before the options are known."""
+"""The command line: its help, and which modules it imports before it has read the options."""
 
 import subprocess
 import sys

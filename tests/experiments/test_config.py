@@ -1,4 +1,4 @@
-"""Configs: what is read, what is refused, and how it is said."""
+"""Configs: what is read, what is rejected, and the error messages."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def load(tmp_path, *texts_and_options):
-    """Writes each text that has a newline to a file of its own; the others are options."""
+    """Loads a config from texts and options; each text with a newline is written to its own file."""
     arguments = []
     for index, text in enumerate(texts_and_options):
         if "\n" in text:
@@ -238,7 +238,7 @@ def test_help_explains_every_field(capsys):
     }
     names = [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
     for name in [*names, "name", "description", "controls", "sweep", "claims", "check", *config.Processes._fields]:
-        # an option, then words of explanation before the type in brackets
+        # an option, then its explanation before the type in brackets
         assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Z\"c]\w+.*?\(", text, re.S), name
 
 
@@ -247,7 +247,7 @@ def test_differences_name_the_key_and_both_values(tmp_path):
     now = dataclasses.asdict(load(tmp_path, BASE, "--train.steps 300", "controls: {}\n").config)
     assert config.differences(saved, saved) == []
     assert "train.steps was 100, now 300" in config.differences(saved, now)
-    assert len(config.differences(saved, now)) == 3  # and the two keys of the control that is gone
+    assert len(config.differences(saved, now)) == 3  # including the two keys of the removed control
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
@@ -265,7 +265,7 @@ def test_copy_sources_hold_the_answers():
     np.testing.assert_array_equal(asked, batch.sources >= 0)
     assert asked.any((0, 2))[8:].sum() >= 6 and not asked[:, :8].any()
     np.testing.assert_array_equal(batch.real, np.tile(asked.any((0, 2)), (50, 1)))
-    assert not batch.real[0, [8, 10]].any()  # one back or five back and the mirror are one place there
+    assert not batch.real[0, [8, 10]].any()  # there, one back or five back is the same place as the mirror
     for b, q in np.argwhere(asked[..., 0]):
         expected = [q - 1, q - 5, 15 - q, int(np.flatnonzero(keys[b, :8] == keys[b, q])[0])]
         assert batch.sources[b, q].tolist() == expected and len(set(expected)) == 4
@@ -312,7 +312,7 @@ def test_induction_asks_for_what_followed_the_last_time():
         for q in asked:
             last = max(i for i in range(q) if row[i] == row[q])
             assert sources[q, 0] == last + 1 and targets[q, 0] == row[last + 1]
-            assert q == 31 or row[q + 1] == row[last + 1]  # it is the next token, too
+            assert q == 31 or row[q + 1] == row[last + 1]  # it is also the next token
         again = [q for q in range(32) if row[q] in row[:q]]
         if asked.tolist() == list(range(16, 32, 2)):
             kinds.add("pairs")

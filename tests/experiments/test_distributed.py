@@ -1,7 +1,6 @@
-"""Two processes of two devices train together: one is killed, both resume, and all is as one process makes it."""
+"""Two processes of two devices each train together; one is killed, both resume, and the results equal one process's."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -19,6 +18,7 @@ from experiments import config, run, train
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
 from experiments.runs.history import History
+from tests.experiments.processes import environment
 
 TINY = """
 name: tiny
@@ -41,17 +41,10 @@ def tiny(tmp_path_factory):
 
 
 def start(file, out, *words):
-    """The command, on one thread: with several, XLA's CPU backend may add in another order every time."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        "JAX_COMPILATION_CACHE_DIR": str(file.parent / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
     return subprocess.Popen(
         [sys.executable, "-m", "experiments", "run", "--config", str(file), "--out", str(out), *words],
         cwd=Path(__file__).parents[2],
-        env=environment,
+        env=environment(file.parent / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -74,13 +67,13 @@ def finish(*processes):
 
 @pytest.fixture(scope="module")
 def whole(tiny):
-    """What one process of four devices leaves behind; the command itself makes them of one CPU."""
+    """The folder of a run in one process with four devices, into which the command divides the CPU."""
     finish(start(tiny, tiny.parent / "whole"))
     return tiny.parent / "whole"
 
 
 def kill_after(processes, victim, step, out):
-    """Kills one without warning, once the metrics of ``step`` are written; returns what the other says as it ends."""
+    """Kills one process once the metrics of ``step`` are written; returns the output of the other, which then stops."""
     while all(process.poll() is None for process in processes):
         lines = out / "metrics.jsonl"
         if lines.exists() and f'"step": {step},' in lines.read_text():
@@ -107,9 +100,9 @@ def killed(tiny):
 def test_two_processes_leave_behind_what_one_does(tiny, whole, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "out")
     said = finish(*start_two(tiny, out))
-    for shown in ("report: ", "noise floor", "loss"):  # where it is, the table of heads, the progress
+    for shown in ("report: ", "noise floor", "loss"):  # the path, the table of heads, the progress
         assert shown in said[0] and shown not in said[1]
-    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()  # one has written, once
+    assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()  # only one process wrote them
     for step in range(0, LAST + 1, 4):
         one, other = History(whole).look(step), History(out).look(step)
         chex.assert_trees_all_equal(one, other)

@@ -1,4 +1,4 @@
-"""The folder of a run: one owner, files that are whole, and one line where they are not."""
+"""The folder of a run: one owner, files that are complete, and a one-line error if they are not."""
 
 import contextlib
 import json
@@ -17,15 +17,9 @@ from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
 from experiments.runs.folder import Busy, Damaged, owned
 from experiments.runs.history import Clock, History
+from tests.experiments.processes import TINY
 
 ROOT = Path(__file__).parents[2]
-TINY = """
-name: tiny
-task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
-model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 1, steps: 12, warmup: 1, batch: 4, log_every: 1, look_every: 2, checkpoint_every: 4}
-evaluate: {batch: 8}
-"""
 
 
 def flip(file, at, bit=0):
@@ -44,7 +38,7 @@ def always_fits(step, words):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Checkpoints of three steps, of which two are kept."""
+    """Checkpoints of three steps; only two are kept."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (2, 4, 6):
         checkpoints.save(step, state(step), {"metrics": f"of {step}"})
@@ -52,7 +46,7 @@ def saved(tmp_path):
 
 
 def files_of(checkpoints_folder, step):
-    """The files of a checkpoint, some of which stand in folders of their own."""
+    """The files of a checkpoint, including those in subfolders."""
     return sorted(file for file in (checkpoints_folder / f"{step}").rglob("*") if file.is_file())
 
 
@@ -67,7 +61,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_seen(saved, tmp_path):
     for file in files_of(tmp_path / "checkpoints", 6):
         for at in range(0, file.stat().st_size, file.stat().st_size // 6 + 1):
             flip(file, at)
-            if file.name == "contents.json":  # of what it says beside the digests, what `restore` is given decides
+            if file.name == "contents.json":  # besides the digests, the arguments of `restore` decide
                 with contextlib.suppress(Damaged):
                     chex.assert_trees_all_equal(saved.load(6, state()), state(6))
             else:
@@ -93,7 +87,7 @@ def test_the_older_checkpoint_serves_where_the_newer_is_damaged(saved, tmp_path)
     step, found = saved.restore(state(), always_fits, said.append)
     assert step == 4 and saved.steps == [4]
     chex.assert_trees_all_equal(found, state(4))
-    saved.save(6, state(6))  # where the damaged one was
+    saved.save(6, state(6))  # in place of the damaged one
     assert saved.steps == [4, 6]
     assert [folder.name for folder in (tmp_path / "damaged").iterdir()] == ["6"]
     assert len(said) == 2 and "checkpoints/6" in said[0] and "older checkpoint of step 4" in said[1]
@@ -152,7 +146,7 @@ def test_a_checkpoint_that_does_not_fit_the_history_does_not_serve(saved):
 
 @pytest.fixture
 def history(tmp_path):
-    """Two looks and four lines up to step 4, with their digests at 0, 2 and 4."""
+    """A history of two looks and four lines up to step 4, and its digests at steps 0, 2 and 4."""
     history = History(tmp_path)
     look = {"scores": {"sink": np.full((1, 1, 2), 0.1)}, "offset_profile": np.arange(3.0), "examples": np.zeros(2)}
     digests = {0: history.digests()}
@@ -234,7 +228,7 @@ def tiny(tmp_path):
 
 
 def said_by(capsys, *words):
-    """The one line that a command which is refused says."""
+    """The one-line error of a rejected command."""
     assert run_main([str(word) for word in words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1, error

@@ -1,4 +1,4 @@
-"""Training on a mesh: the numbers of one device, what lies where, resumed on another mesh, refused."""
+"""Training on a mesh: same results as on one device, placement of arrays, resuming on another mesh, and errors."""
 
 import chex
 import jax
@@ -53,7 +53,7 @@ def test_numbers_are_those_of_one_device(tmp_path, on_one_device):
     assert trained.setup.mesh.size == 8
     assert_close(trained, on_one_device)
     found, expected = (evaluate.measure(one.setup, one.params)[0] for one in (trained, on_one_device))
-    for one in (found, expected):  # no weight depends on the keys' biases, which Adam moves by what is rounded
+    for one in (found, expected):  # no weight depends on the keys' biases, which Adam moves by rounding errors
         del one.scores["max_logit"]
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
     labels = np.array([[["a", "mixed", "a", "b"]]])

@@ -1,4 +1,4 @@
-"""The experiments' model, and what is measured on it."""
+"""The experiments' model, and the measurements made on it."""
 
 import functools
 
@@ -84,7 +84,7 @@ def test_a_gate_of_zero_switches_a_head_off(getkey):
 
 
 def test_place_scores_and_profiles_find_heads_built_by_hand():
-    batch = TASK.probe(jax.random.key(0), 3)  # strings of 4: sources stand 4 back
+    batch = TASK.probe(jax.random.key(0), 3)  # strings of 4, so sources are 4 back
     position = jnp.arange(9)
     built_by_hand = [position - 1, jnp.maximum(position - 4, 0), jnp.zeros(9, int)]
     weights = jnp.stack([jax.nn.one_hot(targets, 9) for targets in built_by_hand])
@@ -137,7 +137,7 @@ def measured(**changed):
 def test_clean_heads_serve_one_place_and_no_other():
     accuracy = np.array([[1.0, 1.0, 0.9]])
     ablated = np.array([[[[0.4, 0.96, 0.9], [1.0, 0.45, 0.8], [1.0, 0.51, 0.9], [1.0, 1.0, 0.2]]]])
-    # head 0 serves place 0 alone; head 1 also hurts place 2; head 2 costs place 1 only 49 points; head 3 serves place 2
+    # heads 0 and 3 serve one place each; head 1 also hurts place 2; switching head 2 off costs place 1 only 49 points
     assert claims.clean_heads(measured(accuracy=accuracy, ablated=ablated)).tolist() == [2]
     two_for_one = np.array([[[[0.4, 1.0, 0.9], [0.4, 1.0, 0.9]]]])
     assert claims.clean_heads(measured(accuracy=accuracy, ablated=two_for_one)).tolist() == [1]
@@ -196,9 +196,7 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
         after, metrics = jax.jit(functools.partial(train.train_step, setup))(state, setup.keys[0], jnp.asarray(0))
         gradients.append((metrics["loss"], after["optimizer"]))
     batch = setup.task.sample(jax.random.fold_in(jax.random.fold_in(setup.keys[0], train.TRAIN_DATA), 0), 4)
-    np.testing.assert_allclose(
-        gradients[0][0], gradients[1][0], rtol=1e-6
-    )  # the loss that is shown leaves the penalty out
+    np.testing.assert_allclose(gradients[0][0], gradients[1][0], rtol=1e-6)  # the reported loss excludes the penalty
     moments = [jax.tree.leaves(optax.tree.get(optimizer, "mu")) for _, optimizer in gradients]
     entropy = jax.grad(lambda params: look.entropy(look.weights_of(setup.model, params, batch.tokens), batch).mean())
     entropy = jax.jit(entropy)

@@ -1,4 +1,4 @@
-"""A pretrained encoder under the experiments' command: a tiny random one, with a tokenizer of ten words."""
+"""The experiments' command on a pretrained encoder: a tiny random one, with a tokenizer of ten words."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def config(folder):
 def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as_experiments_run, capsys):
     file = tmp_path / "tiny.yaml"
     plain = {key: value for key, value in dataclasses.asdict(config).items() if key in ("name", "pretrained", "claims")}
-    file.write_text(json.dumps(plain))  # JSON is YAML, too
+    file.write_text(json.dumps(plain))  # JSON is also YAML
     out = tmp_path / "out"
     assert main(["run", "--config", str(file), "--out", str(out)]) == 0
     found = Findings.load(out)
@@ -67,7 +67,7 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
 
 
 def test_scores_and_ablations_are_those_of_the_weights(folder, config, as_experiments_run):
-    """Against plain loops over the sentences, one by one and without padding."""
+    """Compared with plain loops over the sentences, one at a time and without padding."""
     sentences = pretrained.read_sentences(config.pretrained, folder)
     model = pretrained.interop.load(folder)
     looked = pretrained.looker(sentences)(model)

@@ -1,4 +1,4 @@
-"""The report and its pictures: what they show is what was found."""
+"""The report and its pictures show the findings."""
 
 import base64
 import dataclasses
@@ -13,11 +13,11 @@ from experiments.report import figures, page, panels
 from experiments.runs.findings import Findings
 
 SEEDS, LAYERS, HEADS, TOKENS, EXAMPLES = 3, 2, 2, 5, 2
-ORDER = [[0, 1], [1, 0], [0, 1]]  # in the second seed the heads of each layer have changed places
+ORDER = [[0, 1], [1, 0], [0, 1]]  # in the second seed, the heads of each layer are swapped
 
 
 def synthetic(**changes):
-    """A small run of three seeds; the last one fails. Every weight is different, so that a wrong one is seen."""
+    """Findings of a small run of three seeds; the last one fails. All weights differ, so that a wrong one shows."""
     rng = np.random.default_rng(0)
     weights = rng.random((4, EXAMPLES, LAYERS, HEADS, TOKENS, TOKENS))
     weights[-1] **= 3
@@ -50,7 +50,7 @@ def synthetic(**changes):
             True,
             [7, 8, 9],
         ),
-        ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6]),  # of a control
+        ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6]),  # a control
     ]
     roles = ("one_back", "mirror")
     found = {
@@ -100,7 +100,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def coarse(monkeypatch):
-    """Pictures of few pixels, where only their names matter."""
+    """Pictures of few pixels, for tests of their names only."""
     monkeypatch.setattr(figures, "DPI", 30)
 
 
@@ -125,11 +125,11 @@ def test_the_page_stands_alone_and_escapes_its_text(written):
     assert len(page) < 200_000
     assert "default-src 'none'" in page
     assert not re.findall(r"<(?:script|link|img|iframe)[^>]*\b(?:src|href)=(?!\"data:,\")", page)
-    # The name spaces of SVG are the only address: nothing to fetch.
+    # The SVG namespaces are the only addresses: nothing is fetched.
     assert set(re.findall(r"https?://[^\"'\s)]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "{{" not in page
     assert "&lt;img src=x onerror=alert(1)&gt;" in page and "<img" not in page
-    assert page.count("</script>") == 2  # the token of that name ended none
+    assert page.count("</script>") == 2  # the token "</script>" closes none of them
     assert "&lt;i&gt;" in page and "train.note" in page
 
 
@@ -143,7 +143,7 @@ def test_claims_are_readable_without_colour(written):
         ["0.9", "at least 0.85", "0.06", "2 of 3, 2 needed"],
         ["0.175", "at most 0.1", "0.8", "1 of 2, 2 needed"],
     ]
-    # Seeds that failed are marked as such; a control has seeds of its own.
+    # Failed seeds are marked; a control has its own seeds.
     lost = [re.findall(r'class="lost".*?<title>(.*?)</title>', claim) for claim in claims]
     assert lost == [["seed 9: 0.2"], ["seed 6: 0.3"]]
     assert [claim.count('class="untrained"') for claim in claims] == [3, 2]
@@ -219,7 +219,7 @@ def test_a_long_run_keeps_its_first_and_last_step(monkeypatch, tmp_path):
 
 
 def test_what_is_missing_is_left_out(coarse, tmp_path):
-    """One seed of one head in one layer, with nothing beside it."""
+    """One seed of one head in one layer, without optional findings."""
     full = synthetic()
     narrow = dataclasses.replace(
         full,
@@ -241,6 +241,6 @@ def test_what_is_missing_is_left_out(coarse, tmp_path):
     whole, data = path.read_text(encoding="utf-8"), embedded(path)
     assert not re.findall(r'<section id="(claims|heads-table|controls)"', whole)
     text = whole.partition("<script")[0]
-    assert "Thin lines" not in text and "matched" not in text  # there is one seed
+    assert "Thin lines" not in text and "matched" not in text  # there is only one seed
     assert data["curves"] == data["statistics"] == []
     assert data["heads"] == [{"code": "L0H0", "title": "layer 0 head 0", "role": ""}]

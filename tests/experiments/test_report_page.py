@@ -1,4 +1,4 @@
-"""The page of the report in a real browser: what a reader does, and what is shown then."""
+"""The report in a real browser: what a reader does, and what the page then shows."""
 
 import html
 import json
@@ -87,7 +87,7 @@ made.textContent = JSON.stringify(verdict);
 
 
 def browse(page, folder):
-    """The page as Chromium leaves it, and what went to its console."""
+    """The page's final HTML in Chromium, and the messages on its console."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium, chromium-browser or google-chrome found: the report cannot be opened")
@@ -95,7 +95,7 @@ def browse(page, folder):
     flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
     command = [browser, "--headless", *flags, "--enable-logging=stderr", "--v=0", "--window-size=500,900", "--dump-dom"]
     command.append(page.as_uri())
-    # A session of its own, so that its helpers end with it.
+    # In its own session, so that its child processes end with it.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, encoding="utf-8", start_new_session=True, **pipes) as process:
         try:
@@ -129,7 +129,7 @@ def test_the_page_works_in_a_browser(monkeypatch, tmp_path):
         assert abs(float(shown[3]) - weight) < 6e-5  # four decimals
 
     last = findings.example_weights[-1, 0]
-    assert verdict["slider"] == "range"  # which moves with the arrow keys by itself
+    assert verdict["slider"] == "range"  # the browser handles its arrow keys
     assert verdict["keys"][:3] == ["layer 1 head 1", "2: $x", "2: $x"]
     assert abs(float(verdict["keys"][3]) - last[1, 1, 2, 2]) < 6e-5
     assert verdict["opened"][0] == "layer 1 head 1" and verdict["chosen"] == 1
@@ -156,13 +156,13 @@ def check_views(findings, verdict):
 
 
 def check_matrices(findings, verdict):
-    """A cell or a dot for each number, which stands in its tooltip."""
+    """Every number has a cell or a dot, and is in its tooltip."""
     assert [len(cells) for cells in verdict["statistics"]] == [LAYERS * HEADS * 2] * 2
     untrained, trained = verdict["statistics"]
     assert untrained[0] == "L0H0 one back, max weight: 0.300\nseed 7: 0.300\nseed 8: 0.300\nseed 9: 0.300"
     assert trained[0].startswith("L0H0 one back, max weight: 0.800\n")
     assert trained[3].startswith("L0H1 mirror, distance: 5.000\n")
-    # Columns are the four heads and the group; the last seed failed. Seed 8 has its heads in the other order.
+    # The columns are the four heads and the group. The last seed failed; in seed 8, the heads are swapped.
     (cells,), numbers = verdict["ablation"], verdict["numbers"]
     assert len(cells) == len(numbers) == 2 * (LAYERS * HEADS + 1)
     assert cells[0] == "one back, L0H0 one back: 0.900\nseed 7: 0.900\nseed 8: 0.900\nseed 9: 0.300"

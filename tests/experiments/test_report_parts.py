@@ -1,4 +1,4 @@
-"""The parts of the report that calculate: blocks, the weights' budget, the map of the heads and the matrices."""
+"""Calculations for the report: blocks, the budget for weights, the map of the heads and the matrices."""
 
 import base64
 import dataclasses
@@ -30,7 +30,7 @@ def test_blocks_average_queries_and_sum_keys():
     ("steps", "examples", "room", "counts"),
     [
         (10, 3, 30, [10, 10, 10]),  # all of them
-        (10, 3, 16, [10, 3, 3]),  # what the first leaves is shared
+        (10, 3, 16, [10, 3, 3]),  # the others share what the first leaves
         (10, 3, 9, [5, 2, 2]),
         (10, 3, 0, [2, 2, 2]),  # never fewer
         (10, 1, 4, [4]),
@@ -74,7 +74,7 @@ def test_the_map_keeps_the_distances_that_two_dimensions_hold():
 
 def test_names_on_the_map_touch_nothing():
     findings = synthetic()
-    # In pixels. Neither is symmetric, where rounding would choose the axes; in the first there is no room for all names.
+    # In pixels. Neither is symmetric, or rounding would choose the axes. The first has no room for all names.
     for when, corners in enumerate([[(0, 0), (8, 2), (16, 4), (24, 7)], [(0, 0), (250, 0), (250, 130), (0, 120)]]):
         points = np.array(corners) / 400
         findings.divergence[0, when] = ((points[:, None] - points) ** 2).sum(-1)
@@ -92,7 +92,7 @@ def test_statistics_are_coloured_on_their_scale():
     untrained, trained = panels.statistics_matrices(synthetic())
     assert trained.columns == ["max weight", "distance"]
     assert trained.rows == ["L0H0 one back", "L0H1 mirror", "L1H0 one back", "L1H1 mirror"]
-    # Heads are matched: every seed has the same numbers, though its heads stand in another order.
+    # Heads are matched: every seed has the same numbers, with its heads in a different order.
     np.testing.assert_allclose(trained.seeds, [[[0.8, 1], [0.3, 5]] * 2] * 3)
     np.testing.assert_allclose(trained.shades, [[0.8, 0], [0.3, 1]] * 2)  # distance from 1 to 5
     np.testing.assert_allclose(untrained.shades, [[0.3, 0]] * 4)
@@ -119,7 +119,7 @@ def test_roles_have_colours_of_their_own():
 
 
 def large(layers, heads, size, examples, steps, seeds=10):
-    """A run of many numbers, none of which can be packed."""
+    """Findings with many numbers, none of them compressible."""
     rng = np.random.default_rng(0)
     count, both = layers * heads, (seeds, 2, layers, heads)
     accuracy = rng.random((seeds, 3))
@@ -193,7 +193,7 @@ def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = synthetic()
     figures.write_figures(findings, tmp_path / "first")
-    # again without what hangs on optional parts: each kind of drawing is in the rest
+    # again without optional parts; the remaining pictures include every kind of drawing
     few = dataclasses.replace(findings, statistics={}, metrics={}, scores={}, curves={}, controls=[])
     figures.write_figures(few, tmp_path / "second")
     for file in (tmp_path / "second").glob("*.svg"):
@@ -207,4 +207,4 @@ def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
         2,
         2,
         1,
-    ]  # two heads each, the group
+    ]  # two heads each, and the group

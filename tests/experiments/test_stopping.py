@@ -1,4 +1,4 @@
-"""A run that is stopped, starved of disk or no longer listened to: one line, and the same numbers afterwards."""
+"""A run that is stopped, runs out of disk space or loses its reader: one line of output, then the same results."""
 
 import contextlib
 import json
@@ -17,20 +17,14 @@ import numpy as np
 import pytest
 
 from experiments.runs import stopping
+from tests.experiments.processes import TINY, environment
 
 ROOT = Path(__file__).parents[2]
-TINY = """
-name: tiny
-task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
-model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 1, steps: 400, warmup: 1, batch: 4, log_every: 1, look_every: 2, checkpoint_every: 4}
-evaluate: {batch: 8}
-"""
 
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal():
-    """A shell's background jobs ignore SIGINT, and so does all that they start."""
+    """A shell's background jobs ignore SIGINT, and child processes inherit that."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -59,22 +53,16 @@ def folder(tmp_path_factory):
 
 
 def start(folder, out, steps=12, **options):
-    """The command, on one thread and lightly compiled."""
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "TERM": "xterm",
-    }
+    """Starts the command with light compilation."""
     words = ["run", "--config", str(folder / "tiny.yaml"), "--out", str(out), "--train.steps", str(steps)]
     command = [sys.executable, "-m", "experiments", *words]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
+    variables = environment(folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1", TERM="xterm")
+    return subprocess.Popen(command, cwd=ROOT, env=variables, **options)
 
 
 def wait_for(process, out, step):
-    """Until the metrics of ``step`` are written."""
+    """Waits until the metrics of ``step`` are written."""
     lines = out / "metrics.jsonl"
     while process.poll() is None and not (lines.exists() and f'"step": {step},' in lines.read_text()):
         time.sleep(0.005)
@@ -106,8 +94,8 @@ def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path
     process, shown = start(folder, tmp_path / "out", 400, stdout=theirs), bytearray()
     os.close(theirs)
 
-    def read():  # or the terminal would be full, and the run wait
-        with contextlib.suppress(OSError):  # how a terminal says that nobody is at the other end
+    def read():  # otherwise the terminal fills up and the run blocks
+        with contextlib.suppress(OSError):  # raised when the other end of the terminal is closed
             while more := os.read(ours, 65536):
                 shown.extend(more)
 
@@ -142,7 +130,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
     finish(start(folder, out))
     for file in (file for file in (out / "checkpoints" / "12").rglob("*") if file.parent.name == "d"):
         file.write_bytes(file.read_bytes()[:-9])
-    with (out / "metrics.jsonl").open("r+b") as lines:  # beside the older checkpoint all is there
+    with (out / "metrics.jsonl").open("r+b") as lines:  # still complete up to the older checkpoint
         lines.truncate(len(lines.read()) - 100)
     process = start(folder, out)
     error = process.communicate(timeout=300)[1].decode()

@@ -1,8 +1,7 @@
-"""The training loop: resumed to the same bits, refused, stopped; and one experiment from end to end."""
+"""The training loop: resuming bit for bit, errors, stopping; and one experiment from end to end."""
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from experiments.report import page
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
 from experiments.runs.history import History
+from tests.experiments.processes import environment
 
 TINY = """
 name: tiny
@@ -44,17 +44,11 @@ def tiny(tmp_path):
 
 
 def start(file, out, cache):
-    """A process that trains, on one thread: with several, XLA's CPU backend may add in another order every time."""
     code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     return subprocess.Popen(
         [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
         cwd=Path(__file__).parents[2],
-        env=environment,
+        env=environment(cache),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -66,7 +60,7 @@ def finish(process):
 
 
 def kill_after(process, step, out):
-    """Kills without warning, once the metrics of ``step`` are written."""
+    """Kills the process once the metrics of ``step`` are written."""
     while process.poll() is None:
         lines = out / "metrics.jsonl"
         if lines.exists() and f'"step": {step},' in lines.read_text():
@@ -132,7 +126,7 @@ def test_numbers_read_back_as_the_same_float32(tmp_path, getkey):
 
 @pytest.mark.bits
 def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch, capsys):
-    """It stops where a loss is not finite, and keeps the last checkpoint before."""
+    """It stops at a loss that is not finite and keeps the last checkpoint before that."""
     real, words = train._stop_unless_finite, ["--config", str(tiny), "--train.steps", "16"]
 
     def breaks(setup, begin, finite):
@@ -162,7 +156,7 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
     )
     state = jax.tree.map(lambda leaf: leaf[0], setup.init())
     step = jax.jit(lambda state, at: train.train_step(setup, state, setup.keys[0], at))
-    state, metrics = step(state, 0)  # the loss is still that of the untrained model
+    state, metrics = step(state, 0)  # still the untrained model's loss
     assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
 
 
@@ -210,7 +204,7 @@ claims:
 - {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 2}
 - {name: never, statement: Never., metric: "relative:exact_match", at_least: 2.0, needed: 1}
 """)
-    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 1  # for the claim that fails
+    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 1  # a claim fails
     shown = capsys.readouterr().out
     assert "holds" in shown and "fails" in shown and (out / "report.html").exists()
     found = Findings.load(out)
@@ -228,7 +222,7 @@ claims:
     swept = found.curves["exact match over model.num_heads"]["string"]
     assert swept == [[heads, *rows[f"model.num_heads={heads}"]] for heads in (1, 2)]
     assert rows["model.num_heads=2"] == rows["string"]
-    assert not (out / "controls" / "model.num_heads=2").exists()  # the run itself
+    assert not (out / "controls" / "model.num_heads=2").exists()  # the run itself, not a control
     judged = json.loads((out / "claims.json").read_text())
     assert [claim["holds"] for claim in judged] == [True, False]
     assert judged[0]["passed"] == [3, 4] and judged[1]["failed"] == [3, 4] and len(judged[0]["untrained"]) == 2
@@ -291,7 +285,7 @@ def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
     found = evaluate.null(setup, setup.init()["params"])
     assert set(found) == set(setup.task.roles)
     untrained = evaluate.NULL_HEADS
-    beside = 2 * 2 * (evaluate.NULL_BATCH - 1)  # seeds, heads, other sequences: as many as there are
+    beside = 2 * 2 * (evaluate.NULL_BATCH - 1)  # seeds, heads, other sequences: all there are
     sizes = {name: len(values) for name, values in found.items()}
     assert sizes["mirror"] == sizes["first_token"] == untrained
     assert sizes["same key"] == sizes["induction"] == untrained + min(beside, untrained)

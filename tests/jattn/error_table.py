@@ -1,6 +1,6 @@
-"""Wrong calls and the words that their errors must hold: which argument, what came, what was expected.
+"""Wrong calls and the words that must be in their errors: the argument, what it got, what was expected.
 
-Run as a program it makes every call, without a type checker, as users do, and prints what was raised as JSON.
+As a program, makes every call without a type checker, as users do, and prints what was raised as JSON.
 """
 
 import json
@@ -22,7 +22,7 @@ B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
 Q, KEY, VALUE = (np.zeros(shape, np.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 LSE, TOKENS = np.zeros((B, T, N), np.float32), np.zeros((B, T), np.int32)
 RNG = np.zeros(2, np.uint32)
-Row = tuple[Callable[[], object], str]  # what is called, and words that the error holds, all of them
+Row = tuple[Callable[[], object], str]  # a call, and words that must all be in its error
 
 
 def call(*words: str, query=Q, key=KEY, value=VALUE, **options) -> Row:
@@ -46,13 +46,13 @@ def of(make: Callable[[], object], *words: str) -> Row:
 
 
 def both(name: str, *words: str, **options) -> dict[str, Row]:
-    """The same of one head by "xla" and in blocks."""
+    """The same call for one head, by "xla" and in blocks."""
     in_blocks = lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], **options)
     return {f"{name}, one head": one(*words, **options), f"{name}, one head in blocks": (in_blocks, words)}
 
 
 def tables(name: str, make: Callable, *words: str) -> dict[str, Row]:
-    """What is made, and refused when it is made."""
+    """Constructors that raise."""
     return {f"{name}, {n}": (lambda bad=bad: make(bad), words) for n, bad in {
         "a float": 1.5, "a word": "a", "a list": [1, 2], "floats": np.ones(B, np.float32),
     }.items()}  # fmt: skip
@@ -201,7 +201,7 @@ ROWS: dict[str, Row] = {
     "block_mask by head": of(lambda: jattn.block_mask(lambda b, h, q, k: h > q, 4, 4), "block_mask", "num_heads="),
     "block_mask by batch": of(lambda: jattn.block_mask(lambda b, h, q, k: b > q, 4, 4), "block_mask", "batch="),
     "block_mask of 0": of(lambda: jattn.block_mask(Causal(), 4, 4, block_sizes=(0, 1)), "block_sizes", "(0, 1)"),
-    # masks and score functions by themselves
+    # masks and score functions on their own
     **tables("padding", Padding, "Padding"),
     "prefix of 3": of(lambda: Prefix(np.ones(3, int)), "masks.Prefix", "length", "(3,)"),
     **tables("prefix", Prefix, "Prefix"),
@@ -258,7 +258,7 @@ ROWS: dict[str, Row] = {
 
 
 def raised(make: Callable[[], object]) -> list[str] | None:
-    """The type and the message of what a call raises."""
+    """The type and the message of the exception that a call raises."""
     try:
         make()
     except Exception as error:

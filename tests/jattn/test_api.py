@@ -1,4 +1,4 @@
-"""``dot_product_attention``: jax.nn's meaning, one set of bits, clear errors, an honest choice of implementation."""
+"""``dot_product_attention``: same results as jax.nn, stable bits, clear errors, and the choice of implementation."""
 
 import dataclasses
 import inspect
@@ -21,7 +21,7 @@ def qkv(getkey, B=B, T=T, S=S, N=N, K=K, H=H, dtype=jnp.float32):
 
 
 def test_the_signature_is_jax_nns_and_nine_more():
-    """A new idea is a new mask or score function, not a new keyword."""
+    """New features should be masks or score functions, not new keywords."""
     ours = inspect.signature(jattn.dot_product_attention).parameters
     theirs = inspect.signature(jax.nn.dot_product_attention).parameters
     assert list(ours)[: len(theirs)] == list(theirs) or set(theirs) <= set(ours)
@@ -60,7 +60,7 @@ def test_the_same_as_jax_nn(getkey, name):
     out, lse = jattn.dot_product_attention(q, k, v, **options, return_residual=True)
     with jax.numpy_rank_promotion("allow"):
         expected, expected_lse = jax.nn.dot_product_attention(q, k, v, **options, return_residual=True)
-    seen = np.isfinite(lse)  # rows that see nothing are the documented difference
+    seen = np.isfinite(lse)  # rows that see nothing differ, as documented
     np.testing.assert_allclose(out, np.where(seen[..., None], expected, 0), atol=2e-6)
     np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-6)
 
@@ -78,7 +78,7 @@ def test_unbatched(getkey):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [33, 64, 128, 257, 512])
 def test_looking_changes_no_bit(getkey, dtype, length):
-    """The output's bits under jit: alone, with the lse, with the weights, and after looking at their statistics."""
+    """The output is bit-identical under jit: alone, with the lse, with the weights, and with statistics."""
     q, k, v = qkv(getkey, B=1, T=length, S=length, N=2, K=2, H=16, dtype=dtype)
     attend = lambda **options: jattn.dot_product_attention(q, k, v, is_causal=True, **options)
     weights = lambda: jattn.attention_weights(q, k, is_causal=True)
@@ -219,7 +219,7 @@ def request_of(B=B, T=T, S=S, N=N, K=K, H=8, dtype=jnp.bfloat16, **options):
 
 
 class TestCudnn:
-    """cuDNN's file with ``jax.nn``'s dense formula in the kernel's place, so that all round it is tested without a GPU."""
+    """cuDNN's file with ``jax.nn``'s dense formula in place of the kernel, so that the rest is tested without a GPU."""
 
     @staticmethod
     def run(request):

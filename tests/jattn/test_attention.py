@@ -1,4 +1,4 @@
-"""One head, its lifting to many, merging, and dropout's hash."""
+"""Attention of one head, lifting it to many heads, merging, and the hash of dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_over_heads_puts_the_head_axis_where_it_is_told(getkey):
 
 
 def test_over_heads_does_not_repeat_keys(getkey):
-    """No intermediate of grouped queries has the keys once for every query head."""
+    """With grouped queries, no intermediate repeats the keys for every query head."""
     q, k, v = qkv(getkey, S=101, N=6, K=3, D=5)
     jaxpr = jax.make_jaxpr(jattn.over_heads(jattn.attend))(q, k, v)
     sizes = [np.prod(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars]
@@ -128,7 +128,7 @@ def test_merge_joins_attention_over_two_sets_of_keys(getkey):
     whole = jattn.attend(q, k, v, mask=masks.Causal())
     left = jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
     right = jattn.attend(q, k[4:], v[4:], mask=masks.Causal(), kv_positions=jnp.arange(4, 11))
-    assert not np.isfinite(right[1]).all(), "some rows see nothing on the right"
+    assert not np.isfinite(right[1]).all(), "some rows should see nothing on the right"
     assert_same(jattn.merge(*left, *right), whole)
 
 
@@ -139,7 +139,7 @@ def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey, lambda seed: jax.random.key(seed, impl="rbg")])
 def test_dropout_is_a_fair_coin_without_memory(make):
-    """Rate, and correlation between neighbours, rows, heads, sequences and keys: within 5 standard deviations of chance."""
+    """The rate, and correlations of neighbours, rows, heads, sequences and keys, are within 5 standard deviations."""
     key = make(0)
     bits = np.asarray(keep(key), np.float64)
     sigma = 1 / np.sqrt(bits.size)
@@ -169,7 +169,7 @@ def test_dropout_depends_on_the_indices_alone():
 
 
 def test_second_derivatives(getkey):
-    """The rule of the log-sum-exp is differentiable itself: Hessian against finite differences in float64."""
+    """The log-sum-exp's derivative rule is itself differentiable: Hessian against finite differences in float64."""
     with jax.enable_x64(True):
         q, k, v = (x[:, 0].astype(jnp.float64) for x in qkv(getkey, T=2, S=3, H=2, D=2))
 

@@ -1,4 +1,4 @@
-"""Tiles, tables of visible blocks and ``block_mask``, against brute force over every pair."""
+"""Tiles, tables of visible blocks and ``block_mask``, compared with brute force over all pairs."""
 
 import functools
 
@@ -19,8 +19,8 @@ SIZE = (3, 4)
 IDS = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3], [3, 3, 3, 4, 4, 4, 4, 4, 5, 5, 5]])
 TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.6
 
-# Each mask beside what it means, for one pair. Recipes: with them Hypothesis draws no mask itself, whose annotations
-# are checked by samples.
+# Each mask with its meaning for one pair. Hypothesis draws recipes instead of masks, because the masks' annotations are
+# checked by sampling.
 MEANING = {
     "causal": (lambda: Causal(), lambda b, h, q, kv: kv <= q),
     "window": (lambda: SlidingWindow(2, 1), lambda b, h, q, kv: q - 2 <= kv <= q + 1),
@@ -45,7 +45,7 @@ POSITIONS = {
 
 
 def pairs(sees, q_positions=None, kv_positions=None):
-    """``[B,N,T,S]``, pair by pair."""
+    """The visible pairs ``[B,N,T,S]``, one at a time."""
     q, kv = (
         np.broadcast_to(np.arange(length) if x is None else x, (B, 1, length))
         for x, length in ((q_positions, T), (kv_positions, S))
@@ -57,7 +57,7 @@ def pairs(sees, q_positions=None, kv_positions=None):
 
 
 def by_blocks(visible, size=SIZE):
-    """Which blocks of ``visible [..., T, S]`` have a visible pair, and which are whole and all visible."""
+    """Which blocks of ``visible [..., T, S]`` have a visible pair, and which are complete and fully visible."""
     (rows, columns), (T, S) = size, visible.shape[-2:]
     shape = (*visible.shape[:-2], -(-T // rows), -(-S // columns))
     may, must = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -80,7 +80,7 @@ def compare(got, wanted):
 
 
 def check_sound(got, wanted):
-    """No block with a visible pair is called empty, none with a hidden pair or a missing row full."""
+    """No block with a visible pair is called empty, and none with a hidden pair or a missing row is called full."""
     (may, must), (exact_may, exact_must) = got, wanted
     assert (may | ~exact_may).all() and (exact_must | ~np.asarray(must)).all()
 
@@ -131,15 +131,15 @@ class TestVisibleBlocks:
         make, sees = MEANING[name]
         got, wanted = table([make()], positions=POSITIONS[where]), by_blocks(pairs(sees, *POSITIONS[where]))
         check_sound(got, wanted)
-        assert all(isinstance(x, np.ndarray) for x in got), "static in, NumPy out"
-        # unsorted positions bound a block by their range, and a plain function by nothing
+        assert all(isinstance(x, np.ndarray) for x in got), "static input must give NumPy output"
+        # unsorted positions bound a block by their range, and a plain function has no bounds
         if where != "a row for each sequence" and name != "plain":
             compare(got[1:], wanted[1:])
-            if name != "segments" or where == "slots":  # a range of positions beyond the table has no exact ids
+            if name != "segments" or where == "slots":  # positions beyond the table have no exact ids
                 compare(got, wanted)
 
     def test_traced_is_the_same(self):
-        """All masks and positions as arguments of one compiled function, with leading axes ``[B,N]``."""
+        """All masks and positions are arguments of one compiled function, with leading axes ``[B,N]``."""
         made = {name: make() for name, (make, _) in MEANING.items() if name != "plain"}
         q, kv = POSITIONS["a row for each sequence"]
 
@@ -151,7 +151,7 @@ class TestVisibleBlocks:
             compare(jax.tree.leaves(traced[name]), jax.tree.leaves(static[name]))
 
     def test_captured_arrays_are_static(self):
-        """Of masks, positions and slot masks, inside a jitted function and in NumPy."""
+        """For masks, positions and slot masks, inside a jitted function and in NumPy."""
         q, kv = POSITIONS["shifted"]
         some = [
             Segments(jnp.asarray(IDS)) & SlidingWindow(jnp.int32(3)),
@@ -244,7 +244,7 @@ class TestChooseBlocks:
 
         width = jnp.int32(256)
         jax.jit(choose)(width)
-        jax.jit(lambda: choose(width))()  # captured: its value is at hand
+        jax.jit(lambda: choose(width))()  # captured, so its value is known
         assert sizes == [(LARGE, LARGE), (SMALL, SMALL)]
 
     def test_block_sizes_override_and_are_cut_to_the_lengths(self):
@@ -338,7 +338,7 @@ class TestBlockMask:
 
     @hypothesis.given(st.data())
     def test_sound_for_any_block_also_beyond_the_table(self, data):
-        """Of other positions, sequences and heads it knows nothing: they may be visible, and none must."""
+        """Nothing is known about other positions, sequences and heads: they may be visible, but none must be."""
         sees = lambda b, h, q, kv: kv <= q + 3 * b - h
         found = self.staircase()
         ends = (st.lists(st.integers(-1, length), min_size=2, max_size=2).map(sorted) for length in (T, S))
@@ -358,7 +358,7 @@ class TestBlockMask:
     def test_one_table_for_all_where_the_mask_is_the_same(self):
         found = jattn.block_mask(lambda b, h, q, kv: kv <= q, T, S, block_sizes=SIZE)
         got = table([found])
-        assert all(x.shape == (3, 3) for x in got), "no axis for sequences and heads that share it"
+        assert all(x.shape == (3, 3) for x in got), "sequences and heads that share it need no axis"
         compare(got, [x[0, 0] for x in by_blocks(pairs(lambda b, h, q, kv: kv <= q))])
 
     def test_static_outside_jit_also_where_it_is_used_inside(self):
@@ -400,7 +400,7 @@ class TestBlockMask:
             visible = pairs(meaning)
             np.testing.assert_array_equal(joined(1, 2, q, kv), visible[1, 2])
             check_sound(table([joined]), by_blocks(visible))
-        assert not table([~found])[0].all(), "what is full is empty inverted"
+        assert not table([~found])[0].all(), "a full block must be empty in the inverse"
 
     @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
     def test_no_queries_or_no_keys(self, lengths):
@@ -459,4 +459,4 @@ class TestBlockMask:
         n = 4096
         asked = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).any_visible)
         memory = asked.lower(jnp.int32(0)).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < n * n / 8  # a byte a pair would be eight times that
+        assert memory.temp_size_in_bytes < n * n / 8  # one byte per pair would be eight times as much

@@ -1,4 +1,4 @@
-"""What blockwise promises beyond the conformance table: memory, composition, higher orders, the same bits every time."""
+"""Properties of blockwise beyond the conformance table: memory, composition, higher derivatives, reproducible bits."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ def head(T=T, S=S, H=H, D=D):
 
 
 def compare(got, wanted, tolerance=1e-5):
-    """Equal up to ``tolerance`` of the largest number wanted."""
+    """Asserts equality up to ``tolerance`` times the largest expected number."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         scale = float(np.max(np.abs(y), initial=1e-3))
         np.testing.assert_allclose(np.asarray(x) / scale, np.asarray(y) / scale, rtol=0, atol=tolerance)
@@ -107,7 +107,7 @@ class TestComposition:
         compare(jax.jit(lambda: both(in_blocks))(), jax.jit(lambda: both(attend))())
 
     def test_vmap_over_what_the_blocks_depend_on(self):
-        """Then the table is batched, and nothing may be skipped for one that another needs."""
+        """The table of blocks is then batched: a block that one element needs must not be skipped for another."""
         q, k, v = head()
         ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (3, S)), axis=1))
 
@@ -120,7 +120,7 @@ class TestComposition:
     def test_checkpoint_inside_scan_over_layers(self):
         q, k, v = head(D=H)
         k, v = k[:T], v[:T]
-        mods = jnp.array([0.3, 0.6])  # one temperature a layer, captured by the score function
+        mods = jnp.array([0.3, 0.6])  # one temperature per layer, captured by the score function
 
         def gradients(fn):
             @jax.checkpoint
@@ -134,7 +134,7 @@ class TestComposition:
 
     @pytest.mark.parametrize("groups", [(2, 3), (3, 1)])
     def test_heads_one_by_one_or_together(self, groups):
-        """On one CPU device heads go one by one, which the suite's eight devices never choose by themselves."""
+        """On one CPU device, heads are computed one at a time; with the suite's eight devices, this is never chosen."""
         K, G = groups
         query, key, value = (
             jnp.asarray(floats(n, heads, dim, seed=5)) for n, heads, dim in ((T, K * G, H), (S, K, H), (S, K, D))
@@ -177,7 +177,7 @@ class TestComposition:
 
 
 class TestMemory:
-    """XLA's own figures for what it holds beside inputs and outputs; nothing is run."""
+    """XLA's own figures for temporary memory, besides inputs and outputs; nothing is run."""
 
     def temporaries(self, length, what, heads=1, **options):
         x = jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
@@ -209,7 +209,7 @@ class TestMemory:
     def test_the_gradient_of_a_bias_is_summed_block_by_block(self):
         n = 8192
         few, many = (self.temporaries(n, "gradient", heads=heads, bias=(1, 1, n, n)) for heads in (1, 4))
-        assert many - few < 1.5 * n * n * 4  # their sum is one more; a gradient for each head would be three
+        assert many - few < 1.5 * n * n * 4  # their sum takes one more; a gradient for each head would take three
 
 
 @pytest.mark.bits
@@ -238,7 +238,7 @@ def test_asking_for_the_lse_changes_no_bit():
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_one_shape_compiles_once(jitted, caplog):
-    """Also eagerly, where a loop would otherwise compile at every call."""
+    """Also eagerly; otherwise a loop would compile at every call."""
     arrays = [jnp.asarray(floats(1, 19, 2, 7, seed=i)) for i in range(3)]
     mask, mod = masks.Causal() | masks.Prefix(3), score_mods.SoftCap(2.0)
     call = lambda q, k, v: jattn.dot_product_attention(q, k, v, mask=mask, score_mod=mod, implementation="blockwise")
@@ -252,7 +252,7 @@ def test_one_shape_compiles_once(jitted, caplog):
 
 
 def test_a_plain_function_is_asked_again_at_every_eager_call():
-    """What it captures may have changed since it was compiled."""
+    """A captured value may have changed since the function was compiled."""
     arrays = [jnp.asarray(floats(1, 9, 2, 4, seed=i)) for i in range(3)]
     temperature = 1.0
 
@@ -296,10 +296,10 @@ def test_sixteen_bits_err_at_most_twice_as_much_as_dense(dtype):
 
 
 def test_what_it_captures_gets_its_gradient():
-    """Tables, slopes, a temperature, a whole bias, all at once, by a closure."""
+    """A closure captures tables, slopes, a temperature and a whole bias at once."""
     q, k, v = head()
     params = {"table": jnp.asarray(floats(30)), "cap": jnp.float32(1.7), "bias": jnp.asarray(floats(T, S))}
-    offsets = np.arange(30)  # captured, too, but no float
+    offsets = np.arange(30)  # also captured, but not a float
 
     def gradients(fn):
         def of(params):
@@ -314,7 +314,7 @@ def test_what_it_captures_gets_its_gradient():
     compare(gradients(in_blocks), gradients(attend))
 
 
-# Recipes, made in the test: jattn's classes are type-checked by samples, and Hypothesis wants no other randomness.
+# Recipes, built in the test: jattn's classes are type-checked by sampling, and Hypothesis forbids other randomness.
 IDS = [np.sort(np.random.default_rng(seed).integers(0, 4, 40)) for seed in range(8)]
 MASKS = st.recursive(
     st.one_of(
@@ -348,7 +348,7 @@ MODS = st.one_of(
     mod=MODS,
 )
 def test_any_shape_mask_score_function_and_blocks(T, S, sizes, mask, mod):
-    """Values, lse and gradients against the dense formula in float64."""
+    """Values, lse and gradients, compared with the dense formula in float64."""
     arrays, mask = head(T=T, S=S, H=4, D=3), mask()
     fn = functools.partial(blockwise, block_sizes=sizes)
 

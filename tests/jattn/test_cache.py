@@ -1,4 +1,4 @@
-"""Decoding from a cache gives what the full pass gives: chunks of any length, ragged batches, rolling windows."""
+"""Decoding from a cache gives the same as the full pass: chunks of any length, ragged batches, rolling windows."""
 
 import functools
 
@@ -51,9 +51,9 @@ def stepper(layer, **options):
 
 
 def decode(layer, cache, chunks, step=None, **options):
-    """The outputs of all chunks, one behind the other, and the last cache; one compilation per length of a chunk.
+    """The concatenated outputs of all chunks, and the last cache; compiles once per chunk length.
 
-    ``step`` is a ``stepper``'s, for what is decoded more than once.
+    ``step`` is the result of ``stepper``, to decode more than once without compiling again.
     """
     _, x = layer
     step, outputs, start = step or stepper(layer, **options), [], 0
@@ -86,7 +86,7 @@ def test_chunks_equal_the_full_pass(layer, name, scalar):
 @pytest.mark.parametrize("kind", CHUNKS)
 @pytest.mark.parametrize("name", ["window", "a gate"])
 def test_a_rolling_window_of_fixed_size(layer, name, kind):
-    """4 slots give what a full cache gives under a window of 4; also where a chunk is longer than the window."""
+    """4 slots give the same as a full cache with a window of 4, also if a chunk is longer than the window."""
     options = dict(CASES[name])
     options["mask"] = masks.SlidingWindow(3)
     options.pop("is_causal", None)
@@ -100,7 +100,7 @@ def test_a_rolling_window_of_fixed_size(layer, name, kind):
 
 @pytest.mark.parametrize("rolling", [False, True])
 def test_ragged_batches_padded_on_either_side(layer, rolling):
-    """Each sequence gets what it gets alone; what stands in the padding, NaN included, changes nothing."""
+    """Each sequence gives the same as alone, and the contents of the padding, even NaN, change nothing."""
     params, x = layer
     lengths, pads = [7, 4], 7
     left = np.full((B, pads, M), np.nan, np.float32)
@@ -162,7 +162,7 @@ def test_overflow_is_an_error(layer, scalar):
     error, _ = checked(cache, x[:, 5:6])
     with pytest.raises(checkify.JaxRuntimeError, match="more tokens than fit into a cache of 5"):
         error.throw()
-    assert np.isnan(jax.jit(step)(cache, x[:, 5:6])[0]).all(), "unchecked it is at least seen"
+    assert np.isnan(jax.jit(step)(cache, x[:, 5:6])[0]).all(), "without the check, the output must be NaN"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(l
 @pytest.mark.parametrize("rolling", [False, True])
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
 def test_lengths_of_any_integers_where_64_bits_are_enabled(dtype, rolling):
-    """``append`` and what attention reads of a cache; the lengths keep their dtype."""
+    """For ``append`` and for attention to a cache; the lengths keep their dtype."""
     tokens = jnp.arange(1.0, 8.0, dtype=jnp.float32).reshape(1, 7, 1, 1)
     with jax.enable_x64(True):
         for shape in ((), (1,)):

@@ -1,4 +1,4 @@
-"""Circuits of parameters against the matrices they stand for, and on heads built by hand."""
+"""Circuits, compared with the matrices they represent, and on heads built by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def test_the_copying_score_is_that_of_the_circuit(kernels):
 
 
 def test_a_head_that_copies_and_one_that_does_the_opposite():
-    """A token's embedding is its own column of the identity; D is smaller than V, so copying goes through a code."""
+    """A token's embedding is a column of the identity; D is smaller than V, so copying uses a code."""
     code = jnp.linalg.qr(normal(np.random.default_rng(1), (12, 12)))[0][:, :8]
     value = jnp.stack([code, code], 1)  # [M,N,D]
     out = jnp.stack([code.T, -code.T])

@@ -1,4 +1,4 @@
-"""``jattn.heads.divergence`` and ``coarse_weights``: at any length, and against the matrices of weights."""
+"""``jattn.heads.divergence`` and ``coarse_weights``, at any length and compared with the matrices of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def entropy(p):
 
 
 def slow(weights, eligible):
-    """Of ``weights [B,N,T,S]``, pattern by pattern and row by row."""
+    """The divergence of ``weights [B,N,T,S]``, pattern by pattern and row by row."""
 
     def patterns(part):
         rows = {}
@@ -74,15 +74,15 @@ def test_divergence_is_that_of_the_mean_patterns(arrays, name):
 
 
 def test_rows_that_do_not_fit_at_once_are_averaged_all_the_same():
-    """Divergence is a mean over rows, however many of them are held."""
-    keys = compare.WEIGHTS // (2 * N)  # two rows of both sequences at a time, so a third stands alone
+    """Divergence is a mean over all rows, even if they are processed in several parts."""
+    keys = compare.WEIGHTS // (2 * N)  # two rows of both sequences at a time, so the third is processed alone
     rng = np.random.default_rng(5)
     query, key = rng.normal(size=(2, 3, N, 2)), rng.normal(size=(2, keys // 2, 1, 2))
     query, key = query.astype(np.float32) * 2, key.astype(np.float32)
     together = heads.divergence(query, key)
     apart = [heads.divergence(query[:, t : t + 1], key) for t in range(3)]
     for one, rows in zip(together, zip(*apart, strict=True), strict=True):
-        np.testing.assert_allclose(one, np.mean(rows, 0), atol=1e-4)  # an extra row is off by a hundredth
+        np.testing.assert_allclose(one, np.mean(rows, 0), atol=1e-4)  # an extra row would change the mean by 0.01
     assert together[0].max() > 0.01
 
 
@@ -95,7 +95,7 @@ def test_divergence_of_one_sequence_has_no_floor(arrays):
 
 
 def test_equal_heads_are_0_apart_and_opposite_ones_1_never_more():
-    """Some tools report sums of rows, or nats without a maximum: beyond ln 2 there is no divergence of this kind."""
+    """Some tools report sums over rows, which exceed the maximum of this divergence, ln 2 nats."""
     position = 9 * np.eye(9, dtype=np.float32)  # scores of 27 or 0; larger ones round in the exponent
     query = np.stack([position, np.roll(position, 1, 1), position], 1)  # heads 0 and 2: itself; head 1: the next
     between, floor = heads.divergence(np.stack([query, query]), np.stack([position[:, None] * np.ones((1, 3, 1))] * 2))
@@ -105,7 +105,7 @@ def test_equal_heads_are_0_apart_and_opposite_ones_1_never_more():
 
 
 def test_heads_that_look_for_content_differ_from_themselves():
-    """The noise floor: without it a random content head seems to specialise."""
+    """Without the noise floor, a random content head seems to specialise."""
     rng = np.random.default_rng(0)
     content = 3 * rng.normal(size=(8, 32, 2, 8)).astype(np.float32)
     place = np.broadcast_to(3 * rng.normal(size=(32, 2, 8)).astype(np.float32), content.shape)
@@ -115,7 +115,7 @@ def test_heads_that_look_for_content_differ_from_themselves():
 
 
 def test_the_floor_is_as_noisy_as_the_divergence():
-    """Heads of one distribution are as far apart as each is from itself: so nothing real hides below the floor."""
+    """Heads of the same distribution differ as much from each other as from themselves: the floor hides nothing."""
     rng = np.random.default_rng(1)
     for sequences in (8, 32):
         query, key = (2 * rng.normal(size=(sequences, 24, 4, 8)).astype(np.float32) for _ in range(2))

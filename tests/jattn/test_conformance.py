@@ -1,7 +1,7 @@
-"""Every implementation on every case: values, log-sum-exp and gradients against the formula in float64.
+"""Every implementation on every case: values, log-sum-exp and gradients, compared with the formula in float64.
 
-The reference below shares no code with jattn: it loops over pairs in plain Python to see which are visible and writes
-the softmax out. Shapes are distinct primes, so that a swapped axis fails.
+The reference below shares no code with jattn: it loops over pairs in plain Python to find the visible ones and computes
+the softmax explicitly. Axis sizes are distinct primes, so that a swapped axis fails.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ def floats(*shape: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. ``sees`` and ``score`` say in plain terms what ``mask`` functions and score functions in ``options`` mean."""
+    """One call. ``sees`` and ``score`` are plain definitions of the mask and score functions in ``options``."""
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sees: Callable[[int, int, int, int], bool] = lambda b, h, q, kv: True
     score: Callable[..., Any] | None = None  # (params, score, h [N,1,1], q [T,1], kv [1,S]) -> score
     mod: Callable[[Any], Any] | None = None  # params -> score_mod
-    params: np.ndarray | None = None  # what the score function holds
+    params: np.ndarray | None = None  # the score function's arrays
     shape: tuple[int, ...] = (B, T, S, N, K, H, D)
     amplify: float = 1.0  # of the queries
     tolerance: float = 2e-5
@@ -48,31 +48,31 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An implementation, and how it is called."""
+    """An implementation, and how to call it."""
 
     name: str
     implementation: Any
     traced: bool = False  # positions, lengths and masks as arguments of the jitted function
-    divided: bool = False  # a mesh is in force, so arrays may lie on several devices
-    mapped: bool = False  # inside jax.shard_map, each device's arrays its own
+    divided: bool = False  # under a mesh, so arrays may be on several devices
+    mapped: bool = False  # inside jax.shard_map, with arrays local to each device
 
     def __str__(self):
         how = {"traced": self.traced, "on a mesh": self.divided, "in shard_map": self.mapped}
         return ", ".join([self.name, *(name for name, yes in how.items() if yes)])
 
     def in_force(self):
-        """The mesh in force, as a context."""
+        """A context in which the mesh is set."""
         return jax.set_mesh(DEVICES) if self.divided else contextlib.nullcontext()
 
 
-# Lengths are mostly 7 and 11, so 7 queries divide and the others do not; the traced one takes the cases with arrays.
+# Lengths are mostly 7 and 11: 7 queries divide evenly, the others do not. Traced variants run the cases with arrays.
 VARIANTS = [
     Variant("xla", "xla"),
     Variant("cudnn", "cudnn"),
     Variant("blockwise", Blockwise((3, 4))),
     Variant("blockwise", Blockwise((7, 4)), traced=True, divided=True),
-    Variant("decode", Decode(4)),  # the products of all heads together
-    Variant("decode", Decode(4), traced=True, divided=True),  # and apart
+    Variant("decode", Decode(4)),  # products of all heads at once
+    Variant("decode", Decode(4), traced=True, divided=True),  # products of each head
     Variant("xla", "xla", mapped=True),
     Variant("blockwise", Blockwise((3, 4)), mapped=True),
     Variant("decode", Decode(4), mapped=True),
@@ -100,7 +100,7 @@ BUCKETS = floats(8, 3)
 
 
 def t5_bucket(offset, buckets, bidirectional, max_distance):
-    """T5's bucket of one offset kv - q, in plain Python."""
+    """T5's bucket for one offset kv - q, in plain Python."""
     first = 0
     if bidirectional:
         buckets //= 2
@@ -248,7 +248,7 @@ CASES = {
 
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
-    """Everything that is differentiated, float32 NumPy, rounded to the case's dtype first."""
+    """All differentiated arrays, float32 NumPy, rounded to the case's dtype."""
     B, T, S, N, K, H, D = case.shape
     rng = np.random.default_rng(7)
     arrays = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, D)}
@@ -260,7 +260,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 
 
 def visible(case: Case) -> np.ndarray:
-    """``[B,N,T,S]``, pair by pair."""
+    """The visible pairs ``[B,N,T,S]``, one at a time."""
     B, T, S, N, *_ = case.shape
     given = case.options
     q_pos = np.broadcast_to(given.get("query_positions", np.arange(T)), (B, T))
@@ -274,7 +274,7 @@ def visible(case: Case) -> np.ndarray:
 
 
 def reference(case: Case, seen: np.ndarray, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The formula, written out."""
+    """The formula, computed explicitly."""
     B, T, S, N, K, H, D = case.shape
     key, value = (jnp.repeat(given[name], N // K, axis=2) for name in ("key", "value"))
     scale = case.options.get("scale", 1 / np.sqrt(H))
@@ -303,7 +303,7 @@ def reference(case: Case, seen: np.ndarray, given: dict[str, jax.Array]) -> tupl
 
 
 def loss(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Weights every entry of both results differently; rows that see nothing have no lse to weigh."""
+    """A sum of both results with a different factor for each entry; leaves out the lse of rows that see nothing."""
     weigh = [jnp.asarray(np.random.default_rng(9).normal(size=x.shape), jnp.float32) for x in (out, lse)]
     parts = (out, jnp.where(lse == -jnp.inf, 0.0, lse))
     return sum(jnp.sum(x.astype(lse.dtype) * w.astype(lse.dtype)) for x, w in zip(parts, weigh, strict=True))
@@ -330,7 +330,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def caller(case: Case, variant: Variant) -> Callable:
-    """``given -> results and gradients``, jitted; for a traced variant, with all arrays of the options as arguments."""
+    """``given -> results and gradients``, jitted; in a traced variant, all arrays in the options are arguments."""
     arrays = [leaf for leaf in jax.tree.leaves(case.options) if is_array(leaf)] if variant.traced else None
 
     def both(given, arrays):
@@ -375,7 +375,7 @@ def expected(name: str):
 
 
 def skip_where_unsupported(case: Case, variant: Variant) -> None:
-    """Skips with the implementation's own reason; the test would otherwise raise ``Unsupported``."""
+    """Skips the case with the reason that the implementation gives, instead of letting it raise ``Unsupported``."""
     B, T, S, N, K, H, D = case.shape
     q, k, v = (jnp.zeros(shape, case.dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, D)))
     options = dict(case.options) if case.mod is None else {**case.options, "score_mod": case.mod(case.params)}
@@ -390,8 +390,8 @@ def has_arrays(case: Case) -> bool:
     return any(map(is_array, jax.tree.leaves(case.options)))
 
 
-# What the dense formula and the functions of masks (tests/test_masks.py) settle between them is not asked of every other
-# implementation each time: these have the cases in which blocks, tables, groups or numbers differ in kind.
+# Cases that differ in blocks, tables, groups or the kind of numbers. With most implementations, the other cases are
+# slow tests: the dense formula and tests/jattn/test_masks.py already cover what they add.
 IN_KIND = {
     "grouped, with per-head bias and mask", "positions that differ by row", "both lengths and causal",
     "mask function of all four indices", "score function that captures a table, int times float",
@@ -424,7 +424,7 @@ def test_values_lse_and_gradients(variant, name):
 
 
 def compare(got: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Equal up to ``tolerance`` of the largest finite number expected; infinities in the same places; no NaN."""
+    """Asserts equality up to ``tolerance`` times the largest finite expected number, equal infinities, and no NaN."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape
     assert not np.isnan(got).any(), f"NaN in {what}"
@@ -445,7 +445,7 @@ POISONED = {
 
 @pytest.mark.parametrize("name", POISONED)
 def test_what_nobody_sees_may_hold_anything(variant, name):
-    """Bit-identical output and gradients, zeros against NaN or Inf in the unseen slots (and in queries that see nothing)."""
+    """NaN or Inf instead of zeros in unseen slots and in queries that see nothing changes no bit of the results."""
     case = POISONED[name]
     skip_where_unsupported(case, variant)
     given = inputs(case)
@@ -477,7 +477,7 @@ def test_visible_nan_shows_in_every_row_that_sees_it(variant, argument):
 
 
 def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
-    """The kept entries are read off the values: with ``value = identity`` the output is the weights after dropout."""
+    """With ``value = identity``, the output equals the weights after dropout, which shows the kept entries."""
     case = Case(shape=(B, T, S, N, N, H, S))
     q, k = (jnp.asarray(x) for x in (inputs(case)["query"], inputs(case)["key"]))
     v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
@@ -489,12 +489,12 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     dropout, where = Dropout(jax.random.key(3), 0.4), (jnp.arange(T)[:, None], jnp.arange(S)[None, :])
     kept = np.stack([[dropout_keep(dropout_seeds(dropout, b, h), 0.4, *where) for h in range(N)] for b in range(B)])
     compare(dropped, jnp.where(kept, jattn.attention_weights(q, k) / 0.6, 0.0), 1e-6, "weights after dropout")
-    # half of the keys, at their positions: the same entries are kept
+    # half of the keys, at their own positions, keep the same entries
     half = jattn.dot_product_attention(
         q, k[:, 5:], v[:, 5:], **options, kv_positions=np.arange(5, S), return_residual=True
     )[0].transpose(0, 2, 1, 3)
     np.testing.assert_array_equal(half[..., 5:] != 0, dropped[..., 5:] != 0)
-    # one pattern for all heads of all sequences
+    # one pattern for all heads and sequences
     shared = jattn.dot_product_attention(q, k, v, **options, broadcast_dropout=True).transpose(0, 2, 1, 3) != 0
     np.testing.assert_array_equal(shared, np.broadcast_to(shared[:1, :1], shared.shape))
     assert 0.5 < shared.mean() < 0.7
@@ -505,7 +505,7 @@ def test_the_cases_in_kind_are_cases():
 
 
 def test_the_table_is_not_a_dummy():
-    """The comparison notices a wrong mask, a wrong score and a wrong gradient of one entry."""
+    """The comparison detects a wrong mask, a wrong score and a wrong gradient in one entry."""
     case = CASES["causal, top-left"]
     (out, lse), gradients = values_and_gradients(
         lambda x: run(case, Variant("xla", "xla"), x), jax.tree.map(jnp.asarray, inputs(case))

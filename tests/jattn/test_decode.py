@@ -1,4 +1,4 @@
-"""The implementation for few queries, where the conformance table does not reach: what it skips, and where it pays."""
+"""The implementation for few queries, beyond the conformance table: what it skips, and when it is chosen."""
 
 import contextlib
 
@@ -54,7 +54,7 @@ def test_chunks_that_no_query_sees_are_not_computed(arrays, options, chunks, tra
 
 
 def test_products_of_all_heads_together_are_each_heads_own(arrays):
-    """NaN in one kv head's keys and values stays with the query heads that see it."""
+    """NaN in the keys and values of one kv head only affects the query heads that use it."""
     q, k, v = arrays
     k, v = (x.at[0, 7, 1].set(jnp.nan) for x in (k, v))
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -72,7 +72,7 @@ def test_where_it_is_taken():
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (one, cache)]
     assert jattn.explain(types[0], types[1], types[1]) == jattn.explain(one, cache, cache)
     eight, heads = jax.ShapeDtypeStruct((1, 8, 16, 64), "float32"), jax.ShapeDtypeStruct((1, 65536, 16, 64), "float32")
-    assert jattn.explain(eight, heads, heads).startswith("xla: taken")  # every query with every one of 16 key heads
+    assert jattn.explain(eight, heads, heads).startswith("xla: taken")  # every query meets each of 16 key heads
     assert "decode: also possible" in jattn.explain(one, short, short)
     many = jnp.zeros((1, 64, 8, 64))
     assert jattn.explain(many, cache, cache).startswith("blockwise: taken")
@@ -85,7 +85,7 @@ def test_a_chunk_is_a_power_of_two_and_not_tiny():
 
 
 def test_gradients_keep_no_chunk(arrays):
-    """Temporaries are those of one chunk, backward, too."""
+    """Temporary memory is that of one chunk, also in the backward pass."""
 
     def temporaries(length):
         q, k = jnp.zeros((1, 1, 4, 8)), jnp.zeros((1, length, 2, 8))

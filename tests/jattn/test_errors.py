@@ -1,4 +1,4 @@
-"""Every wrong call of a table says what is wrong: the argument, what came, what was expected."""
+"""Errors of wrong calls, from a table: each names the argument, what it got and what was expected."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from tests.jattn.error_table import ROWS
 
 
 def test_every_error_says_what_is_wrong():
-    """In a process of their own, which no type checker watches: as users call."""
+    """In a separate process without a type checker, as users call."""
     command = [sys.executable, Path(__file__).with_name("error_table.py")]
     raised = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     unclear = {}

@@ -1,4 +1,4 @@
-"""jattn's Flax modules beside Flax's own: arguments, parameters, numbers, gradients, weights, checkpoints, dropout.
+"""jattn's Flax modules against Flax's own: arguments, parameters, outputs, gradients, weights, checkpoints, dropout.
 
 Both module systems run the same tests: ``NNX`` and ``LINEN`` make a module a pure function of its parameters.
 """
@@ -24,7 +24,7 @@ B, T, S, M, N = 2, 7, 11, 12, 6
 
 @contextlib.contextmanager
 def flaxs_promotion():
-    """Flax's own code mixes ranks and dtypes, where jattn's tests are strict."""
+    """Flax's own code mixes ranks and dtypes, but jattn's tests are strict."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -108,7 +108,7 @@ MASKS = {
 
 
 def draw(system, seed):
-    """One point of the grid: options of the constructor, the kind of inputs, the mask."""
+    """Draws a point of the grid: constructor options, kind of inputs, mask."""
     rng = np.random.default_rng(seed)
     pick = lambda choices: choices[rng.integers(len(choices))]
     chosen = {name: pick(choices) for name, choices in (OPTIONS | system.drawn).items()}
@@ -121,7 +121,7 @@ def draw(system, seed):
 
 
 def relative(got, expected):
-    """The greatest difference over the greatest value."""
+    """The largest difference over the largest value."""
     got, expected = (np.asarray(x, np.float64) for x in (got, expected))
     return np.abs(got - expected).max() / max(np.abs(expected).max(), 1e-30)
 
@@ -135,7 +135,7 @@ def inputs(dtype=jnp.float32):
 
 @SYSTEMS
 def test_none_of_flaxs_arguments_is_missing(system):
-    """By name, order and default, of constructor, call, ``attention_fn`` and the methods."""
+    """Compares names, order and defaults of constructor, call, ``attention_fn`` and methods."""
     pairs = [(lib.dot_product_attention for lib in (system.ours, system.theirs))]
     for name in system.classes:
         ours, theirs = (getattr(lib, name) for lib in (system.ours, system.theirs))
@@ -145,7 +145,7 @@ def test_none_of_flaxs_arguments_is_missing(system):
         ours, theirs = (dict(inspect.signature(one).parameters) for one in (ours, theirs))
         assert not set(theirs) - set(ours)
         by_place = [p.name for p in theirs.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        by_place = [name for name in by_place if name not in ("parent", "name")]  # Linen's own, last in every module
+        by_place = [name for name in by_place if name not in ("parent", "name")]  # Linen appends them in every module
         assert list(ours)[: len(by_place)] == by_place
         plain = (bool, int, float, str, type(None))
         for name, parameter in theirs.items():
@@ -157,7 +157,7 @@ def test_none_of_flaxs_arguments_is_missing(system):
 
 @SYSTEMS
 def test_names_of_the_module_classes(system):
-    """Linen names parameters after the class, so a checkpoint fits only under the same name."""
+    """Linen names parameters after the class, so a checkpoint only fits a class of the same name."""
     if system is NNX:
         assert jattn.nnx.MultiHeadAttention.__name__ == nnx.MultiHeadAttention.__name__
         return
@@ -198,7 +198,7 @@ def test_the_seeds_draw_every_option(system):
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_drawn_grid_of_options(system, seed):
-    """Same key: bit-equal parameters in the same tree. Values to 1e-6, gradients to 1e-5, and the sown weights."""
+    """The same key gives bit-identical parameters. Outputs agree to 1e-6, gradients to 1e-5, and sown weights too."""
     options, kind, mask, rng = draw(system, seed)
     x, x_kv = inputs()
     args = INPUTS[kind](x, x_kv)
@@ -226,7 +226,7 @@ def test_a_drawn_grid_of_options(system, seed):
     assert (got.dtype, weights.dtype) == (expected.dtype, expected_weights.dtype)
     assert relative(got, expected) < 1e-6
     np.testing.assert_allclose(weights, expected_weights, atol=1e-6)
-    tolerance = 1e-5 if options["param_dtype"] == jnp.float32 else 2e-2  # a gradient of 8 bits rounds to 8 bits
+    tolerance = 1e-5 if options["param_dtype"] == jnp.float32 else 2e-2  # bfloat16 gradients have 8 bits
     scale = max(np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(expected_gradients))
     for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True):
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=tolerance * scale)
@@ -235,7 +235,7 @@ def test_a_drawn_grid_of_options(system, seed):
 @SYSTEMS
 @pytest.mark.parametrize("explicit", [False, True], ids=["by promotion", "by dtype="])
 def test_bfloat16_errs_no_more_than_flax(system, explicit):
-    """Against Flax's own formula in float64; the root mean square over sixteen draws."""
+    """Compared with Flax's formula in float64; root mean square over sixteen draws."""
     options = {"dtype": jnp.bfloat16} if explicit else {"param_dtype": jnp.bfloat16}
     dtype = jnp.float32 if explicit else jnp.bfloat16
     errors = {"ours": [], "theirs": []}
@@ -297,7 +297,7 @@ def test_asking_for_weights_changes_no_bit(system):
 @SYSTEMS
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_dropout_agrees_in_distribution(system, broadcast):
-    """Mean and variance of the output over 400 keys, as Flax's; one pattern for all heads and sequences, or not."""
+    """Mean and variance of the output over 400 keys match Flax's, with and without a shared pattern."""
     x, _ = inputs()
     options = {"dropout_rate": 0.4, "broadcast_dropout": broadcast}
     moments = {}
@@ -315,11 +315,11 @@ def test_dropout_agrees_in_distribution(system, broadcast):
     np.testing.assert_allclose(ours[2], theirs[2], atol=1e-6)
     deviation = np.sqrt(theirs[1] / 400)
     assert (np.abs(ours[0] - theirs[0]) < 7 * deviation).all()
-    np.testing.assert_allclose(ours[1].mean(), theirs[1].mean(), rtol=0.1)  # the same pattern in all heads adds up
+    np.testing.assert_allclose(ours[1].mean(), theirs[1].mean(), rtol=0.1)  # a shared pattern adds up over heads
 
 
 def test_which_weights_are_dropped_together():
-    """Read off the values: with ``value = identity`` the output is the weights after dropout."""
+    """With ``value = identity``, the output equals the weights after dropout."""
     q = jax.random.normal(jax.random.key(0), (B, T, N, 5))
     v = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, N, T))
     for fn in (jattn.nnx.dot_product_attention, jattn.linen.dot_product_attention):
@@ -356,7 +356,7 @@ def test_who_decides_whether_dropout_is_on(system):
             apply(params, x, deterministic=False)
     else:
         module = jattn.nnx.MultiHeadAttention(N, M, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0, dropout=1))
-        assert relative(module(x), module(x)) > 0.01, "the stream goes on"
+        assert relative(module(x), module(x)) > 0.01, "the stream must advance"
         module = jattn.nnx.MultiHeadAttention(
             N, M, dropout_rate=0.5, deterministic=False, keep_rngs=False, rngs=nnx.Rngs(0)
         )
@@ -376,7 +376,7 @@ def test_a_function_of_the_users_gets_flaxs_keywords(system):
         seen[library] = {name for name in keywords if name != "kwargs"}
         return system.theirs.dot_product_attention(query, key, value, **keywords)
 
-    if system is LINEN:  # Flax gives a function those of the keywords that its signature names
+    if system is LINEN:  # Flax passes the keywords in the function's signature
 
         def named(library):
             def fn(query, key, value, mask=None, dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
@@ -406,7 +406,7 @@ def test_a_function_of_the_users_gets_flaxs_keywords(system):
 
 @SYSTEMS
 def test_flaxs_modules_with_jattns_attention_fn(system):
-    """The cheapest way in: the model's own layers stay, sown weights included, and gain what ``partial`` brings."""
+    """The simplest way to use jattn: models keep their layers and sown weights, and gain the options in ``partial``."""
     x, x_kv = inputs()
     ours = system.ours.dot_product_attention
     mask = jnp.asarray(np.random.default_rng(1).random((B, 1, T, S)) < 0.6).at[:, :, :, 0].set(True)
@@ -422,7 +422,7 @@ def test_flaxs_modules_with_jattns_attention_fn(system):
                 assert relative(got, expected) < 1e-6
         position = jattn.positions.Rotary(fraction=1.0)
         capped = functools.partial(ours, position=position, score_mod=jattn.score_mods.SoftCap(2.0), is_causal=True)
-        if system is LINEN:  # Flax's Linen module looks its keywords up in the signature, which partial keeps
+        if system is LINEN:  # Flax's Linen module looks keywords up in the signature, which partial keeps
             _, upgraded = system.make(system.theirs, x, jax.random.key(0), attention_fn=capped)
             _, whole = system.make(
                 system.ours, x, jax.random.key(0), position=position, score_mod=jattn.score_mods.SoftCap(2.0)
@@ -431,7 +431,7 @@ def test_flaxs_modules_with_jattns_attention_fn(system):
 
 
 def test_quantised_products_go_to_flax():
-    """``qk_attn_weights_einsum_cls`` and its like: honoured, not ignored."""
+    """``qk_attn_weights_einsum_cls`` and similar options are used, not ignored."""
     x, _ = inputs()
     calls = []
 

@@ -1,4 +1,4 @@
-"""The Flax modules under Flax's transforms, what they add to Flax's, and where they differ from it on purpose."""
+"""The Flax modules under Flax's transforms, their additional features, and their intended differences from Flax."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def flaxs_promotion():
 
 
 def test_the_modules_and_the_function_agree(getkey, x):
-    """NNX, Linen and ``multi_head_attention`` on the same parameters: one set of numbers, with everything switched on."""
+    """NNX, Linen and ``multi_head_attention`` agree on the same parameters, with all options in use."""
     params = jattn.init_multi_head(getkey(), M, N, num_kv_heads=K, head_dim=5, value_dim=D, use_bias=True)
     params = jax.tree.map(lambda p: p if p.ndim == 3 else jax.random.normal(getkey(), p.shape), params)
     positions = jnp.arange(T)[None] + jnp.array([[0], [5]])
@@ -62,7 +62,7 @@ def test_the_modules_and_the_function_agree(getkey, x):
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_query_and_key_norms(getkey, x, norm):
-    """Of each head's features; the layer norm is Flax's ``normalize_qk``."""
+    """They normalise each head's features; the layer norm is Flax's ``normalize_qk``."""
     in_linen = jattn.linen.MultiHeadAttention(N, qk_norm=norm)
     params = in_linen.init(getkey(), x)
     assert params["params"]["query_ln"]["scale"].shape == (M // N,)
@@ -100,7 +100,7 @@ def test_any_number_of_batch_axes(getkey):
     np.testing.assert_allclose(module.apply(params, x[0, 0]), module.apply(params, x)[0, 0], atol=1e-6)
     of_all = module.apply(params, x, head_gate=gate[0, 0])
     np.testing.assert_allclose(of_all[2], module.apply(params, x[2], head_gate=gate[0, 0]), atol=1e-6)
-    shared = module.apply(params, x, mask=mask[0])  # as broadcasting has it, the same for the first axis
+    shared = module.apply(params, x, mask=mask[0])  # by broadcasting, the same along the first axis
     np.testing.assert_allclose(shared[1], module.apply(params, x[1], mask=mask[0]), atol=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_what_does_not_divide_is_refused(options):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_nnx_transforms(getkey, x, graph):
-    """jit, grad, split and merge, and layers stacked by vmap and run by scan, in both of NNX's modes."""
+    """jit, grad, split and merge, and layers stacked by vmap and run by scan, in both NNX modes."""
     with nnx.set_graph_mode(graph):
         module = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0), **BEYOND)
         graphdef, state = nnx.split(module)
@@ -147,7 +147,7 @@ def test_nnx_transforms(getkey, x, graph):
 
 
 def test_bridge_between_the_module_systems(getkey, x):
-    """Each system's module inside the other's, with its parameters."""
+    """A module of each system inside a module of the other, with its parameters."""
     inside = nnx.bridge.ToNNX(jattn.linen.MultiHeadAttention(N), rngs=nnx.Rngs(0)).lazy_init(x)
     params = nnx.to_pure_dict(nnx.state(inside, nnx.Param))
     np.testing.assert_allclose(inside(x), jattn.linen.MultiHeadAttention(N).apply({"params": params}, x), atol=1e-6)
@@ -157,7 +157,7 @@ def test_bridge_between_the_module_systems(getkey, x):
 
 
 class Block(linen.Module):
-    """One layer on a residual stream, as a carry."""
+    """One layer on a residual stream, as the body of a scan."""
 
     @linen.compact
     def __call__(self, x, _):
@@ -183,7 +183,7 @@ def test_linen_transforms(getkey, x):
 
 
 def test_sharding_metadata_of_the_parameters():
-    """As Flax's: metadata given for kernels and biases sits on the parameters."""
+    """As in Flax, the metadata for kernels and biases is attached to the parameters."""
     options = {"kernel_metadata": {"kind": "qkv"}, "out_kernel_metadata": {"kind": "out"}, "bias_metadata": {"kind": "bias"},
                "query_ln_scale_metadata": {"kind": "query"}, "key_ln_scale_metadata": {"kind": "key"}}  # fmt: skip
     ours, theirs = (
@@ -196,11 +196,11 @@ def test_sharding_metadata_of_the_parameters():
     assert kinds(ours) == kinds(theirs) and None not in kinds(ours).values()
 
 
-# --- where Flax is wrong or silent: the table of docs/flax.md, row by row ---
+# --- the differences from Flax listed in docs/flax.md, row by row ---
 
 
 def test_a_row_that_sees_nothing_is_zero(x):
-    """Flax: the mean of all values, padding included."""
+    """Flax gives the mean of all values, including padding."""
     mask = jnp.ones((B, 1, T, T), bool).at[:, :, 2].set(False)
     ours = jattn.nnx.MultiHeadAttention(N, M, use_bias=False, rngs=nnx.Rngs(0))
     theirs = nnx.MultiHeadAttention(N, M, use_bias=False, decode=False, rngs=nnx.Rngs(0))
@@ -210,7 +210,7 @@ def test_a_row_that_sees_nothing_is_zero(x):
 
 
 def test_is_causal_with_a_padding_mask(x):
-    """``(B,1,1,S)``: Flax's weights path takes the mask's shape for that of the scores, and fails."""
+    """A mask ``(B,1,1,S)``: Flax fails when it returns weights, because it uses the mask's shape for the scores."""
     mask = jnp.arange(T)[None, None, None] < jnp.array([4, T]).reshape(B, 1, 1, 1)
     ours = jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))
     both = mask & (np.tri(T) > 0)[None, None]
@@ -223,7 +223,7 @@ def test_is_causal_with_a_padding_mask(x):
 
 
 def test_is_causal_while_decoding(x):
-    """Flax 0.12.8 then lets each token see the first alone; later ones ignore it, as here."""
+    """Flax 0.12.8 lets each token see only the first; later versions ignore ``is_causal`` when decoding, as here."""
     module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
     module.init_cache(x.shape)
     got = jnp.concatenate([module(x[:, i : i + 1], is_causal=True) for i in range(T)], axis=1)
@@ -231,7 +231,7 @@ def test_is_causal_while_decoding(x):
 
 
 def test_decode_may_be_left_unsaid(x):
-    """Flax wants it said, at construction or at the call."""
+    """Flax requires ``decode`` at construction or at the call."""
     np.testing.assert_array_equal(
         jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))(x),
         jattn.nnx.MultiHeadAttention(N, M, decode=False, rngs=nnx.Rngs(0))(x),
@@ -242,7 +242,7 @@ def test_decode_may_be_left_unsaid(x):
 
 @pytest.mark.bits
 def test_sowing_weights_changes_no_bit_in_bfloat16(x):
-    """Flax computes the output by another formula when weights are asked for."""
+    """Flax uses a different formula for the output when weights are requested."""
     differs = {}
     for name, kind in (("ours", jattn.nnx.MultiHeadAttention), ("theirs", nnx.MultiHeadAttention)):
         with flaxs_promotion():
@@ -255,7 +255,7 @@ def test_sowing_weights_changes_no_bit_in_bfloat16(x):
 
 
 def test_precision_reaches_the_products(x):
-    """Flax's NNX drops it where neither dropout nor weights are asked for."""
+    """Flax's NNX ignores it unless dropout or weights are requested."""
 
     def precisions(kind):
         module = kind(N, M, precision="highest", decode=False, rngs=nnx.Rngs(0))

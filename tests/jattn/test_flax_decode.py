@@ -1,4 +1,4 @@
-"""Decoding with the modules: Flax's own protocol, token by token and in chunks, and a cache that is handed over."""
+"""Decoding with the modules: Flax's protocol, token by token and in chunks, and with an explicit cache."""
 
 import functools
 
@@ -32,7 +32,7 @@ def x():
 
 
 class NNX:
-    """Flax's protocol: ``init_cache`` with the greatest length, then calls with ``decode=True``."""
+    """Flax's protocol: ``init_cache`` with the maximum length, then calls with ``decode=True``."""
 
     own = jattn.nnx.MultiHeadAttention
     flaxs = nnx.MultiHeadAttention
@@ -55,7 +55,7 @@ class NNX:
 
 
 class LINEN:
-    """Flax's protocol: ``init`` with an input of the greatest length, then ``apply`` with ``mutable=["cache"]``."""
+    """Flax's protocol: ``init`` with an input of the maximum length, then ``apply`` with ``mutable=["cache"]``."""
 
     own = jattn.linen.MultiHeadDotProductAttention
     flaxs = linen.MultiHeadDotProductAttention
@@ -89,7 +89,7 @@ SYSTEMS = pytest.mark.parametrize("system", [NNX, LINEN], ids=["nnx", "linen"])
 
 @SYSTEMS
 def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
-    """Token by token, with a mask over the cache's slots: outputs, the three arrays and their names."""
+    """Outputs, and the three arrays of the cache and their names, token by token with a mask over the cache's slots."""
     mask = jnp.asarray(np.random.default_rng(0).random((B, 1, T, T)) < 0.7).at[:, :, :, 0].set(True)
     call = lambda start, length: {"mask": mask[:, :, start : start + length]}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -112,7 +112,7 @@ def test_decoding_equals_the_full_pass(system, options, x):
 @SYSTEMS
 @pytest.mark.parametrize("index", ["int32", "uint32", "int64"])
 def test_decoding_where_64_bits_are_enabled(system, index, x):
-    """Whatever the index counts in, it goes on counting in; a chunk without tokens is none the worse."""
+    """The index keeps its dtype, and a chunk without tokens works."""
     with jax.enable_x64(True):
         expected = system.full(system.own, x, {"is_causal": True})
         got, cache, _ = system.decode(system.own, x, [4, 0, 1, 4], index=index)
@@ -130,7 +130,7 @@ def test_a_mask_of_positions_decides_by_itself(system, x):
 
 @SYSTEMS
 def test_a_function_of_the_users_decodes_too(system, x):
-    """By Flax's own route: all slots and a mask array; in chunks as well."""
+    """As in Flax, it gets all slots and a mask array; also in chunks."""
     flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], attention_fn=flaxs)
@@ -176,7 +176,7 @@ def test_too_many_tokens(system, x):
 @SYSTEMS
 @pytest.mark.parametrize("rolling", [False, True])
 def test_a_cache_that_is_handed_over(system, rolling, x):
-    """The way of pure functions: ``(y, cache) = layer(x, cache=cache)``; ragged, padded on the left."""
+    """In functional style, ``(y, cache) = layer(x, cache=cache)``, for a ragged batch padded on the left."""
     cache = jattn.init_cache(B, 4 if rolling else T, 3, 4, value_dim=5, rolling=rolling)
     window = masks.SlidingWindow(3) if rolling else masks.Causal()
     if system is NNX:
@@ -204,7 +204,7 @@ def test_decoding_compiles_once(x):
 
 
 def test_set_view_builds_the_cache(x):
-    """Flax's checks for attributes that are always there, and builds none."""
+    """Flax's own checks for attributes that always exist, and builds no cache."""
     module = nnx.view(jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0)), decode=True, batch_size=B, max_length=T)
     got = jnp.concatenate([module(x[:, i : i + 1]) for i in range(T)], axis=1)
     np.testing.assert_allclose(got, NNX.full(NNX.own, x, {"is_causal": True}), atol=1e-5)

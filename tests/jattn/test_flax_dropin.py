@@ -1,4 +1,4 @@
-"""What a model may use of Flax's attention beside the main class and function, and what surprised users of jattn's."""
+"""Other parts of Flax's attention API that models may use, and regression tests for jattn's modules."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ def qkv():
 
 
 def signature(fn):
-    """(name, default, kind) of each argument; a function or class as default counts as one."""
+    """(name, default, kind) of each argument; all callable defaults count as equal."""
     parameters = inspect.signature(fn).parameters.values()
     return [(p.name, callable(p.default) or p.default, p.kind) for p in parameters]
 
@@ -47,7 +47,7 @@ def signature(fn):
     ids=["nnx weights", "linen weights", "linen SelfAttention"],
 )
 def test_signatures_begin_as_flaxs(ours, theirs):
-    """Names, order, defaults and kinds; what is jattn's comes behind and by keyword."""
+    """Names, order, defaults and kinds; jattn's own arguments follow and are keyword-only."""
     ours, theirs = signature(ours), signature(theirs)
     assert ours[: len(theirs)] == theirs
     assert all(
@@ -84,7 +84,7 @@ def test_weights_are_flaxs(ours, theirs, qkv):
             ours.dot_product_attention_weights(query, key, einsum=einsum),
             ours.dot_product_attention_weights(query, key), atol=1e-6,
         )  # fmt: skip
-        assert len(formulas) == 1, "a product of the user's own is used"
+        assert len(formulas) == 1, "the custom product must be used"
 
 
 @LIBRARIES
@@ -117,7 +117,7 @@ def test_self_attention_is_flaxs():
 
 
 def test_a_mask_for_the_values_warns_as_in_flax():
-    """Flax's third argument was once the mask; an array for the values that has a mask's shape is suspicious."""
+    """Flax's third argument used to be the mask, so values with the shape of a mask are suspicious."""
     (x,) = arrays((B, T, M))
     for library in (linen, jattn.linen):
         module = library.MultiHeadDotProductAttention(N)
@@ -133,9 +133,24 @@ def test_a_mask_for_the_values_warns_as_in_flax():
         assert not caught
 
 
+def test_captured_intermediates_are_flaxs():
+    """A filter that accepts every method captures those that Flax's module has, and none of jattn's own."""
+    (x,) = arrays((B, T, M))
+
+    def captured(library):
+        module = library.MultiHeadDotProductAttention(N, decode=True)
+        variables = module.init(jax.random.key(0), x)
+        collections = ["cache", "intermediates"]
+        _, state = module.apply(variables, x[:, :1], capture_intermediates=lambda *_: True, mutable=collections)
+        return state["intermediates"]
+
+    theirs, ours = (jax.eval_shape(functools.partial(captured, library)) for library in (linen, jattn.linen))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
 @LIBRARIES
 def test_masks_and_biases_of_few_axes(ours, theirs, qkv):
-    """Of rank 0 and 1 they broadcast, as arrays do; with several batch axes and none as well."""
+    """Rank 0 and 1 broadcast like arrays, also with several batch axes and without any."""
     visible, bias = jnp.arange(S) < 4, jnp.linspace(-1.0, 1.0, S)
     attend = jax.jit(ours.dot_product_attention)
     several = tuple(jnp.stack([x, -x]) for x in qkv)
@@ -150,7 +165,7 @@ def test_masks_and_biases_of_few_axes(ours, theirs, qkv):
 
 @LIBRARIES
 def test_no_queries(ours, theirs, qkv):
-    """With several batch axes there was nothing to divide by."""
+    """With several batch axes, this used to divide by zero."""
     query, key, value = (jnp.stack([x, -x]) for x in qkv)
     assert ours.dot_product_attention(query[:, :, :0], key, value).shape == (2, B, 0, N, H)
     assert ours.dot_product_attention(query[:0], key[:0], value[:0]).shape == (0, B, T, N, H)
@@ -158,7 +173,7 @@ def test_no_queries(ours, theirs, qkv):
 
 @LIBRARIES
 def test_a_dropout_rate_of_one_drops_everything(ours, theirs, qkv):
-    """Flax's formula divides by 0 there and gives NaN (``nnx`` after 0.12.8 refuses the rate)."""
+    """Flax's formula divides by 0 and gives NaN (``nnx`` after 0.12.8 rejects the rate)."""
     drop = {"dropout_rate": 1.0, "dropout_rng": jax.random.key(0)}
     gradient = jax.grad(lambda q: ours.dot_product_attention(q, *qkv[1:], **drop).sum())(qkv[0])
     np.testing.assert_array_equal(gradient, jnp.zeros_like(qkv[0]))
@@ -169,11 +184,11 @@ def test_a_dropout_rate_of_one_drops_everything(ours, theirs, qkv):
     else:
         module = ours.MultiHeadAttention(N, dropout_rate=1.0, deterministic=False)
         y, _ = module.init_with_output({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
-    np.testing.assert_array_equal(y, jnp.zeros_like(x))  # the biases are 0 at first
+    np.testing.assert_array_equal(y, jnp.zeros_like(x))  # the biases are initially 0
 
 
 def test_flaxs_names_may_be_bound_to_jattns(monkeypatch, qkv):
-    """A program that replaces ``linen.dot_product_attention`` still reaches Flax's for products of its own."""
+    """A program that replaces ``linen.dot_product_attention`` can still use Flax's with custom products."""
     monkeypatch.setattr(linen, "dot_product_attention", jattn.linen.dot_product_attention)
     monkeypatch.setattr(linen, "dot_product_attention_weights", jattn.linen.dot_product_attention_weights)
     query, key, value = qkv

@@ -1,7 +1,7 @@
-"""Whole models of the kind that Flax's examples train, on Flax's attention and on jattn's: bit-equal parameters.
+"""Models like those in Flax's examples, with Flax's attention and with jattn's: bit-identical parameters.
 
 Linen: an encoder and a decoder with a cache, as for translation and language modelling. NNX: a vision transformer with
-a class token and a head that pools by attention. The models are written once, for either library.
+a class token and a head that pools by attention. Each model is written once for both libraries.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ B, S, T, M, N, VOCABULARY = 2, 7, 6, 16, 4, 11
 
 @pytest.fixture(autouse=True)
 def flaxs_promotion():
-    """Flax's own code mixes ranks and dtypes, where jattn's tests are strict."""
+    """Flax's own code mixes ranks and dtypes, but jattn's tests are strict."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def assert_close(got, expected, tolerance):
-    """Every leaf, as a part of the greatest value of all."""
+    """Compares every leaf, relative to the largest value of all."""
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale), got, expected)
 
@@ -106,7 +106,7 @@ def test_a_sequence_to_sequence_model_in_linen():
     jax.tree.map(np.testing.assert_array_equal, ours[0], theirs[0])
     for got, expected, tolerance in zip(ours[1:], theirs[1:], (1e-6, 1e-5, 1e-6, 1e-6), strict=True):
         assert_close(got, expected, tolerance)
-    assert_close(ours[3], ours[1], 1e-5)  # decoding gives what the whole sequence gives
+    assert_close(ours[3], ours[1], 1e-5)  # decoding gives the same as the whole sequence
 
 
 # --- NNX: a vision transformer ---

@@ -1,4 +1,4 @@
-"""Score functions in Flax's modules: their float arrays become parameters, which are learned like any other."""
+"""Score functions in the Flax modules: their float arrays become learned parameters."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def t5(table):
     return score_mods.RelativeBias(table, max_distance=4)
 
 
-# a score function from the array that is learned in it, and that array, if there is one
+# a score function made from its learned array, and that array, if any
 MODS = {
     "ALiBi": (score_mods.Alibi, score_mods.alibi_slopes(N)),
     "T5": (t5, np.random.default_rng(0).normal(size=(8, N)).astype(np.float32)),
@@ -39,10 +39,10 @@ MODS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """A score function of the user's."""
+    """A user-defined score function."""
 
     rate: jax.Array  # [N]
-    steps: jax.Array  # integers: data, but nothing to learn
+    steps: jax.Array  # integers: data that is not learned
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return score - self.rate[h] * ((kv_idx - q_idx) % self.steps)
@@ -95,7 +95,7 @@ def in_linen(params, x, mod):
 
 @pytest.mark.parametrize("name", MODS)
 def test_what_is_learned_is_what_the_function_of_it_says(params, x, name):
-    """Output, and the gradient of the array, as of ``multi_head_attention``; nothing to learn, no parameters."""
+    """Output and gradient match ``multi_head_attention``; without arrays there are no parameters."""
     make, array = MODS[name]
 
     def of(array):
@@ -124,7 +124,7 @@ def test_what_is_learned_is_what_the_function_of_it_says(params, x, name):
 
 
 def test_parameters_carry_the_names_of_the_fields_in_both_systems(params, x):
-    """So that one system's parameters fit the other; and integers are data, which no optimizer touches."""
+    """Parameters of one system fit the other; integers are data and not optimised."""
     decay = Decay(jnp.array([0.5, 2.0]), jnp.array(3))
     expected = jattn.multi_head_attention(params, x, score_mod=decay)
     _, y, module = in_nnx(params, x, decay)
@@ -142,7 +142,7 @@ def test_parameters_carry_the_names_of_the_fields_in_both_systems(params, x):
 
 
 def test_an_optimizer_learns_it(params, x, as_experiments_run):
-    """And the array that the module was made from stays as it was, also where parameters are donated."""
+    """The array that the module was made from is unchanged, even if parameters are donated."""
     table = jnp.asarray(MODS["T5"][1])
     gradients, _, module = in_nnx(params, x, t5(table))
     (gradient,) = jax.tree.leaves(gradients)
@@ -158,7 +158,7 @@ def test_an_optimizer_learns_it(params, x, as_experiments_run):
 
 
 def test_one_that_is_given_to_the_call_stays_fixed(params, x):
-    """It takes the place of the module's own, and is no parameter; nor are an ``nnx.Variable``'s values."""
+    """It replaces the module's own and is not a parameter; neither are the values of an ``nnx.Variable``."""
     fixed = score_mods.Alibi(jnp.array([1.0, 0.25]))
     expected = jattn.multi_head_attention(params, x, score_mod=fixed)
     for own in (None, t5(MODS["T5"][1])):

@@ -1,4 +1,4 @@
-"""``fold_weights`` in many tiny blocks, against sums over the dense weights."""
+"""``fold_weights`` in many tiny blocks, compared with sums over the dense weights."""
 
 import functools
 
@@ -22,7 +22,7 @@ def inputs(dtype=jnp.float32):
     return jnp.asarray(floats(B, T, N, H, seed=1), dtype), jnp.asarray(floats(B, S, K, H, seed=2), dtype)
 
 
-# 3 x 4, which divide neither length
+# 3 x 4, which divides neither length
 SMALL = Blockwise((3, 4))
 fold_weights = functools.partial(jattn.fold_weights, implementation=SMALL)
 
@@ -34,7 +34,7 @@ def compare(got, wanted, tolerance=1e-5):
 
 
 def look(carry, weights, q_idx, kv_idx):
-    """Entropy, expected distance and largest log-weight of each row, column sums, all weights, a count."""
+    """A step that accumulates row entropies, distances and largest log-weights, column sums, weights and a count."""
     q, kv, far = q_idx[:, 0], kv_idx[0], abs(q_idx - kv_idx).astype(weights.dtype)
     logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
     return {
@@ -57,7 +57,7 @@ NOTHING = {
 
 
 def dense(weights):
-    """What ``look`` finds, from all weights."""
+    """The results of ``look``, computed from all weights."""
     far = abs(np.arange(T)[:, None] - np.arange(S)).astype(weights.dtype)[None, None]
     logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
     return {
@@ -71,7 +71,7 @@ def dense(weights):
 
 
 def gather(query, key, **options):
-    """All weights, block by block; a step that writes where none is would be found out."""
+    """All weights, gathered block by block, so that writes outside the weights would show."""
     zeros = np.zeros((query.shape[-3], key.shape[-3]), np.float64 if query.dtype == np.float64 else np.float32)
     return fold_weights(lambda carry, w, q_idx, kv_idx: carry.at[q_idx, kv_idx].add(w), zeros, query, key, **options)
 
@@ -130,7 +130,7 @@ class TestValues:
         compare(found, jax.jit(dense)(weights_of(*inputs(), **options)))
 
     def test_the_largest_logit(self):
-        """``log w + lse`` of what is seen."""
+        """``log w + lse`` at the visible pairs."""
         (query, key), lengths = inputs(), np.array([11, 8])
         lse = lse_of(query, key, scale=1.0, key_value_seq_lengths=lengths)
 
@@ -182,7 +182,7 @@ class TestValues:
         np.testing.assert_array_equal(found, np.full((B, N), 0.5))
 
     def test_every_block_that_is_not_empty_comes_once_and_no_other(self):
-        """Slots count on behind the last row and column, and weights there are 0."""
+        """Slot indices continue past the last row and column, where the weights are 0."""
         query, key = inputs()
         seen = []
 
@@ -198,7 +198,7 @@ class TestValues:
 
 
 class TestDerivatives:
-    """Reverse mode through a step that only adds, in inputs and in what step and score function capture."""
+    """Reverse mode through a step that only adds, for inputs and for arrays captured by the step and score function."""
 
     @staticmethod
     def given():
@@ -247,7 +247,7 @@ class TestDerivatives:
         compare(got, self.results(self.in_full, options, clean))
 
     def test_uncompiled_and_of_a_captured_array_alone(self):
-        """Nothing but what the step captures is traced then."""
+        """Only what the step captures is then traced."""
         given = self.given()
         got, wanted = (
             jax.grad(lambda values, fn=fn: fn(given | {"values": values}, {}))(given["values"])
@@ -300,7 +300,7 @@ class TestComposition:
 
 
 class TestMemory:
-    """XLA's own figures for what reverse mode holds, in blocks of the usual size; nothing is run."""
+    """XLA's own figures for the memory of reverse mode, with blocks of the default size; nothing is run."""
 
     @staticmethod
     def temporaries(n, **lengths):
@@ -319,7 +319,7 @@ class TestMemory:
     def test_a_step_that_adds_keeps_no_block(self):
         at = {n: self.temporaries(n) for n in (2048, 4096)}
         assert at[4096] <= 1.5 * at[2048]
-        assert at[4096] < 4096 * 4096 * 4 / 2  # half of the dense weights
+        assert at[4096] < 4096 * 4096 * 4 / 2  # half the size of the dense weights
 
     def test_nor_where_the_blocks_are_known_only_when_it_runs(self):
         lengths = jax.ShapeDtypeStruct((1,), jnp.int32)

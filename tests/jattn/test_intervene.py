@@ -1,4 +1,4 @@
-"""Interventions: every single-head ablation in one program, importance, and patterns that are forbidden."""
+"""Interventions: every single-head ablation in one program, importance, and forbidden patterns."""
 
 import functools
 
@@ -19,7 +19,7 @@ B, T, M, L, N = 3, 7, 8, 2, 4
 
 
 class Model(nnx.Module):
-    """Layers of attention on a residual stream: a user's own model on jattn's modules."""
+    """Attention layers on a residual stream: a user's model with jattn's modules."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([jattn.nnx.MultiHeadAttention(N, M, num_kv_heads=2, rngs=rngs) for _ in range(L)])
@@ -47,7 +47,7 @@ def clean(model, x):
 
 
 def by_hand(model, x, off, kind, hold, clean):
-    """The forward pass, layer by layer, with the parameters' own products."""
+    """The forward pass, layer by layer, computed directly from the parameters."""
     for i, layer in enumerate(model.layers):
         params = {name: getattr(layer, name) for name in ("query", "key", "value", "out")}
         query, key, value = (params[name](x) for name in ("query", "key", "value"))
@@ -108,7 +108,7 @@ def test_importance_is_the_slope_of_the_gate(model, x):
     half = Model(nnx.Rngs(0))
     nnx.update(half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(half)))
 
-    def sum_of_half(gates):  # a gate's slope is a sum over many numbers, which bfloat16 would lose
+    def sum_of_half(gates):  # a gate's slope is a sum over many numbers, too many for bfloat16
         y = half(jnp.tile(x, (1, 40, 1)).astype(jnp.bfloat16), [{"head_gate": gate} for gate in gates])
         return (y.astype(jnp.float32) ** 2).sum((1, 2))
 
@@ -127,7 +127,7 @@ def test_ablate_says_what_is_wrong(clean):
         heads.ablate(lambda layers: 0.0, clean, "noise")
     with pytest.raises(ValueError, match=r"same number of heads, got \[3, 4\]"):
         heads.ablate(lambda layers: 0.0, [clean[0], {"z": clean[1]["z"][:, :, :3]}])
-    for few in (slice(1), 0):  # a batch of one, and none at all, where the first axis are tokens
+    for few in (slice(1), 0):  # a batch of one, and no batch, where the first axis is tokens
         with pytest.raises(ValueError, match="at least 2 sequences"):
             heads.ablate(lambda layers: 0.0, [{"z": layer["z"][few]} for layer in clean], "resample")
     with pytest.raises(ValueError, match="clean must be a list with a dict for each layer"):
@@ -140,7 +140,7 @@ def test_ablate_says_what_is_wrong(clean):
 
 
 def test_any_number_of_batch_axes(x):
-    """Statistics, heads, fills and held weights come and go with the axes of the input."""
+    """Statistics, heads, fills and frozen weights have the batch axes of the input."""
     layer = jattn.linen.MultiHeadAttention(N)
     params = jax.jit(layer.init)(jax.random.key(0), x)
     looks = {"sow_heads": True, "sow_statistics": {"names": ["entropy"]}, "mutable": ["intermediates"]}
@@ -156,7 +156,7 @@ def test_any_number_of_batch_axes(x):
     fill = jnp.roll(of_many["z"], 1, 0)
     held = of_many["query"], of_many["key"]
     gated, sown = apply(many, head_gate=gates, head_fill=fill, frozen=held)
-    z = sown["intermediates"]["attention_heads"][0]["z"]  # as it leaves, with gates
+    z = sown["intermediates"]["attention_heads"][0]["z"]  # as returned, with gates applied
     np.testing.assert_allclose(z[:, :, :, 1], fill[:, :, :, 1], atol=1e-6)
     np.testing.assert_allclose(z[:, :, :, 0], of_many["z"][:, :, :, 0], atol=1e-6)
 
@@ -192,7 +192,7 @@ def test_a_forbidden_pattern_gets_no_weight(length):
 
 
 def test_a_forbidden_pattern_is_not_learned():
-    """Values one step back, by content-free scores alone: a free head learns them, a forbidden one cannot."""
+    """The task is to copy from one step back by position alone: a free head learns it, a forbidden one cannot."""
     tokens = jax.random.randint(jax.random.key(0), (16, 12), 0, 5)
     values, table = jax.nn.one_hot(tokens, 5)[:, :, None].repeat(2, 2), jnp.zeros((12, 12, 2))
 
@@ -217,7 +217,7 @@ def test_a_forbidden_pattern_is_not_learned():
     assert (free < 0.05).all() and forbidden[0] < 0.05 and forbidden[1] > 0.5
 
 
-# what the modules hand out
+# what the modules sow
 
 
 @pytest.mark.bits

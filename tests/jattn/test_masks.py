@@ -1,4 +1,4 @@
-"""Masks against brute force: which pairs are visible, and that ``bounds`` never calls a block empty or full wrongly."""
+"""Masks against brute force: which pairs are visible, and that ``bounds`` never wrongly calls a block empty or full."""
 
 import itertools
 import tracemalloc
@@ -21,7 +21,7 @@ IDS = np.array([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 4, 4, 4, 4]])
 KV_IDS = np.array([[0, 1, 1, 0, 2, 2, 5, 1, 0, 0, 2], [3, 4, 3, 4, 3, 3, 9, 9, 3, 4, 4]])
 TABLE = np.random.default_rng(0).random((2, 3, T, S)) < 0.6
 
-# each mask beside what it means, for one pair
+# each mask with its meaning for one pair
 MEANING = {
     "causal": (Causal(), lambda b, h, q, kv: kv <= q),
     "window": (SlidingWindow(2, 1), lambda b, h, q, kv: q - 2 <= kv <= q + 1),
@@ -78,7 +78,7 @@ blocks = st.tuples(st.integers(0, T + 1), st.integers(1, 5), st.integers(0, S + 
 @settings(max_examples=300)
 @given(compositions, blocks, st.integers(0, 1), st.integers(0, 2))
 def test_bounds_are_sound(composition, block, b, h):
-    """Where ``may`` is false nothing is visible, where ``must`` is true everything is: against every pair of the block."""
+    """If ``may`` is false, no pair of the block is visible; if ``must`` is true, every pair is."""
     mask, sees = composition
     q_min, q_size, kv_min, kv_size = block
     seen = brute_force(sees, b, h, range(q_min, q_min + q_size), range(kv_min, kv_min + kv_size))
@@ -89,7 +89,7 @@ def test_bounds_are_sound(composition, block, b, h):
 
 @pytest.mark.parametrize("name", MEANING)
 def test_bounds_of_single_masks_are_exact(name):
-    """Not promised, but what block skipping lives on. Segments alone may be loose: their ids need not be sorted."""
+    """Not guaranteed, but block skipping relies on it. Segments may be loose, since their ids need not be sorted."""
     mask, sees = MEANING[name]
     for b, (q_min, q_max), (kv_min, kv_max) in itertools.product(
         (0, 1), ((0, 2), (2, 2), (3, 6)), ((0, 0), (1, 4), (5, 9))
@@ -108,7 +108,7 @@ GRID = (1, 2, STARTS, ENDS_OF, KV_STARTS, KV_ENDS)
 def test_bounds_of_a_grid_of_blocks(name):
     mask, _ = MEANING[name]
     found = masks.bounds(mask, *GRID)
-    assert not any(isinstance(x, jax.Array) for x in found), "static in, NumPy out"
+    assert not any(isinstance(x, jax.Array) for x in found), "static input must give NumPy output"
     found = [np.broadcast_to(x, (2, 3)) for x in found]
     for i, j in np.ndindex(2, 3):
         q_min, q_max, kv_min, kv_max = (int(np.ravel(x)[at]) for x, at in zip(GRID[2:], (i, i, j, j), strict=True))
@@ -116,7 +116,7 @@ def test_bounds_of_a_grid_of_blocks(name):
 
 
 def test_traced_is_the_same():
-    """Pairs and a grid of blocks of all masks, as arguments of one compiled function."""
+    """Pairs and a grid of blocks, for all masks as arguments of one compiled function."""
     every = {name: mask for name, (mask, _) in MEANING.items()}
     pairs = (1, 2, np.arange(T + 3)[:, None], np.arange(S + 3)[None, :])
 
@@ -160,7 +160,7 @@ def test_a_mask_as_an_argument_of_a_jitted_function():
     def seen(mask):
         return mask(0, 0, q, kv)
 
-    # new arrays and numbers in an equal mask must not compile again, another function must
+    # new arrays and numbers in an equal mask must not compile again; a different function must
     for ids, left, function in ((IDS, 2, plain), (0 * IDS, 3, plain), (IDS, 2, lambda *at: plain(*at))):
         mask = Segments(ids) & SlidingWindow(left, 1) & function
         np.testing.assert_array_equal(seen(mask), mask(0, 0, q, kv))
@@ -188,7 +188,7 @@ ENDS = np.array([-(2**31), -(2**31) + 1, -(2**30), -1, 0, 3, 2**30, 2**31 - 4, 2
 @pytest.mark.parametrize("left, right", [(0, 0), (3, 1), (2**30, 2), (2**31 - 2, 0), (-1, 4), (2**40, 2**40)])
 @pytest.mark.parametrize("traced", [False, True])
 def test_windows_at_the_ends_of_int32(traced, left, right):
-    """Pair by pair and for whole blocks, in Python's integers, which do not wrap round."""
+    """Pair by pair and for whole blocks, compared with Python integers, which do not overflow."""
     wanted = np.array([[-left <= int(j) - int(i) <= right for j in ENDS] for i in ENDS])
     first, last = np.array(list(itertools.combinations(range(len(ENDS)), 2))).T
     window = jnp.array(np.clip([left, right], -(2**31), 2**31 - 1), jnp.int32) if traced else (left, right)
@@ -209,7 +209,7 @@ def test_windows_at_the_ends_of_int32(traced, left, right):
 
 @pytest.mark.parametrize("name", MEANING)
 def test_bounds_at_the_ends_of_int32(name):
-    """A position that is nowhere drops no block, and makes none full."""
+    """Blocks that extend past every sequence are not wrongly called empty or full."""
     mask, sees = MEANING[name]
     for low, high in (((-(2**31), 2), (1, 2**31 - 1)), ((-(2**31), 2**31 - 1), (0, 3))):
         for q_ends, kv_ends in ((low, high), (high, low)):
@@ -219,7 +219,7 @@ def test_bounds_at_the_ends_of_int32(name):
 
 
 class TestRanges:
-    """What ``bounds`` of segments rests on: the least and the greatest id of any interval."""
+    """The basis of ``bounds`` of segments: the smallest and largest id in any interval."""
 
     @staticmethod
     def by_hand(ids, b, low, high):
@@ -251,7 +251,7 @@ class TestRanges:
             np.testing.assert_array_equal(got, wanted)
 
     def test_linear_memory(self):
-        """Static and traced: a bool for each block and position would be 128 MiB."""
+        """Static and traced; one bool per block and position would take 128 MiB."""
         ids, low = np.repeat(np.arange(4096, dtype=np.int32), 64), np.arange(0, 2**18, 512)
         tracemalloc.start()
         range_in_row(ids, 0, low, low + 511)
@@ -263,7 +263,7 @@ class TestRanges:
 
 
 def test_a_static_table_is_summed_block_by_block():
-    """Of 2048 by 2048 pairs a summed-area table of numbers is 16 MiB, and one of blocks nothing beside the pairs."""
+    """For 2048 by 2048 pairs, a summed-area table takes 16 MiB; one of blocks is small compared with the pairs."""
     mask, low = Dense(np.tri(2048, dtype=bool)), np.arange(0, 2048, 256)
     tracemalloc.start()
     may, must = masks.bounds(mask, 0, 0, low[:, None], low[:, None] + 255, low, low + 255)
@@ -305,7 +305,7 @@ def test_a_mask_that_does_not_fit(mask, sizes, message):
     ],
 )
 def test_a_mask_that_fits(mask, sizes):
-    assert mask.check(*sizes) is None  # it raises where it does not fit, as test_a_mask_that_does_not_fit has it
+    assert mask.check(*sizes) is None  # it raises if it does not fit: see test_a_mask_that_does_not_fit
 
 
 @pytest.mark.parametrize(

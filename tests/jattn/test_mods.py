@@ -1,4 +1,4 @@
-"""Masks, score functions and caches as pytrees: fixed by class, compared by value, pickled; and a user's own."""
+"""Masks, score functions and caches as pytrees: structure, equality, pickling; and user-defined ones."""
 
 import copy
 import dataclasses
@@ -119,7 +119,7 @@ class TestEquality:
 
 
 class TestTransformations:
-    """Trees of shardings, axes, specs and booleans, where JAX and Optax take them."""
+    """Trees of shardings, axes, specs and booleans, as JAX and Optax take them."""
 
     def test_shardings(self):
         cache = jattn.init_cache(2, 4, 1, 3)
@@ -153,7 +153,7 @@ class TestTransformations:
 
 @jattn.pytree_dataclass
 class Dilated(masks.Mask):
-    """A user's own: every ``step``-th key, from a first one for each sequence."""
+    """A user-defined mask: every ``step``-th key, starting at a different one for each sequence."""
 
     starts: Any
     step: int = jattn.static_field(default=2)
@@ -234,7 +234,7 @@ class TestOfOnesOwn:
             assert hoist(mod, lambda result: None, (2, 2)) is mod
 
     def test_hoisted_in_place(self):
-        """What is known of a mask stays beside the function in it; what that captures is a leaf."""
+        """The other parts of a mask stay as they are, and arrays captured by its function become leaves."""
         limit = jnp.int32(3)
         mask = hoist(Prefix(5) & (lambda b, h, q, kv: kv < limit), lambda result: None, (2, 2))
         assert jax.tree.leaves(mask) == [5, limit] and not mods.holds_plain_function(mask)

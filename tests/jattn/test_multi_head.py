@@ -13,7 +13,7 @@ B, T, S, M, N, K, H, D = 2, 7, 11, 12, 6, 3, 5, 13
 
 
 def layer(getkey, **options):
-    """Parameters (with biases that are not zero, so that they show) and inputs."""
+    """Parameters (with nonzero biases, so that they matter) and inputs."""
     options = {"num_kv_heads": K, "head_dim": H, "value_dim": D, "use_bias": True} | options
     params = jattn.init_multi_head(getkey(), M, N, **options)
     params = jax.tree.map(lambda x: x if x.ndim == 3 else jax.random.normal(getkey(), x.shape), params)
@@ -67,7 +67,7 @@ def test_concat_times_w_o_is_the_sum_of_z_i_w_i(getkey):
 
 
 def test_projections_by_vmap_are_one_product_each(getkey):
-    """q, k, v: one ``dot_general`` each, without a batch axis; the output one over both head axes."""
+    """One ``dot_general`` each for q, k and v, without a batch axis, and one for the output over both head axes."""
     params, x, _ = layer(getkey)
 
     def products(fn, *args):
@@ -82,7 +82,7 @@ def test_projections_by_vmap_are_one_product_each(getkey):
     (product,) = products(lambda z, w: jnp.tensordot(z, w, axes=2), z, params["out"]["kernel"])
     assert product.params["dimension_numbers"][1] == ((), ())
     compiled = jax.jit(lambda p, x: jattn.multi_head_attention(p, x)).lower(params, x).compile().as_text()
-    assert compiled.count(" dot(") == 6  # q, k, v, scores, values, out: nothing of the lse that nobody asked for
+    assert compiled.count(" dot(") == 6  # q, k, v, scores, values, out; nothing for the unused lse
 
 
 @pytest.mark.parametrize("shape", [(N,), (B, N), (B, T, N)])
@@ -103,7 +103,7 @@ def test_all_single_head_ablations_in_one_call(getkey):
 
 
 def test_position_reaches_queries_and_keys(getkey):
-    """Rotary attention does not notice where it starts, but does notice a gap."""
+    """Rotary attention does not depend on the starting position, but does depend on a gap."""
     params, x, _ = layer(getkey)
     call = lambda **options: jattn.multi_head_attention(params, x, position=Rotary(fraction=0.8), **options)
     at = lambda q, kv: call(query_positions=q, kv_positions=kv)

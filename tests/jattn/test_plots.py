@@ -1,4 +1,4 @@
-"""Pictures of attention: what is on the axes, one scale for all heads, labels that can be read."""
+"""Plots of attention: what is on the axes, one scale for all heads, readable labels."""
 
 import doctest
 import importlib.util
@@ -42,7 +42,7 @@ def test_queries_go_down_and_keys_across():
 def test_keys_may_be_other_tokens():
     ax = plots.attention_heatmap(random_weights(2, 3), ["le", "chat"], key_tokens=["the", "black", "cat"])
     assert (shown(ax.yaxis), shown(ax.xaxis)) == (["le", "chat"], ["the", "black", "cat"])
-    ax = plots.attention_heatmap(random_weights(2, 3), ["le", "chat"])  # nothing is known about the keys
+    ax = plots.attention_heatmap(random_weights(2, 3), ["le", "chat"])  # the keys have no labels
     assert (shown(ax.yaxis), shown(ax.xaxis)) == (["le", "chat"], ["0", "1", "2"])
 
 
@@ -58,7 +58,7 @@ def test_half_precision_and_odd_tokens(tmp_path):
     ax = plots.attention_heatmap(jnp.eye(5, dtype=jnp.bfloat16), tokens)
     assert shown(ax.yaxis) == ["↵", "␣", r"$\x$", "an unusually lo…", "5"]
     assert ax.images[0].get_array().dtype == np.float32
-    ax.figure.savefig(tmp_path / "odd.png")  # read as a formula, the token would fail here
+    ax.figure.savefig(tmp_path / "odd.png")  # would fail if the token were parsed as a formula
 
 
 def test_head_grid_has_one_scale_and_one_colour_bar():
@@ -98,7 +98,7 @@ def test_labels_do_not_overlap(size, grid):
         assert len(boxes) >= min(size, 14)
         ends = [(getattr(box, f"{side}0"), getattr(box, f"{side}1")) for box in boxes]
         ends.sort()
-        # A text's box has some air above and below the letters: a fifth of it may be shared.
+        # A text's box has space above and below the letters, so boxes may overlap by a fifth.
         assert all(one[1] - two[0] < 0.2 * (one[1] - one[0]) for one, two in zip(ends, ends[1:], strict=False))
 
 
@@ -126,7 +126,7 @@ def imported_anew():
 
 
 def test_no_pyplot(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # makes the import fail
     module = imported_anew()
     module.attention_heatmap(np.eye(3), list("abc")).figure.savefig(tmp_path / "head.png")
     module.head_grid(np.stack([np.eye(3)] * 2)).savefig(tmp_path / "heads.png")

@@ -1,4 +1,4 @@
-"""Positions against their papers' formulas in float64."""
+"""Position encodings, compared with their papers' formulas in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_sinusoidal(dim):
 
 
 def turned(x, position, base, dim):
-    """One head at one position, by complex numbers."""
+    """One head at one position, rotated with complex numbers."""
     half = dim // 2
     z = x[:half] + 1j * x[half:dim]
     z = z * np.exp(1j * position * base ** (-2.0 * np.arange(half) / dim))
@@ -59,7 +59,7 @@ def test_scalings():
     np.testing.assert_allclose(plain, 500000.0 ** (-np.arange(64) / 64))
     linear, _ = Rotary(500000.0, scaling=LinearScaling(4.0)).frequencies(128)
     np.testing.assert_allclose(linear, plain / 4)
-    # Llama 3.1, wave by wave as in its published code: lengths below 8192/4 kept, above 8192 divided, blended between
+    # Llama 3.1, by wavelength as in its published code: below 8192/4 kept, above 8192 divided, blended between
     llama, _ = Rotary(500000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)).frequencies(128)
     for got, frequency in zip(llama, plain, strict=True):
         wave = 2 * np.pi / frequency
@@ -76,7 +76,7 @@ def test_scalings():
 
 
 def test_yarn():
-    """The fast end is kept, the slow end divided, the ramp between is linear in the dimension (paper, eq. 13 and 17)."""
+    """High frequencies are kept, low ones divided; between, a linear ramp over dimensions (paper, eq. 13 and 17)."""
     frequencies, factor = Rotary(10000.0, scaling=YarnScaling(4.0, 4096)).frequencies(128)
     plain, _ = Rotary(10000.0).frequencies(128)
     turns = 4096 * plain / (2 * np.pi)

@@ -1,4 +1,4 @@
-"""What a call is checked for, and what of it is known while JAX traces: no attention is computed here."""
+"""Argument checks, and which arguments are known during tracing; no attention is computed here."""
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class TestIntegers:
             )  # fmt: skip
             assert found.query_positions.dtype == found.kv_positions.dtype == found.kv_lengths.dtype == np.int32
             np.testing.assert_array_equal(found.query_positions[0], np.arange(T))
-            assert isinstance(found.query_positions, np.ndarray) == (xp is np), "what is static stays so"
+            assert isinstance(found.query_positions, np.ndarray) == (xp is np), "static arrays must stay static"
 
     def test_the_ends_of_int32(self):
         ends = np.array([-(2**31), 0, 2**31 - 1])
@@ -141,7 +141,7 @@ class TestPairs:
 
 class TestTracing:
     def test_captured_arrays_are_looked_at(self):
-        """What a jitted function captures is known; its arguments are not, and outside of jit nothing is copied."""
+        """The values of captured arrays are known, those of arguments are not, and outside jit nothing is copied."""
         positions, lengths, mask = jnp.arange(T), jnp.array([3, 5]), jnp.ones((T, S), bool)
         static = []
 
@@ -163,7 +163,7 @@ class TestTracing:
             with pytest.raises(ValueError, match="got shape .*99"):
                 request(mask=mask)
             request(mask=mask, query_positions=np.arange(T), kv_positions=np.arange(S))
-            request(mask=mask, query_positions=np.arange(T))  # of a cache, whose slots are the positions
+            request(mask=mask, query_positions=np.arange(T))  # for a cache, whose slots are the positions
         with pytest.raises(ValueError, match=r"query_ids must be \[B, T\] = \[2, any\]"):
             request(mask=Segments(np.zeros((3, 99), int)), query_positions=np.arange(T))
 

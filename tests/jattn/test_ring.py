@@ -1,4 +1,4 @@
-"""A ring of devices: the numbers of one device, no sequence anywhere whole, and even work."""
+"""A ring of devices: the results of one device, no device with the whole sequence, and evenly divided work."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_eight_devices():
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_device(name):
-    # `bench --suite sharding` has all gradients, layouts and numbers of devices; they take a quarter of an hour
+    # `bench --suite sharding` tests all gradients, layouts and numbers of devices, which takes a quarter of an hour
     how = Ring(mesh_of(P), "sequence", layout="zigzag" if list(CASES).index(name) % 2 else "contiguous")
     found, wanted = in_a_ring(name, how, values_alone), expected(name, values_alone)
     assert off(found, wanted) <= 1e-5
@@ -83,7 +83,7 @@ def test_bfloat16_is_as_good_as_on_one_device():
 
 @pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit])
 def test_sequences_heads_and_length_at_once(kinds):
-    """In one call, on meshes of both kinds, with arrays that lie so and where nothing is said of batch and heads."""
+    """All three in one call, on both kinds of meshes; with explicit axes, batch and heads need not be named."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "heads", "sequence"), (kinds,) * 3)
     lies = NamedSharding(mesh, PartitionSpec("data", "sequence", "heads"))
     axes = {} if kinds == AxisType.Explicit else {"batch_axis": "data", "head_axis": "heads"}
@@ -102,7 +102,7 @@ def test_sequences_heads_and_length_at_once(kinds):
 
 
 def test_key_heads_that_all_devices_have():
-    """Two key heads over four devices of heads: each has both and uses one; their gradients are summed."""
+    """Two key heads on four devices along the head axis: each has both and uses one, and their gradients are summed."""
     mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
     case = CASES["function that captures a table"]
     how = Ring(mesh, "sequence", head_axis="heads")
@@ -125,8 +125,8 @@ def lowered(devices, layout, length, N=4, block_sizes=None, **options):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_no_device_ever_holds_the_sequence(layout):
-    """The program has no array as long as the sequence, and twice the devices halve what each plans to use."""
-    length, small = 8192, (64, 64)  # blocks stay as large as they are, so they are small here
+    """No array in the program is as long as the sequence, and twice as many devices halve the memory of each."""
+    length, small = 8192, (64, 64)  # the block size does not shrink with devices, so it is small here
     compiled = {
         devices: lowered(devices, layout, length, block_sizes=small, is_causal=True).compile() for devices in (4, 8)
     }
@@ -142,7 +142,7 @@ def hops(text):
 
 
 def test_keys_travel_as_far_as_somebody_sees_them():
-    """A window that reaches into the next device takes one hop of keys and values, in each direction of time."""
+    """A window that reaches only the next device needs one hop of keys and values; in zigzag, one in each direction."""
     window = lowered(8, "contiguous", 64, local_window_size=(5, 0), is_causal=True).as_text()
     nothing = lowered(8, "contiguous", 64, mask=masks.Segments(np.arange(64) // 8)).as_text()
     assert hops(nothing) == 0 and 0 < hops(window)
@@ -170,7 +170,7 @@ def test_zigzag_gives_all_devices_the_same_causal_work(devices):
 
 
 def test_blocks_are_counted_as_they_are_computed():
-    """The count is that of the pairs whose score a device computes."""
+    """The count equals the number of pairs whose scores a device computes."""
     computed = []
 
     def watched(score, b, h, q, kv):
@@ -222,7 +222,7 @@ def test_statistics_are_those_of_one_device(layout, kinds):
 
 @pytest.mark.bits
 def test_a_layer_looks_at_itself_in_a_ring():
-    """Gates, statistics and heads of ``multi_head_attention``, with the output's bits unchanged."""
+    """Gates, statistics and heads of ``multi_head_attention``; the output is bit-identical."""
     params = jattn.init_multi_head(jax.random.key(0), 16, 4, num_kv_heads=2)
     x = jax.random.normal(jax.random.key(1), (2, 16, 16))
     options = {"is_causal": True, "position": jattn.positions.Rotary(), "head_gate": jnp.array([1.0, 0.5, 0.0, 1.0])}
@@ -256,7 +256,7 @@ def test_no_queries_no_keys():
 
 
 def test_a_query_that_sees_nothing_has_no_gradient():
-    """Also where the derivative of the loss in its output, 0, is infinite."""
+    """Even if the derivative of the loss at its output, 0, is infinite."""
     case = Case({"query_seq_lengths": np.array([20, 3])})
     given = {name: jnp.asarray(x) for name, x in inputs(CASES["plain"]).items()}
     how = Ring(mesh_of(2), "sequence")

@@ -1,4 +1,4 @@
-"""Roles against the null, and the errors of other tools that jattn's measures must not repeat."""
+"""Roles compared with the null, and errors of other tools that jattn must not repeat."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_each_pattern_has_the_threshold_of_its_own_null():
     rng = np.random.default_rng(1)
     low, high = rng.uniform(0, 0.1, 500), rng.uniform(0, 0.9, 500)
     found = heads.roles({"a": np.array([0.5, 0.5]), "b": np.array([0.0, 0.95])}, {"a": low, "b": high}, level=0.1)
-    # 0.5 is far above the null of a; as a score of b it would be nothing
+    # 0.5 is far above the null of a, but not above that of b
     assert found.label.tolist() == ["a", "a"]
     assert abs(found.threshold[0] - np.quantile(low, 0.95)) < 0.005
     np.testing.assert_allclose(found.p_value, 2 * (1 + (low >= 0.5).sum()) / 501)
@@ -35,7 +35,7 @@ def test_each_pattern_has_the_threshold_of_its_own_null():
 @pytest.mark.parametrize("level", [0.05, 0.1, 0.6])
 @pytest.mark.parametrize("size", [40, 99, 210])
 def test_a_score_passes_where_it_is_above_the_threshold(size, level):
-    """At every place among the null, also on one of its scores and just beside it."""
+    """At every position among the null scores, also exactly at one of them and next to it."""
     grid = np.sort(np.concatenate([np.arange(float(size)) + shift for shift in (-0.25, 0.0, 0.25)]))
     found = heads.roles(
         {"a": grid, "b": grid - 1e3}, {"a": np.arange(float(size)), "b": np.arange(float(size))}, level=level
@@ -71,11 +71,11 @@ def test_a_null_that_could_never_be_passed_is_refused():
         heads.roles({"a": np.ones(1), "b": np.ones(2)}, null("a", "b"))
 
 
-# known errors of other tools, as regression cases
+# known errors of other tools, as regression tests
 
 
 def hard(targets):
-    """Query and key of one head that looks at ``targets [T]`` alone."""
+    """Query and key of one head that only attends to ``targets [T]``."""
     length = len(targets)
     return 300 * np.eye(length, dtype=np.float32)[targets][:, None], np.eye(length, dtype=np.float32)[:, None]
 
@@ -86,8 +86,8 @@ def look(query, key, tokens):
 
 
 def test_a_perfect_induction_head_scores_1_and_not_a_half():
-    """A detector that compares the whole matrix with a pattern of ones counts the first half of the queries, for which
-    there is nothing to look at, as failures: with a segment of n tokens twice it gives 0.5."""
+    """If a segment of n tokens occurs twice, the first half of the queries has no earlier occurrence. A detector that
+    compares the whole matrix with a pattern of ones counts these as failures and gives 0.5."""
     n = 16
     tokens = np.tile(np.arange(n), 2)
     targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + 1)
@@ -99,7 +99,7 @@ def test_a_perfect_induction_head_scores_1_and_not_a_half():
 
 @pytest.mark.parametrize("shift, pattern", [(0, "duplicate_token"), (1, "induction")])
 def test_induction_is_not_off_by_one(shift, pattern):
-    """The token *after* the earlier occurrence; at the occurrence itself it is a duplicate-token head."""
+    """It attends to the token *after* the earlier occurrence; a duplicate-token head, to the occurrence itself."""
     n = 12
     tokens = np.tile(np.arange(n), 2)
     targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + shift)
@@ -110,8 +110,8 @@ def test_induction_is_not_off_by_one(shift, pattern):
 
 
 def test_a_uniform_causal_head_is_not_coherent():
-    """Entropy over ln T, where a causal query sees t keys, calls a head of length 29 that looks everywhere 0.27
-    coherent. Each row is measured against what it can see."""
+    """Query t sees only t keys. Entropy divided by ln T would call a uniform head at length 29 0.27 coherent, so each
+    row is divided by the maximum for its own keys."""
     T = 29
     nothing = jnp.zeros((T, 1, 4))
     found = jax.jit(lambda x: heads.statistics(x, x, is_causal=True, names=["entropy"]))(nothing)
@@ -121,7 +121,7 @@ def test_a_uniform_causal_head_is_not_coherent():
 
 
 def test_divergence_never_passes_its_maximum():
-    """A sum over rows passes ln 2; the mean over rows, over ln 2, reaches 1 and no more."""
+    """A sum over rows can exceed ln 2; the mean over rows, divided by ln 2, is at most 1."""
     T = 8
     one, other = jnp.eye(T), jnp.eye(T)[::-1]
     found = heads.pattern_divergence(jnp.stack([one, other]))

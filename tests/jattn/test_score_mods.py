@@ -1,4 +1,4 @@
-"""Score functions against their papers' definitions, written out."""
+"""Score functions, compared with the definitions in their papers."""
 
 import functools
 
@@ -19,7 +19,7 @@ def call(mod, score=SCORE, h=1):
 
 def test_alibi_slopes():
     np.testing.assert_allclose(score_mods.alibi_slopes(8), [2.0**-i for i in range(1, 9)])
-    # the paper's rule for a number of heads that is no power of two: those of 4, then every second one of 8
+    # the paper's rule if the number of heads is not a power of two: the slopes for 4, then every second one for 8
     np.testing.assert_allclose(score_mods.alibi_slopes(6), [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])
     with pytest.raises(ValueError, match="at least 1, got 0"):
         score_mods.alibi_slopes(0)
@@ -32,7 +32,7 @@ def test_alibi():
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_bias_buckets(bidirectional):
-    """T5's buckets, one offset at a time in Python, for 32 buckets and its default distance of 128."""
+    """T5's buckets, computed in Python for each offset, with 32 buckets and the default distance of 128."""
 
     def bucket(offset):
         buckets, first = 32, 0
@@ -50,7 +50,7 @@ def test_relative_bias_buckets(bidirectional):
     table = np.random.default_rng(1).normal(size=(32, 3)).astype(np.float32)
     mod = score_mods.RelativeBias(table, bidirectional=bidirectional)
     expected = np.vectorize(bucket)(KV - Q)
-    # no offset is after the query and 0 away, so T5 never uses the bucket 16
+    # bucket 16 would be for keys after the query at distance 0, so T5 never uses it
     assert len(np.unique(expected)) == (31 if bidirectional else 32)
     np.testing.assert_array_equal(mod.bucket(jnp.asarray(KV - Q)), expected)
     np.testing.assert_allclose(call(mod), SCORE + table[expected, 1], rtol=1e-6)
@@ -71,7 +71,7 @@ ENDS = np.array([-(2**31), -(2**30) - 7, -3, 0, 2, 2**24 + 1, 2**24 + 4, 2**31 -
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_distances_at_the_ends_of_int32(dtype):
-    """By Python's integers, which do not wrap round; float32 rounds large distances."""
+    """Compared with Python integers, which do not overflow; float32 rounds large distances."""
     score = np.zeros((len(ENDS),) * 2, np.float32)
     offset = ENDS[None, :] - ENDS[:, None]
     q, kv = ENDS.astype(dtype)[:, None], ENDS.astype(dtype)[None, :]

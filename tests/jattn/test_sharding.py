@@ -1,4 +1,4 @@
-"""Sharded arrays: heads and sequences divided, on meshes of both kinds, and what cannot be divided."""
+"""Sharded arrays: heads and sequences divided over both kinds of meshes, and what cannot be divided."""
 
 import dataclasses
 from typing import Any
@@ -47,7 +47,7 @@ def placed(mesh, query, key, value):
 
 
 def run(given, slopes, mask, **options):
-    """Everything that depends on the indices of sequence and head."""
+    """A call with everything that depends on the indices of sequence and head."""
 
     def loss(given, slopes):
         out, lse = jattn.dot_product_attention(
@@ -85,7 +85,7 @@ def test_plain_sharded_arrays_just_work(kind, implementation, K):
     assert "all-gather" not in text and "all-to-all" not in text
     out = forward(*sharded)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, SHARDED), 4)
-    if kind == AxisType.Explicit or K >= 4:  # XLA gathers the gradients of what each device has all of
+    if kind == AxisType.Explicit or K >= 4:  # XLA gathers the gradients of replicated arrays
         assert "all-gather" not in compiled.lower(sharded, SLOPES).compile().as_text()
 
 
@@ -264,7 +264,7 @@ def test_keys_must_lie_where_queries_do():
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 1)])
 def test_axes_of_one_device_are_part_of_the_type(shape):
-    """So that what goes into a scan has the type of what comes out."""
+    """The carry of a scan then has the same type before and after."""
     mesh = jax.make_mesh(shape, ("data", "heads"), devices=jax.devices()[: shape[1]])
     query, key, value = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in arrays(8))
 
@@ -276,7 +276,7 @@ def test_axes_of_one_device_are_part_of_the_type(shape):
 
 
 def test_mixed_axes_are_left_as_they_are():
-    """What is automatic, or named by nobody, may divide something all the same: it is not gathered."""
+    """Automatic and unnamed axes may still divide an array, which is not gathered."""
     given = arrays(8)
     mixed = jax.make_mesh((2, 4), ("data", "heads"), (AxisType.Explicit, AxisType.Auto))
     forward = jax.jit(lambda *x: jattn.dot_product_attention(*x, is_causal=True))
@@ -309,7 +309,7 @@ def test_typed_positions_ids_and_orders():
 
 @pytest.mark.parametrize("module", [False, True])
 def test_a_layer_in_zigzag_order_knows_its_positions(module):
-    """Rotary positions and the weights that are shown are those of the tokens, also where nobody says so."""
+    """Rotary positions and returned weights are in token order, also without explicit positions."""
     how = Ring(jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), "x", layout="zigzag")
     x, order = jax.random.normal(jax.random.key(0), (2, 8, 16)), np.asarray(to_zigzag(jnp.arange(8), 2, axis=0))
     rotary = jattn.positions.Rotary()

@@ -1,4 +1,4 @@
-"""As users run it: exported, rematerialised, inside shard_map, eagerly; and what one operation of the program is."""
+"""How users run attention: exported, rematerialised, inside shard_map, eagerly; and as one operation of a program."""
 
 import contextlib
 import functools
@@ -42,14 +42,14 @@ class TestExport:
 
     @staticmethod
     def products(text):
-        """The dtypes of the products' arguments, and of how many axes they are batches."""
+        """The dtypes of the products' arguments, and their numbers of batch axes."""
         found = re.findall(r"stablehlo\.dot_general.*?: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x\w+>\)", text)
         batches = re.findall(r"stablehlo\.dot_general[^\n]*batching_dims = \[([0-9, ]*)\]", text)
         return set(found), batches
 
     def test_each_platform_has_its_own_program(self):
         cpu, tpu = self.text(["cpu"]), self.text(["tpu"])
-        assert self.products(cpu)[0] == {"f32"} and not self.products(cpu)[1]  # heads one by one
+        assert self.products(cpu)[0] == {"f32"} and not self.products(cpu)[1]  # heads one at a time
         assert self.products(tpu)[0] == {"bf16"} and self.products(tpu)[1]  # together
         assert cpu.count("stablehlo.while") > tpu.count("stablehlo.while")
 
@@ -94,20 +94,20 @@ class TestExport:
         length = T if name == "batch" else t
         x = [jax.ShapeDtypeStruct((b, length, heads, H), jnp.float32) for heads in (N, K, K)]
         exported = jax.export.export(fn)(jax.ShapeDtypeStruct((length,), jnp.int32), *x)
-        length = T if name == "batch" else 7  # which leaves a part of a block
+        length = T if name == "batch" else 7  # which leaves a partial block
         here = [ids[:length], *qkv(T=length)]
         chex.assert_trees_all_close(exported.call(*here), fn(*here), atol=1e-5)
 
 
 class TestPlacement:
     def test_an_idle_device_costs_nothing(self):
-        """Heads and sequences go one by one on a machine of eight devices, where the arrays lie on one."""
+        """With eight devices but all arrays on one, heads and sequences are still computed one at a time."""
         temporaries = {}
         for count in (1, 4):
             x = jax.ShapeDtypeStruct((count, 1024, count, 64), jnp.float32)
             fn = jax.jit(functools.partial(attend, is_causal=True, implementation="blockwise"))
             temporaries[count] = fn.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-        assert temporaries[4] < 4 * temporaries[1]  # of sixteen times as many heads
+        assert temporaries[4] < 4 * temporaries[1]  # for sixteen times as many heads
 
     def test_each_sequence_skips_its_own_blocks(self):
         computed = []
@@ -125,7 +125,7 @@ class TestPlacement:
         "implementation", [Blockwise((4, 4)), Decode(4), "xla"], ids=["blockwise", "decode", "xla"]
     )
     def test_inside_shard_map_as_it_is(self, implementation):
-        """With check_vma: values and gradients are those of one device, also of what all devices have."""
+        """With check_vma: values and gradients equal those of one device, also for replicated arrays."""
         mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
         each, same = PartitionSpec("devices"), PartitionSpec()
         options = {"is_causal": True, "key_value_seq_lengths": jnp.array([7, 12]), "implementation": implementation}
@@ -192,7 +192,7 @@ class TestRemat:
 
 @contextlib.contextmanager
 def counting_compilations():
-    """A list of the programs that were compiled within."""
+    """A list of the programs compiled inside the context."""
     seen = []
 
     def listen(event, duration, **_):
@@ -235,7 +235,7 @@ class TestEager:
 
     def test_what_a_function_or_an_object_captures_may_change(self):
         class Stretch:
-            """A callable that JAX knows nothing of."""
+            """A callable that JAX knows nothing about."""
 
             by = 1.0
 
@@ -269,7 +269,7 @@ class TestEager:
         assert staged._compiled.cache_info().maxsize == staged._jitted.cache_info().maxsize == staged.PROGRAMS
 
     def test_infinities_within_are_no_errors(self):
-        """jax_debug_infs looks at what a program returns."""
+        """jax_debug_infs checks the results of a program."""
         for options in {"is_causal": True}, {"mask": np.arange(T)[None, :] < 5}:
             with jax.debug_infs(True):
                 found = attend(*qkv(), **options)
@@ -307,7 +307,7 @@ class TestOwnVjp:
 
 
 def test_settings_are_those_of_the_call():
-    """The program is traced when it is lowered, under what was set where the call stands."""
+    """The program is traced when it is lowered, but with the settings in effect at the call."""
     x = floats(1, 8, 1, 4)
 
     def fn(x):
@@ -319,7 +319,7 @@ def test_settings_are_those_of_the_call():
 
 
 class TestHeads:
-    """``over_heads`` says which head it is."""
+    """``over_heads`` passes the index of each head."""
 
     @pytest.mark.parametrize("name", ["slopes", "mask", "dropout"])
     def test_lifted_options_differ_by_head(self, name):

@@ -1,4 +1,4 @@
-"""``jattn.heads.statistics`` and what the modules sow of it, against plain loops over the weights in float64."""
+"""``jattn.heads.statistics``, also as sown by the modules, against plain loops over the weights in float64."""
 
 import functools
 
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def reference(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s, tokens=None):
-    """Every statistic of every head, pair by pair."""
+    """All statistics of all heads, computed pair by pair."""
     T, S = query.shape[1], key.shape[1]
     means = [name for name in heads.STATISTICS if name not in ("max_logit", "offset_profile", "received")]
     found = {name: np.zeros((B, N)) for name in [*means, "max_logit"]}
@@ -130,7 +130,7 @@ def test_statistics_of_tokens(name):
 
 
 def test_in_blocks_of_any_size(arrays):
-    """Also blocks that reach behind the end."""
+    """Also blocks that extend past the end."""
     found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
     assert set(found) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
     check(found, reference(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S)))
@@ -164,7 +164,7 @@ def test_distance_of_positions_further_apart_than_int32_counts(getkey):
 
 
 def test_gradients_of_entropy_and_distance():
-    """Against the dense formula, differentiated."""
+    """Compared with the derivatives of the dense formula."""
     query, key = (jax.random.normal(jax.random.key(i), (5, 2, 3)) for i in range(2))
 
     def folded(query, key):
@@ -181,17 +181,17 @@ def test_gradients_of_entropy_and_distance():
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-# heads of known role, built by hand
+# heads with known roles, built by hand
 
 LENGTH, SEQUENCES, WIDE = 64, 8, 4
 
 
 @pytest.fixture(scope="module")
 def known():
-    """``{role: statistics, mean over sequences}``: scores are 0, and 50 on the keys of the role."""
+    """``{role: statistics, mean over sequences}``; scores are 50 on the keys of the role and 0 elsewhere."""
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 32, (SEQUENCES, LENGTH))
-    for i in range(1, LENGTH):  # no token twice in a row: there its own place would be what came after
+    for i in range(1, LENGTH):  # no token twice in a row, or a token would be its own continuation
         tokens[:, i] = np.where(tokens[:, i] == tokens[:, i - 1], (tokens[:, i] + 1) % 32, tokens[:, i])
     q, kv = np.arange(LENGTH)[:, None], np.arange(LENGTH)[None, :]
     same = (tokens[:, :, None] == tokens[:, None, :]) & (kv < q)
@@ -231,7 +231,7 @@ def test_a_detector_knows_its_own_kind_alone(known, name):
 
 
 def test_profiles_and_spread_of_known_heads(known):
-    np.testing.assert_allclose(known["uniform"]["entropy"], 1.0, rtol=1e-5)  # a causal head, too
+    np.testing.assert_allclose(known["uniform"]["entropy"], 1.0, rtol=1e-5)  # also for a causal head
     assert known["previous"]["entropy"] < 0.01 < known["window"]["entropy"] < 0.8
     assert known["three back"]["offset_profile"].argmax() == LENGTH - 1 - 3
     assert known["three back"]["offset_profile"].max() > 0.99
@@ -328,7 +328,7 @@ def test_sinks_do_not_make_a_query_see(arrays):
 
 
 def test_the_largest_score_beside_sinks_that_leave_no_weight(arrays):
-    """Weights of e^-200 are 0 in float32, their logarithms are not; and names may come from a generator."""
+    """Weights of e^-200 are 0 in float32, but their logarithms are finite. Names may come from a generator."""
     query, key = arrays
     asked = {"is_causal": True, "names": (name for name in ("max_logit",))}
     lse = jattn.dot_product_attention(

@@ -1,1 +1,1 @@
-"""The soak: drawn calls of jattn against a reference of its own, for as long as one likes. ``make soak``."""
+"""Soak test: random calls of jattn compared with an independent reference, for any length of time. ``make soak``."""

@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: drawn calls of jattn against plain NumPy float64, until the time or the cases are over."""
+"""``python -m tests.soak``: compares random calls of jattn with float64 NumPy, for a given time or number of cases."""
 
 import argparse
 import collections
@@ -24,11 +24,11 @@ console = Console(stderr=True, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 1 where a case failed."""
+    """Returns 1 if a case failed, otherwise 0."""
     asked = _asked(arguments)
     if asked.mode == "sharded":
         jax.config.update("jax_num_cpu_devices", 8)
-    # a structure compiles for far longer than its cases run
+    # compiling a structure takes far longer than running its cases
     jax.config.update("jax_disable_most_optimizations", not asked.optimised)
     if asked.replay is not None:
         return replay(asked.replay, asked.mode)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def soak(asked: argparse.Namespace) -> dict[str, Any]:
-    """Structures and their cases, one after another."""
+    """Runs structures and their cases, one after another."""
     began, counts, failures = time.monotonic(), collections.Counter(), []
     worst: dict[str, float] = collections.defaultdict(float)
     seconds = None if asked.minutes is None else 60 * asked.minutes
@@ -78,7 +78,7 @@ def soak(asked: argparse.Namespace) -> dict[str, Any]:
                 state = f"{cases} cases of {index - asked.first + 1} structures, {len(failures)} failed"
                 progress.update(task, completed=done, state=state)
             index += 1
-            if index % 10 == 0:  # compiled programs hold memory
+            if index % 10 == 0:  # compiled programs take memory
                 jax.clear_caches()
                 gc.collect()
     return {
@@ -90,12 +90,12 @@ def soak(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def replay(case: str, mode: str) -> int:
-    """One case again, with everything that differs."""
+    """Runs one case again and shows every difference."""
     seed, index, draw = map(int, case.split(":"))
     trial = Trial(seed, index, mode)
     structure = trial.structure
     print(structure)
-    for before in range(min(draw, EAGER) if structure.eager else 0):  # whose programs an eager call may have met
+    for before in range(min(draw, EAGER) if structure.eager else 0):  # an eager call may have used their programs
         trial.case(before)
     wrong, ratio = trial.case(draw)
     for one in wrong:
@@ -105,7 +105,7 @@ def replay(case: str, mode: str) -> int:
 
 
 def show(found: dict[str, Any]) -> None:
-    """A summary on the terminal."""
+    """Prints a summary."""
     table = Table("covered", "cases", title=f"{found['cases']} cases, {found['failed']} failed, seed {found['seed']}")
     for name, count in found["covered"].items():
         table.add_row(name, str(count))
@@ -113,7 +113,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def environment(asked: argparse.Namespace) -> dict[str, Any]:
-    """What it ran on."""
+    """The versions and the machine."""
     cpu = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),

@@ -1,9 +1,9 @@
-"""Runs that are killed, starved, shut out or damaged: the numbers of an uninterrupted run, or one clear line.
+"""Kills, starves, locks out and damages runs. Each gives the results of an uninterrupted run or a one-line error.
 
 ``python -m tests.soak.crash --rounds 20 --seed 0`` draws the trials from one seed, in rounds of five on one folder. Three
-times the command meets a fault of ``FAULTS``, each of which may end it in a signal's status or in one line. It is given
-once more, and must end in the numbers of a run that nobody touched. Then, twice, a file of what it left is damaged, and
-the command must end in the same numbers or in one line that names a path. ``--only`` draws one round again.
+times the command runs into a fault of ``FAULTS`` and may exit with a signal's status or a one-line error. It then runs
+again and must give the results of an undisturbed run. After that, one of its files is damaged, twice, and the command
+must give the same results or a one-line error that names a path. ``--only`` repeats one round.
 """
 
 import argparse
@@ -28,6 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from tests.experiments.processes import environment
+
 ROOT = Path(__file__).parents[2]
 LOOK, CHECKPOINT, STEPS = 2, 4, 40
 CONFIG = f"""
@@ -39,15 +41,15 @@ evaluate: {{batch: 8}}
 claims: [{{name: right, statement: Right at all., metric: mean_accuracy, at_least: 0.0, needed: 2}}]
 """
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-SECONDS = 300.0  # after which a command hangs
+SECONDS = 300.0  # a command that takes longer hangs
 
 
 class Failure(Exception):
-    """What a trial found wrong."""
+    """A trial failed."""
 
 
 class Commands:
-    """The experiment's commands, in processes of their own; and the folder of a run that nobody touched."""
+    """Runs the experiment's commands in separate processes, and holds the folder of an undisturbed run."""
 
     def __init__(self, folder: Path):
         self.folder, self.whole = folder, folder / "whole"
@@ -60,24 +62,19 @@ class Commands:
             raise Failure(f"two runs that nobody touched differ: {found}")
 
     def start(self, out: Path, command: str = "run", before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """A command on ``out``, on one thread, so that sums have one order."""
-        environment = os.environ | {
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }
+        """Starts a command on ``out``."""
+        variables = environment(self.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
         words = ["--run", str(out)]
         if command == "run":
             words = ["--config", str(self.folder / "tiny.yaml"), "--out", str(out)]
         return subprocess.Popen(
             [*before, sys.executable, "-m", "experiments", command, *words],
-            cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            cwd=ROOT, env=variables, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             preexec_fn=_signals_as_in_a_terminal,
         )  # fmt: skip
 
     def ended(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        """The status of a process, and what it said on stderr."""
+        """The exit status of a process, and its stderr."""
         try:
             said = process.communicate(timeout=SECONDS)[1]
         except subprocess.TimeoutExpired:
@@ -87,34 +84,34 @@ class Commands:
         return process.returncode, said
 
     def finish(self, process: subprocess.Popen[str]) -> None:
-        """Until a process ends well, without a word."""
+        """Waits for a process; it must succeed and print nothing to stderr."""
         status, said = self.ended(process)
         if status or said:
             raise Failure(f"expected a run without a word, got status {status}: {said}")
 
     def refused(self, process: subprocess.Popen[str], *status: int) -> str:
-        """What a process says that ends in one line and in one of ``status``."""
+        """The one-line error of a process that must exit with one of ``status``."""
         found, said = self.ended(process)
         if found not in status or not said.startswith("error: ") or said.count("\n") != 1:
             raise Failure(f"expected one line and status {' or '.join(map(str, status))}, got {found}: {said}")
         return said
 
     def goes_on(self, out: Path) -> None:
-        """The same command again, and the numbers that are due."""
+        """Runs the command again and compares the results with the undisturbed run's."""
         self.finish(self.start(out))
         if found := difference(out, self.whole):
             raise Failure(found)
 
 
 def _signals_as_in_a_terminal() -> None:
-    """A shell's background jobs ignore SIGINT, and so would all that they start."""
+    """A shell's background jobs ignore SIGINT, and child processes would inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def difference(out: Path, whole: Path) -> str:
-    """The first file in which a run's numbers differ from another's; "" where none does.
+    """The first file in which two runs differ in their results; "" if they are equal.
 
-    Seconds and what is drawn from the other files, the report and the figures, are not compared but have to be there.
+    Timings are not compared. The report and the figures, which are drawn from the other files, only have to exist.
     """
 
     def looks(folder: Path) -> list[Path]:
@@ -138,11 +135,11 @@ def difference(out: Path, whole: Path) -> str:
     return "" if (out / "report.html").stat().st_size > 10_000 else "report.html"
 
 
-# --- faults: each gets the folder of a run that has not finished, and returns a word for what came --------------------
+# --- faults: each gets the folder of an unfinished run and returns a short description of the outcome ----------------
 
 
 def signal_at_random(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """SIGKILL, SIGTERM or SIGINT at an instant between the start and the end."""
+    """Sends SIGKILL, SIGTERM or SIGINT at a random time."""
     number, seconds = SIGNALS[rng.integers(3)], rng.uniform(0, commands.seconds)
     began, process = time.time_ns(), commands.start(out)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -153,12 +150,12 @@ def signal_at_random(commands: Commands, rng: np.random.Generator, out: Path) ->
 
 
 def signal_at_an_instant(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """The same as soon as a file is written: of metrics, a look, a checkpoint, the findings or the report."""
+    """Sends a signal as soon as a certain file is written: a look, a checkpoint, the findings or the report."""
     number = SIGNALS[rng.integers(3)]
     step = _checkpoint(out) + int(rng.integers(1, 4)) * CHECKPOINT
     folder = out / "checkpoints"
     events = [
-        [out / "looks" / f"{step:08d}.tmp", out / "looks" / f"{step:08d}.npz"],  # the second where the first is missed
+        [out / "looks" / f"{step:08d}.tmp", out / "looks" / f"{step:08d}.npz"],  # the second if the first is missed
         [folder / f"{step}.tmp", folder / f"{step}"],
         [folder / f"{step}.tmp" / "arrays", folder / f"{step}"],
         [folder / f"{step}"],
@@ -174,7 +171,7 @@ def signal_at_an_instant(commands: Commands, rng: np.random.Generator, out: Path
 
 
 def _checkpoint(out: Path) -> int:
-    """The step of the newest checkpoint; 0 for none."""
+    """The step of the newest checkpoint, or 0."""
     return max((int(file.name) for file in (out / "checkpoints").glob("*") if file.name.isdecimal()), default=0)
 
 
@@ -192,7 +189,7 @@ def _stopped(
     if status == 0:
         return "ended before the signal came"
     came = f"{number.name} {'before it began' if importing else 'while it worked'}"
-    if importing and status in (-number, 1, 128 + number):  # Python's own way to end, while modules load
+    if importing and status in (-number, 1, 128 + number):  # Python's own exit, while modules load
         return came
     if number == signal.SIGKILL and (status, said) == (-number, ""):
         return came
@@ -202,7 +199,7 @@ def _stopped(
 
 
 def full_disk(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """A limit to the size of files, or where mounting is allowed a disk that is nearly full."""
+    """Limits the size of files or, where mounting is allowed, runs on a disk that is nearly full."""
     limited = rng.random() < 0.5
     if limited:
         process, size = commands.start(out), int(np.exp(rng.uniform(np.log(100), np.log(300_000))))
@@ -226,7 +223,7 @@ def _refused_or_done(commands: Commands, process: subprocess.Popen[str], what: s
 
 @contextlib.contextmanager
 def _small_disk(folder: Path, kilobytes: int) -> Iterator[bool]:
-    """Mounts a disk with all that is in ``folder`` there, and puts what is on it back."""
+    """Mounts a small disk over ``folder`` with a copy of its files, and copies them back at the end."""
     folder.mkdir(exist_ok=True)
     disk = folder.with_name("disk")
     disk.mkdir()
@@ -248,7 +245,7 @@ def _small_disk(folder: Path, kilobytes: int) -> Iterator[bool]:
 
 
 def two_owners(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """A second run while the first works; then the first is killed, and the next takes over."""
+    """Starts a second run, which must be refused, then kills the first."""
     began, first = time.time_ns(), commands.start(out)
     while first.poll() is None and not _written(out / "lock", began):
         time.sleep(0.001)
@@ -256,7 +253,7 @@ def two_owners(commands: Commands, rng: np.random.Generator, out: Path) -> str:
         first.wait(rng.uniform(0, commands.seconds / 3))
     if first.poll() is not None:
         return "the first had ended"
-    first.send_signal(signal.SIGSTOP)  # or it may have ended before the second began
+    first.send_signal(signal.SIGSTOP)  # otherwise it may end before the second starts
     said = commands.refused(commands.start(out), 2)
     first.kill()
     first.send_signal(signal.SIGCONT)
@@ -267,11 +264,11 @@ def two_owners(commands: Commands, rng: np.random.Generator, out: Path) -> str:
 
 
 def read_only(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """A folder that cannot be written."""
+    """Makes a folder read-only."""
     out.mkdir(exist_ok=True)
     folders = [folder for folder in (out, out / "looks", out / "checkpoints") if folder.exists()]
     folder = folders[rng.integers(len(folders))]
-    before = ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if os.geteuid() == 0 else ()  # or root may do all
+    before = ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if os.geteuid() == 0 else ()  # root may write
     if before and shutil.which(before[0]) is None:
         return "root may write everything here"
     folder.chmod(0o555)
@@ -282,16 +279,16 @@ def read_only(commands: Commands, rng: np.random.Generator, out: Path) -> str:
 
 
 def damaged_file(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """A file of a finished run cut, emptied, removed, doubled or with a bit changed; the command mends it or says so."""
+    """Damages a file of a finished run; the command must repair it or report it."""
     files = sorted(file for file in out.rglob("*") if file.is_file() and file.name not in ("lock", "seconds.json"))
-    rooms = sorted({_room(file, out) for file in files})  # or checkpoints would have nearly all
+    rooms = sorted({_room(file, out) for file in files})  # otherwise nearly all draws would be checkpoints
     room = rooms[rng.integers(len(rooms))]
     files = [file for file in files if _room(file, out) == room]
     file = files[rng.integers(len(files))]
     how = ("flipped", "cut", "emptied", "removed", "doubled")[rng.integers(5)]
     _damage(file, how, rng)
     name = f"{room} {how}"
-    if room == "findings":  # what a report is made of
+    if room == "findings":  # the report is drawn from these
         said = commands.refused(commands.start(out, "report"), 2)
         if str(out) not in said:
             raise Failure(f"{name}: expected a path, got {said}")
@@ -338,7 +335,7 @@ FAULTS: list[Callable[[Commands, np.random.Generator, Path], str]] = [
 
 
 def play(commands: Commands, seed: int, number: int) -> Iterator[tuple[str, str]]:
-    """The five trials of a round: the name of each, and what came of it."""
+    """Plays the five trials of a round; yields the name and the outcome of each."""
     rng, folder = np.random.default_rng([seed, number]), commands.folder / f"round-{number}"
     folder.mkdir()
     for index in rng.integers(len(FAULTS), size=3):
@@ -350,7 +347,7 @@ def play(commands: Commands, seed: int, number: int) -> Iterator[tuple[str, str]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plays the rounds; status 1 where one fails."""
+    """Plays the rounds; returns 1 if one fails, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.crash", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="five trials each; a minute or two")
     parser.add_argument("--seed", type=int, default=0)
@@ -384,7 +381,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def machine() -> dict[str, str]:
-    """What the trials ran on."""
+    """The versions and the system."""
     return {"python": platform.python_version(), "jax": metadata.version("jax"), "system": platform.platform()}
 
 

@@ -1,6 +1,6 @@
-"""What a case is, and how one is drawn: the *structure* of a call, compiled once, and many *values* for its arrays.
+"""Draws cases: the *structure* of a call, which is compiled once, and many sets of *values* for its arrays.
 
-Both are drawn from ``(seed, structure)`` and ``(seed, structure, draw)`` alone, so a case can be had again by its id.
+Both are drawn from ``(seed, structure)`` and ``(seed, structure, draw)`` alone, so a case can be repeated from its id.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ THEMES = ("plain", "plain", "large", "zeros", "equal rows", "tiny", "unseen are 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A mask or score function: its kind, the parts that it joins, the names of its arrays, and what is static."""
+    """A mask or score function: its kind, the parts it joins, the names of its arrays, and its static values."""
 
     kind: str
     parts: tuple["Spec", ...] = ()
@@ -38,13 +38,13 @@ class Spec:
     static: tuple[Any, ...] = ()
 
     def kinds(self) -> list[str]:
-        """Its kind and those of its parts."""
+        """The kinds of the mask or score function and of its parts."""
         return [self.kind, *(kind for part in self.parts for kind in part.kinds())]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the values of an array are drawn."""
+    """How to draw the values of an array."""
 
     kind: str
     shape: tuple[int, ...]
@@ -52,13 +52,13 @@ class Recipe:
 
     @property
     def learned(self) -> bool:
-        """Is the result differentiated by it?"""
+        """Whether the result is differentiated by the array."""
         return np.issubdtype(self.dtype, np.floating) or self.dtype == ml_dtypes.bfloat16
 
 
 @dataclasses.dataclass
 class Structure:
-    """All of a case but the values of its arrays: ``recipes`` has the arrays by name."""
+    """Everything about a case except the values of its arrays; ``recipes`` describes the arrays by name."""
 
     index: int
     implementation: str
@@ -80,7 +80,7 @@ class Structure:
 
     @property
     def softmax_dtype(self) -> str:
-        """In which scores are computed."""
+        """The dtype of the scores."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -90,14 +90,14 @@ class Structure:
 
     @property
     def ring(self) -> tuple[int, bool]:
-        """How many devices stand in a ring, and whether in zigzag."""
+        """The number of devices in the ring, and whether the order is zigzag."""
         if not self.implementation.startswith("Ring"):
             return 1, False
         devices, layout = self.implementation[5:-1].split(", ")
         return int(devices), layout == "zigzag"
 
     def covers(self) -> list[str]:
-        """What it has of each kind, for the counts."""
+        """The features that this structure covers, for the counts."""
         B, T, S, N, K, H, D = self.sizes
         there = {
             "causal": self.is_causal, "local_window_size": self.window is not None, "scale number": self.scale is not None,
@@ -115,7 +115,7 @@ class Structure:
         return found + sorted({f"positions {np.dtype(one.dtype).name}, rank {len(one.shape)}" for one in positions})
 
 
-# Plain functions, as users write them: of an array and the indices. The array is NumPy's in the reference.
+# Plain functions of an array and the indices, as users write them. In the reference, the array is a NumPy array.
 MASK_FUNCTIONS: dict[str, Callable] = {
     "thirds": lambda table: lambda b, h, q, kv: (q % 5 + kv % 7 + b + h) % 3 != 0,
     "odd keys": lambda table: lambda b, h, q, kv: kv % 2 == 1,
@@ -130,7 +130,7 @@ MOD_FUNCTIONS: dict[str, Callable] = {
 
 
 def draw_structure(seed: int, index: int, mode: str) -> Structure:
-    """The structure of number ``index``."""
+    """Draws structure number ``index``."""
     rng = np.random.default_rng([seed, index])
     implementation = MODES[mode][index % len(MODES[mode])]
     layer = implementation in ("nnx", "linen")
@@ -183,7 +183,7 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
 
 
 def _draw_options(rng: Random, structure: Structure) -> None:
-    """Those that a layer has not."""
+    """Draws the options that a layer does not have."""
     B, T, S, *_ = structure.sizes
     recipes = structure.recipes
     if rng.random() < 0.15:
@@ -251,7 +251,7 @@ def _mask(rng: Random, structure: Structure, depth: int) -> Spec:
     B, T, S, N, *_ = structure.sizes
     kind = str(rng.choice(["causal", "window", "prefix", "padding", "segments", "dense", "function"]))
     add = functools.partial(_add, structure)
-    number = rng.random() < 0.5  # or an array
+    number = rng.random() < 0.5  # otherwise an array
     match kind:
         case "window" if number:
             return Spec(kind, static=(int(rng.integers(0, 5)), int(rng.choice([0, 1, 4, 2**31 - 1]))))
@@ -284,7 +284,7 @@ def _mod(rng: Random, structure: Structure, depth: int) -> Spec:
         case "alibi":
             return Spec(kind, arrays=(add("slopes", (N,), dtype),))
         case "relative":
-            # of sizes in which no logarithm falls on the edge of a bucket
+            # sizes for which no logarithm falls on the edge of a bucket
             buckets, both, most = [(8, True, 16), (8, False, 20), (12, True, 40)][rng.integers(3)]
             return Spec(kind, arrays=(add("floats", (buckets, N), dtype),), static=(both, most))
         case "cap" if rng.random() < 0.4:
@@ -295,9 +295,9 @@ def _mod(rng: Random, structure: Structure, depth: int) -> Spec:
 
 
 def draw_values(structure: Structure, seed: int, draw: int, see: Callable[[Structure, Arrays], np.ndarray]) -> Arrays:
-    """The arrays of one case. ``see``: which pairs are visible ``[B,N,T,S]``, so that NaN may stand where nobody sees.
+    """Draws the arrays of one case. ``see`` gives the visible pairs ``[B,N,T,S]``: NaN may go where nothing sees it.
 
-    Arrays of a ``static`` structure's masks are the same in all of its draws.
+    In a ``static`` structure, the arrays of the masks are the same in every draw.
     """
     rng = np.random.default_rng([seed, structure.index, 1, draw])
     theme = str(rng.choice(THEMES))
@@ -314,7 +314,7 @@ def draw_values(structure: Structure, seed: int, draw: int, see: Callable[[Struc
 
 
 def _spoil(rng: Random, structure: Structure, arrays: Arrays, visible: np.ndarray, by: float) -> None:
-    """Puts ``by`` into queries that see nothing, keys and values that nobody sees."""
+    """Writes ``by`` into queries that see nothing, and into keys and values that no query sees."""
     B, T, S, N, K, _, _ = structure.sizes
     rows = np.swapaxes(~visible.any(3), 1, 2)
     columns = np.swapaxes(~visible.reshape(B, K, N // K, T, S).any((2, 3)), 1, 2)
@@ -344,7 +344,7 @@ def _values(rng: Random, recipe: Recipe, structure: Structure, theme: str) -> np
         case "bias":
             x = rng.normal(size=shape) * (20.0 if theme == "large" else 1.0)
             if theme == "nowhere":
-                x = np.where(rng.random(shape) < 0.3, -1e4, x)  # as people mask by hand
+                x = np.where(rng.random(shape) < 0.3, -1e4, x)  # the way people mask by hand
         case "sinks":
             x = rng.normal(size=shape) * (30.0 if theme == "large" else 1.0)
         case "scale":

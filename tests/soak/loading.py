@@ -1,8 +1,8 @@
-"""Damaged and hostile checkpoints: whatever the bytes, loading ends in a model or in one error that names the file.
+"""Loads damaged and hostile checkpoints: any bytes must give a model or an error that names the file.
 
-``python -m tests.soak.loading --files 10000 --seed 0`` draws them from one seed and prints what came of how many. A file
-that is none of these, that takes long, or memory beyond its size and a bound, is a failure and is printed with the number
-that draws it again (``--only``).
+``python -m tests.soak.loading --files 10000 --seed 0`` draws them from one seed and counts the outcomes. Any other
+outcome is a failure, and so is a file that takes too long or too much memory; it is printed with the number that draws
+it again (``--only``).
 """
 
 import argparse
@@ -24,11 +24,11 @@ CONFIG = {
     "layer_norm_epsilon": 1e-5, "activation_function": "gelu",
 }  # fmt: skip
 EXPECTED = (ValueError, FileNotFoundError)
-SECONDS, MEMORY = 5.0, 64 * 2**20  # of one file; bytes beyond what stood before
+SECONDS, MEMORY = 5.0, 64 * 2**20  # per file; bytes beyond what was in use before
 
 
 def tensors() -> dict[str, np.ndarray]:
-    """All that the model above holds."""
+    """All tensors of the model above."""
     shapes = {
         "wte.weight": (11, 8), "wpe.weight": (7, 8), "ln_f.weight": (8,), "ln_f.bias": (8,),
         "h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,), "h.0.attn.c_proj.weight": (8, 8),
@@ -41,7 +41,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def whole() -> tuple[dict, bytes]:
-    """The header and the data of a sound safetensors file."""
+    """The header and the data of a valid safetensors file."""
     header, data = {}, b""
     for name, x in tensors().items():
         header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
@@ -50,7 +50,7 @@ def whole() -> tuple[dict, bytes]:
 
 
 def packed(header: object, data: bytes, length: int | None = None) -> bytes:
-    """A file of the format: the header's length, as eight bytes, the header as JSON, the data."""
+    """A file in the format: the length of the header in eight bytes, the header as JSON, the data."""
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -62,9 +62,9 @@ def drawn(rng: np.random.Generator) -> tuple[bytes, bytes]:
     name = str(rng.choice(list(header)))
     huge = int(rng.choice([2**31, 2**32, 2**53, 2**60, 2**63 - 1]))
     kind = int(rng.integers(12))
-    if kind == 0:  # a header as long as the sea
+    if kind == 0:  # an enormous header length
         return packed(header, data, huge), json.dumps(config).encode()
-    if kind == 1:  # tensors over each other, behind the end, or back to front
+    if kind == 1:  # tensors that overlap, lie past the end, or have reversed offsets
         a, b = (int(x) for x in rng.integers(-9, len(data) + 99, 2))
         header[name]["data_offsets"] = [a, b]
     elif kind == 2:
@@ -77,7 +77,7 @@ def drawn(rng: np.random.Generator) -> tuple[bytes, bytes]:
         del header[name]
     elif kind == 6:
         header[str(rng.choice(["__metadata__", "../x", "", "h.0.attn.bias", "\\u0000"]))] = header[name]
-    elif kind == 7:  # the config instead
+    elif kind == 7:  # damage the config instead
         key = str(rng.choice(list(CONFIG)))
         config = [CONFIG | {key: v} for v in (huge, -1, 0, None, "x", 1.5, [], {}, True)][int(rng.integers(9))]
     elif kind == 8:
@@ -93,7 +93,7 @@ def drawn(rng: np.random.Generator) -> tuple[bytes, bytes]:
 
 
 def _flipped(rng: np.random.Generator, content: bytes) -> bytes:
-    """A few bytes changed; as often among the first 200, where what decides stands."""
+    """Changes a few bytes, half of the time among the first 200, which matter most."""
     found = bytearray(content)
     for _ in range(int(rng.integers(1, 9))):
         found[int(rng.integers(min(len(found), 200 if rng.random() < 0.5 else len(found))))] = int(rng.integers(256))
@@ -101,7 +101,7 @@ def _flipped(rng: np.random.Generator, content: bytes) -> bytes:
 
 
 def load(folder: Path, seed: int, number: int) -> tuple[str, str | None]:
-    """What came of one drawn file, and what is wrong with that, if anything."""
+    """The outcome of loading one drawn file, and what is wrong with it, if anything."""
     file, config = drawn(np.random.default_rng([seed, number]))
     (folder / "model.safetensors").write_bytes(file)
     (folder / "config.json").write_bytes(config)
@@ -125,7 +125,7 @@ def load(folder: Path, seed: int, number: int) -> tuple[str, str | None]:
 
 
 def main() -> int:
-    """Loads the files that were asked for; status 1 where one is a failure."""
+    """Loads the requested files; returns 1 if one fails, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.loading", description=__doc__)
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A case as jattn computes it: masks and score functions of the drawn specs, and one function to compile."""
+"""Computes a case with jattn: builds masks and score functions from the specs, and one function to compile."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ ARGUMENTS = (
 
 
 def mask_of(spec: Spec, arrays: dict[str, Any]) -> Any:
-    """The mask that the spec stands for."""
+    """The mask described by the spec."""
     given = [arrays[name] for name in spec.arrays]
     parts = [mask_of(part, arrays) for part in spec.parts]
     plain = not any(isinstance(part, masks.Mask) for part in parts)
@@ -44,7 +44,7 @@ def mask_of(spec: Spec, arrays: dict[str, Any]) -> Any:
 
 
 def mod_of(spec: Spec, arrays: dict[str, Any]) -> Any:
-    """The score function that the spec stands for."""
+    """The score function described by the spec."""
     given = [arrays[name] for name in spec.arrays]
     match spec.kind:
         case "then":
@@ -59,7 +59,7 @@ def mod_of(spec: Spec, arrays: dict[str, Any]) -> Any:
 
 
 def implementation_of(name: str) -> Any:
-    """``implementation=``."""
+    """The value of ``implementation=``."""
     if name in ("default", "nnx", "linen"):
         return None
     if "(" not in name:
@@ -83,7 +83,7 @@ def _mesh(devices: int, name: str) -> jax.sharding.Mesh:
 
 
 def make_program(structure: Structure, constants: Arrays) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """``arrays -> results by name``, as ``reference.expected`` names them. ``constants``: what is no argument."""
+    """``arrays -> results by name``, with the names of ``reference.expected``; ``constants`` are not arguments."""
     attend = _layer if structure.features else _attention
 
     def program(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _attention(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _looks(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Weights and statistics."""
+    """The weights and statistics that the structure requests."""
     found = {}
     if not (structure.weights or structure.statistics):
         return found
@@ -141,7 +141,7 @@ def _looks(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
-    """A module of Flax's kind with these parameters."""
+    """The output of a Flax module with these parameters."""
     _, _, _, N, K, H, D = structure.sizes
     M, dtype = structure.features, jnp.dtype(structure.dtype)
     options = _options(structure, arrays)
@@ -167,7 +167,7 @@ def _layer(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def constants_of(structure: Structure, arrays: Arrays) -> Arrays:
-    """What is no argument of a ``static`` structure's program: NumPy's integers and bools."""
+    """The arrays that are constants of a ``static`` structure's program: NumPy integers and bools."""
     if not structure.static:
         return {}
     return {name: np.asarray(x) for name, x in arrays.items() if not structure.recipes[name].learned}

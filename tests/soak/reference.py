@@ -1,19 +1,19 @@
-"""Attention in plain NumPy float64, its gradients derived by hand, and how far rounding may carry each number.
+"""Attention in float64 NumPy with gradients derived by hand, and a bound on the rounding error of each number.
 
-Shares no code with jattn, and writes the ``[B,N,T,S]`` matrices out. With ``s`` a score as modified, ``p`` a weight,
+Shares no code with jattn and forms the ``[B,N,T,S]`` matrices. With ``s`` a modified score, ``p`` a weight,
 ``g`` and ``l`` the cotangents of output and lse:
 
     lse = log(sum e^s + e^sink)     p = e^(s - lse)     out = p v
     dp = g v^T     ds = p (dp - sum p dp + l)     dsink = sum p_sink (l - sum p dp)     dv = p^T g
 
-and ``ds`` goes back through the score function, the scale and the bias to everything that made the score.
+and ``ds`` is propagated back through the score function, the scale and the bias.
 
-Tolerances are carried along, to first order. A score is off by ``delta = C u (size)``, where ``size`` is the sum of
-what was added up in it, in absolute value, and ``u`` the unit of the softmax's dtype; a weight, relatively, by its
-delta, the mean of its row's and ``C u`` of the arrays' dtype. Everything behind follows the equations above in absolute
-values, so that a number that large ones cancelled to is not expected to be exact. What is compared is ``|found -
-expected| <= tolerance``, and a tolerance may be as large as its number where float32 can know no better (logits of
-1e5 and more).
+Tolerances are propagated to first order. The error of a score is ``delta = C u (size)``, where ``size`` is the sum of
+the absolute values of its terms and ``u`` the unit of the softmax's dtype. The relative error of a weight is its delta,
+plus the mean delta of its row, plus ``C u`` of the arrays' dtype. Later errors follow from the equations above in
+absolute values, so that the result of a cancellation is not expected to be exact. The comparison is ``|found -
+expected| <= tolerance``. A tolerance may be as large as the number itself if float32 cannot do better (logits of 1e5
+and more).
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ import numpy as np
 
 from tests.soak.draw import DTYPES, LARGEST, MASK_FUNCTIONS, MOD_FUNCTIONS, Arrays, Spec, Structure
 
-C = 8.0  # roundings on the way of each number, more or less
+C = 8.0  # the approximate number of roundings per number
 
 Where = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # b [B,1,1,1], h [1,N,1,1], q [B|1,1,T,1], kv [B|1,1,1,S]
-Expected = dict[str, tuple[np.ndarray, Any]]  # by name: value and tolerance
+Expected = dict[str, tuple[np.ndarray, Any]]  # name -> (value, tolerance)
 
 
 def unit(dtype: str) -> float:
-    """How far apart two numbers near 1 are."""
+    """The distance between two neighbouring numbers near 1."""
     return float(ml_dtypes.finfo(DTYPES[dtype]).eps)
 
 
 def least(dtype: str) -> float:
-    """Below it a number may become 0: processors drop subnormal numbers, of float16 they compute in float32."""
+    """Numbers below this may become 0: processors flush subnormals, and compute float16 in float32."""
     info = ml_dtypes.finfo(DTYPES[dtype])
     return float(info.smallest_subnormal if dtype == "float16" else info.smallest_normal)
 
@@ -47,7 +47,7 @@ def least(dtype: str) -> float:
 
 
 def slots(structure: Structure, length: int) -> np.ndarray:
-    """The token in each slot: of 2P chunks in zigzag, the p-th device has the p-th from either end."""
+    """The token in each slot: in zigzag, device p has the p-th of 2P chunks from either end."""
     devices, zigzag = structure.ring
     if not zigzag:
         return np.arange(length)
@@ -57,7 +57,7 @@ def slots(structure: Structure, length: int) -> np.ndarray:
 
 
 def places(structure: Structure, arrays: Arrays) -> Where:
-    """The indices that masks and score functions see, int64."""
+    """The indices that masks and score functions receive, int64."""
     B, T, S, N, *_ = structure.sizes
     found = []
     for name, length in (("query_positions", T), ("kv_positions", S)):
@@ -68,7 +68,7 @@ def places(structure: Structure, arrays: Arrays) -> Where:
 
 
 def look_up(table: np.ndarray, *indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``table[indices]``, and whether they lie inside."""
+    """``table[indices]``, and whether the indices are in range."""
     inside, at = np.array(True), []
     for index, size in zip(indices, table.shape, strict=True):
         if size == 0:
@@ -80,7 +80,7 @@ def look_up(table: np.ndarray, *indices: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def sees(spec: Spec, arrays: Arrays, where: Where) -> Any:
-    """Which pairs the mask leaves; broadcasts to ``[B,N,T,S]``."""
+    """The pairs that the mask keeps visible; broadcasts to ``[B,N,T,S]``."""
     b, h, q, kv = where
     given = [arrays[name] for name in spec.arrays]
     numbers = [int(x) for x in (*spec.static, *given)] if spec.kind in ("window", "prefix") else []
@@ -119,12 +119,12 @@ def sees(spec: Spec, arrays: Arrays, where: Where) -> Any:
 
 
 def window(q: np.ndarray, kv: np.ndarray, left: int, right: int) -> np.ndarray:
-    """``-left <= kv - q <= right``; from 2^31 - 1 on a side has no end."""
+    """``-left <= kv - q <= right``; a side of 2^31 - 1 or more is unlimited."""
     return ((left >= LARGEST) | (kv >= q - left)) & ((right >= LARGEST) | (kv <= q + right))
 
 
 def visible_pairs(structure: Structure, arrays: Arrays) -> np.ndarray:
-    """Which query sees which key, ``[B,N,T,S]``."""
+    """Whether each query sees each key, ``[B,N,T,S]``."""
     B, T, S, N, *_ = structure.sizes
     b, _, q, kv = where = places(structure, arrays)
     visible = np.ones((B, N, T, S), bool)
@@ -149,10 +149,10 @@ def visible_pairs(structure: Structure, arrays: Arrays) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Modified:
-    """``score`` as it comes out of a function; ``size``: what was added up in it, in absolute value.
+    """A modified ``score``, and its ``size``: the sum of the absolute values of its terms.
 
-    ``back``: the cotangent of ``score`` to that of what went in, and of the function's arrays by name. With its second
-    argument, everything in absolute value.
+    ``back`` maps the cotangent of ``score`` to those of the original score and, by name, of the function's arrays. Its
+    second argument selects absolute values throughout.
     """
 
     score: np.ndarray
@@ -161,7 +161,7 @@ class Modified:
 
 
 def modify(spec: Spec, score: np.ndarray, size: np.ndarray, arrays: Arrays, where: Where) -> Modified:
-    """The score function on ``score [B,N,T,S]``."""
+    """Applies the score function to ``score [B,N,T,S]``."""
     b, h, q, kv = where
     given = [np.asarray(arrays[name], np.float64) for name in spec.arrays]
     heads = np.broadcast_to(h, score.shape)
@@ -249,10 +249,10 @@ def t5_bucket(offset: np.ndarray, buckets: int, bidirectional: bool, max_distanc
 
 
 def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None) -> Expected:
-    """Everything that a call gives, by name: ``out``, ``lse``, ``d NAME`` of each array, weights, statistics.
+    """All results of a call by name: ``out``, ``lse``, ``d NAME`` for each array, weights, statistics.
 
-    ``arrays`` are the call's, without a batch axis where it is not batched. ``sizes``: of query, key, value and the
-    output's cotangent, what was added up in each number, where they are results themselves.
+    ``arrays`` are those of the call; without a batch axis if it is not batched. ``sizes``: where query, key, value and
+    the output's cotangent are results themselves, the sums of the absolute values of their terms.
     """
     B, T, S, N, K, H, D = structure.sizes
     u, u_softmax = unit(structure.dtype), unit(structure.softmax_dtype)
@@ -263,7 +263,7 @@ def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None)
     visible, where = visible_pairs(structure, arrays), places(structure, arrays)
 
     def per_head(x: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        """``[B,.,N,.]``, 0 where its head sees nothing of it."""
+        """``[B,.,N,.]``, 0 where the head uses none of it."""
         return np.where(np.swapaxes(seen, 1, 2)[..., None], np.repeat(x, N // x.shape[2], axis=2), 0.0)
 
     q, k, v = (
@@ -297,12 +297,12 @@ def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None)
     p, p_sink = np.exp(score - finite), np.exp(sinks - finite)
     out = np.einsum("bnts,bsnd->btnd", p, v)
 
-    # how far weights and lse may be off: relatively, and absolutely
+    # bounds on the errors of weights (relative) and lse (absolute)
     delta = C * u_softmax * (size + np.where(visible, abs(score - high), 0.0))
     sink_delta = C * u_softmax * np.where(sinks == -np.inf, 0.0, abs(sinks) + abs(sinks - high))
     of_row = (p * delta).sum(-1, keepdims=True) + p_sink * sink_delta + C * u_softmax * np.where(total > 0, 1.0, 0.0)
-    exact = expm1(delta + of_row)  # weights as such, in the softmax's dtype
-    off = exact + C * u  # as they meet the values
+    exact = expm1(delta + of_row)  # the weights themselves, in the softmax's dtype
+    off = exact + C * u  # as multiplied with the values
     found: Expected = {
         "out": (out, np.einsum("bnts,bsnd->btnd", p * off + tiny * visible, abs_v) + C * u * abs(out)),
         "lse": (np.swapaxes(lse[..., 0], 1, 2), np.swapaxes((of_row + C * u_softmax * abs(finite))[..., 0], 1, 2)),
@@ -353,12 +353,12 @@ def attention(structure: Structure, arrays: Arrays, sizes: Arrays | None = None)
 
 
 def expm1(off: np.ndarray) -> np.ndarray:
-    """How far ``exp`` is off, relatively, where its exponent is off by ``off``; infinite where nothing can be said."""
+    """The relative error of ``exp`` if its exponent is off by ``off``; infinite if that is too much."""
     return np.where(off < 100.0, np.expm1(np.minimum(off, 100.0)), np.inf)
 
 
 def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The transpose of broadcasting ``shape`` to that of ``x``."""
+    """The transpose of broadcasting from ``shape`` to ``x.shape``."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True)
 
@@ -366,7 +366,7 @@ def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def statistics(
     structure: Structure, arrays: Arrays, score: np.ndarray, delta: np.ndarray, visible: np.ndarray
 ) -> Expected:
-    """``jattn.heads.statistics`` of a call without sinks, pair by pair: ``of NAME [B,N,...]`` and ``of support NAME``."""
+    """``jattn.heads.statistics`` without sinks, as ``of NAME [B,N,...]`` and ``of support NAME``."""
     B, T, S, N, *_ = structure.sizes
     u = unit(structure.softmax_dtype)
     high = score.max(-1, keepdims=True, initial=-np.inf)
@@ -422,9 +422,9 @@ def statistics(
         found[f"of support {name}"] = found["of support max_weight"]
     if "tokens" in arrays:
         tokens = arrays["tokens"].reshape(B, T)
-        of_token = np.empty_like(tokens)  # in their own order
+        of_token = np.empty_like(tokens)  # in the order of the tokens
         of_token[:, q_slot] = tokens
-        alike = of_token[:, :, None] == of_token[:, None, :]  # [B,q,kv], in tokens' own order
+        alike = of_token[:, :, None] == of_token[:, None, :]  # [B,q,kv], in the order of the tokens
         earlier = np.arange(T)[None, :] < np.arange(T)[:, None]
         before = alike & earlier
         after = np.zeros_like(before)
@@ -439,7 +439,7 @@ def statistics(
 
 
 def layer(structure: Structure, arrays: Arrays) -> Expected:
-    """``MultiHeadAttention``: linear maps round ``attention``. ``y``, and ``d NAME`` of inputs and parameters."""
+    """``MultiHeadAttention``: ``attention`` between linear maps. ``y``, and ``d NAME`` for inputs and parameters."""
     u = unit(structure.dtype)
     x = {name: np.asarray(arrays[name], np.float64) for name in structure.learned}
     inputs = {"query": x["inputs_q"], "key": x["inputs_k"], "value": x["inputs_k"]}
@@ -478,6 +478,6 @@ def layer(structure: Structure, arrays: Arrays) -> Expected:
 
 
 def expected(structure: Structure, arrays: Arrays) -> Expected:
-    """What a case gives, and the tolerances."""
+    """The expected results of a case, with tolerances."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
         return layer(structure, arrays) if structure.features else attention(structure, arrays)

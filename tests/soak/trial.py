@@ -1,4 +1,4 @@
-"""One structure, its program, and its cases one after another: run, compare, say what differs."""
+"""One structure, its program and its cases: run, compare, report differences."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from tests.soak.draw import DTYPES, Arrays, Structure, draw_structure, draw_valu
 from tests.soak.program import constants_of, make_program
 from tests.soak.reference import Expected, expected, visible_pairs
 
-EAGER = 3  # so many draws also run without jit where a structure says so: all but the first on what that compiled
+EAGER = 3  # number of draws of an eager structure that also run without jit; all but the first reuse compiled programs
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where a result is further from the reference than it may be, at its worst entry."""
+    """A result outside its tolerance, at its worst entry."""
 
     name: str
-    ratio: float  # of error to tolerance; infinite where one is NaN or wrongly infinite
+    ratio: float  # of error to tolerance; infinite for a NaN or a wrong infinity
     at: tuple[int, ...] = ()
     found: Any = None
     wanted: Any = None
@@ -36,9 +36,9 @@ class Difference:
 
 
 def ratios(found: np.ndarray, wanted: np.ndarray, tolerance: np.ndarray) -> np.ndarray:
-    """Error over tolerance of each entry; 0 where the dtype cannot hold the number, or nothing can be said."""
+    """Error over tolerance of each entry; 0 where the dtype cannot hold the number or the tolerance is infinite."""
     largest = float(ml_dtypes.finfo(found.dtype).max) / 2 if found.dtype.kind in "fV" else np.inf
-    # XLA takes numbers below the least normal one for 0, on the way as well as at the end
+    # XLA flushes subnormal numbers to 0, in intermediate and final results
     least = float(ml_dtypes.finfo(found.dtype).tiny) if found.dtype.kind in "fV" else 0.0
     found, tolerance = found.astype(np.float64), np.broadcast_to(tolerance, wanted.shape) + least
     with np.errstate(all="ignore"):
@@ -50,7 +50,7 @@ def ratios(found: np.ndarray, wanted: np.ndarray, tolerance: np.ndarray) -> np.n
 
 
 def differences(structure: Structure, found: dict[str, Any], wanted: Expected) -> tuple[list[Difference], float]:
-    """What lies beyond its tolerance, and the largest ratio of error to tolerance."""
+    """The results outside their tolerance, and the largest ratio of error to tolerance."""
     wrong, worst = [], 0.0
     for name in sorted(found.keys() ^ wanted.keys()):
         wrong.append(Difference(f"{name} is in {'the reference' if name in wanted else 'the result'} alone", np.inf))
@@ -79,7 +79,7 @@ def _dtype_of(structure: Structure, name: str) -> Any:
 
 
 class Trial:
-    """A structure with its program, compiled when the first case runs."""
+    """A structure and its program, which is compiled when the first case runs."""
 
     def __init__(self, seed: int, index: int, mode: str):
         self.seed, self.structure = seed, draw_structure(seed, index, mode)
@@ -87,14 +87,14 @@ class Trial:
         self._jitted: Callable | None = None
 
     def values(self, draw: int) -> Arrays:
-        """The arrays of a case."""
+        """Draws the arrays of a case."""
         return draw_values(self.structure, self.seed, draw, visible_pairs)
 
     def run(self, arrays: Arrays, eagerly: bool = False) -> dict[str, Any]:
-        """What jattn makes of them."""
+        """Computes the results with jattn."""
         constants = constants_of(self.structure, arrays)
         if self._program is None or self._jitted is None:
-            self._program = make_program(self.structure, constants)  # constants are the same in every draw
+            self._program = make_program(self.structure, constants)  # the constants are the same in every draw
             self._jitted = jax.jit(self._program)
         given = {name: x for name, x in arrays.items() if name not in constants}
         with jax.enable_x64(self.structure.x64):
@@ -102,14 +102,14 @@ class Trial:
             return {name: np.asarray(x) for name, x in results.items()}
 
     def case(self, draw: int) -> tuple[list[Difference], float]:
-        """What is wrong with a case, and the largest ratio of error to tolerance."""
+        """The differences in a case, and the largest ratio of error to tolerance."""
         arrays = self.values(draw)
         wanted = expected(self.structure, arrays)
         wrong, worst = [], 0.0
         for eagerly in (False, True) if self.structure.eager and draw < EAGER else (False,):
             try:
                 more, ratio = differences(self.structure, self.run(arrays, eagerly), wanted)
-            except Exception as error:  # whatever it is, it is a finding, and the soak goes on
+            except Exception as error:  # any error is a finding, and the soak continues
                 text = " ".join(str(error).split())
                 more, ratio = [Difference(f"{type(error).__name__}: {text[:300]}", np.inf)], 0.0
             how = "eagerly, " if eagerly else ""
