@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -271,6 +272,9 @@ def _call(
     group, operands = N // K, plan.operands
     table = schedule(*plan.tables, by_key)
     entries, shared = table.shape[1], table.shape[0] == 1
+    # Both branches are compiled, which takes longer, unless the tables are known.
+    known = isinstance(table, np.ndarray)
+    occur = (plan.tables[1].any(), (plan.tables[0] & ~plan.tables[1]).any()) if known else (True, True)
 
     def locate(ids: Sequence[Any], table_ref: Any) -> tuple:
         n = ids[1] * group + ids[3] if by_key else ids[1]
@@ -291,8 +295,9 @@ def _call(
         if by_key:  # a key's head is done after all query heads of its group
             first, last = first & (ids[3] == 0), last & (ids[3] == group - 1)
         pl.when(first)(lambda: start(*kept))
-        pl.when(full)(lambda: add(scores.tiles(ins, (i, j), (b, n), False), ins, *kept))
-        pl.when(partial)(lambda: add(scores.tiles(ins, (i, j), (b, n), True), ins, *kept))
+        for masked, listed, occurs in ((False, full, occur[0]), (True, partial, occur[1])):
+            if occurs:
+                pl.when(listed)(lambda masked=masked: add(scores.tiles(ins, (i, j), (b, n), masked), ins, *kept))
         pl.when(last)(lambda: finish(ins, *outs, *kept))
 
     grid, count = (B, K, entries, group) if by_key else (B, N, entries), len(operands.arrays)
