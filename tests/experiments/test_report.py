@@ -204,6 +204,7 @@ def test_figures_are_embedded_in_the_colours_of_the_page(written):
     defined = set(re.findall(r"(--\w+):", page.partition("</style>")[0]))
     for name, svg in drawn.items():
         assert not re.search(r"#[0-9a-f]{6}\b|rgb|font-family|<image|<style|<metadata|<a ", svg), name
+        assert 'style="fill:var(--page)"' not in svg, f"{name} has a background"
         assert set(re.findall(r"var\((--\w+)\)", svg)) <= defined, name
         assert len(re.findall("<text", svg)) > 5, name
         opening = svg.partition(">")[0]

@@ -172,14 +172,14 @@ def test_the_largest_page_stays_under_five_megabytes(monkeypatch, tmp_path):
 
 
 def test_many_offsets_are_drawn_as_fewer_points(monkeypatch):
-    monkeypatch.setattr(figures, "LINE_BUDGET", 4)
+    monkeypatch.setattr(figures, "LINE_BUDGET", 5)
     monkeypatch.setattr(figures, "PROFILE_BUDGET", 9)
     findings = synthetic()  # 9 offsets, from -4; heads "one back" have 0.9 at -1, all else 0.1
-    offsets, values, step = panels.drawn_profiles(findings, 4)
-    assert offsets.tolist() == [-4, -1, 2] and step == 3
-    np.testing.assert_allclose(values[:, 1, 0], [[0.1, 0.9, 0.1]] * 3)
+    offsets, values, step = panels.drawn_profiles(findings, 5)
+    assert offsets.tolist() == [-4, -2, 0, 2, 4] and step == 2
+    np.testing.assert_allclose(values[:, 1, 0], [[0.1, 0.9, 0.1, 0.1, 0.1]] * 3)
     figure = figures.offsets_figure(findings)
-    assert "median of 3 seeds" in figure.get_suptitle() and "largest of 3" in figure.get_supxlabel()
+    assert "median of 3 seeds" in figure.get_suptitle() and "largest of 2" in figure.get_supxlabel()
     assert [len(ax.lines) for ax in figure.axes] == [2] * 4  # no line per seed
     monkeypatch.setattr(figures, "PROFILE_BUDGET", 999)
     assert [len(ax.lines) for ax in figures.offsets_figure(findings).axes] == [8] * 4
