@@ -1,4 +1,4 @@
-"""The numbers that the page's scripts draw: a run's findings as JSON, sized to fit in a page.
+"""The numbers that the page's scripts show: the heads' weights and scores as JSON, sized to fit in a page.
 
 Axes as in ``experiments.runs.findings``.
 """
@@ -9,36 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from experiments.report.panels import (
-    BLOCKS,
-    Matrix,
-    Panel,
-    ablation_matrices,
-    curve_panels,
-    divergence_matrices,
-    head_codes,
-    head_maps,
-    head_titles,
-    matched_profiles,
-    pooled,
-    role_colours,
-    statistics_matrices,
-    time_panels,
-)
+from experiments.report.panels import BLOCKS, head_codes, head_titles, pooled
 from experiments.runs.findings import Findings, plain
 
-LINE_BUDGET = 400  # points per line: more than the chart's pixels
-PROFILE_BUDGET = 50_000  # numbers of all offset profiles
 
-
-def charts(findings: Findings) -> dict[str, Any]:
-    """Everything but the weights and the offset profiles."""
+def explorer(findings: Findings) -> dict[str, Any]:
+    """Everything but the weights: the first seed's heads and their scores."""
     titles = [title.partition(" · ")[::2] for title in head_titles(findings)]
     # One row per look, score and head, of the first seed.
     scores = [[v[0, look].ravel() for v in findings.scores.values()] for look in range(len(findings.look_steps))]
-    maps, reach = head_maps(findings)
     return {
-        "seeds": findings.seeds,
         "layers": findings.ablated.shape[1],
         "heads": [{"code": c, "title": t, "role": r} for c, (t, r) in zip(head_codes(findings), titles, strict=True)],
         "scores": {
@@ -46,38 +26,7 @@ def charts(findings: Findings) -> dict[str, Any]:
             "steps": findings.look_steps.tolist(),
             "values": _numbers(scores),
         },
-        "panels": [_panel(panel) for panel in time_panels(findings)],
-        "statistics": [_matrix(matrix) for matrix in statistics_matrices(findings)],
-        "ablation": [_matrix(matrix) for matrix in ablation_matrices(findings)],
-        "divergence": [_matrix(matrix, each_seed=False) for matrix in divergence_matrices(findings)],
-        "roles": role_colours(findings),
-        "reach": reach,
-        "maps": [{"title": m.title, "points": _numbers(m.points), "sides": m.sides} for m in maps],
-        "curves": [_panel(panel) for panel in curve_panels(findings)],
     }
-
-
-def profiles(findings: Findings, seeds_note: str) -> tuple[dict[str, Any], str]:
-    """The offset profiles, and a note on their lines: ``seeds_note``, or how they were reduced."""
-    offsets, values = findings.offsets, matched_profiles(findings)  # [O], [R,2,L*N,O]
-    notes = [seeds_note]
-    if len(offsets) > LINE_BUDGET:
-        step = -(-len(offsets) // LINE_BUDGET)
-        starts = np.arange(0, len(offsets), step)
-        offsets, values = offsets[starts], np.maximum.reduceat(values, starts, -1)
-        notes.append(f"Each point is the largest of {step} neighbouring offsets.")
-    shown = values
-    if len(values) > 1 and values.size > PROFILE_BUDGET:
-        shown = values[:0]
-        notes[0] = f"Lines are medians over {len(values)} seeds."
-    lines = [
-        [
-            {"seeds": _numbers(shown[:, when, head]), "median": _numbers(np.median(values[:, when, head], 0))}
-            for head in heads
-        ]
-        for when, heads in enumerate([range(values.shape[2])] * 2)
-    ]
-    return {"offsets": offsets.tolist(), "profiles": lines}, " ".join(notes)
 
 
 def weights(findings: Findings, room: int) -> tuple[dict[str, Any], str]:
@@ -159,20 +108,3 @@ def _numbers(array: Any) -> Any:
     if np.ndim(array):
         return [_numbers(row) for row in array]
     return float(f"{array:.4g}") if np.isfinite(array) else None
-
-
-def _matrix(matrix: Matrix, each_seed: bool = True) -> dict[str, Any]:
-    shown = {"title": matrix.title, "rows": matrix.rows, "columns": matrix.columns}
-    shown |= {"values": _numbers(matrix.median), "shades": _numbers(matrix.shades)}
-    return shown | {"seeds": _numbers(matrix.seeds) if each_seed else []}
-
-
-def _panel(panel: Panel) -> dict[str, Any]:
-    lines = []
-    for line in panel.lines:
-        keep = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), LINE_BUDGET)).astype(int))
-        seeds = line.seeds[:, keep]
-        shown = {"label": line.label, "x": _numbers(line.x[keep]), "seeds": _numbers(seeds), "colour": line.colour}
-        lines.append(shown | {"median": _numbers(np.median(seeds, 0))})
-    title = panel.title.replace("\n", " ")
-    return {"title": title, "unit": panel.unit, "log": panel.log, "x_label": panel.x_label, "lines": lines}

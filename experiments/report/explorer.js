@@ -112,7 +112,7 @@ function addPicture(figure, head, large) {
   canvas.addEventListener("focus", () => { state.pointed = head(); showReadout(); });
   if (!large) canvas.addEventListener("click", () => choose(head()));
   canvas.addEventListener("keydown", (event) => {
-    const [down, right] = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key] || [];
+    const [right, down] = directions[event.key] || [];
     if (down !== undefined) {
       state.query = clamp(state.query + down, 0, size - 1);
       state.key = clamp(state.key + right, 0, size - 1);

@@ -1,6 +1,6 @@
-"""Figures of one run, as PNG and SVG: drawn from a ``Findings``, in one style.
+"""Figures of one run, as PNG and SVG: drawn from a ``Findings``, in one style. The report embeds the SVGs.
 
-Every seed is shown: a thin line or dot per seed, and their median as a strong line.
+Every seed is shown: a thin line or dot per seed, and their median as a strong line. A mark's ``url`` is its tooltip.
 """
 
 import io
@@ -11,9 +11,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from experiments.report.panels import (
     WHEN,
@@ -23,22 +24,27 @@ from experiments.report.panels import (
     control_rows,
     curve_panels,
     divergence_matrices,
+    drawn_profiles,
+    head_codes,
     head_maps,
     head_names,
     head_titles,
     in_unit,
-    matched_profiles,
     pooled,
     role_colours,
     statistics_matrices,
     time_panels,
 )
-from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH
+from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, RAMP, STYLE, WIDTH
+from experiments.report.svg import told
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
-from jattn.plots import COLOURS, head_grid
+from jattn.plots import head_grid
 
 MANY = 6  # with more heads per layer, names are short and figures wider
+LINE_BUDGET = 400  # points per line: more than can be told apart
+CELL_BUDGET = 2000  # cells of a matrix that are shapes of their own
+PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only medians are drawn
 
 
 def write_figures(findings: Findings, folder: Path) -> list[Path]:
@@ -46,28 +52,28 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
         "heads": heads_figure,
+        "training": training_figure,
         "offsets": offsets_figure,
+        "statistics": statistics_figure,
         "ablation": ablation_figure,
         "divergence": divergence_figure,
         "map": map_figure,
+        "curves": curves_figure,
+        "controls": controls_figure,
     }
-    if findings.statistics:
-        drawn["statistics"] = statistics_figure
-    if time_panels(findings):
-        drawn["training"] = training_figure
-    if findings.curves:
-        drawn["curves"] = curves_figure
-    if findings.controls:
-        drawn["controls"] = controls_figure
+    optional = {"training": time_panels(findings), "statistics": findings.statistics}
+    optional |= {"curves": findings.curves, "controls": findings.controls}
     files = []
     with matplotlib.rc_context(STYLE):
         for name, draw in drawn.items():
+            if not optional.get(name, True):
+                continue
             figure = draw(findings)
             for kind, options in (("png", {"dpi": DPI}), ("svg", {"metadata": {"Date": None}})):
                 files.append(folder / f"{name}.{kind}")
                 content = io.BytesIO()
                 figure.savefig(content, format=kind, **options)
-                write_atomically(files[-1], content.getvalue())
+                write_atomically(files[-1], told(content.getvalue()) if kind == "svg" else content.getvalue())
     return files
 
 
@@ -77,13 +83,17 @@ def _ink(colour: int) -> dict[str, Any]:
     return {"color": PALETTE[colour % len(PALETTE)], "dashes": DASHES[colour % len(DASHES)]}
 
 
-def _draw_lines(ax: Axes, panel: Panel) -> None:
+def _draw_lines(ax: Axes, panel: Panel, seeds: Sequence[int] = ()) -> None:
     for line in panel.lines:
-        ink = _ink(line.colour)
-        for seed in line.seeds:
-            ax.plot(line.x, seed, color=ink["color"], linewidth=0.6, alpha=0.35)
-    for line in panel.lines:  # medians above every thin line
-        ax.plot(line.x, np.median(line.seeds, 0), linewidth=1.9, label=line.label, **_ink(line.colour))
+        keep = np.unique(np.linspace(0, len(line.x) - 1, min(len(line.x), LINE_BUDGET)).astype(int))
+        ink, x, values = _ink(line.colour), line.x[keep], line.seeds[:, keep]
+        several = len(values) > 1
+        for i, each in enumerate(values if several else ()):
+            says = f"seed {seeds[i]}: {line.label}" if seeds else line.label
+            ax.plot(x, each, color=ink["color"], linewidth=0.6, alpha=0.35, url=says)
+        # The median lies above every thin line, also those of later quantities.
+        says = f"median: {line.label}" if several else line.label
+        ax.plot(x, np.median(values, 0), linewidth=1.9, label=line.label, url=says, zorder=2.1, **ink)
     if panel.log:
         ax.set_yscale("log")
     elif panel.unit:
@@ -95,8 +105,10 @@ def training_figure(findings: Findings) -> Figure:
     panels = time_panels(findings)
     figure = Figure(figsize=(WIDTH, 1.75 * len(panels) + 0.6))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for ax, panel in zip(axes, panels, strict=True):
-        _draw_lines(ax, panel)
+    for at, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
+        _draw_lines(ax, panel, findings.seeds)
+        # The page marks the explorer's step in this range, which is drawn for its place alone.
+        ax.axvspan(*findings.look_steps[[0, -1]], alpha=0, gid=f"steps{at}")
         ax.set_ylabel(panel.title)
         ax.margins(x=0.01)
         if len(panel.lines) > 1 or panel.lines[0].label != panel.title:
@@ -155,26 +167,30 @@ def _head_axes(findings: Findings, height: float) -> tuple[Figure, list[Axes]]:
 
 def offsets_figure(findings: Findings) -> Figure:
     """Mean weight at each offset from the query: one panel per head, untrained and trained."""
-    profiles = matched_profiles(findings)
+    offsets, profiles, step = drawn_profiles(findings, LINE_BUDGET)
+    few = profiles.size <= PROFILE_BUDGET
     figure, axes = _head_axes(findings, 1.75)
     for head, title in enumerate(_names(findings)):
         ax = axes[head]
         for when, colour, name in ((0, FAINT, WHEN[0]), (1, PALETTE[0], WHEN[1])):
-            for seed in profiles[:, when, head]:
-                ax.plot(findings.offsets, seed, color=colour, linewidth=0.5, alpha=0.35)
+            for seed, each in zip(findings.seeds, profiles[:, when, head], strict=True) if few else ():
+                ax.plot(offsets, each, color=colour, linewidth=0.5, alpha=0.35, url=f"seed {seed}: {name}")
             median = np.median(profiles[:, when, head], 0)
-            ax.plot(findings.offsets, median, color=colour, linewidth=1.6, label=name)
+            ax.plot(offsets, median, color=colour, linewidth=1.6, label=name)
             peak = int(median.argmax())
             if when and median[peak] >= 0.25:
-                x = findings.offsets[peak]
-                right = x > np.mean(findings.offsets)  # the text goes to the side with more room
+                x = offsets[peak]
+                right = x > np.mean(offsets)  # the text goes to the side with more room
                 side = {"xytext": (-5 if right else 5, -5), "ha": "right" if right else "left"}
                 ax.annotate(f"{x:+d}: {median[peak]:.2f}", (x, median[peak]), textcoords="offset points", **side)
         ax.set_title(title, parse_math=False)
         ax.set_ylim(-0.03, 1.03)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    figure.supxlabel("key position - query position", fontsize=9)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower right", ncols=2)
+    neighbours = f" (each point: the largest of {step} neighbours)" if step > 1 else ""
+    figure.supxlabel(f"key position - query position{neighbours}", fontsize=9)
     figure.supylabel("mean weight", fontsize=9)
+    shown = _seeds(findings) if few else _median_of(findings)
+    figure.suptitle(f"{plain(findings.name)}: distances at which each head looks ({shown})", fontsize=10)
     return figure
 
 
@@ -189,9 +205,22 @@ def _names_height(names: Sequence[str], width: float) -> float:
     return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
 
 
-def _draw_matrix(ax: Axes, matrix: Matrix, cell: float, square: bool = False) -> AxesImage:
+def _draw_cells(ax: Axes, matrix: Matrix, seeds: Sequence[int]) -> Any:
+    """Cells that tell their numbers; very many are one picture, which takes a hundredth of the bytes."""
+    if matrix.shades.size > CELL_BUDGET:
+        return ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=RAMP, interpolation="none")
+    places = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.ndindex(*matrix.shades.shape)]
+    cells = PatchCollection(places, cmap=RAMP, linewidth=0, antialiased=False, clip_on=False, urls=matrix.told(seeds))
+    cells.set(array=matrix.shades.ravel(), clim=(0, 1))
+    ax.add_collection(cells)
+    return cells
+
+
+def _draw_matrix(ax: Axes, matrix: Matrix, cell: float, seeds: Sequence[int] = (), square: bool = False) -> Any:
     """The matrix in cells about ``cell`` inches wide, with numbers where they are legible."""
-    image = ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=COLOURS, aspect="equal" if square else "auto")
+    image = _draw_cells(ax, matrix, seeds)
+    ax.set(xlim=(-0.5, len(matrix.columns) - 0.5), ylim=(len(matrix.rows) - 0.5, -0.5))
+    ax.set_aspect("equal" if square else "auto")
     flat = _on_lines(matrix.columns, cell)
     columns = [name.replace(" ", "\n") for name in matrix.columns] if flat else matrix.columns
     for axis, names in ((ax.xaxis, columns), (ax.yaxis, matrix.rows)):
@@ -222,7 +251,7 @@ def statistics_figure(findings: Findings) -> Figure:
     rows, columns = matrices[0].shades.shape
     figure = Figure(figsize=(1.3 * WIDTH, 0.19 * rows + 1.9))
     for ax, matrix in zip(figure.subplots(1, 2), matrices, strict=True):
-        image = _draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns)
+        image = _draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns, findings.seeds)
     figure.colorbar(image, ax=figure.axes, aspect=40, pad=0.01)
     scale = "colours: 0 to 1; distance and max logit: their column's range"
     figure.suptitle(f"{plain(findings.name)}: each head in numbers ({_median_of(findings)})\n{scale}", fontsize=10)
@@ -238,7 +267,7 @@ def ablation_figure(findings: Findings) -> Figure:
     figure = Figure(figsize=(WIDTH, len(matrices) * (0.26 * rows + 0.45) + above + 0.4))
     axes = figure.subplots(len(matrices), 1, squeeze=False)[:, 0]
     for ax, matrix in zip(axes, matrices, strict=True):
-        image = _draw_matrix(ax, matrix, cell)
+        image = _draw_matrix(ax, matrix, cell, findings.seeds)
         ax.set_xlim(-0.5, widest - 0.5)  # cells of one size
         ax.spines[:].set_visible(False)
     figure.colorbar(image, ax=list(axes), label="accuracy lost", aspect=40, pad=0.01)
@@ -255,6 +284,7 @@ def divergence_figure(findings: Findings) -> Figure:
         image = _draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
         ax.set_title(matrix.title.replace(": ", "\n").replace(" · ", "\n"))
     figure.colorbar(image, ax=list(axes), label="Jensen-Shannon divergence / ln 2", shrink=0.9)
+    figure.suptitle(f"{plain(findings.name)}: how much the heads differ ({_median_of(findings)})", fontsize=10)
     return figure
 
 
@@ -264,9 +294,10 @@ def map_figure(findings: Findings) -> Figure:
     colours, names = role_colours(findings), head_names(findings)
     figure = Figure(figsize=(WIDTH, 5.3), layout="compressed")
     for ax, shown in zip(figure.subplots(1, 2), maps, strict=True):
-        for name, point, side in zip(names, shown.points, shown.sides, strict=True):
-            code, _, role = name.partition(" ")
-            ax.plot(*point, "o", color=_ink(colours.get(role, -1))["color"], markersize=6, markeredgewidth=0)
+        inks = [_ink(colours.get(name.partition(" ")[2], -1))["color"] for name in names]
+        says = [f"{name}: {x:.4g}, {y:.4g}" for name, (x, y) in zip(names, shown.points, strict=True)]
+        ax.scatter(*shown.points.T, s=36, c=inks, linewidths=0, urls=says)
+        for code, point, side in zip(head_codes(findings), shown.points, shown.sides, strict=True):
             if side is not None:
                 place = {"ha": ("center", "left", "right")[side[0]], "va": ("center", "bottom", "top")[side[1]]}
                 offset = np.multiply(side, (5, 4))
@@ -288,10 +319,11 @@ def curves_figure(findings: Findings) -> Figure:
     panels = curve_panels(findings)
     figure = Figure(figsize=(WIDTH, 2.9 * len(panels)))
     for ax, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
-        _draw_lines(ax, panel)
+        _draw_lines(ax, panel)  # of controls too, whose seeds may be others
         ax.set_title(panel.title, parse_math=False)
         ax.set_xlabel(panel.x_label, parse_math=False)
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(f"{plain(findings.name)}: curves ({_seeds(findings)})", fontsize=10)
     return figure
 
 
@@ -303,7 +335,8 @@ def controls_figure(findings: Findings) -> Figure:
     for ax, (metric, rows) in zip(axes[:, 0], metrics.items(), strict=True):
         values = [np.atleast_1d(np.asarray(row["values"], float)) for row in rows]
         for y, dots in enumerate(values):
-            ax.plot(dots, np.full(len(dots), y), "o", color=PALETTE[0], markersize=4, alpha=0.5, markeredgewidth=0)
+            says = [f"{plain(rows[y]['name'])}: {dot:.4g}" for dot in dots]
+            ax.scatter(dots, np.full(len(dots), y), s=16, color=PALETTE[0], alpha=0.5, linewidths=0, urls=says)
             ax.plot([np.median(dots)] * 2, [y - 0.3, y + 0.3], color=INK, linewidth=1.8)
             ax.annotate(
                 f"{np.median(dots):.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8

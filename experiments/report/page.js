@@ -3,7 +3,7 @@ const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const heads = data.heads; // [{code, title, role}], layer by layer
 const size = data.views[0].labels.length;
-const dashes = ["", "7 3", "2 3", "7 3 2 3"];
+const directions = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] }; // right, down
 
 function node(space, tag, attributes, children) {
   const made = space ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -32,35 +32,20 @@ function readColours() {
   ink = { text: style("--ink"), soft: style("--soft"), rule: style("--rule"), page: style("--page"), mark: style("--mark") };
 }
 const colour = (share) => ramp[Math.round(clamp(share, 0, 1) * 255)];
-const series = (index) => (index < 0 ? "var(--ink)" : `var(--c${index % 8})`);
 
 // ---- the page
 
-let charts = [];
 function drawAll() {
   readColours();
-  cursors = [];
-  for (const chart of charts) chart();
-  showFrame(state.frame);
+  showHeads();
 }
 
 /** Runs after all scripts are loaded. */
 function start() {
-  for (const id of ["offsets", "ablation", "divergence"]) $(id).hidden = false;
-  $("statistics").hidden = data.statistics.length === 0;
-  $("training").hidden = data.panels.length === 0;
-  $("curves").hidden = data.curves.length === 0;
   readColours();
   setUpAttention();
-  charts = [
-    ...setUpPanels($("panels"), data.panels, 150, true), ...setUpProfiles(),
-    ...setUpMatrices($("statistics-matrices"), data.statistics, 20, "statistics of the heads,"),
-    ...setUpMatrices($("ablation-matrices"), data.ablation, 26, "accuracy lost"),
-    ...setUpMatrices($("divergence-matrices"), data.divergence, 0, "divergence of the heads,"),
-    ...setUpMaps(),
-    ...setUpPanels($("curve-panels"), data.curves, 230, false),
-  ];
-  drawAll();
+  document.querySelectorAll(".drawn figure").forEach(setUpFigure);
+  setUpCursors();
   showView(0);
   let waiting = 0;
   window.addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); });

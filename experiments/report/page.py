@@ -1,37 +1,36 @@
-"""The report of one run: a single self-contained HTML file, and the same figures as PNG and SVG.
+"""The report of one run: a single self-contained HTML file, and its figures as PNG and SVG.
 
-Text and tables are written here and need no JavaScript; the scripts draw the rest from the numbers embedded in the
-page (``data``). ``page.html`` is the template with ``{{slots}}``.
+Text, tables and figures are written here and need no JavaScript; the scripts show the heads' weights step by step, from
+the numbers embedded in the page (``data``), and read out marks. ``page.html`` is the template with ``{{slots}}``.
 """
 
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.report.data import charts, profiles, weights
+from experiments.report.data import explorer, weights
 from experiments.report.figures import write_figures
 from experiments.report.panels import control_rows, in_unit
+from experiments.report.svg import inline, shades
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
 
 HERE = Path(__file__).parent
-SCRIPTS = ("page.js", "explorer.js", "charts.js")  # concatenated in this order
-PAGE_BUDGET = 4_900_000  # bytes of the page
+SCRIPTS = ("page.js", "explorer.js", "figures.js")  # concatenated in this order
+PAGE_BUDGET = 4_980_000  # letters of the page, nearly all of one byte
 WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, if the rest leaves that much
 
 
 def write_report(findings: Findings, out: Path) -> Path:
     """Writes ``out/report.html`` and the figures in ``out/figures``; returns the report's path."""
-    write_figures(findings, out / "figures")
-    count = len(findings.seeds)
+    drawn = {path.stem: path for path in write_figures(findings, out / "figures") if path.suffix == ".svg"}
+    drawn.pop("heads", None)  # the page shows them at every step
     matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
-    thin = f"Thin lines are the {count} seeds, strong lines their median." if count > 1 else ""
-    offsets, offsets_note = profiles(findings, thin)
     slots = {
         "title": _text(plain(findings.name)),
         "description": _text(findings.description),
@@ -39,21 +38,20 @@ def write_report(findings: Findings, out: Path) -> Path:
         "claims": _claims(findings),
         "heads": _heads(findings),
         "first_seed": _text(findings.seeds[0]),
-        "seeds_note": thin,
-        "seeds_median": f"Numbers are medians over {count} seeds." if count > 1 else "",
-        "offsets_note": offsets_note,
-        "curves_note": "Thin lines are seeds, strong lines their median." if count > 1 else "",
-        "matched_note": matched if count > 1 else "",
+        "matched_note": matched if len(findings.seeds) > 1 else "",
         "controls": _controls(findings),
         "about": _about(findings),
+        "shades": shades(),
         "script": "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
-    page = (HERE / "page.html").read_text(encoding="utf-8")
-    drawn = charts(findings) | {"offsets": offsets}
-    left = PAGE_BUDGET - len(page) - len(json.dumps(drawn, separators=(",", ":"))) - sum(map(len, slots.values()))
+    for name, path in drawn.items():
+        slots[f"{name}_figure"] = f"<figure>{inline(path.read_text(encoding='utf-8'), name)}</figure>"
+    page = _with_figures((HERE / "page.html").read_text(encoding="utf-8"), drawn)
+    heads = explorer(findings)
+    left = PAGE_BUDGET - len(page) - len(json.dumps(heads, separators=(",", ":"))) - sum(map(len, slots.values()))
     shown, slots["weights_note"] = weights(findings, min(WEIGHT_BUDGET, left * 3 // 4))  # base64: 3 bytes in 4 letters
     # With "<", a token could end the script element.
-    text = json.dumps(drawn | shown, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(heads | shown, separators=(",", ":"), allow_nan=False)
     slots["data"] = text.replace("<", "\\u003c")
     page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # one pass: values are not substituted again
     path = out / "report.html"
@@ -127,7 +125,6 @@ def _strip(marks: Sequence[tuple[float, str, str]], small: bool = False) -> str:
         "lost": '<path class="lost" d="M-4.5 -4.5L4.5 4.5M-4.5 4.5L4.5 -4.5"/>',
         "untrained": '<circle class="untrained" r="4.5"/>',
         "limit": '<path class="limit" d="M0 -10V10"/>',
-        "median": '<path class="median" d="M0 -9V9"/>',
     }
     drawn = []
     for i, (value, kind, text) in enumerate(marks):
@@ -170,21 +167,23 @@ def _score(value: Any) -> str:
     return f"{value:.3f}" if _is_number(value) else _figure(value)
 
 
+def _with_figures(page: str, names: Collection[str]) -> str:
+    """The template without the sections of figures that are missing, and with sections for those without one."""
+    section = re.compile(r'<section id="(\w+)" class="drawn">.*?</section>\n', re.DOTALL)
+    more = sorted(set(names) - set(section.findall(page)))
+    page = section.sub(lambda found: found[0] if found[1] in names else "", page)
+    added = '<section id="{0}" class="drawn"><h2 id="{0}-title">{0}</h2>{{{{{0}_figure}}}}</section>'
+    return page.replace("{{more}}", "\n".join(added.format(name) for name in more))
+
+
 def _controls(findings: Findings) -> str:
-    parts = []
-    for metric, rows in control_rows(findings).items():
-        lines = []
-        for row in rows:
-            values = np.atleast_1d(np.asarray(row["values"], float))
-            marks = [(value, "seed", f"{value:.4g}") for value in values] + [
-                (float(np.median(values)), "median", "median")
-            ]
+    rows = []
+    for metric, controls in control_rows(findings).items():
+        for row in controls:
             cells = f'<td>{_text(plain(row["name"]))}</td><td class="number">{_text(row.get("parameters", ""))}</td>'
-            lines.append(f'<tr>{cells}<td class="number">{_figure(values)}</td><td>{_strip(marks)}</td></tr>')
-        names = '<th>control</th><th class="number">parameters</th><th class="number">median</th><th>each seed</th>'
-        table = f'<table class="controls"><tr>{names}</tr>{"".join(lines)}</table>'
-        parts.append(f'<h3>{_text(metric)}</h3><div class="wide">{table}</div>')
-    return f'<section id="controls"><h2>Controls</h2>{"".join(parts)}</section>' if parts else ""
+            rows.append(f'<tr>{cells}<td>{_text(metric)}</td><td class="number">{_figure(row["values"])}</td></tr>')
+    names = '<th>control</th><th class="number">parameters</th><th>metric</th><th class="number">median</th>'
+    return f'<div class="scroll" tabindex="0"><table><tr>{names}</tr>{"".join(rows)}</table></div>'
 
 
 def _about(findings: Findings) -> str:

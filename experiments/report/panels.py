@@ -4,7 +4,7 @@ Axes as in ``experiments.runs.findings``.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,15 @@ class Matrix:
     def median(self) -> np.ndarray:
         """``[rows,columns]``."""
         return np.median(self.seeds, 0)
+
+    def told(self, seeds: Sequence[int]) -> list[str]:
+        """Each cell in words, row by row: its median and, of several ``seeds``, each one's number."""
+        words, median, names = [], self.median, ", ".join(map(str, seeds))
+        for row, column in np.ndindex(*median.shape):
+            each = ", ".join(f"{value:z.3f}" for value in self.seeds[:, row, column])
+            told = f"{self.rows[row]}, {self.columns[column]}: {median[row, column]:z.3f}"
+            words.append(f"{told} · seeds {names}: {each}" if len(seeds) > 1 else told)
+        return words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +131,14 @@ def matched_profiles(findings: Findings) -> np.ndarray:
     order = matched_heads(findings)[:, None, :, :, None]
     profiles = np.take_along_axis(findings.offset_profile, order, 3)
     return profiles.reshape(*profiles.shape[:2], -1, profiles.shape[-1])
+
+
+def drawn_profiles(findings: Findings, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """At most ``most`` offsets, the largest of their neighbours in ``matched_profiles``, and how many these are."""
+    offsets, values = findings.offsets, matched_profiles(findings)
+    step = -(-len(offsets) // most)
+    starts = np.arange(0, len(offsets), step)
+    return offsets[starts], np.maximum.reduceat(values, starts, -1), step
 
 
 def matched_ablation(findings: Findings) -> np.ndarray:

@@ -1,9 +1,14 @@
 """The style of all figures: colours, dashes, sizes and matplotlib options."""
 
+from matplotlib.colors import LinearSegmentedColormap
+
 # Okabe and Ito's colours (2008), ordered so that neighbours also differ in lightness; dashes separate them in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A6A00", "#555555")
 DASHES = ((), (5, 1.5), (1.5, 1.5), (5, 1.5, 1.5, 1.5))
 INK, FAINT = "#222222", "#999999"
+STOPS = ("#f7fbff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")  # Brewer's "Blues", as in the page
+# Few enough levels that each has a name in the page, and that Matplotlib draws the bar of colours as shapes (below 50).
+RAMP = LinearSegmentedColormap.from_list("ramp", STOPS, N=33)
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,

@@ -156,7 +156,7 @@ def test_tables_hold_every_head_and_control(written):
     assert len(rows) == SEEDS * LAYERS * HEADS
     assert rows[0] == ["7", "0", "0", "one back", "0.900", "0.100", "0.00123"]
     controls = page[page.index('id="controls"') :]
-    assert "one head &amp; no more" in controls and ">123<" in controls and controls.count('class="seed"') == 3
+    assert "one head &amp; no more" in controls and ">123<" in controls and controls.count("<title>one head") == 3
 
 
 def test_heads_of_other_seeds_are_matched():
@@ -183,17 +183,45 @@ def test_a_seed_is_shown_by_its_best_head():
     assert found["loss"].log and found["accuracy"].unit
 
 
-def test_a_seed_that_is_not_finite_does_not_stop_the_report(monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+def test_a_seed_that_is_not_finite_does_not_stop_the_report(coarse, tmp_path):
     findings = synthetic()
-    findings.metrics["loss"][2, 5:] = np.nan
+    findings.metrics["loss"][2, 5:] = findings.scores["mirror"][0, 1] = np.nan
     findings.accuracy[2] = np.nan
     findings.statistics["distance"][2] = findings.divergence[0, 1] = findings.noise[2] = np.nan
-    for draw in (figures.training_figure, figures.statistics_figure, figures.ablation_figure, figures.map_figure):
-        draw(findings).savefig(tmp_path / "drawn.png", dpi=30)
     path = page.write_report(findings, tmp_path)
-    line = embedded(path)["panels"][0]["lines"][0]
-    assert line["seeds"][2][5:] == [None] * 5 and None not in line["seeds"][0]
+    assert embedded(path)["scores"]["values"][1] == [[0.5, 0.1, 0.5, 0.1], [None] * 4, [0.1] * 4]
+    seed = re.search(r'<title>seed 9: loss</title><path d="([^"]*)"', path.read_text(encoding="utf-8"))[1]
+    assert seed.count("M") == 1 and seed.count("L") == 4  # it ends where its numbers end
+
+
+def test_figures_are_embedded_in_the_colours_of_the_page(written):
+    _, path = written
+    page = path.read_text(encoding="utf-8")
+    drawn = dict(re.findall(r'<section id="(\w+)" class="drawn">.*?(<svg.*?</svg>)', page, re.DOTALL))
+    files = {file.stem for file in (path.parent / "figures").glob("*.svg")}
+    assert list(drawn) == "training offsets statistics ablation divergence map curves controls".split()
+    assert set(drawn) == files - {"heads"}
+    defined = set(re.findall(r"(--\w+):", page.partition("</style>")[0]))
+    for name, svg in drawn.items():
+        assert not re.search(r"#[0-9a-f]{6}\b|rgb|font-family|<image|<style|<metadata|<a ", svg), name
+        assert 'style="fill:var(--page)"' not in svg, f"{name} has a background"
+        assert set(re.findall(r"var\((--\w+)\)", svg)) <= defined, name
+        assert len(re.findall("<text", svg)) > 5, name
+        opening = svg.partition(">")[0]
+        assert "viewBox=" in opening and "max-width:" in opening and " width=" not in opening, name
+        assert 'role="img"' in opening and f'aria-labelledby="{name}-title"' in opening, name
+        ids, targets = re.findall(r' id="([^"]*)"', svg), re.findall(r'(?:url\(|href=")#([\w.-]+)', svg)
+        assert targets and set(targets) <= set(ids) and all(one.startswith(f"{name}-") for one in ids), name
+    ids = re.findall(r'\bid="([^"]*)"', page)
+    assert len(ids) == len(set(ids)) and {f"{name}-title" for name in drawn} <= set(ids)
+
+
+def test_a_figure_without_a_section_gets_one(written, monkeypatch, tmp_path):
+    added = tmp_path / "added.svg"
+    added.write_bytes((written[1].parent / "figures" / "curves.svg").read_bytes())
+    monkeypatch.setattr(page, "write_figures", lambda *_: [added])
+    whole = page.write_report(synthetic(), tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r'<section id="(\w+)" class="drawn">', whole) == ["added"] and "accuracy over length" in whole
 
 
 def test_embedded_weights_are_those_found(written):
@@ -239,8 +267,10 @@ def test_what_is_missing_is_left_out(coarse, tmp_path):
     pictures = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert pictures == {"heads", "training", "offsets", "ablation", "divergence", "map"}
     whole, data = path.read_text(encoding="utf-8"), embedded(path)
-    assert not re.findall(r'<section id="(claims|heads-table|controls)"', whole)
-    text = whole.partition("<script")[0]
-    assert "Thin lines" not in text and "matched" not in text  # there is only one seed
-    assert data["curves"] == data["statistics"] == []
+    assert not re.findall(r'<section id="(claims|heads-table)"', whole)
+    text = whole.partition("<body>")[2].partition("<script")[0]
+    assert "thin:" not in text and "median" not in text and "matched" not in text  # there is one seed
+    assert (
+        re.findall(r'<section id="(\w+)" class="drawn">', whole) == "training offsets ablation divergence map".split()
+    )
     assert data["heads"] == [{"code": "L0H0", "title": "layer 0 head 0", "role": ""}]

@@ -156,14 +156,33 @@ def large(layers, heads, size, examples, steps, seeds=10):
 
 
 def test_the_largest_page_stays_under_five_megabytes(monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
-    path = page.write_report(large(6, 12, 64, 3, 50), tmp_path)
-    assert 3e6 < path.stat().st_size < 5e6
-    data, text = embedded(path), path.read_text(encoding="utf-8")
-    assert all({0, 49} <= set(view["steps"]) for view in data["views"])
-    assert len(data["views"][0]["labels"]) == 64 and data["width"] == 1
-    assert "Weights are rounded to 1/255 of the largest." in text
-    assert "Lines are medians over 10 seeds." in text and "Thin lines" in text
+    drawn = tmp_path / "divergence.svg"
+    drawn.write_text(f'<svg viewBox="0 0 9 9" width="9" height="9"><title>{"1.25 " * 100_000}</title></svg>')
+    findings, steps = large(6, 12, 64, 3, 50), []
+    for files in ([], [drawn]):
+        monkeypatch.setattr(page, "write_figures", lambda *_, files=files: files)
+        path = page.write_report(findings, tmp_path)
+        assert 2.5e6 < path.stat().st_size < 5e6
+        data, text = embedded(path), path.read_text(encoding="utf-8")
+        assert all({0, 49} <= set(view["steps"]) for view in data["views"])
+        assert len(data["views"][0]["labels"]) == 64 and data["width"] == 1
+        assert "Weights are rounded to 1/255 of the largest." in text
+        steps.append(len(data["views"][0]["steps"]))
+    assert steps[0] > steps[1]  # what the figures take, the weights leave
+
+
+def test_many_offsets_are_drawn_as_fewer_points(monkeypatch):
+    monkeypatch.setattr(figures, "LINE_BUDGET", 5)
+    monkeypatch.setattr(figures, "PROFILE_BUDGET", 9)
+    findings = synthetic()  # 9 offsets, from -4; heads "one back" have 0.9 at -1, all else 0.1
+    offsets, values, step = panels.drawn_profiles(findings, 5)
+    assert offsets.tolist() == [-4, -2, 0, 2, 4] and step == 2
+    np.testing.assert_allclose(values[:, 1, 0], [[0.1, 0.9, 0.1, 0.1, 0.1]] * 3)
+    figure = figures.offsets_figure(findings)
+    assert "median of 3 seeds" in figure.get_suptitle() and "largest of 2" in figure.get_supxlabel()
+    assert [len(ax.lines) for ax in figure.axes] == [2] * 4  # no line per seed
+    monkeypatch.setattr(figures, "PROFILE_BUDGET", 999)
+    assert [len(ax.lines) for ax in figures.offsets_figure(findings).axes] == [8] * 4
 
 
 def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
