@@ -121,7 +121,9 @@ class Scores:
         """Adds what the scores need to ``operands``; ``q [B,N,H,T]`` and ``k [B,K,S,H]`` are padded to whole blocks."""
         lengths = q.shape[3], k.shape[2]
         positions = [
-            None if x is None else operands.add(kind, _padded(jnp.asarray(x)[:, None, None], (None, None, None, length)))
+            None
+            if x is None
+            else operands.add(kind, _padded(jnp.asarray(x)[:, None, None], (None, None, None, length)))
             for x, kind, length in zip(
                 (request.query_positions, request.kv_positions), ("queries", "key row"), lengths, strict=True
             )
@@ -146,7 +148,9 @@ class Scores:
         rows, columns = self.operands.size
         for start in range(0, rows, TILE):
             for key_start in range(0, columns, TILE):
-                yield Tile(self, ins, block[:2], head, slice(start, start + TILE), slice(key_start, key_start + TILE), masked)
+                yield Tile(
+                    self, ins, block[:2], head, slice(start, start + TILE), slice(key_start, key_start + TILE), masked
+                )
 
     def scale_of(self, ins: Any) -> Any:
         """The factor on ``q·k``."""
@@ -173,7 +177,7 @@ class Tile:
     def q(self) -> jax.Array:
         """The queries ``[H, queries]``; 0 where they see none of the tile's keys, because those may hold NaN."""
         q = self.ins[self.source.query][0, 0, :, self.queries]
-        return q if not self._guarded else _where(_any(self.visible, 0), q)
+        return q if not self.guarded else _where(_any(self.visible, 0), q)
 
     @property
     def k(self) -> jax.Array:
@@ -181,13 +185,14 @@ class Tile:
         return self.of_keys(self.ins[self.source.key])
 
     @property
-    def _guarded(self) -> bool:
+    def guarded(self) -> bool:
+        """Whether the tile may hold keys that nobody sees."""
         return self.visible is not None and not self.source.all_seen
 
     def of_keys(self, ref: Any) -> jax.Array:
         """Keys or values ``[keys, X]``; 0 where none of the tile's queries sees them."""
         x = ref[0, 0, self.keys, :]
-        return x if not self._guarded else _where(_any(self.visible, 1), x)
+        return x if not self.guarded else _where(_any(self.visible, 1), x)
 
     def scores(self) -> jax.Array:
         """The scores ``[keys, queries]``, -inf where masked."""
@@ -244,7 +249,9 @@ class Tile:
     def _read(self, over: str, number: int) -> Any:
         if over == HEAD:
             return self.source.operands.scalar(self.ins, number, *self.head)
-        return self.ins[number][0, 0, :, self.queries] if over == QUERY else _column(self.ins[number][0, 0, :, self.keys])
+        return (
+            self.ins[number][0, 0, :, self.queries] if over == QUERY else _column(self.ins[number][0, 0, :, self.keys])
+        )
 
     def _pairs(self, kind: str, number: int) -> jax.Array:
         ref = self.ins[number]

@@ -78,8 +78,10 @@ const look = () => ["text", "[style*='--s0)']"].map((mark) => getComputedStyle(m
 verdict.colours = [look()];
 document.documentElement.style.cssText = "--ink: rgb(1, 2, 3); --r0: rgb(4, 5, 6)"; // as another colour scheme does
 verdict.colours.push(look());
-const drawn = [...document.querySelectorAll(".drawn svg")].map((svg) => svg.getBoundingClientRect().width);
-verdict.drawn = [drawn.length, Math.min(...drawn) > 300 && Math.max(...drawn) <= innerWidth];
+const drawn = [...document.querySelectorAll(".drawn svg")];
+const widths = (items) => items.map((item) => item.getBoundingClientRect().width);
+verdict.drawn = [drawn.length, Math.min(...widths(drawn)) > 300 && // a narrow page scrolls a figure in its section
+  Math.max(...widths(drawn.map((svg) => svg.closest(".drawn")))) <= innerWidth];
 verdict.too_wide = document.documentElement.scrollWidth - innerWidth;
 verdict.problems = problems;
 const made = document.body.appendChild(document.createElement("pre"));
