@@ -28,7 +28,6 @@ from jax.core import Tracer
 from jattn import staged
 from jattn.batching import canonical
 from jattn.blocks import split_axis, visible_blocks
-from jattn.fields import LEAST
 from jattn.hoist import depends_on
 from jattn.kernels import Unsupported, blockwise
 from jattn.masks import And, Causal, MaskFunction, Not, Or, Padding, Prefix, Segments, SlidingWindow
@@ -315,12 +314,12 @@ def _evaluate(mask: MaskFunction, head: int, q_idx: np.ndarray, kv_idx: np.ndarr
         return np.asarray(mask(np.int32(0), np.int32(head), q_idx, kv_idx))
 
 
-def _is_arithmetic(mask: MaskFunction) -> bool:
+def _is_arithmetic(mask: Any) -> bool:
     """Whether the mask only compares indices with numbers, which a kernel can do."""
     if type(mask) in (And, Or):
-        return _is_arithmetic(mask.left) and _is_arithmetic(mask.right)  # type: ignore[attr-defined]
+        return _is_arithmetic(mask.left) and _is_arithmetic(mask.right)
     if type(mask) is Not:
-        return _is_arithmetic(mask.mask)  # type: ignore[attr-defined]
+        return _is_arithmetic(mask.mask)
     return type(mask) in (Causal, SlidingWindow, Prefix)
 
 
@@ -416,8 +415,8 @@ def _inputs(request: Request, plan: Plan, seen_queries: jax.Array | None) -> tup
 def _ids(request: Request) -> tuple[jax.Array, jax.Array] | None:
     """Ids ``[B,T]`` and ``[B,S]``, equal where ``Segments``, ``Padding`` and the lengths let a query see a key.
 
-    What a length hides gets two ids that no segment has: just below the least one, or above the largest if that is the
-    least integer. (Ids that reach from one end of int32 to the other leave no room for them.)
+    What a length hides gets two ids that no segment has, just below the least one. (They wrap around to the largest
+    integers, so ids must not reach from one end of int32 to the other.)
     """
     parts = _split(request)
     (B, T), S = request.query.shape[:2], request.key.shape[1]
@@ -434,8 +433,7 @@ def _ids(request: Request) -> tuple[jax.Array, jax.Array] | None:
         kv_ids = q_ids if segments.kv_ids is None else _rows(segments.kv_ids, b)
     if not limits and request.query_lengths is None:
         return q_ids, kv_ids
-    low, high = jnp.minimum(q_ids.min(), kv_ids.min()), jnp.maximum(q_ids.max(), kv_ids.max())
-    unused = jnp.where(low >= LEAST + 2, low - 2, high + 1)
+    unused = jnp.minimum(q_ids.min(), kv_ids.min()) - 2
     if request.query_lengths is not None:
         q_ids = jnp.where(jnp.arange(T) < jnp.asarray(request.query_lengths)[:, None], q_ids, unused)
     for limit in limits:

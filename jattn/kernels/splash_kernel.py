@@ -39,8 +39,8 @@ class BlocksOnly(mask_lib.Mask):
         (first_row, first_column) = (part.start or 0 for part in idx)
         return self.mask.block(first_row // self.mask.size[0], first_column // self.mask.size[1])
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.mask == other.mask  # type: ignore[attr-defined]
+    def __eq__(self, other: Any) -> bool:
+        return type(self) is type(other) and self.mask == other.mask
 
     def __hash__(self) -> int:
         return hash(self.mask)
@@ -124,7 +124,7 @@ def backward(kernel: Any, q: Any, k: Any, v: Any, ids: Any, lse: Any, do: Any, d
 def _plain_types() -> Any:
     """Inside ``jax.shard_map`` a kernel's results must say over which mesh axes they vary, which splash's do not.
 
-    They need not: what is lowered has plain types (``jattn.staged``). Pallas turns the check off like this, too; there is
-    no public way.
+    They need not: what is lowered has plain types (``jattn.staged``). Pallas turns the check off like this, too, and
+    there is no public way.
     """
     return config._check_vma(False)
