@@ -12,12 +12,15 @@ from jattn.kernels import Implementation, Unsupported, cudnn, xla
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
 from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.splash import Splash
 from jattn.request import Request
 
 # ``implementation=None`` takes the first that supports the request, and "decode" and "blockwise" only where they pay
 # off (``_pays``). cudnn comes after xla, so it is used by name only, until the conformance table has passed on a GPU.
+# So is splash, until it has passed on a TPU.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "decode": Decode(), "blockwise": Blockwise(), "xla": xla, "cudnn": cudnn, "pallas_tpu": PallasTPU(),
+    "decode": Decode(), "blockwise": Blockwise(), "xla": xla, "cudnn": cudnn, "splash": Splash(),
+    "pallas_tpu": PallasTPU(),
 }  # fmt: skip
 
 # "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:

@@ -22,6 +22,7 @@ from jattn.choice import IMPLEMENTATIONS
 from jattn.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
+from jattn.kernels.splash import Splash
 
 B, T, S, N, K, H, D = 2, 7, 11, 3, 3, 5, 13
 RNG = np.random.default_rng(0)
@@ -76,6 +77,9 @@ VARIANTS = [
     Variant("xla", "xla", mapped=True),
     Variant("blockwise", Blockwise((3, 4)), mapped=True),
     Variant("decode", Decode(4), mapped=True),
+    Variant("splash", Splash(interpret=True)),
+    Variant("splash", Splash(interpret=True), traced=True),
+    Variant("splash", Splash(interpret=True), mapped=True),
 ]
 DEVICES = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -312,11 +316,7 @@ def loss(out: jax.Array, lse: jax.Array) -> jax.Array:
 def run(
     case: Case, variant: Variant, given: dict[str, jax.Array], arrays: list | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    options = dict(case.options)
-    if arrays is not None:
-        leaves, structure = jax.tree.flatten(options)
-        rest = iter(arrays)
-        options = jax.tree.unflatten(structure, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
+    options = options_of(case, arrays)
     options = {name: value for name, value in options.items() if name not in ("bias", "sinks")}
     if case.mod is not None:
         options["score_mod"] = case.mod(given["params"])
@@ -325,13 +325,24 @@ def run(
     return jattn.dot_product_attention(**given, **options, implementation=variant.implementation, return_residual=True)
 
 
+def options_of(case: Case, arrays: list | None) -> dict[str, Any]:
+    """The case's options, with ``arrays`` for their arrays."""
+    leaves, structure = jax.tree.flatten(dict(case.options))
+    rest = iter(arrays_of(case) if arrays is None else arrays)
+    return jax.tree.unflatten(structure, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
+
+
+def arrays_of(case: Case) -> list:
+    return [leaf for leaf in jax.tree.leaves(case.options) if is_array(leaf)]
+
+
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray)
 
 
 def caller(case: Case, variant: Variant) -> Callable:
-    """``given -> results and gradients``, jitted; in a traced variant, all arrays in the options are arguments."""
-    arrays = [leaf for leaf in jax.tree.leaves(case.options) if is_array(leaf)] if variant.traced else None
+    """``given -> results and gradients``, jitted; for a traced variant, with all arrays of the options as arguments."""
+    arrays = arrays_of(case) if variant.traced else None
 
     def both(given, arrays):
         return values_and_gradients(lambda x: run(case, variant, x, arrays), given)
@@ -378,8 +389,15 @@ def skip_where_unsupported(case: Case, variant: Variant) -> None:
     """Skips the case with the reason that the implementation gives, instead of letting it raise ``Unsupported``."""
     B, T, S, N, K, H, D = case.shape
     q, k, v = (jnp.zeros(shape, case.dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, D)))
-    options = dict(case.options) if case.mod is None else {**case.options, "score_mod": case.mod(case.params)}
-    text = jattn.explain(q, k, v, **options, implementation=variant.implementation)
+    mod = {} if case.mod is None else {"score_mod": case.mod(jnp.asarray(case.params))}  # it is differentiated
+    texts = []
+
+    def ask(arrays):
+        options = options_of(case, arrays)
+        texts.append(jattn.explain(q, k, v, **options, **mod, implementation=variant.implementation))
+
+    jax.eval_shape(ask, arrays_of(case)) if variant.traced else ask(None)
+    text = texts[0]
     if variant.name == "cudnn" and jax.default_backend() != "gpu":
         pytest.skip("cudnn: it needs an NVIDIA GPU")
     if "but " in text.splitlines()[0]:
