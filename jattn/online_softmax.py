@@ -115,8 +115,9 @@ def differentiable(
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
         rest = iter(input_tangents)
         tangents = [next(rest) if array else None for array in is_array]
-        own = gradients is not None and all(x is None for x in tangents[3:])
-        fn = staged.OwnVjp(accumulate, gradients, 3) if own else accumulate
+        fn = accumulate
+        if gradients is not None and all(x is None for x in tangents[3:]):
+            fn = staged.OwnVjp(accumulate, gradients, 3)
         d_acc, d_row_sum = staged.jvp(fn, (unflatten(arrays), row_max, *static), tangents, out=(acc, rows))
         # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
         inverse = 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)

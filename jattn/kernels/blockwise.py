@@ -174,7 +174,8 @@ def _gradients(platform: str, args: tuple, cotangents: list[jax.Array]) -> tuple
     request, row_max, sizes, divided = args
     plan, lifting = _plan(platform, request, sizes, divided)
     if lifting["sequences"] is lifting["heads"] is jax.vmap:
-        return gradients(platform, request, row_max, *cotangents, plan)
+        d_acc, d_row_sum = cotangents
+        return gradients(platform, request, row_max, d_acc, d_row_sum, plan)
 
     def of_qkv(*qkv):
         query, key, value = qkv

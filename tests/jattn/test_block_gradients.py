@@ -85,7 +85,9 @@ def test_one_set_of_gradients_for_full_and_partial_blocks(accelerator):
         def run(*arrays):
             return outputs_and_gradients(Blockwise((128, 128)), arrays, is_causal=causal)
 
-        return jax.jit(run).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(run).lower(*arrays).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert memory(causal=True) <= memory(causal=False) + arrays[0].nbytes
 
