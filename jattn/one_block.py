@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -106,9 +107,9 @@ class BlockedHead:
         """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
         return _product(subscripts, self.product_dtype, self.precision, x, y)
 
-    def take(self, i, j) -> Block:
+    def take(self, i, j, *, transposable: bool = True) -> Block:
         """The slices of block ``(i, j)``, linear in the arrays."""
-        index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False) if transposable else _index(0)
         arrays = self.arrays
         bias = None if arrays.bias is None else take_block(arrays.bias, i, j, self.size)
         return Block(index(arrays.q, i), index(arrays.k, j), index(arrays.v, j), bias)
@@ -164,6 +165,24 @@ def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: Bl
         full=full,
         partial=partial,
     )
+
+
+@functools.cache
+def _index(axis: int) -> Callable:
+    """``(x, i) -> x[i]`` on an axis. Remains a slice under ``vmap``, where JAX's own becomes a slower gather."""
+
+    @jax.custom_batching.custom_vmap
+    def index(x, i):
+        return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
+
+    @index.def_vmap
+    def batched(size, in_batched, x, i):
+        if in_batched == [True, False]:
+            return _index(axis + 1)(x, i), True
+        own = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+        return jax.vmap(own, [0 if is_batched else None for is_batched in in_batched])(x, i), True
+
+    return index
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

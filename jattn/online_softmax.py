@@ -226,7 +226,7 @@ def _online_softmax(blocked: BlockedHead, summed: bool) -> tuple[Array, Array, A
             def body(p, state):
                 acc, row_max, row_sum = state
                 j = column(p)
-                scores, v = blocked.scores(blocked.take(i, j), i, j, masked)
+                scores, v = blocked.scores(blocked.take(i, j, transposable=False), i, j, masked)
                 if summed:
                     v = jnp.concatenate([v, jnp.ones((1, v.shape[1]), v.dtype)])
                 new_max = jnp.maximum(row_max, row_maximum(scores))
