@@ -177,6 +177,20 @@ class BlockList:
     starts: Any
     whole: bool = static_field()
 
+    def of_row(self, i: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """``(start, end, column)``: row i holds the blocks ``column(p)`` for ``start <= p < end``.
+
+        Neighbouring columns, the usual case, are counted instead of looked up.
+        """
+        if isinstance(self.column, np.ndarray):
+            counts, offsets = np.diff(self.starts), self.column - np.arange(len(self.column))
+            first = np.append(offsets, 0)[self.starts[:-1]]
+            if (offsets == np.repeat(first, counts)).all():
+                first, counts = jnp.asarray(first + self.starts[:-1]), jnp.asarray(counts, jnp.int32)
+                return 0, counts[i], lambda p: first[i] + p
+        starts, columns = jnp.asarray(self.starts), jnp.asarray(self.column)
+        return starts[i], starts[i + 1], lambda p: columns[p]
+
 
 def block_lists(any_visible: Any, all_visible: Any) -> tuple[BlockList, BlockList]:
     """The full and the partial blocks of one pair of tables ``[blocks of T, blocks of S]``."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +71,7 @@ class BlockedHead:
             mask_values = jnp.asarray(mask_values)
             visible &= mask_values.reshape((1,) * (2 - mask_values.ndim) + mask_values.shape)
         for array in self.arrays.slot_masks:
-            visible &= _block(array, i, j, self.size)
+            visible &= take_block(array, i, j, self.size)
         return visible
 
     def scores(self, block: Block, i, j, masked: bool) -> tuple[Array, Array]:
@@ -103,15 +104,14 @@ class BlockedHead:
         return self.product("qk,dk->qd", drop(exponentials, self.dropout, self._indices(i, j)), v), row_sum
 
     def product(self, subscripts: str, x: Array, y: Array) -> Array:
-        """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments."""
-        operands = (operand.astype(self.product_dtype) for operand in (x, y))
-        return jnp.einsum(subscripts, *operands, precision=self.precision, preferred_element_type=x.dtype)
+        """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
+        return _product(subscripts, self.product_dtype, self.precision, x, y)
 
-    def take(self, i, j) -> Block:
+    def take(self, i, j, *, transposable: bool = True) -> Block:
         """The slices of block ``(i, j)``, linear in the arrays."""
-        index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False) if transposable else _index(0)
         arrays = self.arrays
-        bias = None if arrays.bias is None else _block(arrays.bias, i, j, self.size)
+        bias = None if arrays.bias is None else take_block(arrays.bias, i, j, self.size)
         return Block(index(arrays.q, i), index(arrays.k, j), index(arrays.v, j), bias)
 
     def _indices(self, i, j) -> tuple:
@@ -144,10 +144,10 @@ def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: Bl
         q=split_axis(q.astype(dtype), 0, rows),
         k=split_axis(k.astype(dtype), 0, columns).swapaxes(1, 2),
         v=split_axis(v.astype(dtype), 0, columns).swapaxes(1, 2),
-        bias=None if head.bias is None else _pad_to_blocks(head.bias.astype(dtype), plan.size),
+        bias=None if head.bias is None else pad_to_blocks(head.bias.astype(dtype), plan.size),
         q_positions=q_positions,
         kv_positions=kv_positions,
-        slot_masks=[_pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks],
+        slot_masks=[pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks],
     )
     full, partial = block_lists(plan.any_visible, plan.all_visible)
     return BlockedHead(
@@ -167,24 +167,58 @@ def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: Bl
     )
 
 
+@functools.cache
+def _index(axis: int) -> Callable:
+    """``(x, i) -> x[i]`` on an axis. Remains a slice under ``vmap``, where JAX's own becomes a slower gather."""
+
+    @jax.custom_batching.custom_vmap
+    def index(x, i):
+        return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
+
+    @index.def_vmap
+    def batched(size, in_batched, x, i):
+        if in_batched == [True, False]:
+            return _index(axis + 1)(x, i), True
+        own = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+        return jax.vmap(own, [0 if is_batched else None for is_batched in in_batched])(x, i), True
+
+    return index
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _product(subscripts: str, dtype: Any, precision: Any, x: Array, y: Array) -> Array:
+    operands = (operand.astype(dtype) for operand in (x, y))
+    return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=x.dtype)
+
+
+@_product.defjvp
+def _product_jvp(subscripts, dtype, precision, primals, tangents):
+    # The tangents keep their dtype. If they were cast like the operands, the transposed products would be rounded to
+    # ``dtype`` block by block, before they are summed.
+    (x, y), (dx, dy) = primals, tangents
+    einsum = functools.partial(jnp.einsum, subscripts, precision=precision, preferred_element_type=x.dtype)
+    out = _product(subscripts, dtype, precision, x, y)
+    return out, einsum(dx, y.astype(dtype)) + einsum(x.astype(dtype), dy)
+
+
 def product_dtype(platform: str, x: Array) -> Any:
     """The dtype of products: the inputs' own; at least float32 on CPU, where that is faster."""
     return softmax_dtype(x) if platform == "cpu" else x.dtype
 
 
-def _pad_to_blocks(array: Array, block_size: tuple[int, int]) -> Array:
-    """``[T|1, S|1]`` zero-padded to whole blocks."""
+def pad_to_blocks(array: Array, block_size: tuple[int, int]) -> Array:
+    """``[..., T|1, S|1]`` zero-padded to whole blocks."""
     padded = [
         1 if length == 1 else parts_of(length, size) * size
-        for length, size in zip(array.shape, block_size, strict=True)
+        for length, size in zip(array.shape[-2:], block_size, strict=True)
     ]
-    return pad_end(array, padded)
+    return pad_end(array, [*array.shape[:-2], *padded])
 
 
-def _block(array: Array, i, j, block_size: tuple[int, int]) -> Array:
-    """Block ``(i, j)`` of an array ``[T|1, S|1]``; an axis of size 1 is shared by all blocks."""
-    sizes = [1 if length == 1 else size for length, size in zip(array.shape, block_size, strict=True)]
-    starts = [
-        0 if length == 1 else index * size for length, index, size in zip(array.shape, (i, j), sizes, strict=True)
-    ]
-    return jax.lax.dynamic_slice(array, [jnp.asarray(start, jnp.int32) for start in starts], sizes)
+def take_block(array: Array, i, j, block_size: tuple[int, int]) -> Array:
+    """Block ``(i, j)`` of an array ``[..., T|1, S|1]``; an axis of size 1 is shared by all blocks."""
+    lead, lengths = array.shape[:-2], array.shape[-2:]
+    sizes = [1 if length == 1 else size for length, size in zip(lengths, block_size, strict=True)]
+    starts = [0 if length == 1 else index * size for length, index, size in zip(lengths, (i, j), sizes, strict=True)]
+    starts = [jnp.asarray(start, jnp.int32) for start in (*(0 for _ in lead), *starts)]
+    return jax.lax.dynamic_slice(array, starts, (*lead, *sizes))

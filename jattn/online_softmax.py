@@ -27,7 +27,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from jattn import staged
 from jattn.attention import NAMES, Head, HeadOptions, hoisted, make_head, row_maximum, softmax_dtype
 from jattn.blocks import all_seen, choose_blocks, split_axis, visible_blocks
-from jattn.one_block import BlockedHead, BlockPlan, split_head
+from jattn.one_block import BlockedHead, BlockPlan, product_dtype, split_head
 
 
 def blockwise(
@@ -72,7 +72,9 @@ def plan_head(q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | Non
     return BlockPlan(size, *tables, all_seen(*options))
 
 
-def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: Any) -> tuple[Array, Array]:
+def differentiable(
+    forward: Callable, accumulate: Callable, args: Any, *static: Any, gradients: Callable | None = None
+) -> tuple[Array, Array]:
     """``(out, lse)`` of one or many heads, with the derivative rule at the top of this file.
 
     Args:
@@ -81,6 +83,8 @@ def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: 
         accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
         args: a pytree whose first three leaves are query, key and value.
         static: hashable.
+        gradients: ``(platform, (args, row_max, *static), cotangents) -> cotangents of query, key and value``. Used
+            where nothing else is differentiated; otherwise ``accumulate`` is transposed.
     """
     leaves, structure = jax.tree.flatten(args)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -111,7 +115,10 @@ def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: 
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
         rest = iter(input_tangents)
         tangents = [next(rest) if array else None for array in is_array]
-        d_acc, d_row_sum = staged.jvp(accumulate, (unflatten(arrays), row_max, *static), tangents, out=(acc, rows))
+        fn = accumulate
+        if gradients is not None and all(x is None for x in tangents[3:]):
+            fn = staged.OwnVjp(accumulate, gradients, 3)
+        d_acc, d_row_sum = staged.jvp(fn, (unflatten(arrays), row_max, *static), tangents, out=(acc, rows))
         # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
         inverse = 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
         d_out = (d_acc - z.astype(dtype) * d_row_sum[..., None]) * inverse[..., None]
@@ -127,7 +134,8 @@ def forward_head(
     platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan
 ) -> tuple[Array, Array, Array]:
     """``out [T,D]``, ``row_max [T]`` and ``row_sum [T]``; ``lse = row_max + log(row_sum)``. Has no derivatives."""
-    out, row_max, row_sum = _online_softmax(split_head(platform, q, k, v, head, plan))
+    summed = platform == "tpu" and head.dropout is None and product_dtype(platform, q) != softmax_dtype(q)
+    out, row_max, row_sum = _online_softmax(split_head(platform, q, k, v, head, plan), summed)
     return _join_rows(out, q).astype(v.dtype), _join_rows(row_max, q), _join_rows(row_sum, q)
 
 
@@ -205,31 +213,40 @@ def count_visible_head(platform: str, q: Array, k: Array, head: Head, plan: Bloc
     return _join_rows(_scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
 
 
-def _online_softmax(blocked: BlockedHead) -> tuple[Array, Array, Array]:
-    """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``."""
+def _online_softmax(blocked: BlockedHead, summed: bool) -> tuple[Array, Array, Array]:
+    """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``.
+
+    ``summed``: the product with the values also computes ``row_sum``, with a column of ones appended to the values. XLA
+    for TPU otherwise computes every exponential twice, once for ``row_sum`` and once inside the product.
+    """
     rows, q, v = blocked.size[0], blocked.arrays.q, blocked.arrays.v
 
     def row_of_blocks(i):
         def visit(masked, column):
             def body(p, state):
                 acc, row_max, row_sum = state
-                j = column[p]
-                scores, v = blocked.scores(blocked.take(i, j), i, j, masked)
+                j = column(p)
+                scores, v = blocked.scores(blocked.take(i, j, transposable=False), i, j, masked)
+                if summed:
+                    v = jnp.concatenate([v, jnp.ones((1, v.shape[1]), v.dtype)])
                 new_max = jnp.maximum(row_max, row_maximum(scores))
                 rescale = jnp.exp(row_max - new_max)
                 block_acc, block_sum = blocked.softmax_sums(scores, v, new_max, i, j)
-                return acc * rescale[:, None] + block_acc, new_max, row_sum * rescale + block_sum
+                new_sum = row_sum if summed else row_sum * rescale + block_sum
+                return acc * rescale[:, None] + block_acc, new_max, new_sum
 
             return body
 
         # The least float instead of -inf, because -inf - -inf is NaN.
-        state = (jnp.zeros((rows, v.shape[1]), q.dtype), jnp.full(rows, jnp.finfo(q.dtype).min, q.dtype),
+        state = (jnp.zeros((rows, v.shape[1] + summed), q.dtype), jnp.full(rows, jnp.finfo(q.dtype).min, q.dtype),
                  jnp.zeros(rows, q.dtype))  # fmt: skip
         for masked, blocks in ((False, blocked.full), (True, blocked.partial)):
             if blocks.row.shape[0] != 0:
-                starts, column = jnp.asarray(blocks.starts), jnp.asarray(blocks.column)
-                state = jax.lax.fori_loop(starts[i], starts[i + 1], visit(masked, column), state)
+                start, end, column = blocks.of_row(i)
+                state = jax.lax.fori_loop(start, end, visit(masked, column), state)
         acc, row_max, row_sum = state
+        if summed:
+            acc, row_sum = acc[:, :-1], acc[:, -1]
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         return acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None], row_max, row_sum
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jattn import staged
 from jattn.attention import softmax_dtype
 from jattn.batching import canonical, over_request
+from jattn.block_gradients import gradients
 from jattn.blocks import all_seen, choose_blocks, visible_blocks
 from jattn.hoist import traced
 from jattn.lifting import one_by_one
@@ -45,7 +46,8 @@ class Blockwise:
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
         request = canonical(request)
-        return differentiable(_forward, accumulate, request, self.block_sizes, may_be_divided(request))
+        static = self.block_sizes, may_be_divided(request)
+        return differentiable(_forward, accumulate, request, *static, gradients=_gradients)
 
     def accumulate(self, request: Request, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``acc [B,T,N,D] = sum exp(score - row_max) value`` and ``row_sum [B,T,N]``, for ``row_max [B,T,N]``."""
@@ -166,6 +168,22 @@ def accumulate(
     if lifting["heads"] is one_by_one:
         lifting |= {"heads": functools.partial(one_by_one, recompute=True)}
     return over_request(one_head, request, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)], **lifting)
+
+
+def _gradients(platform: str, args: tuple, cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+    """The cotangents of query, key and value from those of ``accumulate``'s results."""
+    request, row_max, sizes, divided = args
+    plan, lifting = _plan(platform, request, sizes, divided)
+    if lifting["sequences"] is lifting["heads"] is jax.vmap and not divided:
+        d_acc, d_row_sum = cotangents
+        return gradients(platform, request, row_max, d_acc, d_row_sum, plan)
+
+    def of_qkv(*qkv):
+        query, key, value = qkv
+        own = dataclasses.replace(request, query=query, key=key, value=value)
+        return accumulate(platform, own, row_max, sizes, divided)
+
+    return jax.vjp(of_qkv, request.query, request.key, request.value)[1](tuple(cotangents))
 
 
 def _fold(
