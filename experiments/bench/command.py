@@ -70,7 +70,7 @@ def _parser() -> config.Parser:
         help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics; sharding: rings",
     )
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"any of {', '.join(PEERS)}")
-    parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu, gpu or tpu")
     parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, each above 1")
     parser.add_argument("--cases", type=str, default=",".join(CASES), help="any of these")
     parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure: any of these")
