@@ -5,6 +5,7 @@ its own because libtpu reads its environment when it is loaded, and a compiler t
 Nothing is executed.
 """
 
+import atexit
 import functools
 import json
 import math
@@ -58,6 +59,7 @@ class Compiler:
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", __name__), limit: float = LIMIT):
         self.command, self.limit = command, limit
         self.process: subprocess.Popen | None = None
+        atexit.register(self.close)  # compiling, it would not hear Ctrl-C
 
     def __call__(self, **cell: Any) -> dict[str, Any]:
         """What came of a cell, as ``compiled`` returns it; failed if the process ended or took too long."""
