@@ -51,6 +51,8 @@ test-all: $(VENV)/.installed-test
 
 # The TPU's compiler has an environment of its own, whatever VENV is. A stopped run resumes.
 test-chips:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "'$(PYTHON)' is not Python 3.12 or newer, for which there is libtpu: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(MAKE) --no-print-directory chips VENV=.venv-chips
 
 chips: $(VENV)/.installed-chips
@@ -89,8 +91,6 @@ $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.tx
 	@touch $@
 
 $(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
-		{ echo "'$(PYTHON)' is Python $(version). libtpu for the current JAX needs 3.12 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo "The TPU's compiler (libtpu), JAX and what the experiments need: a download of about half a gigabyte, 1.5 on disk."
 	$(install) -e '.[experiments,tpu]'
 	@touch $@

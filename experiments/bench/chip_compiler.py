@@ -59,7 +59,7 @@ class Compiler:
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", __name__), limit: float = LIMIT):
         self.command, self.limit = command, limit
         self.process: subprocess.Popen | None = None
-        atexit.register(self.close)  # compiling, it would not hear Ctrl-C
+        atexit.register(self.close)
 
     def __call__(self, **cell: Any) -> dict[str, Any]:
         """What came of a cell, as ``compiled`` returns it; failed if the process ended or took too long."""
@@ -91,6 +91,11 @@ class Compiler:
         lines = self.errors.read().decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
         return f"the compiler ended with status {status}: {said[:300]}"
+
+    def kill(self) -> None:
+        """Ends the process, from another thread: the cell that it compiles has failed. It would not hear Ctrl-C."""
+        if self.process is not None:
+            self.process.kill()
 
     def close(self) -> None:
         """Ends the process, if there is one."""

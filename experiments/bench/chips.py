@@ -5,12 +5,14 @@ Nothing is executed, so it measures no speed and no numbers. Shared by all rows:
 ``chip_compiler.compiled`` finds: ``result``, ``reason``, ``seconds``, ``temporaries``, ``kernels``.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import itertools
-from collections.abc import Iterator, Mapping
+import queue
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.bench import timing
@@ -70,12 +72,44 @@ def about(sizes: Sizes) -> dict[str, Any]:
     return {"environment": environment, "shape": {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS}}
 
 
+class Ahead:
+    """``found = ahead(index)`` of cells asked for in order: a process on each core compiles the next ones meanwhile."""
+
+    def __init__(self, cells: Sequence[Mapping[str, Any]], workers: int):
+        self.cells, self.begun = cells, {}
+        self.threads = concurrent.futures.ThreadPoolExecutor(workers)
+        self.compilers = [Compiler() for _ in range(workers)]
+        self.idle: queue.SimpleQueue[Compiler] = queue.SimpleQueue()
+        for compiler in self.compilers:
+            self.idle.put(compiler)
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        """What came of that cell."""
+        for i in range(index, min(index + 2 * len(self.compilers), len(self.cells))):
+            if i not in self.begun:
+                self.begun[i] = self.threads.submit(self._compile, self.cells[i])
+        try:
+            return self.begun.pop(index).result()
+        except BaseException:  # such as Ctrl-C
+            self.threads.shutdown(wait=False, cancel_futures=True)
+            for compiler in self.compilers:
+                compiler.kill()
+            raise
+
+    def _compile(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        compiler = self.idle.get()
+        try:
+            return compiler(**cell)
+        finally:
+            self.idle.put(compiler)
+
+
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """A job for each cell; one process compiles them all."""
-    compiler = Compiler()
-    for values in itertools.product(*sizes.axes.values()):
-        key = dict(zip(sizes.axes, values, strict=True))
-        yield Job("cells", key, functools.partial(compiler, **key))
+    """A job for each cell."""
+    cells = [dict(zip(sizes.axes, values, strict=True)) for values in itertools.product(*sizes.axes.values())]
+    ahead = Ahead(cells, timing.cores())
+    for index, key in enumerate(cells):
+        yield Job("cells", key, functools.partial(ahead, index))
 
 
 def line(row: Row) -> str:

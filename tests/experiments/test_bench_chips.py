@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -161,11 +162,15 @@ class FakeCompiler:
             return {"result": "failed", "reason": "holds T * S elements: f32[9]", "seconds": 1.0, **sizes}
         return {"result": "compiled", "reason": None, "seconds": 2.5, **sizes, "kernels": int(cell["chip"] == "v6e")}
 
+    def kill(self):
+        pass
+
 
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(FakeCompiler, "asked", [])
     monkeypatch.setattr(chips, "Compiler", FakeCompiler)
+    monkeypatch.setattr(chips.timing, "cores", lambda: 1)  # so that it is known which cell comes when
     monkeypatch.setattr(chips, "about", lambda sizes: {"environment": {"libtpu": "1.2"}, "shape": {"batch": 1}})
     return FakeCompiler
 
@@ -190,6 +195,20 @@ def test_a_suite_that_was_stopped_goes_on(suite, fake, tmp_path, monkeypatch):
         suite.measure(Sizes.read(CELLS), tmp_path)
     results = suite.measure(Sizes.read(CELLS), tmp_path, resume=True)
     assert len(fake.asked) == len(results.rows) == 2 * 2 * 2 * 2, "a cell was compiled twice or never"
+
+
+def test_every_cell_gets_its_own_answer_and_is_compiled_once(monkeypatch):
+    class Slow(FakeCompiler):
+        def __call__(self, number):
+            time.sleep(0.02 if number % 3 else 0)
+            self.asked.append(number)
+            return {"number": number}
+
+    monkeypatch.setattr(FakeCompiler, "asked", [])
+    monkeypatch.setattr(chips, "Compiler", Slow)
+    ahead = chips.Ahead([{"number": i} for i in range(12)], workers=3)
+    assert [ahead(i)["number"] for i in range(2, 12)] == list(range(2, 12))
+    assert sorted(FakeCompiler.asked) == list(range(2, 12))
 
 
 def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, capsys):
