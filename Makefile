@@ -19,7 +19,7 @@ minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constr
 # half of another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
-.PHONY: help train experiments test test-all soak lint format clean
+.PHONY: help train experiments test test-all test-chips chips soak lint format clean
 .NOTPARALLEL: # two pips in one environment would conflict
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make experiments   run every experiment in configs/ (about forty minutes) into runs/"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      also whole runs, subprocesses and a browser (twenty to forty minutes in all)"
+	@echo "make test-chips    compile for three TPUs without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
 	@echo "make soak          random calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        format the code with ruff"
@@ -47,6 +48,15 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(pytest) $(ARGS)
+
+# The TPU's compiler has an environment of its own, whatever VENV is. A stopped run resumes.
+test-chips:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "'$(PYTHON)' is not Python 3.12 or newer, for which there is libtpu: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(MAKE) --no-print-directory chips VENV=.venv-chips
+
+chips: $(VENV)/.installed-chips
+	$(python) -m experiments bench --suite chips --resume $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(python) -m tests.soak $(ARGS)
@@ -78,6 +88,11 @@ $(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.t
 $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[test,dev]'
 	$(minilm)
+	@touch $@
+
+$(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+	@echo "The TPU's compiler (libtpu), JAX and what the experiments need: a download of about half a gigabyte, 1.5 on disk."
+	$(install) -e '.[experiments,tpu]'
 	@touch $@
 
 # An environment of another Python version is removed first; any other is kept and completed.

@@ -16,12 +16,15 @@ from jattn.kernels.splash import Splash
 from jattn.request import Request
 
 # ``implementation=None`` takes the first that supports the request, and "decode" and "blockwise" only where they pay
-# off (``_pays``). cudnn comes after xla, so it is used by name only, until the conformance table has passed on a GPU.
-# So is splash, until it has passed on a TPU.
+# off (``_pays``). Those after xla are used by name only, until the conformance table has passed on a GPU or a TPU.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "decode": Decode(), "blockwise": Blockwise(), "xla": xla, "cudnn": cudnn, "splash": Splash(),
+    "decode": Decode(),
+    "blockwise": Blockwise(),
+    "xla": xla,
+    "cudnn": cudnn,
+    "splash": Splash(),
     "pallas_tpu": PallasTPU(),
-}  # fmt: skip
+}
 
 # "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:
 # experiments/results), and more memory anyway. With fewer than FEW queries or keys the matrix grows only linearly.

@@ -21,7 +21,7 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
 PEERS = ("jax", "torch", "tokamax", "jattn-xla")
 PARTS = ("times", "memory", "peak", "compile")
-DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32")}
+DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,10 @@ def document_ids(length: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one run measures. ``seconds``: the time that one row's calls take, all contestants together."""
+    """What one run measures.
+
+    ``seconds``: the time that one row's calls take, all contestants together. ``cells``: of the chips suite, unparsed.
+    """
 
     out: Path
     device: str = "cpu"
@@ -87,9 +90,10 @@ class Plan:
     cases: Sequence[str] = tuple(CASES)
     parts: Sequence[str] = PARTS
     seconds: float = 6.0
+    cells: str = ""
 
     @classmethod
-    def read(cls, out: Path, device: str, seconds: float, **lists: str) -> "Plan":
+    def read(cls, out: Path, device: str, seconds: float, cells: str = "", **lists: str) -> "Plan":
         """Parses command-line options; lists are separated by commas.
 
         Raises:
@@ -112,4 +116,4 @@ class Plan:
             raise ValueError(f"--device: expected one of {', '.join(DTYPES)}, got {device!r}")
         if not seconds > 0:
             raise ValueError(f"--seconds: expected > 0, got {seconds}")
-        return cls(out, device, seconds=seconds, **chosen)
+        return cls(out, device, seconds=seconds, cells=cells, **chosen)

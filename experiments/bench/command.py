@@ -10,9 +10,10 @@ from experiments import config
 from experiments.bench.cases import CASES, LENGTHS, PARTS, PEERS, Plan
 from experiments.runs.terminal import fail
 
-# The suites, one file each, and the options that they take; () means all.
+# The suites, one file each, and the options that they take.
 SUITES = {
-    "attention": (),
+    "attention": ("peers", "device", "lengths", "cases", "parts", "seconds", "out", "resume", "redraw"),
+    "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
     "layers": ("out", "seconds"),
     "looking": ("out", "seconds"),
@@ -27,14 +28,19 @@ def bench_command(arguments: Sequence[str]) -> int:
         return fail(f"--suite: expected one of {', '.join(SUITES)}, got {options.suite!r}")
     if not _takes(options, *SUITES[options.suite]):
         return 2
-    today = Path(__file__).parents[1] / "results" / f"{options.device}-{datetime.date.today()}"
-    out = Path(options.out or (today if options.suite == "attention" else "runs/bench"))
+    out = Path(options.out or _folder(options))
     lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
     try:
-        plan = Plan.read(out, options.device, options.seconds, **lists)
+        plan = Plan.read(out, options.device, options.seconds, options.cells, **lists)
     except ValueError as wrong:
         return fail(str(wrong))
     return _run(options.suite, plan, options.redraw, options.resume)
+
+
+def _folder(options: Any) -> Path | str:
+    """Where whole results are kept, under the date; a part of them is not."""
+    kept = {"attention": options.device, "chips": "" if options.cells else "chips"}.get(options.suite)
+    return Path(__file__).parents[1] / "results" / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 
 def _run(name: str, plan: Plan, redraw: bool, resume: bool) -> int:
@@ -46,8 +52,9 @@ def _run(name: str, plan: Plan, redraw: bool, resume: bool) -> int:
         if redraw:
             results = suite.read(plan.out)
         else:
+            sizes = suite.sizes(plan)
             suite.start(plan)
-            results = suite.measure(suite.sizes(plan), plan.out, resume=resume)
+            results = suite.measure(sizes, plan.out, resume=resume)
         report = suite.write_report(results, plan.out)
     except Refused as refused:
         return fail(str(refused))
@@ -58,7 +65,8 @@ def _run(name: str, plan: Plan, redraw: bool, resume: bool) -> int:
     if text := suite.shown(results):
         print(text)
     print(f"report: {report}")
-    return 0
+    wrong = suite.wrong(results)
+    return fail(wrong, status=1) if wrong else 0
 
 
 def _parser() -> config.Parser:
@@ -67,13 +75,15 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; dispatch: short calls; layers: Flax's modules; looking: statistics; sharding: rings",
+        help="attention; chips: compiled for TPUs; dispatch: short calls; layers: Flax's modules; looking: statistics; "
+        "sharding: rings",
     )
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"any of {', '.join(PEERS)}")
-    parser.add_argument("--device", type=str, default="cpu", help="cpu or gpu")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu, gpu or tpu")
     parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, each above 1")
     parser.add_argument("--cases", type=str, default=",".join(CASES), help="any of these")
     parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure: any of these")
+    parser.add_argument("--cells", type=str, default="", help="of chips: any of their words, as v5e,128,causal")
     parser.add_argument("--seconds", type=float, default=6.0, help="time per row, all contestants together")
     parser.add_argument("--out", type=str, default=None, help="folder; default experiments/results/DEVICE-DATE")
     parser.add_argument("--resume", action="store_true", help="continue the results in --out")
@@ -82,9 +92,9 @@ def _parser() -> config.Parser:
 
 
 def _takes(options: Any, *names: str) -> bool:
-    """Whether all options except ``names`` have their defaults, if there are names; prints one that does not."""
+    """Whether all options except ``names`` have their defaults; prints one that does not."""
     defaults = _parser().get_defaults()
-    for name in defaults.keys() if names else ():
+    for name in defaults.keys():
         if name not in ("suite", *names) and options[name] != defaults[name]:
             others = " and ".join(f"--{name}" for name in names)
             fail(f"--{name}: --suite {options.suite} takes only {others}")

@@ -159,6 +159,8 @@ def _missing(peer: str, device: str) -> str | None:
     if importlib.util.find_spec(peer) is None:
         old = peer == "tokamax" and sys.version_info < (3, 12)
         return f"{peer} is not installed: pip install '.[bench]'" + (" under Python 3.12 or newer" if old else "")
+    if peer == "torch" and device == "tpu":
+        return "torch is not measured on a TPU"
     if peer == "torch" and device == "gpu":
         import torch
 
@@ -189,7 +191,7 @@ def _tokamax(device: str) -> list[Contestant]:
     import tokamax
 
     # Without an accelerator it uses the dense formula.
-    linear = (*_FUSED, "softcap") if device == "gpu" else ()
+    linear = (*_FUSED, "softcap") if device != "cpu" else ()
     return [InJax("tokamax", _like_jax_nn(tokamax.dot_product_attention), tuple(CASES), linear)]
 
 

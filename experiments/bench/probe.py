@@ -54,7 +54,7 @@ def answer(question: dict[str, Any]) -> float:
     kept = (
         contestant.inputs(problem) if question["passes"] == "inputs" else contestant.call(problem, question["passes"])()
     )
-    peak = _peak_on_gpu(contestant) if question["device"] == "gpu" else peak_resident()
+    peak = peak_resident() if question["device"] == "cpu" else _peak_on_device(contestant)
     del kept
     return peak
 
@@ -81,8 +81,8 @@ def peak_resident() -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _peak_on_gpu(contestant: Any) -> float:
-    """Peak GPU memory of the contestant's library, in bytes."""
+def _peak_on_device(contestant: Any) -> float:
+    """Peak memory on the accelerator, of the contestant's library, in bytes."""
     if contestant.name.startswith("torch"):
         import torch
 

@@ -1,4 +1,4 @@
-"""The base of the five suites: jobs that measure rows, the file that stores the rows, and its report.
+"""The base of the six suites: jobs that measure rows, the file that stores the rows, and its report.
 
 A suite is a module here with a ``SUITE``. Its results are stored in ``NAME.json``: what all rows share, then the rows
 of each part, one per line. ``NAME.md`` and the figure, if any, are functions of these results.
@@ -78,6 +78,8 @@ class Suite:
         draw: Writes the figure, if any.
         sizes: Maps command-line options to the sizes of a run.
         start: Chooses the devices, before JAX does.
+        line: A row in one line, printed as soon as it is measured, if given.
+        wrong: One line about results that make the command fail, or None.
         resumable: Whether every row is saved as soon as it is measured, and results are never overwritten. Otherwise
             the results are written at the end and replace older ones.
     """
@@ -91,6 +93,8 @@ class Suite:
     draw: Callable[[Results, Path], None] | None = None
     sizes: Callable[[Plan], Any] = lambda plan: plan
     start: Callable[[Plan], None] = lambda plan: None
+    line: Callable[[Row], str] | None = None
+    wrong: Callable[[Results], str | None] = lambda results: None
     resumable: bool = False
 
     def measure(self, sizes: Any, out: Path, resume: bool = False) -> Results:
@@ -110,9 +114,12 @@ class Suite:
             task = progress.add_task("", total=len(jobs))
             for job in jobs:
                 progress.update(task, description=" ".join(str(value) for value in (job.part, *job.key.values())))
-                results.rows.append(Row(job.part, job.key, job.measure()))
+                row = Row(job.part, job.key, job.measure())
+                results.rows.append(row)
                 if self.resumable:
                     self.write(results, out)
+                if self.line is not None:
+                    progress.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
                 progress.advance(task)
         self.write(results, out)
         return results

@@ -101,7 +101,7 @@ def source_digest() -> str:
 
 def memory_bytes(device: str) -> float:
     """The device's memory; for a CPU, what this process may use."""
-    if device == "gpu":
+    if device != "cpu":
         return float(jax.devices()[0].memory_stats()["bytes_limit"])
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")  # a container's
@@ -120,6 +120,6 @@ def use(device: str) -> None:
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for the peers
     try:
-        jax.devices("gpu")
+        jax.devices(device)
     except RuntimeError:
-        raise Refused("--device: JAX finds no gpu here; pip install '.[gpu]' adds NVIDIA support") from None
+        raise Refused(f"--device: JAX finds no {device} here; pip install '.[{device}]' adds its JAX") from None

@@ -25,7 +25,7 @@ from jattn.batching import canonical
 from jattn.blocks import all_seen, choose_size
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import accumulate, block_table, mask_arguments
-from jattn.kernels.tpu_tiles import MOST, TILE, Operands, Scores, Tile, schedule, split_entry
+from jattn.kernels.tpu_tiles import TILE, Operands, Scores, Tile, schedule, split_entry
 from jattn.online_softmax import differentiable
 from jattn.request import Request
 from jattn.separate import NotElementwise, separate

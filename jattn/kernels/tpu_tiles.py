@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.blocks import split_axis
 from jattn.request import Request
 from jattn.separate import HEAD, QUERY, Separated, separate, spread
 from jattn.tables import arange, namespace, pad_end

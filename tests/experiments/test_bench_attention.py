@@ -21,6 +21,7 @@ from experiments.bench.probe import probe
 from experiments.bench.suite import Refused, Results, Suite
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
+without_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="there may be a TPU")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
@@ -394,14 +395,15 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--suite all", "--suite: expected one of attention, dispatch, layers, looking, sharding, got 'all'"),
+        ("--suite all", "--suite: expected one of attention, chips, dispatch, layers, looking, sharding, got 'all'"),
         ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, jattn-xla, separated by commas, got"),
         ("--cases diagonal", "--cases: expected some of full, causal, window, "),
         ("--cases ,", "--cases: expected some of full, "),
         ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
         ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
         ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
-        ("--device tpu", "--device: expected one of cpu, gpu, got 'tpu'"),
+        ("--device npu", "--device: expected one of cpu, gpu, tpu, got 'npu'"),
+        pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
         pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
         ("--redraw", "--out: expected a folder with attention.json, got "),

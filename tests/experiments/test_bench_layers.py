@@ -220,7 +220,10 @@ def test_a_process_that_fails_says_why():
         ("--device gpu", "--device: --suite layers takes only --out and --seconds"),
         ("--resume", "--resume: --suite layers takes only --out and --seconds"),
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
-        ("--suite layer", "--suite: expected one of attention, dispatch, layers, looking, sharding, got 'layer'"),
+        (
+            "--suite layer",
+            "--suite: expected one of attention, chips, dispatch, layers, looking, sharding, got 'layer'",
+        ),
     ],
 )
 def test_bad_options_are_named_in_one_line(options, said, tmp_path, tiny, capsys):

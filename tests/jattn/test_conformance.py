@@ -22,6 +22,7 @@ from jattn.choice import IMPLEMENTATIONS
 from jattn.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
+from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 
 B, T, S, N, K, H, D = 2, 7, 11, 3, 3, 5, 13
@@ -80,6 +81,9 @@ VARIANTS = [
     Variant("splash", Splash(interpret=True)),
     Variant("splash", Splash(interpret=True), traced=True),
     Variant("splash", Splash(interpret=True), mapped=True),
+    Variant("pallas_tpu", PallasTPU(interpret=True)),
+    Variant("pallas_tpu", PallasTPU(interpret=True), traced=True),
+    Variant("pallas_tpu", PallasTPU(interpret=True), mapped=True),
 ]
 DEVICES = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 
