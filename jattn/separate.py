@@ -18,8 +18,8 @@ from jattn.mods import known, mod_semantics
 
 # What kernels compute on tiles. Other operations must not depend on both a query and a key, nor on the score.
 ELEMENTWISE = frozenset(
-    "abs add and ceil clamp convert_element_type copy cos div eq exp exp2 expm1 floor ge gt integer_pow is_finite le log "
-    "log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "abs add and ceil clamp convert_element_type copy cos div eq exp exp2 expm1 floor ge gt integer_pow is_finite le "
+    "log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sqrt square stop_gradient sub tan tanh xor".split()
 )
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint")
@@ -146,7 +146,7 @@ def _inline(traced: Separated, jaxpr: Any, constants: Sequence[Any], inputs: Seq
     numbers |= zip(jaxpr.invars, inputs, strict=True)
 
     def number(x: Any) -> int:
-        return constant(np.asarray(x.val, x.aval.dtype)) if isinstance(x, Literal) else numbers[x]
+        return constant(np.asarray(x.val, jnp.result_type(x.aval))) if isinstance(x, Literal) else numbers[x]
 
     for equation in jaxpr.eqns:
         arguments = [number(x) for x in equation.invars]
@@ -191,7 +191,7 @@ def _check_elementwise(equation: Any) -> None:
 
 
 def _choose_outside(traced: Separated) -> None:
-    """Fills ``outside``: the values over heads, and those that a kernel cannot compute, if an equation on it uses them."""
+    """Fills ``outside``: the values over heads, and those that a kernel cannot compute, as far as it needs them."""
     inside = {*traced.arguments[-2:], *traced.arguments[:-4]}  # what the kernel computes itself
     simple = {i for i, x in traced.constants.items() if isinstance(x, np.ndarray | np.generic) and np.size(x) == 1}
     for step in traced.steps:

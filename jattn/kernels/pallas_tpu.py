@@ -18,15 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jattn.batching import canonical
 from jattn.blocks import all_seen, choose_size
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import accumulate, block_table, mask_arguments
 from jattn.kernels.tpu_tiles import TILE, Operands, Scores, Tile, schedule, split_entry
-from jattn.online_softmax import differentiable
+from jattn.online_softmax import differentiable, log_sum_exp
 from jattn.request import Request
 from jattn.separate import NotElementwise, separate
 from jattn.staged import OwnVjp
@@ -52,11 +50,13 @@ class PallasTPU:
     def unsupported_reason(self, request: Request) -> str | None:
         """The first reason against the kernels, or None."""
         (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
+        dtype = request.query.dtype
+        empty = value is None or 0 in (*request.query.shape, *request.key.shape, *value.shape)
         lengths_known = all(isinstance(x, int) for x in (B, T, S))
         reasons = [
-            (request.query.dtype not in (jnp.float32, jnp.bfloat16), f"it takes float32 and bfloat16, not {request.query.dtype}"),
+            (dtype not in (jnp.float32, jnp.bfloat16), f"it takes float32 and bfloat16, not {dtype}"),
             (not lengths_known, "it takes no symbolic shapes"),
-            (value is None or 0 in (*request.query.shape, *request.key.shape, *value.shape), "it takes no empty arrays"),
+            (empty, "it takes no empty arrays"),
             (max(H, 0 if value is None else value.shape[3]) > 256, f"head_dim must be at most 256, got {H}"),
             (request.dropout is not None, "it takes no dropout"),
         ]  # fmt: skip
@@ -66,7 +66,10 @@ class PallasTPU:
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
-        return differentiable(_forward, OwnVjp(_plain_accumulate, _backward, 3), canonical(request), self)
+        reason = self.unsupported_reason(request)
+        if reason is not None:  # given as an object, which is not asked before
+            raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+        return differentiable(forward, OwnVjp(_plain_accumulate, backward, 3), canonical(request), self)
 
 
 def _reason_against_mods(request: Request) -> str | None:
@@ -120,6 +123,10 @@ class _Plan:
         array = jnp.transpose(array, (0, 2, 1, 3))
         return pad_end(array, (*array.shape[:2], self.padded[1], array.shape[3]))
 
+    def type_of(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """A result's type, which inside ``jax.shard_map`` must say how it varies: not, as in all of ``staged``."""
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.request.query).manual_axis_type)
+
     def scores(self) -> Scores:
         """The scores, with their arrays among the operands."""
         request = self.request
@@ -139,7 +146,8 @@ def _plan(platform: str, request: Request, settings: PallasTPU) -> _Plan:
     return _Plan(request, settings, size, tables(size) if found is None else found, operands)
 
 
-def _forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.online_softmax``."""
     plan = _plan(platform, request, settings)
     B, T, N, _ = request.query.shape
     D, rows, scores = request.value.shape[3], plan.size[0], plan.scores()
@@ -159,32 +167,30 @@ def _forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.
             row_sum[at] = row_sum[at] * rescale + jnp.sum(exponentials, axis=0, keepdims=True)
             acc[at] = acc[at] * rescale + scores.product(tile.of_keys(ins[value]), exponentials, 0, 0)
 
-    def finish(ins: Any, out: Any, lse: Any, acc: Any, row_max: Any, row_sum: Any) -> None:
+    def finish(ins: Any, out: Any, out_max: Any, out_sum: Any, acc: Any, row_max: Any, row_sum: Any) -> None:
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         out[0, 0] = (acc[...] * (1.0 / jnp.maximum(row_sum[...], 1.0))).astype(out.dtype)
-        seen = row_sum[...] > 0.0
-        lse[0, 0] = jnp.where(seen, row_max[...] + jnp.log(jnp.where(seen, row_sum[...], 1.0)), -jnp.inf)
+        out_max[0, 0], out_sum[0, 0] = row_max[...], row_sum[...]
 
-    types = jax.ShapeDtypeStruct((B, N, D, plan.padded[0]), request.value.dtype), _row_type(plan)
-    scratch = [pltpu.VMEM((size, rows), jnp.float32) for size in (D, 1, 1)]
-    out, lse = _call(plan, scores, "forward", "queries", types, scratch, start, add, finish)
-    out, lse = jnp.transpose(out, (0, 3, 1, 2))[:, :T], jnp.transpose(lse[:, :, 0, :T], (0, 2, 1))
-    seen = lse != -jnp.inf
+    row = plan.type_of((B, N, 1, plan.padded[0]), jnp.float32)
+    types = plan.type_of((B, N, D, plan.padded[0]), request.value.dtype), row, row
+    scratch = [((size, rows), jnp.float32) for size in (D, 1, 1)]
+    out, row_max, row_sum = _call(plan, scores, "forward", "queries", types, scratch, start, add, finish)
+    out = jnp.transpose(out, (0, 3, 1, 2))[:, :T]
+    row_max, row_sum = (jnp.transpose(x[:, :, 0, :T], (0, 2, 1)) for x in (row_max, row_sum))
+    if request.query.dtype == jnp.float32:
+        return out, row_max, row_sum
+    # With the lse for row_max, the cotangent of acc is that of the output, in the dtype that the kernels multiply in.
+    lse, seen = log_sum_exp(row_max, row_sum), row_sum > 0.0
     return out, jnp.where(seen, lse, LEAST), seen.astype(jnp.float32)
 
 
-def _row_type(plan: _Plan) -> jax.ShapeDtypeStruct:
-    B, _, N, _ = plan.request.query.shape
-    return jax.ShapeDtypeStruct((B, N, 1, plan.padded[0]), jnp.float32)
-
-
-def _backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[jax.Array]:
+def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[jax.Array]:
     """The cotangents of query, key and value, from those of ``acc [B,T,N,D]`` and ``row_sum [B,T,N]``.
 
     With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
     """
     request, row_max, settings = args
-    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)  # a row that sees nothing: exp(-inf - 0) = 0
     return [
         _d_query(_plan(platform, request, settings), row_max, cotangents),
         *_d_key_and_value(_plan(platform, request, settings), row_max, cotangents),
@@ -216,20 +222,21 @@ def _d_query(plan: _Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> ja
         acc[...] = jnp.zeros_like(acc)
 
     def add(tiles: Any, ins: Any, acc: Any, d_scores: Any) -> None:
+        guarded = False
         for tile in tiles:
-            d_score = of_tile(tile, ins)[2]
-            if tile.guarded:
+            guarded, d_score = tile.guarded, of_tile(tile, ins)[2]
+            if guarded:
                 acc[:, tile.queries] += scores.product(tile.k, d_score, 0, 0)
             else:
                 d_scores[tile.keys, tile.queries] = d_score.astype(d_scores.dtype)
-        if not tile.guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
+        if not guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
             acc[...] += scores.product(ins[scores.key][0, 0], d_scores[...], 0, 0)
 
     def finish(ins: Any, out: Any, acc: Any, _: Any) -> None:
         out[0, 0] = (acc[...] * scores.scale_of(ins)).astype(out.dtype)
 
-    types = [jax.ShapeDtypeStruct((B, N, H, plan.padded[0]), plan.request.query.dtype)]
-    scratch = [pltpu.VMEM((H, plan.size[0]), jnp.float32), pltpu.VMEM(plan.size[::-1], plan.request.query.dtype)]
+    types = [plan.type_of((B, N, H, plan.padded[0]), plan.request.query.dtype)]
+    scratch = [((H, plan.size[0]), jnp.float32), (plan.size[::-1], plan.request.query.dtype)]
     (d_query,) = _call(plan, scores, "d_query", "queries", types, scratch, start, add, finish)
     return jnp.transpose(d_query, (0, 3, 1, 2))[:, :T]
 
@@ -253,8 +260,8 @@ def _d_key_and_value(plan: _Plan, row_max: jax.Array, cotangents: list[jax.Array
         out_value[0, 0] = d_value[...].astype(out_value.dtype)
 
     dtype, length, columns = plan.request.key.dtype, plan.padded[1], plan.size[1]
-    types = [jax.ShapeDtypeStruct((B, K, length, size), dtype) for size in (H, D)]
-    scratch = [pltpu.VMEM((columns, size), jnp.float32) for size in (H, D)]
+    types = [plan.type_of((B, K, length, size), dtype) for size in (H, D)]
+    scratch = [((columns, size), jnp.float32) for size in (H, D)]
     results = _call(plan, scores, "d_key_and_value", "keys", types, scratch, start, add, finish)
     return [jnp.transpose(x, (0, 2, 1, 3))[:, :S] for x in results]
 
@@ -268,11 +275,15 @@ def _call(
     Args:
         kind: ``"queries"`` or ``"keys"``: what the results belong to; of the latter, per key head.
         types: the results'.
-        scratch: what the kernel keeps from block to block of one result.
+        scratch: shapes and dtypes of what the kernel keeps from block to block of one result.
         start: ``(*scratch)``, before the first block.
         add: ``(tiles, ins, *scratch)`` for each block that is not empty.
         finish: ``(ins, *results, *scratch)``, after the last.
     """
+    # Imported when a kernel is traced: it takes as long as half of jattn.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
     (B, _, N, _), K, by_key = plan.request.query.shape, plan.request.key.shape[2], kind == "keys"
     group, operands = N // K, plan.operands
     table = schedule(*plan.tables, by_key)
@@ -286,7 +297,7 @@ def _call(
         entry = table_ref[ids[2] if shared else ids[0] * entries + ids[2]]
         return ids[0], n, *split_entry(entry, by_key)
 
-    def spec(kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+    def spec(kind: str, shape: tuple[int, ...]) -> Any:
         if kind == "scalars":
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         return pl.BlockSpec(
@@ -313,7 +324,7 @@ def _call(
             grid=grid,
             in_specs=[spec(kind, array.shape) for kind, array in operands.arrays],
             out_specs=[spec(kind, result.shape) for result in types],
-            scratch_shapes=scratch,
+            scratch_shapes=[pltpu.VMEM(*shape_and_dtype) for shape_and_dtype in scratch],
         ),
         out_shape=types,
         compiler_params=pltpu.CompilerParams(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.mods import mod_semantics
 from jattn.request import Request
 from jattn.separate import HEAD, QUERY, Separated, separate, spread
 from jattn.tables import arange, namespace, pad_end
@@ -32,20 +33,21 @@ def schedule(any_visible: Any, all_visible: Any, by_key: bool) -> Any:
         any_visible, all_visible = any_visible.swapaxes(1, 2), all_visible.swapaxes(1, 2)
     sequences, rows, columns = any_visible.shape
     kind = xp.where(all_visible, 2, xp.where(any_visible, 1, 0)).reshape(sequences, -1)
-    listed = any_visible | (~any_visible.any(2, keepdims=True) & (np.arange(columns) == 0))
+    listed = any_visible | (~any_visible.any(2, keepdims=True) & (np.arange(columns) == 0)[None, None])
     listed = listed.reshape(sequences, -1)
     counts = listed.sum(1)
     entries = int(counts.max()) if xp is np else rows * columns
     order = xp.argsort(~listed, axis=1, stable=True)[:, :entries]
-    real = np.arange(entries) < counts[:, None]
+    real = np.arange(entries)[None] < counts[:, None]
     # Past the end, the last block again: nothing new is read.
     order = xp.where(real, order, xp.take_along_axis(order, counts[:, None] - 1, 1))
-    row, kind = order // columns, xp.take_along_axis(kind, order, 1) * real
+    row, kind = order // columns, xp.where(real, xp.take_along_axis(kind, order, 1), 0)
     ends = xp.ones((sequences, 1), bool)
     changes = row[:, 1:] != row[:, :-1]
     first = real & xp.concatenate([ends, changes], 1)
     last = real & xp.concatenate([changes | ~real[:, 1:], ends], 1)
-    packed = row | order % columns << _BITS | kind << 2 * _BITS | first << _LAST - 1 | last << _LAST
+    with mod_semantics():
+        packed = row | order % columns << _BITS | kind << 2 * _BITS | first * 2 ** (_LAST - 1) | last * 2**_LAST
     return packed.astype(np.int32)
 
 

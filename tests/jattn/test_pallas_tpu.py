@@ -1,0 +1,179 @@
+"""Our own TPU kernels, interpreted: several blocks and tiles, derivatives, and the list of blocks.
+
+The conformance table runs them on every case, in a single tile.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jattn
+from jattn import masks, score_mods
+from jattn.batching import canonical
+from jattn.kernels import Unsupported
+from jattn.kernels.pallas_tpu import PallasTPU, backward, block_sizes, forward
+from jattn.kernels.tpu_tiles import schedule, split_entry
+from jattn.request import make_request
+
+B, T, S, N, K, H, D = 2, 300, 200, 4, 2, 16, 24
+SMALL_BLOCKS = PallasTPU((128, 128), interpret=True)
+SLOPES = jnp.asarray([0.5, 0.25, 0.1, 0.05])
+
+
+def floats(*shape, seed, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
+
+
+def qkv(dtype=jnp.float32):
+    return (floats(B, T, N, H, seed=1, dtype=dtype), floats(B, S, K, H, seed=2, dtype=dtype),
+            floats(B, S, K, D, seed=3, dtype=dtype))  # fmt: skip
+
+
+def results(arrays, implementation, **options):
+    """``out``, ``lse`` and the gradients of a loss that both are part of."""
+    weight, lse_weight = floats(B, T, N, D, seed=4), floats(B, T, N, seed=5)
+
+    def loss(*arrays):
+        out, lse = jattn.dot_product_attention(*arrays, implementation=implementation, return_residual=True, **options)
+        seen = jnp.where(lse == -jnp.inf, 0.0, lse)
+        return (out.astype(jnp.float32) * weight).sum() + (seen * lse_weight).sum(), (out, lse)
+
+    (_, (out, lse)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+    return [np.asarray(x, np.float64) for x in (out, lse, *gradients)]
+
+
+def ids(length, seed):
+    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 5, (B, length)), 1), jnp.int32)
+
+
+CASES = {
+    "causal, alibi, soft cap": {
+        "is_causal": True,
+        "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0)),
+    },
+    "lengths, one of them 0": {"key_value_seq_lengths": jnp.array([150, 0])},
+    "full": {},
+    "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
+    "window": {"local_window_size": (20, 3)},
+    "bias and mask arrays": {"bias": floats(N, T, S, seed=6), "mask": floats(B, 1, T, S, seed=7) > 0},
+    "bias of keys, mask of queries": {"bias": floats(S, seed=6), "mask": floats(T, 1, seed=7) > 0},
+    "positions": {"mask": lambda b, h, q, kv: (kv <= q + h) & (b == 0), "query_positions": jnp.arange(T) * 2 - 50},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_blocks(name):
+    for ours, dense in zip(
+        results(qkv(), SMALL_BLOCKS, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True
+    ):
+        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+
+
+def test_the_error_in_bfloat16_is_at_most_twice_the_formulas():
+    exact = results([x.astype(jnp.float32) for x in qkv(jnp.bfloat16)], "xla", is_causal=True)
+    dense, ours = (results(qkv(jnp.bfloat16), name, is_causal=True) for name in ("xla", SMALL_BLOCKS))
+    for of_ours, of_dense, of_exact in zip(ours, dense, exact, strict=True):
+        assert np.abs(of_ours - of_exact).mean() <= 2 * np.abs(of_dense - of_exact).mean() + 1e-6
+
+
+@pytest.mark.slow
+def test_no_races():
+    settings = PallasTPU((128, 128), pltpu.InterpretParams(detect_races=True))
+    arrays = [x[:1, :200] for x in qkv()]
+    request = canonical(make_request(*arrays, is_causal=True))
+
+    def kernels(d_acc):  # called as they are: the interpreter's callbacks have no place in a staged operation
+        out, row_max, row_sum = forward("cpu", request, settings)
+        inverse = 1.0 / row_sum[..., None]
+        cotangents = [d_acc * inverse, -(d_acc * out).sum(-1) * inverse[..., 0]]
+        return out, *backward("cpu", (request, row_max, settings), cotangents)
+
+    weight = floats(1, 200, N, D, seed=4)
+    dense, pull = jax.vjp(lambda *x: jattn.dot_product_attention(*x, is_causal=True, implementation="xla"), *arrays)
+    for ours, expected in zip(jax.jit(kernels)(weight), (dense, *pull(weight)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-5)
+
+
+def test_other_derivatives_are_blockwises():
+    q, k, v = (x[:1, :8] for x in qkv())
+    slopes = SLOPES
+
+    def loss(q, slopes, implementation):
+        mod = score_mods.Alibi(slopes)
+        return (jattn.dot_product_attention(q, k, v, implementation=implementation, score_mod=mod) ** 2).sum()
+
+    def derivatives(implementation):
+        def of(q, slopes):
+            return loss(q, slopes, implementation)
+
+        tangent = jax.jvp(of, (q, slopes), (q, slopes))[1]
+        hessian = jax.jvp(jax.grad(of), (q, slopes), (q, slopes))[1]
+        return tangent, hessian, jax.grad(of, 1)(q, slopes), jax.vmap(jax.grad(of), (0, None))(q[None], slopes)
+
+    for ours, dense in zip(derivatives(PallasTPU(interpret=True)), derivatives("xla"), strict=True):
+        np.testing.assert_allclose(ours, dense, rtol=1e-4, atol=1e-4)
+
+
+def test_is_lowered_for_tpus_alone():
+    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+
+    def attend(q):
+        return (
+            jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_tpu").astype(jnp.float32).sum()
+        )
+
+    text = jax.jit(jax.grad(attend)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3  # forward, query's gradient, key's and value's
+    with pytest.raises(Unsupported, match="needs a TPU, not cpu"):
+        attend(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "dropout"),
+        ({"mask": masks.Dense(jnp.ones((T, S), bool))}, "its mask needs dynamic_slice by query and key together"),
+        ({"score_mod": lambda s, *_: jax.scipy.special.gammaln(s)}, "its score_mod needs lgamma"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
+    with pytest.raises(Unsupported, match=reason):
+        jattn.dot_product_attention(*qkv(), implementation=SMALL_BLOCKS, **options)
+    half = (x.astype(jnp.float16) for x in qkv())
+    with pytest.raises(Unsupported, match="float32 and bfloat16, not float16"):
+        jattn.dot_product_attention(*half, implementation=SMALL_BLOCKS)
+
+
+def listed(table, by_key):
+    """For each sequence, ``(i, j, full)`` of the blocks that are computed, and the rows that are started and finished."""
+    results = []
+    for sequence in np.asarray(table):
+        entries = [split_entry(entry, by_key) for entry in sequence]
+        row = [entry[1 if by_key else 0] for entry in entries]
+        results.append((
+            [(int(i), int(j), bool(full)) for i, j, partial, full, *_ in entries if partial or full],
+            [int(r) for r, entry in zip(row, entries, strict=True) if entry[4]],
+            [int(r) for r, entry in zip(row, entries, strict=True) if entry[5]],
+        ))  # fmt: skip
+    return results
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_the_list_of_blocks(by_key):
+    some = np.array([[[1, 0, 1], [0, 0, 0], [1, 1, 0]], [[0, 0, 0], [0, 1, 0], [0, 0, 0]]], bool)
+    every = some & np.array([[0, 0, 1], [0, 0, 0], [0, 1, 0]], bool)
+    first = [(0, 0, False), (0, 2, True), (2, 0, False), (2, 1, True)]
+    if by_key:
+        first = [(0, 0, False), (2, 0, False), (2, 1, True), (0, 2, True)]
+    expected = [(first, [0, 1, 2], [0, 1, 2]), ([(1, 1, False)], [0, 1, 2], [0, 1, 2])]
+    static = schedule(some, every, by_key)
+    traced = jax.jit(schedule, static_argnums=2)(some, every, by_key)
+    assert listed(static, by_key) == expected and listed(traced, by_key) == expected
+    assert static.shape == (2, 4 if by_key else 5) and traced.shape == (2, 9)  # a row without blocks has an entry, too
+
+
+def test_block_sizes_divide_the_length_evenly():
+    assert block_sizes(8192, 8191) == (1024, 1024)
+    assert block_sizes(1100, 12) == (640, 128)
