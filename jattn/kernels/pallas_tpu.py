@@ -23,15 +23,17 @@ from jattn.batching import canonical
 from jattn.blocks import all_seen, choose_size
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import accumulate, block_table, mask_arguments
-from jattn.kernels.tpu_tiles import TILE, Operands, Scores, Tile, schedule, split_entry
+from jattn.kernels.tpu_tiles import MOST, TILE, Operands, Scores, Tile, schedule, split_entry
 from jattn.online_softmax import differentiable, log_sum_exp
+from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
 from jattn.separate import NotElementwise, separate
 from jattn.staged import OwnVjp
 from jattn.tables import pad_end
 
 LARGE, SMALL = 1024, 512  # queries and keys of a block
-ENTRIES = 2**17  # blocks in scalar memory
+ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
+LARGEST_DIM = 256
 LEAST = jnp.finfo(jnp.float32).min
 NAME = "pallas_tpu"
 
@@ -47,28 +49,47 @@ class PallasTPU:
     block_sizes: tuple[int, int] | None = None
     interpret: Any = False
 
+    def __post_init__(self):
+        sizes = self.block_sizes
+        if sizes is not None and (len(sizes) != 2 or any(size < 1 or size % TILE for size in sizes)):
+            raise ValueError(
+                f"block_sizes must be two positive multiples of {TILE} (of queries, of keys), got {sizes!r}"
+            )
+
     def unsupported_reason(self, request: Request) -> str | None:
         """The first reason against the kernels, or None."""
         (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
-        dtype = request.query.dtype
+        dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
         empty = value is None or 0 in (*request.query.shape, *request.key.shape, *value.shape)
         lengths_known = all(isinstance(x, int) for x in (B, T, S))
         reasons = [
             (dtype not in (jnp.float32, jnp.bfloat16), f"it takes float32 and bfloat16, not {dtype}"),
             (not lengths_known, "it takes no symbolic shapes"),
             (empty, "it takes no empty arrays"),
-            (max(H, 0 if value is None else value.shape[3]) > 256, f"head_dim must be at most 256, got {H}"),
+            (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
             (request.dropout is not None, "it takes no dropout"),
+            (
+                may_be_divided(request) and not is_typed(request.query),
+                "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit",
+            ),
         ]  # fmt: skip
-        return next((reason for applies, reason in reasons if applies), None) or _reason_against_mods(request) or (
-            "there are too many blocks for scalar memory" if (T // SMALL + 1) * (S // SMALL + 1) > ENTRIES else None
-        )  # fmt: skip
+        reason = next((reason for applies, reason in reasons if applies), None) or _reason_against_mods(request)
+        if reason is not None:
+            return reason
+        rows, columns = (
+            -(-length // size) for length, size in zip((T, S), self.block_sizes or (SMALL, SMALL), strict=True)
+        )
+        too_many = max(rows, columns) > MOST or rows * columns > ENTRIES
+        return f"{rows} by {columns} blocks are too many for scalar memory" if too_many else None
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
         reason = self.unsupported_reason(request)
         if reason is not None:  # given as an object, which is not asked before
             raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+        return on_each_device(self._run, request, ("btnd", "btn"))
+
+    def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         return differentiable(forward, OwnVjp(_plain_accumulate, backward, 3), canonical(request), self)
 
 

@@ -146,6 +146,30 @@ def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
         jattn.dot_product_attention(*half, implementation=SMALL_BLOCKS)
 
 
+def test_on_each_device_of_a_mesh():
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = jax.sharding.NamedSharding(mesh, jax.P("batch", None, "heads", None))
+    options = {"is_causal": True, "score_mod": score_mods.Alibi(SLOPES)}
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x[:, :8], spec) for x in qkv()]
+        ours = jattn.dot_product_attention(*arrays, implementation=PallasTPU(interpret=True), **options)
+    dense = jattn.dot_product_attention(*(x[:, :8] for x in qkv()), implementation="xla", **options)
+    np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-6)
+
+
+def test_refuses_arrays_that_may_be_divided():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(Unsupported, match="several devices"):
+        jax.jit(lambda *x: jattn.dot_product_attention(*x, implementation=SMALL_BLOCKS))(*qkv())
+
+
+def test_refuses_blocks_that_are_no_tiles_and_too_many_of_them():
+    with pytest.raises(ValueError, match=r"multiples of 128 .* got \(100, 128\)"):
+        PallasTPU((100, 128))
+    types = [jax.ShapeDtypeStruct((1, 2**20, 1, 64), jnp.bfloat16)] * 3
+    assert "2048 by 2048 blocks are too many" in jattn.explain(*types, implementation=PallasTPU())
+
+
 def listed(table, by_key):
     """For each sequence, ``(i, j, full)`` of the blocks that are computed, and the rows that are started and finished."""
     results = []
