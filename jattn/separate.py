@@ -65,6 +65,7 @@ class Separated:
             q_positions, kv_positions: ``[B|1,T]`` and ``[B|1,S]``.
         """
         results = []
+        batch, heads = jnp.asarray(batch, jnp.int32), jnp.asarray(heads, jnp.int32)  # wider in x64
         for number, axis in self.outside.items():
             positions = {HEAD: np.zeros((1, 1), np.int32), QUERY: q_positions, KEY: kv_positions}[axis]
             depends = self.axes[number]
@@ -77,7 +78,7 @@ class Separated:
 
             of_index = jax.vmap(value, (None, None, 0))
             of_head = jax.vmap(of_index, (None, 0, None))
-            rows = jnp.broadcast_to(jnp.asarray(positions), (own_batch.shape[0], positions.shape[1]))
+            rows = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (own_batch.shape[0], positions.shape[1]))
             with mod_semantics():
                 array = jax.vmap(of_head, (0, None, 0))(own_batch, own_heads, rows)
             results.append(array[..., 0] if axis == HEAD else array)

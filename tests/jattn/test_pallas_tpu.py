@@ -146,6 +146,17 @@ def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
         jattn.dot_product_attention(*half, implementation=SMALL_BLOCKS)
 
 
+def test_in_x64():
+    options = {"mask": masks.Segments(ids(T, 0)[:, :20]) & masks.Causal(), "score_mod": score_mods.Alibi(SLOPES)}
+
+    def attend(implementation):
+        q, k, v = (x[:, :20] for x in qkv())
+        return jattn.dot_product_attention(q, k, v, implementation=implementation, **options)
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(attend(SMALL_BLOCKS), attend("xla"), rtol=0, atol=2e-6)
+
+
 def test_on_each_device_of_a_mesh():
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     spec = jax.sharding.NamedSharding(mesh, jax.P("batch", None, "heads", None))
