@@ -186,7 +186,7 @@ class BlockList:
             counts, offsets = np.diff(self.starts), self.column - np.arange(len(self.column))
             first = np.append(offsets, 0)[self.starts[:-1]]
             if (offsets == np.repeat(first, counts)).all():
-                first, counts = jnp.asarray(first + self.starts[:-1]), jnp.asarray(counts, jnp.int32)
+                first, counts = (jnp.asarray(x, jnp.int32) for x in (first + self.starts[:-1], counts))  # also in x64
                 return 0, counts[i], lambda p: first[i] + p
         starts, columns = jnp.asarray(self.starts), jnp.asarray(self.column)
         return starts[i], starts[i + 1], lambda p: columns[p]
