@@ -98,7 +98,7 @@ def gradients(
         return tuple(sums), d_q.astype(request.query.dtype)
 
     zeros = tuple(jnp.zeros(x.shape, dtype) for x in (keys, values))
-    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(q_positions.shape[0]), *by_row))
+    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(q_positions.shape[0], dtype=jnp.int32), *by_row))
     d_k, d_v = sums
     return _join(d_q, request.query), _join(d_k, request.key), _join(d_v, request.value)
 

@@ -250,7 +250,7 @@ def _online_softmax(blocked: BlockedHead, summed: bool) -> tuple[Array, Array, A
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         return acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None], row_max, row_sum
 
-    return jax.lax.map(row_of_blocks, jnp.arange(q.shape[0]))
+    return jax.lax.map(row_of_blocks, jnp.arange(q.shape[0], dtype=jnp.int32))
 
 
 def _scan_blocks(visit: Callable, carry: Any, blocked: BlockedHead) -> Any:
@@ -272,7 +272,11 @@ def _scan_blocks(visit: Callable, carry: Any, blocked: BlockedHead) -> Any:
 
             return visit(carry, i, j, masked, if_listed), None
 
-        entries = (jnp.arange(blocks.row.shape[0]), jnp.asarray(blocks.row), jnp.asarray(blocks.column))
+        entries = (
+            jnp.arange(blocks.row.shape[0], dtype=jnp.int32),
+            jnp.asarray(blocks.row),
+            jnp.asarray(blocks.column),
+        )
         carry, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, entries)
     return carry
 

@@ -98,6 +98,17 @@ class TestExport:
         here = [ids[:length], *qkv(T=length)]
         chex.assert_trees_all_close(exported.call(*here), fn(*here), atol=1e-5)
 
+    @pytest.mark.parametrize("lengths", [None, np.array([30, 96])])
+    def test_gradients_in_x64(self, lengths):
+        def total(q, lengths):
+            options = {"is_causal": True, "implementation": Blockwise((32, 32)), "key_value_seq_lengths": lengths}
+            return attend(q, q, q, **options).sum()
+
+        with jax.enable_x64(True):
+            x = jnp.ones((2, 96, 4, 16), jnp.float32)
+            text = jax.jit(jax.grad(total)).trace(x, lengths).lower(lowering_platforms=("tpu",)).as_text()
+        assert "xf64>" not in text
+
 
 class TestPlacement:
     def test_an_idle_device_costs_nothing(self):
