@@ -134,6 +134,18 @@ def separate(mod: Callable, score_dtype: Any = None) -> Separated:
     return traced
 
 
+def reason_against(masks: Sequence[Callable], score_mod: Callable | None) -> str | None:
+    """Why a kernel cannot evaluate them, or None."""
+    mods = [("mask", mask, None) for mask in masks]
+    mods += [] if score_mod is None else [("score_mod", score_mod, jnp.float32)]
+    for name, mod, score_dtype in mods:
+        try:
+            separate(mod, score_dtype)
+        except NotElementwise as reason:
+            return f"its {name} needs {reason}"
+    return None
+
+
 def _inline(traced: Separated, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[int]) -> list[int]:
     """Appends the equations of ``jaxpr``; returns the numbers of its results."""
 
@@ -153,21 +165,24 @@ def _inline(traced: Separated, jaxpr: Any, constants: Sequence[Any], inputs: Seq
         arguments = [number(x) for x in equation.invars]
         name = equation.primitive.name
         if name in _CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            constants = getattr(inner, "consts", ())
-            results = _inline(traced, getattr(inner, "jaxpr", inner), constants, arguments)
+            inner = _inner(equation)
+            results = _inline(traced, getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments)
         elif name == "pvary":
             results = arguments
         else:
             depends = set[str]().union(*(traced.axes[i] for i in arguments))
             results = list(range(len(traced.axes), len(traced.axes) + len(equation.outvars)))
             traced.axes += [depends] * len(results)
-            params = equation.params
             if _over(depends) == PAIR:
                 _check_elementwise(equation)
-            traced.steps.append(_Step(equation.primitive, params, arguments, results))
+            traced.steps.append(_Step(equation.primitive, equation.params, arguments, results))
         numbers |= zip(equation.outvars, results, strict=True)
     return [number(x) for x in jaxpr.outvars]
+
+
+def _inner(equation: Any) -> Any:
+    """The jaxpr that an equation calls, with its constants if it has some."""
+    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
 def _over(depends: set[str]) -> str:
@@ -179,7 +194,7 @@ def _over(depends: set[str]) -> str:
 def _check_elementwise(equation: Any) -> None:
     name = equation.primitive.name
     if name in ("custom_jvp_call", *_CALLS):
-        for inner in equation.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"].jaxpr.eqns:
+        for inner in _inner(equation).eqns:
             _check_elementwise(inner)
         return
     variables = (*equation.invars, *equation.outvars)

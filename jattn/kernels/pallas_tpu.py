@@ -27,7 +27,7 @@ from jattn.kernels.tpu_tiles import MOST, TILE, Operands, Scores, Tile, schedule
 from jattn.online_softmax import differentiable, log_sum_exp
 from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
-from jattn.separate import NotElementwise, separate
+from jattn.separate import reason_against
 from jattn.staged import OwnVjp
 from jattn.tables import pad_end
 
@@ -73,7 +73,9 @@ class PallasTPU:
                 "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit",
             ),
         ]  # fmt: skip
-        reason = next((reason for applies, reason in reasons if applies), None) or _reason_against_mods(request)
+        reason = next((reason for applies, reason in reasons if applies), None) or reason_against(
+            request.masks, request.score_mod
+        )
         if reason is not None:
             return reason
         rows, columns = (
@@ -91,17 +93,6 @@ class PallasTPU:
 
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         return differentiable(forward, OwnVjp(_plain_accumulate, backward, 3), canonical(request), self)
-
-
-def _reason_against_mods(request: Request) -> str | None:
-    mods = [("mask", mask, None) for mask in request.masks]
-    mods += [] if request.score_mod is None else [("score_mod", request.score_mod, jnp.float32)]
-    for name, mod, dtype in mods:
-        try:
-            separate(mod, dtype)
-        except NotElementwise as reason:
-            return f"its {name} needs {reason}"
-    return None
 
 
 def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
