@@ -221,11 +221,18 @@ def fold_weights(
 
 
 def explain(
-    query: Any, key: Any, value: Any, *args: Any, implementation: Any = None, **options: Unpack[AttentionOptions]
+    query: Any,
+    key: Any,
+    value: Any,
+    *args: Any,
+    implementation: Any = None,
+    platform: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> str:
     """The implementation that ``dot_product_attention`` picks for these arguments, and the reasons against the others.
 
-    Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any array. Raises the same errors, except
+    Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any array. ``platform``: ``"cpu"``, ``"gpu"`` or
+    ``"tpu"``, which need not be there; by default it answers for all of them. Raises the same errors, except
     ``Unsupported``.
     """
     leaves, structure = jax.tree.flatten(((query, key, value, *args), dict(options)), is_leaf=callable)
@@ -236,14 +243,14 @@ def explain(
         rest = iter(arrays)
         filled = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
         positional, named = structure.unflatten(filled)
-        texts.append(_explain(*positional, implementation=implementation, **named))
+        texts.append(_explain(*positional, implementation=implementation, platform=platform, **named))
 
     jax.eval_shape(trace, *types) if types else trace()
     return texts[0]
 
 
 def _explain(
-    query: Any, key: Any, value: Any, *args: Any, implementation: Any = None, sinks: Any = None,
+    query: Any, key: Any, value: Any, *args: Any, implementation: Any, platform: str | None, sinks: Any = None,
     return_residual: bool = False, **options: Any,
 ) -> str:  # fmt: skip
     # return_residual does not affect the choice.
@@ -252,7 +259,8 @@ def _explain(
     if sinks is not None:
         make_sinks(sinks, request.query[..., 0])
     place = placement.placement_of(request)
-    text = explain_choice(request, implementation)
+    divided = place is None and placement.may_be_divided(request)
+    text = explain_choice(request, implementation, platform, divided)
     return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"
 
 

@@ -1,6 +1,7 @@
 """Which implementation ``jattn.dot_product_attention`` uses."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,15 +9,17 @@ import jax
 from jattn import staged
 from jattn.attention import softmax_dtype
 from jattn.batching import canonical
-from jattn.kernels import Implementation, Unsupported, cudnn, xla
-from jattn.kernels.blockwise import Blockwise
+from jattn.kernels import Implementation, Program, Unsupported, cudnn, xla
+from jattn.kernels.blockwise import Blockwise, accumulate
 from jattn.kernels.decode import Decode
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
+from jattn.online_softmax import differentiable
+from jattn.placement import may_be_divided
 from jattn.request import Request
 
 # ``implementation=None`` takes the first that supports the request, and "decode" and "blockwise" only where they pay
-# off (``_pays``). Those after xla are used by name only, until the conformance table has passed on a GPU or a TPU.
+# off (``_pays``). xla supports everything, so those after it are taken by name only, or for blockwise: ``IN_BLOCKS``.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Decode(),
     "blockwise": Blockwise(),
@@ -25,6 +28,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "splash": Splash(),
     "pallas_tpu": PallasTPU(),
 }
+# Those that need a platform.
+ONLY = {"cudnn": "gpu", "splash": "tpu", "pallas_tpu": "tpu"}
+# Where blockwise pays off, a platform's first of these that supports the request. JAX's kernel, which others run, too,
+# comes before ours. cudnn does not: its log-sum-exp is blockwise's, a second pass.
+IN_BLOCKS = {"tpu": ("splash", "pallas_tpu", "blockwise")}
 
 # "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:
 # experiments/results), and more memory anyway. With fewer than FEW queries or keys the matrix grows only linearly.
@@ -35,6 +43,10 @@ SCORES = 2**26
 KEYS = 2**20
 # "decode" up to this T * K: multiplying all query heads with all key heads then costs less than transposing the keys.
 TOGETHER = 64
+
+
+# The platforms that ``explain`` knows, and what JAX calls them where a program is lowered.
+PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +72,56 @@ def _run(platform: str, request: Request, names: ByPlatform) -> tuple[jax.Array,
     return IMPLEMENTATIONS[names.cpu if platform == "cpu" else names.others].run(request)
 
 
+@dataclasses.dataclass(frozen=True)
+class InBlocks:
+    """Linear memory: the platform's first of ``IN_BLOCKS`` that supports the request; resolved at lowering.
+
+    All of them keep the same sums for the backward pass, so it runs no forward pass again. Gradients of other arrays
+    than query, key and value are blockwise's on every platform.
+    """
+
+    def unsupported_reason(self, request: Request) -> str | None:
+        """None: blockwise supports every request."""
+        return None
+
+    def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
+        return differentiable(_forward, _RULE, canonical(request), may_be_divided(request))
+
+
+def _forward(platform: str, request: Request, divided: bool) -> Any:
+    forward, _, static = _program(platform, request, divided)
+    return forward(platform, request, *static)
+
+
+def _backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> Any:
+    request, row_max, divided = args
+    _, backward, static = _program(platform, request, divided)
+    return backward(platform, (request, row_max, *static), cotangents)
+
+
+def _accumulate(platform: str, request: Request, row_max: jax.Array, divided: bool) -> Any:
+    return accumulate(platform, request, row_max, None, divided)
+
+
+_RULE = staged.ByHand(_accumulate, vjp=_backward, count=3, alone=True)
+
+
+def _program(platform: str, request: Request, divided: bool) -> Program:
+    implementation: Any = IMPLEMENTATIONS[in_blocks(platform, request, divided)]
+    return implementation.program(request, divided)
+
+
+def in_blocks(platform: str, request: Request, divided: bool) -> str:
+    """The first of ``IN_BLOCKS`` that supports a canonical request, whose arrays may be ``divided`` over devices."""
+    if divided:
+        return "blockwise"
+    # Each kernel would refuse what lies on a mesh: here, the arrays are one device's.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        names = IN_BLOCKS.get(platform, ("blockwise",))
+        return next(name for name in names if IMPLEMENTATIONS[name].unsupported_reason(request) is None)
+
+
 def choose(request: Request, named: str | None) -> Implementation:
     """The named implementation, or the first that supports the request and pays off.
 
@@ -67,20 +129,27 @@ def choose(request: Request, named: str | None) -> Implementation:
         Unsupported: the named implementation does not support the request.
     """
     if named is None:
-        names = _by_platform(request)
-        return names if names.cpu != names.others else IMPLEMENTATIONS[names.cpu]
+        cpu, others = (_first(request, platform) for platform in ("cpu", "others"))
+        if cpu != others:
+            return ByPlatform(cpu, others)
+        return InBlocks() if cpu == "blockwise" else IMPLEMENTATIONS[cpu]
     reason = by_name(named).unsupported_reason(request)
     if reason is not None:
         raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None picks one that can")
     return IMPLEMENTATIONS[named]
 
 
-def _by_platform(request: Request) -> ByPlatform:
-    def first(platform: str) -> str:
-        order = [name for name in IMPLEMENTATIONS if _pays(name, request, platform)]
-        return next(name for name in order if IMPLEMENTATIONS[name].unsupported_reason(request) is None)
+def _first(request: Request, platform: str) -> str:
+    names = [name for name in IMPLEMENTATIONS if _pays(name, request, platform)]
+    return next(name for name in names if IMPLEMENTATIONS[name].unsupported_reason(request) is None)
 
-    return ByPlatform(first("cpu"), first("others"))
+
+def _taken(request: Request, platform: str, divided: bool) -> str:
+    """What ``choose`` takes on a platform of ``PLATFORMS``."""
+    name = _first(request, platform)
+    if name != "blockwise":
+        return name
+    return staged.at_lowering(functools.partial(in_blocks, PLATFORMS[platform][0]), canonical(request), divided)
 
 
 def _pays(name: str, request: Request, platform: str) -> bool:
@@ -97,32 +166,43 @@ def _pays(name: str, request: Request, platform: str) -> bool:
     return (T * S >= PAIRS or many) and min(T, S) >= FEW
 
 
-def explain_choice(request: Request, implementation: Any) -> str:
-    """The choice and the reasons against the others, one line each."""
+def explain_choice(request: Request, implementation: Any, platform: str | None, divided: bool) -> str:
+    """The choice on a platform, or on each, and the reasons against the others, one line each."""
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
     if implementation is not None and not isinstance(implementation, str):
         reason = check_implementation(implementation).unsupported_reason(request)
         return f"{type(implementation).__name__}: given, as an object" + ("" if reason is None else f", but {reason}")
-    reasons = {name: candidate.unsupported_reason(request) for name, candidate in IMPLEMENTATIONS.items()}
+    platforms = tuple(PLATFORMS) if platform is None else (platform,)
+    reasons = {name: _reason(name, request, platforms) for name in IMPLEMENTATIONS}
     if implementation is not None:
         by_name(implementation)
         reason = reasons[implementation]
-        taken = [implementation]
+        on = {implementation: ()}
         lines = [f"{implementation}: " + ("taken by name" if reason is None else f"named, but {reason}")]
     else:
-        names = _by_platform(request)
-        taken = [names.cpu, names.others]
-        lines = [f"{names.cpu}: taken"]
-        if names.cpu != names.others:
-            lines = [f"{names.cpu}: taken on CPU", f"{names.others}: taken elsewhere"]
+        on = {}
+        for one in platforms:
+            on.setdefault(_taken(request, one, divided), []).append(one.upper())
+        everywhere = len(on) == 1 and platform is None
+        lines = [f"{name}: taken" + ("" if everywhere else f" on {' and '.join(on[name])}") for name in on]
     for name, reason in reasons.items():
-        if name not in taken:
+        if name not in on:
             lines.append(f"{name}: {reason or f'also possible, by name{_where_it_pays(name, request)}'}")
     return "\n".join(lines)
 
 
+def _reason(name: str, request: Request, platforms: tuple[str, ...]) -> str | None:
+    only = ONLY.get(name)
+    if only is not None and only not in platforms:
+        return f"it needs a {only.upper()}"
+    return IMPLEMENTATIONS[name].unsupported_reason(request)
+
+
 def _where_it_pays(name: str, request: Request) -> str:
-    if _pays(name, request, "cpu"):
-        return ""
+    on = f", on a {ONLY[name].upper()}" if name in ONLY else ""
+    if name not in ("decode", "blockwise") or _pays(name, request, "cpu"):
+        return on
     if name == "decode":
         return (
             f"; faster on CPU for fewer than {FEW} queries, T * K up to {TOGETHER}, and {KEYS} or more numbers in the "

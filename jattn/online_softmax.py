@@ -72,19 +72,16 @@ def plan_head(q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | Non
     return BlockPlan(size, *tables, all_seen(*options))
 
 
-def differentiable(
-    forward: Callable, accumulate: Callable, args: Any, *static: Any, gradients: Callable | None = None
-) -> tuple[Array, Array]:
+def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: Any) -> tuple[Array, Array]:
     """``(out, lse)`` of one or many heads, with the derivative rule at the top of this file.
 
     Args:
         forward: ``(platform, args, *static) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
             ``[..., T, ..., D]``; the others ``[..., T, ...]``.
-        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
+        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype; its ``vjp`` may
+            be written by hand (``staged.ByHand``).
         args: a pytree whose first three leaves are query, key and value.
         static: hashable.
-        gradients: ``(platform, (args, row_max, *static), cotangents) -> cotangents of query, key and value``. Used
-            where nothing else is differentiated; otherwise ``accumulate`` is transposed.
     """
     leaves, structure = jax.tree.flatten(args)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -115,10 +112,7 @@ def differentiable(
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
         rest = iter(input_tangents)
         tangents = [next(rest) if array else None for array in is_array]
-        fn = accumulate
-        if gradients is not None and all(x is None for x in tangents[3:]):
-            fn = staged.OwnVjp(accumulate, gradients, 3)
-        d_acc, d_row_sum = staged.jvp(fn, (unflatten(arrays), row_max, *static), tangents, out=(acc, rows))
+        d_acc, d_row_sum = staged.jvp(accumulate, (unflatten(arrays), row_max, *static), tangents, out=(acc, rows))
         # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
         inverse = 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
         d_out = (d_acc - z.astype(dtype) * d_row_sum[..., None]) * inverse[..., None]

@@ -243,7 +243,7 @@ def _backward(ring: RingPlan, request: Request, results: Sequence[Array], split,
 def ring_fold(
     ring: RingPlan,
     request: Request,
-    step: Callable,
+    values: Callable,
     kinds: Mapping[str, str],
     lse: Array,
     rows: dict[str, Array],
@@ -277,7 +277,7 @@ def ring_fold(
                 chunk_rows = {name: take_chunk(x, i, t, 1) for name, x in rows.items()}
                 chunk_columns = {name: take_chunk(x, j, s, 1) for name, x in columns.items()}
                 part, chunk_lse = ring.part(at_hand, source, i, j), take_chunk(group_lse, i, t, 1)
-                chunk = ring.blockwise.fold(part, step, kinds, chunk_lse, chunk_rows, chunk_columns, count_visible)
+                chunk = ring.blockwise.fold(part, values, kinds, chunk_lse, chunk_rows, chunk_columns, count_visible)
                 first = ring.tokens(source, j, s)[0] - ring.tokens(jax.lax.axis_index(ring.axis), i, t)[0]
                 starts = {"queries": i * t, "largest": i * t, "keys": j * s, "offsets": first - t + all_queries}
                 return {

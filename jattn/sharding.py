@@ -137,7 +137,7 @@ class Ring:
     def fold(
         self,
         request: Request,
-        step: Callable,
+        values: Callable,
         kinds: Mapping[str, str],
         lse: Array,
         rows: dict[str, Array],
@@ -151,7 +151,7 @@ class Ring:
 
         def fold_on_device(request: Request, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
-            return ring_fold(plan, request, step, kinds, lse, rows, columns, count_visible)
+            return ring_fold(plan, request, values, kinds, lse, rows, columns, count_visible)
 
         extra = [(lse, "btn"), *((x, "bt" if n < len(rows) else "bs") for n, x in enumerate(leaves))]
         out_axes = {name: letters[kind] for name, kind in result_kinds.items()}

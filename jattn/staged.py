@@ -31,23 +31,30 @@ OPERAND = object()  # placeholder for an array among the leaves of a Function
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnVjp:
-    """A function whose first reverse derivative in its first ``count`` operands is written by hand, as a kernel.
-
-    Every other derivative is that of ``fn``: in its other operands, in forward mode, and of higher order.
+class ByHand:
+    """A function of which some derivatives, or the results, are written by hand; all other derivatives are ``fn``'s.
 
     Args:
         fn: a function for ``call``, which also takes ``platform`` first.
-        vjp: ``(platform, args, cotangents) -> cotangents of the first count operands``.
+        run: computes the same results as ``fn``, which computes them if this is None.
+        vjp: ``(platform, args, cotangents) -> cotangents of the first count operands``: the first reverse derivative.
         count: the number of operands that ``vjp`` covers.
+        alone: whether ``vjp`` is only used where no other operand is differentiated.
     """
 
     fn: Callable
-    vjp: Callable
-    count: int
+    run: Callable | None = None
+    vjp: Callable | None = None
+    count: int = 0
+    alone: bool = False
 
     def __call__(self, platform: str, *args: Any) -> Any:
-        return self.fn(platform, *args)
+        return (self.run or self.fn)(platform, *args)
+
+    def covers(self, at: Sequence[int]) -> list[int]:
+        """Those of the operands ``at`` whose cotangents ``vjp`` computes."""
+        covered = [i for i in at if i < self.count]
+        return [] if self.vjp is None or (self.alone and len(covered) < len(at)) else covered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,8 +78,8 @@ class Function:
 
     @property
     def plain(self) -> "Function":
-        """Itself, without a derivative written by hand."""
-        return dataclasses.replace(self, fn=self.fn.fn) if isinstance(self.fn, OwnVjp) else self
+        """Itself, with nothing written by hand."""
+        return dataclasses.replace(self, fn=self.fn.fn) if isinstance(self.fn, ByHand) else self
 
     @functools.cached_property
     def _value(self) -> tuple:
@@ -106,7 +113,7 @@ class Jvp:
 
     @property
     def plain(self) -> Any:
-        """Itself, without a derivative written by hand."""
+        """Itself, with nothing written by hand."""
         return dataclasses.replace(self, of=self.of.plain)
 
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
@@ -140,14 +147,14 @@ class Vjp(Jvp):
 
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
         primals, cotangents = operands[: -self.results], list(operands[-self.results :])
-        own = self.of.fn if isinstance(self.of, Function) and isinstance(self.of.fn, OwnVjp) else None
-        by_hand = [] if own is None else [i for i in self.at if i < own.count]
+        own = self.of.fn if isinstance(self.of, Function) and isinstance(self.of.fn, ByHand) else None
+        by_hand = [] if own is None else own.covers(self.at)
         others = [i for i in self.at if i not in by_hand]
         pulled: dict[int, Any] = {}
         if others:
             _, pull = jax.vjp(self._function(platform, primals, others), *(primals[i] for i in others))
             pulled |= zip(others, pull(cotangents), strict=True)
-        if own is not None and by_hand:
+        if own is not None and own.vjp is not None and by_hand:
             first = own.vjp(platform, self.of.arguments(primals), cotangents)
             pulled |= {i: first[i] for i in by_hand}
         return [pulled[i] for i in self.at]
@@ -173,7 +180,7 @@ class Batched:
 
     @property
     def plain(self) -> Any:
-        """Itself, without a derivative written by hand."""
+        """Itself, with nothing written by hand."""
         return dataclasses.replace(self, of=self.of.plain)
 
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
@@ -209,6 +216,14 @@ def jvp(fn: Callable, args: tuple, tangents: list[Any], *, out: Any) -> Any:
     nonzero = [x for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None]
     results = _bind(Jvp(function, at), [*operands, *nonzero], jax.tree.leaves(out))
     return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def at_lowering(fn: Callable, *args: Any) -> Any:
+    """``fn(*args)`` with the arrays of ``args`` traced as ``call`` traces them at lowering; a result without arrays."""
+    function, operands = _function(fn, args)
+    found = []
+    jax.eval_shape(lambda *operands: found.append(fn(*function.arguments(operands))), *operands)
+    return found[0]
 
 
 def compiled(fn: Callable, *args: Any) -> Any:

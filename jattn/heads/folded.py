@@ -1,5 +1,6 @@
 """Statistics of all heads at any length, without their matrices of weights."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
@@ -91,8 +92,9 @@ def statistics(
     slots = [arange(n) if order is None else order for n, order in ((n, folding.slots(n)) for n in (T, S))]
 
     def of_part(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
-        rows, columns = _step_data(request, dict(zip(by_query, data, strict=True)), *slots)
-        sums = folding.fold(request, _step, _kinds(names), lse, rows, columns, count_visible)
+        rows, columns = _pair_data(request, dict(zip(by_query, data, strict=True)), *slots)
+        kinds = _kinds(names)
+        sums = folding.fold(request, _Values(tuple(kinds)), kinds, lse, rows, columns, count_visible)
         return _averages(names, sums, S, lse, given, rows)
 
     out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
@@ -101,10 +103,10 @@ def statistics(
     return jax.tree.map(lambda x: x[0], result) if one_sequence else result
 
 
-def _step_data(
+def _pair_data(
     request: Request, by_query: dict[str, Array], q_slots: np.ndarray | Array, kv_slots: np.ndarray | Array
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What ``_step`` reads besides the weights: data of queries ``[B|1,T]`` and of keys ``[B|1,S]``.
+    """What ``_Values`` read besides the weights: data of queries ``[B|1,T]`` and of keys ``[B|1,S]``.
 
     ``q_slots``, ``kv_slots``: the token in each slot.
     """
@@ -164,60 +166,42 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
     return jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
 
 
-def _step(
-    carry: dict[str, Array],
-    log_weights: Array,
-    q_idx: Array,
-    kv_idx: Array,
-    rows: dict[str, Array],
-    columns: dict[str, Array],
-) -> dict[str, Array]:
-    """Adds a block of log weights to the sums of its rows, columns and diagonals."""
-    row, column = ({name: x[index] for name, x in data.items()} for data, index in ((rows, q_idx), (columns, kv_idx)))
-    log_weights = jnp.where(row["counts"], log_weights, -jnp.inf)
-    weights = jnp.exp(log_weights)
-    q, kv = row["position"], column["position"]
-    apart = jnp.where(q > kv, q - kv, kv - q).astype(jnp.uint32)  # two positions may be further apart than int32 counts
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """What each query and key of a block add to the sums: see ``FoldsWeights.fold``. Compares by value."""
 
-    def weight_on(pairs: Array) -> Array:
-        return jnp.where(pairs, weights, 0.0).sum(1)
+    names: tuple[str, ...]
 
-    def repeats(name: str, shift: int) -> Array:  # whether the key, or the key before it, repeats the query's token
-        slot = column["slot"] - shift
-        return (row["token"] == column[name]) & (slot >= 0) & (slot < row["slot"])
+    def __call__(self, log_weights: Array, row: dict[str, Array], column: dict[str, Array]) -> dict[str, Array]:
+        log_weights = jnp.where(row["counts"], log_weights, -jnp.inf)
+        weights = jnp.exp(log_weights)
+        q, kv = row["position"], column["position"]
 
-    row_sums = {
-        "entropy": lambda: (weights * jnp.where(log_weights > -jnp.inf, -log_weights, 0.0)).sum(1),
-        "distance": lambda: (weights * apart.astype(weights.dtype)).sum(1),
-        "previous_token": lambda: weight_on(kv == q - 1),
-        "current_token": lambda: weight_on(kv == q),
-        "first_token": lambda: weight_on(kv == 0),
-        "duplicate_token": lambda: weight_on(repeats("token", 0)),
-        "induction": lambda: weight_on(repeats("before", 1)),
-    }
-    at_rows, at_columns = q_idx[:, 0], kv_idx[0]
-    added = {name: carry[name].at[at_rows].add(make()) for name, make in row_sums.items() if name in carry}
-    if "max_log" in carry:  # logarithms, because with large sinks the weights themselves underflow to 0
-        added["max_log"] = carry["max_log"].at[at_rows].max(log_weights.max(1))
-    if "received" in carry:
-        added["received"] = carry["received"].at[at_columns].add(weights.sum(0))
-    if "offset_profile" in carry:
-        profile, T = carry["offset_profile"], rows["slot"].shape[0]
-        diagonals = at_columns[0] - at_rows[-1] + T - 1 + jnp.arange(weights.shape[0] + weights.shape[1] - 1)
-        added["offset_profile"] = profile.at[diagonals].add(_diagonal_sums(weights))
-    return added
+        def distance() -> Array:
+            apart = jnp.where(q > kv, q - kv, kv - q)
+            # Two positions may be further apart than int32 counts; the difference wraps around once.
+            return apart.astype(weights.dtype) + jnp.where(apart < 0, 2.0**32, 0.0).astype(weights.dtype)
 
+        def weight_on(pairs: Array) -> Array:
+            return jnp.where(pairs, weights, 0.0)
 
-def _diagonal_sums(block: Array) -> Array:
-    """``[t,s] -> [t+s-1]``: the sum of each diagonal, from the lower left corner to the upper right."""
-    t, s = block.shape
+        def repeats(name: str, shift: int) -> Array:  # whether the key, or the key before it, repeats the query's token
+            slot = column["slot"] - shift
+            return (row["token"] == column[name]) & (slot >= 0) & (slot < row["slot"])
 
-    # Row by row: on CPU several times faster than reshapes or gathers.
-    def add(i: Array, sums: Array) -> Array:
-        row, start = jax.lax.dynamic_index_in_dim(block, i, keepdims=False), t - 1 - i
-        return jax.lax.dynamic_update_slice(sums, jax.lax.dynamic_slice(sums, (start,), (s,)) + row, (start,))
-
-    return jax.lax.fori_loop(0, t, add, jnp.zeros(t + s - 1, block.dtype))
+        values = {
+            "entropy": lambda: weights * jnp.where(log_weights > -jnp.inf, -log_weights, 0.0),
+            "max_log": lambda: log_weights,  # because with large sinks the weights themselves underflow to 0
+            "distance": lambda: weights * distance(),
+            "previous_token": lambda: weight_on(kv == q - 1),
+            "current_token": lambda: weight_on(kv == q),
+            "first_token": lambda: weight_on(kv == 0),
+            "offset_profile": lambda: weights,
+            "received": lambda: weights,
+            "duplicate_token": lambda: weight_on(repeats("token", 0)),
+            "induction": lambda: weight_on(repeats("before", 1)),
+        }
+        return {name: values[name]() for name in self.names}
 
 
 def _averages(

@@ -31,6 +31,19 @@ class Implementation(Protocol):
         ...
 
 
+# forward and backward, as ``jattn.online_softmax.differentiable`` and ``jattn.staged.ByHand`` take them, and what is
+# static among their arguments.
+Program = tuple[Callable, Callable, tuple]
+
+
+class InBlocks(Implementation, Protocol):
+    """An implementation whose result is that of ``jattn.online_softmax.differentiable``, in linear memory."""
+
+    def program(self, request: Request, divided: bool) -> Program:
+        """What computes a request that is canonical and whose arrays may be ``divided`` over devices."""
+        ...
+
+
 @runtime_checkable
 class FoldsWeights(Protocol):
     """An implementation that also folds over weights where they are computed, for ``jattn.heads.statistics``."""
@@ -42,20 +55,22 @@ class FoldsWeights(Protocol):
     def fold(
         self,
         request: Request,
-        step: Callable,
+        values: Callable,
         kinds: Mapping[str, str],
         lse: jax.Array,
         rows: dict[str, jax.Array],
         columns: dict[str, jax.Array],
         count_visible: bool,
     ) -> dict[str, jax.Array]:
-        """Arrays ``{name: [B,N,...]}`` that ``step`` accumulates over the blocks of each head's weights.
+        """Sums ``{name: [B,N,...]}`` of the ``values`` of all pairs of a query and a key, computed block by block.
 
         Args:
-            step: ``(carry, log_weights, q_idx, kv_idx, rows, columns) -> carry``.
-            kinds: for each result, what its last axis is: ``"queries"`` (a sum, or the ``"largest"``), ``"keys"``, or
-                ``"offsets"`` of the key from the query.
-            rows, columns: data of the queries ``[B|1,T]`` and keys ``[B|1,S]``; a step gets those of its sequence.
+            values: ``(log_weights, row, column) -> {name: values}``, elementwise: the data of queries and keys, ``row``
+                and ``column``, broadcast against the block of log weights, whose axes may come in either order.
+                Compares by value and captures no arrays. A pair of weight 0 adds nothing, or -inf to the largest.
+            kinds: for each name, the last axis of its sums: ``"queries"`` (``"largest"``: the largest, not the sum),
+                ``"keys"``, or the ``"offsets"`` of the key from the query.
+            rows, columns: data of the queries ``[B|1,T]`` and keys ``[B|1,S]``, bool or integers.
             count_visible: also return the number of keys that each query sees, as ``visible``.
         """
         ...

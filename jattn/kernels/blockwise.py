@@ -18,6 +18,7 @@ from jattn.batching import canonical, over_request
 from jattn.block_gradients import gradients
 from jattn.blocks import all_seen, choose_blocks, visible_blocks
 from jattn.hoist import traced
+from jattn.kernels import Program
 from jattn.lifting import one_by_one
 from jattn.one_block import BlockPlan
 from jattn.online_softmax import accumulate_head, count_visible_head, differentiable, fold_head, forward_head
@@ -46,8 +47,13 @@ class Blockwise:
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
         request = canonical(request)
-        static = self.block_sizes, may_be_divided(request)
-        return differentiable(_forward, accumulate, request, *static, gradients=_gradients)
+        forward, backward, static = self.program(request, may_be_divided(request))
+        rule = staged.ByHand(accumulate, vjp=backward, count=3, alone=True)
+        return differentiable(forward, rule, request, *static)
+
+    def program(self, request: Request, divided: bool) -> Program:
+        """As in ``jattn.kernels.InBlocks``."""
+        return _forward, _gradients, (self.block_sizes, divided)
 
     def accumulate(self, request: Request, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``acc [B,T,N,D] = sum exp(score - row_max) value`` and ``row_sum [B,T,N]``, for ``row_max [B,T,N]``."""
@@ -106,7 +112,7 @@ class Blockwise:
     def fold(
         self,
         request: Request,
-        step: Callable,
+        values: Callable,
         kinds: Mapping[str, str],
         lse: jax.Array,
         rows: dict[str, jax.Array],
@@ -119,15 +125,42 @@ class Blockwise:
         init = {name: jnp.full(sizes.get(kind, T), fill.get(kind, 0), lse.dtype) for name, kind in kinds.items()}
         structure = jax.tree.structure((rows, columns))
 
-        def with_data(carry: Any, log_weights: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, *data: Any) -> Any:
-            return step(carry, log_weights, q_idx, kv_idx, *jax.tree.unflatten(structure, data))
+        def step(carry: Any, log_weights: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, *data: Any) -> Any:
+            own = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
+            row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in own)
+            found = values(log_weights, row, column)
+            return {name: _added(x, kinds[name], found[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
 
-        results = self.fold_blocks(request, with_data, init, lse, jax.tree.leaves((rows, columns)))
+        results = self.fold_blocks(request, step, init, lse, jax.tree.leaves((rows, columns)))
         return results | ({"visible": self.count_visible(request)} if count_visible else {})
 
     def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
         """``jattn.placement.on_each_device``."""
         return on_each_device(fn, request, out_axes, *extra)
+
+
+def _added(sums: jax.Array, kind: str, block: jax.Array, rows: jax.Array, columns: jax.Array, T: Length) -> jax.Array:
+    """The sums of a kind of ``FoldsWeights.fold`` with a block's added; ``rows``, ``columns``: its slots."""
+    if kind == "queries":
+        return sums.at[rows].add(block.sum(1))
+    if kind == "largest":
+        return sums.at[rows].max(block.max(1))
+    if kind == "keys":
+        return sums.at[columns].add(block.sum(0))
+    diagonals = columns[0] - rows[-1] + T - 1 + jnp.arange(sum(block.shape) - 1)
+    return sums.at[diagonals].add(_diagonal_sums(block))
+
+
+def _diagonal_sums(block: jax.Array) -> jax.Array:
+    """``[t,s] -> [t+s-1]``: the sum of each diagonal, from the lower left corner to the upper right."""
+    t, s = block.shape
+
+    # Row by row: on CPU several times faster than reshapes or gathers.
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        row, start = jax.lax.dynamic_index_in_dim(block, i, keepdims=False), t - 1 - i
+        return jax.lax.dynamic_update_slice(sums, jax.lax.dynamic_slice(sums, (start,), (s,)) + row, (start,))
+
+    return jax.lax.fori_loop(0, t, add, jnp.zeros(t + s - 1, block.dtype))
 
 
 def _check_carry(structure: Any, types: Sequence[Any], carry: Any) -> None:

@@ -21,14 +21,14 @@ import numpy as np
 
 from jattn.batching import canonical
 from jattn.blocks import all_seen, choose_size
-from jattn.kernels import Unsupported
+from jattn.kernels import Program, Unsupported
 from jattn.kernels.blockwise import accumulate, block_table, mask_arguments
 from jattn.kernels.tpu_tiles import MOST, TILE, Operands, Scores, Tile, schedule, split_entry
 from jattn.online_softmax import differentiable, log_sum_exp
 from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
 from jattn.separate import reason_against
-from jattn.staged import OwnVjp
+from jattn.staged import ByHand
 from jattn.tables import pad_end
 
 LARGE, SMALL = 1024, 512  # queries and keys of a block
@@ -92,7 +92,11 @@ class PallasTPU:
         return on_each_device(self._run, request, ("btnd", "btn"))
 
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        return differentiable(forward, OwnVjp(_plain_accumulate, backward, 3), canonical(request), self)
+        return differentiable(forward, _RULE, canonical(request), self)
+
+    def program(self, request: Request, divided: bool) -> Program:
+        """As in ``jattn.kernels.InBlocks``."""
+        return forward, backward, (self,)
 
 
 def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
@@ -207,6 +211,9 @@ def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[ja
         _d_query(_plan(platform, request, settings), row_max, cotangents),
         *_d_key_and_value(_plan(platform, request, settings), row_max, cotangents),
     ]
+
+
+_RULE = ByHand(_plain_accumulate, vjp=backward, count=3)
 
 
 def _score_tangents(plan: _Plan, scores: Scores, row_max: jax.Array, cotangents: list[jax.Array]) -> Callable:

@@ -29,7 +29,7 @@ from jattn import staged
 from jattn.batching import canonical
 from jattn.blocks import split_axis, visible_blocks
 from jattn.hoist import depends_on
-from jattn.kernels import Unsupported, blockwise
+from jattn.kernels import Program, Unsupported, blockwise
 from jattn.masks import And, Causal, MaskFunction, Not, Or, Padding, Prefix, Segments, SlidingWindow
 from jattn.mods import known, mod_semantics
 from jattn.online_softmax import differentiable
@@ -111,6 +111,10 @@ class Splash:
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         request = canonical(request)
         return differentiable(_forward, _RULE, request, _plan(request, self))
+
+    def program(self, request: Request, divided: bool) -> Program:
+        """As in ``jattn.kernels.InBlocks``."""
+        return _forward, _backward, (_plan(request, self),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +386,7 @@ def _accumulate(platform: str, request: Request, row_max: jax.Array, plan: Plan)
     return blockwise.accumulate(platform, request, row_max, None, False)
 
 
-_RULE = staged.OwnVjp(_accumulate, _backward, 3)
+_RULE = staged.ByHand(_accumulate, vjp=_backward, count=3)
 
 
 @contextlib.contextmanager

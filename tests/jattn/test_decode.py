@@ -68,7 +68,7 @@ def test_products_of_all_heads_together_are_each_heads_own(arrays):
 def test_where_it_is_taken():
     one = jnp.zeros((1, 1, 8, 64))
     cache, short = jnp.zeros((1, 65536, 2, 64)), jnp.zeros((1, 512, 2, 64))
-    assert jattn.explain(one, cache, cache).startswith("decode: taken on CPU\nxla: taken elsewhere")
+    assert jattn.explain(one, cache, cache).startswith("decode: taken on CPU\nxla: taken on GPU and TPU")
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (one, cache)]
     assert jattn.explain(types[0], types[1], types[1]) == jattn.explain(one, cache, cache)
     eight, heads = jax.ShapeDtypeStruct((1, 8, 16, 64), "float32"), jax.ShapeDtypeStruct((1, 65536, 16, 64), "float32")

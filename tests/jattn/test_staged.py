@@ -296,9 +296,9 @@ def marked(platform, args, cotangents):
     return [100.0 * cotangents[0]]
 
 
-class TestOwnVjp:
+class TestByHand:
     def call(self, x, y):
-        return staged.call(staged.OwnVjp(cube, marked, 1), x, y, out=jax.ShapeDtypeStruct((), jnp.float32))
+        return staged.call(staged.ByHand(cube, vjp=marked, count=1), x, y, out=jax.ShapeDtypeStruct((), jnp.float32))
 
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
     def test_is_the_first_reverse_derivative_in_its_own_operands(self, transform):
