@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import jax
 from jattn import staged
 from jattn.attention import softmax_dtype
 from jattn.batching import canonical
-from jattn.kernels import Implementation, Program, Unsupported, cudnn, xla
-from jattn.kernels.blockwise import Blockwise, accumulate
+from jattn.kernels import Fold, Implementation, Program, Unsupported, cudnn, xla
+from jattn.kernels.blockwise import Blockwise, accumulate, staged_fold
 from jattn.kernels.decode import Decode
-from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.pallas_tpu import PallasTPU, fold_on_tpu
 from jattn.kernels.splash import Splash
 from jattn.online_softmax import differentiable
 from jattn.placement import may_be_divided
@@ -114,12 +115,32 @@ def _program(platform: str, request: Request, divided: bool) -> Program:
 
 def in_blocks(platform: str, request: Request, divided: bool) -> str:
     """The first of ``IN_BLOCKS`` that supports a canonical request, whose arrays may be ``divided`` over devices."""
-    if divided:
-        return "blockwise"
-    # Each kernel would refuse what lies on a mesh: here, the arrays are one device's.
+    names = ("blockwise",) if divided else IN_BLOCKS.get(platform, ("blockwise",))
+    return next(name for name in names if _on_one_device(IMPLEMENTATIONS[name].unsupported_reason, request) is None)
+
+
+def _on_one_device(fn: Callable, *args: Any) -> Any:
+    """``fn(*args)`` for arrays of one device. Kernels refuse others, and the current mesh makes them look so."""
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        names = IN_BLOCKS.get(platform, ("blockwise",))
-        return next(name for name in names if IMPLEMENTATIONS[name].unsupported_reason(request) is None)
+        return fn(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldInBlocks(Blockwise):
+    """Folds by ``"pallas_tpu"`` where that supports it and the program is lowered for a TPU, otherwise as blockwise."""
+
+    def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
+        """As in ``jattn.kernels.FoldsWeights``."""
+        if may_be_divided(request) or 0 in (*request.query.shape, *request.key.shape):
+            return super().fold(request, fold)
+        return staged_fold(_fold, request, fold, None)
+
+
+def _fold(platform: str, request: Request, fold: Fold, _: None) -> dict[str, jax.Array]:
+    kernel = PallasTPU()
+    if platform == "tpu" and _on_one_device(kernel.fold_reason, request, fold) is None:
+        return fold_on_tpu(platform, request, fold, kernel)
+    return Blockwise().fold(request, fold)
 
 
 def choose(request: Request, named: str | None) -> Implementation:

@@ -10,7 +10,7 @@ hand.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jattn.attention import merge, softmax_dtype
+from jattn.kernels import Fold
 from jattn.kernels.blockwise import Blockwise
 from jattn.request import Request
 
@@ -240,23 +241,14 @@ def _backward(ring: RingPlan, request: Request, results: Sequence[Array], split,
     return _each_kv_head(ring, differentiate_group, zeros, request)
 
 
-def ring_fold(
-    ring: RingPlan,
-    request: Request,
-    values: Callable,
-    kinds: Mapping[str, str],
-    lse: Array,
-    rows: dict[str, Array],
-    columns: dict[str, Array],
-    count_visible: bool,
-) -> dict[str, Array]:
+def ring_fold(ring: RingPlan, request: Request, fold: Fold) -> dict[str, Array]:
     """``FoldsWeights.fold`` for the device's own queries and the keys of all devices.
 
     Offsets are those of tokens, and every device gets the sums over all devices.
     """
-    (B, T, N, _), S, dtype = request.query.shape, request.key.shape[1], lse.dtype
+    (B, T, N, _), S, dtype = request.query.shape, request.key.shape[1], fold.lse.dtype
     t, s, all_queries = T // ring.chunks, S // ring.chunks, ring.devices * T
-    result_kinds = {**kinds, **({"visible": "queries"} if count_visible else {})}
+    result_kinds = fold.result_kinds
     sizes = {"queries": T, "largest": T, "keys": S, "offsets": max(all_queries + ring.devices * S - 1, 0)}
 
     def initial(num_heads: int) -> dict[str, Array]:
@@ -267,17 +259,20 @@ def ring_fold(
         }
 
     def fold_group(results, request, h):
-        group_lse = take_chunk(lse, h, request.query.shape[2], 2)
+        group_lse = take_chunk(fold.lse, h, request.query.shape[2], 2)
 
         def visit(state, key_sums, keys, source):
             request_keys, columns = keys
             at_hand = dataclasses.replace(request, **request_keys)
 
             def fold_pair(carry, i, j):
-                chunk_rows = {name: take_chunk(x, i, t, 1) for name, x in rows.items()}
-                chunk_columns = {name: take_chunk(x, j, s, 1) for name, x in columns.items()}
-                part, chunk_lse = ring.part(at_hand, source, i, j), take_chunk(group_lse, i, t, 1)
-                chunk = ring.blockwise.fold(part, values, kinds, chunk_lse, chunk_rows, chunk_columns, count_visible)
+                own = dataclasses.replace(
+                    fold,
+                    lse=take_chunk(group_lse, i, t, 1),
+                    rows={name: take_chunk(x, i, t, 1) for name, x in fold.rows.items()},
+                    columns={name: take_chunk(x, j, s, 1) for name, x in columns.items()},
+                )
+                chunk = ring.blockwise.fold(ring.part(at_hand, source, i, j), own)
                 first = ring.tokens(source, j, s)[0] - ring.tokens(jax.lax.axis_index(ring.axis), i, t)[0]
                 starts = {"queries": i * t, "largest": i * t, "keys": j * s, "offsets": first - t + all_queries}
                 return {
@@ -290,7 +285,7 @@ def ring_fold(
 
         state = initial(request.query.shape[2])
         key_sums = {name: state.pop(name) for name, kind in result_kinds.items() if kind == "keys"}
-        state, key_sums = ring.rotate(visit, state, (_rotating(request), columns), key_sums)
+        state, key_sums = ring.rotate(visit, state, (_rotating(request), fold.columns), key_sums)
         return {name: _add_chunk(x, (state | key_sums)[name], h) for name, x in results.items()}
 
     results = _each_kv_head(ring, fold_group, jax.tree.map(jnp.zeros_like, initial(N)), request)

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2407.21783, section 3.3.2.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -18,7 +18,8 @@ from jaxtyping import Array, ArrayLike
 from jattn import placement
 from jattn.api import dot_product_attention
 from jattn.blocks import tile, visible_blocks
-from jattn.choice import by_name, choose
+from jattn.choice import FoldInBlocks, by_name, choose
+from jattn.kernels import Fold
 from jattn.kernels.blockwise import Blockwise, block_table
 from jattn.masks import MaskFunction
 from jattn.placement import Placement
@@ -61,9 +62,9 @@ class HeadParallel:
         """None: each slot holds its own token."""
         return None
 
-    def fold(self, *args: Any) -> dict[str, Array]:
-        """``Blockwise.fold``, on one device's part."""
-        return Blockwise().fold(*args)
+    def fold(self, request: Request, fold: Fold) -> dict[str, Array]:
+        """``jattn.choice.FoldInBlocks.fold``, on one device's part."""
+        return FoldInBlocks().fold(request, fold)
 
     def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:
         """``per_device``: each device folds over its own heads."""
@@ -134,27 +135,18 @@ class Ring:
         plan = self.plan(request)
         return self.per_device(lambda part: ring_attend(plan, part), request, ("btnd", "btn"))
 
-    def fold(
-        self,
-        request: Request,
-        values: Callable,
-        kinds: Mapping[str, str],
-        lse: Array,
-        rows: dict[str, Array],
-        columns: dict[str, Array],
-        count_visible: bool,
-    ) -> dict[str, Array]:
+    def fold(self, request: Request, fold: Fold) -> dict[str, Array]:
         """As in ``jattn.kernels.FoldsWeights``, with ``jattn.ring.ring_fold`` on every device; results are whole."""
-        plan, result_kinds = self.plan(request), {**kinds, **({"visible": "queries"} if count_visible else {})}
-        letters = {"queries": "bnt", "largest": "bnt", "keys": "bns", "offsets": "bn."}
-        leaves, structure = jax.tree.flatten((rows, columns))
+        plan = self.plan(request)
+        leaves, structure = jax.tree.flatten((fold.rows, fold.columns))
 
         def fold_on_device(request: Request, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
-            return ring_fold(plan, request, values, kinds, lse, rows, columns, count_visible)
+            return ring_fold(plan, request, dataclasses.replace(fold, lse=lse, rows=rows, columns=columns))
 
-        extra = [(lse, "btn"), *((x, "bt" if n < len(rows) else "bs") for n, x in enumerate(leaves))]
-        out_axes = {name: letters[kind] for name, kind in result_kinds.items()}
+        extra = [(fold.lse, "btn"), *((x, "bt" if n < len(fold.rows) else "bs") for n, x in enumerate(leaves))]
+        letters = {"queries": "bnt", "largest": "bnt", "keys": "bns", "offsets": "bn."}
+        out_axes = {name: letters[kind] for name, kind in fold.result_kinds.items()}
         return placement.replicate_if_explicit(self.per_device(fold_on_device, request, out_axes, *extra))
 
     def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[Array, str]) -> Any:

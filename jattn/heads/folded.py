@@ -11,9 +11,9 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import dot_product_attention, fold_weights
 from jattn.attention import softmax_dtype
+from jattn.choice import FoldInBlocks
 from jattn.fields import to_int32
-from jattn.kernels import FoldsWeights
-from jattn.kernels.blockwise import Blockwise
+from jattn.kernels import Fold, FoldsWeights
 from jattn.request import Request, ScoreOptions, make_lse, make_request
 from jattn.tables import Length, arange, namespace
 
@@ -59,9 +59,10 @@ def statistics(
         lse: from ``dot_product_attention(..., return_residual=True)``; computed if None.
         names: the statistics to compute; by default all that the arguments allow.
         eligible: bool ``[B,T]`` or ``[T]``: restricts every mean to these queries.
-        implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays, or a
-            ``jattn.kernels.blockwise.Blockwise`` for your own block sizes. In a ring, slots are those of its layout,
-            except in ``offset_profile``, which uses tokens.
+        implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
+            ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes. In
+            a ring, slots are those of its layout, except in ``offset_profile``, which uses tokens. By default
+            PallasTPU's kernel on a TPU where it supports the arguments, otherwise Blockwise's loop.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -71,10 +72,11 @@ def statistics(
         ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
     """
     names = _names(names, tokens is not None)
-    folding = Blockwise() if implementation is None else implementation
+    folding = FoldInBlocks() if implementation is None else implementation
     if isinstance(folding, type) or not isinstance(folding, FoldsWeights):
         raise TypeError(
-            f"implementation must be a Ring or HeadParallel of jattn.sharding, or a Blockwise, got {implementation!r}"
+            "implementation must be a Ring or HeadParallel of jattn.sharding, a Blockwise or a PallasTPU, got "
+            f"{implementation!r}"
         )
     if "sinks" in options:
         raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")
@@ -94,7 +96,8 @@ def statistics(
     def of_part(request: Request, lse: Array, *data: Array) -> dict[str, Any]:
         rows, columns = _pair_data(request, dict(zip(by_query, data, strict=True)), *slots)
         kinds = _kinds(names)
-        sums = folding.fold(request, _Values(tuple(kinds)), kinds, lse, rows, columns, count_visible)
+        fold = Fold(lse, rows, columns, _Values(tuple(kinds)), tuple(kinds.items()), count_visible)
+        sums = folding.fold(request, fold)
         return _averages(names, sums, S, lse, given, rows)
 
     out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
@@ -126,7 +129,7 @@ def _pair_data(
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
-    """What is folded for these statistics, and its kind, as in ``FoldsWeights.fold``."""
+    """What is folded for these statistics, and its kind, as in ``jattn.kernels.Fold``."""
     kinds = {"max_log": "largest", "received": "keys", "offset_profile": "offsets"}
     folded = dict.fromkeys("max_log" if name in ("max_weight", "max_logit") else name for name in names)
     return {name: kinds.get(name, "queries") for name in folded}
@@ -168,7 +171,7 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
-    """What each query and key of a block add to the sums: see ``FoldsWeights.fold``. Compares by value."""
+    """What each query and key of a block add to the sums: see ``jattn.kernels.Fold``."""
 
     names: tuple[str, ...]
 

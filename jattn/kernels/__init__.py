@@ -4,11 +4,12 @@ To add one, add a file here and a row to ``jattn.choice.IMPLEMENTATIONS``. The c
 it on every case.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from jattn.mods import pytree_dataclass, static_field
 from jattn.request import Request
 
 
@@ -44,6 +45,35 @@ class InBlocks(Implementation, Protocol):
         ...
 
 
+@pytree_dataclass
+class Fold:
+    """Sums over the pairs of a query and a key, for ``FoldsWeights``.
+
+    ``values(log_weights, row, column) -> {name: values}`` is elementwise: the data of queries and keys, ``row`` and
+    ``column``, broadcast against the log weights, whose axes may come in either order. It compares by value and holds
+    no arrays. A pair of weight 0 must add nothing, or -inf to a ``"largest"``.
+
+    ``kinds``: each name with the last axis of its sums: ``"queries"`` (``"largest"``: the largest, not the sum),
+    ``"keys"``, or the ``"offsets"`` of the key from the query.
+    """
+
+    lse: Any  # [B,T,N]
+    rows: dict[str, jax.Array]  # [B|1,T], bool or integers
+    columns: dict[str, jax.Array]  # [B|1,S]
+    values: Callable = static_field()
+    kinds: tuple[tuple[str, str], ...] = static_field()
+    count_visible: bool = static_field()  # also return the number of keys that each query sees, as ``visible``
+
+    @property
+    def result_kinds(self) -> dict[str, str]:
+        """The kind of each result."""
+        return dict(self.kinds) | ({"visible": "queries"} if self.count_visible else {})
+
+    def named(self, *kinds: str) -> list[str]:
+        """The names of these kinds, without ``visible``."""
+        return [name for one in kinds for name, kind in self.kinds if kind == one]
+
+
 @runtime_checkable
 class FoldsWeights(Protocol):
     """An implementation that also folds over weights where they are computed, for ``jattn.heads.statistics``."""
@@ -52,27 +82,8 @@ class FoldsWeights(Protocol):
         """The token that each slot of a sequence holds, integers ``[length]``; None if the order is the tokens' own."""
         ...
 
-    def fold(
-        self,
-        request: Request,
-        values: Callable,
-        kinds: Mapping[str, str],
-        lse: jax.Array,
-        rows: dict[str, jax.Array],
-        columns: dict[str, jax.Array],
-        count_visible: bool,
-    ) -> dict[str, jax.Array]:
-        """Sums ``{name: [B,N,...]}`` of the ``values`` of all pairs of a query and a key, computed block by block.
-
-        Args:
-            values: ``(log_weights, row, column) -> {name: values}``, elementwise: the data of queries and keys, ``row``
-                and ``column``, broadcast against the block of log weights, whose axes may come in either order.
-                Compares by value and captures no arrays. A pair of weight 0 adds nothing, or -inf to the largest.
-            kinds: for each name, the last axis of its sums: ``"queries"`` (``"largest"``: the largest, not the sum),
-                ``"keys"``, or the ``"offsets"`` of the key from the query.
-            rows, columns: data of the queries ``[B|1,T]`` and keys ``[B|1,S]``, bool or integers.
-            count_visible: also return the number of keys that each query sees, as ``visible``.
-        """
+    def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
+        """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``fold.lse`` and the request."""
         ...
 
     def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:

@@ -6,7 +6,7 @@ share one table: a block is computed if any head sees it. If masks differ by seq
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jattn.batching import canonical, over_request
 from jattn.block_gradients import gradients
 from jattn.blocks import all_seen, choose_blocks, visible_blocks
 from jattn.hoist import traced
-from jattn.kernels import Program
+from jattn.kernels import Fold, Program
 from jattn.lifting import one_by_one
 from jattn.one_block import BlockPlan
 from jattn.online_softmax import accumulate_head, count_visible_head, differentiable, fold_head, forward_head
@@ -109,34 +109,49 @@ class Blockwise:
         """None: each slot holds its own token."""
         return None
 
-    def fold(
-        self,
-        request: Request,
-        values: Callable,
-        kinds: Mapping[str, str],
-        lse: jax.Array,
-        rows: dict[str, jax.Array],
-        columns: dict[str, jax.Array],
-        count_visible: bool,
-    ) -> dict[str, jax.Array]:
+    def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
         """As in ``jattn.kernels.FoldsWeights``."""
-        T, S = request.query.shape[1], request.key.shape[1]
-        sizes, fill = {"keys": S, "offsets": max(T + S - 1, 0)}, {"largest": -jnp.inf}
-        init = {name: jnp.full(sizes.get(kind, T), fill.get(kind, 0), lse.dtype) for name, kind in kinds.items()}
-        structure = jax.tree.structure((rows, columns))
+        T, S, kinds = request.query.shape[1], request.key.shape[1], dict(fold.kinds)
+        fill = {"largest": -jnp.inf}
+        init = {
+            name: jnp.full(_fold_length(kind, T, S), fill.get(kind, 0), fold.lse.dtype) for name, kind in kinds.items()
+        }
+        structure = jax.tree.structure((fold.rows, fold.columns))
 
         def step(carry: Any, log_weights: jax.Array, q_idx: jax.Array, kv_idx: jax.Array, *data: Any) -> Any:
             own = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
             row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in own)
-            found = values(log_weights, row, column)
+            found = fold.values(log_weights, row, column)
             return {name: _added(x, kinds[name], found[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
 
-        results = self.fold_blocks(request, step, init, lse, jax.tree.leaves((rows, columns)))
-        return results | ({"visible": self.count_visible(request)} if count_visible else {})
+        results = self.fold_blocks(request, step, init, fold.lse, jax.tree.leaves((fold.rows, fold.columns)))
+        return results | ({"visible": self.count_visible(request)} if fold.count_visible else {})
 
     def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
         """``jattn.placement.on_each_device``."""
         return on_each_device(fn, request, out_axes, *extra)
+
+
+def staged_fold(run: Callable, request: Request, fold: Fold, settings: Any) -> dict[str, jax.Array]:
+    """``Blockwise().fold(request, fold)``, and its derivatives, with the sums computed by ``run``.
+
+    ``run(platform, request, fold, settings)`` is traced at lowering, for a canonical request; ``settings`` hashable.
+    """
+    (B, T, N, _), S = request.query.shape, request.key.shape[1]
+    out = {
+        name: jax.ShapeDtypeStruct((B, N, _fold_length(kind, T, S)), jnp.int32 if name == "visible" else fold.lse.dtype)
+        for name, kind in fold.result_kinds.items()
+    }
+    return staged.call(staged.ByHand(_fold_in_blocks, run=run), canonical(request), fold, settings, out=out)
+
+
+def _fold_in_blocks(platform: str, request: Request, fold: Fold, settings: Any) -> dict[str, jax.Array]:
+    return Blockwise().fold(request, fold)
+
+
+def _fold_length(kind: str, T: Length, S: Length) -> Length:
+    """The length of a result's last axis."""
+    return {"keys": S, "offsets": max(T + S - 1, 0)}.get(kind, T)
 
 
 def _added(sums: jax.Array, kind: str, block: jax.Array, rows: jax.Array, columns: jax.Array, T: Length) -> jax.Array:

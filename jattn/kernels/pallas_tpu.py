@@ -12,37 +12,34 @@ computes one block of a list in scalar memory, so empty blocks are neither read 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn.batching import canonical
-from jattn.blocks import all_seen, choose_size
-from jattn.kernels import Program, Unsupported
-from jattn.kernels.blockwise import accumulate, block_table, mask_arguments
-from jattn.kernels.tpu_tiles import MOST, TILE, Operands, Scores, Tile, schedule, split_entry
+from jattn.kernels import Fold, Program, Unsupported
+from jattn.kernels.blockwise import accumulate, staged_fold
+from jattn.kernels.pallas_fold import LONGEST, fold_blocks
+from jattn.kernels.tpu_program import SMALL, Plan, Steps, block_sizes, call, make_plan
+from jattn.kernels.tpu_tiles import MOST, TILE, Scores, Tile
 from jattn.online_softmax import differentiable, log_sum_exp
 from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
 from jattn.separate import reason_against
 from jattn.staged import ByHand
-from jattn.tables import pad_end
 
-LARGE, SMALL = 1024, 512  # queries and keys of a block
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
 LARGEST_DIM = 256
 LEAST = jnp.finfo(jnp.float32).min
-NAME = "pallas_tpu"
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU:
     """``implementation=``: ``"pallas_tpu"`` with your own settings.
 
-    ``block_sizes``: queries and keys per block, multiples of 128; ``block_sizes`` of this module sets the default.
+    ``block_sizes``: queries and keys per block, multiples of 128; ``jattn.kernels.tpu_program`` sets the default.
     ``interpret``: run on any platform in Pallas' interpreter, for tests; True, or a ``pltpu.InterpretParams``.
     """
 
@@ -60,7 +57,7 @@ class PallasTPU:
         """The first reason against the kernels, or None."""
         (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
         dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
-        empty = value is None or 0 in (*request.query.shape, *request.key.shape, *value.shape)
+        empty = value is None or 0 in (*request.query.shape, *request.key.shape)
         lengths_known = all(isinstance(x, int) for x in (B, T, S))
         reasons = [
             (dtype not in (jnp.float32, jnp.bfloat16), f"it takes float32 and bfloat16, not {dtype}"),
@@ -94,82 +91,53 @@ class PallasTPU:
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         return differentiable(forward, _RULE, canonical(request), self)
 
+    def slots(self, length: Any) -> None:
+        """None: each slot holds its own token."""
+        return None
+
+    def fold_reason(self, request: Request, fold: Fold) -> str | None:
+        """The first reason against ``fold``, or None."""
+        length = request.query.shape[1] + request.key.shape[1]
+        reason = self.unsupported_reason(dataclasses.replace(request, value=request.key))
+        if reason is None and length > LONGEST and fold.named("keys", "offsets"):
+            return f"sums by key or by offset take T + S up to {LONGEST}, got {length}"
+        return reason
+
+    def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
+        """As in ``jattn.kernels.FoldsWeights``. Its derivatives are blockwise's."""
+        reason = self.fold_reason(request, fold)
+        if reason is not None:
+            raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+        return staged_fold(fold_on_tpu, request, fold, self)
+
+    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
+        """``jattn.placement.on_each_device``."""
+        return on_each_device(fn, request, out_axes, *extra)
+
     def program(self, request: Request, divided: bool) -> Program:
         """As in ``jattn.kernels.InBlocks``."""
         return forward, backward, (self,)
 
 
-def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
-    """Queries and keys per block: each length in the fewest equal parts of at most ``largest``, in multiples of 128.
-
-    ``SMALL`` blocks are used if they skip enough of the matrix to pay off, as in ``jattn.blocks.choose_blocks``.
-    """
-    parts = [-(-length // largest) for length in (T, S)]
-    rows, columns = (-(-length // (count * TILE)) * TILE for length, count in zip((T, S), parts, strict=True))
-    return rows, columns
+def fold_on_tpu(platform: str, request: Request, fold: Fold, settings: PallasTPU) -> dict[str, jax.Array]:
+    """``PallasTPU.fold`` traced for ``platform``; the request is canonical."""
+    T, S = request.query.shape[1], request.key.shape[1]
+    sizes = settings.block_sizes or block_sizes(T, S, SMALL)
+    return fold_blocks(make_plan(platform, request, sizes, settings.interpret), fold)
 
 
 def _plain_accumulate(platform: str, request: Request, row_max: jax.Array, settings: PallasTPU) -> Any:
     return accumulate(platform, request, row_max, None, False)
 
 
-@dataclasses.dataclass
-class _Plan:
-    """One kernel's call: its blocks and what it reads."""
-
-    request: Request
-    settings: PallasTPU
-    size: tuple[int, int]
-    tables: tuple[Any, Any]  # any_visible and all_visible [B|1, blocks of T, blocks of S]
-    operands: Operands
-
-    @property
-    def padded(self) -> tuple[int, int]:
-        """T and S in whole blocks."""
-        T, S = (count * size for count, size in zip(self.tables[0].shape[1:], self.size, strict=True))
-        return T, S
-
-    def queries(self, array: jax.Array, dtype: Any) -> jax.Array:
-        """``[B,T,N,X] -> [B,N,X,T]``, padded."""
-        array = jnp.transpose(array, (0, 2, 3, 1)).astype(dtype)
-        return pad_end(array, (*array.shape[:3], self.padded[0]))
-
-    def keys(self, array: jax.Array) -> jax.Array:
-        """``[B,S,K,X] -> [B,K,S,X]``, padded."""
-        array = jnp.transpose(array, (0, 2, 1, 3))
-        return pad_end(array, (*array.shape[:2], self.padded[1], array.shape[3]))
-
-    def type_of(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """A result's type, which inside ``jax.shard_map`` must say how it varies: not, as in all of ``staged``."""
-        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.request.query).manual_axis_type)
-
-    def scores(self) -> Scores:
-        """The scores, with their arrays among the operands."""
-        request = self.request
-        q, k = self.queries(request.query, request.query.dtype), self.keys(request.key)
-        return Scores.of(request, self.operands, q, k, all_seen(*mask_arguments(request)))
-
-
-def _plan(platform: str, request: Request, settings: PallasTPU) -> _Plan:
-    if platform != "tpu" and not settings.interpret:
-        raise Unsupported(f"implementation={NAME!r} cannot do this: it needs a TPU, not {platform}")
-    T, S = request.query.shape[1], request.key.shape[1]
-    tables = functools.partial(block_table, request)
-    size, found = settings.block_sizes, None
-    if size is None:
-        size, found = choose_size(tables, block_sizes(T, S), block_sizes(T, S, SMALL))
-    operands = Operands(size, request.query.shape[2] // request.key.shape[2])
-    return _Plan(request, settings, size, tables(size) if found is None else found, operands)
-
-
 def forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.online_softmax``."""
-    plan = _plan(platform, request, settings)
+    plan = make_plan(platform, request, settings.block_sizes, settings.interpret)
     B, T, N, _ = request.query.shape
-    D, rows, scores = request.value.shape[3], plan.size[0], plan.scores()
-    value = plan.operands.add("keys", plan.keys(request.value))
+    D, rows, scores = max(request.value.shape[3], 1), plan.size[0], plan.scores()
+    value = plan.operands.add("keys", plan.value())
 
-    def start(acc: Any, row_max: Any, row_sum: Any) -> None:
+    def start(_: tuple, acc: Any, row_max: Any, row_sum: Any) -> None:
         acc[...] = jnp.zeros_like(acc)
         row_max[...] = jnp.full_like(row_max, LEAST)
         row_sum[...] = jnp.zeros_like(row_sum)
@@ -189,10 +157,10 @@ def forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.A
         out_max[0, 0], out_sum[0, 0] = row_max[...], row_sum[...]
 
     row = plan.type_of((B, N, 1, plan.padded[0]), jnp.float32)
-    types = plan.type_of((B, N, D, plan.padded[0]), request.value.dtype), row, row
+    types = [("queries", x) for x in (plan.type_of((B, N, D, plan.padded[0]), request.value.dtype), row, row)]
     scratch = [((size, rows), jnp.float32) for size in (D, 1, 1)]
-    out, row_max, row_sum = _call(plan, scores, "forward", "queries", types, scratch, start, add, finish)
-    out = jnp.transpose(out, (0, 3, 1, 2))[:, :T]
+    out, row_max, row_sum = call(plan, scores, "forward", types, scratch, Steps(start, add, finish))
+    out = jnp.transpose(out, (0, 3, 1, 2))[:, :T, :, : request.value.shape[3]]
     row_max, row_sum = (jnp.transpose(x[:, :, 0, :T], (0, 2, 1)) for x in (row_max, row_sum))
     if request.query.dtype == jnp.float32:
         return out, row_max, row_sum
@@ -207,20 +175,20 @@ def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[ja
     With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
     """
     request, row_max, settings = args
-    return [
-        _d_query(_plan(platform, request, settings), row_max, cotangents),
-        *_d_key_and_value(_plan(platform, request, settings), row_max, cotangents),
-    ]
+    plan = functools.partial(make_plan, platform, request, settings.block_sizes, settings.interpret)
+    return [_d_query(plan(), row_max, cotangents), *_d_key_and_value(plan(), row_max, cotangents)]
 
 
 _RULE = ByHand(_plain_accumulate, vjp=backward, count=3)
 
 
-def _score_tangents(plan: _Plan, scores: Scores, row_max: jax.Array, cotangents: list[jax.Array]) -> Callable:
+def _score_tangents(plan: Plan, scores: Scores, row_max: jax.Array, cotangents: list[jax.Array]) -> Callable:
     """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias."""
     d_acc, d_row_sum = cotangents
     add = plan.operands.add
-    value, d_out = add("keys", plan.keys(plan.request.value)), add("queries", plan.queries(d_acc, d_acc.dtype))
+    if d_acc.shape[3] == 0:  # as Plan.value
+        d_acc = jnp.zeros((*d_acc.shape[:3], 1), d_acc.dtype)
+    value, d_out = add("keys", plan.value()), add("queries", plan.queries(d_acc, d_acc.dtype))
     maximum, d_sum = (add("queries", plan.queries(x[..., None], jnp.float32)) for x in (row_max, d_row_sum))
 
     def of_tile(tile: Tile, ins: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -232,40 +200,41 @@ def _score_tangents(plan: _Plan, scores: Scores, row_max: jax.Array, cotangents:
     return of_tile
 
 
-def _d_query(plan: _Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> jax.Array:
+def _d_query(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> jax.Array:
     B, T, N, H = plan.request.query.shape
     scores = plan.scores()
     of_tile = _score_tangents(plan, scores, row_max, cotangents)
 
-    def start(acc: Any, _: Any) -> None:
+    def start(_: tuple, acc: Any, d_scores: Any) -> None:
         acc[...] = jnp.zeros_like(acc)
 
     def add(tiles: Any, ins: Any, acc: Any, d_scores: Any) -> None:
-        guarded = False
         for tile in tiles:
-            guarded, d_score = tile.guarded, of_tile(tile, ins)[2]
-            if guarded:
+            d_score = of_tile(tile, ins)[2]
+            if tile.guarded:
                 acc[:, tile.queries] += scores.product(tile.k, d_score, 0, 0)
             else:
                 d_scores[tile.keys, tile.queries] = d_score.astype(d_scores.dtype)
+
+    def after(_: tuple, guarded: bool, ins: Any, acc: Any, d_scores: Any) -> None:
         if not guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
             acc[...] += scores.product(ins[scores.key][0, 0], d_scores[...], 0, 0)
 
     def finish(ins: Any, out: Any, acc: Any, _: Any) -> None:
         out[0, 0] = (acc[...] * scores.scale_of(ins)).astype(out.dtype)
 
-    types = [plan.type_of((B, N, H, plan.padded[0]), plan.request.query.dtype)]
+    types = [("queries", plan.type_of((B, N, H, plan.padded[0]), plan.request.query.dtype))]
     scratch = [((H, plan.size[0]), jnp.float32), (plan.size[::-1], plan.request.query.dtype)]
-    (d_query,) = _call(plan, scores, "d_query", "queries", types, scratch, start, add, finish)
+    (d_query,) = call(plan, scores, "d_query", types, scratch, Steps(start, add, finish, after=after))
     return jnp.transpose(d_query, (0, 3, 1, 2))[:, :T]
 
 
-def _d_key_and_value(plan: _Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> list[jax.Array]:
-    (B, S, K, H), D = plan.request.key.shape, plan.request.value.shape[3]
+def _d_key_and_value(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> list[jax.Array]:
+    (B, S, K, H), D = plan.request.key.shape, max(plan.request.value.shape[3], 1)
     scores = plan.scores()
     of_tile = _score_tangents(plan, scores, row_max, cotangents)
 
-    def start(d_key: Any, d_value: Any) -> None:
+    def start(_: tuple, d_key: Any, d_value: Any) -> None:
         d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
 
     def add(tiles: Any, ins: Any, d_key: Any, d_value: Any) -> None:
@@ -279,77 +248,8 @@ def _d_key_and_value(plan: _Plan, row_max: jax.Array, cotangents: list[jax.Array
         out_value[0, 0] = d_value[...].astype(out_value.dtype)
 
     dtype, length, columns = plan.request.key.dtype, plan.padded[1], plan.size[1]
-    types = [plan.type_of((B, K, length, size), dtype) for size in (H, D)]
+    types = [("keys", plan.type_of((B, K, length, size), dtype)) for size in (H, D)]
     scratch = [((columns, size), jnp.float32) for size in (H, D)]
-    results = _call(plan, scores, "d_key_and_value", "keys", types, scratch, start, add, finish)
-    return [jnp.transpose(x, (0, 2, 1, 3))[:, :S] for x in results]
-
-
-def _call(
-    plan: _Plan, scores: Scores, name: str, kind: str, types: Sequence[jax.ShapeDtypeStruct], scratch: Sequence[Any],
-    start: Callable, add: Callable, finish: Callable,
-) -> Any:  # fmt: skip
-    """The results of one kernel, which have one block for each block of queries, or of keys.
-
-    Args:
-        kind: ``"queries"`` or ``"keys"``: what the results belong to; of the latter, per key head.
-        types: the results'.
-        scratch: shapes and dtypes of what the kernel keeps from block to block of one result.
-        start: ``(*scratch)``, before the first block.
-        add: ``(tiles, ins, *scratch)`` for each block that is not empty.
-        finish: ``(ins, *results, *scratch)``, after the last.
-    """
-    # Imported when a kernel is traced: it takes as long as half of jattn.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    (B, _, N, _), K, by_key = plan.request.query.shape, plan.request.key.shape[2], kind == "keys"
-    group, operands = N // K, plan.operands
-    table = schedule(*plan.tables, by_key)
-    entries, shared = table.shape[1], table.shape[0] == 1
-    # Both branches are compiled, which takes longer, unless the tables are known.
-    known = isinstance(table, np.ndarray)
-    occur = (plan.tables[1].any(), (plan.tables[0] & ~plan.tables[1]).any()) if known else (True, True)
-
-    def locate(ids: Sequence[Any], table_ref: Any) -> tuple:
-        n = ids[1] * group + ids[3] if by_key else ids[1]
-        entry = table_ref[ids[2] if shared else ids[0] * entries + ids[2]]
-        return ids[0], n, *split_entry(entry, by_key)
-
-    def spec(kind: str, shape: tuple[int, ...]) -> Any:
-        if kind == "scalars":
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.BlockSpec(
-            operands.block(kind, shape), lambda *args: operands.index(kind, shape, *locate(args[:-1], args[-1])[:4])
-        )
-
-    def kernel(table_ref: Any, *refs: Any) -> None:
-        ids = [pl.program_id(axis) for axis in range(len(grid))]
-        b, n, i, j, partial, full, first, last = locate(ids, table_ref)
-        ins, outs, kept = refs[:count], refs[count : count + len(types)], refs[count + len(types) :]
-        if by_key:  # a key's head is done after all query heads of its group
-            first, last = first & (ids[3] == 0), last & (ids[3] == group - 1)
-        pl.when(first)(lambda: start(*kept))
-        for masked, listed, occurs in ((False, full, occur[0]), (True, partial, occur[1])):
-            if occurs:
-                pl.when(listed)(lambda masked=masked: add(scores.tiles(ins, (i, j), (b, n), masked), ins, *kept))
-        pl.when(last)(lambda: finish(ins, *outs, *kept))
-
-    grid, count = (B, K, entries, group) if by_key else (B, N, entries), len(operands.arrays)
-    call = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=grid,
-            in_specs=[spec(kind, array.shape) for kind, array in operands.arrays],
-            out_specs=[spec(kind, result.shape) for result in types],
-            scratch_shapes=[pltpu.VMEM(*shape_and_dtype) for shape_and_dtype in scratch],
-        ),
-        out_shape=types,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=[pltpu.PARALLEL, pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 2)]
-        ),
-        interpret=plan.settings.interpret,
-        name=f"jattn_{name}",
-    )
-    return call(jnp.asarray(table).reshape(-1), *(array for _, array in operands.arrays))
+    results = call(plan, scores, "d_key_and_value", types, scratch, Steps(start, add, finish))
+    d_key, d_value = (jnp.transpose(x, (0, 2, 1, 3))[:, :S] for x in results)
+    return [d_key, d_value[..., : plan.request.value.shape[3]]]

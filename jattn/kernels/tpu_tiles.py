@@ -62,7 +62,7 @@ class Operands:
     """The arrays that a kernel reads, each with a kind that says which of its blocks belongs to a block of pairs.
 
     - ``"queries" [B|1,N|1,X,T]``, ``"keys" [B|1,K,S,X]``, ``"key row" [B|1,N|1,1,S]``, ``"pairs" [B|1,N|1,T,S]``.
-    - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory.
+    - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
     """
 
     def __init__(self, size: tuple[int, int], group: int):
@@ -77,6 +77,8 @@ class Operands:
     def block(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of a block."""
         (rows, columns), known = self.size, shape[2:]
+        if kind == "whole":
+            return (1, 1, *known)
         sizes = {"queries": (*known[:1], rows), "keys": (columns, *known[1:]), "key row": (1, columns)}
         return None if kind == "scalars" else (1, 1, *sizes.get(kind, (rows, columns)))
 
@@ -84,6 +86,8 @@ class Operands:
         """The index of the block that belongs to block ``(i, j)`` of head n of sequence b."""
         head = jax.lax.div(n, jnp.int32(self.group)) if kind == "keys" else n  # not //: nothing here is negative
         lead = 0 if shape[0] == 1 else b, 0 if shape[1] == 1 else head
+        if kind == "whole":
+            return *lead, *(0,) * len(shape[2:])
         return *lead, *{"queries": (0, i), "keys": (j, 0), "key row": (0, j)}.get(kind, (i, j))
 
     def scalar(self, ins: Any, number: int, b: Any, n: Any) -> Any:
@@ -144,14 +148,10 @@ class Scores:
             all_seen=all_seen,
         )
 
-    def tiles(self, ins: Any, block: tuple, head: tuple, masked: bool) -> Iterator["Tile"]:
-        """The tiles of a block, for all keys of 128 queries, then of the next."""
-        rows, columns = self.operands.size
-        for start in range(0, rows, TILE):
-            for key_start in range(0, columns, TILE):
-                yield Tile(
-                    self, ins, block[:2], head, slice(start, start + TILE), slice(key_start, key_start + TILE), masked
-                )
+    def tiles(self, ins: Any, block: tuple, head: tuple, queries: Any, masked: bool) -> Iterator["Tile"]:
+        """The tiles of a block that hold 128 of its queries, a ``pl.ds``."""
+        for start in range(0, self.operands.size[1], TILE):
+            yield Tile(self, ins, block, head, queries, slice(start, start + TILE), masked)
 
     def scale_of(self, ins: Any) -> Any:
         """The factor on ``q·k``."""
@@ -169,7 +169,7 @@ class Scores:
 class Tile:
     """The pairs of 128 keys and 128 queries of one block: ``[keys, queries]``."""
 
-    def __init__(self, scores: Scores, ins: Any, block: tuple, head: tuple, queries: slice, keys: slice, masked: bool):
+    def __init__(self, scores: Scores, ins: Any, block: tuple, head: tuple, queries: Any, keys: slice, masked: bool):
         self.source, self.ins, self.block, self.head = scores, ins, block, head
         self.queries, self.keys = queries, keys
         self.visible = self._visible() if masked else None

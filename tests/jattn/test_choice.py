@@ -61,7 +61,9 @@ def test_all_platforms_at_once():
 
 
 def test_a_kernel_of_another_platform():
-    assert jattn.explain(X, X, X, implementation="splash", platform="cpu").startswith("splash: named, but it needs a TPU")
+    assert jattn.explain(X, X, X, implementation="splash", platform="cpu").startswith(
+        "splash: named, but it needs a TPU"
+    )
     assert "cudnn: it needs a GPU" in jattn.explain(X, X, X, platform="tpu")
     with pytest.raises(ValueError, match="platform must be None or one of cpu, gpu, tpu, got 'cuda'"):
         jattn.explain(X, X, X, platform="cuda")

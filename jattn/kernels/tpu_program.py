@@ -1,0 +1,191 @@
+"""How the kernels of ``pallas_tpu`` run: their blocks, and the loops over blocks and tiles that they share."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.blocks import all_seen, choose_size
+from jattn.kernels import Unsupported
+from jattn.kernels.blockwise import block_table, mask_arguments
+from jattn.kernels.tpu_tiles import TILE, Operands, Scores, schedule, split_entry
+from jattn.request import Request
+from jattn.tables import pad_end
+
+LARGE, SMALL = 1024, 512  # queries and keys of a block
+
+
+def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
+    """Queries and keys per block: each length in the fewest equal parts of at most ``largest``, in multiples of 128.
+
+    ``SMALL`` blocks are used if they skip enough of the matrix to pay off, as in ``jattn.blocks.choose_blocks``.
+    """
+    parts = [-(-length // largest) for length in (T, S)]
+    rows, columns = (-(-length // (count * TILE)) * TILE for length, count in zip((T, S), parts, strict=True))
+    return rows, columns
+
+
+@dataclasses.dataclass
+class Plan:
+    """One kernel's call: its blocks and what it reads."""
+
+    request: Request
+    interpret: Any
+    size: tuple[int, int]
+    tables: tuple[Any, Any]  # any_visible and all_visible [B|1, blocks of T, blocks of S]
+    operands: Operands
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """T and S in whole blocks."""
+        T, S = (count * size for count, size in zip(self.tables[0].shape[1:], self.size, strict=True))
+        return T, S
+
+    def queries(self, array: jax.Array, dtype: Any) -> jax.Array:
+        """``[B,T,N,X] -> [B,N,X,T]``, padded."""
+        array = jnp.transpose(array, (0, 2, 3, 1)).astype(dtype)
+        return pad_end(array, (*array.shape[:3], self.padded[0]))
+
+    def keys(self, array: jax.Array) -> jax.Array:
+        """``[B,S,K,X] -> [B,K,S,X]``, padded."""
+        array = jnp.transpose(array, (0, 2, 1, 3))
+        return pad_end(array, (*array.shape[:2], self.padded[1], array.shape[3]))
+
+    def value(self) -> jax.Array:
+        """``[B,K,S,D]``, padded, with a column of zeros if D is 0, because no array of a kernel may be empty."""
+        value = self.request.value
+        return self.keys(value if value.shape[3] else jnp.zeros((*value.shape[:3], 1), value.dtype))
+
+    def type_of(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """A result's type, which inside ``jax.shard_map`` must say how it varies: not, as in all of ``staged``."""
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(self.request.query).manual_axis_type)
+
+    def scores(self) -> Scores:
+        """The scores, with their arrays among the operands."""
+        request = self.request
+        q, k = self.queries(request.query, request.query.dtype), self.keys(request.key)
+        return Scores.of(request, self.operands, q, k, all_seen(*mask_arguments(request)))
+
+
+def make_plan(platform: str, request: Request, sizes: tuple[int, int] | None, interpret: Any) -> Plan:
+    """The plan for blocks of these sizes, or of those that pay off.
+
+    Raises:
+        Unsupported: the platform is no TPU.
+    """
+    if platform != "tpu" and not interpret:
+        raise Unsupported(f"implementation='pallas_tpu' cannot do this: it needs a TPU, not {platform}")
+    T, S = request.query.shape[1], request.key.shape[1]
+    tables, found = functools.partial(block_table, request), None
+    if sizes is None:
+        sizes, found = choose_size(tables, block_sizes(T, S), block_sizes(T, S, SMALL))
+    operands = Operands(sizes, request.query.shape[2] // request.key.shape[2])
+    return Plan(request, interpret, sizes, tables(sizes) if found is None else found, operands)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a kernel does, with the references of what it reads, ``ins``, of its results, ``outs``, and of its scratch.
+
+    - ``start(block, *scratch)`` before the first block ``(i, j)`` of a result's, ``finish(ins, *outs, *scratch)`` after
+      the last.
+    - For each block that is not empty ``before(ins, *scratch)``; for each 128 of its queries ``add(tiles, ins,
+      *scratch)``; and ``after(block, guarded, ins, *scratch)``, where ``guarded`` is that of its tiles.
+    """
+
+    start: Callable
+    add: Callable
+    finish: Callable
+    before: Callable = _nothing
+    after: Callable = _nothing
+
+
+def call(
+    plan: Plan,
+    scores: Scores,
+    name: str,
+    results: Sequence[tuple[str, jax.ShapeDtypeStruct]],
+    scratch: Sequence[Any],
+    steps: Steps,
+) -> Any:
+    """The results of one kernel.
+
+    Args:
+        results: for each, what it belongs to, and its type: ``"queries"``, ``"keys"`` (for each key head) or
+            ``"whole"``, which stays in vector memory for all blocks of a head. None or all are ``"keys"``.
+        scratch: shapes and dtypes of what the kernel keeps from block to block of one result.
+    """
+    # Imported when a kernel is traced: it takes as long as half of jattn.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    (B, _, N, _), K, by_key = plan.request.query.shape, plan.request.key.shape[2], results[0][0] == "keys"
+    group, operands = N // K, plan.operands
+    table = schedule(*plan.tables, by_key)
+    entries, shared = table.shape[1], table.shape[0] == 1
+    # Both branches are compiled, which takes longer, unless the tables are known.
+    known = isinstance(table, np.ndarray)
+    occur = (plan.tables[1].any(), (plan.tables[0] & ~plan.tables[1]).any()) if known else (True, True)
+
+    def locate(ids: Sequence[Any], table_ref: Any) -> tuple:
+        n = ids[1] * group + ids[3] if by_key else ids[1]
+        entry = table_ref[ids[2] if shared else ids[0] * entries + ids[2]]
+        return ids[0], n, *split_entry(entry, by_key)
+
+    def spec(kind: str, shape: tuple[int, ...]) -> Any:
+        if kind == "scalars":
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        return pl.BlockSpec(
+            operands.block(kind, shape), lambda *args: operands.index(kind, shape, *locate(args[:-1], args[-1])[:4])
+        )
+
+    def compute(masked: bool, block: tuple, head: tuple, ins: Any, kept: Any) -> None:
+        steps.before(ins, *kept)
+
+        def add(number: Any, _: None) -> None:
+            first = jax.lax.convert_element_type(number, jnp.int32) * np.int32(TILE)  # also in x64
+            queries = pl.ds(pl.multiple_of(first, TILE), TILE)
+            steps.add(scores.tiles(ins, block, head, queries, masked), ins, *kept)
+
+        # Not unrolled: compiling takes as long as the program is.
+        jax.lax.fori_loop(np.int32(0), np.int32(plan.size[0] // TILE), add, None)
+        steps.after(block, masked and not scores.all_seen, ins, *kept)
+
+    def kernel(table_ref: Any, *refs: Any) -> None:
+        ids = [pl.program_id(axis) for axis in range(len(grid))]
+        b, n, i, j, partial, full, first, last = locate(ids, table_ref)
+        ins, outs, kept = refs[:count], refs[count : count + len(results)], refs[count + len(results) :]
+        if by_key:  # a key's head is done after all query heads of its group
+            first, last = first & (ids[3] == 0), last & (ids[3] == group - 1)
+        pl.when(first)(lambda: steps.start((i, j), *kept))
+        for masked, listed, occurs in ((False, full, occur[0]), (True, partial, occur[1])):
+            if occurs:
+                pl.when(listed)(functools.partial(compute, masked, (i, j), (b, n), ins, kept))
+        pl.when(last)(lambda: steps.finish(ins, *outs, *kept))
+
+    grid, count = (B, K, entries, group) if by_key else (B, N, entries), len(operands.arrays)
+    program = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[spec(kind, array.shape) for kind, array in operands.arrays],
+            out_specs=[spec(kind, result.shape) for kind, result in results],
+            scratch_shapes=[pltpu.VMEM(*shape_and_dtype) for shape_and_dtype in scratch],
+        ),
+        out_shape=[result for _, result in results],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=[pltpu.PARALLEL, pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 2)]
+        ),
+        interpret=plan.interpret,
+        name=f"jattn_{name}",
+    )
+    return program(jnp.asarray(table).reshape(-1), *(array for _, array in operands.arrays))
