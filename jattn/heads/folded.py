@@ -183,7 +183,7 @@ class _Values:
         def distance() -> Array:
             apart = jnp.where(q > kv, q - kv, kv - q)
             # Two positions may be further apart than int32 counts; the difference wraps around once.
-            return apart.astype(weights.dtype) + jnp.where(apart < 0, 2.0**32, 0.0).astype(weights.dtype)
+            return apart.astype(weights.dtype) + (apart < 0).astype(weights.dtype) * 2.0**32
 
         def weight_on(pairs: Array) -> Array:
             return jnp.where(pairs, weights, 0.0)

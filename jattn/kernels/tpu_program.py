@@ -150,13 +150,13 @@ def call(
     def compute(masked: bool, block: tuple, head: tuple, ins: Any, kept: Any) -> None:
         steps.before(ins, *kept)
 
-        def add(number: Any, _: None) -> None:
-            first = jax.lax.convert_element_type(number, jnp.int32) * np.int32(TILE)  # also in x64
-            queries = pl.ds(pl.multiple_of(first, TILE), TILE)
+        def add(number: Any, _: None) -> tuple[Any, None]:
+            queries = pl.ds(pl.multiple_of(number * np.int32(TILE), TILE), TILE)
             steps.add(scores.tiles(ins, block, head, queries, masked), ins, *kept)
+            return number + np.int32(1), None
 
-        # Not unrolled: compiling takes as long as the program is.
-        jax.lax.fori_loop(np.int32(0), np.int32(plan.size[0] // TILE), add, None)
+        # Not unrolled: compiling takes as long as the program is. A fori_loop would count in 64 bits in x64.
+        jax.lax.scan(add, np.int32(0), None, length=plan.size[0] // TILE)
         steps.after(block, masked and not scores.all_seen, ins, *kept)
 
     def kernel(table_ref: Any, *refs: Any) -> None:

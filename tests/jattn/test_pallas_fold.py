@@ -115,7 +115,8 @@ def test_on_a_tpu_it_is_the_default():
         fn = jax.jit(lambda q, k: statistics(q, k, is_causal=True, **options))
         return jax.export.export(fn, platforms=[platform])(x, x).mlir_module()
 
-    on_tpu = text("tpu")
+    with jax.enable_x64(True):  # a TPU has no 64 bits
+        on_tpu = text("tpu")
     assert "jattn_fold" in on_tpu and "jattn_forward" in on_tpu  # of which the lse
     assert "jattn_fold" not in text("tpu", score_mod=lambda score, b, h, q, kv: score + jnp.zeros((1024, 1024))[q, kv])
     assert "tpu_custom_call" not in text("cpu") and "tpu_custom_call" not in text("cuda")

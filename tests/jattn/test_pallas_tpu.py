@@ -149,12 +149,17 @@ def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
 def test_in_x64():
     options = {"mask": masks.Segments(ids(T, 0)[:, :20]) & masks.Causal(), "score_mod": score_mods.Alibi(SLOPES)}
 
+    def attend_on_tpu(q, k, v):
+        return jattn.dot_product_attention(q, k, v, implementation="pallas_tpu", is_causal=True)
+
     def attend(implementation):
         q, k, v = (x[:, :20] for x in qkv())
         return jattn.dot_product_attention(q, k, v, implementation=implementation, **options)
 
     with jax.enable_x64(True):
         np.testing.assert_allclose(attend(SMALL_BLOCKS), attend("xla"), rtol=0, atol=2e-6)
+        fn = jax.jit(jax.grad(lambda q, k, v: attend_on_tpu(q, k, v).sum(), (0, 1, 2)))
+        jax.export.export(fn, platforms=["tpu"])(*qkv())  # which has no 64 bits
 
 
 def test_on_each_device_of_a_mesh():
