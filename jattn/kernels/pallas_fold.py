@@ -28,7 +28,10 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
     scores, add = plan.scores(), plan.operands.add
     row_lse = add("queries", plan.queries(jnp.where(fold.lse == -jnp.inf, 0.0, fold.lse)[..., None], jnp.float32))
     of_row, of_column = (
-        {name: (add(kind, _whole(x, length * TILE)), x.dtype) for name, x in data.items()}
+        {
+            name: (add(kind, _whole(x, length * TILE)), bool if x.dtype == bool else jnp.int32)
+            for name, x in data.items()
+        }
         for kind, data, length in (("queries", fold.rows, all_rows), ("key row", fold.columns, all_columns))
     )
     largest, by_query = fold.named("largest"), fold.named("queries", "largest")
@@ -38,7 +41,7 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
     def start(block: tuple, sums: Any, _: Any, by_key: Any, of_keys: Any, by_offset: Any, of_offsets: Any) -> None:
         sums[...] = jnp.zeros_like(sums)
         for name in largest:
-            sums[pl.ds(by_query.index(name), 1)] = jnp.full((1, sums.shape[1]), -jnp.inf)
+            sums[pl.ds(by_query.index(name), 1)] = jnp.full((1, sums.shape[1]), -jnp.inf, sums.dtype)
 
         @pl.when(block[0] == 0)
         def _() -> None:
