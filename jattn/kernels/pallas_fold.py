@@ -28,10 +28,7 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
     scores, add = plan.scores(), plan.operands.add
     row_lse = add("queries", plan.queries(jnp.where(fold.lse == -jnp.inf, 0.0, fold.lse)[..., None], jnp.float32))
     of_row, of_column = (
-        {
-            name: (add(kind, _whole(x, length * TILE)), bool if x.dtype == bool else jnp.int32)
-            for name, x in data.items()
-        }
+        {name: (add(kind, _whole(x, length * TILE)), x.dtype == bool) for name, x in data.items()}
         for kind, data, length in (("queries", fold.rows, all_rows), ("key row", fold.columns, all_columns))
     )
     largest, by_query = fold.named("largest"), fold.named("queries", "largest")
@@ -58,9 +55,9 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
     def add_tiles(tiles: Any, ins: Any, sums: Any, data: Any, by_key: Any, _: Any, by_offset: Any, *rest: Any) -> None:
         for tile in tiles:
             at = tile.keys.start // TILE
-            row = {name: ins[n][0, 0, :, tile.queries].astype(dtype) for name, (n, dtype) in of_row.items()}
+            row = {name: _typed(ins[n][0, 0, :, tile.queries], is_bool) for name, (n, is_bool) in of_row.items()}
             own = enumerate(of_column.items())
-            column = {name: data[n, at].astype(dtype) for n, (name, (_, dtype)) in own}
+            column = {name: _typed(data[n, at], is_bool) for n, (name, (_, is_bool)) in own}
             found = fold.values(tile.scores() - ins[row_lse][0, 0, :, tile.queries], row, column)
             for n, name in enumerate(by_query):
                 here, x = (pl.ds(n, 1), tile.queries), found[name]
@@ -122,6 +119,10 @@ def _whole(data: jax.Array, length: int) -> jax.Array:
     return pad_end(data.astype(jnp.int32)[:, None, None], (data.shape[0], 1, 1, length))
 
 
+def _typed(data: jax.Array, is_bool: bool) -> jax.Array:
+    return data != 0 if is_bool else data
+
+
 def _diagonal_sums(x: jax.Array) -> jax.Array:
     """``[keys, queries] -> [1, 2 * 128]``: at ``128 + query - key`` the sum of a diagonal.
 
@@ -134,7 +135,7 @@ def _diagonal_sums(x: jax.Array) -> jax.Array:
     rows, lanes = x.shape
 
     def left(x: jax.Array, by: int) -> jax.Array:
-        return pltpu.roll(x, lanes - by, axis=1)
+        return pltpu.roll(x, jnp.int32(lanes - by), axis=1)  # an int would be of 64 bits in x64
 
     while rows > 8:
         rows //= 2
