@@ -104,7 +104,7 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
         ((offsets, R + C - 1, TILE, TILE), jnp.float32),
         ((*whole[1], TILE), jnp.float32),
     ]
-    steps = Steps(start, add_tiles, finish, before, after)
+    steps = Steps(start, add_tiles, finish, before, after, at_once=1)
     by_query_sums, key_sums, offset_sums = call(plan, scores, "fold", types, scratch, steps)
     results = {name: by_query_sums[:, :, n, :T] for n, name in enumerate(by_query)}
     results |= {name: key_sums[:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(by_key_names)}

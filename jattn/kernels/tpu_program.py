@@ -106,6 +106,7 @@ class Steps:
     finish: Callable
     before: Callable = _nothing
     after: Callable = _nothing
+    at_once: int = 0  # the times that ``add`` is repeated in the body of a loop; 0: ``Scores.at_once``
 
 
 def call(
@@ -129,11 +130,10 @@ def call(
 
     (B, _, N, _), K, by_key = plan.request.query.shape, plan.request.key.shape[2], results[0][0] == "keys"
     group, operands = N // K, plan.operands
-    table = schedule(*plan.tables, by_key)
+    table, (some, every) = schedule(*plan.tables, by_key), plan.tables
     entries, shared = table.shape[1], table.shape[0] == 1
-    # Both branches are compiled, which takes longer, unless the tables are known.
-    known = isinstance(table, np.ndarray)
-    occur = (plan.tables[1].any(), (plan.tables[0] & ~plan.tables[1]).any()) if known else (True, True)
+    # Blocks that are full, and that are not. Unless known, both branches are compiled, which takes longer.
+    counts = (every.sum(), (some & ~every).sum()) if isinstance(table, np.ndarray) else (2, 1)
 
     def locate(ids: Sequence[Any], table_ref: Any) -> tuple:
         n = ids[1] * group + ids[3] if by_key else ids[1]
@@ -151,12 +151,14 @@ def call(
         steps.before(ins, *kept)
 
         def add(number: Any, _: None) -> tuple[Any, None]:
-            queries = pl.ds(pl.multiple_of(number * np.int32(TILE), TILE), TILE)
+            queries = pl.ds(pl.multiple_of(number * jnp.int32(TILE), TILE), TILE)
             steps.add(scores.tiles(ins, block, head, queries, masked), ins, *kept)
-            return number + np.int32(1), None
+            return number + jnp.int32(1), None
 
-        # Not unrolled: compiling takes as long as the program is. A fori_loop would count in 64 bits in x64.
-        jax.lax.scan(add, np.int32(0), None, length=plan.size[0] // TILE)
+        often = not by_key and bool(2 * counts[masked] >= sum(counts))  # by key, a loop costs next to nothing
+        length = plan.size[0] // TILE
+        unroll = min(length, steps.at_once or scores.at_once(masked, often))
+        jax.lax.scan(add, jnp.int32(0), length=length, unroll=unroll)  # a fori_loop would count in int64 in x64
         steps.after(block, masked and not scores.all_seen, ins, *kept)
 
     def kernel(table_ref: Any, *refs: Any) -> None:
@@ -166,8 +168,8 @@ def call(
         if by_key:  # a key's head is done after all query heads of its group
             first, last = first & (ids[3] == 0), last & (ids[3] == group - 1)
         pl.when(first)(lambda: steps.start((i, j), *kept))
-        for masked, listed, occurs in ((False, full, occur[0]), (True, partial, occur[1])):
-            if occurs:
+        for masked, listed in ((False, full), (True, partial)):
+            if counts[masked]:
                 pl.when(listed)(functools.partial(compute, masked, (i, j), (b, n), ins, kept))
         pl.when(last)(lambda: steps.finish(ins, *outs, *kept))
 

@@ -153,6 +153,19 @@ class Scores:
         for start in range(0, self.operands.size[1], TILE):
             yield Tile(self, ins, block, head, queries, slice(start, start + TILE), masked)
 
+    def at_once(self, masked: bool, often: bool) -> int:
+        """How many times 128 queries of a block to compute in the body of a loop over them.
+
+        Compiling takes as long as the code is. But at the end of the body the matrix unit runs empty, which costs a few
+        percent of a body of 256 queries if a tile takes long, or of a kernel if it is not ``often`` run. Full blocks
+        get more: 512 with a score function, else all, as do masked ones of quick masks.
+        """
+        steps = sum(len(mod.separated.steps) for mod in self.masks if masked)
+        quick = self.score_mod is None and steps <= 4  # Causal takes 2, Segments 30, ``%`` 10
+        if quick and often:
+            return self.operands.size[0] // TILE
+        return 2 if masked or self.score_mod is None else 4
+
     def scale_of(self, ins: Any) -> Any:
         """The factor on ``q·k``."""
         return self.operands.scalar(ins, self.scale, 0, 0)

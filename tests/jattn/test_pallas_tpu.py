@@ -71,6 +71,15 @@ def test_several_blocks(name):
         np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["causal, alibi, soft cap", "full", "lengths, one of them 0", "bias and mask arrays", "positions"]
+)
+def test_several_tiles_of_one_block(name):
+    tiles = PallasTPU((384, 256), interpret=True)  # 3 times 128 queries: two at once and one
+    for ours, dense in zip(results(qkv(), tiles, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True):
+        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+
+
 def test_the_error_in_bfloat16_is_at_most_twice_the_formulas():
     exact = results([x.astype(jnp.float32) for x in qkv(jnp.bfloat16)], "xla", is_causal=True)
     dense, ours = (results(qkv(jnp.bfloat16), name, is_causal=True) for name in ("xla", SMALL_BLOCKS))
@@ -117,15 +126,17 @@ def test_other_derivatives_are_blockwises():
 
 
 def test_is_lowered_for_tpus_alone():
-    x = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+    x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)  # loops of more than one step
 
     def attend(q):
         return (
             jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_tpu").astype(jnp.float32).sum()
         )
 
-    text = jax.jit(jax.grad(attend)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 3  # forward, query's gradient, key's and value's
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            text = jax.jit(jax.grad(attend)).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == 3  # forward, query's gradient, key's and value's
     with pytest.raises(Unsupported, match="needs a TPU, not cpu"):
         attend(x)
 
@@ -149,17 +160,12 @@ def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
 def test_in_x64():
     options = {"mask": masks.Segments(ids(T, 0)[:, :20]) & masks.Causal(), "score_mod": score_mods.Alibi(SLOPES)}
 
-    def attend_on_tpu(q, k, v):
-        return jattn.dot_product_attention(q, k, v, implementation="pallas_tpu", is_causal=True)
-
     def attend(implementation):
         q, k, v = (x[:, :20] for x in qkv())
         return jattn.dot_product_attention(q, k, v, implementation=implementation, **options)
 
     with jax.enable_x64(True):
-        np.testing.assert_allclose(attend(SMALL_BLOCKS), attend("xla"), rtol=0, atol=2e-6)
-        fn = jax.jit(jax.grad(lambda q, k, v: attend_on_tpu(q, k, v).sum(), (0, 1, 2)))
-        jax.export.export(fn, platforms=["tpu"])(*qkv())  # which has no 64 bits
+        np.testing.assert_allclose(attend(PallasTPU((256, 128), interpret=True)), attend("xla"), rtol=0, atol=2e-6)
 
 
 def test_on_each_device_of_a_mesh():
