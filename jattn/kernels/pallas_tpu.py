@@ -188,7 +188,7 @@ def _score_tangents(plan: Plan, scores: Scores, row_max: jax.Array, cotangents: 
     add = plan.operands.add
     if d_acc.shape[3] == 0:  # as Plan.value
         d_acc = jnp.zeros((*d_acc.shape[:3], 1), d_acc.dtype)
-    value, d_out = add("keys", plan.value()), add("queries", plan.queries(d_acc, d_acc.dtype))
+    value, d_out = add("keys", plan.value()), add("queries", plan.queries(d_acc, plan.request.query.dtype))
     maximum, d_sum = (add("queries", plan.queries(x[..., None], jnp.float32)) for x in (row_max, d_row_sum))
 
     def of_tile(tile: Tile, ins: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
