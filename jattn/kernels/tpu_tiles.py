@@ -160,10 +160,11 @@ class Scores:
         percent of a body of 256 queries if a tile takes long, or of a kernel if it is not ``often`` run. Full blocks
         get more: 512 with a score function, else all, as do masked ones of quick masks.
         """
+        whole = self.operands.size[0] // TILE
         steps = sum(len(mod.separated.steps) for mod in self.masks if masked)
         quick = self.score_mod is None and steps <= 4  # Causal takes 2, Segments 30, ``%`` 10
-        if quick and often:
-            return self.operands.size[0] // TILE
+        if quick and (often or (whole <= 4 and not masked)):
+            return whole
         return 2 if masked or self.score_mod is None else 4
 
     def scale_of(self, ins: Any) -> Any:
