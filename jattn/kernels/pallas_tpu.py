@@ -182,8 +182,10 @@ def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[ja
 _RULE = ByHand(_plain_accumulate, vjp=backward, count=3)
 
 
-def _score_tangents(plan: Plan, scores: Scores, row_max: jax.Array, cotangents: list[jax.Array]) -> Callable:
-    """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias."""
+def _score_tangents(
+    plan: Plan, scores: Scores, row_max: jax.Array, cotangents: list[jax.Array]
+) -> tuple[Callable, int]:
+    """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias; and the number of ``d_acc``."""
     d_acc, d_row_sum = cotangents
     add = plan.operands.add
     if d_acc.shape[3] == 0:  # as Plan.value
@@ -197,13 +199,13 @@ def _score_tangents(plan: Plan, scores: Scores, row_max: jax.Array, cotangents: 
         d_score = scores.product(tile.of_keys(ins[value]), own_d_acc, 1, 0) + ins[d_sum][0, 0, :, tile.queries]
         return p, own_d_acc, tile.through_score_mod(p * d_score)
 
-    return of_tile
+    return of_tile, d_out
 
 
 def _d_query(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> jax.Array:
     B, T, N, H = plan.request.query.shape
     scores = plan.scores()
-    of_tile = _score_tangents(plan, scores, row_max, cotangents)
+    of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
 
     def start(_: tuple, acc: Any, d_scores: Any) -> None:
         acc[...] = jnp.zeros_like(acc)
@@ -232,24 +234,33 @@ def _d_query(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> jax
 def _d_key_and_value(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> list[jax.Array]:
     (B, S, K, H), D = plan.request.key.shape, max(plan.request.value.shape[3], 1)
     scores = plan.scores()
-    of_tile = _score_tangents(plan, scores, row_max, cotangents)
+    of_tile, d_out = _score_tangents(plan, scores, row_max, cotangents)
 
-    def start(_: tuple, d_key: Any, d_value: Any) -> None:
+    def start(_: tuple, d_key: Any, d_value: Any, ps: Any, d_scores: Any) -> None:
         d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
 
-    def add(tiles: Any, ins: Any, d_key: Any, d_value: Any) -> None:
+    def add(tiles: Any, ins: Any, d_key: Any, d_value: Any, ps: Any, d_scores: Any) -> None:
         for tile in tiles:
             p, d_acc, d_score = of_tile(tile, ins)
-            d_value[tile.keys] += scores.product(p, d_acc, 1, 1)
-            d_key[tile.keys] += scores.product(d_score, tile.q, 1, 1)
+            if tile.guarded:
+                d_value[tile.keys] += scores.product(p, d_acc, 1, 1)
+                d_key[tile.keys] += scores.product(d_score, tile.q, 1, 1)
+            else:
+                at = tile.keys, tile.queries
+                ps[at], d_scores[at] = p.astype(ps.dtype), d_score.astype(d_scores.dtype)
 
-    def finish(ins: Any, out_key: Any, out_value: Any, d_key: Any, d_value: Any) -> None:
+    def after(_: tuple, guarded: bool, ins: Any, d_key: Any, d_value: Any, ps: Any, d_scores: Any) -> None:
+        if not guarded:  # a v6e's matrix unit takes sums over 256: a product of each tile would fill half of it
+            d_value[...] += scores.product(ps[...], ins[d_out][0, 0], 1, 1)
+            d_key[...] += scores.product(d_scores[...], ins[scores.query][0, 0], 1, 1)
+
+    def finish(ins: Any, out_key: Any, out_value: Any, d_key: Any, d_value: Any, ps: Any, d_scores: Any) -> None:
         out_key[0, 0] = (d_key[...] * scores.scale_of(ins)).astype(out_key.dtype)
         out_value[0, 0] = d_value[...].astype(out_value.dtype)
 
     dtype, length, columns = plan.request.key.dtype, plan.padded[1], plan.size[1]
     types = [("keys", plan.type_of((B, K, length, size), dtype)) for size in (H, D)]
-    scratch = [((columns, size), jnp.float32) for size in (H, D)]
-    results = call(plan, scores, "d_key_and_value", types, scratch, Steps(start, add, finish))
+    scratch = [((columns, size), jnp.float32) for size in (H, D)] + [(plan.size[::-1], dtype)] * 2
+    results = call(plan, scores, "d_key_and_value", types, scratch, Steps(start, add, finish, after=after))
     d_key, d_value = (jnp.transpose(x, (0, 2, 1, 3))[:, :S] for x in results)
     return [d_key, d_value[..., : plan.request.value.shape[3]]]

@@ -17,12 +17,14 @@ from jattn.request import Request
 from jattn.tables import pad_end
 
 LARGE, SMALL = 1024, 512  # queries and keys of a block
+WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector memory in the backward pass
 
 
 def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
     """Queries and keys per block: each length in the fewest equal parts of at most ``largest``, in multiples of 128.
 
-    ``SMALL`` blocks are used if they skip enough of the matrix to pay off, as in ``jattn.blocks.choose_blocks``.
+    ``SMALL`` blocks are used if they skip enough of the matrix to pay off, as in ``jattn.blocks.choose_blocks``, and in
+    float32 for more than 128 features.
     """
     parts = [-(-length // largest) for length in (T, S)]
     rows, columns = (-(-length // (count * TILE)) * TILE for length, count in zip((T, S), parts, strict=True))
@@ -82,7 +84,9 @@ def make_plan(platform: str, request: Request, sizes: tuple[int, int] | None, in
     T, S = request.query.shape[1], request.key.shape[1]
     tables, found = functools.partial(block_table, request), None
     if sizes is None:
-        sizes, found = choose_size(tables, block_sizes(T, S), block_sizes(T, S, SMALL))
+        dim = request.query.shape[3] if request.value is None else max(request.query.shape[3], request.value.shape[3])
+        wide = dim * request.query.dtype.itemsize > WIDE
+        sizes, found = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
     operands = Operands(sizes, request.query.shape[2] // request.key.shape[2])
     return Plan(request, interpret, sizes, tables(sizes) if found is None else found, operands)
 
