@@ -1,21 +1,15 @@
 """``"splash"``: JAX's fused kernels for TPUs, which skip the blocks that a static mask empties.
 
-A mask reaches the kernels in two forms. What is known while tracing decides which blocks there are; within a block the
-masks of integers (``Causal``, ``SlidingWindow``, ``Prefix`` and what joins them) are computed, and all others are read
-from tables of their partial blocks. What differs by sequence or is traced (``Segments``, ``Padding`` and the lengths)
-becomes an id for each query and key: only equal ids see each other.
-
 Splash leaves open what a row without a visible key returns, and lets NaN in unseen slots through. So such rows are
 found by their log-sum-exp and replaced, and unseen keys and values are zeros. The query is multiplied by ``scale`` and
 rounded to its dtype before the kernel, as splash has no scale.
 
-Reverse mode runs splash's backward kernels; every other derivative is that of ``jattn.kernels.blockwise``. The kernels
-are in ``splash_kernel.py``.
+Reverse mode runs splash's backward kernels; every other derivative is that of ``jattn.kernels.blockwise``. Masks are
+in ``splash_masks.py``, the kernels in ``splash_kernel.py``.
 """
 
 import contextlib
 import dataclasses
-import functools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,15 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jattn import staged
 from jattn.batching import canonical
-from jattn.blocks import split_axis, visible_blocks
-from jattn.hoist import depends_on
 from jattn.kernels import Program, Unsupported, blockwise
-from jattn.masks import And, Causal, MaskFunction, Not, Or, Padding, Prefix, Segments, SlidingWindow
-from jattn.mods import known, mod_semantics
+from jattn.kernels.splash_masks import HeadMask, head_masks, ids_of, mask_reason, seen_keys
+from jattn.mods import mod_semantics
 from jattn.online_softmax import differentiable
 from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
@@ -99,7 +90,7 @@ class Splash:
                 "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit",
             ),
         ]
-        return next((reason for applies, reason in reasons if applies), None) or _mask_reason(request)
+        return next((reason for applies, reason in reasons if applies), None) or mask_reason(request)
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; linear memory beside the tables of masks that are read."""
@@ -115,100 +106,6 @@ class Splash:
     def program(self, request: Request, divided: bool) -> Program:
         """As in ``jattn.kernels.InBlocks``."""
         return _forward, _backward, (_plan(request, self),)
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The parts of a request's masks, which a pair must all pass."""
-
-    static: tuple[MaskFunction, ...]  # known while tracing
-    segments: Segments | None
-    paddings: tuple[Padding, ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HeadMask:
-    """One head's static mask. Compares by value, so that equal calls share their tables and programs.
-
-    ``static`` decides on each pair; ``any_visible`` is False for blocks that some mask empties, those that ids stand
-    for included.
-    """
-
-    static: tuple[MaskFunction, ...]
-    head: int
-    lengths: tuple[int, int]
-    size: tuple[int, int]
-    any_visible: np.ndarray  # [blocks of T, blocks of S]
-    all_visible: np.ndarray
-
-    @property
-    def padded_lengths(self) -> tuple[int, int]:
-        """The lengths, rounded up to whole blocks."""
-        T, S = (parts_of(length, size) * size for length, size in zip(self.lengths, self.size, strict=True))
-        return T, S
-
-    @property
-    def in_kernel(self) -> bool:
-        """Whether the kernel computes the mask; otherwise it reads partial blocks, unless there are none."""
-        return (bool(self.static) or self._pads_keys) and all(map(_is_arithmetic, self.static))
-
-    @property
-    def _pads_keys(self) -> bool:
-        return self.padded_lengths[1] != self.lengths[1]
-
-    def __call__(self, q_idx: Any, kv_idx: Any) -> jax.Array:
-        """The visible pairs of traced indices, in the kernel."""
-        visible: Any = kv_idx < self.lengths[1] if self._pads_keys else True
-        with mod_semantics():
-            for mask in self.static:
-                visible = mask(0, self.head, q_idx, kv_idx) & visible
-        return jnp.broadcast_to(visible, jnp.broadcast_shapes(q_idx.shape, kv_idx.shape))
-
-    def block(self, row: int, column: int) -> np.ndarray:
-        """The visible pairs of one block, ``[1,1]`` if all are or none is known to be.
-
-        Rows past the end see what the last one sees, and nobody sees keys past the end.
-        """
-        if not self.any_visible[row, column] or self.all_visible[row, column]:
-            return self.any_visible[row : row + 1, column : column + 1]
-        (rows, columns), (T, S) = self.size, self.lengths
-        q_idx = np.minimum(np.arange(row * rows, (row + 1) * rows, dtype=np.int32), T - 1)
-        kv_idx = np.arange(column * columns, (column + 1) * columns, dtype=np.int32)
-        return self.pairs(q_idx[:, None], kv_idx[None, :]) & (kv_idx < S)
-
-    def pairs(self, q_idx: np.ndarray, kv_idx: np.ndarray) -> np.ndarray:
-        """The visible pairs of indices that are known."""
-        visible = np.ones(np.broadcast_shapes(q_idx.shape, kv_idx.shape), bool)
-        for mask in self.static:
-            visible &= _evaluate(mask, self.head, q_idx, kv_idx)
-        return visible
-
-    @functools.cached_property
-    def seen_keys(self) -> np.ndarray:
-        """Which keys any query sees, ``[S]``."""
-        seen = np.repeat((self.all_visible & self.any_visible).any(0)[:, None], self.size[1], 1)
-        for row, column in np.argwhere(self.any_visible).tolist():
-            if not seen[column].all():
-                seen[column] |= self.block(row, column).any(0)
-        return seen.ravel()[: self.lengths[1]]
-
-    @property
-    def has_diagonal(self) -> bool:
-        """Whether every query sees the key in its own slot, and there are no other keys."""
-        slots = np.arange(self.lengths[0], dtype=np.int32)
-        return self.lengths[0] == self.lengths[1] and bool(self.pairs(slots, slots).all())
-
-    @functools.cached_property
-    def _value(self) -> tuple:
-        leaves, structure = jax.tree.flatten((self.static, self.any_visible, self.all_visible))
-        values = tuple((type(x), getattr(x, "dtype", None), np.shape(x), np.asarray(x).tobytes()) for x in leaves)
-        return structure, values, self.head, self.lengths, self.size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadMask) and self._value == other._value
-
-    def __hash__(self) -> int:
-        return hash(self._value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,103 +125,10 @@ class Plan:
 
 
 def _plan(request: Request, settings: Splash) -> Plan:
-    (B, T, N, H), S = request.query.shape, request.key.shape[1]
+    (_, T, _, H), S = request.query.shape, request.key.shape[1]
     size = settings.block_sizes or choose_size(T, S, max(H, request.value.shape[-1]))
-    parts = _split(request)
-    by_head = any(_depends_on(mask, 1) for mask in parts.static)
-    if by_head and not isinstance(request.first_head, int):
-        raise Unsupported("implementation='splash' cannot do this: a mask that differs by head, over several devices")
-    # Blocks that ids would empty need not be computed either, if the ids are known. An eager call's are not, so that it
-    # compiles once for all of them.
-    vectors, slot_masks = [], []
-    if isinstance(request.query, Tracer) and isinstance(request.first_batch, int):
-        vectors = [mask for mask in (parts.segments, *parts.paddings) if mask is not None and _is_known(mask)]
-        slot_masks = [x for x in request.slot_masks if isinstance(x, np.ndarray)]
-    b = np.arange(B, dtype=np.int32)[:, None]
-    masks = []
-    for head in range(N) if by_head else range(1):
-        h = np.full((1, 1), head + (request.first_head if by_head else 0), np.int32)
-        arguments = (b, h, None, None, (T, S), size)
-        with _at_once():
-            every, full = visible_blocks(parts.static, (), *arguments)
-            possible, _ = visible_blocks((*parts.static, *vectors), slot_masks, *arguments)
-        every, full, possible = (np.asarray(x).reshape(-1, *x.shape[-2:]) for x in (every, full, possible))
-        masks.append(HeadMask(parts.static, int(h[0, 0]), (T, S), size, possible.any(0), full.all(0)))
-    self_attention = parts.segments is None or parts.segments.kv_ids is None
-    ragged = parts.paddings or request.query_lengths is not None or request.kv_lengths is not None
-    all_keys_seen = not ragged and self_attention and all(mask.has_diagonal for mask in masks)
-    return Plan(tuple(masks), size, _soft_cap(request), settings.interpret, all_keys_seen)
-
-
-def _split(request: Request) -> Parts:
-    """The parts of the masks. At most one ``Segments`` becomes ids; a further one must be static."""
-    static, segments, paddings = [], None, []
-    for mask in (part for joined in request.masks for part in _conjuncts(joined)):
-        if type(mask) is Segments and segments is None:
-            segments = known(mask)
-        elif type(mask) is Padding:
-            paddings.append(known(mask))
-        else:
-            static.append(known(mask))
-    return Parts(tuple(static), segments, tuple(paddings))
-
-
-def _conjuncts(mask: MaskFunction) -> list[MaskFunction]:
-    return [*_conjuncts(mask.left), *_conjuncts(mask.right)] if isinstance(mask, And) else [mask]
-
-
-def _mask_reason(request: Request) -> str | None:
-    parts = _split(request)
-    if parts.segments is not None:
-        tables = (parts.segments.query_ids, parts.segments.kv_ids)
-        if not all(np.can_cast(table.dtype, np.int32) for table in tables if table is not None):
-            return "the ids of Segments must fit int32"
-    for mask in parts.static:
-        if not _is_known(mask):
-            return "its masks must be known while tracing, all but Padding and one Segments, joined to the others by &"
-        if _depends_on(mask, 0):
-            return "it takes no masks that differ by sequence but Padding and one Segments, joined to the others by &"
-    return None
-
-
-def _is_known(mask: MaskFunction) -> bool:
-    """Whether the mask's values are known while tracing."""
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):  # known() left only what is not
-        return False
-    one = np.zeros((1, 1), np.int32)
-    with _at_once(), mod_semantics():
-        return not isinstance(mask(np.int32(0), np.int32(0), one, one), Tracer)
-
-
-def _depends_on(mask: MaskFunction, index: int) -> bool:
-    with _no_mesh():
-        return depends_on(mask, index)
-
-
-@contextlib.contextmanager
-def _at_once() -> Iterator[None]:
-    """Evaluates what is known, also while tracing."""
-    with _no_mesh(), jax.ensure_compile_time_eval():
-        yield
-
-
-def _no_mesh() -> Any:
-    """Indices are no one device's, and a function traced outside of ``jax.shard_map`` is evaluated inside."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-def _evaluate(mask: MaskFunction, head: int, q_idx: np.ndarray, kv_idx: np.ndarray) -> np.ndarray:
-    with _at_once(), mod_semantics():
-        return np.asarray(mask(np.int32(0), np.int32(head), q_idx, kv_idx))
-
-
-def _is_arithmetic(mask: Any) -> bool:
-    """Whether the mask only compares indices with numbers, which a kernel can do."""
-    if type(mask) in (And, Or):
-        return _is_arithmetic(mask.left) and _is_arithmetic(mask.right)
-    if type(mask) is Not:
-        return _is_arithmetic(mask.mask)
-    return type(mask) in (Causal, SlidingWindow, Prefix)
+    masks, all_keys_seen = head_masks(request, size)
+    return Plan(masks, size, _soft_cap(request), settings.interpret, all_keys_seen)
 
 
 def _soft_cap(request: Request) -> float | None:
@@ -404,85 +208,16 @@ def _inputs(request: Request, plan: Plan, seen_queries: jax.Array | None) -> tup
     """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys (and values) and blind queries are zeros."""
     T, S = plan.masks[0].padded_lengths
     query, key, value = request.query, request.key, request.value
-    ids = _ids(request)
-    seen_keys = _seen_keys(request, plan, ids)
-    if seen_keys is not None:
-        key, value = (jnp.where(seen_keys[..., None], x, jnp.zeros((), x.dtype)) for x in (key, value))
+    ids = ids_of(request)
+    seen = None if plan.all_keys_seen else seen_keys(request, plan.masks, ids)
+    if seen is not None:
+        key, value = (jnp.where(seen[..., None], x, jnp.zeros((), x.dtype)) for x in (key, value))
     if seen_queries is not None:
         query = jnp.where(seen_queries[..., None], query, jnp.zeros((), query.dtype))
     padded = _to_heads(_scaled(query, request.scale), T), _to_heads(key, S), _to_heads(value, S)
     if ids is not None:  # nobody sees a padded key: so says the static mask
         ids = pad_end(ids[0], (ids[0].shape[0], T)), pad_end(ids[1], (ids[1].shape[0], S))
     return *padded, ids
-
-
-def _ids(request: Request) -> tuple[jax.Array, jax.Array] | None:
-    """Ids ``[B,T]`` and ``[B,S]``, equal where ``Segments``, ``Padding`` and the lengths let a query see a key.
-
-    What a length hides gets two ids that no segment has, just below the least one. (They wrap around to the largest
-    integers, so ids must not reach from one end of int32 to the other.)
-    """
-    parts = _split(request)
-    (B, T), S = request.query.shape[:2], request.key.shape[1]
-    b = request.first_batch + jnp.arange(B, dtype=jnp.int32)
-    segments = parts.segments
-    limits = [mask.lengths for mask in parts.paddings]
-    limits = [jnp.take(jnp.asarray(x), b % x.shape[0]) for x in limits]
-    limits += [] if request.kv_lengths is None else [jnp.asarray(request.kv_lengths)]
-    if segments is None and not limits and request.query_lengths is None:
-        return None
-    q_ids, kv_ids = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)
-    if segments is not None:
-        q_ids = _rows(segments.query_ids, b)
-        kv_ids = q_ids if segments.kv_ids is None else _rows(segments.kv_ids, b)
-    if not limits and request.query_lengths is None:
-        return q_ids, kv_ids
-    unused = jnp.minimum(q_ids.min(), kv_ids.min()) - 2
-    if request.query_lengths is not None:
-        q_ids = jnp.where(jnp.arange(T) < jnp.asarray(request.query_lengths)[:, None], q_ids, unused)
-    for limit in limits:
-        kv_ids = jnp.where(jnp.arange(S) < limit[:, None], kv_ids, unused + 1)
-    return q_ids, kv_ids
-
-
-def _rows(table: Any, b: jax.Array) -> jax.Array:
-    """The rows of a table of ids ``[length]`` or ``[B|1, length]``, ``[B, length]``."""
-    table = jnp.asarray(table, jnp.int32)
-    table = table[None] if table.ndim == 1 else table
-    return jnp.take(table, b % table.shape[0], axis=0)
-
-
-def _seen_keys(request: Request, plan: Plan, ids: Any) -> jax.Array | None:
-    """Whether any query sees a key, ``[B|1, S, K|1]``; None if it is known while tracing that all are seen.
-
-    Exact, because what nobody sees may be NaN, and a NaN that is seen must show. If it depends on ids, that takes a
-    comparison for each pair of every sequence.
-    """
-    if plan.all_keys_seen:
-        return None
-    if ids is None:
-        by_head = np.stack([mask.seen_keys for mask in plan.masks])[None]
-        if by_head.all():
-            return None
-    else:
-        (q_ids, kv_ids), (T, S) = ids, plan.masks[0].lengths
-        kv_idx = jnp.arange(S, dtype=jnp.int32)[None, :]
-
-        def add(seen: jax.Array, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            q_idx, q_ids = rows
-            same = q_ids[:, :, None] == kv_ids[:, None, :]
-            visible = jnp.stack([mask(q_idx[:, None], kv_idx) for mask in plan.masks])
-            return seen | (visible[None] & same[:, None]).any(2), None
-
-        # Row by row of blocks: XLA may hold such a row, but not all pairs.
-        blocks = split_axis(jnp.arange(T, dtype=jnp.int32), 0, plan.size[0], fill=None)
-        ids_of_blocks = jnp.moveaxis(split_axis(q_ids, 1, plan.size[0], fill=None), 1, 0)
-        nothing = jnp.zeros((q_ids.shape[0], len(plan.masks), S), bool)
-        by_head, _ = jax.lax.scan(add, nothing, (blocks, ids_of_blocks))
-    if by_head.shape[1] > 1:  # all query heads of a key head
-        K = request.key.shape[2]
-        by_head = by_head.reshape(by_head.shape[0], K, -1, by_head.shape[2]).any(2)
-    return jnp.asarray(by_head).swapaxes(1, 2)
 
 
 def _scaled(x: jax.Array, scale: Any) -> jax.Array:

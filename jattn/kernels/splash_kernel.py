@@ -22,7 +22,7 @@ HIDDEN = splash.DEFAULT_MASK_VALUE
 
 
 class BlocksOnly(mask_lib.Mask):
-    """A ``splash.HeadMask`` for splash: its partial blocks are stored and read.
+    """A ``splash_masks.HeadMask`` for splash: its partial blocks are stored and read.
 
     Splash asks for one block at a time, and of most only whether ``any`` or ``all`` of it is visible. A single pair
     answers that for a block that is empty or full: at 32768 tokens, whole ones take half a minute of tracing.
