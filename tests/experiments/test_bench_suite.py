@@ -30,7 +30,7 @@ def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path)
 
 
 def test_every_suite_has_results_in_the_repository():
-    assert {file.stem for file in KEPT} | {"chips"} == set(SUITES)  # chips: hours of compilation, not run yet
+    assert {file.stem for file in KEPT} == set(SUITES)
 
 
 def small(measure=lambda: {"seconds": 1.5}, **options) -> Suite:
