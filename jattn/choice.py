@@ -115,7 +115,7 @@ def _program(platform: str, request: Request, divided: bool) -> Program:
 
 def in_blocks(platform: str, request: Request, divided: bool) -> str:
     """The first of ``IN_BLOCKS`` that supports a canonical request, whose arrays may be ``divided`` over devices."""
-    names = ("blockwise",) if divided else IN_BLOCKS.get(platform, ("blockwise",))
+    names = ("blockwise",) if divided or staged.is_partitioned() else IN_BLOCKS.get(platform, ("blockwise",))
     return next(name for name in names if _on_one_device(IMPLEMENTATIONS[name].unsupported_reason, request) is None)
 
 
@@ -138,7 +138,7 @@ class FoldInBlocks(Blockwise):
 
 def _fold(platform: str, request: Request, fold: Fold, _: None) -> dict[str, jax.Array]:
     kernel = PallasTPU()
-    if platform == "tpu" and _on_one_device(kernel.fold_reason, request, fold) is None:
+    if platform == "tpu" and not staged.is_partitioned() and _on_one_device(kernel.fold_reason, request, fold) is None:
         return fold_on_tpu(platform, request, fold, kernel)
     return Blockwise().fold(request, fold)
 

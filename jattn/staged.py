@@ -13,6 +13,7 @@ The operation can be differentiated and batched like ``fn``, in forward and reve
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -297,7 +298,7 @@ def _types(*operands: Any, function: Any, results: tuple) -> list[Any]:
 
 def _lower(platform: str, ctx: Any, *operands: Any, function: Any, results: tuple) -> Any:
     def run(*operands: Any) -> list[Any]:
-        with _settings(function.settings):
+        with _settings(function.settings), _partitioned_as(ctx.module_context.axis_context):
             outputs = function(platform, *operands)
         types = tuple((tuple(x.shape), x.dtype) for x in outputs)
         assert types == results, f"{function}: {types} is not {results}"
@@ -317,6 +318,31 @@ def _settings(values: tuple[Any, ...]) -> Iterator[None]:
     x64, precision = values
     with jax.enable_x64(x64), jax.default_matmul_precision(precision):
         yield
+
+
+_partitioned: contextvars.ContextVar[bool] = contextvars.ContextVar("partitioned", default=False)
+
+
+def is_partitioned() -> bool:
+    """Whether the program that is being lowered is one that XLA divides over devices, which it cannot do to a kernel.
+
+    What ``jax.jit`` makes of arrays on several devices is, unless all axes of their mesh are manual.
+    """
+    return _partitioned.get()
+
+
+@contextlib.contextmanager
+def _partitioned_as(context: Any) -> Iterator[None]:
+    if hasattr(context, "manual_axes"):  # inside jax.shard_map
+        manual = context.manual_axes | set(context.mesh.manual_axes)
+        partitioned = bool(context.manual_axes) and manual != set(context.mesh.axis_names)
+    else:
+        partitioned = getattr(context, "num_devices", 1) != 1
+    token = _partitioned.set(partitioned)
+    try:
+        yield
+    finally:
+        _partitioned.reset(token)
 
 
 def _jvp(

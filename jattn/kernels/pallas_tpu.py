@@ -22,7 +22,7 @@ from jattn.batching import canonical
 from jattn.kernels import Fold, Program, Unsupported
 from jattn.kernels.blockwise import accumulate, staged_fold
 from jattn.kernels.pallas_fold import LONGEST, fold_blocks
-from jattn.kernels.tpu_program import SMALL, Plan, Steps, block_sizes, call, make_plan
+from jattn.kernels.tpu_program import SEVERAL_DEVICES, SMALL, Plan, Steps, block_sizes, call, make_plan
 from jattn.kernels.tpu_tiles import MOST, TILE, Scores, Tile
 from jattn.online_softmax import differentiable, log_sum_exp
 from jattn.placement import is_typed, may_be_divided, on_each_device
@@ -65,10 +65,7 @@ class PallasTPU:
             (empty, "it takes no empty arrays"),
             (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
             (request.dropout is not None, "it takes no dropout"),
-            (
-                may_be_divided(request) and not is_typed(request.query),
-                "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit",
-            ),
+            (may_be_divided(request) and not is_typed(request.query), SEVERAL_DEVICES),
         ]  # fmt: skip
         reason = next((reason for applies, reason in reasons if applies), None) or reason_against(
             request.masks, request.score_mod

@@ -22,6 +22,7 @@ from jattn import staged
 from jattn.batching import canonical
 from jattn.kernels import Program, Unsupported, blockwise
 from jattn.kernels.splash_masks import HeadMask, head_masks, ids_of, mask_reason, seen_keys
+from jattn.kernels.tpu_program import SEVERAL_DEVICES, require_one_tpu
 from jattn.mods import mod_semantics
 from jattn.online_softmax import differentiable
 from jattn.placement import is_typed, may_be_divided, on_each_device
@@ -85,10 +86,7 @@ class Splash:
             (request.precision is not None, "it has no precision setting"),
             (mod is not None and type(mod) is not SoftCap, "it takes no score_mod but SoftCap"),
             (type(mod) is SoftCap and _soft_cap(request) is None, "the cap of a SoftCap must be a plain number"),
-            (
-                may_be_divided(request) and not is_typed(query),
-                "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit",
-            ),
+            (may_be_divided(request) and not is_typed(query), SEVERAL_DEVICES),
         ]
         return next((reason for applies, reason in reasons if applies), None) or mask_reason(request)
 
@@ -137,8 +135,7 @@ def _soft_cap(request: Request) -> float | None:
 
 
 def _forward(platform: str, request: Request, plan: Plan) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if platform != "tpu" and not plan.interpret:
-        raise Unsupported(f"implementation='splash' cannot do this: it needs a TPU, not {platform}")
+    require_one_tpu("splash", platform, plan.interpret)
     from jattn.kernels import splash_kernel
 
     (B, T, N, _), D = request.query.shape, request.value.shape[-1]

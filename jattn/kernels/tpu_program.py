@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn import staged
 from jattn.blocks import all_seen, choose_size
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import block_table, mask_arguments
@@ -16,6 +17,7 @@ from jattn.kernels.tpu_tiles import TILE, Operands, Scores, schedule, split_entr
 from jattn.request import Request
 from jattn.tables import pad_end
 
+SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
 LARGE, SMALL = 1024, 512  # queries and keys of a block
 WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector memory in the backward pass
 
@@ -73,14 +75,23 @@ class Plan:
         return Scores.of(request, self.operands, q, k, all_seen(*mask_arguments(request)))
 
 
+def require_one_tpu(name: str, platform: str, interpret: Any) -> None:
+    """Raises ``Unsupported`` where a kernel cannot be lowered."""
+    if interpret:
+        return
+    if platform != "tpu":
+        raise Unsupported(f"implementation={name!r} cannot do this: it needs a TPU, not {platform}")
+    if staged.is_partitioned():
+        raise Unsupported(f"implementation={name!r} cannot do this: {SEVERAL_DEVICES}")
+
+
 def make_plan(platform: str, request: Request, sizes: tuple[int, int] | None, interpret: Any) -> Plan:
     """The plan for blocks of these sizes, or of those that pay off.
 
     Raises:
-        Unsupported: the platform is no TPU.
+        Unsupported: the platform is no TPU, or XLA divides the program over several.
     """
-    if platform != "tpu" and not interpret:
-        raise Unsupported(f"implementation='pallas_tpu' cannot do this: it needs a TPU, not {platform}")
+    require_one_tpu("pallas_tpu", platform, interpret)
     T, S = request.query.shape[1], request.key.shape[1]
     tables, found = functools.partial(block_table, request), None
     if sizes is None:

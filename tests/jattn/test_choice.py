@@ -101,6 +101,26 @@ def test_on_a_mesh():
         assert jattn.explain(X, X, X, is_causal=True, platform="tpu").startswith("blockwise: taken on TPU")
 
 
+def test_what_xla_divides_is_blockwises():
+    """XLA cannot divide a kernel, and no type says that it will divide the program."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, None, "heads")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def text(fn):
+        return jax.export.export(jax.jit(fn, in_shardings=sharding), platforms=["tpu"])(X, X, X).mlir_module()
+
+    def attend(*x, implementation=None):
+        return jattn.dot_product_attention(*x, is_causal=True, implementation=implementation)
+
+    assert "tpu_custom_call" not in text(attend)
+    assert "tpu_custom_call" not in text(lambda q, k, v: jattn.heads.statistics(q, k))
+    assert KERNELS["splash"] in text(jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec))
+    for name in KERNELS:
+        with pytest.raises(jattn.Unsupported, match=f"'{name}' cannot do this: the arrays may lie on several devices"):
+            text(lambda *x, name=name: attend(*x, implementation=name))
+
+
 def test_here_it_is_blockwise_to_the_bit():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1024, 1, 8)), jnp.float32)
     found, expected = (
