@@ -202,6 +202,8 @@ def fold_weights(
         fold_weights(received, jnp.zeros(S), query, key)  # [B,N,S]
         fold_weights(entropy, jnp.zeros(T), query, key)  # [B,N,T]
     """
+    if implementation is not None and not isinstance(implementation, Blockwise):
+        raise TypeError(f"implementation must be a jattn.kernels.blockwise.Blockwise, got {implementation!r}")
     request = make_request(query, key, None, **options)
     one_sequence = jnp.ndim(query) == 3
     if lse is not None:
@@ -259,7 +261,7 @@ def _explain(
     if sinks is not None:
         make_sinks(sinks, request.query[..., 0])
     place = placement.placement_of(request)
-    divided = place is None and placement.may_be_divided(request)
+    divided = place.leaves_axes if place is not None else placement.may_be_divided(request)
     text = explain_choice(request, implementation, platform, divided)
     return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"
 

@@ -16,7 +16,7 @@ from jattn.kernels.decode import Decode
 from jattn.kernels.pallas_tpu import PallasTPU, fold_on_tpu
 from jattn.kernels.splash import Splash
 from jattn.online_softmax import differentiable
-from jattn.placement import may_be_divided
+from jattn.placement import may_be_divided, on_each_device
 from jattn.request import Request
 
 # ``implementation=None`` takes the first that supports the request, and "decode" and "blockwise" only where they pay
@@ -77,8 +77,8 @@ def _run(platform: str, request: Request, names: ByPlatform) -> tuple[jax.Array,
 class InBlocks:
     """Linear memory: the platform's first of ``IN_BLOCKS`` that supports the request; resolved at lowering.
 
-    All of them keep the same sums for the backward pass, so it runs no forward pass again. Gradients of other arrays
-    than query, key and value are blockwise's on every platform.
+    All of them keep the same sums for the backward pass, so it runs no forward pass again. Where arrays besides query,
+    key and value have gradients, all gradients are blockwise's.
     """
 
     def unsupported_reason(self, request: Request) -> str | None:
@@ -126,14 +126,22 @@ def _on_one_device(fn: Callable, *args: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class FoldInBlocks(Blockwise):
+class FoldInBlocks:
     """Folds by ``"pallas_tpu"`` where that supports it and the program is lowered for a TPU, otherwise as blockwise."""
+
+    def slots(self, length: Any) -> None:
+        """None: each slot holds its own token."""
+        return None
 
     def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
         """As in ``jattn.kernels.FoldsWeights``."""
         if may_be_divided(request) or 0 in (*request.query.shape, *request.key.shape):
-            return super().fold(request, fold)
+            return Blockwise().fold(request, fold)
         return staged_fold(_fold, request, fold, None)
+
+    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
+        """``jattn.placement.on_each_device``."""
+        return on_each_device(fn, request, out_axes, *extra)
 
 
 def _fold(platform: str, request: Request, fold: Fold, _: None) -> dict[str, jax.Array]:

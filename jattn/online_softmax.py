@@ -182,7 +182,8 @@ def fold_head(
         block, row_lse = blocked.take(i, j), block_lse[i][:, None]
 
         def compute():
-            log_weights = blocked.scores(block, i, j, masked)[0] - row_lse
+            scores = blocked.scores(block, i, j, masked)[0]
+            log_weights = jnp.where(scores == -jnp.inf, scores, scores - row_lse)  # 0, also where the lse is NaN
             q_idx, kv_idx = i * rows + jnp.arange(rows, dtype=i.dtype), j * columns + jnp.arange(columns, dtype=j.dtype)
             return step(carry, log_weights, q_idx[:, None], kv_idx[None, :])
 

@@ -58,6 +58,13 @@ class Placement:
             axes_by_kind[kind] = names
         return cls(mesh, **axes_by_kind)
 
+    @property
+    def leaves_axes(self) -> bool:
+        """Whether the mesh has other axes, which are left to XLA and may divide what one device computes."""
+        named = {*self.batch, *self.heads, *self.length}
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return any(kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in named for name, kind in kinds)
+
     def with_types(self, query: Any) -> "Placement":
         """With the axes of sequences and heads from the query's type, unless already given."""
         mesh, axes = _explicit(query)

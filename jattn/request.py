@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
+from jattn.attention import softmax_dtype
 from jattn.dropout import Dropout
 from jattn.fields import LARGEST, to_int32, to_number
 from jattn.masks import Causal, MaskFunction, SlidingWindow
@@ -279,7 +280,7 @@ def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
 
 
 def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:
-    """The argument ``lse`` as ``[B,T,N]``, checked."""
+    """The argument ``lse`` as ``[B,T,N]``, checked, in the softmax's dtype."""
     lse = jnp.asarray(_array("lse", given))
     lse = lse[None] if one_sequence else lse
     if lse.shape != request.query.shape[:3] or not jnp.issubdtype(lse.dtype, jnp.floating):
@@ -287,7 +288,7 @@ def make_lse(given: ArrayLike, request: Request, one_sequence: bool) -> Array:
             f"lse must be floats [B, T, N] = {list(request.query.shape[:3])}, got {lse.dtype} of shape "
             f"{list(lse.shape)}"
         )
-    return lse
+    return lse.astype(softmax_dtype(request.query))
 
 
 def make_sinks(sinks: ArrayLike, lse: Array) -> Array:

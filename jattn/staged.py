@@ -94,7 +94,8 @@ class Function:
         return hash(self._value)
 
     def __repr__(self) -> str:
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
+        fn = self.fn.fn if isinstance(self.fn, ByHand) else self.fn
+        return getattr(fn, "__name__", type(fn).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,7 @@ def jvp(fn: Callable, args: tuple, tangents: list[Any], *, out: Any) -> Any:
 
 
 def at_lowering(fn: Callable, *args: Any) -> Any:
-    """``fn(*args)`` with the arrays of ``args`` traced as ``call`` traces them at lowering; a result without arrays."""
+    """``fn(*args)``, which must return no arrays, with those of ``args`` traced as ``call`` traces them at lowering."""
     function, operands = _function(fn, args)
     found = []
     jax.eval_shape(lambda *operands: found.append(fn(*function.arguments(operands))), *operands)

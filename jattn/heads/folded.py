@@ -166,7 +166,10 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
             f"{list(tokens.shape)} for {T} queries and {S} keys"
         )
     # JAX would silently truncate NumPy's wide integers, and different tokens could become equal.
-    return jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
+    tokens = jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
+    if tokens.dtype.itemsize > 4:  # a kernel has 32 bits; ranks are equal where tokens are
+        tokens = jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(tokens).astype(jnp.int32)
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True)

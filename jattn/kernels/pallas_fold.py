@@ -35,7 +35,7 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
     by_key_names, by_offset_names = fold.named("keys"), fold.named("offsets")
     height = len(by_query) + fold.count_visible
 
-    def start(block: tuple, sums: Any, _: Any, by_key: Any, of_keys: Any, by_offset: Any, of_offsets: Any) -> None:
+    def start(block: tuple, sums: Any, data: Any, by_key: Any, of_keys: Any, by_offset: Any, of_offsets: Any) -> None:
         sums[...] = jnp.zeros_like(sums)
         for name in largest:
             sums[pl.ds(by_query.index(name), 1)] = jnp.full((1, sums.shape[1]), -jnp.inf, sums.dtype)
@@ -44,21 +44,24 @@ def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
         def _() -> None:
             of_keys[...], of_offsets[...] = jnp.zeros_like(of_keys), jnp.zeros_like(of_offsets)
 
-    def before(ins: Any, _: Any, data: Any, by_key: Any, *rest: Any) -> None:
-        by_offset = rest[1]
+    def before(ins: Any, sums: Any, data: Any, by_key: Any, of_keys: Any, by_offset: Any, of_offsets: Any) -> None:
         by_key[...], by_offset[...] = jnp.zeros_like(by_key), jnp.zeros_like(by_offset)
         for n, (number, _) in enumerate(of_column.values()):  # once a block, because it is a transpose
             for column in range(C):
                 row = ins[number][0, 0, :, column * TILE : (column + 1) * TILE]
                 data[n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
 
-    def add_tiles(tiles: Any, ins: Any, sums: Any, data: Any, by_key: Any, _: Any, by_offset: Any, *rest: Any) -> None:
+    def add_tiles(tiles: Any, ins: Any, *kept: Any) -> None:
+        sums, data, by_key, _, by_offset, _ = kept
         for tile in tiles:
             at = tile.keys.start // TILE
             row = {name: _typed(ins[n][0, 0, :, tile.queries], is_bool) for name, (n, is_bool) in of_row.items()}
             own = enumerate(of_column.items())
             column = {name: _typed(data[n, at], is_bool) for n, (name, (_, is_bool)) in own}
-            found = fold.values(tile.scores() - ins[row_lse][0, 0, :, tile.queries], row, column)
+            scored = tile.scores()
+            logs = scored - ins[row_lse][0, 0, :, tile.queries]
+            logs = jnp.where(scored == -jnp.inf, scored, logs)  # 0, also where the lse is NaN
+            found = fold.values(logs, row, column)
             for n, name in enumerate(by_query):
                 here, x = (pl.ds(n, 1), tile.queries), found[name]
                 if name in largest:

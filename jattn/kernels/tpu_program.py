@@ -23,11 +23,7 @@ WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector 
 
 
 def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
-    """Queries and keys per block: each length in the fewest equal parts of at most ``largest``, in multiples of 128.
-
-    ``SMALL`` blocks are used if they skip enough of the matrix to pay off, as in ``jattn.blocks.choose_blocks``, and in
-    float32 for more than 128 features.
-    """
+    """Queries and keys per block: each length in the fewest equal parts of at most ``largest``, in multiples of 128."""
     parts = [-(-length // largest) for length in (T, S)]
     rows, columns = (-(-length // (count * TILE)) * TILE for length, count in zip((T, S), parts, strict=True))
     return rows, columns
@@ -86,7 +82,10 @@ def require_one_tpu(name: str, platform: str, interpret: Any) -> None:
 
 
 def make_plan(platform: str, request: Request, sizes: tuple[int, int] | None, interpret: Any) -> Plan:
-    """The plan for blocks of these sizes, or of those that pay off.
+    """The plan for blocks of these sizes, or of the default ones.
+
+    These are ``block_sizes``: ``LARGE`` ones, unless ``SMALL`` ones skip enough of the matrix to pay off, as in
+    ``jattn.blocks.choose_blocks``, or a query is ``WIDE``, as in float32 with more than 128 features.
 
     Raises:
         Unsupported: the platform is no TPU, or XLA divides the program over several.

@@ -184,6 +184,9 @@ ROWS: dict[str, Row] = {
     "eligible of ints": stat("eligible must be bool", eligible=TOKENS),
     "eligible of 3": stat("eligible must be bool", "[3]", eligible=np.ones(3, bool)),
     "statistics with sinks": stat("statistics takes no sinks=", "lse=", sinks=np.ones(N)),
+    "fold by name": of(
+        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, implementation="xla"), "implementation", "'xla'"
+    ),
     "statistics by name": stat("implementation", "'xla'", implementation="xla"),
     "lse of 3": stat("lse", lse=LSE[:, :3]),
     "coarse of 0": of(lambda: heads.coarse_weights(Q, KEY, 0), "size", "0"),

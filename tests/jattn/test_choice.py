@@ -101,6 +101,18 @@ def test_on_a_mesh():
         assert jattn.explain(X, X, X, is_causal=True, platform="tpu").startswith("blockwise: taken on TPU")
 
 
+def test_a_mesh_of_both_kinds_of_axes():
+    """The axes that no type names are XLA's."""
+    explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(explicit, auto))
+    with jax.set_mesh(mesh):
+        typed = X.update(
+            shape=(2, *X.shape[1:]), sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        )
+        assert jattn.explain(typed, typed, typed, platform="tpu").startswith("blockwise: taken on TPU")
+        assert "tpu_custom_call" not in lowered(lambda *x: jattn.dot_product_attention(*x), typed, typed, typed)
+
+
 def test_what_xla_divides_is_blockwises():
     """XLA cannot divide a kernel, and no type says that it will divide the program."""
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))

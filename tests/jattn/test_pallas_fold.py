@@ -78,6 +78,33 @@ def test_x64_and_vmap():
     same(found, statistics(query, key, implementation=Blockwise(), is_causal=True))
 
 
+def test_an_lse_of_another_dtype_and_tokens_of_64_bits():
+    query, key = heads()
+    lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1].astype(jnp.bfloat16)
+    found, expected = (
+        statistics(query, key, lse=lse, is_causal=True, implementation=how, names=["entropy"])
+        for how in (KERNEL, Blockwise())
+    )
+    assert found["entropy"].dtype == expected["entropy"].dtype == jnp.float32
+    same(found, expected)
+    with jax.enable_x64(True):
+        tokens = jnp.asarray(np.tile([3, 3 + 2**32], (B, T // 2)), jnp.int64)
+        found, expected = (
+            statistics(query, key, tokens=tokens, is_causal=True, implementation=how, names=["duplicate_token"])
+            for how in (KERNEL, Blockwise())
+        )
+    same(found, expected)
+    assert (found["duplicate_token"] < 0.6).all()  # every second token is another
+
+
+def test_nan_stays_in_the_pairs_that_are_seen():
+    query, key = heads(T, 400)
+    key = key.at[:, 120].set(jnp.nan)
+    for how in KERNEL, Blockwise(), Blockwise((16, 16)):
+        received = statistics(query, key, is_causal=True, implementation=how, names=["received"])["received"]
+        np.testing.assert_array_equal(np.isnan(received), np.broadcast_to(np.arange(400) < T, (B, N, 400)))
+
+
 def test_the_gradient_is_blockwises():
     query, key = heads()
 
