@@ -5,6 +5,8 @@ queries are added up along the keys of a tile. Sums of keys and of offsets are a
 reduced once a block: those of keys across the lanes, those of offsets along the diagonals.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 from jattn.kernels import Fold
 from jattn.kernels.tpu_program import Plan, Steps, call
-from jattn.kernels.tpu_tiles import TILE
+from jattn.kernels.tpu_tiles import TILE, Scores
 from jattn.tables import pad_end
 
 LONGEST = 2**18  # T + S of sums by key and by offset, which stay in vector memory
@@ -20,101 +22,139 @@ LONGEST = 2**18  # T + S of sums by key and by offset, which stay in vector memo
 
 def fold_blocks(plan: Plan, fold: Fold) -> dict[str, jax.Array]:
     """``jattn.kernels.FoldsWeights.fold``."""
-    # Imported when a kernel is traced: it takes as long as half of jattn.
-    from jax.experimental import pallas as pl
-
     (B, T, N, _), S = plan.request.query.shape, plan.request.key.shape[1]
-    (R, C), (all_rows, all_columns) = (tuple(x // TILE for x in pair) for pair in (plan.size, plan.padded))
-    scores, add = plan.scores(), plan.operands.add
-    row_lse = add("queries", plan.queries(jnp.where(fold.lse == -jnp.inf, 0.0, fold.lse)[..., None], jnp.float32))
-    of_row, of_column = (
-        {name: (add(kind, _whole(x, length * TILE)), x.dtype == bool) for name, x in data.items()}
-        for kind, data, length in (("queries", fold.rows, all_rows), ("key row", fold.columns, all_columns))
-    )
-    largest, by_query = fold.named("largest"), fold.named("queries", "largest")
-    by_key_names, by_offset_names = fold.named("keys"), fold.named("offsets")
-    height = len(by_query) + fold.count_visible
+    steps = _Steps.of(plan, fold)
+    (_, C), (all_rows, all_columns), (keys, offsets) = steps.tiles, steps.all_tiles, steps.heights
+    float32 = functools.partial(plan.type_of, dtype=jnp.float32)
+    # A head's sums by key and by offset, as rows of 128; no array of a kernel is empty.
+    by_key = keys, all_columns if steps.keys else 1, TILE
+    by_offset = offsets, all_rows + all_columns if steps.offsets else 1, TILE
+    types = [("queries", float32((B, N, max(steps.height, 1), plan.padded[0])))]
+    types += [("whole", float32((B, N, *shape))) for shape in (by_key, by_offset)]
+    scratch = [
+        ((max(steps.height, 1), plan.size[0]), jnp.float32),
+        ((max(len(steps.columns), 1), C, TILE, TILE), jnp.int32),
+        ((keys, C, TILE, TILE), jnp.float32),
+        (by_key, jnp.float32),
+        ((offsets, sum(steps.tiles) - 1, TILE, TILE), jnp.float32),
+        (by_offset, jnp.float32),
+    ]
+    program = Steps(steps.start, steps.add, steps.finish, steps.before, steps.after, at_once=1)
+    sums, key_sums, offset_sums = call(plan, steps.scores, "fold", types, scratch, program)
+    results = {name: sums[:, :, n, :T] for n, name in enumerate(steps.by_query)}
+    results |= {name: key_sums[:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
+    for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, from -S on
+        line, end = offset_sums[:, :, n].reshape(B, N, -1), all_columns * TILE + T
+        results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
+    return results | ({"visible": sums[:, :, steps.height - 1, :T].astype(jnp.int32)} if fold.count_visible else {})
 
-    def start(block: tuple, sums: Any, data: Any, by_key: Any, of_keys: Any, by_offset: Any, of_offsets: Any) -> None:
+
+@dataclasses.dataclass
+class _Steps:
+    """The kernel's steps. Its scratch, in this order:
+
+    ``sums [height, queries]``; ``data``: the columns' data as tiles; ``by_key``, ``by_offset``: a block's values, the
+    tiles upon each other; ``of_keys`` and ``of_offsets``, which come after each: the sums of the head so far.
+    """
+
+    plan: Plan
+    fold: Fold
+    scores: Scores
+    lse: int
+    rows: dict[str, tuple[int, bool]]  # the number of the array, and whether it is bool
+    columns: dict[str, tuple[int, bool]]
+
+    @classmethod
+    def of(cls, plan: Plan, fold: Fold) -> "_Steps":
+        """With their arrays among the plan's operands."""
+        scores, add = plan.scores(), plan.operands.add
+        lse = add("queries", plan.queries(jnp.where(fold.lse == -jnp.inf, 0.0, fold.lse)[..., None], jnp.float32))
+        rows, columns = (
+            {name: (add(kind, _whole(x, length)), x.dtype == bool) for name, x in data.items()}
+            for kind, data, length in zip(("queries", "key row"), (fold.rows, fold.columns), plan.padded, strict=True)
+        )
+        return cls(plan, fold, scores, lse, rows, columns)
+
+    def __post_init__(self):
+        self.tiles, self.all_tiles = (tuple(x // TILE for x in pair) for pair in (self.plan.size, self.plan.padded))
+        self.largest, self.keys, self.offsets = (self.fold.named(kind) for kind in ("largest", "keys", "offsets"))
+        self.by_query = self.fold.named("queries", "largest")
+        self.height = len(self.by_query) + self.fold.count_visible
+        self.heights = max(len(self.keys), 1), max(len(self.offsets), 1)
+
+    def start(self, block: tuple, *kept: Any) -> None:
+        """Clears the sums of a block of queries, and before the first one those of the head."""
+        # Imported when a kernel is traced: it takes as long as half of jattn.
+        from jax.experimental import pallas as pl
+
+        sums, _, _, of_keys, _, of_offsets = kept
         sums[...] = jnp.zeros_like(sums)
-        for name in largest:
-            sums[pl.ds(by_query.index(name), 1)] = jnp.full((1, sums.shape[1]), -jnp.inf, sums.dtype)
+        for name in self.largest:
+            sums[pl.ds(self.by_query.index(name), 1)] = jnp.full((1, sums.shape[1]), -jnp.inf, sums.dtype)
 
         @pl.when(block[0] == 0)
         def _() -> None:
             of_keys[...], of_offsets[...] = jnp.zeros_like(of_keys), jnp.zeros_like(of_offsets)
 
-    def before(ins: Any, sums: Any, data: Any, by_key: Any, of_keys: Any, by_offset: Any, of_offsets: Any) -> None:
+    def before(self, ins: Any, *kept: Any) -> None:
+        """Clears what belongs to one block, and reads its columns' data."""
+        _, data, by_key, _, by_offset, _ = kept
         by_key[...], by_offset[...] = jnp.zeros_like(by_key), jnp.zeros_like(by_offset)
-        for n, (number, _) in enumerate(of_column.values()):  # once a block, because it is a transpose
-            for column in range(C):
+        for n, (number, _) in enumerate(self.columns.values()):  # once a block, because it is a transpose
+            for column in range(self.tiles[1]):
                 row = ins[number][0, 0, :, column * TILE : (column + 1) * TILE]
                 data[n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
 
-    def add_tiles(tiles: Any, ins: Any, *kept: Any) -> None:
+    def add(self, tiles: Any, ins: Any, *kept: Any) -> None:
+        """Adds the values of tiles."""
+        from jax.experimental import pallas as pl
+
         sums, data, by_key, _, by_offset, _ = kept
         for tile in tiles:
             at = tile.keys.start // TILE
-            row = {name: _typed(ins[n][0, 0, :, tile.queries], is_bool) for name, (n, is_bool) in of_row.items()}
-            own = enumerate(of_column.items())
+            row = {name: _typed(ins[n][0, 0, :, tile.queries], is_bool) for name, (n, is_bool) in self.rows.items()}
+            own = enumerate(self.columns.items())
             column = {name: _typed(data[n, at], is_bool) for n, (name, (_, is_bool)) in own}
             scored = tile.scores()
-            logs = scored - ins[row_lse][0, 0, :, tile.queries]
+            logs = scored - ins[self.lse][0, 0, :, tile.queries]
             logs = jnp.where(scored == -jnp.inf, scored, logs)  # 0, also where the lse is NaN
-            found = fold.values(logs, row, column)
-            for n, name in enumerate(by_query):
+            found = self.fold.values(logs, row, column)
+            for n, name in enumerate(self.by_query):
                 here, x = (pl.ds(n, 1), tile.queries), found[name]
-                if name in largest:
+                if name in self.largest:
                     sums[here] = jnp.maximum(sums[here], jnp.max(x, axis=0, keepdims=True))
                 else:
                     sums[here] += jnp.sum(x, axis=0, keepdims=True)
-            if fold.count_visible:
-                seen = (
-                    TILE if tile.visible is None else jnp.sum(tile.visible.astype(jnp.float32), axis=0, keepdims=True)
-                )
-                sums[pl.ds(height - 1, 1), tile.queries] += seen
-            for n, name in enumerate(by_key_names):
+            if self.fold.count_visible:
+                visible = jnp.ones((TILE, TILE), bool) if tile.visible is None else tile.visible
+                seen = jnp.sum(visible.astype(jnp.float32), axis=0, keepdims=True)
+                sums[pl.ds(self.height - 1, 1), tile.queries] += seen
+            for n, name in enumerate(self.keys):
                 by_key[n, at] += found[name]
-            for n, name in enumerate(by_offset_names):
-                by_offset[n, jax.lax.div(tile.queries.start, jnp.int32(TILE)) - at + C - 1] += found[name]
+            diagonal = jax.lax.div(tile.queries.start, jnp.int32(TILE)) - at + self.tiles[1] - 1
+            for n, name in enumerate(self.offsets):
+                by_offset[n, diagonal] += found[name]
 
-    def after(block: tuple, masked: bool, ins: Any, *kept: Any) -> None:
+    def after(self, block: tuple, guarded: bool, ins: Any, *kept: Any) -> None:
+        """Reduces the block's values by key and by offset."""
+        from jax.experimental import pallas as pl
+
         _, _, by_key, of_keys, by_offset, of_offsets = kept
-        i, j = block
-        for n in range(len(by_key_names)):
+        (i, j), (R, C) = block, self.tiles
+        for n in range(len(self.keys)):
             for column in range(C):
                 of_keys[n, pl.ds(j * C + column, 1)] += jnp.sum(by_key[n, column].T, axis=0, keepdims=True)
-        for n in range(len(by_offset_names)):
+        for n in range(len(self.offsets)):
             for diagonal in range(R + C - 1):
                 sums = _diagonal_sums(by_offset[n, diagonal])
-                first = i * R + diagonal + all_columns - (j + 1) * C
+                first = i * R + diagonal + self.all_tiles[1] - (j + 1) * C
                 of_offsets[n, pl.ds(first, 1)] += sums[:, :TILE]
                 of_offsets[n, pl.ds(first + 1, 1)] += sums[:, TILE:]
 
-    def finish(ins: Any, out: Any, out_keys: Any, out_offsets: Any, *kept: Any) -> None:
+    def finish(self, ins: Any, out: Any, out_keys: Any, out_offsets: Any, *kept: Any) -> None:
+        """Writes the sums of a block of queries, and the head's so far."""
         sums, _, _, of_keys, _, of_offsets = kept
         out[0, 0], out_keys[0, 0], out_offsets[0, 0] = sums[...], of_keys[...], of_offsets[...]
-
-    keys, offsets = (max(len(names), 1) for names in (by_key_names, by_offset_names))  # no array is empty
-    whole = [(keys, all_columns if by_key_names else 1), (offsets, all_rows + all_columns if by_offset_names else 1)]
-    types = [("queries", plan.type_of((B, N, max(height, 1), plan.padded[0]), jnp.float32))]
-    types += [("whole", plan.type_of((B, N, *shape, TILE), jnp.float32)) for shape in whole]
-    scratch = [
-        ((max(height, 1), plan.size[0]), jnp.float32),
-        ((max(len(of_column), 1), C, TILE, TILE), jnp.int32),
-        ((keys, C, TILE, TILE), jnp.float32),
-        ((*whole[0], TILE), jnp.float32),
-        ((offsets, R + C - 1, TILE, TILE), jnp.float32),
-        ((*whole[1], TILE), jnp.float32),
-    ]
-    steps = Steps(start, add_tiles, finish, before, after, at_once=1)
-    by_query_sums, key_sums, offset_sums = call(plan, scores, "fold", types, scratch, steps)
-    results = {name: by_query_sums[:, :, n, :T] for n, name in enumerate(by_query)}
-    results |= {name: key_sums[:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(by_key_names)}
-    for n, name in enumerate(by_offset_names):  # the kernel sorts them by query - key, from -S on
-        line, end = offset_sums[:, :, n].reshape(B, N, -1), all_columns * TILE + T
-        results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
-    return results | ({"visible": by_query_sums[:, :, height - 1, :T].astype(jnp.int32)} if fold.count_visible else {})
 
 
 def _whole(data: jax.Array, length: int) -> jax.Array:
