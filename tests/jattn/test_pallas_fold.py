@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-def same(found, expected, tolerance=1e-5):
+def assert_same(found, expected, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), found, expected)
 
 
@@ -50,7 +50,7 @@ def same(found, expected, tolerance=1e-5):
 def test_the_same_as_blockwise(name):
     (query, key), options = CASES[name]
     found = jax.jit(lambda q, k: statistics(q, k, implementation=KERNEL, **options))(query, key)
-    same(found, statistics(query, key, implementation=Blockwise(), **options))
+    assert_same(found, statistics(query, key, implementation=Blockwise(), **options))
 
 
 def test_each_statistic_alone():
@@ -59,7 +59,7 @@ def test_each_statistic_alone():
     lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1]
     for name in "received", "offset_profile", "max_logit", "previous_token":
         found = statistics(query, key, implementation=KERNEL, is_causal=True, lse=lse, names=[name])
-        same(found[name], whole[name])
+        assert_same(found[name], whole[name])
 
 
 def test_bfloat16():
@@ -68,14 +68,14 @@ def test_bfloat16():
     found, expected = (
         statistics(query, key, implementation=how, is_causal=True, lse=lse) for how in (KERNEL, Blockwise())
     )
-    same(found, expected, 1e-4)  # the same products of bfloat16; sums in float32
+    assert_same(found, expected, 1e-4)  # the same products of bfloat16; sums in float32
 
 
 def test_x64_and_vmap():
     query, key = heads()
     with jax.enable_x64(True):
         found = jax.vmap(lambda q, k: statistics(q, k, implementation=KERNEL, is_causal=True))(query, key)
-    same(found, statistics(query, key, implementation=Blockwise(), is_causal=True))
+    assert_same(found, statistics(query, key, implementation=Blockwise(), is_causal=True))
 
 
 def test_an_lse_of_another_dtype_and_tokens_of_64_bits():
@@ -86,14 +86,14 @@ def test_an_lse_of_another_dtype_and_tokens_of_64_bits():
         for how in (KERNEL, Blockwise())
     )
     assert found["entropy"].dtype == expected["entropy"].dtype == jnp.float32
-    same(found, expected)
+    assert_same(found, expected)
     with jax.enable_x64(True):
         tokens = jnp.asarray(np.tile([3, 3 + 2**32], (B, T // 2)), jnp.int64)
         found, expected = (
             statistics(query, key, tokens=tokens, is_causal=True, implementation=how, names=["duplicate_token"])
             for how in (KERNEL, Blockwise())
         )
-    same(found, expected)
+    assert_same(found, expected)
     assert (found["duplicate_token"] < 0.6).all()  # every second token is another
 
 
@@ -112,7 +112,7 @@ def test_the_gradient_is_blockwises():
         return statistics(query, key, implementation=how, is_causal=True, names=["entropy"])["entropy"].sum()
 
     found, expected = (jax.grad(entropy)(query, how) for how in (KERNEL, Blockwise()))
-    same(found, expected)
+    assert_same(found, expected)
 
 
 def weights_and_logs(log_weights, row, column):
@@ -132,7 +132,7 @@ def test_no_races():
     settings = PallasTPU((128, 256), pltpu.InterpretParams(detect_races=True))
     # Called as it is: the interpreter's callbacks have no place in a staged operation.
     found = jax.jit(lambda request, fold: fold_on_tpu("cpu", request, fold, settings))(request, fold)
-    same(found, Blockwise().fold(request, fold))
+    assert_same(found, Blockwise().fold(request, fold))
 
 
 def test_on_a_tpu_it_is_the_default():

@@ -51,7 +51,7 @@ def results(arrays, implementation, **options):
     return *found, *gradients
 
 
-def same(got, expected, tolerance=1e-5):
+def assert_same(got, expected, tolerance=1e-5):
     for x, y, name in zip(got, expected, ("out", "lse", "query", "key", "value"), strict=False):
         assert not np.isnan(x).any(), name
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
@@ -100,7 +100,7 @@ def test_values_lse_and_gradients_of_several_blocks(name):
     options, shape = BLOCKS[name]
     arrays = qkv(**shape)
     got, expected = (results(arrays, by, **options) for by in (INTERPRETED, "xla"))
-    same(got, expected, 0.02 if name == "bfloat16" else 1e-5)
+    assert_same(got, expected, 0.02 if name == "bfloat16" else 1e-5)
     blind = np.asarray(expected[1]) == -np.inf
     np.testing.assert_array_equal(np.asarray(got[1]) == -np.inf, blind)
     assert not np.asarray(got[0])[blind].any() and not np.asarray(got[2])[blind].any()
@@ -159,7 +159,7 @@ def test_the_cotangent_of_the_lse_alone():
         jax.grad(lambda *x: jnp.sum(attend(*x, implementation=by, is_causal=True)[1] ** 2), (0, 1, 2))
     )(*arrays)
     got, expected = gradient(INTERPRETED), gradient("xla")
-    same(got, expected)
+    assert_same(got, expected)
     assert np.asarray(got[0]).any() and not np.asarray(got[2]).any()
 
 
@@ -174,7 +174,7 @@ def test_forward_mode_and_products_with_the_hessian():
         tangent = jax.jvp(fn, arrays, along)[1]
         return tangent, *jax.jvp(jax.grad(fn, (0, 1, 2)), arrays, along)[1]
 
-    same(*(jax.jit(functools.partial(products, by))() for by in (INTERPRETED, "xla")), 1e-4)
+    assert_same(*(jax.jit(functools.partial(products, by))() for by in (INTERPRETED, "xla")), 1e-4)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_traced_lengths_and_ids_under_vmap_and_x64():
         return jax.jit(jax.vmap(of_one))(*arrays, jnp.array([50, 140]), ids)
 
     with jax.enable_x64(True):
-        same(each(INTERPRETED), each("xla"))
+        assert_same(each(INTERPRETED), each("xla"))
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_on_each_device_of_a_mesh():
         got = results([jax.device_put(x, spec) for x in arrays], INTERPRETED, **options)
         with pytest.raises(jattn.Unsupported, match="differs by head"):
             attend(*(jax.device_put(x, spec) for x in arrays), mask=lambda b, h, q, kv: kv <= q + h)
-    same(got, results(arrays, "xla", **options))
+    assert_same(got, results(arrays, "xla", **options))
 
 
 def request_of(B=2, T=7, S=11, N=4, K=2, H=8, D=8, dtype=jnp.float32, **options):
