@@ -13,6 +13,7 @@ from jattn.batching import canonical
 from jattn.kernels import Fold, Implementation, Program, Unsupported, cudnn, xla
 from jattn.kernels.blockwise import Blockwise, accumulate, staged_fold
 from jattn.kernels.decode import Decode
+from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU, fold_on_tpu
 from jattn.kernels.splash import Splash
 from jattn.online_softmax import differentiable
@@ -28,9 +29,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "cudnn": cudnn,
     "splash": Splash(),
     "pallas_tpu": PallasTPU(),
+    "pallas_gpu": PallasGPU(),
 }
 # Those that need a platform.
-ONLY = {"cudnn": "gpu", "splash": "tpu", "pallas_tpu": "tpu"}
+ONLY = {"cudnn": "gpu", "splash": "tpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 # Where blockwise pays off, a platform's first of these that supports the request. JAX's kernel, which others run, too,
 # comes before ours. cudnn does not: its log-sum-exp is blockwise's, a second pass.
 IN_BLOCKS = {"tpu": ("splash", "pallas_tpu", "blockwise")}

@@ -6,7 +6,8 @@ as arrays over heads, queries or keys, and the kernel reads them with its blocks
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,16 +85,21 @@ class Separated:
             results.append(array[..., 0] if axis == HEAD else array)
         return results
 
-    def on_tile(self, score: Any, q_idx: Any, kv_idx: Any, outside: Sequence[Any]) -> Any:
+    def on_tile(
+        self, score: Any, q_idx: Any, kv_idx: Any, outside: Sequence[Any], functions: Mapping[str, Callable]
+    ) -> Any:
         """The result on a tile of pairs, from arrays that broadcast against it.
 
         ``outside``: scalars of the head, and arrays over the tile's queries or keys, in the order of ``arrays``.
+        ``functions``: what to compute some primitives by, instead of themselves.
         """
         known = dict(zip(self.outside, outside, strict=True))
         indices = dict(zip(self.arguments[-2:], (q_idx, kv_idx), strict=True))
         scores = {} if score is None else {self.arguments[0]: score}
         constants = {i: np.reshape(x, ()) for i, x in self.constants.items() if i not in known and np.size(x) == 1}
-        return self._evaluate(self.result, constants | scores | indices | known, _bind_broadcast)
+        return self._evaluate(
+            self.result, constants | scores | indices | known, functools.partial(_bind_broadcast, functions)
+        )
 
     def _evaluate(self, number: int, known: dict[int, Any], bind: Callable) -> Any:
         values = dict(known)
@@ -243,8 +249,10 @@ def _bind(step: _Step, inputs: list[Any]) -> list[Any]:
     return list(results) if step.primitive.multiple_results else [results]
 
 
-def _bind_broadcast(step: _Step, inputs: list[Any]) -> list[Any]:
+def _bind_broadcast(functions: Mapping[str, Callable], step: _Step, inputs: list[Any]) -> list[Any]:
     """The equation on arrays that broadcast, though it was traced on scalars."""
+    if step.primitive.name in functions:
+        return [functions[step.primitive.name](*inputs)]
     if step.primitive.name in _SAME_VALUE:
         return inputs[:1]
     shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))

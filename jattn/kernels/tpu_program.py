@@ -42,8 +42,7 @@ class Plan:
     @property
     def padded(self) -> tuple[int, int]:
         """T and S in whole blocks."""
-        T, S = (count * size for count, size in zip(self.tables[0].shape[1:], self.size, strict=True))
-        return T, S
+        return self.operands.padded
 
     def queries(self, array: jax.Array, dtype: Any) -> jax.Array:
         """``[B,T,N,X] -> [B,N,X,T]``, padded."""
@@ -68,7 +67,7 @@ class Plan:
         """The scores, with their arrays among the operands."""
         request = self.request
         q, k = self.queries(request.query, request.query.dtype), self.keys(request.key)
-        return Scores.of(request, self.operands, q, k, all_seen(*mask_arguments(request)))
+        return Scores.of_padded(request, self.operands, q, k, all_seen(*mask_arguments(request)))
 
 
 def require_one_tpu(name: str, platform: str, interpret: Any) -> None:
@@ -97,8 +96,10 @@ def make_plan(platform: str, request: Request, sizes: tuple[int, int] | None, in
         dim = request.query.shape[3] if request.value is None else max(request.query.shape[3], request.value.shape[3])
         wide = dim * request.query.dtype.itemsize > WIDE
         sizes, found = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
-    operands = Operands(sizes, request.query.shape[2] // request.key.shape[2])
-    return Plan(request, interpret, sizes, tables(sizes) if found is None else found, operands)
+    found = tables(sizes) if found is None else found
+    rows, columns = (count * size for count, size in zip(found[0].shape[1:], sizes, strict=True))
+    operands = Operands(sizes, (rows, columns), request.query.shape[2] // request.key.shape[2])
+    return Plan(request, interpret, sizes, found, operands)
 
 
 def _nothing(*_: Any) -> None:

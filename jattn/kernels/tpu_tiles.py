@@ -1,17 +1,18 @@
-"""What the kernels of ``pallas_tpu`` share: the list of blocks, the arrays that they read, and the scores of a tile."""
+"""What the kernels of ``pallas_tpu`` share: the list of blocks, the arrays that they read, and their tiles."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.kernels import tiles
 from jattn.mods import mod_semantics
 from jattn.request import Request
-from jattn.separate import HEAD, QUERY, Separated, separate, spread
-from jattn.tables import arange, namespace, pad_end
+from jattn.separate import QUERY
+from jattn.tables import namespace, pad_end
 
 TILE = 128  # queries and keys of a tile: the lanes of a register
 _BITS, _LAST = 13, 13 + 13 + 2 + 1  # an entry: row, column, partial and full, first, last
@@ -65,14 +66,28 @@ class Operands:
     - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
     """
 
-    def __init__(self, size: tuple[int, int], group: int):
-        self.size, self.group = size, group  # queries and keys of a block; query heads per key head
+    def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int):
+        self.size, self.padded = size, padded  # queries and keys of a block, and of all blocks
+        self.group = group  # query heads per key head
         self.arrays: list[tuple[str, jax.Array]] = []
 
     def add(self, kind: str, array: jax.Array) -> int:
         """The number of the array."""
         self.arrays.append((kind, array))
         return len(self.arrays) - 1
+
+    def scalars(self, array: jax.Array) -> int:
+        """Adds ``[B|1,N|1]``."""
+        return self.add("scalars", array)
+
+    def vector(self, over: str, array: jax.Array) -> int:
+        """Adds ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``."""
+        kind, length = ("queries", self.padded[0]) if over == QUERY else ("key row", self.padded[1])
+        return self.add(kind, pad_end(array[:, :, None], (*array.shape[:2], 1, length)))
+
+    def pairs(self, array: jax.Array) -> int:
+        """Adds ``[B|1,N|1,T,S]``."""
+        return self.add("pairs", pad_end(array, (*array.shape[:2], *self.padded)))
 
     def block(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of a block."""
@@ -97,56 +112,18 @@ class Operands:
 
 
 @dataclasses.dataclass
-class _Mod:
-    """A mask or score function and the numbers of the arrays that it reads."""
-
-    separated: Separated
-    numbers: list[int]
-    dtypes: list[Any]
-
-
-@dataclasses.dataclass
-class Scores:
+class Scores(tiles.Scores):
     """The scores of a request, tile by tile, from the blocks of its arrays."""
 
-    request: Request
     operands: Operands
     query: int
     key: int
-    scale: int
-    bias: tuple[str, int] | None
-    masks: list[_Mod]
-    score_mod: _Mod | None
-    slot_masks: list[tuple[str, int]]
-    positions: tuple[int | None, int | None]
-    all_seen: bool
 
     @classmethod
-    def of(cls, request: Request, operands: Operands, q: jax.Array, k: jax.Array, all_seen: bool) -> "Scores":
+    def of_padded(cls, request: Request, operands: Operands, q: jax.Array, k: jax.Array, all_seen: bool) -> "Scores":
         """Adds what the scores need to ``operands``; ``q [B,N,H,T]`` and ``k [B,K,S,H]`` are padded to whole blocks."""
-        lengths = q.shape[3], k.shape[2]
-        positions = [
-            None
-            if x is None
-            else operands.add(kind, _padded(jnp.asarray(x)[:, None, None], (None, None, None, length)))
-            for x, kind, length in zip(
-                (request.query_positions, request.kv_positions), ("queries", "key row"), lengths, strict=True
-            )
-        ]
-        mods = [_add_mod(request, operands, mask, None, lengths) for mask in request.masks]
-        return cls(
-            request=request,
-            operands=operands,
-            query=operands.add("queries", q),
-            key=operands.add("keys", k),
-            scale=operands.add("scalars", jnp.asarray(request.scale, jnp.float32).reshape(1, 1)),
-            bias=None if request.bias is None else _add_pairs(operands, request.bias.astype(jnp.float32), lengths),
-            masks=mods,
-            score_mod=request.score_mod and _add_mod(request, operands, request.score_mod, jnp.float32, lengths),
-            slot_masks=[_add_pairs(operands, jnp.asarray(x).astype(jnp.int32), lengths) for x in request.slot_masks],
-            positions=(positions[0], positions[1]),
-            all_seen=all_seen,
-        )
+        query, key = operands.add("queries", q), operands.add("keys", k)
+        return cls.of(request, operands, all_seen, operands=operands, query=query, key=key)
 
     def tiles(self, ins: Any, block: tuple, head: tuple, queries: Any, masked: bool) -> Iterator["Tile"]:
         """The tiles of a block that hold 128 of its queries, a ``pl.ds``."""
@@ -180,13 +157,16 @@ class Scores:
         )  # fmt: skip
 
 
-class Tile:
+class Tile(tiles.Tile):
     """The pairs of 128 keys and 128 queries of one block: ``[keys, queries]``."""
 
-    def __init__(self, scores: Scores, ins: Any, block: tuple, head: tuple, queries: Any, keys: slice, masked: bool):
-        self.source, self.ins, self.block, self.head = scores, ins, block, head
-        self.queries, self.keys = queries, keys
-        self.visible = self._visible() if masked else None
+    source: Scores
+    shape = (TILE, TILE)
+
+    def __init__(self, source: Scores, ins: Any, block: tuple, head: tuple, queries: Any, keys: slice, masked: bool):
+        super().__init__(source, masked)
+        self.ins, self.at, self.head = ins, block, head
+        self.queries, self.keys, self.block = queries, keys, source.operands.size
 
     @property
     def q(self) -> jax.Array:
@@ -202,125 +182,41 @@ class Tile:
     @property
     def guarded(self) -> bool:
         """Whether the tile may hold keys that nobody sees."""
-        return self.visible is not None and not self.source.all_seen
+        return self.masked and not self.source.all_seen
 
     def of_keys(self, ref: Any) -> jax.Array:
         """Keys or values ``[keys, X]``; 0 where none of the tile's queries sees them."""
         x = ref[0, 0, self.keys, :]
         return x if not self.guarded else _where(_any(self.visible, 1), x)
 
-    def scores(self) -> jax.Array:
-        """The scores ``[keys, queries]``, -inf where masked."""
-        s = self._biased()
-        if self.source.score_mod is not None:
-            s = self._modified(s)
-        return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
+    def product(self) -> jax.Array:
+        """``q·k``, in float32."""
+        return self.source.product(self.k, self.q, 1, 0)
 
-    def through_score_mod(self, d_score: jax.Array) -> jax.Array:
-        """The derivative with respect to ``scale * q·k + bias``, from that with respect to the score."""
-        if self.source.score_mod is None:
-            return d_score
-        return jax.jvp(self._modified, (self._biased(),), (d_score,))[1]  # elementwise, so its own transpose
-
-    def _biased(self) -> jax.Array:
-        source = self.source
-        s = source.product(self.k, self.q, 1, 0) * source.scale_of(self.ins)
-        return s if source.bias is None else s + self._pairs(*source.bias)
-
-    def _modified(self, s: jax.Array) -> jax.Array:
-        assert self.source.score_mod is not None
-        if self.visible is not None:
-            s = jnp.where(self.visible, s, 1.0)  # stand-in: keeps an infinite derivative out
-        return jnp.broadcast_to(self._evaluate(self.source.score_mod, s), s.shape).astype(s.dtype)
-
-    def _visible(self) -> jax.Array:
-        visible = None
-        lengths = self.source.request.query.shape[1], self.source.request.key.shape[1]
-        for slots, length, size in zip(self._slots(), lengths, self.source.operands.size, strict=True):
-            if length % size:
-                visible = _and(visible, slots < length)
-        for mask in self.source.masks:
-            visible = _and(visible, self._evaluate(mask, None))
-        for kind, number in self.source.slot_masks:
-            visible = _and(visible, self._pairs(kind, number) != 0)
-        return jnp.ones((TILE, TILE), bool) if visible is None else visible
-
-    def _slots(self) -> tuple[jax.Array, jax.Array]:
+    def slots(self) -> tuple[jax.Array, jax.Array]:
         """The slots of the queries ``[1, queries]`` and of the keys ``[keys, queries]``."""
-        (i, j), (rows, columns) = self.block, self.source.operands.size
+        (i, j), (rows, columns) = self.at, self.block
         q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
         return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
 
-    def _evaluate(self, mod: _Mod, score: Any) -> Any:
-        q, kv = self.source.positions
-        q_slots, kv_slots = self._slots()
-        arrays = [
-            self._read(over, number).astype(dtype)
-            for over, number, dtype in zip(mod.separated.outside.values(), mod.numbers, mod.dtypes, strict=True)
-        ]
-        q_idx = q_slots if q is None else self._read(QUERY, q)
-        return mod.separated.on_tile(score, q_idx, kv_slots if kv is None else self._read("key", kv), arrays)
+    def scalar(self, added: int) -> jax.Array:
+        """The head's entry of an array of ``Operands.scalars``."""
+        return self.source.operands.scalar(self.ins, added, *self.head)
 
-    def _read(self, over: str, number: int) -> Any:
-        if over == HEAD:
-            return self.source.operands.scalar(self.ins, number, *self.head)
-        return (
-            self.ins[number][0, 0, :, self.queries] if over == QUERY else _column(self.ins[number][0, 0, :, self.keys])
-        )
+    def vector(self, over: str, added: int) -> jax.Array:
+        """The tile's part of an array of ``Operands.vector``: ``[1, queries]`` or ``[keys, queries]``."""
+        if over == QUERY:
+            return self.ins[added][0, 0, :, self.queries]
+        return _column(self.ins[added][0, 0, :, self.keys])
 
-    def _pairs(self, kind: str, number: int) -> jax.Array:
-        ref = self.ins[number]
-        if kind == "queries":
-            return ref[0, 0, :, self.queries]
-        return _column(ref[0, 0, :, self.keys]) if kind == "key row" else ref[0, 0, self.queries, self.keys].T
-
-
-def _add_mod(request: Request, operands: Operands, mod: Any, score_dtype: Any, lengths: tuple[int, int]) -> _Mod:
-    (B, T, N, _), S = request.query.shape, request.key.shape[1]
-    batch, heads = request.first_batch + jnp.arange(B), request.first_head + jnp.arange(N)
-    positions = [
-        arange(length, np.int32)[None] if own is None else own
-        for own, length in ((request.query_positions, T), (request.kv_positions, S))
-    ]
-    separated = separate(mod, score_dtype)
-    arrays, numbers = separated.arrays(batch, heads, *positions), []
-    for array, over in zip(arrays, separated.outside.values(), strict=True):
-        # Scalar memory and registers hold 32 bits.
-        wide = array.astype(jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32)
-        if over == HEAD:
-            numbers.append(operands.add("scalars", wide))
-        else:
-            kind, length = ("queries", lengths[0]) if over == QUERY else ("key row", lengths[1])
-            numbers.append(operands.add(kind, _padded(wide[:, :, None], (None, None, None, length))))
-    return _Mod(separated, numbers, [array.dtype for array in arrays])
-
-
-def _add_pairs(operands: Operands, array: jax.Array, lengths: tuple[int, int]) -> tuple[str, int]:
-    """Adds an array ``[B|1,N|1,T|1,S|1]``; its kind and number."""
-    T, S = lengths
-    if array.shape[3] == 1:
-        kind, array = "queries", jnp.swapaxes(array, 2, 3)
-        array = jnp.broadcast_to(array, (*array.shape[:3], T)) if array.shape[3] == 1 else array
-        array = _padded(array, (None, None, None, T))
-    elif array.shape[2] == 1:
-        kind, array = "key row", _padded(array, (None, None, None, S))
-    else:
-        kind, array = "pairs", _padded(array, (None, None, T, S))
-    return kind, operands.add(kind, array)
-
-
-def _padded(array: jax.Array, sizes: Sequence[int | None]) -> jax.Array:
-    return pad_end(array, [old if new is None else new for old, new in zip(array.shape, sizes, strict=True)])
+    def pairs(self, added: int) -> jax.Array:
+        """The tile's part of an array of ``Operands.pairs``."""
+        return self.ins[added][0, 0, self.queries, self.keys].T
 
 
 def _column(row: jax.Array) -> jax.Array:
     """``[1, keys]`` as ``[keys, queries]``, each row of which holds one value."""
     return jnp.broadcast_to(row, (TILE, TILE)).T
-
-
-def _and(x: Any, y: Any) -> jax.Array:
-    y = spread(y, (TILE, TILE))
-    return y if x is None else x & y
 
 
 def _any(visible: Any, axis: int) -> jax.Array:

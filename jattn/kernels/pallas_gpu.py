@@ -1,0 +1,259 @@
+"""``"pallas_gpu"``: our own GPU kernels, for any mask and score function of elementwise operations.
+
+Written in Mosaic GPU, for Hopper GPUs: products by ``wgmma`` from shared memory, which the copy engine fills ahead.
+Forward as in FlashAttention-3 (https://arxiv.org/abs/2407.08608), two warpgroups in turn; backward as in
+FlashAttention-2 (https://arxiv.org/abs/2307.08691), one kernel for query's gradient and one for key's and value's, with
+the derivative rule of ``jattn.online_softmax``. Arrays keep their order of axes and are not copied. Forward mode,
+higher orders and the gradients of arrays besides query, key and value are blockwise's.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.batching import canonical
+from jattn.kernels import Program, Unsupported
+from jattn.kernels.blockwise import accumulate
+from jattn.kernels.gpu_program import (
+    LOG2E,
+    ROWS,
+    SEVERAL_DEVICES,
+    WIDTH,
+    Step,
+    Steps,
+    Tile,
+    call,
+    full,
+    is_all_seen,
+    make_plan,
+    zeros,
+)  # fmt: skip
+from jattn.online_softmax import differentiable
+from jattn.placement import is_typed, may_be_divided, on_each_device
+from jattn.request import Request
+from jattn.separate import QUERY, reason_against
+from jattn.staged import ByHand
+from jattn.tables import pad_end
+
+OLDEST = (0, 11, 2)  # of JAX: what the kernels are written in changes with each
+ENTRIES = 2**24  # blocks in the lists: 64 MiB
+LARGEST_DIM = 256
+LEAST = jnp.finfo(jnp.float32).min
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasGPU:
+    """``implementation=``: ``"pallas_gpu"`` with your own settings.
+
+    ``interpret``: a ``jax.experimental.pallas.mosaic_gpu.InterpretGPUParams``: run on any platform in Pallas'
+    interpreter, for tests.
+    """
+
+    interpret: Any = None
+
+    def unsupported_reason(self, request: Request) -> str | None:
+        """The first reason against the kernels, or None."""
+        (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
+        dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
+        empty = value is None or 0 in (*request.query.shape, *request.key.shape, *value.shape)
+        lengths_known = all(isinstance(x, int) for x in (B, T, S))
+        oldest = ".".join(map(str, OLDEST))
+        reasons = [
+            (jax.__version_info__ < OLDEST, f"it needs JAX {oldest} or newer, not {jax.__version__}"),
+            (dtype not in (jnp.float16, jnp.bfloat16), f"it takes float16 and bfloat16, not {dtype}"),
+            (not lengths_known, "it takes no symbolic shapes"),
+            (empty, "it takes no empty arrays"),
+            (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
+            (request.dropout is not None, "it takes no dropout"),
+            (may_be_divided(request) and not is_typed(request.query), SEVERAL_DEVICES),
+        ]  # fmt: skip
+        reason = next((reason for applies, reason in reasons if applies), None) or reason_against(
+            request.masks, request.score_mod
+        )
+        if reason is not None:
+            return reason
+        rows, columns = -(-T // ROWS), -(-S // ROWS)
+        return f"{rows} by {columns} blocks are too many" if rows * columns > ENTRIES else None
+
+    def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
+        reason = self.unsupported_reason(request)
+        if reason is not None:  # given as an object, which is not asked before
+            raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+        return on_each_device(self._run, request, ("btnd", "btn"))
+
+    def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
+        return differentiable(forward, _RULE, canonical(request), self)
+
+    def program(self, request: Request, divided: bool) -> Program:
+        """As in ``jattn.kernels.InBlocks``."""
+        return forward, backward, (self,)
+
+
+def _plain_accumulate(platform: str, request: Request, row_max: jax.Array, settings: PallasGPU) -> Any:
+    return accumulate(platform, request, row_max, None, False)
+
+
+def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
+    """Rows and columns of a block: what leaves registers for the sums, and shared memory for two blocks of columns."""
+    if max(H, D) > 128:
+        return (ROWS, 64) if backward else (2 * ROWS, 64)
+    return (2 * ROWS, 64) if backward else (2 * ROWS, 128)
+
+
+def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.online_softmax``.
+
+    ``row_max`` is the lse, so that the cotangent of ``acc`` is that of the output, in the dtype that kernels multiply.
+    """
+    T, D = request.query.shape[1], request.value.shape[3]
+    q, k, v = (_padded(x) for x in (request.query, request.key, request.value))
+    if not is_all_seen(request):  # 0 times NaN is NaN: those that see such a value shall, through its key
+        finite = _finite(k) & _finite(v)
+        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
+    plan = make_plan(platform, request, False, _shape(request.query.shape[3], D, False), settings.interpret)
+
+    def start(_: Step) -> tuple:
+        return zeros(ROWS, v.shape[3]), full((ROWS,), float(LEAST)), zeros(ROWS)
+
+    def add(step: Step, rows: Any, columns: Any, carry: tuple) -> tuple:
+        ((q,), (k, v)), (acc, row_max, row_sum) = (rows, columns), carry
+        (product,) = step.products((q, k))
+        step.release(0)
+        s = step.either(Tile.log2_scores, product)
+        new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
+        rescale = jnp.exp2(row_max - new_max)
+        p = jnp.exp2(s - _across(new_max, s))
+        acc, row_sum = acc * _across(rescale, acc), row_sum * rescale + jnp.sum(p, axis=1)
+        acc, row_sum, new_max, p = jax.lax.optimization_barrier((acc, row_sum, new_max, p.astype(q.dtype)))
+        step.turn()
+        (acc,) = step.add((acc, p, v))
+        step.release(1)
+        return acc, new_max, row_sum
+
+    def finish(carry: tuple) -> tuple:
+        acc, row_max, row_sum = carry
+        seen = row_sum > 0.0  # the largest score adds 1
+        sums = jnp.where(seen, row_sum, 1.0)
+        lse = jnp.where(seen, (row_max + jnp.log2(sums)) * (1.0 / LOG2E), float(LEAST))
+        return [acc * _across(1.0 / sums, acc)], [lse]
+
+    (out,), (lse,) = call(plan, [q], [k, v], [v.shape[3]], 1, Steps(start, add, finish, in_turn=True))
+    lse = jnp.transpose(lse[:, :, :T], (0, 2, 1))
+    return out[:, :T, :, :D], lse, (lse != LEAST).astype(jnp.float32)
+
+
+def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[jax.Array]:
+    """The cotangents of query, key and value, from those of ``acc [B,T,N,D]`` and ``row_sum [B,T,N]``.
+
+    With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
+    """
+    request, row_max, settings = args
+    d_acc, d_row_sum = cotangents
+    H, D = request.query.shape[3], request.value.shape[3]
+    q, k, v = (_padded(x) for x in (request.query, request.key, request.value))
+    if not is_all_seen(request):  # a row that sees NaN has it in its row_max
+        q, k, v = (jnp.where(_finite(x), x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    d_acc = _padded(d_acc.astype(q.dtype))
+    lines = [jnp.transpose(x, (0, 2, 1)) for x in (row_max * LOG2E, d_row_sum)]
+    plan = functools.partial(make_plan, platform, request, shape=_shape(H, D, True), interpret=settings.interpret)
+    d_query = _d_query(plan(by_key=False), q, k, v, d_acc, lines)
+    d_key_and_value = functools.partial(_d_key_and_value, q=q, k=k, v=v, d_acc=d_acc, lines=lines)
+    if H + D > LARGEST_DIM:  # registers hold the sums of one
+        (d_key,), (d_value,) = (d_key_and_value(plan(by_key=True), of=of) for of in ("key", "value"))
+    else:
+        d_key, d_value = d_key_and_value(plan(by_key=True), of="key and value")
+    (T, S), grown = (request.query.shape[1], request.key.shape[1]), (d_query, d_key, d_value)
+    return [x[:, :length, :, :size] for x, length, size in zip(grown, (T, S, S), (H, H, D), strict=True)]
+
+
+_RULE = ByHand(_plain_accumulate, vjp=backward, count=3)
+
+
+def _d_query(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Array]) -> jax.Array:
+    scores = plan.scores()
+    numbers = [plan.operands.vector(QUERY, x) for x in lines]
+
+    def start(step: Step) -> tuple:
+        return zeros(ROWS, q.shape[3]), *(step.tile().line(number, 0) for number in numbers)
+
+    def add(step: Step, rows: Any, columns: Any, carry: tuple) -> tuple:
+        ((q, d_acc), (k, v)), (d_query, row_max, d_sum) = (rows, columns), carry
+
+        def slope_of(tile: Tile) -> jax.Array:
+            log2_p = tile.log2_scores()
+            p = jnp.exp2(log2_p - _across(row_max, log2_p))
+            return tile.only_visible(tile.through_score_mod(p))
+
+        slope = step.either(slope_of, *step.products((q, k)))
+        (d_p,) = step.products((d_acc, v))
+        step.release(1)
+        d_scores = _d_scores(step, slope, d_p + _across(d_sum, d_p)).astype(q.dtype)
+        (d_query,) = step.add((d_query, d_scores, k))
+        step.release(0)
+        return d_query, row_max, d_sum
+
+    def finish(carry: tuple) -> tuple:
+        return [carry[0]], []
+
+    ((d_query,), _) = call(plan, [q, d_acc], [k, v], [q.shape[3]], 0, Steps(start, add, finish), scores)
+    return _scaled(d_query, plan)
+
+
+def _d_key_and_value(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Array], of: str) -> list[jax.Array]:
+    scores = plan.scores()
+    row_max, d_sum = (plan.operands.vector(QUERY, x) for x in lines)
+    sizes = {"key": [k.shape[3]], "value": [v.shape[3]], "key and value": [k.shape[3], v.shape[3]]}[of]
+
+    def start(_: Step) -> tuple:
+        return tuple(zeros(ROWS, size) for size in sizes)
+
+    def add(step: Step, rows: Any, columns: Any, carry: tuple) -> tuple:
+        (k, *v), (q, d_acc), sums = rows, columns, list(carry)
+
+        def p_and_slope(tile: Tile) -> list[jax.Array]:
+            p = tile.only_visible(jnp.exp2(tile.log2_scores() - tile.vector(QUERY, row_max)))
+            return [p.astype(q.dtype), *([] if of == "value" else [tile.only_visible(tile.through_score_mod(p))])]
+
+        p, *slope = step.either(p_and_slope, *step.products((k, q)))
+        if of != "key":
+            (sums[-1],) = step.add((sums[-1], p, d_acc))
+        if of != "value":
+            (d_p,) = step.products((v[0], d_acc))
+            d_scores = _d_scores(step, slope[0], d_p + step.tile().vector(QUERY, d_sum))
+            (sums[0],) = step.add((sums[0], d_scores.astype(q.dtype), q))
+        step.release(0, 1)
+        return tuple(sums)
+
+    def finish(carry: tuple) -> tuple:
+        return list(carry), []
+
+    rows = [k] if of == "value" else [k, v]
+    results, _ = call(plan, rows, [q, d_acc], sizes, 0, Steps(start, add, finish), scores)
+    return results if of == "value" else [_scaled(results[0], plan), *results[1:]]
+
+
+def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:
+    """``slope`` times ``d_weight``; 0 for pairs of weight 0 even if a row that sees NaN has it in ``d_weight``."""
+    d_scores = slope * d_weight
+    return d_scores if step.scores.all_seen else jnp.where(slope != 0.0, d_scores, 0.0)
+
+
+def _scaled(x: jax.Array, plan: Any) -> jax.Array:
+    return (x.astype(jnp.float32) * plan.request.scale).astype(x.dtype)
+
+
+def _across(line: jax.Array, like: jax.Array) -> jax.Array:
+    return jax.lax.broadcast_in_dim(line, like.shape, [0])
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """``[B,T,N,X]`` in the tiles that the copy engine moves, 8 tokens by 64 features. Others are filled in by it."""
+    return pad_end(x, (x.shape[0], -(-x.shape[1] // 8) * 8, x.shape[2], -(-x.shape[3] // WIDTH) * WIDTH))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all(-1, keepdims=True)

@@ -1,0 +1,55 @@
+"""``pallas_gpu`` in Pallas' interpreter, whose callbacks have no place in a staged operation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.batching import canonical
+from jattn.kernels import Unsupported
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.pallas_gpu import PallasGPU, backward, forward
+
+
+class Interpreted:
+    """An ``implementation=`` that runs the kernels of ``pallas_gpu`` on a CPU and looks for races.
+
+    Derivatives with respect to query, key and value are the kernels', others are blockwise's, as in ``pallas_gpu``.
+    """
+
+    def unsupported_reason(self, request: Any) -> str | None:
+        return PallasGPU().unsupported_reason(request)
+
+    def run(self, request: Any) -> Any:
+        reason = self.unsupported_reason(request)
+        if reason is not None:
+            raise Unsupported(reason)
+        from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 has no such interpreter
+
+        settings = PallasGPU(mosaic_gpu.InterpretGPUParams(detect_races=True))
+        leaves, structure = jax.tree.flatten(canonical(request))
+        floats = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def of(arrays: Any) -> Any:
+            return structure.unflatten([dict(zip(floats, arrays, strict=True)).get(n, x) for n, x in enumerate(leaves)])
+
+        @jax.custom_vjp
+        def compute(*arrays: Any) -> Any:
+            out, lse, seen = forward("cpu", of(arrays), settings)
+            return out, jnp.where(seen > 0.0, lse, -jnp.inf)
+
+        def compute_forward(*arrays: Any) -> Any:
+            out, lse = compute(*arrays)
+            return (out, lse), (arrays, out, lse)
+
+        def compute_backward(kept: Any, cotangents: Any) -> Any:
+            (arrays, out, lse), (d_out, d_lse) = kept, cotangents
+            wide = d_out.astype(jnp.float32)
+            row_max = jnp.where(lse == -jnp.inf, jnp.finfo(jnp.float32).min, lse)
+            d_sum = d_lse - (wide * out.astype(jnp.float32)).sum(-1)
+            by_kernels = backward("cpu", (of(arrays), row_max, settings), [wide, d_sum])
+            _, pull = jax.vjp(lambda *others: Blockwise().run(of((*arrays[:3], *others))), *arrays[3:])
+            return *by_kernels, *pull(cotangents)
+
+        compute.defvjp(compute_forward, compute_backward)
+        return compute(*(leaves[n] for n in floats))

@@ -1,0 +1,172 @@
+"""Our own GPU kernels: several blocks in Pallas' interpreter, what is lowered, refused and listed.
+
+The conformance table runs them on its cases in kind, in a single block.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, score_mods
+from jattn.kernels import Unsupported
+from jattn.kernels.gpu_functions import FUNCTIONS
+from jattn.kernels.gpu_program import block_lists
+from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
+from tests.jattn.interpreted import Interpreted
+
+B, T, S, N, K, H = 1, 203, 150, 2, 1, 64
+SLOPES = jnp.asarray([0.5, 0.1])
+NEW = pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="pallas_gpu needs a newer JAX")
+
+
+def floats(*shape, seed, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
+
+
+def qkv(length=T, dtype=jnp.bfloat16, head_dim=H):
+    return (floats(B, length, N, head_dim, seed=1, dtype=dtype), floats(B, S, K, head_dim, seed=2, dtype=dtype),
+            floats(B, S, K, head_dim, seed=3, dtype=dtype))  # fmt: skip
+
+
+def results(arrays, implementation, **options):
+    """``out``, ``lse`` and the gradients of a loss that both are part of."""
+    weight, lse_weight = (floats(*shape, seed=4, dtype=jnp.float32) for shape in (arrays[0].shape, (B, T, N)))
+
+    def loss(*arrays):
+        out, lse = jattn.dot_product_attention(*arrays, implementation=implementation, return_residual=True, **options)
+        seen = jnp.where(lse == -jnp.inf, 0.0, lse)
+        return (out.astype(jnp.float32) * weight).sum() + (seen * lse_weight).sum(), (out, lse)
+
+    (_, (out, lse)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+    return [np.asarray(x, np.float64) for x in (out, lse, *gradients)]
+
+
+def ids(length, seed):
+    return jnp.asarray(np.sort(np.random.default_rng(seed).integers(0, 5, length)), jnp.int32)
+
+
+def distant(score, b, h, q, kv):
+    return score - SLOPES[h] * jnp.log1p(abs(q - kv)) + 0.01 * jnp.floor(score)
+
+
+CASES = {
+    "causal, alibi, soft cap": {
+        "is_causal": True,
+        "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0)),
+    },
+    "full": {},
+    "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
+    "window": {"local_window_size": (20, 3)},
+    "bias and mask arrays": {
+        "bias": floats(N, T, S, seed=6, dtype=jnp.float32),
+        "mask": floats(T, S, seed=7, dtype=jnp.float32) > 0,
+    },
+    "a function": {"mask": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q + h), "score_mod": distant},
+    "positions": {"is_causal": True, "query_positions": jnp.arange(T) * 2 - 50},
+}
+
+
+def assert_as_exact_as_dense(arrays, options):
+    exact = results([x.astype(jnp.float32) for x in arrays], "xla", **options)
+    dense, ours = (results(arrays, name, **options) for name in ("xla", Interpreted()))
+    for of_ours, of_dense, of_exact in zip(ours, dense, exact, strict=True):
+        finite = np.isfinite(of_exact)
+        np.testing.assert_array_equal(of_ours[~finite], of_exact[~finite])
+        error, allowed = (np.abs(x[finite] - of_exact[finite]).mean() for x in (of_ours, of_dense))
+        assert error <= 2 * allowed + 1e-6
+
+
+@NEW
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name.startswith("causal") else [pytest.mark.slow]) for name in CASES]
+)
+def test_several_blocks_without_races(name):
+    assert_as_exact_as_dense(qkv(), CASES[name])
+
+
+@NEW
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.float16, 72), (jnp.bfloat16, 160)])
+def test_other_dtypes_and_head_dims(dtype, head_dim):
+    assert_as_exact_as_dense(qkv(dtype=dtype, head_dim=head_dim), {"is_causal": True})
+
+
+@NEW
+def test_is_lowered_for_nvidia_gpus_alone():
+    x = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
+
+    def attend(q):
+        out = jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_gpu", score_mod=distant)
+        return out.astype(jnp.float32).sum()
+
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            text = jax.jit(jax.grad(attend)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu_v2") == 3  # forward, query's gradient, key's and value's
+    with pytest.raises(Unsupported, match="needs an NVIDIA GPU, not cpu"):
+        attend(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "dropout"),
+        ({"mask": masks.Dense(jnp.ones((T, S), bool))}, "its mask needs dynamic_slice by query and key together"),
+        ({"score_mod": lambda s, *_: jax.scipy.special.gammaln(s)}, "its score_mod needs lgamma"),
+    ],
+)
+@NEW
+def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
+    with pytest.raises(Unsupported, match=reason):
+        jattn.dot_product_attention(*qkv(), implementation="pallas_gpu", **options)
+    with pytest.raises(Unsupported, match="float16 and bfloat16, not float32"):
+        jattn.dot_product_attention(*qkv(dtype=jnp.float32), implementation="pallas_gpu")
+    types = [jax.ShapeDtypeStruct((1, 2**19, 1, 64), jnp.bfloat16)] * 3
+    assert "8192 by 8192 blocks are too many" in jattn.explain(*types, implementation=PallasGPU())
+
+
+def test_an_older_jax_is_refused():
+    if jax.__version_info__ >= OLDEST:
+        pytest.skip("this JAX is new enough")
+    with pytest.raises(Unsupported, match="needs JAX 0.11.2 or newer"):
+        jattn.dot_product_attention(*qkv(), implementation="pallas_gpu")
+
+
+NUMBERS = jnp.asarray([-3.0, -2.5, -1.0, -1e-3, -1e-7, 0.0, 1e-7, 1e-3, 0.5, 1.0, 2.5, 3.0, 1e6])
+
+
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"pow"}))
+def test_functions_that_the_compiler_lacks(name):
+    theirs = {"copy": lambda x: x, "is_finite": jnp.isfinite, "stop_gradient": lambda x: x}.get(name, None)
+    theirs = theirs or getattr(jnp, name)
+    x = NUMBERS[NUMBERS > -1.0] if name == "log1p" else NUMBERS
+    x = jnp.concatenate([x, jnp.asarray([jnp.inf])]) if name == "is_finite" else x[jnp.abs(x) < 80.0]
+    np.testing.assert_allclose(FUNCTIONS[name](x), theirs(x), rtol=2e-6, atol=1e-30)
+    if name in ("expm1", "log1p", "tan"):
+        ours, expected = (jax.vmap(jax.grad(fn))(x) for fn in (FUNCTIONS[name], theirs))
+        np.testing.assert_allclose(ours, expected, rtol=2e-6)
+
+
+def test_powers():
+    x, y = (
+        z.ravel() for z in jnp.meshgrid(NUMBERS[jnp.abs(NUMBERS) < 80.0], jnp.asarray([-2.0, -0.5, 0.0, 1.0, 2.0, 3.0]))
+    )
+    np.testing.assert_allclose(FUNCTIONS["pow"](x, y), jnp.power(x, y), rtol=1e-5)
+    positive = x > 0.0
+    for by in (0, 1):
+        ours, expected = (
+            jax.vmap(jax.grad(fn, by))(x[positive], y[positive]) for fn in (FUNCTIONS["pow"], jax.lax.pow)
+        )
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_the_lists_of_blocks(by_key):
+    some = np.array([[[1, 0, 1], [0, 0, 0], [1, 1, 0]]], bool)
+    every = some & np.array([[0, 0, 1], [0, 0, 0], [0, 1, 0]], bool)
+    full_first = [[1, 5], [4], [0]] if by_key else [[4, 1], [1], [2, 1]]
+    for lists in (block_lists(some, every, by_key), jax.jit(block_lists, static_argnums=2)(some, every, by_key)):
+        entries, counts = map(np.asarray, lists)
+        assert [list(row[:count]) for row, count in zip(entries[0], counts[0], strict=True)] == full_first
