@@ -27,7 +27,7 @@ help:
 	@echo "make experiments   run every experiment in configs/ (about forty minutes) into runs/"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      also whole runs, subprocesses and a browser (twenty to forty minutes in all)"
-	@echo "make test-chips    compile for three TPUs without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
+	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
 	@echo "make soak          random calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make lint          ruff and pyright"
 	@echo "make format        format the code with ruff"
@@ -49,10 +49,10 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(pytest) $(ARGS)
 
-# The TPU's compiler has an environment of its own, whatever VENV is. A stopped run resumes.
+# The chips' compilers have an environment of their own, whatever VENV is. A stopped run resumes.
 test-chips:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
-		{ echo "'$(PYTHON)' is not Python 3.12 or newer, for which there is libtpu: make PYTHON=python3.12 ..." >&2; exit 1; }
+		{ echo "'$(PYTHON)' is not Python 3.12 or newer, for which there are the compilers: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(MAKE) --no-print-directory chips VENV=.venv-chips
 
 chips: $(VENV)/.installed-chips
@@ -91,8 +91,8 @@ $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.tx
 	@touch $@
 
 $(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt
-	@echo "The TPU's compiler (libtpu), JAX and what the experiments need: a download of about half a gigabyte, 1.5 on disk."
-	$(install) -e '.[experiments,tpu]'
+	@echo "The compilers of TPUs and GPUs, cuDNN, JAX and what the experiments need: a download of about 1.3 GB, 3 on disk."
+	$(install) -e '.[experiments,chips]'
 	@touch $@
 
 # An environment of another Python version is removed first; any other is kept and completed.

@@ -1,8 +1,8 @@
-"""Compiles attention for TPUs that are not there: ``python -m experiments.bench.chip_compiler`` in ``ENVIRONMENT``.
+"""Compiles attention for TPUs and a GPU that are not there.
 
-It reads cells from stdin, one JSON object a line, and answers each with one line: what came of it. It is a process of
-its own because libtpu reads its environment when it is loaded, and a compiler that aborts takes its process along.
-Nothing is executed.
+In ``ENVIRONMENT``, ``python -m experiments.bench.chip_compiler`` reads cells from stdin, one JSON object a line, and
+answers each with one line: what came of it. It is a process of its own because compilers read their environment when
+they are loaded, and one that aborts takes its process along. Nothing is executed.
 """
 
 import atexit
@@ -27,7 +27,6 @@ from jax.sharding import SingleDeviceSharding
 
 import jattn
 from experiments.bench.cases import CAP, WINDOW
-from jattn.choice import IMPLEMENTATIONS
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
 
@@ -41,6 +40,23 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
 }
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}  # the smallest that there are
+# XLA's description of an H100 (SXM): its limits, which programs depend on.
+H100 = """
+platform_name: "CUDA"  device_description_str: "NVIDIA H100 80GB HBM3"  dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"  device_vendor: "NVIDIA Corporation"  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 84942979072
+  pcie_bandwidth: 34359738368  device_address_bits: 64  ecc_enabled: true
+  driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"  dnn_version: "9.10.0"
+}
+"""
+GPUS = ("h100",)
 CASES = {
     "full": "every query sees every key",
     "causal": "`is_causal=True`",
@@ -107,24 +123,27 @@ class Compiler:
 
 
 def _found(result: str, reason: str | None, seconds: float, **sizes: int) -> dict[str, Any]:
-    none = {"temporaries": None, "kernels": None}
+    none = {"temporaries": None, "kernels": None, "spills": None}
     return {"result": result, "reason": reason, "seconds": round(seconds, 1), **none, **sizes}
 
 
 def compiled(implementation: str, chip: str, head_dim: int, length: int, case: str, passes: str) -> dict[str, Any]:
-    """``result``, its ``reason``, ``seconds`` of processor time, and a program's ``temporaries`` and ``kernels``.
+    """``result``, its ``reason``, ``seconds`` of processor time, a program's ``temporaries``, ``kernels``, ``spills``.
 
     The result is "compiled", "refused" by jattn, or "failed": the compiler raised, as it does where a kernel's blocks
-    exceed VMEM, or the program holds an array of T * S elements. Temporaries are in bytes; kernels are calls of Mosaic.
+    exceed the chip's memory, or the program holds an array of T * S elements. Temporaries are in bytes. Kernels are
+    calls of Mosaic or cuDNN. Spills are the bytes that a thread of a GPU kernel stores for want of registers: the most
+    among those that this process had not compiled before.
     """
     begin = time.process_time()
-    if implementation not in (*IMPLEMENTATIONS, "fold"):
-        return _found("refused", "not in this version of jattn", 0.0)
     sharding = SingleDeviceSharding(_device(chip))
     try:
         function, arrays = problem(implementation, head_dim, length, case, passes)
         types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arrays]
-        program = jax.jit(function).lower(*types).compile()
+        with tempfile.TemporaryDirectory() as notes:
+            os.environ |= {"MOSAIC_GPU_DUMP_TO": notes, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+            program = jax.jit(function).lower(*types).compile()
+            spills = [int(SPILLED.findall(path.read_text())[0]) for path in Path(notes).glob("*.ptxas")]
     except jattn.Unsupported as refused:
         return _found("refused", _first_line(refused), time.process_time() - begin)
     except Exception as error:
@@ -134,7 +153,8 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
     dense = dense_arrays(text, length**2)
     sizes = {
         "temporaries": program.memory_analysis().temp_size_in_bytes,
-        "kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "kernels": len(KERNEL.findall(text)),
+        "spills": max(spills, default=None),
     }
     reason = f"holds T * S elements: {', '.join(dense[:3])}" if dense else None
     return _found("failed" if dense else "compiled", reason, time.process_time() - begin, **sizes)
@@ -189,6 +209,8 @@ def options(case: str, *extra: jax.Array) -> dict[str, Any]:
     return {}
 
 
+KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__cudnn)')
+SPILLED = re.compile(r"(\d+) bytes spill stores")
 # An array's type in the text of a program: f32[8,128], pred[], s32[<=8].
 ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,<=]+)\]")
 
@@ -208,6 +230,9 @@ def dense_arrays(text: str, pairs: int) -> list[str]:
 
 @functools.cache
 def _device(chip: str) -> Any:
+    if chip in GPUS:
+        gpu = topologies.get_topology_desc(chip, platform="cuda", target_config=H100, topology="1x1x1")
+        return gpu.devices[0]
     return topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
 
 

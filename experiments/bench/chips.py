@@ -1,8 +1,8 @@
-"""The chips suite: jattn compiled for TPUs that are not there: what compiles, what is refused, and the memory planned.
+"""The chips suite: jattn compiled for chips that are not there: what compiles, what is refused, the memory planned.
 
 Nothing is executed, so it measures no speed and no numbers. Shared by all rows: ``environment``, ``shape``. The
 ``cells`` have ``implementation``, ``chip``, ``head_dim``, ``length``, ``case``, ``passes``, and what
-``chip_compiler.compiled`` finds: ``result``, ``reason``, ``seconds``, ``temporaries``, ``kernels``.
+``chip_compiler.compiled`` finds: ``result``, ``reason``, ``seconds``, ``temporaries``, ``kernels``, ``spills``.
 """
 
 import concurrent.futures
@@ -17,14 +17,15 @@ from typing import Any
 
 from experiments.bench import timing
 from experiments.bench.cases import Plan
-from experiments.bench.chip_compiler import CASES, NUM_HEADS, TOPOLOGIES, Compiler
+from experiments.bench.chip_compiler import CASES, GPUS, NUM_HEADS, TOPOLOGIES, Compiler
 from experiments.bench.suite import Job, Refused, Results, Row, Suite
 from experiments.bench.tables import listed, report, table
+from jattn.choice import ONLY
 
 # What names a cell. No value stands in two lists, so that --cells may mix them.
 AXES: dict[str, tuple[Any, ...]] = {
-    "implementation": ("splash", "pallas_tpu", "fold", "blockwise"),
-    "chip": tuple(TOPOLOGIES),
+    "implementation": ("splash", "pallas_tpu", "cudnn", "pallas_gpu", "fold", "blockwise"),
+    "chip": (*TOPOLOGIES, *GPUS),
     "head_dim": (64, 128, 256),
     "length": (8192, 8191),
     "case": tuple(CASES),
@@ -54,13 +55,17 @@ class Sizes:
         return cls({name: chosen[name] or values for name, values in AXES.items()})
 
 
+COMPILERS = {"libtpu": "the TPU's", "jax_cuda13_plugin": "the GPU's"}
+
+
 def start(plan: Plan) -> None:
-    """Looks for the compiler. Raises ``Refused`` without it."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise Refused(
-            "--suite chips: expected libtpu, the TPU's compiler, found none; `make test-chips` installs it, and under "
-            "Python 3.12 or newer so does `pip install '.[experiments,tpu]'`"
-        )
+    """Looks for the compilers. Raises ``Refused`` without them."""
+    for module, whose in COMPILERS.items():
+        if importlib.util.find_spec(module) is None:
+            raise Refused(
+                f"--suite chips: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
+                "under Python 3.12 or newer so does `pip install '.[experiments,chips]'`"
+            )
     timing.use("cpu")  # this process leaves a TPU alone, should there be one
 
 
@@ -68,7 +73,8 @@ def about(sizes: Sizes) -> dict[str, Any]:
     """The versions, and the shape of the problems."""
     facts = timing.environment()
     environment = {name: facts[name] for name in ("python", "jax", "jattn")}
-    environment |= {"libtpu": importlib.metadata.version("libtpu"), "jattn_source": timing.source_digest()}
+    environment |= {name: importlib.metadata.version(name) for name in COMPILERS}
+    environment |= {"jattn_source": timing.source_digest()}
     return {"environment": environment, "shape": {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS}}
 
 
@@ -107,6 +113,9 @@ class Ahead:
 def jobs(sizes: Sizes) -> Iterator[Job]:
     """A job for each cell."""
     cells = [dict(zip(sizes.axes, values, strict=True)) for values in itertools.product(*sizes.axes.values())]
+    cells = [
+        cell for cell in cells if ONLY.get(cell["implementation"]) in (None, "gpu" if cell["chip"] in GPUS else "tpu")
+    ]
     ahead = Ahead(cells, timing.cores())
     for index, key in enumerate(cells):
         yield Job("cells", key, functools.partial(ahead, index))
@@ -121,7 +130,8 @@ def _said(row: Row) -> str:
     if row["result"] != "compiled":
         return f"{row['result']}: {row['reason']}"
     kernels = f", kernels: {row['kernels']}" if row["kernels"] else ""
-    return f"compiled, {_mebibytes(row)} MiB{kernels}"
+    spills = f", spills: {row['spills']}" if row["spills"] else ""
+    return f"compiled, {_mebibytes(row)} MiB{kernels}{spills}"
 
 
 def _mebibytes(row: Row) -> str:
@@ -139,17 +149,20 @@ def counts(results: Results) -> str:
     rows = []
     for name, chip in itertools.product(*(_values(results.of("cells"), axis) for axis in ("implementation", "chip"))):
         cells = results.of("cells", implementation=name, chip=chip)
+        if not cells:
+            continue
         found = [sum(row["result"] == result for row in cells) for result in RESULTS]
-        rows.append([name, chip, *found, f"{sum(row['seconds'] for row in cells) / max(len(cells), 1):.1f}"])
+        rows.append([name, chip, *found, f"{sum(row['seconds'] for row in cells) / len(cells):.1f}"])
     return table(["", "chip", *RESULTS, "seconds a cell"], rows)
 
 
 def markdown(results: Results) -> str:
     """``chips.md``."""
     parts = [
-        "# Compiled for TPUs that were not there",
-        "Each cell is one call of jattn, compiled by the TPU's own compiler, libtpu. Nothing was executed: this shows "
-        "what compiles, what fits into VMEM, and that no array has T * S elements; no speed and no numbers. Written by "
+        "# Compiled for chips that were not there",
+        "Each cell is one call of jattn, compiled by the chip's own compiler: libtpu, or XLA's and NVIDIA's for GPUs. "
+        "Nothing was executed: this shows what compiles, what fits into VMEM or shared memory, and that no array has "
+        "T * S elements; no speed and no numbers. Written by "
         "`python -m experiments bench --suite chips` (`make test-chips`).",
         counts(results),
         "## The cases",
@@ -159,7 +172,7 @@ def markdown(results: Results) -> str:
     ]
     for name in _values(results.rows, "implementation"):
         rows = results.of("cells", implementation=name)
-        parts += [f"## {name}: temporaries, MiB", *_memory(rows), *_reasons(rows)]
+        parts += [f"## {name}: temporaries, MiB", *_memory(rows), *_reasons(rows), *_spills(rows)]
     return report(*parts, "## Compiled with", listed(results.about["environment"] | results.about["shape"]))
 
 
@@ -190,6 +203,20 @@ def _reasons(rows: list[Row]) -> list[str]:
             first = " ".join(str(value) for value in list(cells[0].key.values())[1:])
             lines.append([result, len(cells), first, reason.replace("|", "\\|")])
     return [table(["", "cells", "the first", "reason"], lines)] if lines else []
+
+
+def _spills(rows: list[Row]) -> list[str]:
+    """The cells whose kernels spill registers, with the bytes of a thread; nothing if none was asked about."""
+    asked = [row for row in rows if row["spills"] is not None]
+    lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in asked if row["spills"]]
+    if not asked:
+        return []
+    said = f"Of {len(asked)} cells with new kernels, {len(lines)} spill registers, by so many bytes a thread:"
+    return (
+        [said, table(["case", "head_dim", "T = S", "passes", "bytes"], lines)]
+        if lines
+        else [said[: said.rfind(",")] + "."]
+    )
 
 
 def _values(rows: list[Row], axis: str) -> list[Any]:

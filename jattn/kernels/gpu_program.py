@@ -220,7 +220,7 @@ class Steps:
 
     ``start(step) -> carry`` before the first block of columns, where ``step`` has no columns yet. For each block
     ``add(step, rows, columns, carry) -> carry``, with references to the rows and columns of the arrays that the kernel
-    reads, in shared memory. ``finish(carry) -> (results, vectors)``.
+    reads, in shared memory. ``finish(step, carry) -> (results, vectors)``, as ``start``.
     """
 
     start: Callable
@@ -242,6 +242,11 @@ class Step:
     released: Sequence[Any]
     turn: Callable
     scratch: Any
+
+    @property
+    def scale(self) -> jax.Array:
+        """The factor on ``q·k``."""
+        return self.tile().scalar(self.scores.scale)
 
     def tile(self, masked: bool = False, product: jax.Array | None = None) -> Tile:
         """The block's scores."""
@@ -396,7 +401,7 @@ def call(
             carry = run(carry)
             if steps.in_turn:
                 pl.when(w == 0)(turn)
-            found, lines = steps.finish(carry)
+            found, lines = steps.finish(step(None, ()), carry)
             places = [kept["rows"][own[k]] if k in own else kept["outs"][k] for k in range(len(results))]
             for place, x in zip((*places, *kept["lines"]), (*found, *lines), strict=True):
                 place.at[w][...] = x.astype(place.dtype)

@@ -134,7 +134,7 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
         step.release(1)
         return acc, new_max, row_sum
 
-    def finish(carry: tuple) -> tuple:
+    def finish(_: Step, carry: tuple) -> tuple:
         acc, row_max, row_sum = carry
         seen = row_sum > 0.0  # the largest score adds 1
         sums = jnp.where(seen, row_sum, 1.0)
@@ -143,7 +143,9 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
 
     (out,), (lse,) = call(plan, [q], [k, v], [v.shape[3]], 1, Steps(start, add, finish, in_turn=True))
     lse = jnp.transpose(lse[:, :, :T], (0, 2, 1))
-    return out[:, :T, :, :D], lse, (lse != LEAST).astype(jnp.float32)
+    # A constant, where it is one: XLA then removes the division by it, and with it a copy of the cotangent.
+    seen = jnp.ones_like(lse) if is_all_seen(request) else (lse != LEAST).astype(jnp.float32)
+    return out[:, :T, :, :D], lse, seen
 
 
 def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[jax.Array]:
@@ -196,11 +198,11 @@ def _d_query(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Arra
         step.release(0)
         return d_query, row_max, d_sum
 
-    def finish(carry: tuple) -> tuple:
-        return [carry[0]], []
+    def finish(step: Step, carry: tuple) -> tuple:
+        return [carry[0] * step.scale], []
 
     ((d_query,), _) = call(plan, [q, d_acc], [k, v], [q.shape[3]], 0, Steps(start, add, finish), scores)
-    return _scaled(d_query, plan)
+    return d_query
 
 
 def _d_key_and_value(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Array], of: str) -> list[jax.Array]:
@@ -228,22 +230,18 @@ def _d_key_and_value(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[
         step.release(0, 1)
         return tuple(sums)
 
-    def finish(carry: tuple) -> tuple:
-        return list(carry), []
+    def finish(step: Step, carry: tuple) -> tuple:
+        return [*(carry[:1] if of == "value" else [carry[0] * step.scale]), *carry[1:]], []
 
     rows = [k] if of == "value" else [k, v]
     results, _ = call(plan, rows, [q, d_acc], sizes, 0, Steps(start, add, finish), scores)
-    return results if of == "value" else [_scaled(results[0], plan), *results[1:]]
+    return results
 
 
 def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:
     """``slope`` times ``d_weight``; 0 for pairs of weight 0 even if a row that sees NaN has it in ``d_weight``."""
     d_scores = slope * d_weight
     return d_scores if step.scores.all_seen else jnp.where(slope != 0.0, d_scores, 0.0)
-
-
-def _scaled(x: jax.Array, plan: Any) -> jax.Array:
-    return (x.astype(jnp.float32) * plan.request.scale).astype(x.dtype)
 
 
 def _across(line: jax.Array, like: jax.Array) -> jax.Array:
