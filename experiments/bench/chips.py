@@ -130,7 +130,7 @@ def _said(row: Row) -> str:
     if row["result"] != "compiled":
         return f"{row['result']}: {row['reason']}"
     kernels = f", kernels: {row['kernels']}" if row["kernels"] else ""
-    spills = f", spills: {row['spills']}" if row["spills"] else ""
+    spills = f", spills: {row['spills']}" if row.found.get("spills") else ""
     return f"compiled, {_mebibytes(row)} MiB{kernels}{spills}"
 
 
@@ -207,7 +207,7 @@ def _reasons(rows: list[Row]) -> list[str]:
 
 def _spills(rows: list[Row]) -> list[str]:
     """The cells whose kernels spill registers, with the bytes of a thread; nothing if none was asked about."""
-    asked = [row for row in rows if row["spills"] is not None]
+    asked = [row for row in rows if row.found.get("spills") is not None]  # earlier results have none
     lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in asked if row["spills"]]
     if not asked:
         return []

@@ -71,7 +71,11 @@ def test_every_cell_is_a_call(implementation, case, passes):
 
 
 def test_all_cells_are_those_of_the_issue():
-    assert len(list(chips.jobs(Sizes.read("")))) == 4 * 3 * 3 * 2 * 6 * 2
+    cells = [job.key for job in chips.jobs(Sizes.read(""))]
+    of_a_chip = 4 * 3 * 2 * 6 * 2  # a chip has two kernels of its own, and two that all have
+    assert len(cells) == 4 * of_a_chip
+    on_gpu = {cell["implementation"] for cell in cells if cell["chip"] == "h100"}
+    assert on_gpu == {"cudnn", "pallas_gpu", "fold", "blockwise"}
     words = [str(value) for values in AXES.values() for value in values]
     assert len(set(words)) == len(words), "a word of --cells names two things"
 
@@ -88,10 +92,8 @@ def test_cells_are_chosen_by_their_words():
         Sizes.read("v4")
 
 
-def test_what_jattn_lacks_or_refuses_is_refused(monkeypatch):
+def test_what_jattn_refuses_is_refused(monkeypatch):
     cell = {"chip": "v5e", "head_dim": 16, "length": 64, "case": "function", "passes": "forward"}
-    found = chip_compiler.compiled("nothing", **cell)
-    assert (found["result"], found["reason"]) == ("refused", "not in this version of jattn")
     monkeypatch.setattr(chip_compiler, "_device", lambda chip: jax.devices("cpu")[0])
     found = chip_compiler.compiled("cudnn", **cell)
     assert found["result"] == "refused" and found["reason"].startswith("implementation='cudnn' cannot do this: ")
@@ -155,9 +157,9 @@ class FakeCompiler:
         if len(self.asked) == self.lives:
             raise KeyboardInterrupt
         self.asked.append(cell)
-        sizes = {"temporaries": 3 * 2**20, "kernels": 0}
+        sizes = {"temporaries": 3 * 2**20, "kernels": 0, "spills": None}
         if cell["implementation"] == "splash":
-            return {"result": "refused", "reason": "no a|b", "seconds": 0.0, "temporaries": None, "kernels": None}
+            return {"result": "refused", "reason": "no a|b", "seconds": 0.0, **dict.fromkeys(sizes)}
         if cell["case"] == "function":
             return {"result": "failed", "reason": "holds T * S elements: f32[9]", "seconds": 1.0, **sizes}
         return {"result": "compiled", "reason": None, "seconds": 2.5, **sizes, "kernels": int(cell["chip"] == "v6e")}
@@ -228,9 +230,21 @@ def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, cap
     assert (tmp_path / "chips.md").read_text() == text
 
 
+def test_spills_are_listed():
+    key = dict(zip(AXES, ("pallas_gpu", "h100", 64, 8192, "full", "forward"), strict=True))
+    found = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 1, "spills": 84}
+    rows = [Row("cells", key, found), Row("cells", key | {"case": "causal"}, found | {"spills": 0})]
+    rows.append(Row("cells", key | {"passes": "gradient"}, found | {"spills": None}))  # compiled before
+    text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
+    assert "Of 2 cells with new kernels, 1 spill registers, by so many bytes a thread:" in text
+    assert "| full | 64 | 8192 | forward | 84 |" in text and chips.line(rows[0]).endswith(
+        "kernels: 1, spills: 84 (1 s)"
+    )
+
+
 def test_a_cell_that_was_not_compiled_yet_is_a_dash():
     key = dict(zip(AXES, ("fold", "v5e", 64, 8192, "full", "forward"), strict=True))
-    found = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 0}
+    found = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 0, "spills": None}
     rows = [Row("cells", key, found), Row("cells", key | {"chip": "v5p", "passes": "gradient"}, found)]
     text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
     assert "| full | 64 | 8192 | 1.0 | - | - | 1.0 |" in text and chips.wrong(Results({}, rows)) is None
