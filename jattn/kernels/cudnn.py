@@ -18,6 +18,7 @@ from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import And, Causal, MaskFunction, SlidingWindow
 from jattn.request import Request
+from jattn.tables import pad_end
 
 
 def unsupported_reason(request: Request) -> str | None:
@@ -60,16 +61,24 @@ def attend_by(kernel: Callable, request: Request) -> tuple[jax.Array, jax.Array]
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
     visible = _visible_rows(left, B, T, S, query_lengths, kv_lengths)[..., None, None]
     query = jnp.where(visible, query, jnp.zeros((), query.dtype))
-    out = kernel(
-        query,
-        key,
-        value,
-        scale=request.scale,
-        is_causal=causal,
-        local_window_size=None if left is None else (left, 0),
-        query_seq_lengths=None if query_lengths is None else query_lengths.astype(jnp.int32),
-        key_value_seq_lengths=None if kv_lengths is None else kv_lengths.astype(jnp.int32),
-    )
+    if T % 2 or S % 2:  # its backward pass takes even lengths alone
+        query, key, value = (pad_end(x, (B, x.shape[1] + x.shape[1] % 2, *x.shape[2:])) for x in (query, key, value))
+        query_lengths = jnp.full(B, T) if query_lengths is None else query_lengths
+        kv_lengths = jnp.full(B, S) if kv_lengths is None else kv_lengths
+    try:
+        out = kernel(
+            query,
+            key,
+            value,
+            scale=request.scale,
+            is_causal=causal,
+            local_window_size=None if left is None else (left, 0),
+            query_seq_lengths=None if query_lengths is None else query_lengths.astype(jnp.int32),
+            key_value_seq_lengths=None if kv_lengths is None else kv_lengths.astype(jnp.int32),
+        )
+    except NotImplementedError as reason:  # JAX's, about this GPU and this version of cuDNN
+        raise Unsupported(f"implementation='cudnn' cannot do this: {reason}") from reason
+    out = out[:, :T]
     _, lse = Blockwise().run(dataclasses.replace(request, value=value[..., :0]))
     return jnp.where(visible, out, jnp.zeros((), out.dtype)), lse
 

@@ -17,20 +17,8 @@ import jax.numpy as jnp
 from jattn.batching import canonical
 from jattn.kernels import Program, Unsupported
 from jattn.kernels.blockwise import accumulate
-from jattn.kernels.gpu_program import (
-    LOG2E,
-    ROWS,
-    SEVERAL_DEVICES,
-    WIDTH,
-    Step,
-    Steps,
-    Tile,
-    call,
-    full,
-    is_all_seen,
-    make_plan,
-    zeros,
-)  # fmt: skip
+from jattn.kernels.gpu_program import WIDTH, Step, Steps, call, full, zeros
+from jattn.kernels.gpu_tiles import LOG2E, ROWS, SEVERAL_DEVICES, Place, Tile, is_all_seen, make_plan
 from jattn.online_softmax import differentiable
 from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
@@ -116,7 +104,7 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
     plan = make_plan(platform, request, False, _shape(request.query.shape[3], D, False), settings.interpret)
 
-    def start(_: Step) -> tuple:
+    def start(_: Place) -> tuple:
         return zeros(ROWS, v.shape[3]), full((ROWS,), float(LEAST)), zeros(ROWS)
 
     def add(step: Step, rows: Any, columns: Any, carry: tuple) -> tuple:
@@ -134,7 +122,7 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
         step.release(1)
         return acc, new_max, row_sum
 
-    def finish(_: Step, carry: tuple) -> tuple:
+    def finish(_: Place, carry: tuple) -> tuple:
         acc, row_max, row_sum = carry
         seen = row_sum > 0.0  # the largest score adds 1
         sums = jnp.where(seen, row_sum, 1.0)
@@ -179,8 +167,8 @@ def _d_query(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Arra
     scores = plan.scores()
     numbers = [plan.operands.vector(QUERY, x) for x in lines]
 
-    def start(step: Step) -> tuple:
-        return zeros(ROWS, q.shape[3]), *(step.tile().line(number, 0) for number in numbers)
+    def start(place: Place) -> tuple:
+        return zeros(ROWS, q.shape[3]), *(place.tile().line(number, 0) for number in numbers)
 
     def add(step: Step, rows: Any, columns: Any, carry: tuple) -> tuple:
         ((q, d_acc), (k, v)), (d_query, row_max, d_sum) = (rows, columns), carry
@@ -198,8 +186,8 @@ def _d_query(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Arra
         step.release(0)
         return d_query, row_max, d_sum
 
-    def finish(step: Step, carry: tuple) -> tuple:
-        return [carry[0] * step.scale], []
+    def finish(place: Place, carry: tuple) -> tuple:
+        return [carry[0] * place.scale], []
 
     ((d_query,), _) = call(plan, [q, d_acc], [k, v], [q.shape[3]], 0, Steps(start, add, finish), scores)
     return d_query
@@ -210,7 +198,7 @@ def _d_key_and_value(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[
     row_max, d_sum = (plan.operands.vector(QUERY, x) for x in lines)
     sizes = {"key": [k.shape[3]], "value": [v.shape[3]], "key and value": [k.shape[3], v.shape[3]]}[of]
 
-    def start(_: Step) -> tuple:
+    def start(_: Place) -> tuple:
         return tuple(zeros(ROWS, size) for size in sizes)
 
     def add(step: Step, rows: Any, columns: Any, carry: tuple) -> tuple:
@@ -230,8 +218,8 @@ def _d_key_and_value(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[
         step.release(0, 1)
         return tuple(sums)
 
-    def finish(step: Step, carry: tuple) -> tuple:
-        return [*(carry[:1] if of == "value" else [carry[0] * step.scale]), *carry[1:]], []
+    def finish(place: Place, carry: tuple) -> tuple:
+        return [*(carry[:1] if of == "value" else [carry[0] * place.scale]), *carry[1:]], []
 
     rows = [k] if of == "value" else [k, v]
     results, _ = call(plan, rows, [q, d_acc], sizes, 0, Steps(start, add, finish), scores)

@@ -144,8 +144,8 @@ class Tile:
         return jnp.broadcast_to(self._evaluate(self.source.score_mod, s), s.shape).astype(s.dtype)
 
     def _evaluate(self, mod: _Mod, score: Any) -> Any:
-        positions, arrays = self._read(mod)
-        return mod.separated.on_tile(score, *positions, arrays, self.functions)
+        (q_idx, kv_idx), arrays = self._read(mod)
+        return mod.separated.on_tile(score, q_idx, kv_idx, arrays, self.functions)
 
     def _read(self, mod: _Mod) -> tuple[list[Any], list[Any]]:
         """The positions, and the arrays that ``mod`` reads, of this tile."""

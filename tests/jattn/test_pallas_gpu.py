@@ -12,7 +12,7 @@ import jattn
 from jattn import masks, score_mods
 from jattn.kernels import Unsupported
 from jattn.kernels.gpu_functions import FUNCTIONS
-from jattn.kernels.gpu_program import block_lists
+from jattn.kernels.gpu_tiles import block_lists
 from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
 from tests.jattn.interpreted import Interpreted
 
