@@ -224,10 +224,18 @@ class TestCudnn:
     @staticmethod
     def run(request):
         def kernel(*args, **options):
+            assert all(x.shape[1] % 2 == 0 for x in args)  # what cuDNN's backward pass takes
             with jax.numpy_rank_promotion("allow"):
                 return jax.nn.dot_product_attention(*args, **options, implementation="xla")
 
         return cudnn.attend_by(kernel, request)
+
+    def test_what_jax_refuses_is_unsupported(self):
+        def kernel(*args, **options):
+            raise NotImplementedError("Require at least Hopper arch")
+
+        with pytest.raises(jattn.Unsupported, match="'cudnn' cannot do this: Require at least Hopper arch"):
+            cudnn.attend_by(kernel, request_of())
 
     @pytest.mark.parametrize(
         "options",
