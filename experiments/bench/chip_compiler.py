@@ -27,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jattn
 from experiments.bench.cases import CAP, WINDOW
+from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
 
@@ -138,7 +139,9 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
     begin = time.process_time()
     sharding = SingleDeviceSharding(_device(chip))
     try:
-        function, arrays = problem(implementation, head_dim, length, case, passes)
+        function, arrays = problem(
+            implementation, head_dim, length, case, passes, PallasGPU() if chip in GPUS else None
+        )
         types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arrays]
         with tempfile.TemporaryDirectory() as notes:
             os.environ |= {"MOSAIC_GPU_DUMP_TO": notes, "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -161,13 +164,15 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
 
 
 def problem(
-    implementation: str, head_dim: int, length: int, case: str, passes: str
+    implementation: str, head_dim: int, length: int, case: str, passes: str, folds: Any = None
 ) -> tuple[Callable, list[tuple[tuple[int, ...], Any]]]:
     """The function to compile, and the shape and dtype of each of its arguments.
 
     These are query, key and value ``[1,T,8,head_dim]`` in bfloat16, and what the case adds. The gradient is that of
     ``sum(sin(out))`` by the three. "fold" computes every statistic of ``jattn.heads`` from query, key and the
     log-sum-exp; its gradient is that of the entropy, as in a penalty on it, by these three.
+
+    ``folds``: the ``implementation=`` of statistics.
     """
     heads = ((1, length, NUM_HEADS, head_dim), jnp.bfloat16)
     arrays = [heads, heads, heads]
@@ -180,7 +185,7 @@ def problem(
 
     def fold(query, key, lse, *extra):
         names = None if passes == "forward" else ("entropy",)
-        found = jattn.heads.statistics(query, key, lse=lse, names=names, **options(case, *extra))
+        found = jattn.heads.statistics(query, key, lse=lse, names=names, implementation=folds, **options(case, *extra))
         return found if passes == "forward" else found["entropy"]
 
     forward = fold if implementation == "fold" else attention

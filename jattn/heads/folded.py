@@ -60,9 +60,10 @@ def statistics(
         names: the statistics to compute; by default all that the arguments allow.
         eligible: bool ``[B,T]`` or ``[T]``: restricts every mean to these queries.
         implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
-            ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes. In
-            a ring, slots are those of its layout, except in ``offset_profile``, which uses tokens. By default
-            PallasTPU's kernel on a TPU where it supports the arguments, otherwise Blockwise's loop.
+            ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes;
+            ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots are those of its
+            layout, except in ``offset_profile``, which uses tokens. By default PallasTPU's kernel on a TPU where it
+            supports the arguments, otherwise Blockwise's loop.
         options: those of ``fold_weights``: ``mask``, ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -75,8 +76,8 @@ def statistics(
     folding = FoldInBlocks() if implementation is None else implementation
     if isinstance(folding, type) or not isinstance(folding, FoldsWeights):
         raise TypeError(
-            "implementation must be a Ring or HeadParallel of jattn.sharding, a Blockwise or a PallasTPU, got "
-            f"{implementation!r}"
+            "implementation must be a Ring or HeadParallel of jattn.sharding, a Blockwise, a PallasTPU or a PallasGPU, "
+            f"got {implementation!r}"
         )
     if "sinks" in options:
         raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")

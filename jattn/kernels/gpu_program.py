@@ -121,7 +121,7 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
 
 def call(
     plan: Plan, rows: Sequence[jax.Array], columns: Sequence[jax.Array], results: Sequence[int], vectors: int,
-    steps: Steps, scores: tiles.Scores | None = None,
+    steps: Steps, scores: tiles.Scores | None = None, each_head: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
     """The results of one kernel.
 
@@ -129,13 +129,15 @@ def call(
         rows, columns: arrays ``[B,T|S,N|K,X]`` of the side that the rows of scores belong to, and of the other.
         results: the features of each ``[B,T|S,N|K,X]`` that the rows get, in the arrays' dtype.
         vectors: how many float32 ``[B,N|K,T|S]`` they get; padded.
+        each_head: whether keys get results for each query head, ``[B,N,S]``, and not their sum for each key head.
     """
     # Imported when a kernel is traced: it takes as long as half of jattn.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     scores = plan.scores() if scores is None else scores
     (B, length, heads, _), dtype, (entries, counts) = rows[0].shape, rows[0].dtype, plan.lists
-    kernel = _Kernel(plan, scores, steps, rows, columns, results, vectors)
+    heads = plan.request.query.shape[2] if each_head else heads
+    kernel = _Kernel(plan, scores, steps, rows, columns, results, vectors, each_head)
     types = [jax.ShapeDtypeStruct((B, length, heads, size), dtype) for size in results]
     types += [jax.ShapeDtypeStruct((B, heads, counts.shape[1] * plan.rows), jnp.float32)] * vectors
     program = plgpu.kernel(
@@ -166,6 +168,7 @@ class _Kernel:
     columns: Sequence[jax.Array]
     results: Sequence[int]
     vectors: int
+    each_head: bool
 
     def __post_init__(self):
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -209,8 +212,8 @@ class _Kernel:
             i = jnp.int32(count_ref.shape[1] - 1) - i
         sequence = 0 if count_ref.shape[0] == 1 else b
         grid = (count_ref[sequence, i],)
-        if self.plan.by_key:  # all query heads of a key head
-            grid = (jnp.int32(self._group), *grid)
+        if self.by_group:
+            grid = (jnp.int32(self.group), *grid)
         at = _At(self, kept, ins, (b, n), w, i * self.plan.rows + w * ROWS, lambda t: entry_ref[sequence, i, t])
         plgpu.emit_pipeline_warp_specialized(
             at.add,
@@ -228,8 +231,14 @@ class _Kernel:
         )(*column_refs)
 
     @property
-    def _group(self) -> int:
+    def group(self) -> int:
+        """Query heads per key head."""
         return self.plan.request.query.shape[2] // self.plan.request.key.shape[2]
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a key head's rows go through all its query heads."""
+        return self.plan.by_key and not self.each_head
 
 
 @dataclasses.dataclass
@@ -250,14 +259,18 @@ class _At:
         return self.head[0], column, self._column_head(ids), jnp.int32(0)
 
     def _column_head(self, ids: Sequence[Any]) -> Any:
-        group = self.kernel._group
-        return self.head[1] * group + ids[0] if self.kernel.plan.by_key else jax.lax.div(self.head[1], jnp.int32(group))
+        if self.kernel.plan.by_key:
+            return self._query_head(ids)
+        return jax.lax.div(self.head[1], jnp.int32(self.kernel.group))
+
+    def _query_head(self, ids: Sequence[Any]) -> Any:
+        return self.head[1] * self.kernel.group + ids[0] if self.kernel.by_group else self.head[1]
 
     def add(self, ids: Sequence[Any], *refs: Any) -> Any:
         """A step of the pipeline."""
         count, plan = len(self.kernel.columns), self.kernel.plan
         blocks, released, carry = refs[:count], refs[count:-1], refs[-1]
-        head = self.head[0], self._column_head(ids) if plan.by_key else self.head[1]
+        head = self.head[0], self._query_head(ids)
         starts, partial = (self.first, self.index(*ids)[1] * plan.inner), (self.entry(ids[-1]) & 1) == 1
         factor = None if self.kept["factor"] is None else self.kept["factor"].at[self.warpgroup]
         step = Step(plan, self.kernel.scores, self.ins, head, starts, partial, released, self._turn, factor)
@@ -269,9 +282,13 @@ class _At:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         (b, n), w, kept = self.head, self.warpgroup, self.kept
-        own = pl.ds(self.first, ROWS)
+        own, row_head = pl.ds(self.first, ROWS), n
+        if self.kernel.each_head:
+            row_head = jax.lax.div(n, jnp.int32(self.kernel.group))
         for ref, smem in zip(rows, self._rows(), strict=True):
-            plgpu.copy_gmem_to_smem(ref.at[b, own, n], smem, kept["here"].at[w], oob_mode=plgpu.OOBFillMode.ZEROS)
+            plgpu.copy_gmem_to_smem(
+                ref.at[b, own, row_head], smem, kept["here"].at[w], oob_mode=plgpu.OOBFillMode.ZEROS
+            )
         plgpu.barrier_wait(kept["here"].at[w])
         place = Place(self.kernel.plan, self.kernel.scores, self.ins, self.head, (self.first, None))
         carry = self.kernel.steps.start(place)
@@ -281,7 +298,7 @@ class _At:
         if self.kernel.steps.in_turn:
             pl.when(w == 0)(self._turn)
         found, lines = self.kernel.steps.finish(place, carry)
-        places = [kept["blocks"][self.kernel.places[n]] for n in range(len(found))]
+        places = [kept["blocks"][self.kernel.places[at]] for at in range(len(found))]
         for smem, x in zip((*places, *kept["lines"]), (*found, *lines), strict=True):
             smem.at[w][...] = x.astype(smem.dtype)
         plgpu.commit_smem()

@@ -9,14 +9,16 @@ higher orders and the gradients of arrays besides query, key and value are block
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn.batching import canonical
-from jattn.kernels import Program, Unsupported
-from jattn.kernels.blockwise import accumulate
+from jattn.kernels import Fold, Program, Unsupported
+from jattn.kernels.blockwise import accumulate, staged_fold
+from jattn.kernels.gpu_fold import BLOCK, fold_rows
 from jattn.kernels.gpu_program import WIDTH, Step, Steps, call, full, zeros
 from jattn.kernels.gpu_tiles import LOG2E, ROWS, SEVERAL_DEVICES, Place, Tile, is_all_seen, make_plan
 from jattn.online_softmax import differentiable
@@ -46,7 +48,7 @@ class PallasGPU:
         """The first reason against the kernels, or None."""
         (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
         dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
-        empty = value is None or 0 in (*request.query.shape, *request.key.shape, *value.shape)
+        empty = value is None or 0 in (*request.query.shape, *request.key.shape)
         lengths_known = all(isinstance(x, int) for x in (B, T, S))
         oldest = ".".join(map(str, OLDEST))
         reasons = [
@@ -76,9 +78,30 @@ class PallasGPU:
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         return differentiable(forward, _RULE, canonical(request), self)
 
+    def slots(self, length: Any) -> None:
+        """None: each slot holds its own token."""
+        return None
+
+    def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
+        """As in ``jattn.kernels.FoldsWeights``. Its derivatives and sums by offset are blockwise's."""
+        reason = self.unsupported_reason(dataclasses.replace(request, value=request.key))
+        if reason is not None:
+            raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+        return staged_fold(fold_on_gpu, request, fold, self)
+
+    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
+        """``jattn.placement.on_each_device``."""
+        return on_each_device(fn, request, out_axes, *extra)
+
     def program(self, request: Request, divided: bool) -> Program:
         """As in ``jattn.kernels.InBlocks``."""
         return forward, backward, (self,)
+
+
+def fold_on_gpu(platform: str, request: Request, fold: Fold, settings: PallasGPU) -> dict[str, jax.Array]:
+    """``PallasGPU.fold`` traced for ``platform``; the request is canonical."""
+    plan = functools.partial(make_plan, platform, request, shape=BLOCK, interpret=settings.interpret)
+    return fold_rows(plan, _padded(request.query), _padded(request.key), fold)
 
 
 def _plain_accumulate(platform: str, request: Request, row_max: jax.Array, settings: PallasGPU) -> Any:
@@ -238,7 +261,7 @@ def _across(line: jax.Array, like: jax.Array) -> jax.Array:
 
 def _padded(x: jax.Array) -> jax.Array:
     """``[B,T,N,X]`` in the tiles that the copy engine moves, 8 tokens by 64 features. Others are filled in by it."""
-    return pad_end(x, (x.shape[0], -(-x.shape[1] // 8) * 8, x.shape[2], -(-x.shape[3] // WIDTH) * WIDTH))
+    return pad_end(x, (x.shape[0], -(-x.shape[1] // 8) * 8, x.shape[2], max(-(-x.shape[3] // WIDTH), 1) * WIDTH))
 
 
 def _finite(x: jax.Array) -> jax.Array:

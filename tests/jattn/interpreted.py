@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jattn.batching import canonical
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
-from jattn.kernels.pallas_gpu import PallasGPU, backward, forward
+from jattn.kernels.pallas_gpu import PallasGPU, backward, fold_on_gpu, forward
+from jattn.placement import on_each_device
 
 
 class Interpreted:
@@ -17,6 +18,20 @@ class Interpreted:
     Derivatives with respect to query, key and value are the kernels', others are blockwise's, as in ``pallas_gpu``.
     """
 
+    def _settings(self) -> PallasGPU:
+        from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 has no such interpreter
+
+        return PallasGPU(mosaic_gpu.InterpretGPUParams(detect_races=True))
+
+    def slots(self, length: Any) -> None:
+        return None
+
+    def fold(self, request: Any, fold: Any) -> Any:
+        return fold_on_gpu("cpu", canonical(request), fold, self._settings())
+
+    def map_parts(self, fn: Any, request: Any, out_axes: Any, *extra: Any) -> Any:
+        return on_each_device(fn, request, out_axes, *extra)
+
     def unsupported_reason(self, request: Any) -> str | None:
         return PallasGPU().unsupported_reason(request)
 
@@ -24,9 +39,7 @@ class Interpreted:
         reason = self.unsupported_reason(request)
         if reason is not None:
             raise Unsupported(reason)
-        from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 has no such interpreter
-
-        settings = PallasGPU(mosaic_gpu.InterpretGPUParams(detect_races=True))
+        settings = self._settings()
         leaves, structure = jax.tree.flatten(canonical(request))
         floats = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
 

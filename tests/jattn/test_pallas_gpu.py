@@ -10,7 +10,9 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
+from jattn.heads import statistics
 from jattn.kernels import Unsupported
+from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.gpu_functions import FUNCTIONS
 from jattn.kernels.gpu_tiles import block_lists
 from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
@@ -93,6 +95,46 @@ def test_other_dtypes_and_head_dims(dtype, head_dim):
     assert_as_exact_as_dense(qkv(dtype=dtype, head_dim=head_dim), {"is_causal": True})
 
 
+TOKENS = np.random.default_rng(3).integers(0, 20, (B, S))
+FOLDS = {
+    "causal, tokens": {"is_causal": True, "tokens": TOKENS},
+    "segments, eligible": {"mask": masks.Segments(ids(S, 0)), "eligible": np.arange(S) % 3 > 0},
+    "lengths, score function": {"key_value_seq_lengths": jnp.array([101]), "score_mod": distant},
+}
+
+
+@NEW
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLDS)
+def test_statistics_are_blockwises(name):
+    query, key, _ = qkv(S)
+    _, lse = jattn.dot_product_attention(
+        query,
+        key,
+        key,
+        return_residual=True,
+        **{k: v for k, v in FOLDS[name].items() if k not in ("tokens", "eligible")},
+    )
+    found, expected = (
+        statistics(query, key, lse=lse, implementation=how, **FOLDS[name]) for how in (Interpreted(), Blockwise())
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@NEW
+@pytest.mark.slow
+def test_nan_stays_in_the_rows_that_see_it():
+    query, key, _ = (np.array(x, np.float32) for x in qkv(S))
+    key[0, 40] = np.nan
+    query, key = jnp.asarray(query, jnp.bfloat16), jnp.asarray(key, jnp.bfloat16)
+    options = {"mask": masks.Segments(np.arange(S) // 40), "is_causal": True, "key_value_seq_lengths": np.array([140])}
+    out = jattn.dot_product_attention(query, key, key, implementation=Interpreted(), **options)
+    assert np.isnan(out[0, 40:80]).all() and np.isfinite(np.delete(out[0], np.s_[40:80], 0)).all()
+    _, lse = jattn.dot_product_attention(query, key, key, return_residual=True, **options)
+    received = statistics(query, key, lse=lse, implementation=Interpreted(), names=["received"], **options)["received"]
+    assert np.isnan(received[0, :, 40]).all() and np.isfinite(received[0, :, 80:]).all()
+
+
 @NEW
 def test_is_lowered_for_nvidia_gpus_alone():
     x = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
@@ -107,6 +149,13 @@ def test_is_lowered_for_nvidia_gpus_alone():
         assert text.count("mosaic_gpu_v2") == 3  # forward, query's gradient, key's and value's
     with pytest.raises(Unsupported, match="needs an NVIDIA GPU, not cpu"):
         attend(x)
+
+    def look(q):
+        found = statistics(q, x, is_causal=True, implementation=PallasGPU())
+        return found["entropy"], found["received"], found["offset_profile"]
+
+    text = jax.jit(look).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 3  # the log-sum-exp, the sums of queries, those of keys
 
 
 @pytest.mark.parametrize(
