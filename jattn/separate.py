@@ -6,8 +6,7 @@ as arrays over heads, queries or keys, and the kernel reads them with its blocks
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -85,21 +84,16 @@ class Separated:
             results.append(array[..., 0] if axis == HEAD else array)
         return results
 
-    def on_tile(
-        self, score: Any, q_idx: Any, kv_idx: Any, outside: Sequence[Any], functions: Mapping[str, Callable]
-    ) -> Any:
+    def on_tile(self, score: Any, q_idx: Any, kv_idx: Any, outside: Sequence[Any]) -> Any:
         """The result on a tile of pairs, from arrays that broadcast against it.
 
         ``outside``: scalars of the head, and arrays over the tile's queries or keys, in the order of ``arrays``.
-        ``functions``: what to compute some primitives by, instead of themselves.
         """
         known = dict(zip(self.outside, outside, strict=True))
         indices = dict(zip(self.arguments[-2:], (q_idx, kv_idx), strict=True))
         scores = {} if score is None else {self.arguments[0]: score}
         constants = {i: np.reshape(x, ()) for i, x in self.constants.items() if i not in known and np.size(x) == 1}
-        return self._evaluate(
-            self.result, constants | scores | indices | known, functools.partial(_bind_broadcast, functions)
-        )
+        return self._evaluate(self.result, constants | scores | indices | known, _bind_broadcast)
 
     def _evaluate(self, number: int, known: dict[int, Any], bind: Callable) -> Any:
         values = dict(known)
@@ -199,11 +193,9 @@ def _over(depends: set[str]) -> str:
 
 def _check_elementwise(equation: Any) -> None:
     name = equation.primitive.name
-    if name in ("custom_jvp_call", *_CALLS):
-        for inner in _inner(equation).eqns:
-            _check_elementwise(inner)
-        return
     variables = (*equation.invars, *equation.outvars)
+    if name.startswith("custom_"):  # its rule is traced for arrays of one number
+        raise NotElementwise("a function with a derivative of its own (jax.custom_jvp) by query and key together")
     if name not in ELEMENTWISE and name not in _SAME_VALUE:
         raise NotElementwise(f"{name} by query and key together")
     if any(x.aval.size != 1 for x in variables):
@@ -249,19 +241,9 @@ def _bind(step: _Step, inputs: list[Any]) -> list[Any]:
     return list(results) if step.primitive.multiple_results else [results]
 
 
-def _bind_broadcast(functions: Mapping[str, Callable], step: _Step, inputs: list[Any]) -> list[Any]:
+def _bind_broadcast(step: _Step, inputs: list[Any]) -> list[Any]:
     """The equation on arrays that broadcast, though it was traced on scalars."""
-    if step.primitive.name in functions:
-        return [functions[step.primitive.name](*inputs)]
     if step.primitive.name in _SAME_VALUE:
         return inputs[:1]
     shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
-    if step.primitive.name in ELEMENTWISE:
-        return _bind(step, [spread(x, shape) for x in inputs])
-
-    def on_scalars(*scalars: Any) -> list[Any]:
-        return _bind(step, list(scalars))
-
-    for _ in shape:  # a function with a custom derivative was traced on scalars, too
-        on_scalars = jax.vmap(on_scalars)
-    return on_scalars(*(spread(x, shape) for x in inputs))
+    return _bind(step, [spread(x, shape) for x in inputs])

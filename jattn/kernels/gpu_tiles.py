@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jattn import staged
 from jattn.blocks import all_seen
 from jattn.kernels import Unsupported, tiles
 from jattn.kernels.blockwise import block_table, mask_arguments
-from jattn.kernels.gpu_functions import FUNCTIONS
+from jattn.kernels.gpu_functions import run
 from jattn.request import Request
 from jattn.separate import QUERY
 from jattn.tables import namespace, pad_end
@@ -64,12 +64,14 @@ class Operands:
 class Tile(tiles.Tile):
     """64 rows and a block of columns: ``[queries, keys]``, or ``[keys, queries]`` of a kernel by key."""
 
-    functions: Mapping[str, Callable] = FUNCTIONS
-
     def __init__(self, at: "Place", masked: bool, product: jax.Array | None):
         super().__init__(at.scores, masked)
         self.at, self.given, self.block = at, product, at.plan.size
         self.shape = ROWS, at.plan.inner
+
+    def compute(self, fn: Callable, *arrays: Any) -> Any:
+        """``fn(*arrays)``, by the operations that Mosaic's GPU compiler has."""
+        return run(fn, *arrays)
 
     def product(self) -> jax.Array:
         """``q·k``, which the kernel has computed."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -77,7 +77,6 @@ class Tile:
 
     shape: tuple[int, int]
     block: tuple[int, int]  # T and S are padded to multiples of these
-    functions: Mapping[str, Callable] = {}  # primitives that the chip has in another form
 
     def __init__(self, source: Scores, masked: bool):
         self.source, self.masked = source, masked
@@ -103,6 +102,10 @@ class Tile:
         """The tile's part of an array of ``Operands.pairs``."""
         raise NotImplementedError
 
+    def compute(self, fn: Callable, *arrays: Any) -> Any:
+        """``fn(*arrays)``, of a mask, a score function or its derivative."""
+        return fn(*arrays)
+
     @functools.cached_property
     def visible(self) -> jax.Array | None:
         """Which pairs are visible; None if all are."""
@@ -114,7 +117,8 @@ class Tile:
             if length % size:
                 visible = self._and(visible, slots < length)
         for mask in self.source.masks:
-            visible = self._and(visible, self._evaluate(mask, None))
+            evaluate = self._evaluated(mask)
+            visible = self._and(visible, self.compute(lambda evaluate=evaluate: evaluate(None)))
         for added in self.source.slot_masks:
             visible = self._and(visible, self._read_pairs(added) != 0)
         return jnp.ones(self.shape, bool) if visible is None else visible
@@ -123,29 +127,36 @@ class Tile:
         """The scores, -inf where masked."""
         s = self._biased()
         if self.source.score_mod is not None:
-            s = self._modified(s)
+            s = self.compute(self._on_scores(), s)
         return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
     def through_score_mod(self, d_score: jax.Array) -> jax.Array:
         """The derivative with respect to ``scale * q·k + bias``, from that with respect to the score."""
         if self.source.score_mod is None:
             return d_score
-        self._read(self.source.score_mod)  # now, because reading a reference has no derivative
-        return jax.jvp(self._modified, (self._biased(),), (d_score,))[1]  # elementwise, so its own transpose
+        modified, s = self._on_scores(), self._biased()
+        # Elementwise, so its own transpose.
+        return self.compute(lambda s, d_score: jax.jvp(modified, (s,), (d_score,))[1], s, d_score)
 
     def _biased(self) -> jax.Array:
         s = self.product() * self.scalar(self.source.scale)
         return s if self.source.bias is None else s + self._read_pairs(self.source.bias)
 
-    def _modified(self, s: jax.Array) -> jax.Array:
+    def _on_scores(self) -> Callable:
+        """The score function, of ``scale * q·k + bias``. What it reads is read here: references have no derivative."""
         assert self.source.score_mod is not None
-        if self.visible is not None:
-            s = jnp.where(self.visible, s, 1.0)  # stand-in: keeps an infinite derivative out
-        return jnp.broadcast_to(self._evaluate(self.source.score_mod, s), s.shape).astype(s.dtype)
+        evaluate, visible = self._evaluated(self.source.score_mod), self.visible
 
-    def _evaluate(self, mod: _Mod, score: Any) -> Any:
+        def modified(s: jax.Array) -> jax.Array:
+            if visible is not None:
+                s = jnp.where(visible, s, 1.0)  # stand-in: keeps an infinite derivative out
+            return jnp.broadcast_to(evaluate(s), s.shape).astype(s.dtype)
+
+        return modified
+
+    def _evaluated(self, mod: _Mod) -> Callable:
         (q_idx, kv_idx), arrays = self._read(mod)
-        return mod.separated.on_tile(score, q_idx, kv_idx, arrays, self.functions)
+        return lambda score: mod.separated.on_tile(score, q_idx, kv_idx, arrays)
 
     def _read(self, mod: _Mod) -> tuple[list[Any], list[Any]]:
         """The positions, and the arrays that ``mod`` reads, of this tile."""
@@ -156,7 +167,7 @@ class Tile:
                 for over, slots in zip((QUERY, KEY), self.slots(), strict=True)
             ]
             arrays = [
-                (self.scalar(added) if over == HEAD else self.vector(over, added)).astype(dtype)
+                _typed(self.scalar(added) if over == HEAD else self.vector(over, added), dtype)
                 for over, added, dtype in zip(mod.separated.outside.values(), mod.arrays, mod.dtypes, strict=True)
             ]
             self._inputs[id(mod)] = positions, arrays
@@ -169,6 +180,10 @@ class Tile:
     def _and(self, x: Any, y: Any) -> jax.Array:
         y = spread(y, self.shape)
         return y if x is None else x & y
+
+
+def _typed(array: jax.Array, dtype: Any) -> jax.Array:
+    return array != 0 if dtype == bool else array.astype(dtype)
 
 
 def _add_mod(request: Request, operands: Operands, mod: Any, score_dtype: Any) -> _Mod:

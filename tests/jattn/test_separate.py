@@ -24,7 +24,7 @@ MODS = {
 SCORE_MODS = {
     "alibi": score_mods.Alibi(jnp.asarray(SLOPES)),
     "capped": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(jnp.asarray(2.0))),
-    "captures": lambda s, b, h, q, kv: jax.nn.relu(s) * jnp.asarray(SLOPES)[h] + jnp.where(q > kv, 1.0, 2.0),
+    "captures": lambda s, b, h, q, kv: jnp.maximum(s, 0.0) * jnp.asarray(SLOPES)[h] + jnp.where(q > kv, 1.0, 2.0),
 }
 
 
