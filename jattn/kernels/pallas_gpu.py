@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.batching import canonical
-from jattn.kernels import Fold, Program, Unsupported
+from jattn.kernels import Fold, Unsupported
 from jattn.kernels.blockwise import accumulate, staged_fold
 from jattn.kernels.gpu_fold import BLOCK, fold_rows
 from jattn.kernels.gpu_program import WIDTH, Step, Steps, call, full, zeros
@@ -38,8 +38,8 @@ LEAST = jnp.finfo(jnp.float32).min
 class PallasGPU:
     """``implementation=``: ``"pallas_gpu"`` with your own settings.
 
-    ``interpret``: a ``jax.experimental.pallas.mosaic_gpu.InterpretGPUParams``: run on any platform in Pallas'
-    interpreter, for tests.
+    ``interpret``: a ``jax.experimental.pallas.mosaic_gpu.InterpretGPUParams``, for tests of ``forward``, ``backward``
+    and ``fold_on_gpu`` as they are: Pallas' interpreter calls Python, which has no place in a staged operation.
     """
 
     interpret: Any = None
@@ -93,10 +93,6 @@ class PallasGPU:
         """``jattn.placement.on_each_device``."""
         return on_each_device(fn, request, out_axes, *extra)
 
-    def program(self, request: Request, divided: bool) -> Program:
-        """As in ``jattn.kernels.InBlocks``."""
-        return forward, backward, (self,)
-
 
 def fold_on_gpu(platform: str, request: Request, fold: Fold, settings: PallasGPU) -> dict[str, jax.Array]:
     """``PallasGPU.fold`` traced for ``platform``; the request is canonical."""
@@ -147,7 +143,7 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
 
     def finish(_: Place, carry: tuple) -> tuple:
         acc, row_max, row_sum = carry
-        seen = row_sum > 0.0  # the largest score adds 1
+        seen = row_sum != 0.0  # the largest score adds 1; NaN counts as seen
         sums = jnp.where(seen, row_sum, 1.0)
         lse = jnp.where(seen, (row_max + jnp.log2(sums)) * (1.0 / LOG2E), float(LEAST))
         return [acc * _across(1.0 / sums, acc)], [lse]

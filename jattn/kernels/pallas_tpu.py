@@ -162,7 +162,7 @@ def forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.A
     if request.query.dtype == jnp.float32:
         return out, row_max, row_sum
     # With the lse for row_max, the cotangent of acc is that of the output, in the dtype that the kernels multiply in.
-    lse, seen = log_sum_exp(row_max, row_sum), row_sum > 0.0
+    lse, seen = log_sum_exp(row_max, row_sum), row_sum != 0.0  # NaN counts as seen
     return out, jnp.where(seen, lse, LEAST), seen.astype(jnp.float32)
 
 
