@@ -79,7 +79,7 @@ def attend_by(kernel: Callable, request: Request) -> tuple[jax.Array, jax.Array]
     except NotImplementedError as reason:  # JAX's, about this GPU and this version of cuDNN
         raise Unsupported(f"implementation='cudnn' cannot do this: {reason}") from reason
     out = out[:, :T]
-    _, lse = Blockwise().run(dataclasses.replace(request, value=value[..., :0]))
+    _, lse = Blockwise().run(dataclasses.replace(request, value=request.value[..., :0]))
     return jnp.where(visible, out, jnp.zeros((), out.dtype)), lse
 
 

@@ -18,7 +18,6 @@ from jattn.request import Request
 from jattn.separate import QUERY
 from jattn.tables import namespace, pad_end
 
-SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
 ROWS = 64  # of a warpgroup: a wgmma computes so many
 LOG2E = math.log2(math.e)
 
@@ -200,7 +199,7 @@ def require_hopper(platform: str, interpret: Any) -> None:
     elif chip != "9.0":
         needs = f"it needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200), not {chip}"
     elif staged.is_partitioned():
-        needs = SEVERAL_DEVICES
+        needs = tiles.SEVERAL_DEVICES
     else:
         return
     raise Unsupported(f"implementation='pallas_gpu' cannot do this: {needs}")

@@ -20,17 +20,17 @@ from jattn.kernels import Fold, Unsupported
 from jattn.kernels.blockwise import accumulate, staged_fold
 from jattn.kernels.gpu_fold import BLOCK, fold_rows
 from jattn.kernels.gpu_program import WIDTH, Step, Steps, call, full, zeros
-from jattn.kernels.gpu_tiles import LOG2E, ROWS, SEVERAL_DEVICES, Place, Tile, is_all_seen, make_plan
+from jattn.kernels.gpu_tiles import LOG2E, ROWS, Place, Tile, is_all_seen, make_plan
+from jattn.kernels.tiles import LARGEST_DIM, unsupported_reason
 from jattn.online_softmax import differentiable
-from jattn.placement import is_typed, may_be_divided, on_each_device
+from jattn.placement import on_each_device
 from jattn.request import Request
-from jattn.separate import QUERY, reason_against
+from jattn.separate import QUERY
 from jattn.staged import ByHand
 from jattn.tables import pad_end
 
 OLDEST = (0, 11, 2)  # of JAX: what the kernels are written in changes with each
 ENTRIES = 2**24  # blocks in the lists: 64 MiB
-LARGEST_DIM = 256
 LEAST = jnp.finfo(jnp.float32).min
 
 
@@ -46,25 +46,12 @@ class PallasGPU:
 
     def unsupported_reason(self, request: Request) -> str | None:
         """The first reason against the kernels, or None."""
-        (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
-        dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
-        empty = value is None or 0 in (*request.query.shape, *request.key.shape)
-        lengths_known = all(isinstance(x, int) for x in (B, T, S))
-        oldest = ".".join(map(str, OLDEST))
-        reasons = [
-            (jax.__version_info__ < OLDEST, f"it needs JAX {oldest} or newer, not {jax.__version__}"),
-            (dtype not in (jnp.float16, jnp.bfloat16), f"it takes float16 and bfloat16, not {dtype}"),
-            (not lengths_known, "it takes no symbolic shapes"),
-            (empty, "it takes no empty arrays"),
-            (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
-            (request.dropout is not None, "it takes no dropout"),
-            (may_be_divided(request) and not is_typed(request.query), SEVERAL_DEVICES),
-        ]  # fmt: skip
-        reason = next((reason for applies, reason in reasons if applies), None) or reason_against(
-            request.masks, request.score_mod
-        )
+        if jax.__version_info__ < OLDEST:
+            return f"it needs JAX {'.'.join(map(str, OLDEST))} or newer, not {jax.__version__}"
+        reason = unsupported_reason(request, (jnp.float16, jnp.bfloat16))
         if reason is not None:
             return reason
+        T, S = request.query.shape[1], request.key.shape[1]
         rows, columns = -(-T // ROWS), -(-S // ROWS)
         return f"{rows} by {columns} blocks are too many" if rows * columns > ENTRIES else None
 

@@ -22,16 +22,15 @@ from jattn.batching import canonical
 from jattn.kernels import Fold, Program, Unsupported
 from jattn.kernels.blockwise import accumulate, staged_fold
 from jattn.kernels.pallas_fold import LONGEST, fold_blocks
-from jattn.kernels.tpu_program import SEVERAL_DEVICES, SMALL, Plan, Steps, block_sizes, call, make_plan
+from jattn.kernels.tiles import unsupported_reason
+from jattn.kernels.tpu_program import SMALL, Plan, Steps, block_sizes, call, make_plan
 from jattn.kernels.tpu_tiles import MOST, TILE, Scores, Tile
 from jattn.online_softmax import differentiable, log_sum_exp
-from jattn.placement import is_typed, may_be_divided, on_each_device
+from jattn.placement import on_each_device
 from jattn.request import Request
-from jattn.separate import reason_against
 from jattn.staged import ByHand
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
-LARGEST_DIM = 256
 LEAST = jnp.finfo(jnp.float32).min
 
 
@@ -55,23 +54,10 @@ class PallasTPU:
 
     def unsupported_reason(self, request: Request) -> str | None:
         """The first reason against the kernels, or None."""
-        (B, T, _, H), (S, _), value = request.query.shape, request.key.shape[1:3], request.value
-        dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
-        empty = value is None or 0 in (*request.query.shape, *request.key.shape)
-        lengths_known = all(isinstance(x, int) for x in (B, T, S))
-        reasons = [
-            (dtype not in (jnp.float32, jnp.bfloat16), f"it takes float32 and bfloat16, not {dtype}"),
-            (not lengths_known, "it takes no symbolic shapes"),
-            (empty, "it takes no empty arrays"),
-            (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
-            (request.dropout is not None, "it takes no dropout"),
-            (may_be_divided(request) and not is_typed(request.query), SEVERAL_DEVICES),
-        ]  # fmt: skip
-        reason = next((reason for applies, reason in reasons if applies), None) or reason_against(
-            request.masks, request.score_mod
-        )
+        reason = unsupported_reason(request, (jnp.float32, jnp.bfloat16))
         if reason is not None:
             return reason
+        T, S = request.query.shape[1], request.key.shape[1]
         rows, columns = (
             -(-length // size) for length, size in zip((T, S), self.block_sizes or (SMALL, SMALL), strict=True)
         )

@@ -22,7 +22,8 @@ from jattn import staged
 from jattn.batching import canonical
 from jattn.kernels import Program, Unsupported, blockwise
 from jattn.kernels.splash_masks import HeadMask, head_masks, ids_of, mask_reason, seen_keys
-from jattn.kernels.tpu_program import SEVERAL_DEVICES, require_one_tpu
+from jattn.kernels.tiles import SEVERAL_DEVICES
+from jattn.kernels.tpu_program import require_one_tpu
 from jattn.mods import mod_semantics
 from jattn.online_softmax import differentiable
 from jattn.placement import is_typed, may_be_divided, on_each_device

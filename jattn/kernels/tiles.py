@@ -2,16 +2,37 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.placement import is_typed, may_be_divided
 from jattn.request import Request
-from jattn.separate import HEAD, KEY, PAIR, QUERY, Separated, separate, spread
+from jattn.separate import HEAD, KEY, PAIR, QUERY, Separated, reason_against, separate, spread
 from jattn.tables import arange
+
+SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
+LARGEST_DIM = 256
+
+
+def unsupported_reason(request: Request, dtypes: Sequence[Any]) -> str | None:
+    """The first reason against our own kernels on either chip, or None; ``dtypes``: those that they take."""
+    (B, T, _, H), S, value = request.query.shape, request.key.shape[1], request.value
+    dtype, dim = request.query.dtype, max(H, 0 if value is None else value.shape[3])
+    taken = " and ".join(jnp.dtype(x).name for x in dtypes)
+    reasons = [
+        (dtype not in dtypes, f"it takes {taken}, not {dtype}"),
+        (not all(isinstance(x, int) for x in (B, T, S)), "it takes no symbolic shapes"),
+        (value is None or 0 in (*request.query.shape, *request.key.shape), "it takes no empty arrays"),
+        (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
+        (request.dropout is not None, "it takes no dropout"),
+        (may_be_divided(request) and not is_typed(request.query), SEVERAL_DEVICES),
+    ]
+    reason = next((reason for applies, reason in reasons if applies), None)
+    return reason or reason_against(request.masks, request.score_mod)
 
 
 @runtime_checkable

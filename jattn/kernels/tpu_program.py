@@ -13,11 +13,11 @@ from jattn import staged
 from jattn.blocks import all_seen, choose_size
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import block_table, mask_arguments
+from jattn.kernels.tiles import SEVERAL_DEVICES
 from jattn.kernels.tpu_tiles import TILE, Operands, Scores, schedule, split_entry
 from jattn.request import Request
 from jattn.tables import pad_end
 
-SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
 LARGE, SMALL = 1024, 512  # queries and keys of a block
 WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector memory in the backward pass
 
