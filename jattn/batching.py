@@ -13,8 +13,14 @@ from jattn.request import Request
 
 
 def canonical(request: Request) -> Request:
-    """The request with its scale as an array and its functions traced, so that equal calls share one compilation."""
-    scale = None if request.scale is None else jnp.asarray(request.scale, softmax_dtype(request.query))
+    """The request with its functions traced and its scale as an array, so that equal calls share one compilation.
+
+    The default scale is None: kernels that have it built in need not multiply.
+    """
+    scale, head_dim = request.scale, request.query.shape[-1]
+    if scale is not None:
+        is_default = isinstance(scale, float) and head_dim > 0 and scale == head_dim**-0.5
+        scale = None if is_default else jnp.asarray(scale, softmax_dtype(request.query))
     lengths = request.query.shape[1], request.key.shape[1]
     return hoisted(dataclasses.replace(request, scale=scale), request.query, lengths)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax
 from jattn import staged
 from jattn.attention import softmax_dtype
 from jattn.batching import canonical
-from jattn.kernels import Fold, Implementation, Program, Unsupported, cudnn, xla
+from jattn.kernels import Fold, Implementation, Program, Unsupported, xla
 from jattn.kernels.blockwise import Blockwise, accumulate, staged_fold
+from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU, fold_on_tpu
@@ -26,16 +27,18 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "decode": Decode(),
     "blockwise": Blockwise(),
     "xla": xla,
-    "cudnn": cudnn,
+    "cudnn": Cudnn(),
     "splash": Splash(),
     "pallas_tpu": PallasTPU(),
     "pallas_gpu": PallasGPU(),
 }
 # Those that need a platform.
 ONLY = {"cudnn": "gpu", "splash": "tpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu"}
-# Where blockwise pays off, a platform's first of these that supports the request. JAX's kernel, which others run, too,
-# comes before ours. cudnn does not: its log-sum-exp is blockwise's, a second pass.
-IN_BLOCKS = {"tpu": ("splash", "pallas_tpu", "blockwise")}
+# Where blockwise pays off, a platform's first of these that supports the request. Kernels that others run, too, come
+# before ours. pallas_gpu does not: nobody has run it yet.
+IN_BLOCKS = {"tpu": ("splash", "pallas_tpu", "blockwise"), "cuda": ("cudnn", "blockwise")}
+# cudnn from this JAX on: before, it broadcast keys that a vmap shares wrongly.
+CUDNN_SINCE = (0, 11, 2)
 
 # "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:
 # experiments/results), and more memory anyway. With fewer than FEW queries or keys the matrix grows only linearly.
@@ -89,7 +92,8 @@ class InBlocks:
 
     def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
-        return differentiable(_forward, _RULE, canonical(request), may_be_divided(request))
+        divided = may_be_divided(request)
+        return differentiable(_forward, _accumulate, canonical(request), divided, backward=_backward, alone=True)
 
 
 def _forward(platform: str, request: Request, divided: bool) -> Any:
@@ -97,17 +101,14 @@ def _forward(platform: str, request: Request, divided: bool) -> Any:
     return forward(platform, request, *static)
 
 
-def _backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> Any:
-    request, row_max, divided = args
+def _backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> Any:
+    request, results, divided = args
     _, backward, static = _program(platform, request, divided)
-    return backward(platform, (request, row_max, *static), cotangents)
+    return backward(platform, (request, results, *static), cotangents)
 
 
 def _accumulate(platform: str, request: Request, row_max: jax.Array, divided: bool) -> Any:
     return accumulate(platform, request, row_max, None, divided)
-
-
-_RULE = staged.ByHand(_accumulate, vjp=_backward, count=3, alone=True)
 
 
 def _program(platform: str, request: Request, divided: bool) -> Program:
@@ -118,7 +119,18 @@ def _program(platform: str, request: Request, divided: bool) -> Program:
 def in_blocks(platform: str, request: Request, divided: bool) -> str:
     """The first of ``IN_BLOCKS`` that supports a canonical request, whose arrays may be ``divided`` over devices."""
     names = ("blockwise",) if divided or staged.is_partitioned() else IN_BLOCKS.get(platform, ("blockwise",))
-    return next(name for name in names if _on_one_device(IMPLEMENTATIONS[name].unsupported_reason, request) is None)
+    return next(name for name in names if _on_one_device(_reason_here, name, request) is None)
+
+
+def _reason_here(name: str, request: Request) -> str | None:
+    """The first reason against an implementation of the program that is being lowered."""
+    implementation = IMPLEMENTATIONS[name]
+    reason = implementation.unsupported_reason(request)
+    if reason is not None or not isinstance(implementation, Cudnn):
+        return reason
+    if jax.__version_info__ < CUDNN_SINCE:
+        return f"it is the default from JAX {'.'.join(map(str, CUDNN_SINCE))} on"
+    return "jax.export does not take its calls" if staged.is_exported() else implementation.refusal(request)
 
 
 def _on_one_device(fn: Callable, *args: Any) -> Any:

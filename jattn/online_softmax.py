@@ -15,7 +15,8 @@ The functions of one head are plain functions, traced for a ``platform`` (``jatt
 the rule to them, or to their lifting to many heads.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -72,16 +73,26 @@ def plan_head(q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | Non
     return BlockPlan(size, *tables, all_seen(*options))
 
 
-def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: Any) -> tuple[Array, Array]:
+def differentiable(
+    forward: Callable,
+    accumulate: Callable,
+    args: Any,
+    *static: Any,
+    backward: Callable | None = None,
+    alone: bool = False,
+) -> tuple[Array, Array]:
     """``(out, lse)`` of one or many heads, with the derivative rule at the top of this file.
 
     Args:
         forward: ``(platform, args, *static) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
             ``[..., T, ..., D]``; the others ``[..., T, ...]``.
-        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype; its ``vjp`` may
-            be written by hand (``staged.ByHand``).
+        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
         args: a pytree whose first three leaves are query, key and value.
         static: hashable.
+        backward: ``(platform, (args, results, *static), cotangents) -> those of query, key and value``: the reverse
+            derivative, written by hand, where nothing else is differentiated, or also there if ``not alone``.
+            ``results``: what ``forward`` returned; ``cotangents``: of ``out``, in the softmax's dtype, and of
+            ``row_sum`` (``of_sums``).
     """
     leaves, structure = jax.tree.flatten(args)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -94,7 +105,10 @@ def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: 
     dtype = softmax_dtype(query)
     rows = jax.ShapeDtypeStruct(query.shape[:-1], dtype)
     out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
-    acc = jax.ShapeDtypeStruct(out.shape, dtype)
+    change = jax.ShapeDtypeStruct(out.shape, dtype)
+    linear: Any = _Change(accumulate)
+    if backward is not None:
+        linear = staged.ByHand(linear, vjp=backward, count=3, results=2, alone=alone)
 
     @jax.custom_jvp
     def compute(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -112,16 +126,41 @@ def differentiable(forward: Callable, accumulate: Callable, args: Any, *static: 
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
         rest = iter(input_tangents)
         tangents = [next(rest) if array else None for array in is_array]
-        d_acc, d_row_sum = staged.jvp(accumulate, (unflatten(arrays), row_max, *static), tangents, out=(acc, rows))
-        # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
-        inverse = 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
-        d_out = (d_acc - z.astype(dtype) * d_row_sum[..., None]) * inverse[..., None]
+        results = z, row_max, row_sum
+        d_out, d_row_sum = staged.jvp(linear, (unflatten(arrays), results, *static), tangents, out=(change, rows))
         # The rule treats row_max as a constant: out and lse are the same for any value of it.
         return (z, row_max, row_sum), (d_out.astype(z.dtype), zeros, d_row_sum)
 
     compute.defjvp(rule, symbolic_zeros=True)
     z, row_max, row_sum = compute(*(x for x, array in zip(leaves, is_array, strict=True) if array))
     return z, log_sum_exp(row_max, row_sum)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """Has the tangents of ``out`` and ``row_sum``, for results that ``forward`` returned."""
+
+    accumulate: Callable
+
+    def __call__(self, platform: str, args: Any, results: Sequence[Array], *static: Any) -> tuple[Array, Array]:
+        acc, row_sum = self.accumulate(platform, args, results[1], *static)
+        return (acc - results[0].astype(acc.dtype) * row_sum[..., None]) * _inverse(results[2])[..., None], row_sum
+
+
+def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
+    """The cotangents of ``acc`` and ``row_sum`` from those of ``out`` and ``row_sum``; None is zero."""
+    out, _, row_sum = results
+    d_out, d_row_sum = cotangents
+    d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else d_row_sum
+    if d_out is None:
+        return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
+    d_acc = d_out * _inverse(row_sum)[..., None]
+    return d_acc, d_row_sum - (d_acc * out.astype(d_acc.dtype)).sum(-1)
+
+
+def _inverse(row_sum: Array) -> Array:
+    # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
+    return 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
 
 
 def forward_head(
@@ -195,6 +234,7 @@ def fold_head(
 def count_visible_head(platform: str, q: Array, k: Array, head: Head, plan: BlockPlan) -> Int[Array, " T"]:
     """The number of keys that each query of one head sees. Evaluates the mask in partial blocks only."""
     no_features = jnp.zeros((k.shape[0], 0), k.dtype)
+    head = dataclasses.replace(head, scale=1.0)
     blocked = split_head(platform, q[:, :0], no_features, no_features, head, plan)
 
     def visit(counts, i, j, masked, if_listed):

@@ -83,7 +83,7 @@ class Request:
     query: Any  # [B,T,N,H]
     key: Any  # [B,S,K,H]
     value: Any  # [B,S,K,D]; None if only the weights are needed
-    scale: Any
+    scale: Any  # None: 1 / sqrt(H)
     bias: Any
     masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
     slot_masks: tuple[Any, ...]
@@ -96,6 +96,11 @@ class Request:
     first_batch: Any = 0  # the indices of its first sequence and head, for masks, score functions and dropout
     first_head: Any = 0
     precision: Any = static_field(default=None)
+
+    @property
+    def score_scale(self) -> Any:
+        """``scale``, the default as a number."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def has_mask_array(self) -> bool:

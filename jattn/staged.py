@@ -39,7 +39,9 @@ class ByHand:
         fn: a function for ``call``, which also takes ``platform`` first.
         run: computes the same results as ``fn``, which computes them if this is None.
         vjp: ``(platform, args, cotangents) -> cotangents of the first count operands``: the first reverse derivative.
+            A cotangent is None for a floating result that nothing depends on.
         count: the number of operands that ``vjp`` covers.
+        results: the number of floating results.
         alone: whether ``vjp`` is only used where no other operand is differentiated.
     """
 
@@ -47,6 +49,7 @@ class ByHand:
     run: Callable | None = None
     vjp: Callable | None = None
     count: int = 0
+    results: int = 1
     alone: bool = False
 
     def __call__(self, platform: str, *args: Any) -> Any:
@@ -100,10 +103,11 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Jvp:
-    """The tangents of ``of``'s floating results, linear in its last operands, the tangents of the operands ``at``."""
+    """The tangents of ``of``'s floating results ``kept``, linear in its last operands, those of the operands ``at``."""
 
     of: Any
     at: tuple[int, ...]
+    kept: tuple[int, ...]
 
     @property
     def linear(self) -> int:
@@ -128,27 +132,26 @@ class Jvp:
             operands = list(primals)
             for i, x in zip(at, inputs, strict=True):
                 operands[i] = x
-            return [x for x in self.of.plain(platform, *operands) if is_floating(x)]
+            floating = [x for x in self.of.plain(platform, *operands) if is_floating(x)]
+            return [floating[i] for i in self.kept]
 
         return of_inputs
 
-    def transposed(self, results: int) -> Any:
-        """The transpose of this linear function, which has ``results`` results."""
-        return Vjp(self.of, self.at, results)
+    def transposed(self, results: Sequence[int]) -> Any:
+        """The transpose of this linear function, restricted to ``results``."""
+        return Vjp(self.of, self.at, tuple(self.kept[i] for i in results))
 
 
 @dataclasses.dataclass(frozen=True)
 class Vjp(Jvp):
-    """The cotangents of the operands ``at``, linear in the last ``results`` operands, the cotangents of ``of``'s."""
-
-    results: int
+    """The cotangents of the operands ``at``, linear in its last operands, those of ``of``'s results ``kept``."""
 
     @property
     def linear(self) -> int:
-        return self.results
+        return len(self.kept)
 
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
-        primals, cotangents = operands[: -self.results], list(operands[-self.results :])
+        primals, cotangents = operands[: -self.linear], list(operands[-self.linear :])
         own = self.of.fn if isinstance(self.of, Function) and isinstance(self.of.fn, ByHand) else None
         by_hand = [] if own is None else own.covers(self.at)
         others = [i for i in self.at if i not in by_hand]
@@ -157,12 +160,14 @@ class Vjp(Jvp):
             _, pull = jax.vjp(self._function(platform, primals, others), *(primals[i] for i in others))
             pulled |= zip(others, pull(cotangents), strict=True)
         if own is not None and own.vjp is not None and by_hand:
-            first = own.vjp(platform, self.of.arguments(primals), cotangents)
+            given = dict(zip(self.kept, cotangents, strict=True))
+            every = [given.get(i) for i in range(own.results)]
+            first = own.vjp(platform, self.of.arguments(primals), every)
             pulled |= {i: first[i] for i in by_hand}
         return [pulled[i] for i in self.at]
 
-    def transposed(self, results: int) -> Any:
-        return Jvp(self.of, self.at)
+    def transposed(self, results: Sequence[int]) -> Any:
+        return Jvp(self.of, tuple(self.at[i] for i in results), self.kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +193,8 @@ class Batched:
     def __call__(self, platform: str, *operands: Any) -> list[Any]:
         return jax.vmap(functools.partial(self.of, platform), self.axes)(*operands)
 
-    def transposed(self, results: int) -> Any:
-        return Batched(self.of.transposed(results), (*self.axes[: -self.linear], *(0,) * results))
+    def transposed(self, results: Sequence[int]) -> Any:
+        return Batched(self.of.transposed(results), (*self.axes[: -self.linear], *(0,) * len(results)))
 
 
 def call(fn: Callable, *args: Any, out: Any) -> Any:
@@ -216,7 +221,8 @@ def jvp(fn: Callable, args: tuple, tangents: list[Any], *, out: Any) -> Any:
     positions = [next(numbers) if leaf is OPERAND else None for leaf in function.leaves]
     at = tuple(n for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None)
     nonzero = [x for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None]
-    results = _bind(Jvp(function, at), [*operands, *nonzero], jax.tree.leaves(out))
+    types = jax.tree.leaves(out)
+    results = _bind(Jvp(function, at, tuple(range(len(types)))), [*operands, *nonzero], types)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
@@ -299,14 +305,18 @@ def _types(*operands: Any, function: Any, results: tuple) -> list[Any]:
 
 def _lower(platform: str, ctx: Any, *operands: Any, function: Any, results: tuple) -> Any:
     def run(*operands: Any) -> list[Any]:
-        with _settings(function.settings), _partitioned_as(ctx.module_context.axis_context):
+        with _settings(function.settings), _lowered_as(ctx.module_context):
             outputs = function(platform, *operands)
         types = tuple((tuple(x.shape), x.dtype) for x in outputs)
         assert types == results, f"{function}: {types} is not {results}"
         return outputs
 
     plain = [ShapedArray(x.shape, x.dtype, x.weak_type) for x in ctx.avals_in]
-    ctx = ctx.replace(avals_in=plain, avals_out=[ShapedArray(*result) for result in results])
+    module, context = ctx.module_context, ctx.module_context.axis_context
+    if getattr(context, "num_devices", 0) == 1 and context.device_assignment is None:
+        # JAX lists the devices only where it sees an operation that XLA asks how to divide, and cuDNN's is hidden here.
+        module = module.replace(axis_context=dataclasses.replace(context, device_assignment=(None,)))
+    ctx = ctx.replace(module_context=module, avals_in=plain, avals_out=[ShapedArray(*result) for result in results])
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
@@ -322,6 +332,7 @@ def _settings(values: tuple[Any, ...]) -> Iterator[None]:
 
 
 _partitioned: contextvars.ContextVar[bool] = contextvars.ContextVar("partitioned", default=False)
+_exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
 
 
 def is_partitioned() -> bool:
@@ -332,18 +343,25 @@ def is_partitioned() -> bool:
     return _partitioned.get()
 
 
+def is_exported() -> bool:
+    """Whether the program that is being lowered is for ``jax.export``: to be run by other versions, elsewhere."""
+    return _exported.get()
+
+
 @contextlib.contextmanager
-def _partitioned_as(context: Any) -> Iterator[None]:
+def _lowered_as(module: Any) -> Iterator[None]:
+    context = module.axis_context
     if hasattr(context, "manual_axes"):  # inside jax.shard_map
         manual = context.manual_axes | set(context.mesh.manual_axes)
         partitioned = bool(context.manual_axes) and manual != set(context.mesh.axis_names)
     else:
         partitioned = getattr(context, "num_devices", 1) != 1
-    token = _partitioned.set(partitioned)
+    tokens = _partitioned.set(partitioned), _exported.set(module.lowering_parameters.for_export)
     try:
         yield
     finally:
-        _partitioned.reset(token)
+        _partitioned.reset(tokens[0])
+        _exported.reset(tokens[1])
 
 
 def _jvp(
@@ -353,7 +371,8 @@ def _jvp(
     at = tuple(i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero))
     floating = [is_floating(x) for x in primals_out]
     types = [jax.ShapeDtypeStruct(*result) for result, is_float in zip(results, floating, strict=True) if is_float]
-    tangents_out = iter(_bind(Jvp(function, at), [*operands, *(tangents[i] for i in at)], types))
+    kept = tuple(range(len(types)))
+    tangents_out = iter(_bind(Jvp(function, at, kept), [*operands, *(tangents[i] for i in at)], types))
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals_out)
     return primals_out, [
         next(tangents_out) if has_tangent else zero for has_tangent, zero in zip(floating, zeros, strict=True)
@@ -366,8 +385,10 @@ ad.primitive_jvps[staged_p] = _jvp
 def _transpose(cotangents: Sequence[Any], *operands: Any, function: Any, results: tuple) -> list[Any]:
     primals, linear = operands[: -function.linear], operands[-function.linear :]
     types = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in linear]
-    cotangents = [ad.instantiate_zeros(x) for x in cotangents]
-    results_ct = _bind(function.transposed(len(cotangents)), [*primals, *cotangents], types)
+    nonzero = [i for i, x in enumerate(cotangents) if not isinstance(x, ad.Zero)]
+    if not nonzero:
+        return [None] * len(operands)
+    results_ct = _bind(function.transposed(nonzero), [*primals, *(cotangents[i] for i in nonzero)], types)
     linear_ct = [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, results_ct, strict=True)]
     return [None] * len(primals) + linear_ct
 

@@ -19,7 +19,7 @@ CASES = {
 }
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
-PEERS = ("jax", "torch", "tokamax", "jattn-xla")
+PEERS = ("jax", "torch", "tokamax", "jattn-xla", "jattn-kernels")
 PARTS = ("times", "memory", "peak", "compile")
 DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 

@@ -154,6 +154,8 @@ def versions(peers: tuple[str, ...]) -> dict[str, str]:
 
 
 def _missing(peer: str, device: str) -> str | None:
+    if peer == "jattn-kernels" and device == "cpu":
+        return "jattn has kernels of its own for GPUs and TPUs"
     if peer not in ("torch", "tokamax"):
         return None
     if importlib.util.find_spec(peer) is None:
@@ -199,7 +201,19 @@ def _jattn_xla(device: str) -> list[Contestant]:
     return [InJax("jattn xla", _jattn("xla"), tuple(CASES))]
 
 
-_PEERS = {"jax": _jax_nn, "torch": _torch, "tokamax": _tokamax, "jattn-xla": _jattn_xla}
+def _jattn_kernels(device: str) -> list[Contestant]:
+    """Our own kernels, where the default is another's."""
+    known = tuple(case for case in CASES if case != "t5")
+    return [InJax(f"jattn pallas_{device}", _jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
+
+
+_PEERS = {
+    "jax": _jax_nn,
+    "torch": _torch,
+    "tokamax": _tokamax,
+    "jattn-xla": _jattn_xla,
+    "jattn-kernels": _jattn_kernels,
+}
 
 
 def _jattn(implementation: str | None) -> Attention:

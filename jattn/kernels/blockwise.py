@@ -21,7 +21,14 @@ from jattn.hoist import traced
 from jattn.kernels import Fold, Program
 from jattn.lifting import one_by_one
 from jattn.one_block import BlockPlan
-from jattn.online_softmax import accumulate_head, count_visible_head, differentiable, fold_head, forward_head
+from jattn.online_softmax import (
+    accumulate_head,
+    count_visible_head,
+    differentiable,
+    fold_head,
+    forward_head,
+    of_sums,
+)  # fmt: skip
 from jattn.placement import may_be_divided, on_each_device
 from jattn.request import Request
 from jattn.tables import Length, arange
@@ -48,12 +55,11 @@ class Blockwise:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
         request = canonical(request)
         forward, backward, static = self.program(request, may_be_divided(request))
-        rule = staged.ByHand(accumulate, vjp=backward, count=3, alone=True)
-        return differentiable(forward, rule, request, *static)
+        return differentiable(forward, accumulate, request, *static, backward=backward, alone=True)
 
     def program(self, request: Request, divided: bool) -> Program:
         """As in ``jattn.kernels.InBlocks``."""
-        return _forward, _gradients, (self.block_sizes, divided)
+        return _forward, gradients_of_qkv, (self.block_sizes, divided)
 
     def accumulate(self, request: Request, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``acc [B,T,N,D] = sum exp(score - row_max) value`` and ``row_sum [B,T,N]``, for ``row_max [B,T,N]``."""
@@ -218,12 +224,12 @@ def accumulate(
     return over_request(one_head, request, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)], **lifting)
 
 
-def _gradients(platform: str, args: tuple, cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """The cotangents of query, key and value from those of ``accumulate``'s results."""
-    request, row_max, sizes, divided = args
+def gradients_of_qkv(platform: str, args: tuple, cotangents: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """The cotangents of query, key and value, as ``jattn.online_softmax.differentiable`` takes them."""
+    request, results, sizes, divided = args
+    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     plan, lifting = _plan(platform, request, sizes, divided)
     if lifting["sequences"] is lifting["heads"] is jax.vmap and not divided:
-        d_acc, d_row_sum = cotangents
         return gradients(platform, request, row_max, d_acc, d_row_sum, plan)
 
     def of_qkv(*qkv):
@@ -231,7 +237,7 @@ def _gradients(platform: str, args: tuple, cotangents: list[jax.Array]) -> tuple
         own = dataclasses.replace(request, query=query, key=key, value=value)
         return accumulate(platform, own, row_max, sizes, divided)
 
-    return jax.vjp(of_qkv, request.query, request.key, request.value)[1](tuple(cotangents))
+    return jax.vjp(of_qkv, request.query, request.key, request.value)[1]((d_acc, d_row_sum))
 
 
 def _fold(

@@ -9,7 +9,7 @@ higher orders and the gradients of arrays besides query, key and value are block
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +22,10 @@ from jattn.kernels.gpu_fold import BLOCK, fold_rows
 from jattn.kernels.gpu_program import WIDTH, Step, Steps, call, full, zeros
 from jattn.kernels.gpu_tiles import LOG2E, ROWS, Place, Tile, is_all_seen, make_plan
 from jattn.kernels.tiles import LARGEST_DIM, unsupported_reason
-from jattn.online_softmax import differentiable
+from jattn.online_softmax import differentiable, of_sums
 from jattn.placement import on_each_device
 from jattn.request import Request
 from jattn.separate import QUERY
-from jattn.staged import ByHand
 from jattn.tables import pad_end
 
 OLDEST = (0, 11, 2)  # of JAX: what the kernels are written in changes with each
@@ -63,7 +62,7 @@ class PallasGPU:
         return on_each_device(self._run, request, ("btnd", "btn"))
 
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        return differentiable(forward, _RULE, canonical(request), self)
+        return differentiable(forward, _plain_accumulate, canonical(request), self, backward=backward)
 
     def slots(self, length: Any) -> None:
         """None: each slot holds its own token."""
@@ -142,13 +141,13 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
     return out[:, :T, :, :D], lse, seen
 
 
-def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[jax.Array]:
-    """The cotangents of query, key and value, from those of ``acc [B,T,N,D]`` and ``row_sum [B,T,N]``.
+def backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> list[jax.Array]:
+    """The cotangents of query, key and value (``jattn.online_softmax.differentiable``).
 
     With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
     """
-    request, row_max, settings = args
-    d_acc, d_row_sum = cotangents
+    request, results, settings = args
+    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     H, D = request.query.shape[3], request.value.shape[3]
     q, k, v = (_padded(x) for x in (request.query, request.key, request.value))
     if not is_all_seen(request):  # a row that sees NaN has it in its row_max
@@ -164,9 +163,6 @@ def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[ja
         d_key, d_value = d_key_and_value(plan(by_key=True), of="key and value")
     (T, S), grown = (request.query.shape[1], request.key.shape[1]), (d_query, d_key, d_value)
     return [x[:, :length, :, :size] for x, length, size in zip(grown, (T, S, S), (H, H, D), strict=True)]
-
-
-_RULE = ByHand(_plain_accumulate, vjp=backward, count=3)
 
 
 def _d_query(plan: Any, q: Any, k: Any, v: Any, d_acc: Any, lines: list[jax.Array]) -> jax.Array:

@@ -12,7 +12,7 @@ computes one block of a list in scalar memory, so empty blocks are neither read 
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,9 @@ from jattn.kernels.pallas_fold import LONGEST, fold_blocks
 from jattn.kernels.tiles import unsupported_reason
 from jattn.kernels.tpu_program import SMALL, Plan, Steps, block_sizes, call, make_plan
 from jattn.kernels.tpu_tiles import MOST, TILE, Scores, Tile
-from jattn.online_softmax import differentiable, log_sum_exp
+from jattn.online_softmax import differentiable, log_sum_exp, of_sums
 from jattn.placement import on_each_device
 from jattn.request import Request
-from jattn.staged import ByHand
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
 LEAST = jnp.finfo(jnp.float32).min
@@ -72,7 +71,7 @@ class PallasTPU:
         return on_each_device(self._run, request, ("btnd", "btn"))
 
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        return differentiable(forward, _RULE, canonical(request), self)
+        return differentiable(forward, _plain_accumulate, canonical(request), self, backward=backward)
 
     def slots(self, length: Any) -> None:
         """None: each slot holds its own token."""
@@ -152,21 +151,19 @@ def forward(platform: str, request: Request, settings: PallasTPU) -> tuple[jax.A
     return out, jnp.where(seen, lse, LEAST), seen.astype(jnp.float32)
 
 
-def backward(platform: str, args: tuple, cotangents: list[jax.Array]) -> list[jax.Array]:
-    """The cotangents of query, key and value, from those of ``acc [B,T,N,D]`` and ``row_sum [B,T,N]``.
+def backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> list[jax.Array]:
+    """The cotangents of query, key and value (``jattn.online_softmax.differentiable``).
 
     With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
     """
-    request, row_max, settings = args
+    request, results, settings = args
+    row_max, sums = results[1], of_sums(results, cotangents)
     plan = functools.partial(make_plan, platform, request, settings.block_sizes, settings.interpret)
-    return [_d_query(plan(), row_max, cotangents), *_d_key_and_value(plan(), row_max, cotangents)]
-
-
-_RULE = ByHand(_plain_accumulate, vjp=backward, count=3)
+    return [_d_query(plan(), row_max, sums), *_d_key_and_value(plan(), row_max, sums)]
 
 
 def _score_tangents(
-    plan: Plan, scores: Scores, row_max: jax.Array, cotangents: list[jax.Array]
+    plan: Plan, scores: Scores, row_max: jax.Array, cotangents: Sequence[jax.Array]
 ) -> tuple[Callable, int]:
     """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias; and the number of ``d_acc``."""
     d_acc, d_row_sum = cotangents
@@ -185,7 +182,7 @@ def _score_tangents(
     return of_tile, d_out
 
 
-def _d_query(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> jax.Array:
+def _d_query(plan: Plan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> jax.Array:
     B, T, N, H = plan.request.query.shape
     scores = plan.scores()
     of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
@@ -214,7 +211,7 @@ def _d_query(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> jax
     return jnp.transpose(d_query, (0, 3, 1, 2))[:, :T]
 
 
-def _d_key_and_value(plan: Plan, row_max: jax.Array, cotangents: list[jax.Array]) -> list[jax.Array]:
+def _d_key_and_value(plan: Plan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
     (B, S, K, H), D = plan.request.key.shape, max(plan.request.value.shape[3], 1)
     scores = plan.scores()
     of_tile, d_out = _score_tangents(plan, scores, row_max, cotangents)

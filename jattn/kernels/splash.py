@@ -18,14 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn import staged
 from jattn.batching import canonical
 from jattn.kernels import Program, Unsupported, blockwise
 from jattn.kernels.splash_masks import HeadMask, head_masks, ids_of, mask_reason, seen_keys
 from jattn.kernels.tiles import SEVERAL_DEVICES
 from jattn.kernels.tpu_program import require_one_tpu
 from jattn.mods import mod_semantics
-from jattn.online_softmax import differentiable
+from jattn.online_softmax import differentiable, of_sums
 from jattn.placement import is_typed, may_be_divided, on_each_device
 from jattn.request import Request
 from jattn.score_mods import SoftCap
@@ -100,7 +99,7 @@ class Splash:
 
     def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
         request = canonical(request)
-        return differentiable(_forward, _RULE, request, _plan(request, self))
+        return differentiable(_forward, _accumulate, request, _plan(request, self), backward=_backward)
 
     def program(self, request: Request, divided: bool) -> Program:
         """As in ``jattn.kernels.InBlocks``."""
@@ -156,17 +155,17 @@ def _forward(platform: str, request: Request, plan: Plan) -> tuple[jax.Array, ja
         )
 
 
-def _backward(platform: str, args: tuple, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The cotangents of query, key and value for those of ``acc`` and ``row_sum`` (``jattn.online_softmax``).
+def _backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The cotangents of query, key and value (``jattn.online_softmax.differentiable``).
 
     With ``p = exp(score - row_max)``, ``acc = p v`` and ``row_sum = sum p`` make
     ``d score = p * (d_acc v^T + d_row_sum)`` and ``dv = p^T d_acc``: flash's backward pass, with ``do = d_acc`` and
-    ``di = -d_row_sum``. The rule around it has put the output's and the lse's cotangent into both.
+    ``di = -d_row_sum``. The cotangents of the output and of the lse are in both.
     """
     from jattn.kernels import splash_kernel
 
-    request, row_max, plan = args
-    d_acc, d_row_sum = cotangents
+    request, results, plan = args
+    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     query, key, value = request.query, request.key, request.value
     T, S = query.shape[1], key.shape[1]
     if plan.is_empty:
@@ -180,15 +179,12 @@ def _backward(platform: str, args: tuple, cotangents: Sequence[jax.Array]) -> tu
         do, di, lse = (_to_heads(x, plan.masks[0].padded_lengths[0]) for x in (do, di, lse))
         kernel = splash_kernel.make_kernel(plan, query.shape[2])
         dq, dk, dv = splash_kernel.backward(kernel, q, k, v, ids, lse, do, di)
-        dq = _scaled(_from_heads(dq, T), request.scale)
+        dq = _scaled(_from_heads(dq, T), request.score_scale)
         return dq, _from_heads(dk, S), _from_heads(dv, S)
 
 
 def _accumulate(platform: str, request: Request, row_max: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     return blockwise.accumulate(platform, request, row_max, None, False)
-
-
-_RULE = staged.ByHand(_accumulate, vjp=_backward, count=3)
 
 
 @contextlib.contextmanager
@@ -212,14 +208,14 @@ def _inputs(request: Request, plan: Plan, seen_queries: jax.Array | None) -> tup
         key, value = (jnp.where(seen[..., None], x, jnp.zeros((), x.dtype)) for x in (key, value))
     if seen_queries is not None:
         query = jnp.where(seen_queries[..., None], query, jnp.zeros((), query.dtype))
-    padded = _to_heads(_scaled(query, request.scale), T), _to_heads(key, S), _to_heads(value, S)
+    padded = _to_heads(_scaled(query, request.score_scale), T), _to_heads(key, S), _to_heads(value, S)
     if ids is not None:  # nobody sees a padded key: so says the static mask
         ids = pad_end(ids[0], (ids[0].shape[0], T)), pad_end(ids[1], (ids[1].shape[0], S))
     return *padded, ids
 
 
 def _scaled(x: jax.Array, scale: Any) -> jax.Array:
-    return x if scale is None else (x.astype(jnp.float32) * scale).astype(x.dtype)
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def _to_heads(x: jax.Array, length: int) -> jax.Array:

@@ -82,7 +82,7 @@ class Scores:
         positions = {over: operands.vector(over, jnp.asarray(x)[:, None]) for over, x in given.items() if x is not None}
         return cls(
             request=request,
-            scale=operands.scalars(jnp.asarray(request.scale, jnp.float32).reshape(1, 1)),
+            scale=operands.scalars(jnp.asarray(request.score_scale, jnp.float32).reshape(1, 1)),
             bias=None if request.bias is None else _add_pairs(operands, request.bias.astype(jnp.float32), T),
             masks=[_add_mod(request, operands, mask, None) for mask in request.masks],
             score_mod=request.score_mod and _add_mod(request, operands, request.score_mod, jnp.float32),

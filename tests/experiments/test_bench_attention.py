@@ -142,6 +142,9 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
     by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
     assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla"]
+    for device in "gpu", "tpu":
+        (kernels,) = peers.contestants(("jattn-kernels",), device)[0][1:]
+        assert kernels.name == f"jattn pallas_{device}" and kernels.dtypes == ("bfloat16",)
     matrix = 3 * 4 * 4096**2
 
     def why(name: str, case: str, memory: float, **dtype: str) -> str | None:
@@ -396,7 +399,7 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
     "options, said",
     [
         ("--suite all", "--suite: expected one of attention, chips, dispatch, layers, looking, sharding, got 'all'"),
-        ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, jattn-xla, separated by commas, got"),
+        ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got"),
         ("--cases diagonal", "--cases: expected some of full, causal, window, "),
         ("--cases ,", "--cases: expected some of full, "),
         ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),

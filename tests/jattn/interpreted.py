@@ -49,20 +49,18 @@ class Interpreted:
         @jax.custom_vjp
         def compute(*arrays: Any) -> Any:
             out, lse, seen = forward("cpu", of(arrays), settings)
-            return out, jnp.where(seen > 0.0, lse, -jnp.inf)
+            return out, jnp.where(seen > 0.0, lse, -jnp.inf), lse, seen
 
         def compute_forward(*arrays: Any) -> Any:
-            out, lse = compute(*arrays)
-            return (out, lse), (arrays, out, lse)
+            results = compute(*arrays)
+            return results, (arrays, results)
 
         def compute_backward(kept: Any, cotangents: Any) -> Any:
-            (arrays, out, lse), (d_out, d_lse) = kept, cotangents
-            wide = d_out.astype(jnp.float32)
-            row_max = jnp.where(lse == -jnp.inf, jnp.finfo(jnp.float32).min, lse)
-            d_sum = d_lse - (wide * out.astype(jnp.float32)).sum(-1)
-            by_kernels = backward("cpu", (of(arrays), row_max, settings), [wide, d_sum])
+            (arrays, (out, lse, row_max, seen)), (d_out, d_lse, *_) = kept, cotangents
+            wide = [d_out.astype(jnp.float32), jnp.where(lse == -jnp.inf, 0.0, d_lse)]  # of a row_sum of 1
+            by_kernels = backward("cpu", (of(arrays), (out, row_max, seen), settings), wide)
             _, pull = jax.vjp(lambda *others: Blockwise().run(of((*arrays[:3], *others))), *arrays[3:])
-            return *by_kernels, *pull(cotangents)
+            return *by_kernels, *pull(cotangents[:2])
 
         compute.defvjp(compute_forward, compute_backward)
-        return compute(*(leaves[n] for n in floats))
+        return compute(*(leaves[n] for n in floats))[:2]
