@@ -399,7 +399,10 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
     "options, said",
     [
         ("--suite all", "--suite: expected one of attention, chips, dispatch, layers, looking, sharding, got 'all'"),
-        ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got"),
+        (
+            "--peers jax,flax",
+            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got",
+        ),
         ("--cases diagonal", "--cases: expected some of full, causal, window, "),
         ("--cases ,", "--cases: expected some of full, "),
         ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),

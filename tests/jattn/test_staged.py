@@ -317,6 +317,35 @@ class TestByHand:
                                    [0.0, 18.0, 36.0])  # fmt: skip
 
 
+def two(platform, x):
+    return x**2, x**3
+
+
+def which(platform, args, cotangents):
+    """Not the derivative, but which of the results have cotangents."""
+    return [jnp.float32((cotangents[0] is not None) + 10 * (cotangents[1] is not None))]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap])
+def test_results_that_nothing_depends_on_have_no_cotangent(transform):
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def call(x, fn):
+        return staged.call(fn, x, out=(scalar, scalar))
+
+    by_hand = staged.ByHand(two, vjp=which, count=1, results=2)
+    x = jnp.full(3, 2.0) if transform is jax.vmap else 2.0
+    uses = {1: lambda y: y[0], 10: lambda y: y[1], 11: sum, 0: lambda y: jnp.zeros(())}
+    for expected, use in uses.items():
+        found = transform(jax.grad(lambda x, use=use: use(call(x, by_hand))))(x)
+        np.testing.assert_array_equal(found, np.full(np.shape(x), expected))
+    for expected, use in ((4.0, uses[1]), (12.0, uses[10]), (16.0, sum)):
+        found = transform(jax.grad(lambda x, use=use: use(call(x, two))))(x)
+        np.testing.assert_allclose(found, np.full(np.shape(x), expected))
+        second = transform(jax.jacfwd(jax.grad(lambda x, use=use: use(call(x, two)))))(x)
+        np.testing.assert_allclose(second, np.full(np.shape(x), {4.0: 2.0, 12.0: 12.0, 16.0: 14.0}[expected]))
+
+
 def test_settings_are_those_of_the_call():
     """The program is traced when it is lowered, but with the settings in effect at the call."""
     x = floats(1, 8, 1, 4)
