@@ -18,7 +18,7 @@ from jattn.tables import pad_end, parts_of
 
 
 class HeadArrays(NamedTuple):
-    """One head's arrays, split into blocks, in the softmax's dtype.
+    """One head's arrays, split into blocks.
 
     Keys and values are transposed. The products then yield their gradients transposed too; on CPU, XLA's product is
     four times slower if it has to transpose the long axis.
@@ -47,6 +47,7 @@ class BlockedHead:
     """One head split into blocks: the equations of a block, and the lists of full and partial blocks."""
 
     arrays: HeadArrays
+    dtype: Any  # the softmax's, of blocks and their results
     size: tuple[int, int]
     masks: tuple[Any, ...]
     score_mod: ScoreMod | None
@@ -112,7 +113,8 @@ class BlockedHead:
         index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False) if transposable else _index(0)
         arrays = self.arrays
         bias = None if arrays.bias is None else take_block(arrays.bias, i, j, self.size)
-        return Block(index(arrays.q, i), index(arrays.k, j), index(arrays.v, j), bias)
+        q, k, v = (index(x, at).astype(self.dtype) for x, at in ((arrays.q, i), (arrays.k, j), (arrays.v, j)))
+        return Block(q, k, v, bias)
 
     def _indices(self, i, j) -> tuple:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
@@ -128,8 +130,13 @@ class BlockPlan(NamedTuple):
     all_seen: bool
 
 
-def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan) -> BlockedHead:
-    """Splits one head into blocks."""
+def split_head(
+    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, *, differentiated: bool = True
+) -> BlockedHead:
+    """Splits one head into blocks.
+
+    ``differentiated``: keep query, key and value in the softmax's dtype, in which the gradients of blocks are added up.
+    """
     T, S, dtype, (rows, columns) = q.shape[0], k.shape[0], softmax_dtype(q), plan.size
     slot_masks = list(head.slot_masks)
     if T % rows != 0:
@@ -140,10 +147,11 @@ def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: Bl
         split_axis(jnp.arange(length) if positions is None else jnp.asarray(positions), 0, size, fill=None)
         for positions, length, size in ((head.query_positions, T, rows), (head.kv_positions, S, columns))
     )
+    kept = dtype if differentiated else product_dtype(platform, q)
     arrays = HeadArrays(
-        q=split_axis(q.astype(dtype), 0, rows),
-        k=split_axis(k.astype(dtype), 0, columns).swapaxes(1, 2),
-        v=split_axis(v.astype(dtype), 0, columns).swapaxes(1, 2),
+        q=split_axis(q.astype(kept), 0, rows),
+        k=split_axis(k.astype(kept), 0, columns).swapaxes(1, 2),
+        v=split_axis(v.astype(kept), 0, columns).swapaxes(1, 2),
         bias=None if head.bias is None else pad_to_blocks(head.bias.astype(dtype), plan.size),
         q_positions=q_positions,
         kv_positions=kv_positions,
@@ -152,6 +160,7 @@ def split_head(platform: str, q: Array, k: Array, v: Array, head: Head, plan: Bl
     full, partial = block_lists(plan.any_visible, plan.all_visible)
     return BlockedHead(
         arrays=arrays,
+        dtype=dtype,
         size=plan.size,
         masks=head.masks,
         score_mod=head.score_mod,

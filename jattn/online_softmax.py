@@ -168,8 +168,9 @@ def forward_head(
 ) -> tuple[Array, Array, Array]:
     """``out [T,D]``, ``row_max [T]`` and ``row_sum [T]``; ``lse = row_max + log(row_sum)``. Has no derivatives."""
     summed = platform == "tpu" and head.dropout is None and product_dtype(platform, q) != softmax_dtype(q)
-    out, row_max, row_sum = _online_softmax(split_head(platform, q, k, v, head, plan), summed)
-    return _join_rows(out, q).astype(v.dtype), _join_rows(row_max, q), _join_rows(row_sum, q)
+    blocked = split_head(platform, q, k, v, head, plan, differentiated=False)
+    out, row_max, row_sum = _online_softmax(blocked, summed, v.dtype)
+    return _join_rows(out, q), _join_rows(row_max, q), _join_rows(row_sum, q)
 
 
 def accumulate_head(
@@ -248,13 +249,13 @@ def count_visible_head(platform: str, q: Array, k: Array, head: Head, plan: Bloc
     return _join_rows(_scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
 
 
-def _online_softmax(blocked: BlockedHead, summed: bool) -> tuple[Array, Array, Array]:
-    """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``.
+def _online_softmax(blocked: BlockedHead, summed: bool, out_dtype: Any) -> tuple[Array, Array, Array]:
+    """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``, in the softmax's dtype.
 
     ``summed``: the product with the values also computes ``row_sum``, with a column of ones appended to the values. XLA
     for TPU otherwise computes every exponential twice, once for ``row_sum`` and once inside the product.
     """
-    rows, q, v = blocked.size[0], blocked.arrays.q, blocked.arrays.v
+    rows, q, v, dtype = blocked.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
 
     def row_of_blocks(i):
         def visit(masked, column):
@@ -273,8 +274,8 @@ def _online_softmax(blocked: BlockedHead, summed: bool) -> tuple[Array, Array, A
             return body
 
         # The least float instead of -inf, because -inf - -inf is NaN.
-        state = (jnp.zeros((rows, v.shape[1] + summed), q.dtype), jnp.full(rows, jnp.finfo(q.dtype).min, q.dtype),
-                 jnp.zeros(rows, q.dtype))  # fmt: skip
+        state = (jnp.zeros((rows, v.shape[1] + summed), dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype),
+                 jnp.zeros(rows, dtype))  # fmt: skip
         for masked, blocks in ((False, blocked.full), (True, blocked.partial)):
             if blocks.row.shape[0] != 0:
                 start, end, column = blocks.of_row(i)
@@ -283,7 +284,7 @@ def _online_softmax(blocked: BlockedHead, summed: bool) -> tuple[Array, Array, A
         if summed:
             acc, row_sum = acc[:, :-1], acc[:, -1]
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
-        return acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None], row_max, row_sum
+        return (acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None]).astype(out_dtype), row_max, row_sum
 
     return jax.lax.map(row_of_blocks, jnp.arange(q.shape[0], dtype=jnp.int32))
 
