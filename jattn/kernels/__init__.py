@@ -32,8 +32,7 @@ class Implementation(Protocol):
         ...
 
 
-# forward and backward, as ``jattn.online_softmax.differentiable`` and ``jattn.staged.ByHand`` take them, and what is
-# static among their arguments.
+# forward and backward, as ``jattn.online_softmax.differentiable`` takes them, and what is static among their arguments.
 Program = tuple[Callable, Callable, tuple]
 
 
