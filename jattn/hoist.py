@@ -114,7 +114,9 @@ def depends_on(mod: Callable, index: int, *score: Any) -> bool:
         with mod_semantics():
             return mod(*args)
 
-    program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
+    # Indices are no one device's, and a function traced outside of jax.shard_map is evaluated inside.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
     dependent: set[Any] = {program.invars[index]}
     for equation in program.eqns:
         if not dependent.isdisjoint(x for x in equation.invars if isinstance(x, Var)):

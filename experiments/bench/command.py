@@ -15,8 +15,8 @@ SUITES = {
     "attention": ("peers", "device", "lengths", "cases", "parts", "seconds", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
-    "layers": ("out", "seconds"),
-    "looking": ("out", "seconds"),
+    "layers": ("device", "out", "seconds"),
+    "looking": ("device", "out", "seconds"),
     "sharding": ("out",),
 }
 

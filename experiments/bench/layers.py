@@ -26,14 +26,14 @@ from experiments.bench.tables import Asked, asked_table, listed, ratio, report, 
 from jattn.multi_head import attend_heads
 
 MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
-COLUMNS = {"jattn": "jattn", "flax": "Flax", "sum": "sum of the cache"}
+COLUMNS = {"jattn": "jattn", "flax": "Flax", "pallas_gpu": "pallas_gpu", "sum": "sum of the cache"}
 TRAIN, DECODE, MODULE = "training step", "decode, function", "decode, module"
-RATE, TOLERANCE = 0.1, 1e-4  # of gradient descent; of the largest number
+RATE = 0.1  # of gradient descent
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of one run; batch 1, float32."""
+    """Sizes of one run; batch 1, float32, off the CPU bfloat16 in decoding."""
 
     layers: int = 4
     width: int = 512
@@ -45,6 +45,17 @@ class Sizes:
     seconds: float = 6.0  # per row, all contestants together
     rounds: int = 3  # at least
     settle: float = 0.01  # seconds of rest before every turn
+    device: str = "cpu"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the CPU."""
+        return self.device == "cpu"
+
+    @property
+    def tolerance(self) -> float:
+        """How much results may differ, as a share of the largest number: accelerators round the inputs of products."""
+        return 1e-4 if self.on_cpu else 2e-2
 
 
 @dataclasses.dataclass
@@ -83,7 +94,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
     for length in sizes.lengths:
         yield times(TRAIN, length, modules_row, TRAIN, length, trainer)
-    for name in MODULES:
+    for name in MODULES if sizes.on_cpu else ():  # a fresh process cannot share an accelerator
         key = {"contestant": name, "length": max(sizes.lengths)}
         yield Job("memory", key, functools.partial(memory_row, sizes, **key))
     for tokens in sizes.tokens:
@@ -97,7 +108,7 @@ def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[s
     before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
     outputs = [one() for one in calls.values()]
     changes = [jax.tree.map(jnp.subtract, one.state, old) for one, old in zip(calls.values(), before, strict=True)]
-    apart = max(agree(f"{step}, n = {length}", *pair) for pair in (outputs, changes))
+    apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance) for pair in (outputs, changes))
     return _timed(sizes, calls, apart)
 
 
@@ -117,35 +128,41 @@ def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
 
 def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
     """One token against a cache, compared with summing all its slots, which takes the time to read them."""
-    cache, (query, key, value) = decode_inputs(sizes, tokens)
+    cache, chunk = decode_inputs(sizes, tokens)
+    query, key, value = chunk
     held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
     expected = jax.nn.dot_product_attention(query, *held)
 
-    def step(cache, *chunk):
-        z, after = attend_heads(*chunk, cache=cache)
+    def step(implementation, cache, *chunk):
+        z, after = attend_heads(*chunk, cache=cache, implementation=implementation)
         return z, dataclasses.replace(after, length=cache.length)  # so that the next call does the same work
 
-    decode = Contestant(jax.jit(step, donate_argnums=0), cache, (query, key, value))
-    apart = agree(f"{DECODE}, {tokens} tokens", decode(), expected)
+    calls, implementations = {}, {"jattn": None} | ({"pallas_gpu": "pallas_gpu"} if sizes.device == "gpu" else {})
+    for name, implementation in implementations.items():
+        own = jax.tree.map(jnp.copy, cache)  # which the step donates
+        calls[name] = Contestant(jax.jit(functools.partial(step, implementation), donate_argnums=0), own, chunk)
+    apart = max(agree(f"{DECODE}, {tokens} tokens", one(), expected, sizes.tolerance) for one in calls.values())
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
-    read = lambda: jax.block_until_ready(sums(decode.state.key, decode.state.value))
+    read = lambda: jax.block_until_ready(sums(calls["jattn"].state.key, calls["jattn"].state.value))
     read()  # compiles; nothing to compare
-    return _timed(sizes, {"jattn": decode, "sum": read}, apart)
+    return _timed(sizes, calls | {"sum": read}, apart)
 
 
 def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
     """A random cache without the last of ``tokens``, and that token's query, key and value."""
     head_dim, few = sizes.width // sizes.num_heads, sizes.num_kv_heads
     shapes = ((sizes.slots, few), (sizes.slots, few), (1, sizes.num_heads), (1, few), (1, few))
-    key, value, *chunk = (jax.random.normal(jax.random.key(i), (1, *x, head_dim)) for i, x in enumerate(shapes))
+    dtype = jnp.float32 if sizes.on_cpu else jnp.bfloat16
+    key, value, *chunk = (jax.random.normal(jax.random.key(i), (1, *x, head_dim), dtype) for i, x in enumerate(shapes))
     return jattn.KVCache(key, value, jnp.full(1, tokens - 1, jnp.int32)), tuple(chunk)
 
 
 def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
     """One token through a module with ``decode=True``; its state is its cache, from ``decode_inputs``."""
-    module = MODULES[name](sizes.num_heads, sizes.width, num_kv_heads=sizes.num_kv_heads, decode=True, rngs=nnx.Rngs(0))
-    module.init_cache((1, sizes.slots, sizes.width))
     cache, (query, _, _) = decode_inputs(sizes, tokens)
+    own = {"num_kv_heads": sizes.num_kv_heads, "dtype": query.dtype, "decode": True}
+    module = MODULES[name](sizes.num_heads, sizes.width, **own, rngs=nnx.Rngs(0))
+    module.init_cache((1, sizes.slots, sizes.width), query.dtype)
     module.cached_key[...], module.cached_value[...], module.cache_index[...] = cache.key, cache.value, cache.length[0]
     graph, state, params = nnx.split(module, nnx.Cache, ...)
 
@@ -159,12 +176,12 @@ def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
     return Contestant(jax.jit(step, donate_argnums=0), state, (params, query.reshape(1, 1, sizes.width)))
 
 
-def agree(what: str, ours: Any, theirs: Any) -> float:
-    """The largest difference, as a share of the largest number in ``theirs``; ``Failed`` above ``TOLERANCE``."""
+def agree(what: str, ours: Any, theirs: Any, tolerance: float = 1e-4) -> float:
+    """The largest difference, as a share of the largest number in ``theirs``; ``Failed`` above ``tolerance``."""
     both = [jnp.concatenate([x.ravel().astype(jnp.float32) for x in jax.tree.leaves(x)]) for x in (ours, theirs)]
     apart = float(jnp.abs(both[0] - both[1]).max() / jnp.abs(both[1]).max())
-    if not apart <= TOLERANCE:  # or NaN
-        raise Failed(f"{what}: results differ by {apart:.1e} of the largest number, expected at most {TOLERANCE:g}")
+    if not apart <= tolerance:  # or NaN
+        raise Failed(f"{what}: results differ by {apart:.1e} of the largest number, expected at most {tolerance:g}")
     return apart
 
 
@@ -210,8 +227,9 @@ def asked(results: Results) -> list[Asked]:
 def markdown(results: Results) -> str:
     """``layers.md``."""
     times = []
+    columns = {name: title for name, title in COLUMNS.items() if any(name in r["medians"] for r in results.of("times"))}
     for r in results.of("times"):
-        cells = [f"{r['medians'][name] / 1e3:.2f}" if name in r["medians"] else "-" for name in COLUMNS]
+        cells = [f"{r['medians'][name] / 1e3:.2f}" if name in r["medians"] else "-" for name in columns]
         times.append([r["step"], r["length"], *cells, r["rounds"], f"{r['apart']:.0e}"])
     memory = [
         [COLUMNS[r["contestant"]], r["length"], *(f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))]
@@ -220,12 +238,13 @@ def markdown(results: Results) -> str:
     return report(
         "# Layers, measured",
         "Medians of calls in turn, float32, batch 1. Training: a step of gradient descent of a causal transformer. "
-        "Decoding: the n-th token; beside it the sums of all the cache's slots. `apart`: how far results differ, as a "
-        "share of the largest number. Written by `python -m experiments bench --suite layers`.",
+        "Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of all the cache's slots. `apart`: how "
+        "far results differ, as a share of the largest number. Written by `python -m experiments bench --suite "
+        "layers`.",
         "## What was asked",
         asked_table(asked(results)),
         "## Milliseconds",
-        table(["step", "n", *COLUMNS.values(), "rounds", "apart"], times),
+        table(["step", "n", *columns.values(), "rounds", "apart"], times),
         "## Memory of a training step, MiB",
         "The peak, of which a fifth is asked, is the resident memory of a fresh process that does one step, "
         "compilation included, less that of one that only builds the model and its inputs.",
@@ -242,8 +261,8 @@ SUITE = Suite(
     jobs=jobs,
     markdown=markdown,
     shown=lambda results: asked_table(asked(results)),
-    sizes=lambda plan: Sizes(seconds=plan.seconds),
-    start=lambda plan: timing.use("cpu"),
+    sizes=lambda plan: Sizes(seconds=plan.seconds, device=plan.device),
+    start=lambda plan: timing.use(plan.device),
 )
 
 

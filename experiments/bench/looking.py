@@ -153,5 +153,5 @@ SUITE = Suite(
     markdown=markdown,
     shown=lambda results: asked_table(asked(results)),
     sizes=lambda plan: Sizes(seconds=plan.seconds),
-    start=lambda plan: timing.use("cpu"),
+    start=lambda plan: timing.use(plan.device),
 )

@@ -98,6 +98,21 @@ class Step(Place):
         plgpu.commit_smem()
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((x.shape[0], y.shape[1]), jnp.float32))
 
+    def hide_unseen(self, values: Any) -> None:
+        """Zeroes the values ``[keys, D]`` that no query sees, where all queries see the same: 0 times NaN is NaN."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plan = dataclasses.replace(self.plan, by_key=True, size=(ROWS, ROWS))
+        for first in range(0, values.shape[0], ROWS):
+            tile = Place(plan, self.scores, self.ins, self.head, (self.starts[1] + first, 0)).tile(masked=True)
+            assert tile.visible is not None  # it is masked
+            seen = jnp.max(jnp.where(tile.visible, 1.0, 0.0), axis=1)
+            part = values.at[pl.ds(first, ROWS)]
+            x = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(jax.lax.broadcast_in_dim(seen, x.shape, [0]) > 0.0, x, jnp.zeros((), x.dtype))
+        plgpu.commit_smem()
+
     def release(self, *columns: int) -> None:
         """Lets the blocks of these arrays be overwritten."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -127,7 +142,7 @@ def call(
 
     Args:
         rows, columns: arrays ``[B,T|S,N|K,X]`` of the side that the rows of scores belong to, and of the other.
-        results: the features of each ``[B,T|S,N|K,X]`` that the rows get, in the arrays' dtype.
+        results: the features of each ``[B,T|S,N|K,X]`` that the rows get, in the arrays' dtype; padded if in parts.
         vectors: how many float32 ``[B,N|K,T|S]`` they get; padded.
         each_head: whether keys get results for each query head, ``[B,N,S]``, and not their sum for each key head.
     """
@@ -138,8 +153,10 @@ def call(
     (B, length, heads, _), dtype, (entries, counts) = rows[0].shape, rows[0].dtype, plan.lists
     heads = plan.request.query.shape[2] if each_head else heads
     kernel = _Kernel(plan, scores, steps, rows, columns, results, vectors, each_head)
+    padded = counts.shape[1] * plan.rows
+    length = length if plan.parts == 1 else padded
     types = [jax.ShapeDtypeStruct((B, length, heads, size), dtype) for size in results]
-    types += [jax.ShapeDtypeStruct((B, heads, counts.shape[1] * plan.rows), jnp.float32)] * vectors
+    types += [jax.ShapeDtypeStruct((B, heads, padded), jnp.float32)] * vectors
     program = plgpu.kernel(
         kernel.run,
         out_type=types,
@@ -214,7 +231,8 @@ class _Kernel:
         grid = (count_ref[sequence, i],)
         if self.by_group:
             grid = (jnp.int32(self.group), *grid)
-        at = _At(self, kept, ins, (b, n), w, i * self.plan.rows + w * ROWS, lambda t: entry_ref[sequence, i, t])
+        first, own = (at * self.plan.rows + w * ROWS for at in (jax.lax.div(i, jnp.int32(self.plan.parts)), i))
+        at = _At(self, kept, ins, (b, n), w, first, own, lambda t: entry_ref[sequence, i, t])
         plgpu.emit_pipeline_warp_specialized(
             at.add,
             grid=grid,
@@ -251,6 +269,7 @@ class _At:
     head: tuple[Any, Any]
     warpgroup: Any
     first: Any  # its first row
+    own: Any  # and that row's place in the results
     entry: Callable  # of the list
 
     def index(self, *ids: Any) -> tuple:
@@ -282,12 +301,12 @@ class _At:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         (b, n), w, kept = self.head, self.warpgroup, self.kept
-        own, row_head = pl.ds(self.first, ROWS), n
+        own, row_head = pl.ds(self.own, ROWS), n
         if self.kernel.each_head:
             row_head = jax.lax.div(n, jnp.int32(self.kernel.group))
         for ref, smem in zip(rows, self._rows(), strict=True):
             plgpu.copy_gmem_to_smem(
-                ref.at[b, own, row_head], smem, kept["here"].at[w], oob_mode=plgpu.OOBFillMode.ZEROS
+                ref.at[b, pl.ds(self.first, ROWS), row_head], smem, kept["here"].at[w], oob_mode=plgpu.OOBFillMode.ZEROS
             )
         plgpu.barrier_wait(kept["here"].at[w])
         place = Place(self.kernel.plan, self.kernel.scores, self.ins, self.head, (self.first, None))

@@ -22,19 +22,26 @@ ROWS = 64  # of a warpgroup: a wgmma computes so many
 LOG2E = math.log2(math.e)
 
 
-def block_lists(any_visible: Any, all_visible: Any, by_key: bool) -> tuple[Any, Any]:
+def block_lists(any_visible: Any, all_visible: Any, by_key: bool, parts: int = 1) -> tuple[Any, Any]:
     """The blocks of each row, int32 ``[B|1, rows, most]``, full ones first, and their number ``[B|1, rows]``.
 
     An entry is twice the block's column, plus 1 unless the block is full. A row without blocks gets one that is not.
+    ``parts``: deals out each row's list to as many rows, at most one for each column.
     """
     xp = namespace(any_visible, all_visible)
     if by_key:
         any_visible, all_visible = any_visible.swapaxes(1, 2), all_visible.swapaxes(1, 2)
     rank = xp.where(all_visible, 0, xp.where(any_visible, 1, 2))
-    counts = xp.maximum((rank < 2).sum(2), 1)
-    most = int(counts.max()) if xp is np else rank.shape[2]
+    found, columns = (rank < 2).sum(2), rank.shape[2]
+    most = max(int(found.max()), parts) if xp is np else columns
     order = xp.argsort(rank, axis=2, stable=True)[..., :most]
     entries = 2 * order + (xp.take_along_axis(rank, order, 2) > 0).astype(order.dtype)
+    if parts > 1:
+        entries = pad_end(entries, (*entries.shape[:2], -(-most // parts) * parts))
+        entries = entries.reshape(*entries.shape[:2], -1, parts).swapaxes(2, 3)
+        entries = entries.reshape(entries.shape[0], -1, entries.shape[3])
+        found = ((found[..., None] + np.arange(parts)[None, None, ::-1]) // parts).reshape(entries.shape[:2])
+    counts = xp.maximum(found, 1)
     return entries.astype(np.int32), counts.astype(np.int32)
 
 
@@ -145,6 +152,7 @@ class Plan:
     size: tuple[int, int]  # queries and keys of a block
     lists: tuple[Any, Any]
     operands: Operands
+    parts: int = 1  # programs that share a row of blocks
 
     @property
     def rows(self) -> int:
@@ -175,8 +183,12 @@ def is_all_seen(request: Request) -> bool:
     return all_seen(*mask_arguments(request))
 
 
-def make_plan(platform: str, request: Request, by_key: bool, shape: tuple[int, int], interpret: Any) -> Plan:
+def make_plan(
+    platform: str, request: Request, by_key: bool, shape: tuple[int, int], interpret: Any, parts: int = 1
+) -> Plan:
     """The plan of a kernel whose rows are queries, or keys ``by_key``; ``shape``: a block's rows and columns.
+
+    ``parts``: how many programs share a row of blocks, each with results of its own.
 
     Raises:
         Unsupported: the platform is no Hopper GPU, or XLA divides the program over several.
@@ -185,7 +197,8 @@ def make_plan(platform: str, request: Request, by_key: bool, shape: tuple[int, i
     size = (shape[1], shape[0]) if by_key else shape
     tables = block_table(request, size)
     T, S = (count * one for count, one in zip(tables[0].shape[1:], size, strict=True))
-    return Plan(request, interpret, by_key, size, block_lists(*tables, by_key), Operands((T, S), by_key))
+    lists = block_lists(*tables, by_key, parts)
+    return Plan(request, interpret, by_key, size, lists, Operands((T, S), by_key), parts)
 
 
 def require_hopper(platform: str, interpret: Any) -> None:

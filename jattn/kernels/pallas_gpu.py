@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jattn.batching import canonical
 from jattn.kernels import Fold, Unsupported
 from jattn.kernels.blockwise import accumulate, staged_fold
+from jattn.kernels.gpu_decode import group_in_rows, heads_of_rows, merge_parts, parts_of_keys
 from jattn.kernels.gpu_fold import BLOCK, fold_rows
 from jattn.kernels.gpu_program import WIDTH, Step, Steps, call, full, zeros
 from jattn.kernels.gpu_tiles import LOG2E, ROWS, Place, Tile, is_all_seen, make_plan
@@ -102,12 +103,17 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
 
     ``row_max`` is the lse, so that the cotangent of ``acc`` is that of the output, in the dtype that kernels multiply.
     """
-    T, D = request.query.shape[1], request.value.shape[3]
+    (B, T, N, H), D = request.query.shape, request.value.shape[3]
+    request = group_in_rows(request)
+    (_, grouped, heads, _), (rows, columns) = request.query.shape, _shape(H, D, False)
+    rows = rows if grouped > ROWS else ROWS
+    parts = parts_of_keys(B * heads * -(-grouped // rows), -(-request.key.shape[1] // columns))
     q, k, v = (_padded(x) for x in (request.query, request.key, request.value))
-    if not is_all_seen(request):  # 0 times NaN is NaN: those that see such a value shall, through its key
+    unseen = not is_all_seen(request)
+    if unseen and T > 1:  # 0 times NaN is NaN: those that see such a value shall, through its key
         finite = _finite(k) & _finite(v)
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
-    plan = make_plan(platform, request, False, _shape(request.query.shape[3], D, False), settings.interpret)
+    plan = make_plan(platform, request, False, (rows, columns), settings.interpret, parts)
 
     def start(_: Place) -> tuple:
         return zeros(ROWS, v.shape[3]), full((ROWS,), float(LEAST)), zeros(ROWS)
@@ -123,6 +129,8 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
         acc, row_sum = acc * _across(rescale, acc), row_sum * rescale + jnp.sum(p, axis=1)
         acc, row_sum, new_max, p = jax.lax.optimization_barrier((acc, row_sum, new_max, p.astype(q.dtype)))
         step.turn()
+        if unseen and T == 1:
+            step.hide_unseen(v)
         (acc,) = step.add((acc, p, v))
         step.release(1)
         return acc, new_max, row_sum
@@ -134,11 +142,16 @@ def forward(platform: str, request: Request, settings: PallasGPU) -> tuple[jax.A
         lse = jnp.where(seen, (row_max + jnp.log2(sums)) * (1.0 / LOG2E), float(LEAST))
         return [acc * _across(1.0 / sums, acc)], [lse]
 
-    (out,), (lse,) = call(plan, [q], [k, v], [v.shape[3]], 1, Steps(start, add, finish, in_turn=True))
-    lse = jnp.transpose(lse[:, :, :T], (0, 2, 1))
+    (out,), (lse,) = call(plan, [q], [k, v], [v.shape[3]], 1, Steps(start, add, finish, in_turn=rows > ROWS))
+    if parts > 1:
+        out, lse = merge_parts(out, lse, parts, rows)
+    lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
     # A constant, where it is one: XLA then removes the division by it, and with it a copy of the cotangent.
     seen = jnp.ones_like(lse) if is_all_seen(request) else (lse != LEAST).astype(jnp.float32)
-    return out[:, :T, :, :D], lse, seen
+    out = out[:, :grouped, :, :D].astype(request.value.dtype)
+    if heads != N:
+        out, lse, seen = (heads_of_rows(x, T, N) for x in (out, lse, seen))
+    return out, lse, seen
 
 
 def backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> list[jax.Array]:

@@ -128,7 +128,7 @@ def head_masks(request: Request, size: tuple[int, int]) -> tuple[tuple[HeadMask,
     """
     (B, T, N, _), S = request.query.shape, request.key.shape[1]
     parts = _split(request)
-    by_head = any(_depends_on(mask, 1) for mask in parts.static)
+    by_head = any(depends_on(mask, 1) for mask in parts.static)
     if by_head and not isinstance(request.first_head, int):
         raise Unsupported("implementation='splash' cannot do this: a mask that differs by head, over several devices")
     # Blocks that ids would empty need not be computed either, if the ids are known. An eager call's are not, so that it
@@ -180,7 +180,7 @@ def mask_reason(request: Request) -> str | None:
     for mask in parts.static:
         if not _is_known(mask):
             return "its masks must be known while tracing, all but Padding and one Segments, joined to the others by &"
-        if _depends_on(mask, 0):
+        if depends_on(mask, 0):
             return "it takes no masks that differ by sequence but Padding and one Segments, joined to the others by &"
     return None
 
@@ -194,21 +194,13 @@ def _is_known(mask: MaskFunction) -> bool:
         return not isinstance(mask(np.int32(0), np.int32(0), one, one), Tracer)
 
 
-def _depends_on(mask: MaskFunction, index: int) -> bool:
-    with _no_mesh():
-        return depends_on(mask, index)
-
-
 @contextlib.contextmanager
 def _at_once() -> Iterator[None]:
     """Evaluates what is known, also while tracing."""
-    with _no_mesh(), jax.ensure_compile_time_eval():
+    # Indices are no one device's, and a function traced outside of jax.shard_map is evaluated inside.
+    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with no_mesh, jax.ensure_compile_time_eval():
         yield
-
-
-def _no_mesh() -> Any:
-    """Indices are no one device's, and a function traced outside of ``jax.shard_map`` is evaluated inside."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _evaluate(mask: MaskFunction, head: int, q_idx: np.ndarray, kv_idx: np.ndarray) -> np.ndarray:

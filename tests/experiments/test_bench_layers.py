@@ -148,7 +148,7 @@ def test_modules_that_disagree_are_not_timed(step, build, mistake, monkeypatch):
 
 def test_a_function_that_is_wrong_is_not_timed(monkeypatch):
     real = layers.attend_heads
-    one_more = lambda *chunk, cache: real(*chunk, cache=cache, head_gate=jnp.ones(4).at[2].set(1.01))
+    one_more = lambda *chunk, **options: real(*chunk, **options, head_gate=jnp.ones(4).at[2].set(1.01))
     monkeypatch.setattr(layers, "attend_heads", one_more)
     monkeypatch.setattr(timing, "in_turn", None)
     with pytest.raises(Failed, match="^decode, function, 5 tokens: "):
@@ -184,7 +184,7 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert shown.count("not measured") == 5 and f"report: {out / 'layers.md'}" in shown
     found = json.loads((out / "layers.json").read_text())
     assert found["sizes"] == json.loads(json.dumps(SMALL)) | {
-        "num_kv_heads": 2, "seconds": 1e-3, "rounds": 1, "settle": 0.0,
+        "num_kv_heads": 2, "seconds": 1e-3, "rounds": 1, "settle": 0.0, "device": "cpu",
     }  # fmt: skip
     assert found["environment"]["jattn_source"] == timing.source_digest() and found["environment"]["cpu"]
     rows = [(row["step"], row["length"], list(row["medians"])) for row in found["times"]]
@@ -216,9 +216,9 @@ def test_a_process_that_fails_says_why():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--lengths 8", "--lengths: --suite layers takes only --out and --seconds"),
-        ("--device gpu", "--device: --suite layers takes only --out and --seconds"),
-        ("--resume", "--resume: --suite layers takes only --out and --seconds"),
+        ("--lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds"),
+        ("--device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'"),
+        ("--resume", "--resume: --suite layers takes only --device and --out and --seconds"),
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
         (
             "--suite layer",

@@ -95,6 +95,40 @@ def test_other_dtypes_and_head_dims(dtype, head_dim):
     assert_as_exact_as_dense(qkv(dtype=dtype, head_dim=head_dim), {"is_causal": True})
 
 
+FEW = {
+    "one token, a cache": (1, {"key_value_seq_lengths": jnp.array([700, 1])}),
+    "a function of the head": (2, {"mask": lambda b, h, q, kv: (kv + h) % 3 > b, "score_mod": distant}),
+    "causal, biases": (
+        3,
+        {
+            "is_causal": True,
+            "query_positions": np.arange(3) + 600,
+            "bias": floats(2, 1, 3, 900, seed=8, dtype=jnp.float32),
+            "score_mod": score_mods.SoftCap(3.0),
+        },
+    ),
+}
+
+
+@NEW
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("one") else pytest.param(name, marks=pytest.mark.slow) for name in FEW]
+)
+def test_few_queries_and_many_keys(name):
+    """Several programs share the keys; query heads of one key head are rows of one block, if nothing tells them apart."""
+    length, options = FEW[name]
+    query, (key, value) = floats(2, length, 2, H, seed=1), (np.array(floats(2, 900, 1, H, seed=n)) for n in (2, 3))
+    if "key_value_seq_lengths" in options:
+        value[:, 720] = np.nan  # unseen, in a block that is seen in part
+    arrays = query, jnp.asarray(key), jnp.asarray(value)
+    found, expected = (
+        jattn.dot_product_attention(*xs, implementation=how, return_residual=True, **options)
+        for xs, how in ((arrays, Interpreted()), ([x.astype(jnp.float32) for x in arrays], "xla"))
+    )
+    np.testing.assert_allclose(np.asarray(found[0], np.float32), expected[0], rtol=0.02, atol=0.004)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+
+
 TOKENS = np.random.default_rng(3).integers(0, 20, (B, S))
 FOLDS = {
     "causal, tokens": {"is_causal": True, "tokens": TOKENS},
@@ -224,3 +258,21 @@ def test_the_lists_of_blocks(by_key):
     for lists in (block_lists(some, every, by_key), jax.jit(block_lists, static_argnums=2)(some, every, by_key)):
         entries, counts = map(np.asarray, lists)
         assert [list(row[:count]) for row, count in zip(entries[0], counts[0], strict=True)] == full_first
+
+
+def test_the_lists_dealt_out():
+    """Each visible block once; a part without any has one that is not."""
+    some = np.random.default_rng(0).random((2, 3, 7)) < np.array([0.2, 0.9])[:, None, None]
+    for table in some, np.zeros_like(some):
+        every = table & (np.random.default_rng(1).random(table.shape) < 0.5)
+        for lists in (
+            block_lists(table, every, False, 3),
+            jax.jit(block_lists, static_argnums=(2, 3))(table, every, False, 3),
+        ):
+            entries, counts = (np.asarray(x).reshape(2, 3, 3, *x.shape[2:]) for x in lists)
+            assert (counts >= 1).all() and (counts.max(2) - counts.min(2) <= 1).all()
+            for b, i in np.ndindex(2, 3):
+                found = [x for part, count in zip(entries[b, i], counts[b, i], strict=True) for x in part[:count]]
+                visible = [x for x in found if table[b, i, x // 2]]
+                assert sorted(visible) == sorted(2 * j + (not every[b, i, j]) for j in np.flatnonzero(table[b, i]))
+                assert all(x % 2 for x in set(found) - set(visible))
