@@ -16,6 +16,9 @@ A call of ``dot_product_attention`` (``api``) passes through these files, in ord
 and ``online_softmax`` visits them, ``one_block`` at a time.
 """
 
+import importlib
+from typing import Any
+
 from jattn import heads, masks, positions, score_mods, sharding
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
 from jattn.attention import attend, merge
@@ -53,3 +56,12 @@ __all__ = [
     "sharding",
     "static_field",
 ]
+
+# Imported when they are first used: they need Flax or matplotlib.
+_LATER = ("interop", "linen", "nnx", "plots")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -136,7 +136,7 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
         return embed(model, tokens, valid, sow_weights=True, sow_statistics=asked)
 
     def of_layers(sown: Any, names: Sequence[str]) -> dict[str, Array]:
-        layers = _layers(sown, "attention_statistics")
+        layers = heads.collect(sown, "attention_statistics")
         return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
 
     capture = nnx.jit(nnx.capture(forward, nnx.Intermediate))
@@ -145,7 +145,7 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
     def looking(model: interop.Transformer) -> dict[str, Any]:
         embeddings, sown = capture(model, tokens)
         beside = [capture(model, jnp.roll(tokens, shift, 0))[1] for shift in SHIFTS]
-        weights = jnp.stack(_layers(sown, "attention_weights"), 1)
+        weights = jnp.stack(heads.collect(sown, "attention_weights"), 1)
         found = {
             "weights": weights,  # [B,L,N,T,T]
             "accuracy": qualities(embeddings, sentences.groups),  # [2]
@@ -169,13 +169,9 @@ def ablate(model: interop.Transformer, sentences: Sentences) -> np.ndarray:
         def qualities_of(per_layer: list[dict[str, Any]]) -> Array:
             return qualities(embed(nnx.merge(graph, state), tokens, valid, per_layer=per_layer), sentences.groups)
 
-        return heads.ablate(qualities_of, _layers(sown, "attention_heads"), batch_size=model.config.num_heads)
+        return heads.ablate(qualities_of, heads.collect(sown), batch_size=model.config.num_heads)
 
     return np.asarray(switched(state))
-
-
-def _layers(sown: Any, name: str) -> list[Any]:
-    return [layer["attention"][name][0] for _, layer in sorted(sown["layers"].items())]
 
 
 def _scores(weights: Array, valid: Array) -> dict[str, Array]:

@@ -4,10 +4,11 @@ From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_w
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
 ``residual_contributions``. Interventions: ``ablate``, ``importance``, ``forbid``. And ``roles``, one label per head,
-tested against a null distribution.
+tested against a null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads.circuits import composition, copying_score, ov_circuit, qk_circuit, residual_contributions
+from jattn.heads.collect import collect
 from jattn.heads.compare import divergence
 from jattn.heads.folded import OF_TOKENS, STATISTICS, coarse_weights, statistics
 from jattn.heads.intervene import ablate, forbid, importance
@@ -28,6 +29,7 @@ __all__ = [
     "Roles",
     "ablate",
     "coarse_weights",
+    "collect",
     "composition",
     "copying_score",
     "divergence",

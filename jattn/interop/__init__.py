@@ -1,14 +1,31 @@
-"""Checkpoints of other frameworks in jattn's modules: the BERT and GPT-2 families, by Hugging Face's names.
+"""Published models on jattn's modules: BERT, GPT-2, GPT-NeoX, Llama, Mistral and Qwen2, by Hugging Face's names.
 
-``load(folder)`` reads ``config.json`` and the safetensors beside it. Projections may be separate or fused, and weights
-stored ``[out,in]`` (PyTorch's Linear) or ``[in,out]`` (GPT-2's Conv1D). Every tensor must find its place; otherwise the
-error lists what is missing, left over or of another shape.
+``load(source)`` reads a folder (``config.json`` and the safetensors beside it) or a GGUF file. Projections may be
+separate or fused, and weights stored ``[out,in]`` (PyTorch's Linear) or ``[in,out]`` (GPT-2's Conv1D). Every tensor
+must find its place; otherwise the error lists what is missing, left over or of another shape. ``generate`` writes with
+a causal model.
 
-One file per family (``bert``, ``gpt2``); ``transformer`` is the model of both, ``files`` reads folders, and
+One file per family; ``family`` says what a family is, ``transformer`` is the model of all, ``files`` and ``gguf`` read,
 ``checkpoint`` places tensors in the model.
 """
 
-from jattn.interop.checkpoint import from_tensors, load, read_config
+from jattn.interop.checkpoint import FAMILIES, from_tensors, load, read_config
+from jattn.interop.family import Family
+from jattn.interop.generate import generate, stream
+from jattn.interop.tokens import chatml, tokenizer
 from jattn.interop.transformer import Block, Config, Transformer
 
-__all__ = ["Block", "Config", "Transformer", "from_tensors", "load", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "Block",
+    "Config",
+    "Family",
+    "Transformer",
+    "chatml",
+    "from_tensors",
+    "generate",
+    "load",
+    "read_config",
+    "stream",
+    "tokenizer",
+]

@@ -1,34 +1,55 @@
 """The BERT family. Source: https://arxiv.org/abs/1810.04805, section 3; names as in published checkpoints."""
 
-from jattn.interop.family import Family
+from collections.abc import Mapping
+from typing import Any
+
+from jattn.interop.family import Family, activation, numbers, refuse, small
+from jattn.interop.transformer import Config
+
+
+def config(options: Mapping[str, Any]) -> Config:
+    """The sizes in a BERT's config."""
+    layers, heads, model_dim, vocabulary, length, mlp_dim, types = numbers(
+        options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
+        optional={"intermediate_size": None, "type_vocab_size": 2},
+    )  # fmt: skip
+    refuse(options, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    return Config(
+        family="bert",
+        num_layers=layers,
+        num_heads=heads,
+        model_dim=model_dim,
+        mlp_dim=mlp_dim or 4 * model_dim,
+        vocabulary=vocabulary,
+        max_length=length,
+        norm_epsilon=small(options, "layer_norm_eps"),
+        activation=activation(options, "hidden_act"),
+        token_types=types,
+        causal=False,
+        norm_first=False,
+    )
+
 
 BERT = Family(
     name="bert",
-    config_keys=(
-        "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
-        "layer_norm_eps", "hidden_act",
-    ),
-    mlp_dim_key="intermediate_size",
-    token_types=2,
-    decoder=False,
+    config=config,
     modules={
-        "token_embed": ("embed", ("embeddings.word_embeddings",)),
-        "position_embed": ("embed", ("embeddings.position_embeddings",)),
-        "type_embed": ("embed", ("embeddings.token_type_embeddings",)),
-        "embed_norm": ("norm", ("embeddings.LayerNorm",)),
-        "pooler": ("linear", ("pooler.dense",)),
+        "token_embed": ("embeddings.word_embeddings",),
+        "position_embed": ("embeddings.position_embeddings",),
+        "type_embed": ("embeddings.token_type_embeddings",),
+        "embed_norm": ("embeddings.LayerNorm",),
+        "pooler": ("pooler.dense",),
     },
-    layer_prefix="encoder.layer.{}.",
     layer={
-        "fused": ("attention.self.qkv", "attention.self.Wqkv", "attention.Wqkv"),
-        "query": ("attention.self.query",),
-        "key": ("attention.self.key",),
-        "value": ("attention.self.value",),
-        "out": ("attention.output.dense",),
-        "attention_norm": ("attention.output.LayerNorm",),
-        "mlp_in": ("intermediate.dense",),
-        "mlp_out": ("output.dense",),
-        "mlp_norm": ("output.LayerNorm",),
+        "attention.fused": tuple(f"encoder.layer.{{}}.attention.{name}" for name in ("self.qkv", "self.Wqkv", "Wqkv")),
+        "attention.query": ("encoder.layer.{}.attention.self.query",),
+        "attention.key": ("encoder.layer.{}.attention.self.key",),
+        "attention.value": ("encoder.layer.{}.attention.self.value",),
+        "attention.out": ("encoder.layer.{}.attention.output.dense",),
+        "attention_norm": ("encoder.layer.{}.attention.output.LayerNorm",),
+        "mlp_in": ("encoder.layer.{}.intermediate.dense",),
+        "mlp_out": ("encoder.layer.{}.output.dense",),
+        "mlp_norm": ("encoder.layer.{}.output.LayerNorm",),
     },
-    inputs_first=False,
-)  # fmt: skip
+    prefixes=("bert.",),
+)

@@ -1,24 +1,84 @@
 """``Family``: how one family of models names its configuration and its tensors."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.interop.transformer import ACTIVATIONS, Config
+
+
+def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
+    """Query, key and value ``[..., width]`` from a fused projection ``[..., sum(widths)]``, one after the other."""
+    return np.split(x, np.cumsum(widths)[:-1], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """The names in the ``config.json`` and the checkpoints of one family.
 
-    ``modules`` and ``layer`` map each module to its kind and its possible names. A module's path in our model is its
-    key; those of ``layer`` are in every layer, under ``layer_prefix`` in the checkpoint.
+    ``modules`` maps the path of each module in ``Transformer`` to its possible names in a checkpoint; ``layer`` does so
+    for the modules of a layer, with ``{}`` for its number. A module has a weight, and a bias or not. A module that a
+    checkpoint lacks may be there in our model only if its ``Config`` says so. ``"attention.fused"`` stands for query,
+    key and value in one.
+
+    Attributes:
+        name: ``model_type`` in the config.
+        config: reads the config; raises ``ValueError`` for what the model does not support (``numbers``, ``refuse``).
+        fused: ``(x [...,in], widths, head_dim)``: how a fused projection is split. By default one after the other.
+        inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, as PyTorch's Linear.
+        prefixes: what models with a task head put before every name.
     """
 
     name: str
-    # layers, heads, model dim, vocabulary, maximum length, norm epsilon and activation, in this order
-    config_keys: tuple[str, ...]
-    mlp_dim_key: str
-    token_types: int  # by default
-    decoder: bool
-    modules: Mapping[str, tuple[str, tuple[str, ...]]]
-    layer_prefix: str
+    config: Callable[[Mapping[str, Any]], Config]
+    modules: Mapping[str, tuple[str, ...]]
     layer: Mapping[str, tuple[str, ...]]
-    inputs_first: bool  # whether weights are usually stored [in,out]
+    fused: Callable[[np.ndarray, Sequence[int], int], Sequence[np.ndarray]] = in_blocks
+    inputs_first: bool = False
+    prefixes: tuple[str, ...] = ()
+
+
+def numbers(config: Mapping[str, Any], *keys: str, optional: Mapping[str, Any] | None = None) -> list[Any]:
+    """The positive integers under ``keys``, and those under the keys of ``optional``, or their defaults.
+
+    Raises:
+        ValueError: one is missing, or is no positive integer.
+    """
+    kind, optional = config.get("model_type"), optional or {}
+    if missing := [key for key in keys if key not in config]:
+        raise ValueError(f"the config of a {kind} has no {', '.join(missing)}")
+    given = [key for key in optional if config.get(key) is not None]
+    for key in (*keys, *given):
+        if type(config[key]) is not int or config[key] < (key != "type_vocab_size"):
+            raise ValueError(f"{key} must be a positive integer in the config of a {kind}, got {config[key]!r}")
+    return [config[key] for key in keys] + [config[key] if key in given else optional[key] for key in optional]
+
+
+def small(config: Mapping[str, Any], key: str) -> float:
+    """The number in [0, 1) under a key, such as a norm's epsilon. Raises ``ValueError`` if there is none."""
+    if key not in config:
+        raise ValueError(f"the config of a {config.get('model_type')} has no {key}")
+    if isinstance(config[key], bool) or not isinstance(config[key], int | float) or not 0 <= config[key] < 1:
+        raise ValueError(
+            f"{key} must be a small number in the config of a {config.get('model_type')}, got {config[key]!r}"
+        )
+    return config[key]
+
+
+def activation(config: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """The name of the activation under a key. Raises ``ValueError`` if it is not one of ``ACTIVATIONS``."""
+    name = config.get(key, default)
+    if name is None:
+        raise ValueError(f"the config of a {config.get('model_type')} has no {key}")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(f"{key} is {name!r} in this config, which the model here does not support")
+    return name
+
+
+def refuse(config: Mapping[str, Any], **supported: Any) -> None:
+    """Raises ``ValueError`` if a key is in the config with another value than the one supported."""
+    for key, value in supported.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} is {config[key]!r} in this config, which the model here does not support")

@@ -1,4 +1,4 @@
-"""The Transformer of the BERT and GPT-2 families, on ``jattn.nnx.MultiHeadAttention``."""
+"""The Transformer of all families, on ``jattn.nnx.MultiHeadAttention``: one compiled layer, scanned over all."""
 
 import dataclasses
 import functools
@@ -7,11 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import masks
+from jattn.cache import KVCache, init_cache
+from jattn.interop.products import dot_general
 from jattn.nnx import MultiHeadAttention
+from jattn.positions import Rotary
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -24,68 +28,115 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a ``Transformer``; ``read_config`` makes one from a ``config.json``."""
+    """The sizes and the kind of a ``Transformer``; ``read_config`` makes one from a ``config.json``."""
 
-    family: str  # "bert" or "gpt2"
+    family: str
     num_layers: int
     num_heads: int
     model_dim: int
     mlp_dim: int
     vocabulary: int
-    max_length: int
-    token_types: int
+    max_length: int  # of learned positions, and of what the model was trained for
     norm_epsilon: float
-    activation: str
+    activation: str  # of ACTIVATIONS
+    num_kv_heads: int | None = None  # None: num_heads
+    head_dim: int | None = None  # None: model_dim / num_heads
+    token_types: int = 0
+    causal: bool = True
+    norm: str = "layer"  # or "rms"
+    norm_first: bool = True  # before attention and MLP, and at the end; otherwise after each, and after the embeddings
+    parallel: bool = False  # attention and MLP read the same input
+    gated: bool = False  # the MLP is out(activation(gate(x)) * in(x))
+    position: Rotary | None = None  # None: learned embeddings
+    window: int | None = None  # the keys that a query sees, itself included
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
     pooler: bool = False  # BERT's, of the first token
     head: bool = False  # a separate output embedding; otherwise the input's
 
     @property
-    def causal(self) -> bool:
-        """Whether attention is causal; such models also apply norms before attention and MLP."""
-        return self.family == "gpt2"
+    def size_of_head(self) -> int:
+        """``head_dim``, also where it is not given."""
+        return self.model_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def new_norm(self, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+        """A norm of the residual stream."""
+        kind: Any = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[self.norm]
+        return kind(self.model_dim, epsilon=self.norm_epsilon, rngs=rngs)
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each added to the residual stream, with a layer norm before (GPT-2) or after (BERT)."""
+    """Attention and an MLP, each added to the residual stream, with a norm before or after."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        norm = functools.partial(nnx.LayerNorm, config.model_dim, epsilon=config.norm_epsilon, rngs=rngs)
-        self.attention = MultiHeadAttention(config.num_heads, config.model_dim, rngs=rngs)
-        self.attention_norm = norm()
-        self.mlp_in = nnx.Linear(config.model_dim, config.mlp_dim, rngs=rngs)
-        self.mlp_out = nnx.Linear(config.mlp_dim, config.model_dim, rngs=rngs)
-        self.mlp_norm = norm()
-        self.norm_first, self.activation = config.causal, config.activation
+        linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, dot_general=dot_general, rngs=rngs)
+        self.attention = MultiHeadAttention(
+            config.num_heads,
+            config.model_dim,
+            config.num_heads * config.size_of_head,
+            num_kv_heads=config.num_kv_heads,
+            position=config.position,
+            use_bias=config.qkv_bias or config.out_bias,
+            qkv_dot_general=dot_general,
+            out_dot_general=dot_general,
+            rngs=rngs,
+        )
+        if not config.out_bias:
+            self.attention.out.bias = nnx.data(None)
+        if not config.qkv_bias:
+            for projection in (self.attention.query, self.attention.key, self.attention.value):
+                projection.bias = nnx.data(None)
+        self.attention_norm = config.new_norm(rngs)
+        self.mlp_in = linear(config.model_dim, config.mlp_dim)
+        self.mlp_out = linear(config.mlp_dim, config.model_dim)
+        self.mlp_norm = config.new_norm(rngs)
+        self.mlp_gate = linear(config.model_dim, config.mlp_dim) if config.gated else nnx.data(None)
+        self.norm_first, self.parallel, self.activation = config.norm_first, config.parallel, config.activation
 
-    def __call__(self, x: Array, **attention: Any) -> Array:
-        """``[B,T,M] -> [B,T,M]``; ``attention``: options of the attention's call."""
+    def __call__(self, x: Array, **attention: Any) -> Any:
+        """``[B,T,M] -> [B,T,M]``; ``attention``: options of the attention's call. With ``cache``, a pair with it."""
+        z = self.attention(self.attention_norm(x) if self.norm_first else x, **attention)
+        z, cache = z if isinstance(z, tuple) else (z, None)
+        if self.parallel:
+            x = x + z + self.mlp(self.mlp_norm(x))
+        elif self.norm_first:
+            x = x + z
+            x = x + self.mlp(self.mlp_norm(x))
+        else:
+            x = self.attention_norm(x + z)
+            x = self.mlp_norm(x + self.mlp(x))
+        return x if cache is None else (x, cache)
 
-        def mlp(x):
-            return self.mlp_out(ACTIVATIONS[self.activation](self.mlp_in(x)))
-
-        if self.norm_first:
-            x = x + self.attention(self.attention_norm(x), **attention)
-            return x + mlp(self.mlp_norm(x))
-        x = self.attention_norm(x + self.attention(x, **attention))
-        return self.mlp_norm(x + mlp(x))
+    def mlp(self, x: Array) -> Array:
+        """The MLP, ``[..., M] -> [..., M]``."""
+        activation = ACTIVATIONS[self.activation]
+        hidden = self.mlp_in(x)
+        hidden = activation(hidden) if self.mlp_gate is None else activation(self.mlp_gate(x)) * hidden
+        return self.mlp_out(hidden)
 
 
 class Transformer(nnx.Module):
-    """A BERT or GPT-2 model on ``jattn.nnx.MultiHeadAttention``, without dropout."""
+    """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, of any family that ``Config`` can say.
+
+    ``layers`` is one ``Block`` that holds the parameters of all layers, each with a leading axis ``[L]``. A call scans
+    over them, so it compiles a single layer; what the layers sow has that leading axis, too.
+    """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         embed = functools.partial(nnx.Embed, features=config.model_dim, rngs=rngs)
-        norm = functools.partial(nnx.LayerNorm, config.model_dim, epsilon=config.norm_epsilon, rngs=rngs)
         self.token_embed = embed(config.vocabulary)
-        self.position_embed = embed(config.max_length)
+        self.position_embed = embed(config.max_length) if config.position is None else nnx.data(None)
         self.type_embed = embed(config.token_types) if config.token_types else nnx.data(None)
-        self.embed_norm = nnx.data(None) if config.causal else norm()
-        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.last_norm = norm() if config.causal else nnx.data(None)
+        self.embed_norm = nnx.data(None) if config.norm_first else config.new_norm(rngs)
+        blocks = [nnx.split(Block(config, rngs=rngs)) for _ in range(config.num_layers)]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in blocks))
+        self.layers = nnx.merge(blocks[0][0], stacked)
+        self.last_norm = config.new_norm(rngs) if config.norm_first else nnx.data(None)
         self.pooler = nnx.Linear(config.model_dim, config.model_dim, rngs=rngs) if config.pooler else nnx.data(None)
         self.head = (
-            nnx.Linear(config.model_dim, config.vocabulary, use_bias=False, rngs=rngs)
+            nnx.Linear(config.model_dim, config.vocabulary, use_bias=False, dot_general=dot_general, rngs=rngs)
             if config.head
             else nnx.data(None)
         )
@@ -97,46 +148,73 @@ class Transformer(nnx.Module):
         valid: ArrayLike | None = None,
         token_types: ArrayLike | None = None,
         per_layer: Sequence[Mapping[str, Any]] | None = None,
+        cache: KVCache | None = None,
         **attention: Any,
-    ) -> Array:
+    ) -> Any:
         """The final hidden states ``[B,T,M]`` of ``tokens``, integers ``[B,T]``.
 
         Args:
-            tokens: ids below ``config.vocabulary``, with T at most ``config.max_length``.
+            tokens: ids below ``config.vocabulary``; if positions are learned, T is at most ``config.max_length``.
             valid: bool ``[B,T]``: False for padding, which no query sees.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
-            per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``).
+            per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``). All
+                layers have the same, with arrays of one shape.
+            cache: the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``, and tokens that
+                are not ``valid`` take no place in it.
             attention: options of every layer's attention call, such as ``sow_weights``.
 
         Raises:
             ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
-                entry for each layer.
+                entry for each layer, or layers have different options; the cache is not one of this model's.
+            TypeError: ``decode``, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[1] > config.max_length:
+        limit = config.max_length if config.position is None else None
+        if (
+            tokens.ndim != 2
+            or not jnp.issubdtype(tokens.dtype, jnp.integer)
+            or (limit is not None and tokens.shape[1] > limit)
+        ):
+            within = "" if limit is None else f" with T at most {limit}"
             raise ValueError(
-                f"tokens must be integers [B, T] with T at most {config.max_length}, got {tokens.dtype} of shape "
-                f"{list(tokens.shape)}"
+                f"tokens must be integers [B, T]{within}, got {tokens.dtype} of shape {list(tokens.shape)}"
             )
-        x = self.token_embed(tokens) + self.position_embed(jnp.arange(tokens.shape[1]))[None]
-        if self.type_embed is not None:
-            x = x + self.type_embed(jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types))
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
-        if per_layer is not None and len(per_layer) != config.num_layers:
-            raise ValueError(
-                f"per_layer must have options for each of {config.num_layers} layers, got {len(per_layer)}"
+        if attention.get("decode"):
+            raise TypeError(
+                "decode: a model has one cache for all layers; pass cache=model.init_cache(batch, capacity)"
             )
-        for i, layer in enumerate(self.layers):
-            options = {"is_causal": config.causal, **attention, **(per_layer[i] if per_layer else {})}
-            if valid is not None:
-                options["mask"] = _mask_padding(jnp.asarray(valid, bool), options.get("mask"))
-            x = layer(x, **options)
-        return x if self.last_norm is None else self.last_norm(x)
+        valid = None if valid is None else jnp.asarray(valid, bool)
+        x = self._embedded(tokens, valid, token_types, cache)
+        x, cache = self._through_layers(x, {"is_causal": config.causal, **attention}, per_layer, cache, valid)
+        x = x if self.last_norm is None else self.last_norm(x)
+        return x if cache is None else (x, cache)
+
+    def init_cache(self, batch_size: int, capacity: int, *, dtype: Any = None, rolling: bool = False) -> KVCache:
+        """An empty cache of all layers: a ``KVCache`` whose keys and values are ``[L,B,C,K,H]``.
+
+        ``capacity``, ``rolling``: as in ``jattn.init_cache``. ``dtype``: that of the parameters by default.
+
+        Raises:
+            ValueError: the model is not causal; more tokens than it has positions for.
+        """
+        config = self.config
+        if not config.causal:
+            raise ValueError(f"a {config.family} is not causal: each token sees later ones, so nothing can be cached")
+        if config.position is None and not rolling and capacity > config.max_length:
+            raise ValueError(f"capacity must be at most {config.max_length}, the model's positions, got {capacity}")
+        dtype = self.token_embed.embedding[...].dtype if dtype is None else dtype
+        heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+        one = init_cache(batch_size, capacity, heads, config.size_of_head, dtype=dtype, rolling=rolling)
+        key, value = (jnp.zeros((config.num_layers, *x.shape), x.dtype) for x in (one.key, one.value))
+        return KVCache(key, value, one.length, rolling)
 
     def logits(self, hidden: Array) -> Array:
         """``[..., M] -> [..., vocabulary]``: by the output embedding, or by the input embedding if there is none."""
-        return self.token_embed.attend(hidden) if self.head is None else self.head(hidden)
+        if self.head is not None:
+            return self.head(hidden)
+        embedding = self.token_embed.embedding[...]
+        dtype = jnp.result_type(hidden, embedding)
+        return dot_general(hidden.astype(dtype), embedding.astype(dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
 
     def pooled(self, hidden: Array) -> Array:
         """BERT's pooler, ``tanh(W x + b)`` of the first token: ``[B,T,M] -> [B,M]``.
@@ -147,6 +225,113 @@ class Transformer(nnx.Module):
         if self.pooler is None:
             raise ValueError("this checkpoint has no pooler")
         return jnp.tanh(self.pooler(hidden[:, 0]))
+
+    def layer(self, index: int) -> Block:
+        """A copy of one layer, on its own."""
+        graph, state = nnx.split(self.layers)
+        return nnx.merge(graph, jax.tree.map(lambda x: x[range(self.config.num_layers)[index]], state))
+
+    def _embedded(self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any) -> Array:
+        x = _rows(self.token_embed, tokens)
+        if self.position_embed is not None:
+            T = tokens.shape[1]
+            positions = jnp.arange(T) if cache is None else jnp.maximum(cache_positions(cache, T, valid), 0)
+            own = _rows(self.position_embed, positions)
+            x = x + own.reshape((1,) * (3 - own.ndim) + own.shape)
+        if self.type_embed is not None:
+            types = jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types)
+            x = x + _rows(self.type_embed, types)
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+    def _through_layers(
+        self, x: Array, options: Mapping[str, Any], per_layer: Any, cache: KVCache | None, valid: Array | None
+    ) -> tuple[Array, KVCache | None]:
+        """A scan over the layers. The cache goes from step to step, so that XLA writes into it in place."""
+        config, L = self.config, self.config.num_layers
+        if cache is not None and (cache.key.ndim != 5 or cache.key.shape[0] != L):
+            raise ValueError(
+                f"cache must hold keys [L, B, C, K, H] of {L} layers, from init_cache of this model, got "
+                f"{list(cache.key.shape)}"
+            )
+        arrays, with_own = _stacked(per_layer, L)
+        graph, state = nnx.split(self.layers)
+
+        def one_layer(carry: Any, entry: Any) -> tuple[Any, Any]:
+            (x, held), (i, own_state, own_arrays) = carry, entry
+            block = nnx.merge(graph, own_state)
+            own = {**options, **with_own(own_arrays)}
+            if config.window is not None:
+                own["mask"] = _within(masks.SlidingWindow(config.window - 1, 0), own.get("mask"))
+            if cache is None:
+                if valid is not None:
+                    own["mask"] = _mask_padding(valid, own.get("mask"))
+                x = block(x, **own)
+            else:
+                key, value = (jax.lax.dynamic_index_in_dim(old, i, keepdims=False) for old in held)
+                x, new = block(x, **own, cache=KVCache(key, value, cache.length, cache.rolling), valid=valid)
+                held = tuple(
+                    jax.lax.dynamic_update_index_in_dim(old, part, i, 0)
+                    for old, part in zip(held, (new.key, new.value), strict=True)
+                )
+            return (x, held), nnx.state(block, nnx.Intermediate)
+
+        held = () if cache is None else (cache.key, cache.value)
+        (x, held), sown = jax.lax.scan(one_layer, (x, held), (jnp.arange(L), state, arrays))
+        nnx.update(self.layers, sown)
+        if cache is None:
+            return x, None
+        T = x.shape[1]
+        added = T if valid is None else valid.sum(1).astype(cache.length.dtype)
+        key, value = held
+        return x, KVCache(key, value, cache.length + added, cache.rolling)
+
+
+def cache_positions(cache: KVCache, tokens: int, valid: Array | None) -> Array:
+    """The positions of the next ``tokens`` tokens in a model's cache; as ``KVCache.next_positions``."""
+    return KVCache(cache.key[0], cache.value[0], cache.length, cache.rolling).next_positions(tokens, valid)
+
+
+def _rows(embed: nnx.Embed, indices: Array) -> Array:
+    """The rows of a table in its own dtype; the module's call casts to that which it was made with."""
+    return jnp.take(embed.embedding[...], indices, axis=0)
+
+
+def _stacked(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int) -> tuple[Any, Callable]:
+    """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options."""
+    if per_layer is None:
+        return (), lambda arrays: {}
+    if len(per_layer) != num_layers:
+        raise ValueError(f"per_layer must have options for each of {num_layers} layers, got {len(per_layer)}")
+    leaves, structures = zip(*(jax.tree.flatten(dict(options)) for options in per_layer), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        other = next(structure for structure in structures if structure != structures[0])
+        raise ValueError(
+            f"per_layer must have the same options for every layer, with the same masks and functions: a head_gate of "
+            f"ones changes nothing; got {structures[0]} and {other}"
+        )
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves[0]]
+    for leaf, *others in (own for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if not array):
+        if any(other is not leaf and other != leaf for other in others):
+            raise ValueError(
+                f"per_layer must have the same {type(leaf).__name__} for every layer, got {leaf!r} and others"
+            )
+    shapes = [{jnp.shape(x) for x in own} for own in zip(*leaves, strict=True)]
+    if any(len(own) > 1 for own in shapes):
+        raise ValueError(f"per_layer must have arrays of one shape for every layer, got {max(shapes, key=len)}")
+    arrays = [jnp.stack(own) for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if array]
+
+    def with_own(own: Sequence[Array]) -> dict[str, Any]:
+        rest = iter(own)
+        both = zip(leaves[0], is_array, strict=True)
+        return structures[0].unflatten([next(rest) if array else leaf for leaf, array in both])
+
+    return arrays, with_own
+
+
+def _within(window: masks.Mask, mask: Any) -> Any:
+    if mask is None:
+        return window
+    return masks.and_masks(window, mask if callable(mask) else masks.Dense(jnp.asarray(mask, bool)))
 
 
 def _mask_padding(valid: Array, mask: Any) -> Any:

@@ -11,7 +11,7 @@ from flax import nnx
 from scipy.special import erf
 
 from experiments.measure import pretrained
-from jattn import interop
+from jattn import heads, interop
 from tests.soak import loading
 
 RNG = np.random.default_rng(0)
@@ -259,7 +259,7 @@ def test_every_tensor_that_does_not_fit_is_named(tiny_gpt2):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type must be one of bert, gpt2, got 'llama'"),
+        ({"model_type": "t5"}, "model_type must be one of bert, gpt2, gpt_neox, llama, mistral, qwen2, got 't5'"),
         ({"n_head": None}, "has no n_head"),
         ({"activation_function": "swish2"}, "activation_function"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -347,7 +347,7 @@ def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
     look = nnx.capture(pretrained.embed, nnx.Intermediate)
     beside, sown = nnx.jit(lambda model: look(model, sentences.tokens, sentences.valid, sow_weights=True))(model)
     np.testing.assert_array_equal(alone, beside)
-    assert len(sown["layers"]) == 6
+    assert len(heads.collect(sown, "attention_weights")) == 6
 
 
 def test_minilm_beside_transformers(minilm, sentences, embedded):

@@ -1,0 +1,157 @@
+"""Writes text with a causal ``Transformer``: prompts in chunks, then token by token, over one cache for all layers."""
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jattn.cache import KVCache
+from jattn.interop.transformer import Transformer
+
+CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
+
+
+def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[Any]:
+    """The tokens that continue each prompt, integers; takes the options of ``stream``.
+
+    Example:
+        ``(tokens,) = generate(model, [tokenizer.encode("Once upon a time").ids], 40)``
+    """
+    steps = list(stream(model, prompts, max_new_tokens, **options))
+    rows = np.stack(steps, 1) if steps else np.zeros((len(prompts), 0), np.int32)
+    return [row[row >= 0] for row in rows]
+
+
+def stream(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[int] = (),
+    key: Array | None = None,
+    cache_dtype: Any = None,
+) -> Iterator[np.ndarray]:
+    """Yields the next token of every prompt, integers ``[B]``, as soon as it is known; -1 where a prompt has ended.
+
+    Args:
+        model: a causal model.
+        prompts: B lists of tokens, of any lengths above 0.
+        max_new_tokens: how many to write.
+        temperature: what logits are divided by before a token is drawn; 0 takes the likeliest.
+        top_k: draw from the k likeliest tokens.
+        top_p: draw from the likeliest tokens that together have at least this probability
+            (https://arxiv.org/abs/1904.09751, section 3.1); after ``top_k``.
+        stop: tokens that end a text, and are not yielded.
+        key: a JAX random key; needed to draw.
+        cache_dtype: of the cache; that of the parameters by default.
+
+    Raises:
+        ValueError: no prompt, an empty one, or a token that the model does not know; an option out of its range; more
+            tokens than the model has positions for; a model that is not causal.
+    """
+    given = [np.asarray(prompt) for prompt in prompts]
+    vocabulary = model.config.vocabulary
+    for i, prompt in enumerate(given):
+        if prompt.ndim != 1 or not prompt.size or not np.issubdtype(prompt.dtype, np.integer):
+            raise ValueError(f"prompts must be lists of tokens, none empty; prompt {i} is {list(prompts)[i]!r}")
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            raise ValueError(
+                f"prompts must hold tokens from 0 to {vocabulary - 1}, got {prompt.min()} to {prompt.max()}"
+            )
+    if not given:
+        raise ValueError("prompts must hold at least one list of tokens, got none")
+    max_new_tokens = operator.index(max_new_tokens)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
+    if not temperature >= 0 or not np.isfinite(temperature):
+        raise ValueError(f"temperature must be a finite number from 0 on, got {temperature}")
+    if top_k is not None and operator.index(top_k) < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if temperature > 0 and key is None:
+        raise ValueError(f"temperature={temperature} draws tokens, which needs key=, from jax.random.key; or pass 0")
+    cache, chunks = _prepare(model, given, max_new_tokens, cache_dtype)
+    return _stream(model, cache, chunks, max_new_tokens, (temperature, top_k, top_p), frozenset(stop), key)
+
+
+def _prepare(
+    model: Transformer, prompts: list[np.ndarray], new: int, dtype: Any
+) -> tuple[KVCache, list[tuple[np.ndarray, np.ndarray]]]:
+    """An empty cache, and the prompts in chunks ``[B,chunk]`` with what of them is real."""
+    longest = max(len(prompt) for prompt in prompts)
+    # Short prompts in a power of two.
+    chunk = min(CHUNK, 1 << (longest - 1).bit_length())
+    length = -(-longest // chunk) * chunk
+    tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)], valid[i, : len(prompt)] = prompt, True
+    capacity = -(-(longest + new) // CHUNK) * CHUNK
+    if model.config.position is None:
+        capacity = max(min(capacity, model.config.max_length), longest + new)
+    cache = model.init_cache(len(prompts), capacity, dtype=dtype)
+    starts = range(0, length, chunk)
+    return cache, [(tokens[:, at : at + chunk], valid[:, at : at + chunk]) for at in starts]
+
+
+def _stream(
+    model: Transformer, cache: KVCache, chunks: list, new: int, sampling: tuple, stop: frozenset[int], key: Array | None
+) -> Iterator[np.ndarray]:
+    temperature, top_k, top_p = sampling
+    graph, state = nnx.split(model)
+    drawn = temperature > 0
+    numbers = jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p)
+    keys = jax.random.split(jax.random.key(0) if key is None else key, max(new, 1))
+    hidden = jnp.zeros((len(cache.length), model.config.model_dim), model.token_embed.embedding[...].dtype)
+    advance = functools.partial(_advance, graph, drawn, top_k, top_p is not None)
+    following = None
+    for tokens, valid in chunks:
+        following, hidden, cache = advance(
+            state, cache, hidden, jnp.asarray(tokens), jnp.asarray(valid), keys[0], numbers
+        )
+    alive = np.ones(len(cache.length), bool)
+    for i in range(new):
+        tokens = np.asarray(following)
+        alive &= ~np.isin(tokens, list(stop))
+        if not alive.any():
+            return
+        yield np.where(alive, tokens, -1)
+        if i + 1 < new:
+            step = jnp.asarray(following)[:, None], jnp.asarray(alive)[:, None]
+            following, hidden, cache = advance(state, cache, hidden, *step, keys[i + 1], numbers)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnames=("cache",))
+def _advance(
+    graph: Any, drawn: bool, top_k: int | None, by_mass: bool, state: Any, cache: KVCache, hidden: Array, tokens: Array,
+    valid: Array, key: Array, numbers: tuple[Array, Array],
+) -> tuple[Array, Array, KVCache]:  # fmt: skip
+    """The next token ``[B]`` after a chunk ``[B,T]``, each sequence's last hidden state ``[B,M]``, and the cache."""
+    model = nnx.merge(graph, state)
+    found, cache = model(tokens, valid=valid, cache=cache)
+    last = tokens.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)
+    own = jnp.take_along_axis(found, last[:, None, None], axis=1)[:, 0]
+    hidden = jnp.where(valid.any(1)[:, None], own.astype(hidden.dtype), hidden)
+    logits = model.logits(hidden).astype(jnp.float32)
+    if not drawn:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), hidden, cache
+    temperature, mass = numbers
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
+    if by_mass:
+        ordered = -jnp.sort(-logits, axis=-1)
+        shares = jax.nn.softmax(ordered, axis=-1)
+        kept = jnp.cumsum(shares, axis=-1) - shares < mass  # the mass of those before is short of it
+        least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32), hidden, cache

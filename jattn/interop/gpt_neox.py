@@ -1,0 +1,61 @@
+"""The GPT-NeoX family (Pythia): attention and MLP side by side, and positions that rotate a part of each head.
+
+Source: https://arxiv.org/abs/2204.06745, section 2.1; names as in published checkpoints.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.interop.family import Family, activation, numbers, refuse, small
+from jattn.interop.transformer import Config
+from jattn.positions import Rotary
+
+
+def config(options: Mapping[str, Any]) -> Config:
+    """The sizes in a GPT-NeoX's config."""
+    layers, heads, model_dim, vocabulary, length, mlp_dim = numbers(
+        options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
+        "intermediate_size",
+    )  # fmt: skip
+    refuse(options, attention_bias=True, rope_scaling=None)
+    rotary = options.get("rope_parameters") or {}  # newer configs keep both numbers there
+    base = rotary.get("rope_theta", options.get("rotary_emb_base", options.get("rope_theta", 10000.0)))
+    fraction = rotary.get("partial_rotary_factor", options.get("rotary_pct", 0.25))
+    return Config(
+        family="gpt_neox",
+        num_layers=layers,
+        num_heads=heads,
+        model_dim=model_dim,
+        mlp_dim=mlp_dim,
+        vocabulary=vocabulary,
+        max_length=length,
+        norm_epsilon=small(options, "layer_norm_eps"),
+        activation=activation(options, "hidden_act", "gelu"),
+        position=Rotary(float(base), float(fraction)),
+        parallel=bool(options.get("use_parallel_residual", True)),
+    )
+
+
+def by_head(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
+    """Query, key and value from a fused projection in which each head's three stand together."""
+    parts = x.reshape(*x.shape[:-1], -1, 3, head_dim)
+    return [parts[..., i, :].reshape(*x.shape[:-1], width) for i, width in enumerate(widths)]
+
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    config=config,
+    modules={"token_embed": ("embed_in",), "last_norm": ("final_layer_norm",), "head": ("embed_out",)},
+    layer={
+        "attention.fused": ("layers.{}.attention.query_key_value",),
+        "attention.out": ("layers.{}.attention.dense",),
+        "attention_norm": ("layers.{}.input_layernorm",),
+        "mlp_in": ("layers.{}.mlp.dense_h_to_4h",),
+        "mlp_out": ("layers.{}.mlp.dense_4h_to_h",),
+        "mlp_norm": ("layers.{}.post_attention_layernorm",),
+    },
+    fused=by_head,
+    prefixes=("gpt_neox.",),
+)
