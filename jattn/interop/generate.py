@@ -17,7 +17,7 @@ from jattn.interop.transformer import Transformer
 CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
 
 
-def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[Any]:
+def generate(model: Transformer, prompts: Sequence[Any], max_new_tokens: int, **options: Any) -> list[Any]:
     """The tokens that continue each prompt, integers; takes the options of ``stream``.
 
     Example:
@@ -30,7 +30,7 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
 
 def stream(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,

@@ -47,7 +47,7 @@ def by_head(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndar
 GPT_NEOX = Family(
     name="gpt_neox",
     config=config,
-    modules={"token_embed": ("embed_in",), "last_norm": ("final_layer_norm",), "head": ("embed_out",)},
+    modules={"token_embed": ("embed_in",), "last_norm": ("final_layer_norm",), "head": ("embed_out", "lm_head")},
     layer={
         "attention.fused": ("layers.{}.attention.query_key_value",),
         "attention.out": ("layers.{}.attention.dense",),

