@@ -1,4 +1,4 @@
-"""``dot_general`` for weights that rest in bfloat16.
+"""``dot_general`` for large weights that rest in 16 bits.
 
 On a CPU, XLA converts the whole of such a weight to float32 before it multiplies, in every call. With few rows, as in
 decoding, that takes several times as long as reading it. As a sum of elementwise products, which XLA fuses with the
@@ -16,6 +16,7 @@ from jax import Array
 from jattn import placement
 
 FEW = 4  # rows; the weight is read once for each
+LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache when they are converted
 
 
 def dot_general(
@@ -41,7 +42,7 @@ def dot_general(
     at_the_end = tuple(contracted) == tuple(range(lhs.ndim - len(contracted), lhs.ndim))
     if (
         batch or out_sharding is not None or not at_the_end or not (leading or trailing)
-        or not 0 < rows <= FEW or rhs.dtype != jnp.bfloat16 or lhs.dtype != rhs.dtype
+        or not 0 < rows <= FEW or rhs.size < LARGE or rhs.dtype.itemsize != 2 or lhs.dtype != rhs.dtype
     ):  # fmt: skip
         return by_product(lhs, rhs)
 

