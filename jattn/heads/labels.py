@@ -6,19 +6,27 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import ArrayLike
 
-MIXED = "mixed"
+MIXED, WEAK = "mixed", "weak "
+USUAL = 0.95  # a label that is not weak exceeds this quantile of the baseline
 
 
 class Roles(NamedTuple):
     """The result of ``roles``; NumPy arrays of the heads' shape."""
 
-    label: np.ndarray  # the pattern, or "mixed"
+    label: np.ndarray  # the pattern, "weak " and the pattern, or "mixed"
     score: np.ndarray  # of that pattern; if mixed, of the pattern nearest to its threshold
     threshold: np.ndarray  # of that pattern's score
     p_value: np.ndarray  # the probability that a head without the pattern scores as high, times the number of patterns
+    least: np.ndarray  # the score of that pattern above which it is not weak; -inf without a baseline
 
 
-def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, level: float = 0.05) -> Roles:
+def roles(
+    scores: Mapping[str, ArrayLike],
+    null: Mapping[str, ArrayLike],
+    *,
+    level: float = 0.05,
+    baseline: Mapping[str, ArrayLike] | None = None,
+) -> Roles:
     """One label per head: the pattern whose score exceeds its threshold by the most, or ``"mixed"``.
 
     The p-value is ``min(1, patterns * (1 + #{null >= score}) / (1 + #null))``, with ``patterns`` the number of patterns
@@ -26,6 +34,9 @@ def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, lev
     many heads, some pass by chance. A score passes if its p-value is at most ``level``, so the threshold is a quantile
     of the null, near ``1 - level / patterns``. If no pattern passes, the label is ``"mixed"``.
     A small p-value shows that a pattern is present, not that it is all a head does; the score shows how strong it is.
+    Heads of an untrained model attend almost evenly, so nearly every head of a large trained one passes: with a
+    ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is labelled ``"weak "`` and
+    its name, and one that exceeds it is preferred.
     Source: Phipson and Smyth, 2010, https://doi.org/10.2202/1544-6115.1585 (why the 1 is added).
 
     Args:
@@ -33,21 +44,26 @@ def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, lev
         null: for each pattern, the scores of heads that cannot have it, of any shape: those of untrained models and,
             for patterns of tokens, those of the trained model with shuffled tokens.
         level: the accepted share of heads that get a label without having a role.
+        baseline: for each pattern, what is usual, of any shape: the scores of the same model's heads on shuffled
+            tokens.
 
     Raises:
-        ValueError: a pattern without null; a null too small for this level; scores that are not finite; shapes that
-            differ; a level outside (0, 1).
+        ValueError: a pattern without null, or without baseline; a null too small for this level; scores that are not
+            finite; shapes that differ; a level outside (0, 1).
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")
     if not scores or not set(scores) <= set(null):
         raise ValueError(f"null must have the patterns of scores, {sorted(scores)}, got {sorted(null)}")
+    if baseline is not None and not set(scores) <= set(baseline):
+        raise ValueError(f"baseline must have the patterns of scores, {sorted(scores)}, got {sorted(baseline)}")
     names, arrays = list(scores), [np.asarray(x, float) for x in scores.values()]
     if len({x.shape for x in arrays}) != 1:
         raise ValueError(f"scores must have one shape, got { ({name: np.shape(x) for name, x in scores.items()}) }")
     nulls = [np.sort(np.asarray(null[name], float).ravel()) for name in names]
-    if not all(np.isfinite(x).all() for x in (*arrays, *nulls)):
-        raise ValueError("scores and null must be finite")
+    usual = [np.asarray(baseline[name], float).ravel() for name in names] if baseline is not None else []
+    if not all(np.isfinite(x).all() for x in (*arrays, *nulls, *usual)) or not all(map(len, usual)):
+        raise ValueError("scores, null and baseline must be finite, and none empty")
     needed = int(np.ceil(len(names) / level)) - 1
     if min(map(len, nulls)) < needed:
         raise ValueError(
@@ -60,13 +76,18 @@ def roles(scores: Mapping[str, ArrayLike], null: Mapping[str, ArrayLike], *, lev
     p = np.minimum(1.0, len(names) * (1 + reached) / (1 + size))
     limits = np.array([_limit(x, len(names), level) for x in nulls])
     excess = np.stack(arrays) - limits.reshape(size.shape)
-    best, passed = excess.argmax(0), (excess > 0).any(0)
+    least = np.array([np.quantile(x, USUAL) for x in usual] if usual else [-np.inf] * len(names))
+    strong = (excess > 0) & (np.stack(arrays) > least.reshape(size.shape))
+    # Among patterns that are strong, if there are any; otherwise among all.
+    best = np.where(strong.any(0), np.where(strong, excess, -np.inf).argmax(0), excess.argmax(0))
+    passed = (excess > 0).any(0)
 
     def take_best(table: np.ndarray) -> np.ndarray:
         return np.take_along_axis(table, best[None], 0)[0]
 
-    label = np.where(passed, np.array(names)[best], MIXED)
-    return Roles(label, take_best(np.stack(arrays)), limits[best], take_best(p))
+    weak = np.array([WEAK + name for name in names])
+    label = np.where(passed, np.where(strong.any(0), np.array(names)[best], weak[best]), MIXED)
+    return Roles(label, take_best(np.stack(arrays)), limits[best], take_best(p), least[best])
 
 
 def _limit(null: np.ndarray, patterns: int, level: float) -> float:

@@ -54,6 +54,21 @@ def test_heads_without_roles_get_one_as_often_as_the_level_says():
     assert 0.035 < (found.label != "mixed").mean() < 0.06
 
 
+def test_what_is_usual_in_the_same_model_is_weak():
+    """Three heads pass both nulls; the baseline of b, whose 95% quantile is 0.38, leaves one of its scores."""
+    scores = {"a": np.array([0.25, 0.1, 0.3]), "b": np.array([0.35, 0.35, 0.9])}
+    baseline = {"a": np.full(20, 0.1), "b": np.linspace(0.0, 0.4, 21)}
+    found = heads.roles(scores, null("a", "b"), baseline=baseline)
+    assert found.label.tolist() == ["a", "weak b", "b"]
+    np.testing.assert_allclose(found.least, [0.1, 0.38, 0.38])
+    plain = heads.roles(scores, null("a", "b"))
+    assert plain.label.tolist() == ["b", "b", "b"] and (plain.least == -np.inf).all()
+    with pytest.raises(ValueError, match=r"baseline must have the patterns of scores, \['a', 'b'\], got \['a'\]"):
+        heads.roles(scores, null("a", "b"), baseline={"a": np.ones(3)})
+    with pytest.raises(ValueError, match="none empty"):
+        heads.roles(scores, null("a", "b"), baseline={"a": np.ones(3), "b": np.ones(0)})
+
+
 def test_a_null_that_could_never_be_passed_is_refused():
     scores = {"a": np.ones(1), "b": np.ones(1)}
     heads.roles(scores, null("a", "b", size=39))
