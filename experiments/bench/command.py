@@ -15,6 +15,7 @@ SUITES = {
     "attention": ("peers", "device", "lengths", "cases", "parts", "seconds", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
+    "language": ("out", "seconds"),
     "layers": ("device", "out", "seconds"),
     "looking": ("device", "out", "seconds"),
     "sharding": ("out",),
@@ -75,8 +76,8 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; chips: compiled for TPUs; dispatch: short calls; layers: Flax's modules; looking: statistics; "
-        "sharding: rings",
+        help="attention; chips: compiled for TPUs; dispatch: short calls; language: SmolLM2; layers: Flax's modules; "
+        "looking: statistics; sharding: rings",
     )
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"any of {', '.join(PEERS)}")
     parser.add_argument("--device", type=str, default="cpu", help="cpu, gpu or tpu")

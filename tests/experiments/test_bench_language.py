@@ -1,0 +1,46 @@
+"""The language benchmark: its goals, and a run with a tiny model."""
+
+import json
+
+import pytest
+
+from experiments.__main__ import main as run_main
+from experiments.bench import language
+from experiments.bench.language import SUITE, Sizes
+from tests.jattn.test_language_models import write_gguf
+
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
+
+
+def made_up(**medians: float) -> dict:
+    """Numbers exactly at their thresholds."""
+    return {
+        "environment": {"cores": "2"}, "sizes": {"model": "smollm2"}, "missing": {},
+        "once": {"load": 15.0, "tokenizer": 2.0, "compilation": 3.0, "statistics": 20.0},
+        "writing": {"medians": {"float32": 900.0, "bfloat16": 1000.0, "transformers": 900.0} | medians, "rounds": 3},
+    }  # fmt: skip
+
+
+def test_goals_are_met_at_their_thresholds_and_not_beyond():
+    at = [one.answer for one in language.asked(SUITE.parse(made_up()))]
+    beyond = made_up(float32=901.0, bfloat16=1002.0)
+    beyond["once"] = {name: seconds * 1.01 for name, seconds in beyond["once"].items()}
+    assert at == ["met"] * 5
+    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 5
+
+
+def test_a_tiny_model_is_measured(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    results = SUITE.measure(Sizes(str(file), tokens=2, shape=(2, 9), seconds=1e-3, rounds=1, settle=0.0), tmp_path)
+    found = json.loads((tmp_path / "language.json").read_text())
+    assert {"float32", "bfloat16", "sum"} <= set(found["writing"]["medians"]) and found["once"]["load"] > 0
+    text = SUITE.write_report(results, tmp_path).read_text()
+    assert "| bfloat16 |" in text and "compiling a chunk and a step" in text
+    if "transformers" not in found["writing"]["medians"]:
+        assert "not installed" in found["missing"]["transformers"]
+
+
+def test_options_that_it_does_not_take(capsys):
+    assert run_main(["bench", "--suite", "language", "--lengths", "8"]) == 2
+    assert capsys.readouterr().err == "error: --lengths: --suite language takes only --out and --seconds\n"
