@@ -3,7 +3,8 @@
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
-``residual_contributions``. Interventions: ``ablate``, ``importance``, ``forbid``. And ``roles``, one label per head,
+``residual_contributions``. Interventions: ``ablate``, ``patch``, ``importance``,
+``forbid``. And ``roles``, one label per head,
 tested against a null distribution; ``collect``, what a model's layers have sown.
 """
 
@@ -22,6 +23,7 @@ from jattn.heads.matrix import (
     previous_token,
     target_weight,
 )
+from jattn.heads.patching import patch
 
 __all__ = [
     "OF_TOKENS",

@@ -8,7 +8,7 @@ import jax
 
 # The rank of each array that a layer sows, for inputs [B,T,M]. Layers that are scanned over add a leading axis.
 _RANKS = {"attention_weights": 4, "attention_statistics": 2, "attention_heads": None}
-_HEADS = {"query": 4, "key": 4, "z": 4, "lse": 3}
+_HEADS = {"query": 4, "key": 4, "value": 4, "lse": 3, "z": 4}
 
 
 def collect(sown: Mapping[str, Any], name: str = "attention_heads") -> list[Any]:
