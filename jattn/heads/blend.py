@@ -35,7 +35,9 @@ def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "h
     return gate.reshape(*batch, tokens, N, 1).astype(softmax_dtype(x))
 
 
-def through_gate(x: Array, gate: Array, fill: ArrayLike | None, lead: tuple[int, ...], name: str = "head_fill") -> Array:
+def through_gate(
+    x: Array, gate: Array, fill: ArrayLike | None, lead: tuple[int, ...], name: str = "head_fill"
+) -> Array:
     """``x * gate + fill * (1 - gate)``, in at least float32: a gate's derivative is a sum over tokens and dimensions."""
     wide = x.astype(gate.dtype)
     if fill is None:
