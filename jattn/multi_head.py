@@ -75,8 +75,8 @@ def attend_heads(
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
         frozen: ``(query, key)`` from ``return_heads`` of another call: the weights are theirs, the values this call's.
-        patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, with positions applied to
-            query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` of keys and values).
+        patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, with positions applied
+            to query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` of keys and values).
             ``{"pattern": (gate, (query, key))}``: the same of the weights, with those of ``frozen=(query, key)``; the
             query, key and lse of ``return_heads`` are then still the call's own. Applied after ``frozen``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the

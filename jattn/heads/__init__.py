@@ -3,9 +3,9 @@
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
-``residual_contributions``. From a run: ``logit_attribution``, ``top_queries``. Interventions: ``ablate``, ``patch``, ``importance``,
-``forbid``. And ``roles``, one label per head,
-tested against a null distribution; ``collect``, what a model's layers have sown.
+``residual_contributions``. From a run: ``logit_attribution``, ``top_queries``. Interventions: ``ablate``, ``patch``,
+``importance``, ``forbid``. And ``roles``, one label per head, tested against a null distribution; ``collect``, what a
+model's layers have sown.
 """
 
 from jattn.heads.attribution import logit_attribution
@@ -46,6 +46,7 @@ __all__ = [
     "logit_attribution",
     "offset_profile",
     "ov_circuit",
+    "patch",
     "pattern_divergence",
     "previous_token",
     "qk_circuit",

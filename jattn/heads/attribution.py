@@ -13,8 +13,8 @@ Part = Array | tuple[Array, Array]
 
 def logit_attribution(
     parts: Mapping[str, Part],
-    directions: Float[Array, "... M"],
-    stream: Float[Array, "*B T M"],
+    directions: Float[Array, "..."],
+    stream: Float[Array, "..."],
     *,
     norm: str | None = None,
     scale: Float[Array, " M"] | None = None,
@@ -23,14 +23,14 @@ def logit_attribution(
 ) -> dict[str, Array]:
     """What each part of the residual stream adds to a logit directly, not through later layers.
 
-    ``logit = norm(stream) . direction``. With the norm's own factor held at its value for this stream, that is linear in
-    the stream, so the shares of parts that sum to the stream sum to the logit. No head's output ``[M]`` is formed. At
-    least in float32.
+    ``logit = norm(stream) . direction``. With the norm's own factor held at its value for this stream, that is linear
+    in the stream, so the shares of parts that sum to the stream sum to the logit. No head's output ``[M]`` is formed.
+    Computed in at least float32.
 
     Args:
         parts: arrays ``[*, B,T,M]``, with any axes in front, such as the layers'; or heads, as a pair of
-            ``z [*, B,T,N,D]`` and output kernels ``[*, N,D,M]``. Arrays with fewer axes than the stream are shared, such
-            as a bias ``[M]``.
+            ``z [*, B,T,N,D]`` and output kernels ``[*, N,D,M]``. Arrays with fewer axes than the stream are shared,
+            such as a bias ``[M]``.
         directions: ``[M]``, or what broadcasts to the stream, such as ``[B,1,M]``: a token's column of the
             unembedding, or the difference of two for a logit difference.
         stream: ``[B,T,M]``, the input of the final norm.

@@ -1,7 +1,7 @@
 """Gates on what attention reads and gives: the arithmetic of ``head_gate``, ``frozen`` and ``patch``.
 
-A gate of 1 keeps an activation, a gate of 0 replaces it, and between, the two are mixed: ``gate * x + (1 - gate) * fill``.
-Activations are ``[B,T,N,D]`` with at most one batch axis; gates and fills have the ``lead`` batch axes of the layer's input.
+A gate of 1 keeps an activation, a gate of 0 replaces it, and one between mixes: ``gate * x + (1 - gate) * fill``.
+Activations are ``[B,T,N,D]`` with at most one batch axis; gates and fills have the ``lead`` batch axes of the input.
 """
 
 import math
@@ -38,7 +38,7 @@ def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "h
 def through_gate(
     x: Array, gate: Array, fill: ArrayLike | None, lead: tuple[int, ...], name: str = "head_fill"
 ) -> Array:
-    """``x * gate + fill * (1 - gate)``, in at least float32: a gate's derivative is a sum over tokens and dimensions."""
+    """``x * gate + fill * (1 - gate)``, in at least float32: a gate's derivative sums over tokens and dimensions."""
     wide = x.astype(gate.dtype)
     if fill is None:
         return (wide * gate).astype(x.dtype)

@@ -17,7 +17,7 @@ from jattn.masks import Mask, MaskFunction, and_masks, bounds
 from jattn.mods import check, pytree_dataclass, static_field
 
 KINDS = ("zero", "mean", "resample")
-Heads = Sequence[tuple[int, int]]  # (layer, head)
+Heads = Sequence[Any]  # of pairs (layer, head)
 
 
 def ablate(
