@@ -131,8 +131,9 @@ def attend_heads(
         (query, key, value), pattern = patched(patch, {"query": query, "key": key, "value": value}, lead)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
     if pattern is not None:
-        gate, other = pattern
-        z = through_gate(z, gate, dot_product_attention(*other, value, **options), z.shape[:-3])
+        gate, (other_query, other_key) = pattern
+        other = dot_product_attention(other_query, other_key, value, **options)
+        z = through_gate(z, gate, other, z.shape[:-3])
     if head_gate is not None:
         z = through_gate(z, expand_gate(head_gate, z, lead), head_fill, lead)
     elif head_fill is not None:

@@ -45,15 +45,15 @@ class TopQueries:
         flat = jnp.moveaxis(scores.astype(self.score.dtype), -1, -3).reshape(*lead, N, B * T)
         best, index = jax.lax.top_k(flat, min(k, B * T))
         token = jnp.full(B * T, -1, jnp.int32) if tokens is None else jnp.asarray(tokens, jnp.int32).reshape(-1)
-        new = {"sequence": index // T + self.seen, "position": index % T, "token": token[index]} if B * T else {}
+        new = (index // T + self.seen, index % T, token[index]) if B * T else (index, index, index)  # nothing new
         score, order = jax.lax.top_k(jnp.concatenate([self.score, best], -1), k)
 
-        def chosen(name: str) -> Array:
-            old = getattr(self, name)
-            both = jnp.concatenate([old, new.get(name, old[..., :0])], -1)
+        def chosen(old: Array, new: Array) -> Array:
+            both = jnp.concatenate([old, new], -1)
             return jnp.where(score > -jnp.inf, jnp.take_along_axis(both, order, -1), -1)
 
-        return TopQueries(score, chosen("sequence"), chosen("position"), chosen("token"), self.seen + B)
+        of_old = (self.sequence, self.position, self.token)
+        return TopQueries(score, *map(chosen, of_old, new), self.seen + B)
 
 
 def top_queries(k: int, *heads: int, dtype: Any = jnp.float32) -> TopQueries:

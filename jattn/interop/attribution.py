@@ -36,7 +36,7 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
             f"a {config.family} has norms after attention and MLP, so its residual stream is not a sum of parts"
         )
     look = nnx.capture(lambda model: model(tokens, sow_heads=True, sow_parts=True, **options), nnx.Intermediate)
-    _, sown = look(model)
+    sown: Any = look(model)[1]
     layers, out = sown["layers"], model.layers.attention.out
     z = layers["attention"]["attention_heads"][0]["z"]
     residual, stream = layers["residual_parts"][0], sown["last_stream"][0]
@@ -46,7 +46,7 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
         "mlp": residual["mlp"],
         "bias": jnp.zeros_like(stream) if out.bias is None else jnp.broadcast_to(out.bias[...].sum(0), stream.shape),
     }
-    bias = norm.bias[...] if isinstance(norm, nnx.LayerNorm) and norm.bias is not None else None
+    scale, bias = (None if x is None else x[...] for x in (norm.scale, getattr(norm, "bias", None)))
     return heads.logit_attribution(
-        parts, directions, stream, norm=config.norm, scale=norm.scale[...], bias=bias, epsilon=config.norm_epsilon
+        parts, directions, stream, norm=config.norm, scale=scale, bias=bias, epsilon=config.norm_epsilon
     )

@@ -123,12 +123,12 @@ def position(x, positions):
     return x * (1 + 0.1 * positions.reshape((1,) * (x.ndim - 3) + (-1, 1, 1)).astype(x.dtype))
 
 
-def in_numpy(layers, x, what=None, cell=None, source=None):
+def in_numpy(layers, x, what="", cell=(-1,), source=()):
     """The last stream ``[B,T,M]`` in float64, with the cell ``(layer, head, position)`` taken from ``source``."""
     for i, layer in enumerate(layers):
         query, key, value = (np.einsum("btm,mnh->btnh", x, layer[name]) for name in ("query", "key", "value"))
         query, key = (a * (1 + 0.1 * np.arange(a.shape[1])[:, None, None]) for a in (query, key))
-        here = None if cell is None or cell[0] != i else (slice(None), cell[2], cell[1])
+        here = None if cell[0] != i else (slice(None), cell[2], cell[1])
         for name, array in (("q", query), ("k", key), ("v", value)):
             if here is not None and what == name:
                 array[here] = source[i][{"q": "query", "k": "key", "v": "value"}[name]][here]
