@@ -52,8 +52,8 @@ class TopQueries:
             both = jnp.concatenate([old, new], -1)
             return jnp.where(score > -jnp.inf, jnp.take_along_axis(both, order, -1), -1)
 
-        of_old = (self.sequence, self.position, self.token)
-        return TopQueries(score, *map(chosen, of_old, new), self.seen + B)
+        sequence, position, token = map(chosen, (self.sequence, self.position, self.token), new)
+        return TopQueries(score, sequence, position, token, self.seen + B)
 
 
 def top_queries(k: int, *heads: int, dtype: Any = jnp.float32) -> TopQueries:

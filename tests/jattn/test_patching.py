@@ -1,6 +1,7 @@
 """Patching, groups, logit attribution and top queries: on an induction model set by hand, and against NumPy."""
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -21,6 +22,9 @@ from jattn import heads, interop
 N, K, V, T, BOS = 4, 2, 9, 7, 8
 TOKEN, POSITION, BEFORE, PREDICTION = (slice(i * V, (i + 1) * V) for i in range(4))
 SHARP = 60.0
+
+
+Cases = list[tuple[Any, str]]  # arguments, and the error that they raise
 
 
 def induction_model(twin=False):
@@ -218,30 +222,33 @@ def test_the_option_on_its_own(random_model):
     patches = {"value": (jnp.array([0.0, 1.0]), jnp.ones((3, 5, K, 2)))}
     expected = jattn.multi_head_attention(params, x, patch=patches)
     np.testing.assert_allclose(nnx_layer(x, patch=patches), expected, atol=1e-6)
-    np.testing.assert_allclose(linen_layer.apply({"params": params}, x, patch=patches), expected, atol=1e-6)
+    of_linen: Any = linen_layer.apply({"params": params}, x, patch=patches)
+    np.testing.assert_allclose(of_linen, expected, atol=1e-6)
 
 
 def test_patch_says_what_is_wrong(random_model):
     layers, x, source, _ = random_model
     run = lambda per_layer: through(layers, x, per_layer)[0]
-    for arguments, match in (
+    of_patch: Cases = [
         ((source, "weights"), "what must be one of q, k, v, z, pattern, got 'weights'"),
         ((source, "z", "token"), "by must be one of head, position, head_position, got 'token'"),
         (([],), r"source must be a list with a dict for each layer, got \[\]"),
         (([{}],), "each layer of source must hold 'z'; one has no 'z'"),
         (([source[0], {"z": source[1]["z"][:, :3]}],), r"'z' of one shape, got \[\[3, 3, 4\], \[3, 5, 4\]\]"),
-    ):
+    ]
+    for arguments, match in of_patch:
         with pytest.raises(ValueError, match=match):
             heads.patch(run, *arguments)
     layer = functools.partial(jattn.multi_head_attention, layers[0], x)
     ones, pair = jnp.ones(N), (source[0]["query"], source[0]["key"])
-    for options, match in (
+    of_layers: Cases = [
         ({"patch": {"queries": 0, "keys": 0}}, "patch must have entries query, key, value, pattern, got keys, queries"),
         ({"patch": {"key": (ones, 0.0)}}, r"the gate of patch\['key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]"),
         ({"patch": {"query": (ones, jnp.ones(7))}}, r"the fill of patch\['query'\] must broadcast to .*\[3, 5, 4, 3\], got \[7\]"),
         ({"patch": {"pattern": (ones, pair[::-1])}}, r"the patched query must have shape \[3, 5, 4, 3\], got \[3, 5, 2, 3\]"),
         ({"patch": {"pattern": (ones, pair)}, "return_statistics": ["entropy"]}, "cannot be of a pattern that patch mixes"),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for options, match in of_layers:
         with pytest.raises(ValueError, match=match):
             layer(**options)
 
@@ -317,7 +324,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
-    model = interop.Transformer(interop.Config("test", **SIZES, **KINDS[kind]), rngs=nnx.Rngs(0))
+    model: Any = interop.Transformer(interop.Config("test", **SIZES, **KINDS[kind]), rngs=nnx.Rngs(0))
     state = nnx.state(model, nnx.Param)  # biases and scales that are not 0 and 1
     nnx.update(model, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), state))
     tokens = jax.random.randint(jax.random.key(0), (2, 6), 0, 11)
