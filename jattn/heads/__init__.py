@@ -3,9 +3,9 @@
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
-``residual_contributions``. From a run: ``logit_attribution``, ``top_queries``. Interventions: ``ablate``, ``patch``,
-``importance``, ``forbid``. And ``roles``, one label per head, tested against a null distribution; ``collect``, what a
-model's layers have sown.
+``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``. Interventions:
+``ablate``, ``patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head, tested against a
+null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads.attribution import logit_attribution
@@ -25,6 +25,7 @@ from jattn.heads.matrix import (
     target_weight,
 )
 from jattn.heads.patching import patch
+from jattn.heads.paths import path_patch, qk_attribution
 from jattn.heads.top import TopQueries, top_queries
 
 __all__ = [
@@ -47,8 +48,10 @@ __all__ = [
     "offset_profile",
     "ov_circuit",
     "patch",
+    "path_patch",
     "pattern_divergence",
     "previous_token",
+    "qk_attribution",
     "qk_circuit",
     "residual_contributions",
     "roles",

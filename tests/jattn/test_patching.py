@@ -14,6 +14,7 @@ import jattn
 import jattn.linen
 import jattn.nnx
 from jattn import heads, interop
+from jattn.multi_head import project
 
 # An attention-only model of two layers that completes "A B ... A" with B. Its residual stream is, one-hot, the token,
 # the position, the token before (written by layer 0, head 0) and the prediction (written by layer 1, head 0). Heads 0
@@ -288,7 +289,86 @@ def test_either_twin_is_enough_and_the_group_is_not():
             heads.ablate(run, clean, groups=wrong)
 
 
+# Paths
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_the_previous_token_reaches_the_induction_head_through_its_key(what):
+    layers = induction_model()
+    x = embedded(SOURCES["another token before B"][0])
+    (_, own), (_, source) = through(layers, x), through(layers, embedded(CLEAN))
+    stream = through(layers[:1], x)[0]  # what layer 1 reads
+    gate = jnp.ones(N if what == "query" else K).at[0].set(0.0)
+
+    def answer(stream):
+        fill = project(layers[1][what], stream)
+        return through(layers, x, [{}, {"patch": {what: (gate, fill)}}])[0][0, -1, PREDICTION][B]
+
+    found = jax.jit(lambda: heads.path_patch(answer, stream, own[:1], source[:1], [layers[0]["out"]["kernel"]]))()
+    assert found.shape == (1, N)
+    expected = np.full((1, N), answer(stream))
+    if what == "key":
+        expected[0, 0] = 1.0
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_a_path_to_the_end_is_direct(random_model):
+    layers, x, source, kernels = random_model
+    last, own = through(layers, x, position=position)
+    out = [layer["out"]["kernel"] for layer in layers]
+    found = heads.path_patch(lambda stream: stream[:, -1], last, own, source, out, batch_size=3)
+    for layer, head in np.ndindex(2, N):
+        change = (np.asarray(source[layer]["z"], float) - own[layer]["z"])[:, -1, head] @ kernels[layer]["out"][head]
+        np.testing.assert_allclose(found[layer, head], last[:, -1] + change, atol=1e-5)
+    with pytest.raises(ValueError, match="an entry for each layer, got 2, 1 and 2"):
+        heads.path_patch(jnp.sin, last, own, source[:1], out)
+    with pytest.raises(ValueError, match="each layer of own and source must hold 'z'"):
+        heads.path_patch(jnp.sin, last, own, [{}, {}], out)
+    with pytest.raises(ValueError, match=r"for the stream \[3, 4, 8\], got"):
+        heads.path_patch(jnp.sin, last[:, 1:], own, source, out)
+
+
+def test_the_score_of_the_induction_head_is_made_of_token_and_token_before():
+    layers = induction_model()
+    x = embedded(CLEAN)
+    _, (first, second) = through(layers, x)
+    parts = jnp.concatenate([x[:, :, None], heads.residual_contributions(first["z"], layers[0]["out"]["kernel"])], 2)
+    of_query, of_key = parts[0, jnp.array([6, 6])], parts[0, jnp.array([2, 3])]  # B, and the token after it
+    found = heads.qk_attribution(of_query.swapaxes(0, 1), of_key.swapaxes(0, 1), layers[1]["query"], layers[1]["key"])
+    assert found.shape == (2, N, 1 + N, 1 + N)  # the embedding, and the heads of layer 0
+    expected = np.zeros(found.shape)
+    expected[0, 0, 0, 1] = SHARP / 3
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    scores = jnp.einsum("nh,enh->en", second["query"][0, 6], second["key"][0, jnp.array([2, 3])].repeat(2, 1)) / 3
+    np.testing.assert_allclose(found.sum((2, 3)), scores, atol=1e-3)
+
+
+def test_parts_of_scores_with_rotary_positions_and_biases_sum_to_them():
+    rng = np.random.default_rng(0)
+    params = jattn.init_multi_head(jax.random.key(0), 6, N, num_kv_heads=K, head_dim=4, use_bias=True)
+    params = jax.tree.map(lambda p: p + 0.5, params)
+    of_query, of_key = (jnp.asarray(rng.normal(size=(parts, 5, 6)), jnp.float32) for parts in (3, 2))
+    places = jnp.array([9, 7, 0, 3, 3]), jnp.array([0, 7, 5, 2, 1])
+    options = {"position": ROTARY, "query_positions": places[0], "kv_positions": places[1]}
+    found = heads.qk_attribution(of_query, of_key, params["query"], params["key"], **options)
+    assert found.shape == (5, N, 4, 3)
+    query, key = (
+        ROTARY(project(params["query"], of_query.sum(0)), places[0]),
+        ROTARY(project(params["key"], of_key.sum(0)), places[1]),
+    )
+    np.testing.assert_allclose(found.sum((2, 3)), (query * key.repeat(2, 1)).sum(-1) / 2, atol=1e-4)
+    one = ROTARY(jnp.einsum("em,mnh->enh", of_query[1], params["query"]["kernel"]), places[0])
+    bias = ROTARY(jnp.tile(params["key"]["bias"][None], (5, 1, 1)), places[1])
+    np.testing.assert_allclose(found[:, :, 1, 2], (one * bias.repeat(2, 1)).sum(-1) / 2, atol=1e-4)
+    with pytest.raises(ValueError, match=r"key_parts must be \[parts, E, M\] = \[parts, 5, 6\], got \[2, 4, 6\]"):
+        heads.qk_attribution(of_query, of_key[:, 1:], params["query"], params["key"])
+    with pytest.raises(ValueError, match="position needs query_positions and kv_positions"):
+        heads.qk_attribution(of_query, of_key, params["query"], params["key"], position=ROTARY)
+
+
 # Logits
+
+ROTARY = jattn.positions.Rotary()
 
 
 def test_the_logit_of_the_pair_comes_from_the_induction_head():
@@ -314,7 +394,6 @@ def test_the_logit_of_the_pair_comes_from_the_induction_head():
 
 
 SIZES = {"num_layers": 2, "num_heads": 4, "model_dim": 12, "head_dim": 4, "mlp_dim": 10, "vocabulary": 11, "max_length": 9, "norm_epsilon": 1e-3, "activation": "gelu"}  # fmt: skip
-ROTARY = jattn.positions.Rotary()
 KINDS = {
     "layer norm, biases, learned positions": {},
     "RMS norm, grouped queries, no biases, a head": {"norm": "rms", "num_kv_heads": 2, "gated": True, "position": ROTARY, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "head": True},
