@@ -48,9 +48,8 @@ class TopQueries:
         new = (index // T + self.seen, index % T, token[index]) if B * T else (index, index, index)  # nothing new
         score, order = jax.lax.top_k(jnp.concatenate([self.score, best], -1), k)
 
-        def chosen(old: Array, new: Array) -> Array:
-            both = jnp.concatenate([old, new], -1)
-            return jnp.where(score > -jnp.inf, jnp.take_along_axis(both, order, -1), -1)
+        def chosen(old: Array, new: Array) -> Array:  # of ties the old, so that -inf never replaces an empty place
+            return jnp.take_along_axis(jnp.concatenate([old, new], -1), order, -1)
 
         sequence, position, token = map(chosen, (self.sequence, self.position, self.token), new)
         return TopQueries(score, sequence, position, token, self.seen + B)

@@ -263,22 +263,23 @@ def test_either_twin_is_enough_and_the_group_is_not():
     clean = through(layers, x)[1]
     groups = [[(1, 0)], [(1, 3)], [(1, 3), (1, 0)], [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)], [], [(0, 0)]]
     chex.clear_trace_counter()
-    run = chex.assert_max_traces(lambda per_layer: through(layers, x, per_layer)[0][0, -1, PREDICTION], n=2)
+    run = chex.assert_max_traces(
+        lambda per_layer: through(layers, x, per_layer)[0][0, -1, PREDICTION], n=4
+    )  # batches, and the rest
 
     @jax.jit
-    def both():
-        return heads.ablate(run, clean, groups=groups), heads.ablate(run, clean)
+    def every():
+        few = heads.ablate(run, clean, groups=groups[:3], batch_size=2)
+        return heads.ablate(run, clean, groups=groups), heads.ablate(run, clean), few
 
-    of_groups, of_heads = both()
+    of_groups, of_heads, few = every()
     assert of_groups.shape == (6, V) and of_heads.shape == (2, N, V)
     answers = of_groups[:, B]
     np.testing.assert_allclose(answers[:5], [0.5, 0.5, 0.0, 1.0, 1.0], atol=1e-4)
     assert answers[5] < 0.2 and (of_groups.argmax(-1) == B)[:2].all()
-    np.testing.assert_array_equal(of_groups[jnp.array([0, 1, 5])], of_heads[jnp.array([1, 1, 0]), jnp.array([0, 3, 0])])
-    few = heads.ablate(
-        lambda per_layer: through(layers, x, per_layer)[0][0, -1], clean, groups=groups[:3], batch_size=2
-    )
-    np.testing.assert_allclose(few[:, PREDICTION], of_groups[:3], atol=1e-6)
+    singles = of_heads[jnp.array([1, 1, 0]), jnp.array([0, 3, 0])]
+    np.testing.assert_allclose(of_groups[jnp.array([0, 1, 5])], singles, atol=1e-6)
+    np.testing.assert_allclose(few, of_groups[:3], atol=1e-6)
     for wrong, match in (
         ([[(0, 0)], [(0, 1), (2, 0), (0, 4)]], r"heads of 2 layers with 4 heads, got \[\(2, 0\), \(0, 4\)\]"),
         ([[(0, -1)]], r"got \[\(0, -1\)\]"),
@@ -349,17 +350,21 @@ def test_parts_of_scores_with_rotary_positions_and_biases_sum_to_them():
     params = jax.tree.map(lambda p: p + 0.5, params)
     of_query, of_key = (jnp.asarray(rng.normal(size=(parts, 5, 6)), jnp.float32) for parts in (3, 2))
     places = jnp.array([9, 7, 0, 3, 3]), jnp.array([0, 7, 5, 2, 1])
-    options = {"position": ROTARY, "query_positions": places[0], "kv_positions": places[1]}
-    found = heads.qk_attribution(of_query, of_key, params["query"], params["key"], **options)
+
+    @jax.jit
+    def every(of_query, of_key):
+        options = {"position": ROTARY, "query_positions": places[0], "kv_positions": places[1]}
+        found = heads.qk_attribution(of_query, of_key, params["query"], params["key"], **options)
+        query = ROTARY(project(params["query"], of_query.sum(0)), places[0])
+        key = ROTARY(project(params["key"], of_key.sum(0)), places[1])
+        one = ROTARY(jnp.einsum("em,mnh->enh", of_query[1], params["query"]["kernel"]), places[0])
+        bias = ROTARY(jnp.tile(params["key"]["bias"][None], (5, 1, 1)), places[1])
+        return found, (query * key.repeat(2, 1)).sum(-1) / 2, (one * bias.repeat(2, 1)).sum(-1) / 2
+
+    found, scores, of_one_and_bias = every(of_query, of_key)
     assert found.shape == (5, N, 4, 3)
-    query, key = (
-        ROTARY(project(params["query"], of_query.sum(0)), places[0]),
-        ROTARY(project(params["key"], of_key.sum(0)), places[1]),
-    )
-    np.testing.assert_allclose(found.sum((2, 3)), (query * key.repeat(2, 1)).sum(-1) / 2, atol=1e-4)
-    one = ROTARY(jnp.einsum("em,mnh->enh", of_query[1], params["query"]["kernel"]), places[0])
-    bias = ROTARY(jnp.tile(params["key"]["bias"][None], (5, 1, 1)), places[1])
-    np.testing.assert_allclose(found[:, :, 1, 2], (one * bias.repeat(2, 1)).sum(-1) / 2, atol=1e-4)
+    np.testing.assert_allclose(found.sum((2, 3)), scores, atol=1e-4)
+    np.testing.assert_allclose(found[:, :, 1, 2], of_one_and_bias, atol=1e-4)
     with pytest.raises(ValueError, match=r"key_parts must be \[parts, E, M\] = \[parts, 5, 6\], got \[2, 4, 6\]"):
         heads.qk_attribution(of_query, of_key[:, 1:], params["query"], params["key"])
     with pytest.raises(ValueError, match="position needs query_positions and kv_positions"):
@@ -410,25 +415,23 @@ def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     valid = jnp.ones((2, 6), bool).at[1, 4:].set(False)
     rows = model.output_embedding()
     answers = tokens[:, :1]
+    directions = rows[answers] - rows[3][None, None]
 
     @nnx.jit
-    def both(model):
-        parts = interop.logit_parts(model, tokens, rows[answers] - rows[3], valid=valid)
-        alone = [interop.logit_parts(model, tokens, rows[5], per_layer=[{"head_gate": gate} for gate in gates])]
-        return parts, alone[0], model.logits(model(tokens, valid=valid))
+    def look(model, gates):
+        options = {"valid": valid, "per_layer": [{"head_gate": gate} for gate in gates]}
+        seen = nnx.capture(lambda model: model(tokens, sow_heads=True, sow_parts=True, **options), nnx.Intermediate)
+        hidden, sown = seen(model)
+        return interop.logit_parts(model, tokens, directions, **options), model.logits(hidden), sown
 
-    gates = jnp.ones((2, 4)).at[1, 2].set(0.0)
-    with jax.numpy_rank_promotion("allow"):
-        parts, gated, logits = both(model)
+    parts, logits, sown = look(model, jnp.ones((2, 4)))
+    gated, *_ = look(model, jnp.ones((2, 4)).at[1, 2].set(0.0))
     expected = np.take_along_axis(np.asarray(logits), np.asarray(answers)[..., None], -1)[..., 0] - logits[..., 3]
     total = parts["embedding"] + parts["heads"].sum((0, -1)) + parts["mlp"].sum(0) + parts["bias"]
     np.testing.assert_allclose(total, expected, atol=1e-4)
     assert abs(parts["heads"]).min() > 0 and (gated["heads"][1, ..., 2] == 0).all()
     assert (parts["bias"] != 0).all() == ("RMS" not in kind)
     # A head's share by hand: the norm's scale is that of the whole stream.
-    _, sown = nnx.capture(lambda model: model(tokens, valid=valid, sow_heads=True, sow_parts=True), nnx.Intermediate)(
-        model
-    )
     stream = np.asarray(sown["last_stream"][0], float)
     z = np.asarray(heads.collect(sown)[1]["z"], float)[..., 2, :]
     added = z @ np.asarray(model.layers.attention.out.kernel[...], float)[1, 2]
@@ -437,7 +440,7 @@ def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     else:
         scale, added = np.sqrt(stream.var(-1, keepdims=True) + 1e-3), added - added.mean(-1, keepdims=True)
     normed = added / scale * np.asarray(model.last_norm.scale[...])
-    share = (normed * np.asarray(rows[answers] - rows[3][None, None])).sum(-1)
+    share = (normed * np.asarray(directions)).sum(-1)
     np.testing.assert_allclose(parts["heads"][1, :, :, 2], share, atol=1e-4)
     residual = heads.collect(sown, "residual_parts")
     assert len(residual) == 2 and residual[1]["input"].shape == (2, 6, 12)
