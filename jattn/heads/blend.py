@@ -71,9 +71,11 @@ def patched(patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[i
     if unknown := patch.keys() - set(PATCHED):
         raise ValueError(f"patch must have entries {', '.join(PATCHED)}, got {', '.join(sorted(unknown))}")
     results = dict(inputs)
-    for name in inputs.keys() & patch.keys():
+    for name, x in inputs.items():
+        if name not in patch:
+            continue
         gate, fill = patch[name]
-        x, own = inputs[name], f"the gate of patch[{name!r}]"
+        own = f"the gate of patch[{name!r}]"
         results[name] = through_gate(x, expand_gate(gate, x, lead, own), fill, lead, f"the fill of patch[{name!r}]")
     if "pattern" not in patch:
         return [*results.values()], None

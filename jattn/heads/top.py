@@ -1,7 +1,5 @@
 """``TopQueries``: the queries of a stream of batches for which each head's score is largest."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
@@ -55,7 +53,7 @@ class TopQueries:
         return TopQueries(score, sequence, position, token, self.seen + B)
 
 
-def top_queries(k: int, *heads: int, dtype: Any = jnp.float32) -> TopQueries:
+def top_queries(k: int, *heads: int) -> TopQueries:
     """The state before the first batch: ``top_queries(k, N)``, or ``top_queries(k, L, N)`` for all layers at once.
 
     The inputs that drive a head most say what it responds to; look at those, not only at means.
@@ -73,4 +71,4 @@ def top_queries(k: int, *heads: int, dtype: Any = jnp.float32) -> TopQueries:
     if not heads or any(not isinstance(size, int) or size < 1 for size in (k, *heads)):
         raise ValueError(f"top_queries needs k and the numbers of heads, positive integers, got {(k, *heads)}")
     none = jnp.full((*heads, k), -1, jnp.int32)
-    return TopQueries(jnp.full(none.shape, -jnp.inf, dtype), none, none, none, jnp.zeros((), jnp.int32))
+    return TopQueries(jnp.full(none.shape, -jnp.inf, jnp.float32), none, none, none, jnp.zeros((), jnp.int32))

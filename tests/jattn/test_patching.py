@@ -446,6 +446,22 @@ def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     assert len(residual) == 2 and residual[1]["input"].shape == (2, 6, 12)
 
 
+def test_a_transformer_that_scans_over_its_layers_takes_patches():
+    model = interop.Transformer(interop.Config("test", **SIZES, num_kv_heads=2, position=ROTARY), rngs=nnx.Rngs(0))
+    tokens, others = jax.random.randint(jax.random.key(0), (2, 2, 6), 0, 11)
+
+    @nnx.jit
+    def every(model):
+        _, sown = nnx.capture(lambda model: model(others, sow_heads=True), nnx.Intermediate)(model)
+        run = lambda per_layer: model(tokens, per_layer=per_layer)
+        return heads.patch(run, heads.collect(sown), "q", "position"), model(tokens)
+
+    patched, clean = every(model)
+    changed = (abs(patched - clean[None, None]) > 1e-5).any((2, 4))  # [L, T, T]
+    np.testing.assert_array_equal(changed[1, 1:], np.eye(6, dtype=bool)[1:])  # the first query sees one key anyway
+    np.testing.assert_array_equal(changed[0, 1:], np.triu(np.ones((6, 6), bool))[1:])  # later queries read it
+
+
 def test_a_stream_with_norms_in_it_is_not_a_sum():
     model = interop.Transformer(interop.Config("bert", **SIZES, norm_first=False), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="a bert has norms after attention and MLP"):
