@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
-from jattn.attention import softmax_dtype
 from jattn.cache import KVCache, append, visible_keys
 from jattn.heads import statistics
+from jattn.heads.blend import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import FoldsWeights
 from jattn.placement import dot_general
 from jattn.request import AttendOptions
@@ -34,6 +34,7 @@ class LayerOptions(AttendOptions, total=False):
     head_gate: ArrayLike | None
     head_fill: ArrayLike | None
     frozen: tuple[Array, Array] | None
+    patch: Mapping[str, Any] | None
     cache: KVCache | None
     valid: ArrayLike | None
     return_statistics: Sequence[str] | Mapping[str, Any]
@@ -56,6 +57,7 @@ def attend_heads(
     head_gate: ArrayLike | None = None,
     head_fill: ArrayLike | None = None,
     frozen: tuple[Array, Array] | None = None,
+    patch: Mapping[str, Any] | None = None,
     cache: KVCache | None = None,
     valid: ArrayLike | None = None,
     return_weights: bool = False,
@@ -73,6 +75,10 @@ def attend_heads(
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
         frozen: ``(query, key)`` from ``return_heads`` of another call: the weights are theirs, the values this call's.
+        patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, with positions applied
+            to query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` of keys and values).
+            ``{"pattern": (gate, (query, key))}``: the same of the weights, with those of ``frozen=(query, key)``; the
+            query, key and lse of ``return_heads`` are then still the call's own. Applied after ``frozen``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
             given, ``query_positions`` affect ``position`` only.
@@ -80,8 +86,8 @@ def attend_heads(
         return_weights: also return the attention weights. The output stays bit-identical.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
-        return_heads: also return ``{"query", "key", "lse", "z"}`` for ``jattn.heads``: query and key with positions
-            applied, z with gates applied. The output stays bit-identical.
+        return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
+            positions applied, z with gates applied. The output stays bit-identical.
         given: the options of ``dot_product_attention``.
 
     Returns:
@@ -95,9 +101,7 @@ def attend_heads(
         query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
         for name in ("mask", "bias"):
             options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
-        if head_gate is not None and jnp.ndim(head_gate) > max(len(lead), 1):  # [N] is shared by all sequences
-            head_gate = _one_batch_axis(head_gate, lead, jnp.ndim(head_gate) - len(lead))
-        head_fill, valid = _one_batch_axis(head_fill, lead, 3), _one_batch_axis(valid, lead, 1)
+        valid = _one_batch_axis(valid, lead, 1)
     chunk_positions: Any = None
     implementation = options.get("implementation")
     slots_of = implementation.slots if isinstance(implementation, FoldsWeights) else lambda length: None
@@ -121,13 +125,21 @@ def attend_heads(
     options.setdefault("query_positions", query_positions)
     options.setdefault("kv_positions", kv_positions)
     if frozen is not None:
-        query, key = _frozen(frozen, query, key, lead)
+        query, key = replace_both(frozen, query, key, lead)
+    pattern: Any = None  # a gate, and query and key
+    if patch is not None:
+        (query, key, value), pattern = patched(patch, {"query": query, "key": key, "value": value}, lead)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
+    if pattern is not None:
+        gate, (other_query, other_key) = pattern
+        other = dot_product_attention(other_query, other_key, value, **options)
+        z = through_gate(z, gate, other, z.shape[:-3])
     if head_gate is not None:
-        z = _through_gate(z, _gate(head_gate, z), head_fill)
+        z = through_gate(z, expand_gate(head_gate, z, lead), head_fill, lead)
     elif head_fill is not None:
         raise ValueError("head_fill without head_gate: the gate selects the heads to fill")
-    extras = _extras(query, key, lse, z, lead, options, return_weights, return_statistics, return_heads)
+    heads = {"query": query, "key": key, "value": value, "lse": lse, "z": z}
+    extras = _extras(heads, pattern, lead, options, return_weights, return_statistics, return_heads)
     results = [z.reshape(*lead, *z.shape[-3:]), *extras]
     if cache is not None:
         results.append(cache)
@@ -135,10 +147,8 @@ def attend_heads(
 
 
 def _extras(
-    query: Array,
-    key: Array,
-    lse: Array,
-    z: Array,
+    heads: dict[str, Array],
+    pattern: Any,
     lead: tuple[int, ...],
     options: dict[str, Any],
     return_weights: bool,
@@ -147,10 +157,19 @@ def _extras(
 ) -> list[Any]:
     """What ``attend_heads`` returns besides the output and the cache."""
     results: list[Any] = []
+    query, key = heads["query"], heads["key"]
+    drop = query.ndim - 3  # the one batch axis, if any
     if return_weights:
-        weights = attention_weights(query, key, **{k: v for k, v in options.items() if k not in _OUTPUT_ONLY})
+        score_options = {name: option for name, option in options.items() if name not in _OUTPUT_ONLY}
+        weights = attention_weights(query, key, **score_options)
+        if pattern is not None:
+            gate, other = pattern
+            mix = jnp.swapaxes(gate, -3, -2)  # [B,N,T,1]
+            weights = through_gate(weights, mix, attention_weights(*other, **score_options), weights.shape[:-3])
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
     if wants_statistics(return_statistics):
+        if pattern is not None:
+            raise ValueError("statistics are of one query and key, so they cannot be of a pattern that patch mixes")
         score_options = {name: option for name, option in options.items() if name not in _NOT_FOR_STATISTICS}
         implementation = options.get("implementation")
         if isinstance(implementation, FoldsWeights):
@@ -159,11 +178,10 @@ def _extras(
         arguments = dict(return_statistics) if isinstance(return_statistics, Mapping) else names
         for name in {"tokens", "eligible"} & arguments.keys():
             arguments[name] = _one_batch_axis(arguments[name], lead, 1)
-        by_name = statistics(query, key, lse=lse, **arguments, **score_options)
-        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[z.ndim - 3 :]), by_name))
+        by_name = statistics(query, key, lse=heads["lse"], **arguments, **score_options)
+        results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[drop:]), by_name))
     if return_heads:
-        heads = {"query": query, "key": key, "lse": lse, "z": z}
-        results.append({name: x.reshape(*lead, *x.shape[z.ndim - 3 :]) for name, x in heads.items()})
+        results.append({name: x.reshape(*lead, *x.shape[drop:]) for name, x in heads.items()})
     return results
 
 
@@ -297,49 +315,9 @@ def _all_axes(x: Any, rank: int) -> Any:
     return jnp.reshape(x, (1,) * (rank - jnp.ndim(x)) + jnp.shape(x))
 
 
-def _gate(head_gate: ArrayLike, z: Array) -> Array:
-    """``head_gate`` as ``[B|1, T|1, N, 1]`` (or without B)."""
-    gate = jnp.asarray(head_gate)
-    *batch, T, N, _ = z.shape
-    if gate.shape == (N,):
-        gate = gate.reshape((1,) * (z.ndim - 2) + (N,))
-    elif batch and gate.shape == (*batch, N):
-        gate = gate[:, None, :]
-    elif gate.shape != (*batch, T, N):
-        raise ValueError(
-            f"head_gate must be [N] = [{N}], [B, N] or [B, T, N], got {list(gate.shape)} for outputs {list(z.shape)}"
-        )
-    return gate[..., None].astype(softmax_dtype(z))
-
-
 def wants_statistics(statistics: Sequence[str] | Mapping[str, Any]) -> bool:
     """Whether there are names of statistics, or a dict of arguments, in which names are optional."""
     return isinstance(statistics, Mapping) or bool(statistics)
-
-
-def _through_gate(z: Array, gate: Array, fill: ArrayLike | None) -> Array:
-    """``z * gate``, in at least float32: a gate's derivative is a sum over queries and dimensions."""
-    wide = z.astype(gate.dtype)
-    if fill is None:
-        return (wide * gate).astype(z.dtype)
-    try:
-        fill = jnp.broadcast_to(jnp.asarray(fill), z.shape).astype(gate.dtype)
-    except ValueError:
-        raise ValueError(
-            f"head_fill must broadcast to the heads' outputs {list(z.shape)}, got {list(jnp.shape(fill))}"
-        ) from None
-    return (wide * gate + fill * (1 - gate)).astype(z.dtype)
-
-
-def _frozen(frozen: tuple[Array, Array], query: Array, key: Array, lead: tuple[int, ...]) -> tuple[Array, Array]:
-    """The frozen query and key, in the shapes and dtypes of those they replace."""
-    replaced = []
-    for name, new, old in zip(("query", "key"), frozen, (query, key), strict=True):
-        expected = (*lead, *old.shape[-3:])
-        if jnp.shape(new) != expected:
-            raise ValueError(f"the frozen {name} must have shape {list(expected)}, got {list(jnp.shape(new))}")
-        replaced.append(jnp.reshape(new, old.shape).astype(old.dtype))
-    return replaced[0], replaced[1]
 
 
 def common_dtype(query: Array, key: Array, value: Array, dtype: Any) -> tuple[Array, Array, Array]:

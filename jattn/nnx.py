@@ -183,6 +183,7 @@ class MultiHeadAttention(nnx.Module):
         head_gate: ArrayLike | None = None,
         head_fill: ArrayLike | None = None,
         frozen: tuple[Array, Array] | None = None,
+        patch: Mapping[str, Any] | None = None,
         cache: KVCache | None = None,
         valid: ArrayLike | None = None,
         sow_statistics: Sequence[str] | Mapping[str, Any] = (),
@@ -205,13 +206,14 @@ class MultiHeadAttention(nnx.Module):
             head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output before ``out``.
             head_fill, frozen: the output of a switched-off head, instead of 0; queries and keys (as sown in
                 ``attention_heads``) whose weights replace this call's. See ``jattn.heads.ablate``.
+            patch: queries, keys, values or patterns of other runs, as in ``attend_heads``. See ``jattn.heads.patch``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The
                 result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
             sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
                 ``names``, ``tokens`` and ``eligible``; sown as ``nnx.Intermediate`` ``attention_statistics``,
                 ``{name: [B,N]}``, at any length. The output stays bit-identical.
             sow_heads: sow the inputs of ``jattn.heads`` as ``attention_heads``: ``query`` and ``key`` with positions
-                applied, ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output stays
+                applied, ``value``, ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output stays
                 bit-identical.
 
         Raises:
@@ -247,6 +249,7 @@ class MultiHeadAttention(nnx.Module):
             "head_gate": head_gate,
             "head_fill": head_fill,
             "frozen": frozen,
+            "patch": patch,
             "cache": cache,
             "valid": valid,
         }

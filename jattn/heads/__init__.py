@@ -3,10 +3,12 @@
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
-``residual_contributions``. Interventions: ``ablate``, ``importance``, ``forbid``. And ``roles``, one label per head,
-tested against a null distribution; ``collect``, what a model's layers have sown.
+``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``. Interventions:
+``ablate``, ``patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head, tested against a
+null distribution; ``collect``, what a model's layers have sown.
 """
 
+from jattn.heads.attribution import logit_attribution
 from jattn.heads.circuits import composition, copying_score, ov_circuit, qk_circuit, residual_contributions
 from jattn.heads.collect import collect
 from jattn.heads.compare import divergence
@@ -22,11 +24,15 @@ from jattn.heads.matrix import (
     previous_token,
     target_weight,
 )
+from jattn.heads.patching import patch
+from jattn.heads.paths import path_patch, qk_attribution
+from jattn.heads.top import TopQueries, top_queries
 
 __all__ = [
     "OF_TOKENS",
     "STATISTICS",
     "Roles",
+    "TopQueries",
     "ablate",
     "coarse_weights",
     "collect",
@@ -38,13 +44,18 @@ __all__ = [
     "forbid",
     "importance",
     "induction",
+    "logit_attribution",
     "offset_profile",
     "ov_circuit",
+    "patch",
+    "path_patch",
     "pattern_divergence",
     "previous_token",
+    "qk_attribution",
     "qk_circuit",
     "residual_contributions",
     "roles",
     "statistics",
     "target_weight",
+    "top_queries",
 ]

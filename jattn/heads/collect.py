@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 # The rank of each array that a layer sows, for inputs [B,T,M]. Layers that are scanned over add a leading axis.
-_RANKS = {"attention_weights": 4, "attention_statistics": 2, "attention_heads": None}
-_HEADS = {"query": 4, "key": 4, "z": 4, "lse": 3}
+_RANKS = {"attention_weights": 4, "attention_statistics": 2, "attention_heads": None, "residual_parts": 3}
+_HEADS = {"query": 4, "key": 4, "value": 4, "lse": 3, "z": 4}
 
 
 def collect(sown: Mapping[str, Any], name: str = "attention_heads") -> list[Any]:
@@ -18,7 +18,8 @@ def collect(sown: Mapping[str, Any], name: str = "attention_heads") -> list[Any]
         sown: the state that ``nnx.capture(fn, nnx.Intermediate)`` returns, or Linen's ``"intermediates"``, of inputs
             ``[B,T,M]``. Layers may be modules of their own, numbered in their names or in a list, or one module that
             is scanned over, as in ``jattn.interop.Transformer``.
-        name: ``"attention_heads"`` (``sow_heads``), ``"attention_statistics"`` or ``"attention_weights"``.
+        name: ``"attention_heads"`` (``sow_heads``), ``"attention_statistics"``, ``"attention_weights"``, or
+            ``"residual_parts"`` (``sow_parts`` of ``jattn.interop.Transformer``).
 
     Returns:
         A list of the arrays ``[B,N,T,S]``, or of the dicts. Of layers that were called several times, the last call.
@@ -33,7 +34,7 @@ def collect(sown: Mapping[str, Any], name: str = "attention_heads") -> list[Any]
         raise ValueError(f"name must be one of {', '.join(_RANKS)}, got {name!r}")
     found = sorted(_named(sown, name, ()), key=lambda entry: _natural(entry[0]))
     if not found:
-        raise ValueError(f"no layer has sown {name!r}; pass sow_{name.removeprefix('attention_')}= to the model")
+        raise ValueError(f"no layer has sown {name!r}; pass sow_{name.partition('_')[2]}= to the model")
     return [layer for _, value in found for layer in _layers(value, name)]
 
 

@@ -1,6 +1,6 @@
 """What heads are needed for: single-head ablations, gradients of head gates, and training without a pattern.
 
-These use three options of a layer's attention (``jattn.multi_head.attend_heads`` and the modules): ``head_gate``,
+These use options of a layer's attention (``jattn.multi_head.attend_heads`` and the modules): ``head_gate``,
 ``head_fill`` (the output of a switched-off head, instead of 0) and ``frozen`` (queries and keys whose weights to use).
 """
 
@@ -17,6 +17,7 @@ from jattn.masks import Mask, MaskFunction, and_masks, bounds
 from jattn.mods import check, pytree_dataclass, static_field
 
 KINDS = ("zero", "mean", "resample")
+Heads = Sequence[Any]  # of pairs (layer, head)
 
 
 def ablate(
@@ -25,11 +26,13 @@ def ablate(
     kind: str = "zero",
     *,
     freeze_weights: bool = False,
+    groups: Sequence[Heads] | None = None,
     batch_size: int | None = None,
 ) -> Any:
     """The results of a model with each single head switched off: ``run``'s result with leading axes ``[L,N]``.
 
     One program: ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations. Put ``jax.jit`` around it.
+    With ``groups``, the results with each group of heads switched off together: one leading axis ``[len(groups)]``.
 
     Args:
         run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
@@ -41,14 +44,16 @@ def ablate(
             ``"resample"``, its output on the previous sequence of the batch (B at least 2).
         freeze_weights: keep every layer's attention weights from the clean run. This measures the loss of the head's
             output alone, without its effect on the patterns of later heads.
+        groups: lists of pairs ``(layer, head)``. An empty group switches nothing off.
         batch_size: the number of ablations at once; all by default. Smaller takes less memory.
 
     Raises:
         ValueError: an unknown kind; a layer lacks an array; layers differ in their number of heads; a single sequence
-            to resample from.
+            to resample from; no groups, or a head that does not exist.
 
     Example:
-        ``ablate(lambda layers: loss(model(x, layers)), clean)``
+        ``ablate(lambda layers: loss(model(x, layers)), clean)``;
+        ``ablate(..., groups=[[(0, 1), (1, 3)], [(0, 1)], [(1, 3)]])``: two heads together, and each alone.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -77,12 +82,38 @@ def ablate(
         return run([option | {"head_gate": gate} for option, gate in zip(options, gates, strict=True)])
 
     shape = len(clean), numbers[0]
+    if groups is not None:
+        return run_each(run_with, _group_gates(groups, shape), batch_size)
     one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
-    if batch_size is None:
-        results = jax.vmap(run_with)(one_off)
-    else:
-        results = jax.lax.map(run_with, one_off, batch_size=batch_size)
+    return with_axes(run_each(run_with, one_off, batch_size), shape)
+
+
+def run_each(run: Callable[[Array], Any], gates: Array, batch_size: int | None) -> Any:
+    """``run`` of each entry, as one program: all at once, or ``batch_size`` at a time."""
+    return jax.vmap(run)(gates) if batch_size is None else jax.lax.map(run, gates, batch_size=batch_size)
+
+
+def with_axes(results: Any, shape: tuple[int, ...]) -> Any:
+    """A tree of results with the axis of interventions divided into axes of these sizes."""
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
+
+
+def _group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Array:
+    """``[len(groups),L,N]``: 0 for the heads of each group."""
+    gates = np.ones((len(groups), *shape), np.float32)
+    if not len(groups):
+        raise ValueError("groups must have at least one group of heads, got none")
+    for gate, group in zip(gates, groups, strict=True):
+        try:
+            pairs = [(operator.index(layer), operator.index(head)) for layer, head in group]
+        except (TypeError, ValueError):
+            raise ValueError(f"groups must be lists of pairs (layer, head), got the group {group!r}") from None
+        missing = [pair for pair in pairs if not all(0 <= i < size for i, size in zip(pair, shape, strict=True))]
+        if missing:
+            raise ValueError(f"groups must name heads of {shape[0]} layers with {shape[1]} heads, got {missing}")
+        for pair in pairs:
+            gate[pair] = 0.0
+    return jnp.asarray(gates)
 
 
 def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int, batch: int) -> Array:

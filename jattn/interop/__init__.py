@@ -3,12 +3,13 @@
 ``load(source)`` reads a folder (``config.json`` and the safetensors beside it) or a GGUF file. Projections may be
 separate or fused, and weights stored ``[out,in]`` (PyTorch's Linear) or ``[in,out]`` (GPT-2's Conv1D). Every tensor
 must find its place; otherwise the error lists what is missing, left over or of another shape. ``generate`` writes with
-a causal model.
+a causal model; ``logit_parts`` says which head wrote a logit.
 
 One file per family; ``family`` says what a family is, ``transformer`` is the model of all, ``files`` and ``gguf`` read,
 ``checkpoint`` places tensors in the model.
 """
 
+from jattn.interop.attribution import logit_parts
 from jattn.interop.checkpoint import FAMILIES, from_tensors, load, read_config
 from jattn.interop.family import Family
 from jattn.interop.generate import generate, stream
@@ -25,6 +26,7 @@ __all__ = [
     "from_tensors",
     "generate",
     "load",
+    "logit_parts",
     "read_config",
     "stream",
     "tokenizer",

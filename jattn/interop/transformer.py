@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import masks
 from jattn.cache import KVCache, init_cache
+from jattn.interop.per_layer import stack_options
 from jattn.interop.products import dot_general
 from jattn.nnx import MultiHeadAttention
 from jattn.positions import Rotary
@@ -94,18 +94,27 @@ class Block(nnx.Module):
         self.mlp_gate = linear(config.model_dim, config.mlp_dim) if config.gated else nnx.data(None)
         self.norm_first, self.parallel, self.activation = config.norm_first, config.parallel, config.activation
 
-    def __call__(self, x: Array, **attention: Any) -> Any:
-        """``[B,T,M] -> [B,T,M]``; ``attention``: options of the attention's call. With ``cache``, a pair with it."""
+    def __call__(self, x: Array, *, sow_parts: bool = False, **attention: Any) -> Any:
+        """``[B,T,M] -> [B,T,M]``; ``attention``: options of the attention's call. With ``cache``, a pair with it.
+
+        ``sow_parts``: sow ``residual_parts``: the layer's ``input`` and the output of its ``mlp``, ``[B,T,M]``.
+        """
+        before = x
         z = self.attention(self.attention_norm(x) if self.norm_first else x, **attention)
         z, cache = z if isinstance(z, tuple) else (z, None)
         if self.parallel:
-            x = x + z + self.mlp(self.mlp_norm(x))
+            mlp = self.mlp(self.mlp_norm(x))
+            x = x + z + mlp
         elif self.norm_first:
             x = x + z
-            x = x + self.mlp(self.mlp_norm(x))
+            mlp = self.mlp(self.mlp_norm(x))
+            x = x + mlp
         else:
             x = self.attention_norm(x + z)
-            x = self.mlp_norm(x + self.mlp(x))
+            mlp = self.mlp(x)
+            x = self.mlp_norm(x + mlp)
+        if sow_parts:
+            self.sow(nnx.Intermediate, "residual_parts", {"input": before, "mlp": mlp})
         return x if cache is None else (x, cache)
 
     def mlp(self, x: Array) -> Array:
@@ -161,7 +170,8 @@ class Transformer(nnx.Module):
                 layers have the same, with arrays of one shape.
             cache: the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``, and tokens that
                 are not ``valid`` take no place in it.
-            attention: options of every layer's attention call, such as ``sow_weights``.
+            attention: options of every layer's attention call, such as ``sow_weights``; ``sow_parts`` sows
+                ``residual_parts`` of every layer, and ``last_stream``, the input of the last norm.
 
         Raises:
             ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
@@ -186,6 +196,8 @@ class Transformer(nnx.Module):
         valid = None if valid is None else jnp.asarray(valid, bool)
         x = self._embedded(tokens, valid, token_types, cache)
         x, cache = self._through_layers(x, {"is_causal": config.causal, **attention}, per_layer, cache, valid)
+        if attention.get("sow_parts"):
+            self.sow(nnx.Intermediate, "last_stream", x)
         x = x if self.last_norm is None else self.last_norm(x)
         return x if cache is None else (x, cache)
 
@@ -209,12 +221,16 @@ class Transformer(nnx.Module):
         return KVCache(key, value, one.length, rolling)
 
     def logits(self, hidden: Array) -> Array:
-        """``[..., M] -> [..., vocabulary]``: by the output embedding, or by the input embedding if there is none."""
+        """``[..., M] -> [..., vocabulary]``: by ``output_embedding``."""
         if self.head is not None:
             return self.head(hidden)
         embedding = self.token_embed.embedding[...]
         dtype = jnp.result_type(hidden, embedding)
         return dot_general(hidden.astype(dtype), embedding.astype(dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
+
+    def output_embedding(self) -> Array:
+        """``[vocabulary, M]``, a row for each logit; the input embedding if there is no other."""
+        return self.token_embed.embedding[...] if self.head is None else self.head.kernel[...].T
 
     def pooled(self, hidden: Array) -> Array:
         """BERT's pooler, ``tanh(W x + b)`` of the first token: ``[B,T,M] -> [B,M]``.
@@ -253,7 +269,7 @@ class Transformer(nnx.Module):
                 f"cache must hold keys [L, B, C, K, H] of {L} layers, from init_cache of this model, got "
                 f"{list(cache.key.shape)}"
             )
-        arrays, with_own = _stacked(per_layer, L)
+        arrays, with_own = stack_options(per_layer, L)
         graph, state = nnx.split(self.layers)
 
         def one_layer(carry: Any, entry: Any) -> tuple[Any, Any]:
@@ -294,38 +310,6 @@ def cache_positions(cache: KVCache, tokens: int, valid: Array | None) -> Array:
 def _rows(embed: nnx.Embed, indices: Array) -> Array:
     """The rows of a table in its own dtype; the module's call casts to that which it was made with."""
     return jnp.take(embed.embedding[...], indices, axis=0)
-
-
-def _stacked(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int) -> tuple[Any, Callable]:
-    """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options."""
-    if per_layer is None:
-        return (), lambda arrays: {}
-    if len(per_layer) != num_layers:
-        raise ValueError(f"per_layer must have options for each of {num_layers} layers, got {len(per_layer)}")
-    leaves, structures = zip(*(jax.tree.flatten(dict(options)) for options in per_layer), strict=True)
-    if any(structure != structures[0] for structure in structures):
-        other = next(structure for structure in structures if structure != structures[0])
-        raise ValueError(
-            f"per_layer must have the same options for every layer, with the same masks and functions: a head_gate of "
-            f"ones changes nothing; got {structures[0]} and {other}"
-        )
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves[0]]
-    for leaf, *others in (own for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if not array):
-        if any(other is not leaf and other != leaf for other in others):
-            raise ValueError(
-                f"per_layer must have the same {type(leaf).__name__} for every layer, got {leaf!r} and others"
-            )
-    shapes = [{jnp.shape(x) for x in own} for own in zip(*leaves, strict=True)]
-    if any(len(own) > 1 for own in shapes):
-        raise ValueError(f"per_layer must have arrays of one shape for every layer, got {max(shapes, key=len)}")
-    arrays = [jnp.stack(own) for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if array]
-
-    def with_own(own: Sequence[Array]) -> dict[str, Any]:
-        rest = iter(own)
-        both = zip(leaves[0], is_array, strict=True)
-        return structures[0].unflatten([next(rest) if array else leaf for leaf, array in both])
-
-    return arrays, with_own
 
 
 def _within(window: masks.Mask, mask: Any) -> Any:

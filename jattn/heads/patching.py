@@ -1,0 +1,88 @@
+"""``patch``: what changes in a model if one activation comes from another run."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jattn.heads.intervene import run_each, with_axes
+
+# What is patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.
+_NEEDED = {"q": ("query",), "k": ("key",), "v": ("value",), "z": ("z",), "pattern": ("query", "key")}
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+_AXES = {"head": (-2,), "position": (-3,), "head_position": (-2, -3)}
+
+
+def patch(
+    run: Callable[[list[dict[str, Any]]], Any],
+    source: Sequence[Mapping[str, Array]],
+    what: str = "z",
+    by: str = "head",
+    *,
+    batch_size: int | None = None,
+) -> Any:
+    """Activation patching: ``run``'s results, each with one activation taken from another run, the source.
+
+    If the model gives the right answer on one input and not on another, the activations whose patch moves the answer
+    from one to the other are those that carry what differs.
+    One program: ``run`` under ``jax.vmap`` over all patches. Put ``jax.jit`` around it.
+
+    Args:
+        run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
+            ``patch``, or for z ``head_gate`` and ``head_fill``. It returns any pytree of arrays.
+        source: for each layer, what its attention sows on the other input, of the same shape (``collect(sown)``).
+        what: ``"q"``, ``"k"``, ``"v"``: queries, keys or values as attention reads them, with positions applied;
+            ``"z"``: the heads' outputs; ``"pattern"``: the attention weights.
+        by: ``"head"``: one head at all positions, leading axes ``[L,N]``; ``"position"``: all heads of a layer at one
+            position, ``[L,T]``; ``"head_position"``: one head at one position, ``[L,N,T]``. Positions are those of
+            queries for q, z and pattern (a row of the weights), and of keys for k and v: ``[L,S]``. Keys and values
+            that several query heads share are patched together: ``[L,K]``, ``[L,K,S]``.
+        batch_size: the number of patches at once; all by default. Smaller takes less memory.
+
+    Raises:
+        ValueError: an unknown ``what`` or ``by``; ``source`` is not a list of dicts with the arrays needed, or its
+            layers differ in their shapes.
+
+    Source: https://arxiv.org/abs/2404.15255 (Heimersheim and Nanda).
+
+    Example:
+        ``patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "v", "position")``
+    """
+    if what not in _NEEDED:
+        raise ValueError(f"what must be one of {', '.join(_NEEDED)}, got {what!r}")
+    if by not in _AXES:
+        raise ValueError(f"by must be one of {', '.join(_AXES)}, got {by!r}")
+    needed = _NEEDED[what]
+    if isinstance(source, Mapping) or not source or not all(isinstance(layer, Mapping) for layer in source):
+        got = "one dict" if isinstance(source, Mapping) else [type(layer).__name__ for layer in source]
+        raise ValueError(f"source must be a list with a dict for each layer, got {got}")
+    if missing := [name for layer in source for name in needed if name not in layer]:
+        raise ValueError(f"each layer of source must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}")
+    shapes = sorted({layer[needed[0]].shape[:-1] for layer in source})
+    if len(shapes) != 1:
+        raise ValueError(f"the layers of source must have {needed[0]!r} of one shape, got {[*map(list, shapes)]}")
+    *batch, T, N = shapes[0]
+    sizes = tuple({-2: N, -3: T}[axis] for axis in _AXES[by])
+    axes = len(source), *sizes
+
+    def run_with(number: Array) -> Any:
+        layer, *place = jnp.unravel_index(number, axes)
+        here = jnp.ones((1,) * len(batch) + (T, N), bool)
+        for axis, index in zip(_AXES[by], place, strict=True):
+            of_axis = jnp.arange(T)[:, None] if axis == -3 else jnp.arange(N)[None]
+            here &= (of_axis == index).reshape((1,) * len(batch) + of_axis.shape)
+        gates = [jnp.where(here & (layer == i), 0.0, 1.0) for i in range(len(source))]
+        return run([_options(what, gate, own) for gate, own in zip(gates, source, strict=True)])
+
+    return with_axes(run_each(run_with, jnp.arange(math.prod(axes)), batch_size), axes)
+
+
+def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
+    """The options of a layer's attention call by which it takes from ``source`` what ``gate`` switches off."""
+    if what == "z":
+        return {"head_gate": gate, "head_fill": source["z"]}
+    if what == "pattern":
+        return {"patch": {"pattern": (gate, (source["query"], source["key"]))}}
+    return {"patch": {_NAMES[what]: (gate, source[_NAMES[what]])}}
