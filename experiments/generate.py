@@ -20,6 +20,8 @@ def generate_command(arguments: Sequence[str]) -> int:
         return fail('text: expected what to continue, as in generate "Once upon a time"')
     if options.tokens < 1:
         return fail(f"--tokens: expected at least 1, got {options.tokens}")
+    if not 0 <= options.seed < 2**32:
+        return fail(f"--seed: expected 0 to 2^32 - 1, got {options.seed}")
     if options.dtype not in ("float32", "bfloat16", "float16"):
         return fail(f"--dtype: expected float32, bfloat16 or float16, got {options.dtype!r}")
     try:
@@ -52,12 +54,11 @@ def generate_command(arguments: Sequence[str]) -> int:
     except ValueError as wrong:
         return fail(str(wrong))
     print(text if not options.chat else "", end="", flush=True)
-    count = 0
-    for part in _parts(tokenizer, steps):
+    tokens: list[int] = []
+    for part in _parts(tokenizer, steps, tokens):
         print(part, end="", flush=True)
-        count += 1
     now = time.perf_counter()
-    print(f"\n\n{count} tokens in {now - loaded:.1f} s with compilation; loaded in {loaded - started:.1f} s")
+    print(f"\n\n{len(tokens)} tokens in {now - loaded:.1f} s with compilation; loaded in {loaded - started:.1f} s")
     return 0
 
 
@@ -74,9 +75,9 @@ def model_file(name: str) -> Path:
     return Path(name)
 
 
-def _parts(tokenizer: Any, steps: Iterator[Any]) -> Iterator[str]:
-    """The text of each token, as far as it is whole characters."""
-    tokens, shown = [], ""
+def _parts(tokenizer: Any, steps: Iterator[Any], tokens: list[int]) -> Iterator[str]:
+    """The text of each token, as far as it is whole characters; appends to ``tokens``."""
+    shown = ""
     for (token,) in steps:
         tokens.append(int(token))
         text = tokenizer.decode(tokens)
@@ -84,6 +85,8 @@ def _parts(tokenizer: Any, steps: Iterator[Any]) -> Iterator[str]:
         part = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(shown) :]
         shown += part
         yield part
+    if tokens and (rest := tokenizer.decode(tokens)[len(shown) :]):
+        yield rest
 
 
 def _parser() -> config.Parser:

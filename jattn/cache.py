@@ -119,7 +119,7 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid = _valid(valid, (B, L))
         count = valid.sum(axis=1, dtype=jnp.int32)
         positions, length = cache.next_positions(L, valid), cache.length + count.astype(jnp.result_type(cache.length))
-    fits = None if cache.rolling else _fits(length, cache.capacity)
+    fits = None if cache.rolling else within_capacity(length, cache.capacity)
     if valid is None and jnp.ndim(cache.length) == 0 and not cache.rolling:
         key, value = (
             jax.lax.dynamic_update_slice_in_dim(old, x, cache._length, axis=1)
@@ -184,7 +184,7 @@ def to_flax(cache: KVCache, lead: tuple[int, ...]) -> tuple[Array, Array, Array]
     return key, value, cache.length
 
 
-def _fits(length: Any, capacity: int) -> Array:
+def within_capacity(length: Any, capacity: int) -> Array:
     """Whether the new lengths are within the capacity; raises if they are known and are not."""
     if not isinstance(length, Tracer) and np.max(length, initial=0) > capacity:
         raise ValueError(

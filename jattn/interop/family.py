@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jattn.interop.transformer import ACTIVATIONS, Config
+from jattn.positions import LinearScaling, Llama3Scaling, Rotary
 
 
 def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
@@ -75,6 +76,40 @@ def activation(config: Mapping[str, Any], key: str, default: str | None = None) 
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"{key} is {name!r} in this config, which the model here does not support")
     return name
+
+
+def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: float = 1.0) -> Rotary:
+    """Rotary positions as a config says; newer ones keep base, fraction and scaling in one entry.
+
+    Raises:
+        ValueError: another scaling than ``linear`` and ``llama3``, two of them, or a number that is not positive.
+    """
+    entries = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        raise ValueError(f"rope_parameters and rope_scaling must be dicts, got {entries}")
+    merged: dict[str, Any] = {**entries[1], **entries[0]}
+    kinds = {entry.get("rope_type", entry.get("type", "default")) for entry in entries} - {"default"}
+    if not kinds <= {"linear", "llama3"} or len(kinds) > 1:
+        raise ValueError(
+            f"rope_type is {' and '.join(map(repr, sorted(map(str, kinds))))} in this config, which the model "
+            f"here does not support"
+        )
+
+    def number(name: str, default: float | None = None) -> float:
+        value = merged.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{name} of the rotary positions must be a positive number, got {value!r}")
+        return float(value)
+
+    base, share = number("rope_theta", config.get(base_key, 10000.0)), number("partial_rotary_factor", fraction)
+    scaling = None
+    if kinds == {"linear"}:
+        scaling = LinearScaling(number("factor"))
+    elif kinds:
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        factor, low, high, length = (number(name) for name in names)
+        scaling = Llama3Scaling(factor, low, high, int(length))
+    return Rotary(base, share, scaling)
 
 
 def refuse(config: Mapping[str, Any], **supported: Any) -> None:

@@ -42,7 +42,7 @@ def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any],
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged or not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, SupportsFloat, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from jattn.interop.transformer import Transformer
 CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
 
 
-def generate(model: Transformer, prompts: Sequence[Any], max_new_tokens: int, **options: Any) -> list[Any]:
+def generate(model: Transformer, prompts: Iterable[Any], max_new_tokens: int, **options: Any) -> list[Any]:
     """The tokens that continue each prompt, integers; takes the options of ``stream``.
 
     Example:
         ``(tokens,) = generate(model, [tokenizer.encode("Once upon a time").ids], 40)``
     """
+    prompts = list(prompts)
     steps = list(stream(model, prompts, max_new_tokens, **options))
     rows = np.stack(steps, 1) if steps else np.zeros((len(prompts), 0), np.int32)
     return [row[row >= 0] for row in rows]
@@ -30,14 +31,14 @@ def generate(model: Transformer, prompts: Sequence[Any], max_new_tokens: int, **
 
 def stream(
     model: Transformer,
-    prompts: Sequence[Any],
+    prompts: Iterable[Any],
     max_new_tokens: int,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Sequence[int] = (),
-    key: Array | None = None,
+    temperature: SupportsFloat = 0.0,
+    top_k: SupportsIndex | None = None,
+    top_p: SupportsFloat | None = None,
+    stop: Iterable[Any] = (),
+    key: Any = None,
     cache_dtype: Any = None,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every prompt, integers ``[B]``, as soon as it is known; -1 where a prompt has ended.
@@ -58,11 +59,12 @@ def stream(
         ValueError: no prompt, an empty one, or a token that the model does not know; an option out of its range; more
             tokens than the model has positions for; a model that is not causal.
     """
+    prompts = list(prompts)
     given = [np.asarray(prompt) for prompt in prompts]
     vocabulary = model.config.vocabulary
     for i, prompt in enumerate(given):
         if prompt.ndim != 1 or not prompt.size or not np.issubdtype(prompt.dtype, np.integer):
-            raise ValueError(f"prompts must be lists of tokens, none empty; prompt {i} is {list(prompts)[i]!r}")
+            raise ValueError(f"prompts must be lists of tokens, none empty; prompt {i} is {prompts[i]!r}")
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise ValueError(
                 f"prompts must hold tokens from 0 to {vocabulary - 1}, got {prompt.min()} to {prompt.max()}"
@@ -72,16 +74,28 @@ def stream(
     max_new_tokens = operator.index(max_new_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
+    temperature = float(temperature)
     if not temperature >= 0 or not np.isfinite(temperature):
         raise ValueError(f"temperature must be a finite number from 0 on, got {temperature}")
-    if top_k is not None and operator.index(top_k) < 1:
+    top_k = None if top_k is None else operator.index(top_k)
+    if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
+    top_p = None if top_p is None else float(top_p)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     if temperature > 0 and key is None:
         raise ValueError(f"temperature={temperature} draws tokens, which needs key=, from jax.random.key; or pass 0")
+    if key is not None and not isinstance(key, jax.Array):
+        raise TypeError(f"key must be a JAX random key, from jax.random.key, got {type(key).__name__}")
+    try:
+        ends = frozenset(operator.index(token) for token in stop)
+    except TypeError:
+        raise TypeError(f"stop must be a sequence of tokens, integers, got {stop!r}") from None
+    if any(not 0 <= token < vocabulary for token in ends):
+        raise ValueError(f"stop must hold tokens from 0 to {vocabulary - 1}, got {sorted(ends)}")
     cache, chunks = _prepare(model, given, max_new_tokens, cache_dtype)
-    return _stream(model, cache, chunks, max_new_tokens, (temperature, top_k, top_p), frozenset(stop), key)
+    top_p = None if top_p == 1 else top_p
+    return _stream(model, cache, chunks, max_new_tokens, (temperature, top_k, top_p), ends, key)
 
 
 def _prepare(
@@ -91,13 +105,16 @@ def _prepare(
     longest = max(len(prompt) for prompt in prompts)
     # Short prompts in a power of two.
     chunk = min(CHUNK, 1 << (longest - 1).bit_length())
+    if model.config.position is None:
+        chunk = min(chunk, model.config.max_length)
     length = -(-longest // chunk) * chunk
     tokens, valid = np.zeros((len(prompts), length), np.int32), np.zeros((len(prompts), length), bool)
     for i, prompt in enumerate(prompts):
         tokens[i, : len(prompt)], valid[i, : len(prompt)] = prompt, True
-    capacity = -(-(longest + new) // CHUNK) * CHUNK
+    needed = longest + max(new - 1, 0)  # the last token that is written is not read
+    capacity = -(-needed // CHUNK) * CHUNK
     if model.config.position is None:
-        capacity = max(min(capacity, model.config.max_length), longest + new)
+        capacity = max(min(capacity, model.config.max_length), needed)
     cache = model.init_cache(len(prompts), capacity, dtype=dtype)
     starts = range(0, length, chunk)
     return cache, [(tokens[:, at : at + chunk], valid[:, at : at + chunk]) for at in starts]
@@ -145,9 +162,11 @@ def _advance(
     if not drawn:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), hidden, cache
     temperature, mass = numbers
-    logits = logits / temperature
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature  # the largest is 0: finite at any temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][:, -1:], -jnp.inf, logits)
+        _, kept = jax.lax.top_k(logits, top_k)  # exactly so many, also of equal ones
+        rows = jnp.arange(logits.shape[0])[:, None]
+        logits = jnp.full_like(logits, -jnp.inf).at[rows, kept].set(logits[rows, kept])
     if by_mass:
         ordered = -jnp.sort(-logits, axis=-1)
         shares = jax.nn.softmax(ordered, axis=-1)

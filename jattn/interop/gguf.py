@@ -62,11 +62,13 @@ def read_gguf(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     ):
         raise ValueError(f"{file} scales its rotary frequencies, which is not read from GGUF files")
     tensors = {}
-    for tensor in reader.tensors:
-        with _damaged(file):
+    with _damaged(file):
+        _refuse_others(fields, family)
+        for tensor in reader.tensors:
             x = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
-        name, rows = _name(tensor.name), _heads(tensor.name, config) if _PERMUTED[family] else None
-        tensors[name] = x if rows is None else _unpermuted(x, rows)
+            name, rows = _name(tensor.name), _heads(tensor.name, config) if _PERMUTED[family] else None
+            tensors[name] = x if rows is None else _unpermuted(x, rows)
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     config["vocab_size"] = len(tensors.get("model.embed_tokens.weight", ()))
     return tensors, config
 
@@ -81,6 +83,22 @@ def read_vocabulary(file: Path) -> dict[str, Any]:
             for name, field in reader.fields.items()
             if name.startswith(prefix)
         }
+
+
+def _refuse_others(fields: Mapping[str, Any], family: str) -> None:
+    """Raises ``ValueError`` for a field that changes what the model computes and is not read."""
+    own = {name.removeprefix(f"{family}."): x for name, x in fields.items() if name.startswith(f"{family}.")}
+    head_dim = own.get(
+        "attention.key_length", own.get("embedding_length", 0) // max(own.get("attention.head_count", 1), 1)
+    )
+    neutral = {
+        "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0, "attention.causal": True, "expert_count": 0,
+        "expert_used_count": 0, "vocab_size": own.get("vocab_size"), "rope.scaling.finetuned": False,
+    }  # fmt: skip
+    others = {name: x for name, x in own.items() if name not in _CONFIG and (name not in neutral or neutral[name] != x)}
+    if others:
+        raise ValueError(f"options that are not known here: {others}")
 
 
 def _open(file: Path) -> Any:
@@ -98,7 +116,15 @@ def _open(file: Path) -> Any:
 def _damaged(file: Path) -> Any:
     try:
         yield
-    except (ValueError, IndexError, KeyError, TypeError, UnicodeDecodeError, NotImplementedError) as error:
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        UnicodeDecodeError,
+        NotImplementedError,
+    ) as error:
         raise ValueError(f"{file} is damaged or not a GGUF file: {error}") from error
 
 

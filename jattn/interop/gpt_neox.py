@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jattn.interop.family import Family, activation, numbers, refuse, small
+from jattn.interop.family import Family, activation, numbers, refuse, rotary, small
 from jattn.interop.transformer import Config
-from jattn.positions import Rotary
 
 
 def config(options: Mapping[str, Any]) -> Config:
@@ -19,10 +18,8 @@ def config(options: Mapping[str, Any]) -> Config:
         options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
         "intermediate_size",
     )  # fmt: skip
-    refuse(options, attention_bias=True, rope_scaling=None)
-    rotary = options.get("rope_parameters") or {}  # newer configs keep both numbers there
-    base = rotary.get("rope_theta", options.get("rotary_emb_base", options.get("rope_theta", 10000.0)))
-    fraction = rotary.get("partial_rotary_factor", options.get("rotary_pct", 0.25))
+    refuse(options, attention_bias=True)
+    base = "rotary_emb_base" if "rotary_emb_base" in options else "rope_theta"
     return Config(
         family="gpt_neox",
         num_layers=layers,
@@ -33,7 +30,8 @@ def config(options: Mapping[str, Any]) -> Config:
         max_length=length,
         norm_epsilon=small(options, "layer_norm_eps"),
         activation=activation(options, "hidden_act", "gelu"),
-        position=Rotary(float(base), float(fraction)),
+        position=rotary(options, base, options.get("rotary_pct", 0.25)),
+        tied=bool(options.get("tie_word_embeddings", False)),
         parallel=bool(options.get("use_parallel_residual", True)),
     )
 

@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.interop.family import Family, activation, numbers, refuse, small
+from jattn.interop.family import Family, activation, numbers, refuse, rotary, small
 from jattn.interop.transformer import Config
-from jattn.positions import LinearScaling, Llama3Scaling, Rotary
 
 
 def llama(options: Mapping[str, Any]) -> Config:
@@ -19,6 +18,10 @@ def llama(options: Mapping[str, Any]) -> Config:
         options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
         "intermediate_size", optional={"num_key_value_heads": None, "head_dim": None},
     )  # fmt: skip
+    refuse(options, **_DERIVED)
+    if options["model_type"] == "llama":
+        refuse(options, sliding_window=None)
+        _refuse_windows(options)
     bias = bool(options.get("attention_bias", False))
     return Config(
         family=options["model_type"],
@@ -34,7 +37,8 @@ def llama(options: Mapping[str, Any]) -> Config:
         norm_epsilon=small(options, "rms_norm_eps"),
         activation=activation(options, "hidden_act", "silu"),
         gated=True,
-        position=_rotary(options),
+        position=rotary(options),
+        tied=bool(options.get("tie_word_embeddings", False)),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bool(options.get("mlp_bias", False)),
@@ -44,28 +48,30 @@ def llama(options: Mapping[str, Any]) -> Config:
 def mistral(options: Mapping[str, Any]) -> Config:
     """The sizes in a Mistral's config: a Llama whose queries may see a window."""
     (window,) = numbers(options, optional={"sliding_window": None})
+    _refuse_windows(options, "full_attention" if window is None else "sliding_attention")
     return dataclasses.replace(llama(options), window=window)
 
 
 def qwen2(options: Mapping[str, Any]) -> Config:
     """The sizes in a Qwen2's config: a Llama with biases of query, key and value."""
     refuse(options, use_sliding_window=False)
+    _refuse_windows(options)
     return dataclasses.replace(llama(options), qkv_bias=True)
 
 
-def _rotary(options: Mapping[str, Any]) -> Rotary:
-    # Newer configs keep the base and the scaling in one entry.
-    scaling = options.get("rope_parameters") or options.get("rope_scaling") or {}
-    base = float(scaling.get("rope_theta", options.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return Rotary(base)
-    if kind == "linear":
-        return Rotary(base, scaling=LinearScaling(scaling["factor"]))
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return Rotary(base, scaling=Llama3Scaling(*(scaling[name] for name in names)))
-    raise ValueError(f"rope_type is {kind!r} in this config, which the model here does not support")
+# What derived models add under this family's name, and its value where it changes nothing.
+_DERIVED = {
+    "partial_rotary_factor": 1.0, "attention_multiplier": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "logits_scaling": 1.0, "no_rope_layers": None, "qk_norm": False, "is_causal": True,
+    "use_bidirectional_attention": False, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+}  # fmt: skip
+
+
+def _refuse_windows(options: Mapping[str, Any], kind: str = "full_attention") -> None:
+    """Raises ``ValueError`` unless all layers attend in one way."""
+    layers = options.get("layer_types")
+    if layers is not None and set(layers) != {kind}:
+        raise ValueError(f"layer_types is {layers!r} in this config, which the model here does not support")
 
 
 LLAMA = Family(

@@ -42,7 +42,8 @@ def dot_general(
     at_the_end = tuple(contracted) == tuple(range(lhs.ndim - len(contracted), lhs.ndim))
     if (
         batch or out_sharding is not None or not at_the_end or not (leading or trailing)
-        or not 0 < rows <= FEW or rhs.size < LARGE or rhs.dtype.itemsize != 2 or lhs.dtype != rhs.dtype
+        or rhs.dtype.itemsize != 2 or lhs.dtype != rhs.dtype or rhs.size < LARGE
+        or not isinstance(rows, int) or not 0 < rows <= FEW  # symbolic: jax.export
     ):  # fmt: skip
         return by_product(lhs, rhs)
 

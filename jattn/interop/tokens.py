@@ -8,7 +8,7 @@ from jattn.interop.gguf import read_vocabulary
 
 # How a GGUF file's ``tokenizer.ggml.pre`` splits text before merging: whether digits stand alone. Then as GPT-2.
 _DIGITS_ALONE = {"smollm": True, "gpt-2": False}
-_CONTROL = 3  # the type of tokens that text never has
+_CONTROL, _WHOLE = 3, 4  # the types of tokens that text never has, and of those that are never split
 
 
 def tokenizer(source: str | Path) -> Any:
@@ -27,33 +27,45 @@ def tokenizer(source: str | Path) -> Any:
     except ImportError as missing:
         raise ImportError("a tokenizer needs the package tokenizers: pip install 'jattn[hf]'") from missing
     source = Path(source)
-    if source.suffix == ".gguf":
-        return _from_vocabulary(source, read_vocabulary(source))
+    if source.suffix.lower() == ".gguf":
+        fields = read_vocabulary(source)
+        _check_kind(source, fields)
+        try:
+            return _from_vocabulary(fields)
+        except Exception as error:  # tokenizers raises nothing more exact
+            raise ValueError(f"{source} has a damaged vocabulary: {error!r}") from error
     file = source / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"no tokenizer.json in {str(source)!r}; expected the folder of a saved model")
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more exact
+        raise ValueError(f"{file} is damaged or not a tokenizer: {error}") from error
 
 
-def _from_vocabulary(file: Path, fields: Mapping[str, Any]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
+def _check_kind(file: Path, fields: Mapping[str, Any]) -> None:
     kind, split = fields.get("ggml.model"), fields.get("ggml.pre", "gpt-2")
     if kind != "gpt2" or split not in _DIGITS_ALONE:
         raise ValueError(
             f"{file} has a tokenizer of kind {kind!r}, split as {split!r}; known are 'gpt2', split as "
             f"{' or '.join(map(repr, _DIGITS_ALONE))}"
         )
+
+
+def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
     found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(fields.get("ggml.add_space_prefix", False)))
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[split] else []
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[fields.get("ggml.pre", "gpt-2")] else []
     found.pre_tokenizer = pre_tokenizers.Sequence([*digits, by_bytes])
     found.decoder = decoders.ByteLevel()
-    special = [
-        token for token, kind in zip(tokens, fields.get("ggml.token_type", ()), strict=False) if kind == _CONTROL
-    ]
-    found.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    kinds = list(zip(tokens, fields.get("ggml.token_type", ()), strict=False))
+    found.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
+    )
+    found.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
     return found
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import masks
-from jattn.cache import KVCache, init_cache
+from jattn.cache import KVCache, init_cache, within_capacity
 from jattn.interop.per_layer import stack_options
 from jattn.interop.products import dot_general
 from jattn.nnx import MultiHeadAttention
@@ -53,7 +53,8 @@ class Config:
     out_bias: bool = True
     mlp_bias: bool = True
     pooler: bool = False  # BERT's, of the first token
-    head: bool = False  # a separate output embedding; otherwise the input's
+    head: bool = False  # a separate output embedding
+    tied: bool = True  # without one, the input embedding serves
 
     @property
     def size_of_head(self) -> int:
@@ -164,7 +165,8 @@ class Transformer(nnx.Module):
 
         Args:
             tokens: ids below ``config.vocabulary``; if positions are learned, T is at most ``config.max_length``.
-            valid: bool ``[B,T]``: False for padding, which no query sees.
+            valid: bool ``[B,T]``: False for padding, on either side, which no query sees and which has no position of
+                its own among learned ones.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
             per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``). All
                 layers have the same, with arrays of one shape.
@@ -179,7 +181,7 @@ class Transformer(nnx.Module):
             TypeError: ``decode``, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
-        limit = config.max_length if config.position is None else None
+        limit = config.max_length if config.position is None and cache is None else None
         if (
             tokens.ndim != 2
             or not jnp.issubdtype(tokens.dtype, jnp.integer)
@@ -194,7 +196,10 @@ class Transformer(nnx.Module):
                 "decode: a model has one cache for all layers; pass cache=model.init_cache(batch, capacity)"
             )
         valid = None if valid is None else jnp.asarray(valid, bool)
-        x = self._embedded(tokens, valid, token_types, cache)
+        if valid is not None and valid.shape != tokens.shape:
+            raise ValueError(f"valid must be bools [B, T] = {list(tokens.shape)}, got shape {list(valid.shape)}")
+        self._check_cache(cache, tokens, valid)
+        x = self._embedded(tokens, valid, token_types, cache, attention.get("input_positions"))
         x, cache = self._through_layers(x, {"is_causal": config.causal, **attention}, per_layer, cache, valid)
         if attention.get("sow_parts"):
             self.sow(nnx.Intermediate, "last_stream", x)
@@ -207,12 +212,17 @@ class Transformer(nnx.Module):
         ``capacity``, ``rolling``: as in ``jattn.init_cache``. ``dtype``: that of the parameters by default.
 
         Raises:
-            ValueError: the model is not causal; more tokens than it has positions for.
+            ValueError: the model is not causal; more tokens than it has positions for; a rolling cache that is smaller
+                than the model's window, or of a model that learned a position for each token.
         """
         config = self.config
+        if rolling and config.position is None:
+            raise ValueError(f"rolling: a {config.family} has {config.max_length} positions and no more")
+        if rolling and config.window is not None and capacity < config.window:
+            raise ValueError(f"capacity must be at least {config.window}, the model's window, got {capacity}")
         if not config.causal:
             raise ValueError(f"a {config.family} is not causal: each token sees later ones, so nothing can be cached")
-        if config.position is None and not rolling and capacity > config.max_length:
+        if config.position is None and capacity > config.max_length:
             raise ValueError(f"capacity must be at most {config.max_length}, the model's positions, got {capacity}")
         dtype = self.token_embed.embedding[...].dtype if dtype is None else dtype
         heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
@@ -224,6 +234,10 @@ class Transformer(nnx.Module):
         """``[..., M] -> [..., vocabulary]``: by ``output_embedding``."""
         if self.head is not None:
             return self.head(hidden)
+        if not self.config.tied:
+            raise ValueError(
+                "this checkpoint has no output embedding (lm_head), and its config does not tie it to the input's"
+            )
         embedding = self.token_embed.embedding[...]
         dtype = jnp.result_type(hidden, embedding)
         return dot_general(hidden.astype(dtype), embedding.astype(dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
@@ -247,11 +261,18 @@ class Transformer(nnx.Module):
         graph, state = nnx.split(self.layers)
         return nnx.merge(graph, jax.tree.map(lambda x: x[range(self.config.num_layers)[index]], state))
 
-    def _embedded(self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any) -> Array:
+    def _embedded(
+        self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any, given: ArrayLike | None
+    ) -> Array:
         x = _rows(self.token_embed, tokens)
         if self.position_embed is not None:
             T = tokens.shape[1]
-            positions = jnp.arange(T) if cache is None else jnp.maximum(cache_positions(cache, T, valid), 0)
+            if given is not None:
+                positions = jnp.asarray(given)
+            elif cache is not None:
+                positions = jnp.maximum(cache_positions(cache, T, valid), 0)
+            else:
+                positions = jnp.arange(T) if valid is None else jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
             own = _rows(self.position_embed, positions)
             x = x + own.reshape((1,) * (3 - own.ndim) + own.shape)
         if self.type_embed is not None:
@@ -264,42 +285,62 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, KVCache | None]:
         """A scan over the layers. The cache goes from step to step, so that XLA writes into it in place."""
         config, L = self.config, self.config.num_layers
-        if cache is not None and (cache.key.ndim != 5 or cache.key.shape[0] != L):
-            raise ValueError(
-                f"cache must hold keys [L, B, C, K, H] of {L} layers, from init_cache of this model, got "
-                f"{list(cache.key.shape)}"
-            )
         arrays, with_own = stack_options(per_layer, L)
-        graph, state = nnx.split(self.layers)
+        # What was sown before is not a layer's business.
+        graph, sown_before, state = nnx.split(self.layers, nnx.Intermediate, ...)
+        nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
         def one_layer(carry: Any, entry: Any) -> tuple[Any, Any]:
             (x, held), (i, own_state, own_arrays) = carry, entry
-            block = nnx.merge(graph, own_state)
+            block = nnx.merge(graph, nothing, own_state)
             own = {**options, **with_own(own_arrays)}
             if config.window is not None:
                 own["mask"] = _within(masks.SlidingWindow(config.window - 1, 0), own.get("mask"))
             if cache is None:
                 if valid is not None:
                     own["mask"] = _mask_padding(valid, own.get("mask"))
-                x = block(x, **own)
+                y = block(x, **own)
             else:
                 key, value = (jax.lax.dynamic_index_in_dim(old, i, keepdims=False) for old in held)
-                x, new = block(x, **own, cache=KVCache(key, value, cache.length, cache.rolling), valid=valid)
+                y, new = block(x, **own, cache=KVCache(key, value, cache.length, cache.rolling), valid=valid)
                 held = tuple(
                     jax.lax.dynamic_update_index_in_dim(old, part, i, 0)
                     for old, part in zip(held, (new.key, new.value), strict=True)
                 )
-            return (x, held), nnx.state(block, nnx.Intermediate)
+            # Parameters or a cache of more bits do not change the stream's dtype.
+            return (y.astype(x.dtype), held), nnx.state(block, nnx.Intermediate)
 
         held = () if cache is None else (cache.key, cache.value)
         (x, held), sown = jax.lax.scan(one_layer, (x, held), (jnp.arange(L), state, arrays))
-        nnx.update(self.layers, sown)
+        if jax.tree.leaves(sown):
+            nnx.update(self.layers, sown)
         if cache is None:
             return x, None
-        T = x.shape[1]
-        added = T if valid is None else valid.sum(1).astype(cache.length.dtype)
         key, value = held
-        return x, KVCache(key, value, cache.length + added, cache.rolling)
+        return x, KVCache(key, value, _length_after(cache, x.shape[1], valid), cache.rolling)
+
+    def _check_cache(self, cache: KVCache | None, tokens: Array, valid: Array | None) -> None:
+        """Raises ``ValueError`` if the cache is another model's or batch's, or full; under ``jit`` as ``append``."""
+        if cache is None:
+            return
+        L, B = self.config.num_layers, tokens.shape[0]
+        if cache.key.ndim != 5 or cache.key.shape[:2] != (L, B):
+            raise ValueError(
+                f"cache must hold keys [L, B, C, K, H] of {L} layers and {B} sequences, from init_cache of this model, "
+                f"got {list(cache.key.shape)}"
+            )
+        if not cache.rolling:
+            within_capacity(_length_after(cache, tokens.shape[1], valid), cache.capacity)
+
+
+def _length_after(cache: KVCache, tokens: int, valid: Array | None) -> Any:
+    """``cache.length`` after a chunk."""
+    return cache.length + (tokens if valid is None else valid.sum(1).astype(cache.length.dtype))
+
+
+def _emptied(variable: Any) -> Any:
+    """A variable of ``Module.sow``, or of ``nnx.capture``, without what was sown."""
+    return variable.replace({} if isinstance(variable.get_value(), dict) else ())
 
 
 def cache_positions(cache: KVCache, tokens: int, valid: Array | None) -> Array:

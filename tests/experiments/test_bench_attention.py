@@ -398,7 +398,10 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--suite all", "--suite: expected one of attention, chips, dispatch, layers, looking, sharding, got 'all'"),
+        (
+            "--suite all",
+            "--suite: expected one of attention, chips, dispatch, language, layers, looking, sharding, got 'all'",
+        ),
         (
             "--peers jax,flax",
             "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got",

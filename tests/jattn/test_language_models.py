@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import warnings
 from pathlib import Path
 
 import jax
@@ -31,7 +32,7 @@ CONFIGS = {
     "llama 3": LLAMA | {"rope_theta": 5e5, "rope_scaling": SCALING | {"rope_type": "llama3"}},
     "llama, linear": LLAMA | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}},
     "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 5},
-    "qwen2": LLAMA | {"model_type": "qwen2", "rope_theta": 1e6},
+    "qwen2": LLAMA | {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
     "stablelm": COMMON | {
         "model_type": "stablelm", "num_key_value_heads": KV_HEADS, "layer_norm_eps": 1e-5, "hidden_act": "silu",
         "use_qkv_bias": True, "partial_rotary_factor": 0.25,
@@ -49,7 +50,7 @@ def read_stablelm(options):
     """A family of one's own, as in docs/flax.md."""
     refuse(options, use_parallel_residual=False, qk_layernorm=False)
     rotary = Rotary(options.get("rope_theta", 10000.0), options.get("partial_rotary_factor", 0.25))
-    sizes = read_llama(options | {"rms_norm_eps": small(options, "layer_norm_eps")})
+    sizes = read_llama(options | {"rms_norm_eps": small(options, "layer_norm_eps"), "partial_rotary_factor": 1.0})
     return dataclasses.replace(sizes, norm="layer", position=rotary, qkv_bias=options.get("use_qkv_bias", False))
 
 
@@ -305,6 +306,49 @@ def test_learned_positions_go_on_in_a_cache():
         model(tokens, decode=True)
 
 
+def test_padding_on_the_left_and_positions_that_are_given():
+    """Learned positions count the real tokens, with and without a cache."""
+    from tests.jattn.test_interop import GPT2, gpt2_tensors
+
+    model = interop.from_tensors(gpt2_tensors(), GPT2)
+    tokens = TOKENS[:, :6] % model.config.vocabulary
+    expected = logits(model, tokens)
+    padded, valid = np.concatenate([np.zeros((2, 3), int), tokens], 1), np.arange(9)[None] >= np.array([[3], [3]])
+    close(model.logits(model(padded, valid=valid))[:, 3:], expected)
+    close(append(model, padded, model.init_cache(2, 8), valid)[0][:, 3:], expected)
+    shifted = model.logits(model(tokens, input_positions=np.arange(6) + 2))
+    assert not np.allclose(shifted, expected, atol=1e-3)
+    prompt = tokens[0, :6]
+    assert len(interop.generate(model, [prompt], model.config.max_length - 5)[0]) == model.config.max_length - 5
+
+
+def test_a_full_cache_is_an_error_and_its_dtype_may_differ(models):
+    model = models("llama")
+    with pytest.raises(ValueError, match="13 tokens do not fit into a cache of 8"):
+        model(TOKENS, cache=model.init_cache(2, 8))
+    with jax.numpy_dtype_promotion("standard"):
+        half = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"], dtype=jnp.bfloat16)
+        hidden, cache = half(TOKENS, cache=half.init_cache(2, 16, dtype=jnp.float32))
+    assert hidden.dtype == jnp.bfloat16 and cache.key.dtype == jnp.float32
+
+
+def test_what_was_sown_before_is_not_in_the_way(models):
+    model = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Flax's, of sow outside of capture
+        model(TOKENS, sow_weights=True)
+    close(jax.jit(lambda tokens: model(tokens))(TOKENS), models("llama")(TOKENS))
+
+
+def test_lengths_may_be_symbolic(models):
+    graph, state = nnx.split(models("llama"))
+    (t,) = jax.export.symbolic_shape("t")
+    program = jax.export.export(jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)))(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), jax.ShapeDtypeStruct((2, t), jnp.int32)
+    )
+    close(program.call(state, jnp.asarray(TOKENS, jnp.int32)), models("llama")(TOKENS))
+
+
 def test_a_rolling_cache_of_a_window(models):
     model = models("mistral")
     expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 6, rolling=True)
@@ -315,8 +359,13 @@ def test_a_rolling_cache_of_a_window(models):
 
 
 def test_a_cache_of_another_model(models):
-    with pytest.raises(ValueError, match="from init_cache of this model"):
-        models("llama")(TOKENS, cache=jax.tree.map(lambda x: x[:1], models("llama").init_cache(2, 16)))
+    for cache in jax.tree.map(lambda x: x[:1], models("llama").init_cache(2, 16)), models("llama").init_cache(3, 16):
+        with pytest.raises(ValueError, match="from init_cache of this model"):
+            models("llama")(TOKENS, cache=cache)
+    with pytest.raises(ValueError, match="at least 5, the model's window"):
+        models("mistral").init_cache(1, 4, rolling=True)
+    with pytest.raises(ValueError, match=r"valid must be bools \[B, T\]"):
+        models("llama")(TOKENS, valid=np.ones(13, bool))
     from tests.jattn.test_interop import BERT, bert_tensors
 
     with pytest.raises(ValueError, match="a bert is not causal"):
@@ -393,11 +442,58 @@ def test_what_is_drawn_has_the_probabilities(models):
         ([[1]], {"temperature": 1.0}, "needs key="),
         ([[1]], {"top_k": 0}, "top_k must be at least 1"),
         ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
+        ([[1]], {"stop": [VOCABULARY]}, "stop must hold tokens"),
     ],
 )
 def test_bad_requests_to_write(models, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         interop.generate(models("llama"), prompts, 3, **options)
+
+
+def test_options_of_other_types(models, written):
+    model = models("llama")
+    for options in ({"stop": "</s>"}, {"stop": [None]}, {"temperature": 1.0, "key": 0}):
+        with pytest.raises(TypeError, match="stop must be a sequence of tokens|key must be a JAX random key"):
+            interop.generate(model, [[1]], 2, **options)
+    options = {"temperature": np.float32(1e-38), "key": jax.random.key(1), "stop": jnp.array([VOCABULARY - 1])}
+    assert list(interop.generate(model, iter(PROMPTS[:1]), 3, **options)[0]) == list(written[0][:3])
+
+
+# checkpoints and configs that contradict themselves, or ask for what there is not
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llama", {"sliding_window": 4}, "sliding_window is 4"),
+        ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor of the rotary positions must be a positive number"),
+        ("llama", {"rope_scaling": "linear"}, "must be dicts"),
+        ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+    ],
+)
+def test_configs_that_the_model_cannot_be(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        interop.read_config(CONFIGS[name] | change)
+
+
+def test_scaling_in_either_entry_is_read():
+    both = {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    for name in ("llama", "gpt_neox"):
+        position = interop.read_config(CONFIGS[name] | both).position
+        assert (position.base, position.scaling.factor) == (500.0, 8.0)
+
+
+def test_one_parameter_twice_and_no_output_embedding():
+    tensors, config = tensors_of("llama"), CONFIGS["llama"]
+    with pytest.raises(ValueError, match=r"the same parameter: model\.norm\.weight and norm\.weight"):
+        interop.from_tensors({**tensors, "norm.weight": tensors["model.norm.weight"]}, config)
+    model = interop.from_tensors(tensors, config | {"tie_word_embeddings": False})
+    with pytest.raises(ValueError, match="no output embedding"):
+        model.logits(jnp.ones((1, WIDTH)))
 
 
 # weights that rest in bfloat16
@@ -443,7 +539,7 @@ def gguf_file(tmp_path_factory):
     return file, write_gguf(file)
 
 
-def write_gguf(file):
+def write_gguf(file, scale=1.0):
     """A small Llama as llama.cpp's converter writes it: rows of query and key permuted, 8-bit weights, a vocabulary."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(file, "llama")
@@ -455,6 +551,7 @@ def write_gguf(file):
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(1e5)
+    writer.add_float32("llama.rope.scale_linear", scale)
     tokens = ["<|endoftext|>", *"abcdefgh", "ab", "abc", "Ġ", *"0123456789"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -513,6 +610,13 @@ def test_the_vocabulary_of_a_gguf_file(gguf_file):
     encoded = tokenizer.encode("abcab 12<|endoftext|>")
     assert encoded.tokens == ["abc", "ab", "Ġ", "1", "2", "<|endoftext|>"]
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "abcab 12<|endoftext|>"
+
+
+def test_gguf_options_that_are_not_known(tmp_path):
+    file = tmp_path / "scaled.gguf"
+    write_gguf(file, scale=4.0)
+    with pytest.raises(ValueError, match=r"options that are not known here: \{'rope.scale_linear': 4.0\}"):
+        interop.load(file)
 
 
 def test_files_that_are_not_gguf(tmp_path):
