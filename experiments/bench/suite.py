@@ -1,4 +1,4 @@
-"""The base of the seven suites: jobs that measure rows, the file that stores the rows, and its report.
+"""The base of the suites: jobs that measure rows, the file that stores the rows, and its report.
 
 A suite is a module here with a ``SUITE``. Its results are stored in ``NAME.json``: what all rows share, then the rows
 of each part, one per line. ``NAME.md`` and the figure, if any, are functions of these results.

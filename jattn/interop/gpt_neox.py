@@ -20,6 +20,7 @@ def config(options: Mapping[str, Any]) -> Config:
     )  # fmt: skip
     refuse(options, attention_bias=True)
     base = "rotary_emb_base" if "rotary_emb_base" in options else "rope_theta"
+    tied = bool(options.get("tie_word_embeddings", False))
     return Config(
         family="gpt_neox",
         num_layers=layers,
@@ -31,7 +32,8 @@ def config(options: Mapping[str, Any]) -> Config:
         norm_epsilon=small(options, "layer_norm_eps"),
         activation=activation(options, "hidden_act", "gelu"),
         position=rotary(options, base, options.get("rotary_pct", 0.25)),
-        tied=bool(options.get("tie_word_embeddings", False)),
+        tied=tied,
+        head=not tied,
         parallel=bool(options.get("use_parallel_residual", True)),
     )
 

@@ -22,7 +22,7 @@ def llama(options: Mapping[str, Any]) -> Config:
     if options["model_type"] == "llama":
         refuse(options, sliding_window=None)
         _refuse_windows(options)
-    bias = bool(options.get("attention_bias", False))
+    bias, tied = bool(options.get("attention_bias", False)), bool(options.get("tie_word_embeddings", False))
     return Config(
         family=options["model_type"],
         num_layers=layers,
@@ -38,7 +38,8 @@ def llama(options: Mapping[str, Any]) -> Config:
         activation=activation(options, "hidden_act", "silu"),
         gated=True,
         position=rotary(options),
-        tied=bool(options.get("tie_word_embeddings", False)),
+        tied=tied,
+        head=not tied,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bool(options.get("mlp_bias", False)),

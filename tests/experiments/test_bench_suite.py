@@ -1,4 +1,4 @@
-"""The base of the six benchmarks: result files in the repository are read, and writing them again changes nothing."""
+"""The base of the benchmarks: result files in the repository are read, and writing them again changes nothing."""
 
 import importlib
 import json
