@@ -67,7 +67,8 @@ class Checkpoints:
         unfinished, error = self._folder / f"{step}.tmp", None
         stderr, sys.stderr = sys.stderr, _OfMainThread(sys.stderr)
         try:
-            v1.save((unfinished / _ARRAYS).absolute(), state, overwrite=True)
+            with stopping.held():  # Orbax leaves half-made event loops behind
+                v1.save((unfinished / _ARRAYS).absolute(), state, overwrite=True)
             if devices.is_first():
                 contents = {"files": _digests(unfinished), "beside": beside or {}}
                 (unfinished / _CONTENTS).write_text(json.dumps(contents, indent=1), encoding="utf-8")
@@ -150,7 +151,8 @@ class Checkpoints:
                 error = str(wrong)
         if devices.everywhere(not error):
             try:
-                state = v1.load((folder / _ARRAYS).absolute(), jax.tree.map(described, like))
+                with stopping.held():
+                    state = v1.load((folder / _ARRAYS).absolute(), jax.tree.map(described, like))
             except Exception as wrong:  # whatever Orbax and TensorStore raise for another version's arrays
                 stopping.check()  # a signal may have caused it
                 error = f"{folder}: the checkpoint cannot be read: {_first_line(wrong)}"

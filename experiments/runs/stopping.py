@@ -15,6 +15,7 @@ class Stopped(KeyboardInterrupt):
 
 
 _asked: list[int] = []  # signals received
+_held: list[bool] = []  # one for each ``held`` that is open
 
 
 def asked() -> int | None:
@@ -29,12 +30,27 @@ def check() -> None:
 
 
 @contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Within ``stoppable``, the first signal waits for its end, for libraries that an exception at any line breaks.
+
+    A second signal does not wait.
+    """
+    _held.append(True)
+    try:
+        yield
+    finally:
+        _held.pop()
+    check()
+
+
+@contextlib.contextmanager
 def stoppable() -> Iterator[None]:
     """Within it, SIGINT and SIGTERM raise ``Stopped``, so that resources are closed; main thread only."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         _asked.append(number)
-        raise Stopped(number)
+        if not _held or len(_asked) > 1:
+            raise Stopped(number)
 
     _asked.clear()
     before = {}

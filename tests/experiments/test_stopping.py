@@ -45,6 +45,19 @@ def test_a_signal_is_an_exception_and_remembered():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_waits_for_what_is_held_and_a_second_does_not():
+    with stopping.stoppable():
+        done = False
+        with pytest.raises(stopping.Stopped), stopping.held():
+            signal.raise_signal(signal.SIGTERM)
+            done = True
+        assert done and stopping.asked() == signal.SIGTERM
+    with stopping.stoppable(), pytest.raises(stopping.Stopped), stopping.held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second signal waited")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopping")
