@@ -87,7 +87,7 @@ def target_rank(
     sources: ArrayLike,
     targets: ArrayLike,
 ) -> Float[Array, "N E"]:
-    """Where the target's logit stands if a head attends to the source: rank 0 is the largest of C logits, C-1 the least.
+    """Where a target's logit stands if a head attends to the source: 0 is the largest of C logits, C - 1 the least.
 
     The logits are ``embed[source] W_V W_O W_U``, a row of the head's OV circuit. The rank is the number of larger
     logits plus half that of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a logit
