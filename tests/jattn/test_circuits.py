@@ -146,6 +146,15 @@ def test_random_heads_rank_by_chance():
     assert abs(rank.mean() / 199 - 0.5) < 5 / np.sqrt(12 * rank.size)
 
 
+def test_ranks_in_a_large_vocabulary_take_little_memory():
+    """All logits of one head would be 1 GiB."""
+    shapes = ((2**14, 8), (8, 1, 4), (2, 4, 8), (8, 2**14))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    pairs = [jax.ShapeDtypeStruct((2**14,), jnp.int32)] * 2
+    compiled = jax.jit(heads.target_rank).lower(*arrays, *pairs).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
 def test_composition_is_the_ratio_of_norms(kernels):
     rng = np.random.default_rng(2)
     later_value, later_out = normal(rng, (M, K, 7)), normal(rng, (N, 7, M))
