@@ -2,14 +2,21 @@
 
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
-``pattern_divergence``. From parameters: ``copying_score``, ``composition``, ``ov_circuit``, ``qk_circuit``,
-``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``. Interventions:
-``ablate``, ``patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head, tested against a
-null distribution; ``collect``, what a model's layers have sown.
+``pattern_divergence``. From parameters: ``copying_score``, ``target_rank``, ``composition``, ``ov_circuit``,
+``qk_circuit``, ``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``.
+Interventions: ``ablate``, ``patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head,
+tested against a null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads.attribution import logit_attribution
-from jattn.heads.circuits import composition, copying_score, ov_circuit, qk_circuit, residual_contributions
+from jattn.heads.circuits import (
+    composition,
+    copying_score,
+    ov_circuit,
+    qk_circuit,
+    residual_contributions,
+    target_rank,
+)
 from jattn.heads.collect import collect
 from jattn.heads.compare import divergence
 from jattn.heads.folded import OF_TOKENS, STATISTICS, coarse_weights, statistics
@@ -56,6 +63,7 @@ __all__ = [
     "residual_contributions",
     "roles",
     "statistics",
+    "target_rank",
     "target_weight",
     "top_queries",
 ]

@@ -6,11 +6,18 @@ and positions between the factors are ignored; fold a norm's scale into the kern
 Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Float
 
 from jattn.attention import softmax_dtype
+from jattn.fields import to_int32
+
+LOGITS = 2**22  # at once, of one head
 
 
 def ov_circuit(
@@ -70,6 +77,84 @@ def copying_score(
     eigenvalues = jnp.linalg.eigvals(small)
     size = jnp.maximum(abs(eigenvalues).sum(-1), jnp.finfo(small.dtype).tiny)
     return {"argmax": argmax, "eigenvalues": eigenvalues.sum(-1).real / size}
+
+
+def target_rank(
+    embed: Float[Array, "V M"],
+    value: Float[Array, "M K D"],
+    out: Float[Array, "N D M"],
+    unembed: Float[Array, "M C"],
+    sources: ArrayLike,
+    targets: ArrayLike,
+) -> Float[Array, "N E"]:
+    """Where a target's logit stands if a head attends to the source: 0 is the largest of C logits, C - 1 the least.
+
+    The logits are ``embed[source] W_V W_O W_U``, a row of the head's OV circuit. The rank is the number of larger
+    logits plus half that of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a logit
+    is. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance; ``roles`` tests it:
+
+    - ``(rank < k).mean(-1)`` of pairs ``(x, x)``: the head copies what it attends to, as a name mover does. For names
+      and k = 5, this is the copy score of Wang et al., https://arxiv.org/abs/2211.00593, section 3.
+    - ``(rank >= C - k).mean(-1)`` of pairs ``(x, x)``: it suppresses what it attends to, as a negative name mover does
+      (same source). A copy-suppression head also attends to what is about to be predicted, which one layer's output
+      circuit does not show. Source: McDougall et al., https://arxiv.org/abs/2310.04625.
+    - ``(rank < k).mean(-1)`` of pairs of a number, weekday or month and the next: a successor head. To rank among that
+      series alone, pass its columns of ``unembed``, and places in it as targets. Source: Gould et al.,
+      https://arxiv.org/abs/2312.09230.
+
+    A positive factor of a whole row changes no rank, so of a norm only the scale (and LayerNorm's mean) matters.
+    Heads are processed one by one and pairs in chunks, so no ``[E,C]`` is formed. Float32 (or float64).
+
+    Args:
+        embed: ``[V,M]``. These papers take the residual stream after the first MLP instead: pass such rows.
+        value, out: the kernels of a layer; use ``jax.lax.map`` over stacked layers.
+        unembed: ``[M,C]``.
+        sources, targets: integers ``[E]``: rows of ``embed`` and columns of ``unembed``; a sample of 1000 suffices.
+
+    Raises:
+        ValueError: sources or targets are not integers of one length, or lie outside (when traced, their rank is NaN).
+
+    Example:
+        ``names = np.array([17, 40, 3]); copies = (target_rank(embed, value, out, unembed, names, names) < 5).mean(-1)``
+    """
+    sources = _indices("sources", sources, embed.shape[0])
+    targets = _indices("targets", targets, unembed.shape[1])
+    if sources.shape != targets.shape:
+        raise ValueError(f"sources and targets must have one length, got {sources.shape[0]} and {targets.shape[0]}")
+    value, out, unembed = _wide(_for_each_head(value, out.shape[0]), out, unembed)
+    return _ranks(embed, _by_head(value), out, unembed, (sources, targets), max(1, LOGITS // unembed.shape[1]))
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def _ranks(embed: Array, value: Array, out: Array, unembed: Array, pairs: tuple[Array, Array], chunk: int) -> Array:
+    """``target_rank`` of ``value [N,M,D]``, ``chunk`` pairs at once."""
+
+    def of_head(kernels: tuple[Array, Array]) -> Array:
+        read, write = kernels[0], kernels[1] @ unembed  # [M,D], [D,C]
+
+        def rank(pair: tuple[Array, Array]) -> Array:
+            logits = _entry(embed, pair[0]).astype(read.dtype) @ read @ write
+            larger_less_smaller = jnp.sign(logits - _entry(logits, pair[1])).sum()
+            return (logits.shape[0] - 1 + larger_less_smaller) / 2
+
+        return jax.lax.map(rank, pairs, batch_size=chunk)
+
+    return jax.lax.map(of_head, (value, out))
+
+
+def _entry(x: Array, index: Array) -> Array:
+    """``x[index]``, NaN outside."""
+    return x.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def _indices(argument: str, x: ArrayLike, size: int) -> Array:
+    """Integers ``[E]`` in ``[0, size)``; the range of traced ones is not known."""
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{argument} must be integers [E], got {x.dtype} of shape {list(x.shape)}")
+    if not isinstance(x, Tracer) and x.size and not (x.min() >= 0 and x.max() < size):
+        raise ValueError(f"{argument} must lie in [0, {size}), got values from {x.min()} to {x.max()}")
+    return jnp.asarray(to_int32(argument, x))
 
 
 def composition(

@@ -45,7 +45,8 @@ def statistics(
     - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (all).
     - ``first_token``: p at ``kv = 0`` (``q > 0``), also known as a sink. Source: https://arxiv.org/abs/2309.17453.
     - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (those with such a key).
-    - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries.
+    - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys and divided by
+      its ``support``, it is the mean weight on that set, such as delimiters.
     - ``duplicate_token``: p at earlier occurrences of the query's token; ``induction``: p at the tokens that followed
       these (both: queries whose token occurred before). Source:
       https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.

@@ -7,6 +7,7 @@ import pytest
 
 import jattn
 from jattn import heads
+from jattn.heads import circuits
 
 M, N, K, H, D, V = 13, 6, 3, 5, 4, 17
 
@@ -65,6 +66,95 @@ def test_a_head_that_copies_and_one_that_does_the_opposite():
     np.testing.assert_allclose(found["argmax"], [1, 0])
 
 
+def test_the_rank_is_that_of_the_circuit(kernels, monkeypatch):
+    monkeypatch.setattr(circuits, "LOGITS", 4 * 2 * V)  # chunks of four pairs: 4, 4 and 3
+    rng = np.random.default_rng(4)
+    unembed = normal(rng, (M, 2 * V))
+    sources, targets = rng.integers(0, V, 11), rng.integers(0, 2 * V, 11)
+    args = [*(kernels[name] for name in ("embed", "value", "out")), unembed]
+    found = heads.target_rank(*args, sources, targets)
+    assert found.shape == (N, 11) and found.dtype == jnp.float32
+    for n in range(N):
+        logits = np.asarray(kernels["embed"], np.float64)[sources] @ of_head(kernels, n)[0] @ np.asarray(unembed)
+        own = logits[np.arange(11), targets][:, None]
+        assert np.sort(abs(logits - own), 1)[:, 1].min() > 1e-4  # no logit so close that rounding could swap them
+        np.testing.assert_array_equal(found[n], (logits > own).sum(1))
+
+    traced = jax.jit(heads.target_rank)
+    outside, beyond = sources.copy(), targets.copy()
+    outside[:2], beyond[2:4] = (-1, V), (-1, 2 * V)
+    there = traced(*args, outside, beyond)
+    assert np.isnan(there[:, :4]).all()
+    np.testing.assert_array_equal(there[:, 4:], found[:, 4:])
+    assert traced(*args, sources[:0], targets[:0]).shape == (N, 0)
+
+    broken = kernels["out"].at[1, 0, 0].set(jnp.nan)
+    there = heads.target_rank(*args[:2], broken, unembed, sources, targets)
+    assert np.isnan(there[1]).all()
+    np.testing.assert_array_equal(np.delete(there, 1, 0), np.delete(found, 1, 0))
+
+
+SERIES, NEXT, LOUD = np.arange(24), np.roll(np.arange(24), -1), 39
+KINDS = ("copies", "suppresses", "succeeds", "succeeds, and calls LOUD", "random", "silent")
+
+
+@pytest.fixture(scope="module", params=["one-hot", "orthogonal"])
+def built(request):
+    """``embed, value, out, unembed`` of six heads in three groups, 40 tokens: see KINDS."""
+    rng = np.random.default_rng(5)
+    embed = np.eye(40) if request.param == "one-hot" else np.linalg.qr(rng.normal(size=(40, 40)))[0]
+    code = np.linalg.qr(rng.normal(size=(40, 24)))[0]  # [M,D]: D is smaller than V
+    value = np.stack([code, embed[SERIES].T, rng.normal(size=(40, 24))], 1)
+    out = [code.T, -code.T, embed[NEXT], embed[NEXT] + 3 * embed[LOUD], rng.normal(size=(24, 40)), np.zeros((24, 40))]
+    return [jnp.asarray(x, jnp.float32) for x in (embed, value, np.stack(out), embed.T)]
+
+
+def shares(arrays):
+    """The shares of pairs at the first and last place, by relation."""
+    every, (embed, value, out, unembed) = np.arange(40), arrays
+    own = heads.target_rank(*arrays, every, every)
+    after = heads.target_rank(*arrays, SERIES, NEXT)
+    among = heads.target_rank(embed, value, out, unembed[:, SERIES], SERIES, NEXT)
+    found = {"copying": own < 1, "suppression": own >= 39, "successor": after < 1, "successor in series": among < 1}
+    return {name: np.asarray(x).mean(-1) for name, x in found.items()}
+
+
+def test_a_detector_knows_its_own_kind_alone(built):
+    own = {"copying": [0], "suppression": [1], "successor": [2], "successor in series": [2, 3]}
+    for name, found in shares(built).items():
+        assert (found[own[name]] == 1).all(), name
+        assert (np.delete(found, own[name]) <= 0.25).all(), (name, found)  # 1/40 or 1/24 by chance
+    silent = heads.target_rank(*built, SERIES, NEXT)[KINDS.index("silent")]
+    assert (silent == 39 / 2).all()  # neither first nor last
+
+
+def test_detectors_give_roles_against_random_heads(built):
+    embed, value, out, unembed = built
+    rng = np.random.default_rng(6)
+    untrained = [embed, normal(rng, (40, 10, 24)), normal(rng, (100, 24, 40)), unembed]
+    found = heads.roles(shares(built), shares(untrained))
+    assert found.label.tolist() == ["copying", "suppression", "successor", "successor in series", "mixed", "mixed"]
+
+
+def test_random_heads_rank_by_chance():
+    rng = np.random.default_rng(7)
+    arrays = [normal(rng, shape) for shape in ((200, 32), (32, 20, 8), (20, 8, 32), (32, 200))]
+    sources, targets = rng.integers(0, 200, (2, 200))
+    rank = np.asarray(heads.target_rank(*arrays, sources, targets))
+    bound = 5 * np.sqrt(0.05 * 0.95 / rank.size)  # of a binomial
+    assert abs((rank < 10).mean() - 10 / 200) < bound and abs((rank >= 190).mean() - 10 / 200) < bound
+    assert abs(rank.mean() / 199 - 0.5) < 5 / np.sqrt(12 * rank.size)
+
+
+def test_ranks_in_a_large_vocabulary_take_little_memory():
+    """All logits of one head would be 1 GiB."""
+    shapes = ((2**14, 8), (8, 1, 4), (2, 4, 8), (8, 2**14))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    pairs = [jax.ShapeDtypeStruct((2**14,), jnp.int32)] * 2
+    compiled = jax.jit(heads.target_rank).lower(*arrays, *pairs).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
+
+
 def test_composition_is_the_ratio_of_norms(kernels):
     rng = np.random.default_rng(2)
     later_value, later_out = normal(rng, (M, K, 7)), normal(rng, (N, 7, M))
@@ -110,6 +200,12 @@ def test_kernels_of_16_bits(kernels):
     for name, values in heads.copying_score(*half).items():
         assert values.dtype == jnp.float32
         np.testing.assert_allclose(values, exact[name], atol=1e-5)
+    pairs = np.arange(V), np.arange(V)[::-1]
+    rank = heads.target_rank(*half, *pairs)
+    assert rank.dtype == jnp.float32
+    wide = heads.target_rank(*(x.astype(jnp.float32) for x in half), *pairs)
+    np.testing.assert_allclose(rank, wide, atol=1)  # equal unless two logits are
+    assert (rank == wide).mean() > 0.95
     query, key = (kernels[name].astype(jnp.bfloat16) for name in ("query", "key"))
     assert heads.composition(half[1], half[2], query=query, key=key)["K"].dtype == jnp.float32
 
@@ -123,3 +219,20 @@ def test_kernels_that_do_not_belong_together(kernels):
         heads.ov_circuit(kernels["embed"], jnp.zeros((M, 4, D)), kernels["out"], kernels["unembed"])
     with pytest.raises(ValueError, match="a column for each of the 17 rows of embed"):
         heads.copying_score(kernels["embed"], kernels["value"], kernels["out"], jnp.zeros((M, V + 1)))
+
+
+def test_pairs_that_are_none(kernels):
+    args = [kernels[name] for name in ("embed", "value", "out", "unembed")]
+    pair = np.arange(3)
+    with pytest.raises(ValueError, match=r"sources must be integers \[E\], got float64 of shape \[3\]"):
+        heads.target_rank(*args, pair / 2, pair)
+    with pytest.raises(ValueError, match=r"targets must be integers \[E\], got int64 of shape \[3, 1\]"):
+        heads.target_rank(*args, pair, pair[:, None])
+    with pytest.raises(ValueError, match="sources and targets must have one length, got 3 and 2"):
+        heads.target_rank(*args, pair, pair[:2])
+    with pytest.raises(ValueError, match=r"sources must lie in \[0, 17\), got values from 0 to 17"):
+        heads.target_rank(*args, np.array([0, 17]), pair[:2])
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 17\), got values from -1 to 1"):
+        heads.target_rank(*args, pair, jnp.arange(3) - 1)
+    with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
+        heads.target_rank(args[0], jnp.zeros((M, 4, D)), *args[2:], pair, pair)

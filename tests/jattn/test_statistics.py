@@ -199,6 +199,7 @@ def known():
     roles = {
         "previous": kv == q - 1, "current": kv == q, "first": kv == 0, "three back": kv == q - 3,
         "duplicate": same, "induction": after, "uniform": kv < 0, "window": kv > q - WIDE,
+        "delimiter": kv % 8 == 5,
     }  # fmt: skip
     patterns = np.stack([np.broadcast_to(one, same.shape) for one in roles.values()], 2)  # [B,T,N,S]
     scale = 50.0 * np.sqrt(LENGTH)
@@ -238,6 +239,36 @@ def test_profiles_and_spread_of_known_heads(known):
     np.testing.assert_allclose(known["three back"]["distance"], 3, atol=0.2)
     assert known["first"]["received"].argmax() == 0 and known["first"]["received"][0] > LENGTH - 0.01
     np.testing.assert_allclose(known["first"]["max_logit"], 50.0, rtol=1e-5)
+
+
+def test_a_delimiter_head_gives_its_weight_to_delimiters_alone(known):
+    """Weight on a set of keys is a sum over ``received``; queries before the first of the set add nothing."""
+    on_set = {role: found["received"][5::8].sum() / (LENGTH - 5) for role, found in known.items()}
+    assert on_set.pop("delimiter") >= 0.99
+    assert abs(on_set["uniform"] - 1 / 8) < 0.05
+    assert all(weight <= on_set["uniform"] + 0.05 for weight in on_set.values()), on_set
+
+
+def test_weight_on_a_set_of_keys_and_its_null(arrays):
+    """The set differs by sequence; the null, from queries of 0, is the set's share of the keys that a query sees."""
+    query, key = arrays[0], arrays[1][:, :T]
+    chosen = np.random.default_rng(8).random((B, T)) < 0.4
+    one, other = np.cumsum(chosen, 1), np.cumsum(~chosen, 1)
+    both = (one > 0) & (other > 0)
+    assert (both.sum(1) > 1).all() and (both.sum(1) < T).all()
+    look = jax.jit(lambda q, k: heads.statistics(q, k, is_causal=True, names=["received"], eligible=both))
+
+    def on_set(query):
+        seen = jax.tree.map(np.asarray, look(query, key))
+        return np.sum(seen["received"] * chosen[:, None], -1) / seen["support"]["received"]
+
+    p = np.asarray(jattn.attention_weights(query, key, is_causal=True), np.float64)  # [B,N,T,S]
+    found, null = on_set(query), on_set(0 * query)
+    for b in range(B):
+        expected = (p[b] * chosen[b]).sum(-1)[:, both[b]].mean(-1)
+        np.testing.assert_allclose(found[b], expected, rtol=1e-5)
+        of_visible = (one / (one + other))[b, both[b]].mean()
+        np.testing.assert_allclose(null[b], np.full(N, of_visible), rtol=1e-5)
 
 
 def test_long_sequences_take_memory_in_proportion():
