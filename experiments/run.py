@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import tasks
-from experiments.config import Config, Pretrained, differences, variants
-from experiments.measure import claims, evaluate, look, pretrained
+from experiments.config import Config, Language, Pretrained, differences, variants
+from experiments.measure import claims, evaluate, language, look, pretrained
 from experiments.measure.collect import collect
 from experiments.runs import devices
 from experiments.runs.findings import Findings
@@ -37,6 +37,8 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
     """
     if config.pretrained != Pretrained():
         pretrained.check(config)
+    elif config.language != Language():
+        language.check(config)
     else:
         claims.check(config, _known_metrics)
         devices.check(config)
@@ -86,7 +88,12 @@ def run(config: Config, out: Path) -> Findings | None:
         OSError: ``out`` is not writable.
         Stopped: a signal arrived.
     """
-    findings = pretrained.run(config) if config.pretrained != Pretrained() else _train(config, out)
+    if config.pretrained != Pretrained():
+        findings = pretrained.run(config)
+    elif config.language != Language():
+        findings = language.run(config, out)
+    else:
+        findings = _train(config, out)
     if findings is None:
         return None
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())

@@ -4,14 +4,16 @@ Shared by all rows: ``environment``, ``sizes``, ``missing`` (contestant: why). T
 
 - ``writing``: ``medians`` (contestant: microseconds a token, one sequence, greedily, the prompt of four tokens
   included), and ``rounds`` of turns; ``sum`` adds up as many float32 numbers as the model has parameters, once;
-- ``once``: seconds to ``load`` and for the ``tokenizer``, of the first tokens less that of later ones (``compilation``
-  of a chunk and a step), and of ``statistics`` of all heads, compilation included.
+- ``once``: seconds to ``load``, to ``load converted`` to safetensors, for the ``tokenizer``, of the first tokens less
+  that of later ones (``compilation`` of a chunk and a step), and of ``statistics`` of all heads with compilation.
 """
 
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from experiments.bench.suite import Job, Results, Suite
 from experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 from experiments.generate import model_file
 from jattn import heads, interop
+from jattn.interop.gguf import read_gguf
 
 DTYPES, PEER, READ = ("float32", "bfloat16"), "transformers", "sum"
 
@@ -62,13 +65,31 @@ def once(sizes: Sizes) -> dict[str, float]:
     """What is waited for before the first token, and the statistics of all heads."""
     file = model_file(sizes.model)
     model, load = _timed(lambda: interop.load(file))
+    with tempfile.TemporaryDirectory() as folder:
+        _convert(file, Path(folder))
+        _, converted = _timed(lambda: interop.load(folder))
     _, tokenizer = _timed(lambda: interop.tokenizer(file))
     prompt = _prompt(model)
     first, later = (_timed(lambda: interop.generate(model, [prompt], 2))[1] for _ in range(2))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocabulary, sizes.shape))
     look = nnx.capture(lambda model: model(tokens, sow_statistics={"tokens": tokens}), nnx.Intermediate)
     _, statistics = _timed(lambda: heads.collect(nnx.jit(look)(model)[1], "attention_statistics"))
-    return {"load": load, "tokenizer": tokenizer, "compilation": first - later, "statistics": statistics}
+    return {
+        "load": load,
+        "load converted": converted,
+        "tokenizer": tokenizer,
+        "compilation": first - later,
+        "statistics": statistics,
+    }
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Writes a GGUF file's model as the folder of a saved model, in float32."""
+    from safetensors.numpy import save_file
+
+    tensors, config = read_gguf(file)
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def writing(sizes: Sizes) -> dict[str, Any]:
@@ -124,6 +145,7 @@ def asked(results: Results) -> list[Asked]:
         Asked("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
         Asked("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
         Asked("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
+        Asked("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
         Asked("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
         Asked("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
     ]

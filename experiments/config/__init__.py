@@ -10,6 +10,7 @@ from experiments.config.parser import Processes as Processes
 from experiments.config.schema import Claim as Claim
 from experiments.config.schema import Config as Config
 from experiments.config.schema import Evaluate as Evaluate
+from experiments.config.schema import Language as Language
 from experiments.config.schema import Mesh as Mesh
 from experiments.config.schema import Model as Model
 from experiments.config.schema import Pretrained as Pretrained

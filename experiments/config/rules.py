@@ -12,6 +12,7 @@ _POSITIVE = {
     "train": ("seeds", "steps", "batch", "learning_rate", "clip", "log_every", "look_every", "checkpoint_every"),
     "evaluate": ("batch",),
     "mesh": ("data", "heads", "sequence"),
+    "language": ("sequences", "period", "group", "matched"),
 }
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
 _Rule = tuple[str, Any, bool, str]  # key, value, whether it is valid, what was expected

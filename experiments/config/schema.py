@@ -150,6 +150,30 @@ class Pretrained:
 
 
 @dataclasses.dataclass(frozen=True)
+class Language:
+    """A pretrained language model, examined instead of trained.
+
+    Attributes:
+        model: "smollm2", a GGUF file, or the folder of a saved model that jattn.interop loads; empty if none.
+        first: Token that every sequence begins with.
+        seed: Of the random tokens, the choice of text and the matched groups.
+        sequences: Sequences of random tokens that heads are chosen on, as many others that they are tested on, and
+            as many of text from the Python documentation (pydoc_data of the standard library).
+        period: Random tokens before they repeat; every sequence has 1 + 2 * period tokens.
+        group: Heads in a group: those with the largest score.
+        matched: Random groups that each group is compared with, matched in layer and output norm.
+    """
+
+    model: str = ""
+    first: str = ""
+    seed: int = 0
+    sequences: int = 4
+    period: int = 128
+    group: int = 10
+    matched: int = 20
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """One claim: a metric, its threshold, and how many seeds must pass.
 
@@ -183,7 +207,9 @@ class Config:
         train: Training.
         evaluate: Evaluation.
         mesh: The devices that train together; a run can resume on another mesh.
-        pretrained: A model to examine; task, model, train and evaluate must then be left out.
+        pretrained: A sentence encoder to examine; task, model, train and evaluate must then be left out.
+        language: A language model to examine; task, model, train and evaluate are those of a toy model, which is
+            trained and examined beside it.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
         sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
             drawn over it.
@@ -198,6 +224,7 @@ class Config:
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     pretrained: Pretrained = dataclasses.field(default_factory=Pretrained)
+    language: Language = dataclasses.field(default_factory=Language)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
@@ -210,4 +237,5 @@ SECTIONS = {
     "evaluate": Evaluate,
     "mesh": Mesh,
     "pretrained": Pretrained,
+    "language": Language,
 }

@@ -131,8 +131,10 @@ def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
     return verdict(claim, values, untrained, seeds)
 
 
-def verdict(claim: Claim, values: list[float], untrained: list[float], seeds: list[int]) -> dict[str, Any]:
-    """One row of ``claims.json`` from the claim's metric, trained and untrained, one number per seed."""
+def verdict(
+    claim: Claim, values: list[float], reference: list[float], seeds: list[int], what: str = "untrained"
+) -> dict[str, Any]:
+    """One row of ``claims.json`` from the claim's metric, a number per seed, and numbers to compare them with."""
     if claim.at_least is not None:
         threshold, passed = claim.at_least, [value >= claim.at_least for value in values]
     else:
@@ -144,7 +146,8 @@ def verdict(claim: Claim, values: list[float], untrained: list[float], seeds: li
         "side": "at least" if claim.at_least is not None else "at most",
         "threshold": threshold,
         "values": values,
-        "untrained": untrained,
+        "reference": reference,
+        "reference_name": what,
         "seeds": seeds,
         "passed": [seed for seed, good in zip(seeds, passed, strict=True) if good],
         "failed": [seed for seed, good in zip(seeds, passed, strict=True) if not good],

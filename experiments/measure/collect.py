@@ -48,6 +48,7 @@ def collect(
         accuracy=trained.accuracy,
         ablated=trained.ablated,
         groups=results[""].groups,
+        paths={},
         heads=evaluate.head_rows(setup.seeds, roles),
         curves=_curves(results),
         controls=_control_rows(results),

@@ -292,6 +292,7 @@ def _findings(
         accuracy=model["accuracy"][None],
         ablated=model["ablated"][None],
         groups=groups,
+        paths={},
         heads=evaluate.head_rows([0], roles),
         curves={},
         controls=[

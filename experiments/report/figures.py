@@ -11,14 +11,13 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 
+from experiments.report import layers
+from experiments.report.cells import draw_matrix, names_height
 from experiments.report.panels import (
     WHEN,
-    Matrix,
     Panel,
     ablation_matrices,
     control_rows,
@@ -35,7 +34,7 @@ from experiments.report.panels import (
     statistics_matrices,
     time_panels,
 )
-from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, RAMP, STYLE, WIDTH
+from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH
 from experiments.report.svg import told
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
@@ -43,7 +42,6 @@ from jattn.plots import head_grid
 
 MANY = 6  # with more heads per layer, names are short and figures wider
 LINE_BUDGET = 400  # points per line: more than can be told apart
-CELL_BUDGET = 2000  # cells of a matrix that are shapes of their own
 PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only medians are drawn
 
 
@@ -60,9 +58,12 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
         "map": map_figure,
         "curves": curves_figure,
         "controls": controls_figure,
+        "paths": layers.paths_figure,
     }
+    if layers.is_deep(findings):
+        drawn |= layers.FIGURES
     optional = {"training": time_panels(findings), "statistics": findings.statistics}
-    optional |= {"curves": findings.curves, "controls": findings.controls}
+    optional |= {"curves": findings.curves, "controls": findings.controls, "paths": findings.paths}
     files = []
     with matplotlib.rc_context(STYLE):
         for name, draw in drawn.items():
@@ -194,52 +195,6 @@ def offsets_figure(findings: Findings) -> Figure:
     return figure
 
 
-def _on_lines(names: Sequence[str], width: float) -> bool:
-    """Whether names fit above columns of this many inches, a word per line; else they are rotated."""
-    return 0.06 * max(len(word) for name in names for word in name.split()) < width
-
-
-def _names_height(names: Sequence[str], width: float) -> float:
-    """Inches needed by names above columns."""
-    flat = _on_lines(names, width)
-    return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
-
-
-def _draw_cells(ax: Axes, matrix: Matrix, seeds: Sequence[int]) -> Any:
-    """Cells that tell their numbers; very many are one picture, which takes a hundredth of the bytes."""
-    if matrix.shades.size > CELL_BUDGET:
-        return ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=RAMP, interpolation="none")
-    places = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.ndindex(*matrix.shades.shape)]
-    cells = PatchCollection(places, cmap=RAMP, linewidth=0, antialiased=False, clip_on=False, urls=matrix.told(seeds))
-    cells.set(array=matrix.shades.ravel(), clim=(0, 1))
-    ax.add_collection(cells)
-    return cells
-
-
-def _draw_matrix(ax: Axes, matrix: Matrix, cell: float, seeds: Sequence[int] = (), square: bool = False) -> Any:
-    """The matrix in cells about ``cell`` inches wide, with numbers where they are legible."""
-    image = _draw_cells(ax, matrix, seeds)
-    ax.set(xlim=(-0.5, len(matrix.columns) - 0.5), ylim=(len(matrix.rows) - 0.5, -0.5))
-    ax.set_aspect("equal" if square else "auto")
-    flat = _on_lines(matrix.columns, cell)
-    columns = [name.replace(" ", "\n") for name in matrix.columns] if flat else matrix.columns
-    for axis, names in ((ax.xaxis, columns), (ax.yaxis, matrix.rows)):
-        stride = -(-len(names) // 24) if square else 1
-        ticks = range(0, len(names), stride)
-        axis.set_ticks(ticks, [names[i] for i in ticks], fontsize=7, parse_math=False)
-    ax.tick_params(
-        axis="x", rotation=0 if flat else 90, length=0, top=True, labeltop=True, bottom=False, labelbottom=False
-    )
-    ax.tick_params(axis="y", length=0)
-    ax.grid(visible=False)
-    for row, column in np.ndindex(*matrix.shades.shape) if cell > 0.26 else ():
-        value, ink = matrix.median[row, column], "white" if matrix.shades[row, column] > 0.55 else INK
-        text = f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
-        ax.text(column, row, text.replace("-0.00", "0.00"), ha="center", va="center", fontsize=7, color=ink)
-    ax.set_title(matrix.title)
-    return image
-
-
 def _median_of(findings: Findings) -> str:
     count = len(findings.seeds)
     return f"median of {count} seeds" if count > 1 else f"seed {findings.seeds[0]}"
@@ -251,7 +206,7 @@ def statistics_figure(findings: Findings) -> Figure:
     rows, columns = matrices[0].shades.shape
     figure = Figure(figsize=(1.3 * WIDTH, 0.19 * rows + 1.9))
     for ax, matrix in zip(figure.subplots(1, 2), matrices, strict=True):
-        image = _draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns, findings.seeds)
+        image = draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns, findings.seeds)
     figure.colorbar(image, ax=figure.axes, aspect=40, pad=0.01)
     scale = "colours: 0 to 1; distance and max logit: their column's range"
     figure.suptitle(f"{plain(findings.name)}: each head in numbers ({_median_of(findings)})\n{scale}", fontsize=10)
@@ -263,11 +218,11 @@ def ablation_figure(findings: Findings) -> Figure:
     matrices = ablation_matrices(findings)
     rows, widest = len(findings.places), max(len(matrix.columns) for matrix in matrices)
     cell = (WIDTH - 2.5) / widest
-    above = sum(_names_height(matrix.columns, cell) for matrix in matrices)
+    above = sum(names_height(matrix.columns, cell) for matrix in matrices)
     figure = Figure(figsize=(WIDTH, len(matrices) * (0.26 * rows + 0.45) + above + 0.4))
     axes = figure.subplots(len(matrices), 1, squeeze=False)[:, 0]
     for ax, matrix in zip(axes, matrices, strict=True):
-        image = _draw_matrix(ax, matrix, cell, findings.seeds)
+        image = draw_matrix(ax, matrix, cell, findings.seeds)
         ax.set_xlim(-0.5, widest - 0.5)  # cells of one size
         ax.spines[:].set_visible(False)
     figure.colorbar(image, ax=list(axes), label="accuracy lost", aspect=40, pad=0.01)
@@ -281,7 +236,7 @@ def divergence_figure(findings: Findings) -> Figure:
     figure = Figure(figsize=(WIDTH, 4.2))
     axes = figure.subplots(1, 2)
     for ax, matrix in zip(axes, matrices, strict=True):
-        image = _draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
+        image = draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
         ax.set_title(matrix.title.replace(": ", "\n").replace(" · ", "\n"))
     figure.colorbar(image, ax=list(axes), label="Jensen-Shannon divergence / ln 2", shrink=0.9)
     figure.suptitle(f"{plain(findings.name)}: how much the heads differ ({_median_of(findings)})", fontsize=10)

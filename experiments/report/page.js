@@ -40,12 +40,35 @@ function drawAll() {
   showHeads();
 }
 
+/** A click on a column's name sorts the table by it, and another click the other way round. */
+function setUpSorting() {
+  const table = document.querySelector("#heads-table table");
+  if (!table) return;
+  const names = [...table.querySelectorAll("th")], body = table.querySelector("tbody");
+  const value = (row, at) => {
+    const text = row.cells[at].textContent, number = parseFloat(text);
+    return Number.isNaN(number) ? text : number;
+  };
+  names.slice(0, -1).forEach((name, at) => { // the last column is drawn
+    const button = html("button", { type: "button" }, name.textContent);
+    name.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const up = name.getAttribute("aria-sort") !== "ascending";
+      names.forEach((other) => other.removeAttribute("aria-sort"));
+      name.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0) * (up ? 1 : -1);
+      body.append(...[...body.rows].sort((a, b) => order(value(a, at), value(b, at)))); // stable
+    });
+  });
+}
+
 /** Runs after all scripts are loaded. */
 function start() {
   readColours();
   setUpAttention();
   document.querySelectorAll(".drawn figure").forEach(setUpFigure);
   setUpCursors();
+  setUpSorting();
   showView(0);
   let waiting = 0;
   window.addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(drawAll); });

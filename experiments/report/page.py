@@ -91,24 +91,26 @@ def _claims(findings: Findings) -> str:
         facts = {
             "median" if len(claim["values"]) > 1 else "number": _figure(claim["values"]),
             "threshold": f"{_text(claim['side'])} {_figure(claim['threshold'])}",
-            "untrained": _figure(claim["untrained"]),
+            claim["reference_name"]: _figure(claim["reference"]),
             "seeds passed": f"{len(claim['passed'])} of {len(claim['values'])}, {_text(claim['needed'])} needed",
         }
-        rows = "".join(f'<div><dt>{name}</dt><dd class="number">{fact}</dd></div>' for name, fact in facts.items())
+        rows = "".join(
+            f'<div><dt>{_text(name)}</dt><dd class="number">{fact}</dd></div>' for name, fact in facts.items()
+        )
         name = f'<span class="verdict {verdict[0]}">{verdict[1]}</span><strong>{_text(plain(claim["name"]))}</strong>'
         cards.append(
             f'<article class="claim{"" if claim["holds"] else " fails"}"><header>{name}</header>'
             f'<p>{_text(claim["statement"])}</p><dl class="facts">{rows}</dl>'
             f"{_claim_strip(claim)}</article>"
         )
-    key = "● seed that passed · ✕ seed that failed · ○ untrained · vertical line: threshold"
+    key = "● seed that passed · ✕ seed that failed · ○ untrained models, or other heads · vertical line: threshold"
     title = f"<h2>Claims: {held} of {len(findings.claims)} hold</h2>"
     return f'<section id="claims">{title}<p class="soft">{key}</p>{"".join(cards)}</section>'
 
 
 def _claim_strip(claim: Mapping[str, Any]) -> str:
-    untrained = np.atleast_1d(np.asarray(claim["untrained"], float))
-    marks = [(value, "untrained", f"untrained: {value:.4g}") for value in untrained]
+    others, name = np.atleast_1d(np.asarray(claim["reference"], float)), claim["reference_name"]
+    marks = [(value, "untrained", f"{name}: {value:.4g}") for value in others]
     for seed, value in zip(claim["seeds"], np.asarray(claim["values"], float), strict=True):
         marks.append((value, "seed" if seed in claim["passed"] else "lost", f"seed {seed}: {value:.4g}"))
     marks.append((float(claim["threshold"]), "limit", f"threshold: {claim['threshold']:.4g}"))
@@ -158,7 +160,10 @@ def _heads(findings: Findings) -> str:
     names = "".join(f'<th class="number">{name}</th>' for name in ("seed", "layer", "head"))
     names += "<th>role</th>" + "".join(f'<th class="number">{name}</th>' for name in ("score", "null", "p-value"))
     names += '<th class="meter">○ null · ● score</th>'
-    note = '<p class="soft">A head has a role if its score exceeds the null, the score heads without it may reach.</p>'
+    note = (
+        '<p class="soft">A head has a role if its score exceeds the null, the score heads without it may reach; a weak '
+        "one is not above what is usual in its model. A click on a column's name sorts by it.</p>"
+    )
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<section id="heads-table"><h2>Heads</h2>{note}<div class="scroll" tabindex="0">{table}</div></section>'
 

@@ -53,7 +53,7 @@ def inline(svg: str, name: str) -> str:
         if element.get("transform", "").startswith("rotate(-0 "):
             del element.attrib["transform"]
         if LINK in element.attrib and styles.get(element.attrib[LINK]) == element.get("style"):
-            del element.attrib["style"]  # the shape has it
+            element.attrib.pop("style", None)  # the shape has it
         dressed = {"href" if key == LINK else key: _dressed(key, value, name) for key, value in element.items()}
         element.attrib.clear()
         element.attrib.update(dressed)

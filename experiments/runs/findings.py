@@ -47,13 +47,17 @@ class Findings:
     accuracy: np.ndarray  # [R,A] per place, whole model
     ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
     groups: Mapping[str, np.ndarray]  # role -> [R,A] per place, all heads of that role switched off
+    # into "key", "query" -> [L,N]: by how much the mean score of induction heads falls if they read a head's output
+    # from another sequence there; empty unless measured
+    paths: Mapping[str, np.ndarray]
     # rows {seed, layer, head, role, score, null, p_value}: null is the score that heads without the role may reach, a
     # quantile over heads that cannot have it; the role is "mixed" if no score passes its null
     heads: list[dict[str, Any]]
     curves: Mapping[str, Mapping[str, list[list[float]]]]  # "Y over X" -> line label -> [[x, y per seed ...], ...]
     controls: list[dict[str, Any]]  # rows {name, metric, values (per seed), parameters}
-    # rows {name, statement, metric, side, threshold, values, untrained, seeds, passed, failed, needed, holds}: values
-    # and untrained per seed, passed and failed the seeds, side "at least" or "at most"
+    # rows {name, statement, metric, side, threshold, values, reference, reference_name, seeds, passed, failed, needed,
+    # holds}: values per seed, reference what they are compared with (untrained models, or what reference_name says),
+    # passed and failed the seeds, side "at least" or "at most"
     claims: list[dict[str, Any]]
 
     def save(self, folder: Path) -> None:
@@ -102,7 +106,7 @@ def _digest(plain: dict[str, Any], arrays: bytes) -> str:
     return hashlib.sha256(json.dumps(plain).encode() + arrays).hexdigest()
 
 
-NAMED = ("metrics", "scores", "statistics", "groups")  # fields that map names to arrays
+NAMED = ("metrics", "scores", "statistics", "groups", "paths")  # fields that map names to arrays
 
 
 def plain(name: object) -> str:

@@ -83,7 +83,7 @@ def ablate(
 
     shape = len(clean), numbers[0]
     if groups is not None:
-        return run_each(run_with, _group_gates(groups, shape), batch_size)
+        return run_each(run_with, group_gates(groups, shape), batch_size)
     one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
     return with_axes(run_each(run_with, one_off, batch_size), shape)
 
@@ -98,7 +98,7 @@ def with_axes(results: Any, shape: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
 
 
-def _group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Array:
+def group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Array:
     """``[len(groups),L,N]``: 0 for the heads of each group."""
     gates = np.ones((len(groups), *shape), np.float32)
     if not len(groups):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.attention import softmax_dtype
-from jattn.heads.intervene import run_each, with_axes
+from jattn.heads.intervene import Heads, group_gates, run_each, with_axes
 
 
 def path_patch(
@@ -17,9 +17,12 @@ def path_patch(
     source: Sequence[Mapping[str, Array]],
     out: Sequence[Array],
     *,
+    groups: Sequence[Heads] | None = None,
     batch_size: int | None = None,
 ) -> Any:
     """Path patching: ``read(stream + (z_source - z_own) W_O)`` for each head, its result with leading axes ``[L,N]``.
+
+    With ``groups``, the results with the paths of each group of heads together: one leading axis ``[len(groups)]``.
 
     Only what the reader takes from that head directly comes from the other run, the source; all other heads and MLPs
     between them keep the values of this run. One program: put ``jax.jit`` around it.
@@ -31,10 +34,12 @@ def path_patch(
         own, source: what the attention of the L layers before the reader sows in this run and in the other
             (``collect(sown)``): dicts with ``"z"`` ``[B,T,N,D]``.
         out: the output kernels of these layers, ``[N,D,M]``.
-        batch_size: the number of heads at once; all by default.
+        groups: lists of pairs ``(layer, head)``, as in ``ablate``.
+        batch_size: the number of heads, or groups, at once; all by default.
 
     Raises:
-        ValueError: the layers of ``own``, ``source`` and ``out`` are not of the same number and shapes.
+        ValueError: the layers of ``own``, ``source`` and ``out`` are not of the same number and shapes; no groups, or
+            a head that does not exist.
 
     Source: https://arxiv.org/abs/2211.00593 (Wang et al.), section 3.1, and https://arxiv.org/abs/2304.05969.
 
@@ -65,6 +70,12 @@ def path_patch(
         layer, head = jnp.unravel_index(number, axes)
         return read(stream + jnp.matmul(change[layer, ..., head, :], kernels[layer, head]).astype(stream.dtype))
 
+    def read_from_group(gates: Array) -> Any:
+        added = jnp.einsum("l...nd,lndm->...m", change, kernels * (1 - gates)[..., None, None].astype(kernels.dtype))
+        return read(stream + added.astype(stream.dtype))
+
+    if groups is not None:
+        return run_each(read_from_group, group_gates(groups, axes), batch_size)
     return with_axes(run_each(read_from, jnp.arange(axes[0] * axes[1]), batch_size), axes)
 
 

@@ -164,7 +164,7 @@ def test_a_claim_holds_when_enough_seeds_pass(side, passed):
     for needed in (2, 3):
         claim = config.Claim("x", "y", "exact_match", needed, **{side: 0.5})
         row = claims.judge(claim, {"": result})
-        assert row["passed"] == passed and row["holds"] == (needed == 2) and row["untrained"] == [0, 0, 0]
+        assert row["passed"] == passed and row["holds"] == (needed == 2) and row["reference"] == [0, 0, 0]
         assert sorted(row["passed"] + row["failed"]) == [7, 8, 9]
     missing = result._replace(trained=measured(exact_match=np.full(3, np.nan)))
     assert not claims.judge(claim, {"": missing})["passed"]

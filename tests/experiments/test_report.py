@@ -36,7 +36,7 @@ def synthetic(**changes):
     divergence = np.tile(0.5 * (1 - np.eye(LAYERS * HEADS)), (SEEDS, 2, 1, 1))
     divergence[:, 0] *= 0.2
     accuracy = np.array([[1.0, 1.0], [1.0, 0.9], [0.4, 0.2]])
-    names = ("name", "statement", "values", "side", "threshold", "untrained", "passed", "needed", "holds", "seeds")
+    names = ("name", "statement", "values", "side", "threshold", "reference", "passed", "needed", "holds", "seeds")
     claims = [
         (
             "accuracy",
@@ -76,6 +76,7 @@ def synthetic(**changes):
         "accuracy": accuracy,
         "ablated": ablated,
         "groups": {"one_back": accuracy - [0.3, 0.0]},
+        "paths": {},
         "heads": [
             {"seed": seed, "layer": layer, "head": head, "role": roles[ORDER[i][head]], "score": 0.9, "null": 0.1}
             | {"p_value": 0.00123456}
@@ -87,7 +88,7 @@ def synthetic(**changes):
         "controls": [
             {"name": "one head & no more", "metric": "accuracy", "values": [0.3, 0.4, 0.5], "parameters": 123}
         ],
-        "claims": [dict(zip(names, claim, strict=True)) for claim in claims],
+        "claims": [dict(zip(names, claim, strict=True)) | {"reference_name": "untrained"} for claim in claims],
     }
     return Findings(**(found | changes))
 

@@ -78,6 +78,13 @@ const look = () => ["text", "[style*='--s0)']"].map((mark) => getComputedStyle(m
 verdict.colours = [look()];
 document.documentElement.style.cssText = "--ink: rgb(1, 2, 3); --r0: rgb(4, 5, 6)"; // as another colour scheme does
 verdict.colours.push(look());
+const column = (at) => [...document.querySelectorAll("#heads-table tbody tr")].map((row) => row.cells[at].textContent);
+const sorters = document.querySelectorAll("#heads-table th button");
+verdict.sorted = [column(0)];
+sorters[3].click(); // by role
+verdict.sorted.push(column(3));
+sorters[0].click(); sorters[0].click(); // by seed, largest first
+verdict.sorted.push(column(0), document.querySelector("#heads-table th").getAttribute("aria-sort"));
 const drawn = [...document.querySelectorAll(".drawn svg")];
 const widths = (items) => items.map((item) => item.getBoundingClientRect().width);
 verdict.drawn = [drawn.length, Math.min(...widths(drawn)) > 300 && // a narrow page scrolls a figure in its section
@@ -165,6 +172,9 @@ def check_views(findings, verdict):
 def check_matrices(findings, verdict):
     """A cell or a dot for each number, which stands in its tooltip."""
     cells = LAYERS * HEADS * 2
+    before, by_role, by_seed, direction = verdict["sorted"]
+    assert before == sorted(before) and by_role == sorted(by_role) and set(by_role) == {"mirror", "one back"}
+    assert by_seed == before[::-1] and direction == "descending"
     untrained, trained = verdict["statistics"][:cells], verdict["statistics"][cells:]
     assert len(trained) == cells
     assert untrained[0] == "L0H0 one back, max weight: 0.300 · seeds 7, 8, 9: 0.300, 0.300, 0.300"

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.report import data, figures, page, panels
+from experiments.report import data, figures, layers, page, panels
 from tests.experiments.test_report import embedded, synthetic
 from tests.experiments.test_report_page import browse
 
@@ -206,6 +206,45 @@ def test_a_browser_draws_a_long_sequence_in_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(page, "write_figures", lambda *_: [])
     dom, console = browse(page.write_report(large(1, 2, 300, 2, 2, seeds=1), tmp_path), tmp_path)
     assert console == [] and '<b id="query">297-299: token297 token298 token299</b>' in dom
+
+
+def test_many_heads_are_drawn_layer_by_layer():
+    findings = large(12, 9, 10, 2, 2, seeds=1)
+    assert layers.is_deep(findings) and not layers.is_deep(synthetic())
+    rows = layers.statistics_matrices(findings)
+    assert [[matrix.title for matrix in row] for row in rows] == [[*"abcdefg", "distance", "max logit"]] * 2
+    np.testing.assert_array_equal(rows[1][2].median, findings.statistics["c"][0, 1])
+    assert rows[0][7].shades.max() <= 1 and {rows[0][7].shades.min(), rows[1][7].shades.min()} >= {0.0}
+    assert len(layers.statistics_figure(findings).axes) == 2 * 9 + 1  # and a bar
+    assert len(layers.ablation_figure(findings).axes) == 3 + 1 + 1  # places, their bar, roles
+    one, other, _ = layers.offsets_figure(findings).axes
+    assert one.images[0].get_array().shape == (108, 19) == other.images[0].get_array().shape
+    shown = layers.heads_figure(dataclasses.replace(findings, heads=_ranked()))
+    assert len(shown.axes) == 18 + 1  # 3 heads of x and 12 of y, in rows of six, and a bar
+
+
+def _ranked():
+    """Roles of 108 heads: half mixed, a quarter weak, the rest of two roles, one of three heads."""
+    names = ["mixed"] * 54 + ["weak x"] * 27 + ["x"] * 3 + ["y"] * 24
+    row = {"seed": 0, "null": 0.1, "p_value": 0.01}
+    return [row | {"layer": i // 9, "head": i % 9, "role": name, "score": i / 108} for i, name in enumerate(names)]
+
+
+def test_the_clearest_heads_are_of_all_roles():
+    findings = dataclasses.replace(large(12, 9, 2, 2, 2, seeds=1), heads=_ranked())
+    assert layers.strongest(findings, 8) == [83, 82, 81, 107, 106, 105, 104]
+    unclear = dataclasses.replace(findings, heads=_ranked()[:60])
+    assert layers.strongest(unclear, 4) == [53, 52, 59, 58]
+
+
+def test_paths_are_coloured_up_to_the_largest():
+    key = np.zeros((12, 9))
+    key[3, 4] = 0.4
+    findings = dataclasses.replace(synthetic(), paths={"key": key, "query": key / 4})
+    one, other, bar = layers.paths_figure(findings).axes
+    assert one.get_title() == "into their key" and other.get_title() == "into their query"
+    assert "0.40" in [text.get_text() for text in one.texts] and "0.10" in [text.get_text() for text in other.texts]
+    assert bar.get_ylabel() == "score lost"
 
 
 def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):

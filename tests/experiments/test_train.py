@@ -225,7 +225,7 @@ claims:
     assert not (out / "controls" / "model.num_heads=2").exists()  # the run itself, not a control
     judged = json.loads((out / "claims.json").read_text())
     assert [claim["holds"] for claim in judged] == [True, False]
-    assert judged[0]["passed"] == [3, 4] and judged[1]["failed"] == [3, 4] and len(judged[0]["untrained"]) == 2
+    assert judged[0]["passed"] == [3, 4] and judged[1]["failed"] == [3, 4] and len(judged[0]["reference"]) == 2
 
     assert json.loads((out / "seconds.json").read_text()) > 1
 

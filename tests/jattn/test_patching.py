@@ -321,6 +321,11 @@ def test_a_path_to_the_end_is_direct(random_model):
     for layer, head in np.ndindex(2, N):
         change = (np.asarray(source[layer]["z"], float) - own[layer]["z"])[:, -1, head] @ kernels[layer]["out"][head]
         np.testing.assert_allclose(found[layer, head], last[:, -1] + change, atol=1e-5)
+    both = heads.path_patch(lambda stream: stream[:, -1], last, own, source, out, groups=[[], [(0, 3), (1, 1)]])
+    np.testing.assert_allclose(both[0], last[:, -1], atol=1e-5)
+    np.testing.assert_allclose(both[1], found[0, 3] + found[1, 1] - last[:, -1], atol=1e-5)
+    with pytest.raises(ValueError, match=r"heads of 2 layers with 4 heads, got \[\(2, 0\)\]"):
+        heads.path_patch(jnp.sin, last, own, source, out, groups=[[(2, 0)]])
     with pytest.raises(ValueError, match="an entry for each layer, got 2, 1 and 2"):
         heads.path_patch(jnp.sin, last, own, source[:1], out)
     with pytest.raises(ValueError, match="each layer of own and source must hold 'z'"):
