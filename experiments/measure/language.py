@@ -21,10 +21,10 @@ from jax import Array
 from rich.progress import track
 
 from experiments.config import Claim, Config, Language
-from experiments.generate import model_file
 from experiments.measure import claims, evaluate, look, paths, sequences
 from experiments.measure.sequences import PLACES, Sequences
 from experiments.model import Block
+from experiments.published import model_file
 from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
@@ -91,8 +91,11 @@ def run(config: Config, out: Path) -> Findings:
     started, options = time.monotonic(), config.language
     toy = _toy(config, out / "toy")
     source = model_file(options.model)
+    sizes = interop.load(source).config  # of a model that is let go: the twins take as much memory
+    data = sequences.draw(options, interop.tokenizer(source), sizes.vocabulary)
+    count = math.ceil(NULL_HEADS / (sizes.num_layers * sizes.num_heads))
+    twins = [look_at(Model.of(interop.Transformer(sizes, rngs=nnx.Rngs(i))), data) for i in range(count)]
     model = Model.of(interop.load(source))
-    data = sequences.draw(options, interop.tokenizer(source), model.config.vocabulary)
     looked = look_at(model, data)
     ranked = {name: _strongest(looked["chosen"][name], options.group) for name in GROUPS}
     rng = np.random.default_rng(options.seed)
@@ -104,8 +107,6 @@ def run(config: Config, out: Path) -> Findings:
     found = _measured(model, data, ranked, compared)
     single = judge(model, data, _rows(data, SINGLE))
     accuracy, ablated = single(np.ones(looked["norms"].shape))[1], _ablate_each(single, looked["norms"].shape)
-    count = math.ceil(NULL_HEADS / looked["norms"].size)
-    twins = [look_at(Model.of(interop.Transformer(model.config, rngs=nnx.Rngs(i))), data) for i in range(count)]
     roles, twin = _roles(looked, twins), twins[0]
     off = {str(role): single(roles.label[0] != role)[1][None] for role in _strong(roles)}
     metrics = _metrics(found, looked, twin, ranked) | {TOY + name: value for name, value in toy.items()}
@@ -237,7 +238,7 @@ def _measured(model: Model, data: Sequences, ranked: Any, compared: Any) -> dict
 
 
 def _paths(model: Model, tokens: np.ndarray, readers: paths.Heads, groups: Sequence[paths.Heads]) -> Any:
-    seen, L = jnp.asarray(tokens), model.config.num_layers
+    seen = jnp.asarray(tokens)
 
     @jax.jit
     def streams_of(state: Any) -> tuple[Any, Any]:
@@ -256,9 +257,17 @@ def _paths(model: Model, tokens: np.ndarray, readers: paths.Heads, groups: Seque
         return {name: sown[name][0] for name in sown}
 
     streams, own = streams_of(model.state)
-    layers = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(L)]
     asked = {"names": ("induction",), "tokens": seen}
-    found = paths.scores(sown_by, layers, streams, own, whole.layers.attention.out.kernel[...], readers, groups, asked)
+    found = paths.scores(
+        sown_by,
+        lambda i: jax.tree.map(lambda x: x[i], stacked),
+        streams,
+        own,
+        whole.layers.attention.out.kernel[...],
+        readers,
+        groups,
+        asked,
+    )
     return jax.tree.map(np.asarray, found)
 
 
@@ -406,7 +415,7 @@ def _toy_paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) ->
 
     found = paths.scores(
         sown_by,
-        [params[f"layer_{i}"] for i in range(L)],
+        lambda i: params[f"layer_{i}"],
         [jnp.zeros_like(outputs[0]), *outputs[:-1]],
         own,
         [params[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(L)],

@@ -38,7 +38,7 @@ def matched_groups(group: Heads, count: int, norms: np.ndarray, besides: Heads, 
 
 def scores(
     run: Callable[..., Mapping[str, Any]],
-    layers: Sequence[Any],
+    layers: Callable[[int], Any],
     streams: Sequence[Array],
     own: Sequence[Mapping[str, Array]],
     kernels: Sequence[Array],
@@ -52,8 +52,8 @@ def scores(
     theirs. Paths into a reader from its own layer or a later one do not exist, and change nothing.
 
     Args:
-        run: ``run(layer, stream, **options)``, what the attention of one of ``layers`` sows on a residual stream.
-        layers: the parameters of each layer, as ``run`` takes them.
+        run: ``run(layer, stream, **options)``, what a layer's attention sows on a residual stream.
+        layers: from a layer's number to its parameters, as ``run`` takes them.
         streams: the input ``[B,T,M]`` of each layer.
         own: what each layer's attention sows (``sow_heads``).
         kernels: their output kernels ``[N,D,M]``.
@@ -90,7 +90,7 @@ def scores(
     total: dict[str, Array] = {}
     for layer in sorted({layer for layer, _ in readers}):
         reading = np.array([head for at, head in readers if at == layer])
-        found = of_layer(layers[layer], streams[layer], z, [*other[:layer], *z[layer:]], list(kernels))
+        found = of_layer(layers(layer), streams[layer], z, [*other[:layer], *z[layer:]], list(kernels))
         for name, value in found.items():
             total[name] = total.get(name, 0.0) + value[..., reading].sum(-1)
     return {name: value / len(readers) for name, value in total.items()}

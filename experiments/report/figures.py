@@ -54,16 +54,16 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
         "offsets": offsets_figure,
         "statistics": statistics_figure,
         "ablation": ablation_figure,
+        "paths": layers.paths_figure,
         "divergence": divergence_figure,
         "map": map_figure,
         "curves": curves_figure,
         "controls": controls_figure,
-        "paths": layers.paths_figure,
     }
-    if layers.is_deep(findings):
-        drawn |= layers.FIGURES
     optional = {"training": time_panels(findings), "statistics": findings.statistics}
     optional |= {"curves": findings.curves, "controls": findings.controls, "paths": findings.paths}
+    if layers.is_deep(findings):
+        drawn |= layers.FIGURES
     files = []
     with matplotlib.rc_context(STYLE):
         for name, draw in drawn.items():

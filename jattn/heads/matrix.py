@@ -119,7 +119,8 @@ def pattern_divergence(
         ``[N,N]``, symmetric, with a zero diagonal.
     """
     rows = jnp.ones(patterns.shape[1], bool) if eligible is None else eligible
-    return jax.vmap(lambda p: jax.vmap(lambda r: _mean(jensen_shannon(p, r), rows))(patterns))(patterns)
+    # Head by head: all pairs at once would hold N times the patterns.
+    return jax.lax.map(lambda p: jax.vmap(lambda r: _mean(jensen_shannon(p, r), rows))(patterns), patterns)
 
 
 def jensen_shannon(p: Array, r: Array) -> Array:
