@@ -91,7 +91,7 @@ def _claims(findings: Findings) -> str:
         facts = {
             "median" if len(claim["values"]) > 1 else "number": _figure(claim["values"]),
             "threshold": f"{_text(claim['side'])} {_figure(claim['threshold'])}",
-            claim["reference_name"]: _figure(claim["reference"]),
+            **({claim["reference_name"]: _figure(claim["reference"])} if len(claim["reference"]) else {}),
             "seeds passed": f"{len(claim['passed'])} of {len(claim['values'])}, {_text(claim['needed'])} needed",
         }
         rows = "".join(
