@@ -17,7 +17,7 @@ PATCHED = ("query", "key", "value", "pattern")
 
 
 def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "head_gate") -> Array:
-    """A gate ``[N]``, ``[B,N]``, ``[B,T,N]`` or ``[B,T,N,D]`` of ``x``, as ``[B|1, T|1, N, D|1]``, B only if x has it."""
+    """A gate ``[N]``, ``[B,N]``, ``[B,T,N]`` or ``[B,T,N,D]`` of ``x``, as ``[B|1, T|1, N, D|1]``, without B as x."""
     gate = jnp.asarray(gate)
     *own_batch, T, N, D = x.shape
     for full in ((N,), (*lead, N), (*lead, T, N), (*lead, T, N, D)):
