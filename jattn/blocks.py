@@ -22,7 +22,10 @@ from jattn.mods import as_part, check, holds_plain_function, known, mod_semantic
 from jattn.tables import Length, arange, count_pairs, pad_end, parts_of
 
 LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
+PIECE = 256  # rows and columns in which partial blocks are cut
 WORTH = 0.85
+
+Piece = tuple[slice, slice]  # rows and columns of a block
 
 
 def tile(T: Length, S: Length, largest: int = LARGE) -> tuple[int, int]:
@@ -45,12 +48,15 @@ def choose_blocks(
     T: Length,
     S: Length,
     block_sizes: tuple[int, int] | None = None,
-) -> tuple[tuple[int, int], tuple[Any, Any]]:
-    """The block size, and ``tables(size)``: the two tables of ``visible_blocks``.
+    *,
+    cuts: bool = False,
+) -> tuple[tuple[int, int], tuple[Any, Any], tuple[Piece, ...]]:
+    """The block size, ``tables(size)``, which are the tables of ``visible_blocks``, and ``cut`` of the partial blocks.
 
     Large blocks keep products near the machine's peak rate and the loop short: at H = 64 on two cores, small blocks
     cost an eighth more per pair. Small blocks are chosen if they skip enough of the matrix to pay for that, as for a
-    window or a causal mask of two blocks. Only a static table shows this while tracing. ``block_sizes`` overrides.
+    window, and with ``cuts`` if large partial blocks are not cut. Only a static table shows this while tracing.
+    ``block_sizes`` overrides.
 
     Raises:
         ValueError: ``block_sizes`` are not two positive integers.
@@ -58,9 +64,16 @@ def choose_blocks(
     if block_sizes is not None:
         rows, columns = _two_sizes(block_sizes)
         sizes = zip((rows, columns), (T, S), strict=True)
-        block = tuple(min(size, max(length, 1)) if isinstance(length, int) else size for size, length in sizes)
-        return block, tables(block)  # type: ignore[return-value]
-    return choose_size(tables, tile(T, S), tile(T, S, SMALL))
+        block: Any = tuple(min(size, max(length, 1)) if isinstance(length, int) else size for size, length in sizes)
+        found = tables(block)
+        return block, found, cut(tables, block, found) if cuts else ()
+    large = tile(T, S)
+    coarse = tables(large)
+    pieces = cut(tables, large, coarse) if cuts and coarse[0].size > 1 else ()  # a single block is rather divided
+    if pieces:
+        return large, coarse, pieces
+    size, found = choose_size(tables, large, tile(T, S, SMALL))
+    return size, found, cut(tables, size, found) if cuts else ()
 
 
 def choose_size(
@@ -73,6 +86,38 @@ def choose_size(
         if fine[0].mean() <= WORTH * coarse[0].mean():
             return small, fine
     return large, coarse
+
+
+def cut(
+    tables: Callable[[tuple[int, int]], tuple[Any, Any]], size: tuple[int, int], found: tuple[Any, Any]
+) -> tuple[Piece, ...]:
+    """The pieces of every partial block that hold its visible pairs: for some rows, the columns that any of them sees.
+
+    The diagonal blocks of a causal mask need ten sixteenths of their pairs. None if the tables are not static, or
+    little is left out. ``found``: ``tables(size)``.
+    """
+    parts = [step // PIECE for step in size]
+    if min(parts) < 2 or any(step % number for step, number in zip(size, parts, strict=True)):
+        return ()
+    partial = found[0] & True ^ found[1]
+    if not isinstance(partial, np.ndarray) or not partial.any():
+        return ()
+    small = size[0] // parts[0], size[1] // parts[1]
+    fine = np.asarray(tables(small)[0])
+    short = [
+        count * number - have for count, number, have in zip(partial.shape[-2:], parts, fine.shape[-2:], strict=True)
+    ]
+    fine = np.pad(fine, [(0, 0)] * (fine.ndim - 2) + [(0, missing) for missing in short])
+    fine = fine.reshape(*fine.shape[:-2], partial.shape[-2], parts[0], partial.shape[-1], parts[1])
+    seen = (fine & partial[..., :, None, :, None]).any((*range(fine.ndim - 4), -4, -2))  # [parts of rows, of columns]
+    pieces = []
+    for row, columns in enumerate(seen):
+        if columns.any():
+            first, last = np.flatnonzero(columns)[[0, -1]]
+            rows = slice(row * small[0], (row + 1) * small[0])
+            pieces.append((rows, slice(int(first) * small[1], int(last + 1) * small[1])))
+    needed = sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in pieces)
+    return tuple(pieces) if needed <= WORTH * size[0] * size[1] else ()
 
 
 def _two_sizes(block_sizes: Any) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn.attention import Head, check_mod, softmax_dtype
-from jattn.blocks import BlockList, block_lists, split_axis
+from jattn.blocks import BlockList, Piece, block_lists, split_axis
 from jattn.dropout import Dropout, drop
 from jattn.mods import mod_semantics
 from jattn.score_mods import ScoreMod
@@ -60,25 +60,34 @@ class BlockedHead:
     all_seen: bool  # every query sees a key and every key is seen
     full: BlockList
     partial: BlockList
+    pieces: tuple[Piece, ...]  # of partial blocks, if they are cut; rows that are in none see nothing there
 
-    def visible(self, i, j) -> Array:
-        """The visible pairs of a partial block, bool ``[rows, columns]``."""
-        indices = self._indices(i, j)
-        visible = jnp.ones(self.size, bool)
+    def visible(self, i, j, piece: Piece | None = None) -> Array:
+        """The visible pairs of a partial block, or of a piece of it, bool ``[rows, columns]``."""
+        indices = self._indices(i, j, piece)
+        shape = indices[2].shape[0], indices[3].shape[1]
+        visible = jnp.ones(shape, bool)
         for mask in self.masks:
             with mod_semantics():
                 mask_values = mask(*indices)
-            check_mod("mask", mask_values, bool, self.size)
+            check_mod("mask", mask_values, bool, shape)
             mask_values = jnp.asarray(mask_values)
             visible &= mask_values.reshape((1,) * (2 - mask_values.ndim) + mask_values.shape)
         for array in self.arrays.slot_masks:
-            visible &= take_block(array, i, j, self.size)
+            visible &= _of_piece(take_block(array, i, j, self.size), piece)
         return visible
 
-    def scores(self, block: Block, i, j, masked: bool) -> tuple[Array, Array]:
-        """The scores ``[rows, columns]`` of a block, -inf where masked, and its values ``[D, columns]``."""
+    def scores(self, block: Block, i, j, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
+        """The scores ``[rows, columns]`` of a block, -inf where masked, and its values ``[D, columns]``.
+
+        With ``piece``, those of its rows and columns alone.
+        """
         q, k, v, bias = block
-        visible = self.visible(i, j) if masked else None
+        if piece is not None:
+            rows, columns = piece
+            q, k, v, bias = q[rows], k[:, columns], v[:, columns], None if bias is None else _of_piece(bias, piece)
+        shape = q.shape[0], k.shape[1]
+        visible = self.visible(i, j, piece) if masked else None
         if visible is not None and not self.all_seen:
             # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN is NaN.
             q = jnp.where(visible.any(axis=1)[:, None], q, 0.0)
@@ -93,16 +102,34 @@ class BlockedHead:
             if visible is not None:
                 scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
             with mod_semantics():
-                modified = self.score_mod(scores, *self._indices(i, j))
-            check_mod("score_mod", modified, jnp.floating, self.size)
-            scores = jnp.broadcast_to(modified, self.size).astype(scores.dtype)
+                modified = self.score_mod(scores, *self._indices(i, j, piece))
+            check_mod("score_mod", modified, jnp.floating, shape)
+            scores = jnp.broadcast_to(modified, shape).astype(scores.dtype)
         return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
 
-    def softmax_sums(self, scores: Array, v: Array, row_max: Array, i, j) -> tuple[Array, Array]:
-        """The block's contribution to ``acc`` and ``row_sum``."""
+    def softmax_sums(
+        self, scores: Array, v: Array, row_max: Array, i, j, piece: Piece | None = None
+    ) -> tuple[Array, Array]:
+        """The contribution of the block, or of a piece of it, to ``acc`` and ``row_sum``."""
         exponentials = jnp.exp(scores - row_max[:, None])
         row_sum = jnp.sum(exponentials, axis=1)
-        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self._indices(i, j)), v), row_sum
+        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self._indices(i, j, piece)), v), row_sum
+
+    def by_piece(self, masked: bool, compute: Callable[[Piece | None], Any], untouched: Any) -> Any:
+        """``compute(None)``; of a partial block that is cut, ``compute`` of every piece, for its rows, joined.
+
+        ``untouched``: what is returned of rows that are in no piece, a tree of arrays ``[rows, ...]``.
+        """
+        if not masked or not self.pieces:
+            return compute(None)
+        results, end = [], 0
+        for piece in (*self.pieces, (slice(self.size[0], self.size[0]), None)):
+            if end < piece[0].start:
+                results.append(jax.tree.map(lambda x, rows=slice(end, piece[0].start): x[rows], untouched))
+            if piece[1] is not None:
+                results.append(compute(piece))
+            end = piece[0].stop
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
     def product(self, subscripts: str, x: Array, y: Array) -> Array:
         """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
@@ -116,18 +143,21 @@ class BlockedHead:
         q, k, v = (index(x, at).astype(self.dtype) for x, at in ((arrays.q, i), (arrays.k, j), (arrays.v, j)))
         return Block(q, k, v, bias)
 
-    def _indices(self, i, j) -> tuple:
+    def _indices(self, i, j, piece: Piece | None = None) -> tuple:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
+        if piece is not None:
+            rows, columns = rows[piece[0]], columns[piece[1]]
         return self.batch, self.head, rows[:, None], columns[None, :]
 
 
 class BlockPlan(NamedTuple):
-    """How to split a head: the block size, the tables of ``visible_blocks``, and ``all_seen`` (``jattn.blocks``)."""
+    """How to split a head: the block size, and ``visible_blocks``, ``all_seen`` and ``cut`` of ``jattn.blocks``."""
 
     size: tuple[int, int]
     any_visible: Any
     all_visible: Any
     all_seen: bool
+    pieces: tuple[Piece, ...] = ()
 
 
 def split_head(
@@ -173,7 +203,16 @@ def split_head(
         all_seen=plan.all_seen,
         full=full,
         partial=partial,
+        pieces=plan.pieces,
     )
+
+
+def _of_piece(array: Array, piece: Piece | None) -> Array:
+    """A piece of ``[rows|1, columns|1]``."""
+    if piece is None:
+        return array
+    rows, columns = (part if size > 1 else slice(None) for part, size in zip(piece, array.shape, strict=True))
+    return array[rows, columns]
 
 
 @functools.cache

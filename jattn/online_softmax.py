@@ -57,20 +57,22 @@ def blockwise(
 
 def _forward(platform: str, qkv_and_head: tuple, block_sizes: Any) -> tuple[Array, Array, Array]:
     q, k, v, head = qkv_and_head
-    return forward_head(platform, q, k, v, head, plan_head(q, k, head, block_sizes))
+    return forward_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes))
 
 
 def _accumulate(platform: str, qkv_and_head: tuple, row_max: Array, block_sizes: Any) -> tuple[Array, Array]:
     q, k, v, head = qkv_and_head
-    return accumulate_head(platform, q, k, v, head, plan_head(q, k, head, block_sizes), row_max)
+    return accumulate_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes), row_max)
 
 
-def plan_head(q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | None) -> BlockPlan:
+def plan_head(platform: str, q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | None) -> BlockPlan:
     """How to split a single head into blocks."""
     lengths = q.shape[0], k.shape[0]
     options = (head.masks, head.slot_masks, head.batch, head.head, head.query_positions, head.kv_positions, lengths)
-    size, tables = choose_blocks(lambda size: visible_blocks(*options, size), *lengths, block_sizes)
-    return BlockPlan(size, *tables, all_seen(*options))
+    size, tables, pieces = choose_blocks(
+        lambda size: visible_blocks(*options, size), *lengths, block_sizes, cuts=platform == "cpu"
+    )
+    return BlockPlan(size, *tables, all_seen(*options), pieces)
 
 
 def differentiable(
@@ -189,10 +191,13 @@ def accumulate_head(
     def visit(sums, i, j, masked, if_listed):
         block, block_max = blocked.take(i, j), row_max[i]
 
-        def compute():
-            return blocked.softmax_sums(*blocked.scores(block, i, j, masked), block_max, i, j)
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums)
 
-        added = if_listed(compute, jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums))
+        def of_piece(piece):
+            own_max = block_max if piece is None else block_max[piece[0]]
+            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), own_max, i, j, piece)
+
+        added = if_listed(lambda: blocked.by_piece(masked, of_piece, nothing), nothing)
         return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
 
     zeros = jnp.zeros((*blocked.arrays.q.shape[:2], v.shape[1]), dtype), jnp.zeros_like(row_max)
@@ -260,16 +265,21 @@ def _online_softmax(blocked: BlockedHead, summed: bool, out_dtype: Any) -> tuple
     def row_of_blocks(i):
         def visit(masked, column):
             def body(p, state):
-                acc, row_max, row_sum = state
                 j = column(p)
-                scores, v = blocked.scores(blocked.take(i, j, transposable=False), i, j, masked)
-                if summed:
-                    v = jnp.concatenate([v, jnp.ones((1, v.shape[1]), v.dtype)])
-                new_max = jnp.maximum(row_max, row_maximum(scores))
-                rescale = jnp.exp(row_max - new_max)
-                block_acc, block_sum = blocked.softmax_sums(scores, v, new_max, i, j)
-                new_sum = row_sum if summed else row_sum * rescale + block_sum
-                return acc * rescale[:, None] + block_acc, new_max, new_sum
+                block = blocked.take(i, j, transposable=False)
+
+                def of_piece(piece):
+                    acc, row_max, row_sum = state if piece is None else (x[piece[0]] for x in state)
+                    scores, v = blocked.scores(block, i, j, masked, piece)
+                    if summed:
+                        v = jnp.concatenate([v, jnp.ones((1, v.shape[1]), v.dtype)])
+                    new_max = jnp.maximum(row_max, row_maximum(scores))
+                    rescale = jnp.exp(row_max - new_max)
+                    block_acc, block_sum = blocked.softmax_sums(scores, v, new_max, i, j, piece)
+                    new_sum = row_sum if summed else row_sum * rescale + block_sum
+                    return acc * rescale[:, None] + block_acc, new_max, new_sum
+
+                return blocked.by_piece(masked, of_piece, state)
 
             return body
 

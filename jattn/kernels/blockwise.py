@@ -16,7 +16,7 @@ from jattn import staged
 from jattn.attention import softmax_dtype
 from jattn.batching import canonical, over_request
 from jattn.block_gradients import gradients
-from jattn.blocks import all_seen, choose_blocks, visible_blocks
+from jattn.blocks import Piece, all_seen, choose_blocks, visible_blocks
 from jattn.hoist import traced
 from jattn.kernels import Fold, Program
 from jattn.lifting import one_by_one
@@ -82,7 +82,7 @@ class Blockwise:
         if lse is None:
             lse = self.run(dataclasses.replace(request, value=request.key[..., :0]))[1]
         request, (B, _, N, _) = canonical(request), request.query.shape
-        size, _ = _tables(request, self.block_sizes)
+        size, *_ = _tables(request, self.block_sizes)
         dtype, index = softmax_dtype(request.query), jnp.int32
         block_types = (
             jax.ShapeDtypeStruct(size, dtype),
@@ -273,18 +273,20 @@ def _plan(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[B
     the cache. If an axis may be ``divided`` over devices, a loop over it would gather it; then vmap, with one table for
     all sequences. On one accelerator vmap, but over sequences only if they share a table.
     """
-    size, (any_visible, all_visible) = _tables(request, sizes)
+    size, (any_visible, all_visible), pieces = _tables(request, sizes, cuts=platform == "cpu")
     if divided:
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
     heads = one_by_one if platform == "cpu" and not divided else jax.vmap
     sequences = one_by_one if not divided and (platform == "cpu" or any_visible.shape[0] > 1) else jax.vmap
-    plan = BlockPlan(size, any_visible, all_visible, all_seen(*mask_arguments(request)))
+    plan = BlockPlan(size, any_visible, all_visible, all_seen(*mask_arguments(request)), pieces)
     return plan, {"per_sequence": (any_visible, all_visible), "sequences": sequences, "heads": heads}
 
 
-def _tables(request: Request, sizes: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
+def _tables(
+    request: Request, sizes: Any, *, cuts: bool = False
+) -> tuple[tuple[int, int], tuple[Any, Any], tuple[Piece, ...]]:
     lengths = request.query.shape[1], request.key.shape[1]
-    return choose_blocks(functools.partial(block_table, request), *lengths, sizes)
+    return choose_blocks(functools.partial(block_table, request), *lengths, sizes, cuts=cuts)
 
 
 def mask_arguments(request: Request) -> MaskArguments:

@@ -232,8 +232,8 @@ class TestChooseBlocks:
     )
     def test_small_where_that_leaves_out_enough(self, mask, length, wanted):
         see = self.see(mask, length, length)
-        size, found = choose_blocks(see, length, length)
-        assert size == (wanted, wanted)
+        size, found, pieces = choose_blocks(see, length, length)
+        assert size == (wanted, wanted) and pieces == ()
         compare(found, see(size))
 
     def test_a_table_known_only_when_it_runs(self):
@@ -247,17 +247,43 @@ class TestChooseBlocks:
         jax.jit(lambda: choose(width))()  # captured, so its value is known
         assert sizes == [(LARGE, LARGE), (SMALL, SMALL)]
 
+    @pytest.mark.parametrize(
+        "mask, length, size, pieces",
+        [
+            ([Causal()], 2048, LARGE, [(0, 256, 0, 256), (256, 512, 0, 512), (512, 768, 0, 768), (768, 1024, 0, 1024)]),
+            ([Causal()], 1024, SMALL, [(0, 256, 0, 256), (256, 512, 0, 512)]),
+            ([~Causal()], 2048, LARGE, [(0, 256, 0, 1024), (256, 512, 256, 1024), (512, 768, 512, 1024), (768, 1024, 768, 1024)]),
+            ([Prefix(256)], 4096, LARGE, [(at, at + 256, 0, 256) for at in (0, 256, 512, 768)]),
+            ([lambda b, h, q, kv: (q // 256) % 2 == 1], 2048, LARGE, []),  # what a plain function sees is not known
+            ([Causal()], 3000, LARGE, []),  # the last blocks are partial for their padding, too
+            ([SlidingWindow(600)], 4096, SMALL, []),  # both edges of the window together need all
+            ([], 2048, LARGE, []),
+        ],
+    )  # fmt: skip
+    def test_partial_blocks_are_cut_where_that_leaves_out_enough(self, mask, length, size, pieces):
+        found, _, cut = choose_blocks(self.see(mask, length, length), length, length, cuts=True)
+        assert [(r.start, r.stop, c.start, c.stop) for r, c in cut] == pieces
+        assert found == tile(length, length, size)
+
+    def test_rows_that_no_partial_block_sees_are_in_no_piece(self):
+        seen = np.zeros((1024, 1024), bool)
+        seen[300:310, :20] = True
+        see = functools.partial(visible_blocks, [Dense(seen[None, None])], [], 0, 0, None, None, (1024, 1024))
+        _, _, cut = choose_blocks(see, 1024, 1024, (512, 512), cuts=True)
+        assert cut == ((slice(256, 512), slice(0, 256)),)
+
     def test_block_sizes_override_and_are_cut_to_the_lengths(self):
         wanted = {(3, 4): (3, 4), (100, 4): (T, 4), (3, 100): (3, S)}
         for given, size in wanted.items():
-            found = choose_blocks(self.see([Causal()], T, S), T, S, given)
-            assert found[0] == size
+            found = choose_blocks(self.see([Causal()], T, S), T, S, given, cuts=True)
+            assert found[0] == size and found[2] == ()
             compare(found[1], self.see([Causal()], T, S)(size))
         assert choose_blocks(self.see([], 0, 0), 0, 0, (3, 4))[0] == (1, 1)
 
     @pytest.mark.parametrize("lengths", [(0, 2000), (2000, 0), (0, 0)])
     def test_no_queries_or_no_keys(self, lengths):
-        _, (may, must) = choose_blocks(self.see([Causal()], *lengths), *lengths)
+        _, (may, must), pieces = choose_blocks(self.see([Causal()], *lengths), *lengths, cuts=True)
+        assert pieces == ()
         assert may.size == must.size == 0
 
     @pytest.mark.parametrize("given", [(0, 1), (3, -4)])

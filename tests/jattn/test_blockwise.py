@@ -13,6 +13,7 @@ import pytest
 import jattn
 from jattn import blockwise, masks, score_mods
 from jattn.attention import attend
+from jattn.kernels.blockwise import Blockwise
 from jattn.lifting import one_by_one, over_heads
 
 T, S, H, D = 13, 17, 5, 3
@@ -312,6 +313,45 @@ def test_what_it_captures_gets_its_gradient():
         return jax.jit(jax.grad(of))(params)
 
     compare(gradients(in_blocks), gradients(attend))
+
+
+SQUARE = np.zeros((1, 1, 1024, 1024), bool)
+SQUARE[..., 300:400, :30] = True  # rows 0 to 255 of its block are in no piece
+CUT = {
+    "causal": {"is_causal": True},
+    "all options": {
+        "is_causal": True,
+        "bias": floats(1, 2, 1024, 1024),
+        "score_mod": score_mods.SoftCap(2.0),
+        "dropout_rate": 0.2,
+        "dropout_rng": jax.random.key(1),
+        "query_seq_lengths": np.array([900]),
+    },
+    "rows in no piece": {"mask": masks.Dense(SQUARE)},
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_blocks_that_are_cut_into_pieces(name):
+    """Values, lse and gradients of blocks of 512, cut into pieces of 256, compared with the dense formula."""
+    query, key, value, g = (floats(1, 1024, n, 4, seed=i) for i, n in enumerate((2, 1, 1, 2)))
+
+    def results(implementation):
+        attend = functools.partial(
+            jattn.dot_product_attention, implementation=implementation, return_residual=True, **CUT[name]
+        )
+
+        @jax.jit
+        def of(*qkv):
+            (out, lse), pull = jax.vjp(attend, *qkv)
+            seen = lse > -jnp.inf
+            return (out, jnp.where(seen, lse, 0.0)), seen, pull((g, jnp.where(seen, 1.0, 0.0)))
+
+        return of(query, key, value)
+
+    got, wanted = results(Blockwise((512, 512))), results("xla")
+    np.testing.assert_array_equal(got[1], wanted[1])
+    compare((got[0], got[2]), (wanted[0], wanted[2]), 2e-5)
 
 
 # Recipes, built in the test: jattn's classes are type-checked by sampling, and Hypothesis forbids other randomness.
