@@ -21,7 +21,7 @@ from typing import Any
 
 from jattn import heads, masks, positions, score_mods, sharding
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
-from jattn.attention import attend, merge, unmerge
+from jattn.attention import attend, merge
 from jattn.blocks import block_mask
 from jattn.cache import KVCache, append, init_cache
 from jattn.kernels import Unsupported
@@ -55,7 +55,6 @@ __all__ = [
     "score_mods",
     "sharding",
     "static_field",
-    "unmerge",
 ]
 
 # Imported when they are first used: they need Flax or matplotlib.

@@ -240,27 +240,6 @@ def merge(
     return out.astype(out_a.dtype), lse
 
 
-def unmerge(
-    out: Float[Array, "*rows D"],
-    lse: Float[Array, "*rows"],
-    out_b: Float[Array, "*rows D"],
-    lse_b: Float[Array, "*rows"],
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """The inverse of ``merge``: attention over the keys that are left without those of ``out_b`` and ``lse_b``.
-
-    ``lse_a = log(e^lse - e^lse_b)``, ``out_a = (out - out_b e^(lse_b - lse)) / (1 - e^(lse_b - lse))``; ``(0, -inf)``
-    if nothing is left. With a share ``p = e^(lse_b - lse)`` of the weights taken out, rounding errors grow by
-    ``1 / (1 - p)``: above a half, rather compute what is left anew. In lse's dtype; ``out`` has its own.
-    """
-    log_share = lse_b - jnp.where(lse == -jnp.inf, 0.0, lse)
-    share = jnp.exp(log_share)
-    left = share < 1.0
-    rest = jnp.where(left, -jnp.expm1(jnp.where(left, log_share, -jnp.inf)), 1.0)
-    lse_a = jnp.where(left, lse + jnp.log(rest), -jnp.inf)
-    out_a = (out.astype(lse.dtype) - out_b.astype(lse.dtype) * share[..., None]) / rest[..., None]
-    return jnp.where(left[..., None], out_a, 0.0).astype(out.dtype), lse_a
-
-
 def softmax_dtype(x: Array) -> Any:
     """The dtype of scores, weights and lse: float32, or float64 for float64 input."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

@@ -71,7 +71,7 @@ def attend_heads(
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; with any number of batch axes in place of B.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
         query_positions, kv_positions: ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``; ``arange`` by default.
-        head_gate: ``[N]``, ``[B,N]``, ``[B,T,N]`` or ``[B,T,N,D]``: factor on each head's output; 0 switches it off.
+        head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
         frozen: ``(query, key)`` from ``return_heads`` of another call: the weights are theirs, the values this call's.

@@ -203,7 +203,7 @@ class MultiHeadAttention(nnx.Module):
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
             bias: added to the scores; broadcasts to ``[..., N, T, S]``.
             score_mod: replaces the constructor's.
-            head_gate: ``[N]``, ``[B,N]``, ``[B,T,N]`` or ``[B,T,N,D]``: factor on each head's output before ``out``.
+            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output before ``out``.
             head_fill, frozen: the output of a switched-off head, instead of 0; queries and keys (as sown in
                 ``attention_heads``) whose weights replace this call's. See ``jattn.heads.ablate``.
             patch: queries, keys, values or patterns of other runs, as in ``attend_heads``. See ``jattn.heads.patch``.

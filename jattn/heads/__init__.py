@@ -4,12 +4,11 @@ From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_w
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``target_rank``, ``composition``, ``ov_circuit``,
 ``qk_circuit``, ``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``.
-Interventions: ``ablate``, ``patch``, ``attribution_patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``,
-one label per head, tested against a null distribution; ``collect``, what a model's layers have sown.
+Interventions: ``ablate``, ``patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head,
+tested against a null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads.attribution import logit_attribution
-from jattn.heads.attribution_patch import attribution_patch
 from jattn.heads.circuits import (
     composition,
     copying_score,
@@ -42,7 +41,6 @@ __all__ = [
     "Roles",
     "TopQueries",
     "ablate",
-    "attribution_patch",
     "coarse_weights",
     "collect",
     "composition",

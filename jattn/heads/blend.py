@@ -17,24 +17,22 @@ PATCHED = ("query", "key", "value", "pattern")
 
 
 def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "head_gate") -> Array:
-    """A gate ``[N]``, ``[B,N]``, ``[B,T,N]`` or ``[B,T,N,D]`` of ``x``, as ``[B|1, T|1, N, D|1]``, without B as x."""
+    """A gate ``[N]``, ``[B,N]`` or ``[B,T,N]`` of ``x``, as ``[B|1, T|1, N, 1]``, without B if ``x`` has none."""
     gate = jnp.asarray(gate)
-    *own_batch, T, N, D = x.shape
-    for full in ((N,), (*lead, N), (*lead, T, N), (*lead, T, N, D)):
-        if gate.ndim == len(full) and gate.shape[-1] == full[-1] and _fits(gate.shape, full):
+    *own_batch, T, N, _ = x.shape
+    for full in ((N,), (*lead, N), (*lead, T, N)):
+        if gate.ndim == len(full) and gate.shape[-1] == N and _fits(gate.shape, full):
             break
     else:
         raise ValueError(
-            f"{name} must be [N] = [{N}], [B, N], [B, T, N] or [B, T, N, D], got {list(gate.shape)} for outputs "
+            f"{name} must be [N] = [{N}], [B, N] or [B, T, N], got {list(gate.shape)} for outputs "
             f"{[*lead, *x.shape[-3:]]}"
         )
     if len(full) > 1 and any(size > 1 for size in gate.shape[: len(lead)]):
         gate = jnp.broadcast_to(gate, (*lead, *gate.shape[len(lead) :]))
-    after = len(full) - len(lead) if len(full) > 1 else 1  # axes besides those of the batch
-    tokens = gate.shape[len(lead)] if after > 1 else 1
-    features = gate.shape[-2:] if after == 3 else (N, 1)
+    tokens = gate.shape[len(lead)] if len(full) == len(lead) + 2 else 1
     batch = [math.prod(gate.shape[: len(lead)]) if len(full) > 1 else 1] * len(own_batch)
-    return gate.reshape(*batch, tokens, *features).astype(softmax_dtype(x))
+    return gate.reshape(*batch, tokens, N, 1).astype(softmax_dtype(x))
 
 
 def through_gate(
