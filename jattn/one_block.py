@@ -63,7 +63,7 @@ class BlockedHead:
 
     def visible(self, i, j) -> Array:
         """The visible pairs of a partial block, bool ``[rows, columns]``."""
-        indices = self._indices(i, j)
+        indices = self.indices(i, j)
         visible = jnp.ones(self.size, bool)
         for mask in self.masks:
             with mod_semantics():
@@ -93,7 +93,7 @@ class BlockedHead:
             if visible is not None:
                 scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
             with mod_semantics():
-                modified = self.score_mod(scores, *self._indices(i, j))
+                modified = self.score_mod(scores, *self.indices(i, j))
             check_mod("score_mod", modified, jnp.floating, self.size)
             scores = jnp.broadcast_to(modified, self.size).astype(scores.dtype)
         return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
@@ -102,7 +102,7 @@ class BlockedHead:
         """The block's contribution to ``acc`` and ``row_sum``."""
         exponentials = jnp.exp(scores - row_max[:, None])
         row_sum = jnp.sum(exponentials, axis=1)
-        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self._indices(i, j)), v), row_sum
+        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self.indices(i, j)), v), row_sum
 
     def product(self, subscripts: str, x: Array, y: Array) -> Array:
         """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
@@ -116,7 +116,7 @@ class BlockedHead:
         q, k, v = (index(x, at).astype(self.dtype) for x, at in ((arrays.q, i), (arrays.k, j), (arrays.v, j)))
         return Block(q, k, v, bias)
 
-    def _indices(self, i, j) -> tuple:
+    def indices(self, i, j) -> tuple:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
         return self.batch, self.head, rows[:, None], columns[None, :]
 
