@@ -4,8 +4,7 @@ A query has the output ``z``. Without one key, of value ``v``, it has ``u``, wit
 
     weight = sigmoid(score - r)      z = weight v + (1 - weight) u
 
-and with another key in its place, of another score, the same with another weight: ``z' - z = (weight' - weight)(v - u)``.
-Of all keys but the largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. A key that holds
+and with another key in its place the same with another weight: ``z' - z = (weight' - weight)(v - u)``. Of all keys but the largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. A key that holds
 nearly everything leaves nothing of ``1 - weight``, so the other keys' ``u`` and ``r`` are computed. A query has one
 such key at most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
 """
@@ -69,13 +68,15 @@ def replace_each(
     both = jnp.concatenate([value, fill.astype(value.dtype)], -1)
     request = canonical(dataclasses.replace(make_request(query, key, value, **options), value=both))
 
+    sizes = implementation.block_sizes if isinstance(implementation, Blockwise) else None
+
     def change(request: Request, own: Array, lse: Array, off: Array, *sinks: Array) -> Array:
-        static = implementation.block_sizes if isinstance(implementation, Blockwise) else None, may_be_divided(request)
+        divided = may_be_divided(request)
         types = jax.ShapeDtypeStruct(own.shape, dtype), jax.ShapeDtypeStruct(lse.shape, dtype)
-        rest = staged.call(_without_largest, request, lse, *static, out=types)
+        rest = staged.call(_without_largest, request, lse, sizes, divided, out=types)
         if sinks:
             rest = merge(*rest, jnp.zeros_like(rest[0]), make_sinks(sinks[0], rest[1]))
-        return staged.call(_change, request, (own, lse, *rest), off, *static, out=types[0])
+        return staged.call(_change, request, (own, lse, *rest), off, sizes, divided, out=types[0])
 
     arrays = [(z.astype(dtype), "btnd"), (lse, "btn")] + ([] if sinks is None else [(jnp.asarray(sinks), "n")])
     # All but off is constant: in no derivative does 0 meet inf. NumPy arrays stay as they are, static.

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn import heads, interop, masks
+from jattn import heads, interop
 from jattn.kernels.blockwise import Blockwise
 from jattn.multi_head import attend_heads
 from tests.jattn.test_patching import (
@@ -80,35 +80,34 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
     np.testing.assert_allclose(by_position[1], expected.sum(0), atol=4e-4 * largest)
     np.testing.assert_allclose(by_head[1], of_heads[1], atol=4e-4 * largest)
     if what in ("q", "k"):  # gradients in queries and keys miss most of it
-        assert np.median(abs(naive - expected)[abs(expected) > 0.1]) > 0.5 * np.median(abs(expected[abs(expected) > 0.1]))
+        assert np.median(abs(naive - expected)[abs(expected) > 0.1]) > 0.5 * np.median(
+            abs(expected[abs(expected) > 0.1])
+        )
 
 
 def test_in_earlier_layers_the_estimate_is_of_first_order(random_model):  # noqa: F811
-    layers, x, _, _ = random_model
-
     @jax.jit
-    def every(x, step):
+    def every(layers, x, step):
         (_, own), (_, other) = (through(layers, of, position=position) for of in (x, x[::-1]))
         source = jax.tree.map(lambda a, b: a + step * (b - a), own, other)
         run = lambda per_layer: jnp.sin(through(layers, x, per_layer, position=position)[0]).sum()
-        pairs = {what: (heads.attribution_patch(run, source, what, "head_position"),
-                        heads.patch(run, source, what, "head_position") - run(None)) for what in ("k", "q", "z")}  # fmt: skip
-        return pairs
+        return heads.attribution_patch(run, source, "k", "head_position")[0], source
 
+    layers, x, _, kernels = random_model
+    errors = []
     with jax.enable_x64(True):
         layers, x = jax.tree.map(lambda a: a.astype(jnp.float64), (layers, x))
-        errors = []
         for step in (1e-3, 1e-4):
-            pairs = every(x, step)
-            for estimate, effect in pairs.values():
-                assert estimate.dtype == jnp.float64 and (abs(effect).max((1, 2)) > 1e-2 * step).all()
-                errors.append(abs(estimate - effect)[0].max() / abs(effect)[0].max())
-        for coarse, fine in zip(errors[:3], errors[3:], strict=True):
-            assert fine < 2e-3 and 8 < coarse / fine < 12  # of second order, relative to a change of first order
+            estimate, source = every(layers, x, step)
+            of_run = lambda *patch: np.sin(in_numpy(kernels, np.asarray(x), *patch)).sum()
+            effects = np.array([of_run("k", (0, *cell), source) - of_run() for cell in np.ndindex(K, 5)]).reshape(K, 5)
+            assert estimate.dtype == jnp.float64
+            errors.append(abs(np.asarray(estimate) - effects).max() / abs(effects).max())
+    assert errors[1] < 1e-3 and 8 < errors[0] / errors[1] < 12  # of second order, relative to a change of first order
 
 
-def test_the_last_layer_of_the_induction_model_is_found_cell_by_cell():
-    """The estimates are those of ``patch``; in layer 0 a saturated layer 1 follows, through which no gradient passes."""
+def test_the_induction_model_is_found_cell_by_cell():
+    """The cells are those of ``patch``. In layer 1 so are the effects; from layer 0 on, layer 1's softmax is linear."""
     layers, clean = induction_model(), through(induction_model(), embedded(CLEAN))[1]
 
     @jax.jit
@@ -120,11 +119,10 @@ def test_the_last_layer_of_the_induction_model_is_found_cell_by_cell():
     for tokens, cells in SOURCES.values():
         found, before = every(embedded(tokens))
         for what, estimate in found.items():
-            expected = np.zeros(estimate.shape[1:])
-            for _, head, place in (cell for cell in cells[what] if cell[0] == 1):
-                expected[head, place] = 1.0 - before
-            np.testing.assert_allclose(estimate[1], expected, atol=1e-4, err_msg=what)
-            assert abs(estimate[0]).max() < 0.2
+            expected = np.zeros(estimate.shape)
+            for cell in cells[what]:  # of seven keys with equal weights, one scores 20 more
+                expected[cell] = 1.0 - before if cell[0] == 1 else 20 * (1 / 7) * (6 / 7)
+            np.testing.assert_allclose(estimate, expected, atol=1e-4, err_msg=what)
 
 
 # Each key on its own, against dense attention with that key replaced
@@ -168,57 +166,52 @@ def inputs():
     return query, key, value, fill.at[1, 3].set(key[1, 3])
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def of_each_key(query, key, value, fill, case):
-    """The change of z of each key ``[S,K,B,T,N,D]``: of the option, of dense attention; and of gradients of the gate."""
-    options = CASES[case]
+def by_hand(query, key, value, fill, options):
+    """z ``[B,T,N,D]`` of dense attention, and what it changes by with each key replaced, ``[S,K,B,T,N,D]``."""
     dense = {**options, "implementation": "xla"}
-    off = jnp.eye(S * K).reshape(S, K, S, K)
     z = attend_heads(query, key, value, **dense)
 
-    def by_option(gate):
-        gate = jnp.broadcast_to(gate, (2, S, K))
-        return attend_heads(query, key, value, patch={"each_key": (gate, fill)}, **options)
+    def change(number):
+        off = (jnp.arange(S * K) == number).reshape(1, S, K, 1)
+        return attend_heads(query, jnp.where(off, fill, key), value, **dense) - z
 
-    def by_hand(off):
-        off = off[None, :, :, None]
-        return attend_heads(query, key * (1 - off) + fill * off, value, **dense) - z
-
-    weight = jnp.cos(jnp.arange(z.size)).reshape(z.shape)
-    found = jax.vmap(jax.vmap(lambda off: by_option(1 - off) - by_option(jnp.ones((S, K)))))(off)
-    gradient = jax.grad(lambda gate: (by_option(gate) * weight).sum())(jnp.ones((S, K)))
-    return found, jax.lax.map(lambda row: jax.lax.map(by_hand, row), off), gradient, weight
+    return z, jax.vmap(change)(jnp.arange(S * K)).reshape(S, K, *z.shape)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_effect_of_each_key_is_that_of_attention_with_it_replaced(inputs, case):
-    found, expected, gradient, weight = map(np.asarray, of_each_key(*inputs, case))
-    assert np.isfinite(expected).all() and abs(expected).max() > 1
-    np.testing.assert_allclose(found, expected, atol=2e-4)
-    np.testing.assert_allclose(-gradient, (expected * weight).sum((2, 3, 4, 5)), atol=2e-3)
+    options, gate = CASES[case], np.sin(np.arange(2 * S * K)).reshape(2, S, K)
+    weight = np.cos(np.arange(2 * T * N * D)).reshape(2, T, N, D)
+
+    @jax.jit
+    def every(query, key, value, fill, gate):
+        of_gate = lambda gate: attend_heads(query, key, value, patch={"each_key": (gate, fill)}, **options)
+        z, pull = jax.vjp(of_gate, gate)
+        return z, pull(jnp.asarray(weight, z.dtype))[0], by_hand(query, key, value, fill, options)
+
+    found, slope, (z, each) = jax.tree.map(np.asarray, every(*inputs, jnp.asarray(gate, jnp.float32)))
+    assert np.isfinite(z).all() and abs(each).max() > 1
+    np.testing.assert_allclose(found, z + np.einsum("bsk,skbtnd->btnd", 1 - gate, each), atol=2e-4)
+    np.testing.assert_allclose(-slope, np.einsum("skbtnd,btnd->bsk", each, weight), atol=1e-3)
 
 
 def test_unseen_keys_may_hold_anything_and_an_open_gate_changes_no_bit(inputs):
-    query, key, value, fill = (x[:1] for x in inputs)
+    """In bfloat16."""
+    query, *rest = (x[:1].astype(jnp.bfloat16) for x in inputs)
     options: dict[str, Any] = {"key_value_seq_lengths": jnp.array([4])}
-    nan = jnp.full((1, 2, K, 1), jnp.nan)
-    unseen = [x.at[:, 4:].set(nan) for x in (key, value, fill)]
 
     @jax.jit
-    def both(key, value, fill):
+    def both(query, key, value, fill):
         of_gate = lambda gate: attend_heads(query, key, value, patch={"each_key": (gate, fill)}, **options)
-        pull = lambda gate: jax.grad(lambda gate: of_gate(gate).sum())(gate)
-        return of_gate(jnp.ones(K)), attend_heads(query, key, value, **options), pull(jnp.ones((1, S, K)))
+        z, pull = jax.vjp(of_gate, jnp.ones((1, S, K)))
+        return z, pull(jnp.ones_like(z))[0], attend_heads(query, key, value, **options)
 
-    z, expected, gradient = both(*unseen)
+    z, slope, expected = both(query, *(x.at[:, 4:].set(jnp.nan) for x in rest))
     np.testing.assert_array_equal(z, expected)
-    np.testing.assert_allclose(gradient, both(key, value, fill)[2], atol=1e-5)
-    assert not gradient[:, 4:].any() and gradient[:, :4].all()
-    narrow = [x.astype(jnp.bfloat16) for x in (query, key, value, fill)]
-    one = attend_heads(*(x[0] for x in narrow[:3]), patch={"each_key": (jnp.zeros(K), narrow[3][0])})
-    wide = attend_heads(*(x[0].astype(jnp.float32) for x in narrow[:3]), patch={"each_key": (jnp.zeros(K), narrow[3][0])})
-    assert one.dtype == jnp.bfloat16
-    np.testing.assert_allclose(one, wide, atol=0.1)
+    assert z.dtype == jnp.bfloat16 and not slope[:, 4:].any()
+    wide = (x.astype(jnp.float32) for x in (query, *rest))
+    of_each = jax.jit(lambda *x: by_hand(*x, options)[1])(*wide).sum((3, 4, 5))
+    np.testing.assert_allclose(-slope[0], of_each[..., 0], atol=0.05 * abs(of_each).max())
 
 
 def test_memory_is_linear():
@@ -239,22 +232,19 @@ def test_memory_is_linear():
 
 def test_a_transformer_that_scans_over_its_layers_is_attributed():
     model = interop.Transformer(interop.Config("test", **SIZES, num_kv_heads=2, position=ROTARY), rngs=nnx.Rngs(0))
-    tokens, others = jax.random.randint(jax.random.key(0), (2, 2, 6), 0, 11)
+    tokens = jax.random.randint(jax.random.key(0), (2, 6), 0, 11)
 
     @nnx.jit
     def every(model):
-        own, other = (
-            heads.collect(nnx.capture(lambda model, of=of: model(of, sow_heads=True), nnx.Intermediate)(model)[1])
-            for of in (tokens, others)
-        )
-        source = jax.tree.map(lambda a, b: a + 0.02 * (b - a), own, other)
+        own = heads.collect(nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(model)[1])
+        source = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), own)
         run = lambda per_layer: model.logits(model(tokens, per_layer=per_layer))[:, -1, 3].sum()
-        return [(heads.attribution_patch(run, source, what, "position"),
-                 heads.patch(run, source, what, "position") - run([{}, {}])) for what in ("q", "k")]  # fmt: skip
+        patched = heads.patch(run, source, "k", "position") - run([{}, {}])
+        return heads.attribution_patch(run, source, "k", "position"), patched
 
-    for estimate, effect in every(model):
-        assert estimate.shape == (2, 6) and abs(effect).max() > 1e-3
-        np.testing.assert_allclose(estimate, effect, atol=0.05 * abs(effect).max())
+    estimate, effect = every(model)
+    assert estimate.shape == (2, 6) and abs(effect).max() > 1e-3
+    np.testing.assert_allclose(estimate, effect, atol=0.05 * abs(effect).max())
 
 
 def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # noqa: F811
@@ -276,7 +266,10 @@ def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # no
             heads.attribution_patch(*arguments)
     layer = functools.partial(jattn.multi_head_attention, layers[0], x)
     wrong: list[tuple[Any, str]] = [
-        ((jnp.ones(N), 0.0), r"the gate of patch\['each_key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]"),
+        (
+            (jnp.ones(N), 0.0),
+            r"the gate of patch\['each_key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]",
+        ),
         ((jnp.ones(K), jnp.ones(7)), r"the fill of patch\['each_key'\] must broadcast to .*\[3, 5, 2, 3\], got \[7\]"),
     ]
     for each_key, match in wrong:
