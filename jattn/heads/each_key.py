@@ -4,9 +4,10 @@ A query has the output ``z``. Without one key, of value ``v``, it has ``u``, wit
 
     weight = sigmoid(score - r)      z = weight v + (1 - weight) u
 
-and with another key in its place the same with another weight: ``z' - z = (weight' - weight)(v - u)``. Of all keys but the largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. A key that holds
-nearly everything leaves nothing of ``1 - weight``, so the other keys' ``u`` and ``r`` are computed. A query has one
-such key at most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
+and with another key in its place the same with another weight: ``z' - z = (weight' - weight)(v - u)``. Of all keys but
+the largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. A key that holds nearly everything
+leaves nothing of ``1 - weight``, so its ``u`` and ``r`` are computed from the other keys. A query has one such key at
+most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
 """
 
 import dataclasses
@@ -73,10 +74,10 @@ def replace_each(
     def change(request: Request, own: Array, lse: Array, off: Array, *sinks: Array) -> Array:
         divided = may_be_divided(request)
         types = jax.ShapeDtypeStruct(own.shape, dtype), jax.ShapeDtypeStruct(lse.shape, dtype)
-        rest = staged.call(_without_largest, request, lse, sizes, divided, out=types)
+        u, rest = staged.call(_without_largest, request, lse, sizes, divided, out=types)
         if sinks:
-            rest = merge(*rest, jnp.zeros_like(rest[0]), make_sinks(sinks[0], rest[1]))
-        return staged.call(_change, request, (own, lse, *rest), off, sizes, divided, out=types[0])
+            u, rest = merge(u, rest, jnp.zeros_like(u), make_sinks(sinks[0], rest))
+        return staged.call(_change, request, (own, lse, u, rest), off, sizes, divided, out=types[0])
 
     arrays = [(z.astype(dtype), "btnd"), (lse, "btn")] + ([] if sinks is None else [(jnp.asarray(sinks), "n")])
     # All but off is constant: in no derivative does 0 meet inf. NumPy arrays stay as they are, static.

@@ -78,8 +78,8 @@ def attribution_patch(
 
     With z the heads' outputs of this run, z' those with the patch, and the metric that ``run`` computes:
     ``sum (z' - z) d metric / d z``. z' is exact, softmax included, also where it is saturated and the gradient in a
-    query or key is nearly 0. So the estimate is exact where the metric is linear in the outputs of the patched layer, and of
-    first order in what follows that layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
+    query or key is nearly 0. So the estimate is exact where the metric is linear in the outputs of the patched layer,
+    and of first order in what follows that layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
 
     Effects that cancel in a sum may be large one by one; confirm the largest of them with ``patch``.
 
