@@ -68,7 +68,6 @@ def replace_each(
     # The keys in place of others travel with the values, which blocks read by column.
     both = jnp.concatenate([value, fill.astype(value.dtype)], -1)
     request = canonical(dataclasses.replace(make_request(query, key, value, **options), value=both))
-
     sizes = implementation.block_sizes if isinstance(implementation, Blockwise) else None
 
     def change(request: Request, own: Array, lse: Array, off: Array, *sinks: Array) -> Array:
