@@ -21,7 +21,7 @@ from typing import Any
 
 from jattn import heads, masks, positions, score_mods, sharding
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
-from jattn.attention import attend, merge
+from jattn.attention import attend
 from jattn.blocks import block_mask
 from jattn.cache import KVCache, append, init_cache
 from jattn.kernels import Unsupported
@@ -29,6 +29,7 @@ from jattn.lifting import over_heads
 from jattn.mods import pytree_dataclass, static_field
 from jattn.multi_head import init_multi_head, multi_head_attention
 from jattn.online_softmax import blockwise
+from jattn.parts import merge, unmerge
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "score_mods",
     "sharding",
     "static_field",
+    "unmerge",
 ]
 
 # Imported when they are first used: they need Flax or matplotlib.

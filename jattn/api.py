@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn import placement
-from jattn.attention import merge
 from jattn.choice import check_implementation, choose, explain_choice
 from jattn.kernels import Implementation, xla
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
+from jattn.parts import merge
 from jattn.request import (
     AttentionKeywords,
     AttentionOptions,

@@ -216,30 +216,6 @@ def hoisted(options: Any, q: Array, lengths: tuple[Any, Any]) -> Any:
     return dataclasses.replace(options, masks=masks, score_mod=score_mod)
 
 
-def merge(
-    out_a: Float[Array, "*rows D"],
-    lse_a: Float[Array, "*rows"],
-    out_b: Float[Array, "*rows D"],
-    lse_b: Float[Array, "*rows"],
-) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Joins attention over two disjoint sets of keys: ``lse = log(e^lse_a + e^lse_b)``,
-    ``out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)``.
-
-    Associative and commutative with unit ``(0, -inf)``. ``out`` is computed in lse's dtype and has out_a's.
-    Source: https://arxiv.org/abs/2405.02803 (tree and ring attention join partial results this way).
-    """
-    row_max = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
-    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
-    sum_a, sum_b = jnp.exp(lse_a - row_max), jnp.exp(lse_b - row_max)
-    row_sum = sum_a + sum_b
-    seen = row_sum != 0.0
-    row_sum = jnp.where(seen, row_sum, 1.0)  # 1, so that neither the log nor its derivative is infinite
-    lse = jnp.where(seen, row_max + jnp.log(row_sum), -jnp.inf)
-    share_a, share_b = ((part / row_sum)[..., None] for part in (sum_a, sum_b))
-    out = out_a.astype(lse.dtype) * share_a + out_b.astype(lse.dtype) * share_b
-    return out.astype(out_a.dtype), lse
-
-
 def softmax_dtype(x: Array) -> Any:
     """The dtype of scores, weights and lse: float32, or float64 for float64 input."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32

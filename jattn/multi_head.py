@@ -17,6 +17,7 @@ from jattn.api import attention_weights, dot_product_attention
 from jattn.cache import KVCache, append, visible_keys
 from jattn.heads import statistics
 from jattn.heads.blend import expand_gate, patched, replace_both, through_gate
+from jattn.heads.each_key import replace_each
 from jattn.kernels import FoldsWeights
 from jattn.placement import dot_general
 from jattn.request import AttendOptions
@@ -78,7 +79,9 @@ def attend_heads(
         patch: ``{"query" | "key" | "value": (gate, fill)}``: ``gate * x + (1 - gate) * fill``, with positions applied
             to query and key, and gates like ``head_gate`` (``[K]``, ``[B,K]`` or ``[B,S,K]`` of keys and values).
             ``{"pattern": (gate, (query, key))}``: the same of the weights, with those of ``frozen=(query, key)``; the
-            query, key and lse of ``return_heads`` are then still the call's own. Applied after ``frozen``.
+            query, key and lse of ``return_heads`` are then still the call's own; None in place of either means the
+            call's. ``{"each_key": (gate, fill)}``: ``z + sum_s (1 - gate_s) (z with key s alone replaced - z)``, in
+            O(T + S) memory, differentiable in this gate alone. Applied after ``frozen``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
             given, ``query_positions`` affect ``position`` only.
@@ -126,10 +129,12 @@ def attend_heads(
     options.setdefault("kv_positions", kv_positions)
     if frozen is not None:
         query, key = replace_both(frozen, query, key, lead)
-    pattern: Any = None  # a gate, and query and key
+    pattern = each_key = None  # a gate, and query and key; a gate, and keys
     if patch is not None:
-        (query, key, value), pattern = patched(patch, {"query": query, "key": key, "value": value}, lead)
+        (query, key, value), pattern, each_key = patched(patch, {"query": query, "key": key, "value": value}, lead)
     z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
+    if each_key is not None:
+        z = replace_each(query, key, value, z, lse, *each_key, **options)
     if pattern is not None:
         gate, (other_query, other_key) = pattern
         other = dot_product_attention(other_query, other_key, value, **options)

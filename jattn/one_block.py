@@ -64,7 +64,7 @@ class BlockedHead:
 
     def visible(self, i, j, piece: Piece | None = None) -> Array:
         """The visible pairs of a partial block, or of a piece of it, bool ``[rows, columns]``."""
-        indices = self._indices(i, j, piece)
+        indices = self.indices(i, j, piece)
         shape = indices[2].shape[0], indices[3].shape[1]
         visible = jnp.ones(shape, bool)
         for mask in self.masks:
@@ -102,7 +102,7 @@ class BlockedHead:
             if visible is not None:
                 scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
             with mod_semantics():
-                modified = self.score_mod(scores, *self._indices(i, j, piece))
+                modified = self.score_mod(scores, *self.indices(i, j, piece))
             check_mod("score_mod", modified, jnp.floating, shape)
             scores = jnp.broadcast_to(modified, shape).astype(scores.dtype)
         return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
@@ -113,7 +113,7 @@ class BlockedHead:
         """The contribution of the block, or of a piece of it, to ``acc`` and ``row_sum``."""
         exponentials = jnp.exp(scores - row_max[:, None])
         row_sum = jnp.sum(exponentials, axis=1)
-        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self._indices(i, j, piece)), v), row_sum
+        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self.indices(i, j, piece)), v), row_sum
 
     def by_piece(self, masked: bool, compute: Callable[[Piece | None], Any], untouched: Any) -> Any:
         """``compute(None)``; of a partial block that is cut, ``compute`` of every piece, for its rows, joined.
@@ -143,7 +143,7 @@ class BlockedHead:
         q, k, v = (index(x, at).astype(self.dtype) for x, at in ((arrays.q, i), (arrays.k, j), (arrays.v, j)))
         return Block(q, k, v, bias)
 
-    def _indices(self, i, j, piece: Piece | None = None) -> tuple:
+    def indices(self, i, j, piece: Piece | None = None) -> tuple:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
         if piece is not None:
             rows, columns = rows[piece[0]], columns[piece[1]]

@@ -171,8 +171,8 @@ def forward_head(
     """``out [T,D]``, ``row_max [T]`` and ``row_sum [T]``; ``lse = row_max + log(row_sum)``. Has no derivatives."""
     summed = platform == "tpu" and head.dropout is None and product_dtype(platform, q) != softmax_dtype(q)
     blocked = split_head(platform, q, k, v, head, plan, differentiated=False)
-    out, row_max, row_sum = _online_softmax(blocked, summed, v.dtype)
-    return _join_rows(out, q), _join_rows(row_max, q), _join_rows(row_sum, q)
+    out, row_max, row_sum = online_softmax(blocked, summed, v.dtype)
+    return join_rows(out, q), join_rows(row_max, q), join_rows(row_sum, q)
 
 
 def accumulate_head(
@@ -201,7 +201,7 @@ def accumulate_head(
         return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
 
     zeros = jnp.zeros((*blocked.arrays.q.shape[:2], v.shape[1]), dtype), jnp.zeros_like(row_max)
-    return tuple(_join_rows(x, q) for x in _scan_blocks(visit, zeros, blocked))  # type: ignore
+    return tuple(join_rows(x, q) for x in scan_blocks(visit, zeros, blocked))  # type: ignore
 
 
 def fold_head(
@@ -234,7 +234,7 @@ def fold_head(
 
         return if_listed(compute, carry)
 
-    return _scan_blocks(visit, init, blocked)
+    return scan_blocks(visit, init, blocked)
 
 
 def count_visible_head(platform: str, q: Array, k: Array, head: Head, plan: BlockPlan) -> Int[Array, " T"]:
@@ -251,10 +251,10 @@ def count_visible_head(platform: str, q: Array, k: Array, head: Head, plan: Bloc
 
         return counts.at[i].add(if_listed(compute, jnp.zeros(blocked.size[0], counts.dtype)))
 
-    return _join_rows(_scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
+    return join_rows(scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
 
 
-def _online_softmax(blocked: BlockedHead, summed: bool, out_dtype: Any) -> tuple[Array, Array, Array]:
+def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: Any) -> tuple[Array, Array, Array]:
     """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``, in the softmax's dtype.
 
     ``summed``: the product with the values also computes ``row_sum``, with a column of ones appended to the values. XLA
@@ -299,7 +299,7 @@ def _online_softmax(blocked: BlockedHead, summed: bool, out_dtype: Any) -> tuple
     return jax.lax.map(row_of_blocks, jnp.arange(q.shape[0], dtype=jnp.int32))
 
 
-def _scan_blocks(visit: Callable, carry: Any, blocked: BlockedHead) -> Any:
+def scan_blocks(visit: Callable, carry: Any, blocked: BlockedHead) -> Any:
     """``carry = visit(carry, i, j, masked, if_listed)`` over all blocks that are not empty.
 
     ``if_listed(compute, otherwise)`` is ``compute()``, except past the end of a list whose length is known only at run
@@ -327,7 +327,7 @@ def _scan_blocks(visit: Callable, carry: Any, blocked: BlockedHead) -> Any:
     return carry
 
 
-def _join_rows(blocks: Array, q: Array) -> Array:
+def join_rows(blocks: Array, q: Array) -> Array:
     """``[blocks, rows, ...] -> [T, ...]``."""
     return jax.lax.collapse(blocks, 0, 2)[: q.shape[0]]
 

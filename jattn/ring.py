@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn.attention import merge, softmax_dtype
+from jattn.attention import softmax_dtype
 from jattn.kernels import Fold
 from jattn.kernels.blockwise import Blockwise
+from jattn.parts import merge
 from jattn.request import Request
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of the sequence on each device

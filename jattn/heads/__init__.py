@@ -4,8 +4,8 @@ From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_w
 ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``target_rank``, ``composition``, ``ov_circuit``,
 ``qk_circuit``, ``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``.
-Interventions: ``ablate``, ``patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head,
-tested against a null distribution; ``collect``, what a model's layers have sown.
+Interventions: ``ablate``, ``patch`` and its estimate ``attribution_patch``, ``path_patch``, ``importance``, ``forbid``.
+And ``roles``, one label per head, tested against a null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads.attribution import logit_attribution
@@ -31,7 +31,7 @@ from jattn.heads.matrix import (
     previous_token,
     target_weight,
 )
-from jattn.heads.patching import patch
+from jattn.heads.patching import attribution_patch, patch
 from jattn.heads.paths import path_patch, qk_attribution
 from jattn.heads.top import TopQueries, top_queries
 
@@ -41,6 +41,7 @@ __all__ = [
     "Roles",
     "TopQueries",
     "ablate",
+    "attribution_patch",
     "coarse_weights",
     "collect",
     "composition",

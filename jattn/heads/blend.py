@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.attention import softmax_dtype
 
-PATCHED = ("query", "key", "value", "pattern")
+PATCHED = ("query", "key", "value", "pattern", "each_key")
 
 
 def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "head_gate") -> Array:
@@ -42,23 +42,30 @@ def through_gate(
     wide = x.astype(gate.dtype)
     if fill is None:
         return (wide * gate).astype(x.dtype)
+    return (wide * gate + expand_fill(fill, x, lead, name).astype(gate.dtype) * (1 - gate)).astype(x.dtype)
+
+
+def expand_fill(fill: ArrayLike, x: Array, lead: tuple[int, ...], name: str) -> Array:
+    """A fill that broadcasts to ``[*lead, T, N, D]``, in the shape of ``x``."""
     full = (*lead, *x.shape[-3:])
     try:
-        fill = jnp.broadcast_to(jnp.asarray(fill), full).reshape(x.shape).astype(gate.dtype)
+        return jnp.broadcast_to(jnp.asarray(fill), full).reshape(x.shape)
     except ValueError:
         raise ValueError(
             f"{name} must broadcast to the heads' {'outputs' if name == 'head_fill' else 'activations'} {list(full)}, "
             f"got {list(jnp.shape(fill))}"
         ) from None
-    return (wide * gate + fill * (1 - gate)).astype(x.dtype)
 
 
 def replace_both(
-    frozen: tuple[Array, Array], query: Array, key: Array, lead: tuple[int, ...], name: str = "frozen"
+    frozen: tuple[Array | None, Array | None], query: Array, key: Array, lead: tuple[int, ...], name: str = "frozen"
 ) -> tuple[Array, Array]:
-    """The frozen query and key, in the shapes and dtypes of those they replace."""
+    """The frozen query and key, in the shapes and dtypes of those they replace; None replaces nothing."""
     replaced = []
     for which, new, old in zip(("query", "key"), frozen, (query, key), strict=True):
+        if new is None:
+            replaced.append(old)
+            continue
         expected = (*lead, *old.shape[-3:])
         if jnp.shape(new) != expected:
             raise ValueError(f"the {name} {which} must have shape {list(expected)}, got {list(jnp.shape(new))}")
@@ -66,8 +73,13 @@ def replace_both(
     return replaced[0], replaced[1]
 
 
-def patched(patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[int, ...]) -> tuple[list[Array], Any]:
-    """Query, key and value through their gates; and the gate ``[B|1, T|1, N, 1]`` and the pair of another pattern."""
+def patched(
+    patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[int, ...]
+) -> tuple[list[Array], Any, Any]:
+    """Query, key and value through their gates; and of other arrays, with their gates, what mixes outputs, or None.
+
+    The gate ``[B|1, T|1, N, 1]`` and the pair of another pattern; the gate ``[B|1, S|1, K]`` and keys of ``each_key``.
+    """
     if unknown := patch.keys() - set(PATCHED):
         raise ValueError(f"patch must have entries {', '.join(PATCHED)}, got {', '.join(sorted(unknown))}")
     results = dict(inputs)
@@ -77,11 +89,16 @@ def patched(patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[i
         gate, fill = patch[name]
         own = f"the gate of patch[{name!r}]"
         results[name] = through_gate(x, expand_gate(gate, x, lead, own), fill, lead, f"the fill of patch[{name!r}]")
-    if "pattern" not in patch:
-        return [*results.values()], None
-    gate, pair = patch["pattern"]
-    gate = expand_gate(gate, inputs["query"], lead, "the gate of patch['pattern']")
-    return [*results.values()], (gate, replace_both(pair, inputs["query"], inputs["key"], lead, "patched"))
+    pattern = each = None
+    if "pattern" in patch:
+        gate, pair = patch["pattern"]
+        gate = expand_gate(gate, inputs["query"], lead, "the gate of patch['pattern']")
+        pattern = gate, replace_both(pair, inputs["query"], inputs["key"], lead, "patched")
+    if "each_key" in patch:
+        (gate, fill), key = patch["each_key"], inputs["key"]
+        gate = expand_gate(gate, key, lead, "the gate of patch['each_key']")[..., 0]
+        each = gate, expand_fill(fill, key, lead, "the fill of patch['each_key']")
+    return [*results.values()], pattern, each
 
 
 def _fits(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

@@ -1,12 +1,14 @@
-"""``patch``: what changes in a model if one activation comes from another run."""
+"""What changes in a model if one activation comes from another run: ``patch``, and its estimate from gradients."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jattn.attention import softmax_dtype
 from jattn.heads.intervene import run_each, with_axes
 
 # What is patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.
@@ -50,11 +52,81 @@ def patch(
     Example:
         ``patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "v", "position")``
     """
-    if what not in _NEEDED:
-        raise ValueError(f"what must be one of {', '.join(_NEEDED)}, got {what!r}")
+    lead, T, N = _sizes(source, what, by, _NEEDED)
+    sizes = tuple({-2: N, -3: T}[axis] for axis in _AXES[by])
+    axes = len(source), *sizes
+
+    def run_with(number: Array) -> Any:
+        layer, *place = jnp.unravel_index(number, axes)
+        here = jnp.ones((*lead, T, N), bool)
+        for axis, index in zip(_AXES[by], place, strict=True):
+            of_axis = jnp.arange(T)[:, None] if axis == -3 else jnp.arange(N)[None]
+            here &= (of_axis == index).reshape(*lead, *of_axis.shape)
+        gates = [jnp.where(here & (layer == i), 0.0, 1.0) for i in range(len(source))]
+        return run([_options(what, gate, own) for gate, own in zip(gates, source, strict=True)])
+
+    return with_axes(run_each(run_with, jnp.arange(math.prod(axes)), batch_size), axes)
+
+
+def attribution_patch(
+    run: Callable[[list[dict[str, Any]]], Array],
+    source: Sequence[Mapping[str, Array]],
+    what: str = "z",
+    by: str = "head",
+) -> Array:
+    """Attribution patching: an estimate of ``patch`` minus the result without a patch, all from one backward pass.
+
+    With z the heads' outputs of this run, z' those with the patch, and the metric that ``run`` computes:
+    ``sum (z' - z) d metric / d z``. z' is exact, softmax included, also where it is saturated and the gradient in a
+    query or key is nearly 0. So the estimate is exact where the metric is linear in the outputs of the patched layer,
+    and of first order in what follows that layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
+
+    Effects that cancel in a sum may be large one by one; confirm the largest of them with ``patch``.
+
+    Args:
+        run: as for ``patch``; it returns the metric, a scalar: sum over sequences, which do not affect each other.
+        source, what, by: as for ``patch``. Each layer also has ``"query"``.
+
+    Returns:
+        ``[L,N]``, ``[L,T]`` or ``[L,N,T]``, with K and S in place of N and T for k and v, as ``patch``; float32
+        (float64 for float64 input).
+
+    Raises:
+        ValueError: as ``patch``; ``run`` does not return a floating scalar.
+
+    Source: https://arxiv.org/abs/2403.00745 (Kramár et al.: AtP with its softmax recomputed for queries and keys).
+
+    Example:
+        ``attribution_patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "k", "position")``
+    """
+    lead, T, N = _sizes(source, what, by, {**_NEEDED, "k": ("key", "query")})
+    keys_at_once = what == "k" and by == "head"  # then the gate is that of their weights, of N query heads
+    gate = jnp.ones((*lead, 1, source[0]["query"].shape[-2]) if keys_at_once else (*lead, T, N))
+
+    def metric(gates: list[Array]) -> Array:
+        result = jnp.asarray(run([_estimate(what, by, *own) for own in zip(gates, source, strict=True)]))
+        if result.shape != () or not jnp.issubdtype(result.dtype, jnp.floating):
+            raise ValueError(f"run must return a floating scalar, got {result.dtype} of shape {list(result.shape)}")
+        return result
+
+    ones = [gate.astype(softmax_dtype(layer[_NEEDED[what][0]])) for layer in source]
+    effects = -jnp.stack(jax.grad(metric)(ones)).reshape(len(source), *gate.shape[len(lead) :])
+    if by == "position":
+        return effects.sum(-1)
+    if by == "head_position":
+        return jnp.swapaxes(effects, 1, 2)
+    return effects.sum(1).reshape(len(source), N, -1).sum(-1)  # of query heads that share a key
+
+
+def _sizes(
+    source: Sequence[Mapping[str, Array]], what: str, by: str, names: Mapping[str, Sequence[str]]
+) -> tuple[tuple[int, ...], int, int]:
+    """An axis of 1 for each batch axis, and T and N of what is patched (S and K of keys and values); or raises."""
+    if what not in names:
+        raise ValueError(f"what must be one of {', '.join(names)}, got {what!r}")
     if by not in _AXES:
         raise ValueError(f"by must be one of {', '.join(_AXES)}, got {by!r}")
-    needed = _NEEDED[what]
+    needed = names[what]
     if isinstance(source, Mapping) or not source or not all(isinstance(layer, Mapping) for layer in source):
         got = "one dict" if isinstance(source, Mapping) else [type(layer).__name__ for layer in source]
         raise ValueError(f"source must be a list with a dict for each layer, got {got}")
@@ -64,19 +136,7 @@ def patch(
     if len(shapes) != 1:
         raise ValueError(f"the layers of source must have {needed[0]!r} of one shape, got {[*map(list, shapes)]}")
     *batch, T, N = shapes[0]
-    sizes = tuple({-2: N, -3: T}[axis] for axis in _AXES[by])
-    axes = len(source), *sizes
-
-    def run_with(number: Array) -> Any:
-        layer, *place = jnp.unravel_index(number, axes)
-        here = jnp.ones((1,) * len(batch) + (T, N), bool)
-        for axis, index in zip(_AXES[by], place, strict=True):
-            of_axis = jnp.arange(T)[:, None] if axis == -3 else jnp.arange(N)[None]
-            here &= (of_axis == index).reshape((1,) * len(batch) + of_axis.shape)
-        gates = [jnp.where(here & (layer == i), 0.0, 1.0) for i in range(len(source))]
-        return run([_options(what, gate, own) for gate, own in zip(gates, source, strict=True)])
-
-    return with_axes(run_each(run_with, jnp.arange(math.prod(axes)), batch_size), axes)
+    return (1,) * len(batch), T, N
 
 
 def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
@@ -86,3 +146,14 @@ def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, A
     if what == "pattern":
         return {"patch": {"pattern": (gate, (source["query"], source["key"]))}}
     return {"patch": {_NAMES[what]: (gate, source[_NAMES[what]])}}
+
+
+def _estimate(what: str, by: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
+    """Options that change nothing at a gate of 1, where minus the gate's derivative is the effect of the patch."""
+    if what == "q":  # every query alone, because its row of weights is its own
+        return {"patch": {"pattern": (gate, (source["query"], None))}}
+    if what == "k" and by == "head":
+        return {"patch": {"pattern": (gate, (None, source["key"]))}}
+    if what == "k":
+        return {"patch": {"each_key": (gate, source["key"])}}
+    return _options(what, gate, source)

@@ -201,7 +201,7 @@ def _check_carry(structure: Any, types: Sequence[Any], carry: Any) -> None:
 
 
 def _forward(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    plan, lifting = _plan(platform, request, sizes, divided)
+    plan, lifting = plan_request(platform, request, sizes, divided)
 
     def one_head(q, k, v, head, any_visible, all_visible):
         return forward_head(platform, q, k, v, head, plan._replace(any_visible=any_visible, all_visible=all_visible))
@@ -213,7 +213,7 @@ def accumulate(
     platform: str, request: Request, row_max: jax.Array, sizes: Any, divided: bool
 ) -> tuple[jax.Array, jax.Array]:
     """``Blockwise.accumulate`` traced for ``platform``; the request is canonical."""
-    plan, lifting = _plan(platform, request, sizes, divided)
+    plan, lifting = plan_request(platform, request, sizes, divided)
 
     def one_head(q, k, v, head, row_max, any_visible, all_visible):
         own_plan = plan._replace(any_visible=any_visible, all_visible=all_visible)
@@ -228,7 +228,7 @@ def gradients_of_qkv(platform: str, args: tuple, cotangents: Sequence[Any]) -> t
     """The cotangents of query, key and value, as ``jattn.online_softmax.differentiable`` takes them."""
     request, results, sizes, divided = args
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
-    plan, lifting = _plan(platform, request, sizes, divided)
+    plan, lifting = plan_request(platform, request, sizes, divided)
     if lifting["sequences"] is lifting["heads"] is jax.vmap and not divided:
         return gradients(platform, request, row_max, d_acc, d_row_sum, plan)
 
@@ -244,7 +244,7 @@ def _fold(
     platform: str, request: Request, step: Any, init: Any, lse: jax.Array, per_sequence: list[jax.Array], sizes: Any,
     divided: bool,
 ) -> Any:  # fmt: skip
-    plan, lifting = _plan(platform, request, sizes, divided)
+    plan, lifting = plan_request(platform, request, sizes, divided)
 
     def one_head(q, k, v, head, lse, any_visible, all_visible, *extra):
         def with_extra(carry, log_weights, q_idx, kv_idx):
@@ -258,7 +258,7 @@ def _fold(
 
 
 def _count_visible(platform: str, request: Request, sizes: Any, divided: bool) -> jax.Array:
-    plan, lifting = _plan(platform, request, sizes, divided)
+    plan, lifting = plan_request(platform, request, sizes, divided)
 
     def one_head(q, k, v, head, any_visible, all_visible):
         return count_visible_head(platform, q, k, head, plan._replace(any_visible=any_visible, all_visible=all_visible))
@@ -266,7 +266,7 @@ def _count_visible(platform: str, request: Request, sizes: Any, divided: bool) -
     return over_request(one_head, request, out_axes=0, **lifting)
 
 
-def _plan(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[BlockPlan, dict[str, Any]]:
+def plan_request(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[BlockPlan, dict[str, Any]]:
     """How to split the heads (with the tables of all sequences), and how to lift one head to many.
 
     On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in

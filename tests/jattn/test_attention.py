@@ -132,6 +132,61 @@ def test_merge_joins_attention_over_two_sets_of_keys(getkey):
     assert_same(jattn.merge(*left, *right), whole)
 
 
+@jax.jit
+def taken_out(whole, part):
+    """What ``unmerge`` leaves, and the gradients of its finite results."""
+    finite = lambda *x: sum(jnp.where(jnp.isfinite(y), y, 0.0).sum() for y in jattn.unmerge(*x))
+    return jattn.unmerge(*whole, *part), jax.grad(finite, (0, 1, 2, 3))(*whole, *part)
+
+
+@given(parts, parts)
+def test_unmerge_undoes_merge(a, b):
+    whole, unit = jattn.merge(*a, *b), (jnp.zeros((3, 2)), jnp.full(3, -jnp.inf))
+    (left, lse), gradients = taken_out(whole, b)
+    # The share that is left, from the two parts alone: the error grows as it falls.
+    apart = np.where(lse == -np.inf, np.inf, np.float64(b[1]) - np.where(a[1] == -np.inf, 0.0, a[1]))
+    rest = np.where(a[1] == -np.inf, 0.0, 1 / (1 + np.exp(np.minimum(apart, 99.0))))
+    known = rest > 1e-3
+    error = 4e-7 * (1 + abs(np.where(known, whole[1], 0.0))) / np.where(known, rest, 1.0)
+    assert (abs(np.where(known, lse, 0.0) - np.where(known, a[1], 0.0)) <= error).all()
+    assert (abs(left - a[0])[known] <= 4 * error[known, None]).all()
+    (same, same_lse), of_unit = taken_out(whole, unit)
+    assert_same((same, same_lse), whole)
+    (nothing, none), of_all = taken_out(b, b)
+    assert not nothing.any() and (none == -jnp.inf).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((gradients, of_unit, of_all)))
+
+
+def test_unmerge_takes_keys_out_of_attention(getkey):
+    """Values and derivatives are those of attention without these keys, also of a part of nearly no or all weight."""
+    with jax.enable_x64(True):
+        q, k, v = (x[:, 0].astype(jnp.float64) for x in qkv(getkey))
+
+        @jax.jit
+        def both(k, v, shift):  # of the scores of the keys that are taken out
+            def without(k, v):
+                moved = {"score_mod": lambda score, b, h, q, kv: score + jnp.where(kv < 4, 0.0, shift)}
+                whole = jattn.attend(q, k, v, mask=masks.Causal(), **moved)
+                part = jattn.attend(q, k[4:], v[4:], mask=masks.Causal(), kv_positions=jnp.arange(4, 11), **moved)
+                return jattn.unmerge(*whole, *part)
+
+            def left(k, v):
+                return jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
+
+            def with_gradients(f):
+                return f(k, v), jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in f(*x)), (0, 1))(k, v)
+
+            return with_gradients(without), with_gradients(left)
+
+        for shift in (-20.0, 0.0, 9.0):
+            found, expected = both(k, v, shift)
+            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-9)
+    nan = jnp.full((1, 2), jnp.nan, jnp.bfloat16)
+    out, lse = jattn.unmerge(nan, jnp.array([jnp.nan]), jnp.zeros((1, 2)), jnp.zeros(1))
+    assert out.dtype == jnp.bfloat16 and jnp.isnan(out).all() and jnp.isnan(lse).all()  # a NaN is never hidden
+
+
 def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
     seeds = dropout_seeds(Dropout(key, rate), b, h)
     return dropout_keep(seeds, rate, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])

@@ -1,0 +1,60 @@
+"""Attention over parts of the keys: ``merge`` joins the results of two, ``unmerge`` takes one out of the whole."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def merge(
+    out_a: Float[Array, "*rows D"],
+    lse_a: Float[Array, "*rows"],
+    out_b: Float[Array, "*rows D"],
+    lse_b: Float[Array, "*rows"],
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Joins attention over two disjoint sets of keys: ``lse = log(e^lse_a + e^lse_b)``,
+    ``out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)``.
+
+    Associative and commutative with unit ``(0, -inf)``. ``out`` is computed in lse's dtype and has out_a's.
+    Source: https://arxiv.org/abs/2405.02803 (tree and ring attention join partial results this way).
+    """
+    row_max = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
+    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+    sum_a, sum_b = jnp.exp(lse_a - row_max), jnp.exp(lse_b - row_max)
+    row_sum = sum_a + sum_b
+    seen = row_sum != 0.0
+    row_sum = jnp.where(seen, row_sum, 1.0)  # 1, so that neither the log nor its derivative is infinite
+    lse = jnp.where(seen, row_max + jnp.log(row_sum), -jnp.inf)
+    share_a, share_b = ((part / row_sum)[..., None] for part in (sum_a, sum_b))
+    out = out_a.astype(lse.dtype) * share_a + out_b.astype(lse.dtype) * share_b
+    return out.astype(out_a.dtype), lse
+
+
+def unmerge(
+    out: Float[Array, "*rows D"],
+    lse: Float[Array, "*rows"],
+    part_out: Float[Array, "*rows D"],
+    part_lse: Float[Array, "*rows"],
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+    """Takes the keys of one part out of the whole: what ``merge`` with that part makes ``(out, lse)``.
+
+    With ``share = e^(part_lse - lse)``: ``lse + log(1 - share)`` and ``(out - share part_out) / (1 - share)``. A part
+    with an lse of -inf changes nothing. A part that holds everything leaves ``(0, -inf)``, with derivatives of 0.
+    ``out`` is computed in lse's dtype and has its own.
+
+    What is left has a relative error of about ``eps / (1 - share)``, where eps is the rounding of the given outputs and
+    log-sum-exps. If the part may hold nearly everything, compute attention over the other keys instead.
+
+    Example:
+        ``whole = merge(*left, *right); unmerge(*whole, *right)`` is ``left``
+    """
+    held = (part_lse >= lse) | (lse == -jnp.inf)  # everything; False for NaN, which then shows
+    log_share = jnp.where(held, -1.0, part_lse - lse)  # -1, so that no derivative is infinite
+    rest = -jnp.expm1(log_share)  # 1 - share
+    # Each is exact where the other is not; the minimum keeps the first one's derivative finite there.
+    few, much = jnp.log1p(-jnp.minimum(jnp.exp(log_share), 0.5)), jnp.log(rest)
+    left_lse = jnp.where(held, -jnp.inf, lse + jnp.where(log_share < -math.log(2), few, much))
+    share, rest = jnp.exp(log_share)[..., None], rest[..., None]
+    left = (out.astype(lse.dtype) - share * part_out.astype(lse.dtype)) / rest
+    return jnp.where(held[..., None], 0.0, left).astype(out.dtype), left_lse
