@@ -230,6 +230,7 @@ def test_memory_is_linear():
         assert compiled.memory_analysis().temp_size_in_bytes < length * length * 4 / 2
 
 
+@pytest.mark.slow
 def test_a_transformer_that_scans_over_its_layers_is_attributed():
     model = interop.Transformer(interop.Config("test", **SIZES, num_kv_heads=2, position=ROTARY), rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 6), 0, 11)
@@ -275,3 +276,20 @@ def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # no
     for each_key, match in wrong:
         with pytest.raises(ValueError, match=match):
             layer(patch={"each_key": each_key})
+
+
+@pytest.mark.slow
+def test_blocks_that_are_cut_change_nothing():
+    """Blocks of 512 are cut into pieces of 256; those of 256 are not."""
+    q, k, v, fill = (
+        jax.random.normal(jax.random.key(i), (1, 1024, heads_, 4)) for i, heads_ in enumerate((2, 1, 1, 1))
+    )
+    q = q.at[:, :, 0].multiply(20)  # some keys hold nearly everything
+    gate = jnp.ones((1, 1024, 1)).at[0, ::7].set(0.0)
+    of = {
+        size: attend_heads(
+            q, k, v, is_causal=True, implementation=Blockwise((size, size)), patch={"each_key": (gate, fill)}
+        )
+        for size in (256, 512)
+    }
+    np.testing.assert_allclose(of[512], of[256], atol=2e-4 * float(abs(of[256]).max()))
