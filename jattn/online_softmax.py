@@ -57,7 +57,7 @@ def blockwise(
 
 def _forward(platform: str, qkv_and_head: tuple, block_sizes: Any) -> tuple[Array, Array, Array]:
     q, k, v, head = qkv_and_head
-    return forward_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes))
+    return forward_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes, forward=True))
 
 
 def _accumulate(platform: str, qkv_and_head: tuple, row_max: Array, block_sizes: Any) -> tuple[Array, Array]:
@@ -65,12 +65,14 @@ def _accumulate(platform: str, qkv_and_head: tuple, row_max: Array, block_sizes:
     return accumulate_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes), row_max)
 
 
-def plan_head(platform: str, q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | None) -> BlockPlan:
+def plan_head(
+    platform: str, q: Array, k: Array, head: Head, block_sizes: tuple[int, int] | None, *, forward: bool = False
+) -> BlockPlan:
     """How to split a single head into blocks."""
     lengths = q.shape[0], k.shape[0]
     options = (head.masks, head.slot_masks, head.batch, head.head, head.query_positions, head.kv_positions, lengths)
     size, tables, pieces = choose_blocks(
-        lambda size: visible_blocks(*options, size), *lengths, block_sizes, cuts=platform == "cpu"
+        lambda size: visible_blocks(*options, size), *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
     )
     return BlockPlan(size, *tables, all_seen(*options), pieces)
 

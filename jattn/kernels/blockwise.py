@@ -201,7 +201,7 @@ def _check_carry(structure: Any, types: Sequence[Any], carry: Any) -> None:
 
 
 def _forward(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    plan, lifting = plan_request(platform, request, sizes, divided)
+    plan, lifting = plan_request(platform, request, sizes, divided, forward=True)
 
     def one_head(q, k, v, head, any_visible, all_visible):
         return forward_head(platform, q, k, v, head, plan._replace(any_visible=any_visible, all_visible=all_visible))
@@ -266,14 +266,16 @@ def _count_visible(platform: str, request: Request, sizes: Any, divided: bool) -
     return over_request(one_head, request, out_axes=0, **lifting)
 
 
-def plan_request(platform: str, request: Request, sizes: Any, divided: bool) -> tuple[BlockPlan, dict[str, Any]]:
+def plan_request(
+    platform: str, request: Request, sizes: Any, divided: bool, *, forward: bool = False
+) -> tuple[BlockPlan, dict[str, Any]]:
     """How to split the heads (with the tables of all sequences), and how to lift one head to many.
 
     On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
     the cache. If an axis may be ``divided`` over devices, a loop over it would gather it; then vmap, with one table for
     all sequences. On one accelerator vmap, but over sequences only if they share a table.
     """
-    size, (any_visible, all_visible), pieces = _tables(request, sizes, cuts=platform == "cpu")
+    size, (any_visible, all_visible), pieces = _tables(request, sizes, cuts=platform == "cpu", large_if_cut=forward)
     if divided:
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
     heads = one_by_one if platform == "cpu" and not divided else jax.vmap
@@ -283,10 +285,10 @@ def plan_request(platform: str, request: Request, sizes: Any, divided: bool) -> 
 
 
 def _tables(
-    request: Request, sizes: Any, *, cuts: bool = False
+    request: Request, sizes: Any, **options: bool
 ) -> tuple[tuple[int, int], tuple[Any, Any], tuple[Piece, ...]]:
     lengths = request.query.shape[1], request.key.shape[1]
-    return choose_blocks(functools.partial(block_table, request), *lengths, sizes, cuts=cuts)
+    return choose_blocks(functools.partial(block_table, request), *lengths, sizes, **options)
 
 
 def mask_arguments(request: Request) -> MaskArguments:

@@ -18,7 +18,7 @@ import pytest
 
 from experiments import config, run, train
 from experiments.__main__ import main as run_main
-from experiments.measure import claims, collect, evaluate
+from experiments.measure import claims, collect, evaluate, language
 from experiments.report import page
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
@@ -295,7 +295,9 @@ def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
 def test_a_config_of_the_project_asks_for_metrics_that_there_are():
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
         settings = config.read(file)
-        if not settings.pretrained.groups:
+        if settings.language.model:
+            language.check(settings)
+        elif not settings.pretrained.groups:
             claims.check(settings, run._known_metrics)
             asked = {claim.metric.rpartition(":")[2] for claim in settings.claims}
             known = [run._known_metrics(variant) for variant in (settings, *config.variants(settings).values())]

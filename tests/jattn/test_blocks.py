@@ -1,6 +1,7 @@
 """Tiles, tables of visible blocks and ``block_mask``, compared with brute force over all pairs."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -261,9 +262,17 @@ class TestChooseBlocks:
         ],
     )  # fmt: skip
     def test_partial_blocks_are_cut_where_that_leaves_out_enough(self, mask, length, size, pieces):
-        found, _, cut = choose_blocks(self.see(mask, length, length), length, length, cuts=True)
+        see = self.see(mask, length, length)
+        found, _, cut = choose_blocks(see, length, length, cuts=True, large_if_cut=True)
         assert [(r.start, r.stop, c.start, c.stop) for r, c in cut] == pieces
         assert found == tile(length, length, size)
+
+    def test_sizes_do_not_depend_on_cuts_where_large_blocks_are_not_asked_for(self):
+        for length, mask in itertools.product((1024, 2048, 4096), ([Causal()], [Prefix(256)], [SlidingWindow(600)])):
+            see = self.see(mask, length, length)
+            assert choose_blocks(see, length, length, cuts=True)[0] == choose_blocks(see, length, length)[0]
+        _, _, pieces = choose_blocks(self.see([Causal()], 2048, 2048), 2048, 2048, cuts=True)
+        assert pieces == ((slice(0, 256), slice(0, 256)), (slice(256, 512), slice(0, 512)))
 
     def test_rows_that_no_partial_block_sees_are_in_no_piece(self):
         seen = np.zeros((1024, 1024), bool)
