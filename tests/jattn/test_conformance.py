@@ -22,6 +22,7 @@ from jattn.choice import IMPLEMENTATIONS
 from jattn.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
+from jattn.kernels.native import Native
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 from tests.jattn.interpreted import Interpreted
@@ -93,6 +94,10 @@ VARIANTS = [
     Variant("pallas_tpu", PallasTPU(interpret=True), traced=True),
     Variant("pallas_tpu", PallasTPU(interpret=True), mapped=True),
     Variant("pallas_gpu", Interpreted(), dtype=jnp.bfloat16),
+    Variant("native", Native()),  # few queries
+    Variant("native", Native(few=0)),
+    Variant("native", Native(few=0), traced=True),
+    Variant("native", Native(few=0), mapped=True),
 ]
 DEVICES = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 

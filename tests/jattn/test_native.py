@@ -1,0 +1,243 @@
+"""The C++ kernels beyond the conformance table: lengths of many tiles, each width of vectors, and as users run them."""
+
+import functools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, score_mods
+from jattn.kernels import native
+from jattn.kernels.native import Native
+
+needs_package = pytest.mark.skipif(not native._is_installed(), reason="jattn-native is not installed")
+pytestmark = pytest.mark.filterwarnings("error")
+attend = jattn.dot_product_attention
+
+B, T, N, K, H, D = 2, 300, 4, 2, 32, 48  # a task has 256 queries, a block 64 keys
+IDS = np.sort(np.random.default_rng(1).integers(0, 5, (B, T)), 1)
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (70, 3)},
+    "no rows": {"mask": masks.Causal() & masks.SlidingWindow(-1, -280)},
+    "lengths": {"query_seq_lengths": np.array([3, 290]), "key_value_seq_lengths": np.array([200, 0])},
+    "prefix": {"mask": masks.Causal() | masks.Prefix(90)},
+    "packed": {"mask": masks.Segments(IDS) & masks.Causal()},
+    "segments in no order": {"mask": masks.Segments(IDS[:, ::7].repeat(7, 1)[:, :T], IDS)},
+    "far positions": {"local_window_size": (2**31 - 2, 1), "query_positions": np.arange(T) + 2**31 - 1 - T},
+    "soft cap": {"score_mod": score_mods.SoftCap(5.0), "is_causal": True, "scale": 0.7},
+    "alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)), "query_positions": np.arange(T)[::-1]},
+}
+
+
+def arrays(key, queries=T, keys=T, dtype=jnp.float32):
+    shapes = (B, queries, N, H), (B, keys, K, H), (B, keys, K, D)
+    return [jax.random.normal(one, shape, dtype) for one, shape in zip(jax.random.split(key, 3), shapes, strict=True)]
+
+
+def values_and_gradients(implementation, options, qkv):
+    """Output, log-sum-exp, and the gradients of a loss that takes both."""
+
+    def loss(*qkv):
+        out, lse = attend(*qkv, **options, return_residual=True, implementation=implementation)
+        seen = lse > -1e30
+        total = jnp.sin(out.astype(jnp.float32)).sum() + jnp.where(seen, jnp.where(seen, lse, 0.0) ** 2, 0.0).sum()
+        return total, (out, lse)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*qkv)
+
+
+def compare(got, wanted, tolerance=2e-5):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert not np.isnan(x).any()
+        finite = np.isfinite(y)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        np.testing.assert_allclose(x[finite], y[finite], rtol=0, atol=tolerance * max(abs(y[finite]).max(initial=0), 1))
+
+
+def widths():
+    return [width for width in (4, 8, 16) if native._is_installed() and width <= native._library().widest()]
+
+
+@needs_package
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_width_is_the_dense_formula(name, getkey):
+    qkv = arrays(getkey())
+    wanted = values_and_gradients("xla", OPTIONS[name], qkv)
+    for width in widths():
+        compare(values_and_gradients(Native(width), OPTIONS[name], qkv), wanted)
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("options", [{}, {"score_mod": score_mods.SoftCap(5.0)}, {"local_window_size": (1100, 0)}])
+def test_few_queries(queries, options, getkey):
+    """More than one part of the keys, the last of which is not whole, and an empty one."""
+    qkv = arrays(getkey(), queries, 2500)
+    options |= {"query_positions": np.arange(queries) + 2300}
+    options |= {"mask": masks.Padding(np.array([2300, 700]))} if options.get("score_mod") else {}
+    wanted = values_and_gradients("xla", options, qkv)
+    for width in widths():
+        compare(values_and_gradients(Native(width), options, qkv), wanted)
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [1, T])
+def test_bfloat16_is_computed_in_float32(queries, getkey):
+    qkv = arrays(getkey(), queries, dtype=jnp.bfloat16)
+    got = values_and_gradients("native", {}, qkv)
+    assert got[0][1][0].dtype == jnp.bfloat16 and all(x.dtype == jnp.bfloat16 for x in got[1])
+    wanted = values_and_gradients("xla", {}, [x.astype(jnp.float32) for x in qkv])
+    compare(got[0][1][1], wanted[0][1][1])  # the lse is not rounded
+    compare(got, wanted, 2e-2)
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [4, T])
+def test_what_nobody_sees_may_be_nan(queries, getkey):
+    """Keys past the end, between segments, and queries that see nothing."""
+    clean = arrays(getkey(), queries)
+    ids = np.arange(T)[None] // 40
+    ids = np.where(np.arange(T) % 40 > 30, -1 - np.arange(T), ids).repeat(B, 0)  # the last ten of forty are alone
+    query_ids = np.where(ids[:, :queries] < 0, -1000, ids[:, :queries])
+    options = {"mask": masks.Segments(query_ids, ids), "key_value_seq_lengths": np.array([250, T])}
+    dead = jnp.asarray((ids < 0) | (np.arange(T) >= np.array([[250], [T]])))[..., None, None]
+    poisoned = [
+        jnp.where(dead[:, :queries] & jnp.asarray(query_ids < 0)[..., None, None], jnp.nan, clean[0]),
+        *(jnp.where(dead, jnp.nan, x) for x in clean[1:]),
+    ]
+    compare(values_and_gradients("native", options, poisoned), values_and_gradients("xla", options, clean))
+
+
+@needs_package
+def test_nan_that_is_seen_stays():
+    x = jnp.ones((1, 130, 1, 16)).at[0, 70].set(jnp.nan)
+    out = attend(x.at[:].set(1.0), x, x, is_causal=True, implementation="native")
+    assert np.isnan(out[0, 70:]).all()
+    assert np.isnan(attend(jnp.ones((1, 1, 1, 16)), x, x, implementation="native")).all()
+
+
+@needs_package
+def test_gradients_in_parts(getkey):
+    """A long sequence with a single key head: parts of the queries have sums of their own."""
+    shapes = (1, 3000, 2, 16), (1, 3000, 1, 16), (1, 3000, 1, 16)
+    qkv = [jax.random.normal(getkey(), shape) for shape in shapes]
+    options = {"is_causal": True}
+    compare(values_and_gradients("native", options, qkv), values_and_gradients("blockwise", options, qkv), 5e-5)
+
+
+@needs_package
+def test_equal_calls_have_equal_bits(getkey):
+    qkv = arrays(getkey())
+    first = values_and_gradients("native", {}, qkv)
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, values_and_gradients("native", {}, qkv), first)
+
+
+@needs_package
+def test_under_transformations(getkey):
+    qkv = arrays(getkey(), 20, 33)
+
+    def loss(cap, implementation, *qkv):
+        mod = score_mods.SoftCap(cap)
+        return jnp.sin(attend(*qkv, score_mod=mod, implementation=implementation)).sum()
+
+    def product(implementation):
+        of = functools.partial(loss, 3.0, implementation)
+        return jax.jvp(jax.grad(lambda q: of(q, *qkv[1:])), (qkv[0],), (jnp.ones_like(qkv[0]),))
+
+    compare(product("native"), product("xla"))  # forward over reverse
+    compare(*(jax.grad(loss)(jnp.float32(3.0), name, *qkv) for name in ("native", "xla")))  # another array's gradient
+    many = [jnp.stack([x, 2 * x, -x]) for x in qkv]
+    in_axes = 0, None, 0
+    for queries in (20, 4):
+        own = many[0][:, :, :queries], qkv[1], many[2]
+        mapped = jax.vmap(functools.partial(attend, implementation="native"), in_axes)(*own)
+        compare(mapped, jax.vmap(functools.partial(attend, implementation="xla"), in_axes)(*own))
+    kept = jax.checkpoint(functools.partial(loss, 3.0, "native"), policy=jax.checkpoint_policies.dots_saveable)
+    compare(jax.grad(kept)(*qkv), jax.grad(functools.partial(loss, 3.0, "xla"))(*qkv))
+
+
+@needs_package
+def test_calls_at_the_same_time(getkey):
+    """Of several threads, and of one program that computes independent calls: none waits for another's tasks."""
+    qkv = arrays(getkey())
+
+    @jax.jit
+    def many(*qkv):
+        return [attend(scale * qkv[0], *qkv[1:], implementation="native") for scale in range(1, 9)]
+
+    wanted = many(*qkv)
+    with ThreadPoolExecutor(8) as pool:
+        for got in pool.map(lambda _: many(*qkv), range(24)):
+            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+REFUSED = {
+    "float64": ({}, np.float64, "it takes 16 or 32 bits, not float64"),
+    "bias": ({"bias": np.zeros((T, T), np.float32)}, np.float32, "it takes no bias"),
+    "function": ({"mask": lambda b, h, q, kv: q > kv}, np.float32, "it takes no masks but Causal, "),
+    "or": ({"mask": masks.Causal() | masks.SlidingWindow(3)}, np.float32, "it takes no masks but Causal, "),
+    "two": ({"mask": masks.Segments(IDS) & masks.Segments(IDS)}, np.float32, "it takes no masks but .* one Segments"),
+    "score": ({"score_mod": lambda s, b, h, q, kv: 2 * s}, np.float32, "it takes no score_mod but SoftCap and Alibi"),
+    "positions": ({"kv_positions": np.arange(T)}, np.float32, "it takes no positions of keys"),
+    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, np.float32, "it takes no dropout"),
+}
+
+
+@needs_package
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take(name):
+    options, dtype, reason = REFUSED[name]
+    with jax.enable_x64(True):
+        qkv = [np.zeros((B, T, heads, 16), dtype) for heads in (N, K, K)]
+        with pytest.raises(jattn.Unsupported, match=f"implementation='native' cannot do this: {reason}"):
+            attend(*qkv, **options, implementation="native")
+
+
+@needs_package
+def test_what_it_is_not_lowered_for(getkey):
+    qkv = arrays(getkey(), 20, 20)
+    call = jax.jit(functools.partial(attend, implementation="native"))
+    with pytest.raises(jattn.Unsupported, match=r"jax\.export does not take its calls"):
+        jax.export.export(call)(*qkv)
+    with pytest.raises(jattn.Unsupported, match="it needs a CPU, not tpu"):
+        jax.export.export(call, platforms=["tpu"])(*qkv)
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+    with pytest.raises(jattn.Unsupported, match="the arrays may lie on several devices"):
+        call(*(jax.device_put(x, sharding) for x in qkv))
+    spec = jax.sharding.PartitionSpec("batch")
+    mapped = jax.shard_map(functools.partial(attend, implementation="native"), mesh=mesh, in_specs=spec, out_specs=spec)
+    compare(jax.jit(mapped)(*qkv), attend(*qkv, implementation="xla"))
+
+
+@needs_package
+def test_settings():
+    with pytest.raises(jattn.Unsupported, match=r"width must be one of \(None, 4, 8, 16\), got 5"):
+        attend(*[np.zeros((1, 4, 1, 16), np.float32)] * 3, implementation=Native(5))
+
+
+@pytest.mark.slow
+def test_without_the_package():
+    program = """
+import sys
+sys.modules["jattn_native"] = None
+import jax.numpy as jnp, jattn
+x = jnp.zeros((1, 4, 1, 16))
+try:
+    jattn.dot_product_attention(x, x, x, implementation="native")
+except jattn.Unsupported as reason:
+    print(reason)
+print(jattn.explain(x, x, x).splitlines()[-1])
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "implementation='native' cannot do this: it needs the package jattn-native" in found
+    assert "native: it needs the package jattn-native" in found
