@@ -4,7 +4,8 @@ Shared by all rows: ``environment``, ``shape``, ``missing`` (peer: why it is una
 
 - ``times``: rows of ``case``, ``length``, ``dtype``, ``passes``, ``medians`` (contestant: microseconds), ``left_out``
   (contestant: why), ``matrix`` (microseconds of a product of two square matrices, timed in the same turns), its
-  ``matrix_flops``, the row's ``flops``, ``rounds`` of turns, and the ``seconds`` allotted;
+  ``matrix_flops``, the row's ``flops``, ``rounds`` of turns, and the ``seconds`` allotted; ``plain`` (contestant of
+  jattn: microseconds of the case that ``PLAIN`` names, in the same turns);
 - ``memory``: ``bytes`` of temporaries that XLA plans for one head, by ``contestant``, ``case``, ``length``, ``passes``;
 - ``peak``: peak ``bytes`` of a fresh process, minus those of one that only makes the inputs;
 - ``compile``: median ``seconds`` of three fresh processes.
@@ -12,36 +13,55 @@ Shared by all rows: ``environment``, ``shape``, ``missing`` (peer: why it is una
 If something could not be measured, ``bytes`` or ``seconds`` is null and ``reason`` says why.
 """
 
+import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.bench import attention_figure, attention_tables, peers, timing
-from experiments.bench.cases import DTYPES, PASSES, Plan, Problem
+from experiments.bench.cases import DTYPES, PASSES, PLAIN, Plan, Problem
 from experiments.bench.probe import probe
 from experiments.bench.suite import Job, Suite
 
+KEPT = Path(__file__).parents[1] / "results"
 ROUNDS, SETTLE, MATRIX = 3, 0.01, 2048
 PEAK_LENGTH, COMPILED_LENGTHS, COMPILATIONS = 8192, (2048, 32768), 3
-PLAIN = ("full", "causal")  # the cases measured for memory and compilation
+MEASURED = ("full", "causal")  # the cases measured for memory and compilation
 
 
 def about(plan: Plan) -> dict[str, Any]:
     """The environment, the shape of the problems, and which peers are missing."""
     contestants, missing = peers.contestants(tuple(plan.peers), plan.device)
     shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": 1}
-    return {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
+    found = {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
+    return found | {"before": last_kept(found["environment"], plan.out)}
+
+
+def last_kept(here: Mapping[str, str], out: Path) -> dict[str, Any]:
+    """The last results kept of this kind of machine, except those in ``out``: ``folder``, and jattn's ``shares``."""
+    kind = ("device", "cpu", "vectors", "cores")
+    for folder in sorted(KEPT.glob(f"*/{SUITE.name}.json"), reverse=True):
+        if folder.parent.resolve() != out.resolve():
+            kept = SUITE.read(folder.parent)
+            if all(kept.about["environment"].get(name) == here[name] for name in kind):
+                return {"folder": folder.parent.name, "shares": attention_tables.shares(kept)}
+    return {"folder": "", "shares": {}}
 
 
 def environment(plan: Plan, names: list[str]) -> dict[str, str]:
     """What is measured, and on what: versions, hardware, and a digest of jattn's source."""
     about = timing.environment() | {"contestants": ", ".join(names), "jattn_source": timing.source_digest()}
-    about |= {"cpu": timing.cpu_model(), "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"}
+    about |= {
+        "cpu": timing.cpu_model(),
+        "vectors": timing.vectors(),
+        "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB",
+    }
     return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
 
 
@@ -82,11 +102,20 @@ def time_row(
                 reason = _first_line(error)
         if reason is not None:
             left_out[contestant.name] = reason
+    plain = {}
+    for contestant in contestants if problem.case in PLAIN else ():
+        if contestant.name in calls and contestant.name.startswith("jattn"):
+            beside = dataclasses.replace(problem, case=PLAIN[problem.case])
+            if peers.unsupported_reason(contestant, beside, memory) is None:
+                plain[contestant.name] = contestant.call(beside, passes)
+                plain[contestant.name]()
     matrix = matrix_product(problem.dtype)
     matrix()
-    medians, rounds = timing.in_turn([*calls.values(), matrix], seconds, least=ROUNDS, settle=SETTLE)
+    every = [*calls.values(), *plain.values(), matrix]
+    medians, rounds = timing.in_turn(every, seconds, least=ROUNDS, settle=SETTLE)
     *medians, product = (round(median, 2) for median in medians)
-    found = {"medians": dict(zip(calls, medians, strict=True)), "left_out": left_out}
+    found: dict[str, Any] = {"medians": dict(zip(calls, medians, strict=False)), "left_out": left_out}
+    found |= {"plain": dict(zip(plain, medians[len(calls) :], strict=True))}
     found |= {"rounds": rounds, "seconds": seconds}
     return found | {"flops": problem.flops(passes), "matrix": product, "matrix_flops": 2.0 * MATRIX**3}
 
@@ -160,7 +189,7 @@ def _compile_seconds(plan: Plan, contestant: peers.Contestant, problem: Problem,
 
 
 def _plain(plan: Plan) -> list[str]:
-    return [case for case in PLAIN if case in plan.cases]
+    return [case for case in MEASURED if case in plan.cases]
 
 
 def _dtype(plan: Plan, contestant: peers.Contestant) -> str:

@@ -1,13 +1,16 @@
 """The attention benchmark's results as text."""
 
+import itertools
+
 import numpy as np
 
-from experiments.bench.cases import CASES
+from experiments.bench.cases import CASES, PLAIN
 from experiments.bench.suite import Results, Row
 from experiments.bench.tables import Asked, asked_table, listed, ratio, report, short_number, table, worst
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
 SLOPE_FROM = 4096  # below, constant costs still matter
+MOVED = 0.05
 
 
 def row_of(results: Results, case: str, length: int, passes: str = "forward") -> Row | None:
@@ -49,6 +52,7 @@ def asked(results: Results) -> list[Asked]:
         *_against_peers(results),
         *_short(results),
         *_shares(results),
+        *_native(results),
         *_cases(results),
         *_memory(results),
         *_compile(results),
@@ -93,7 +97,7 @@ def _short(results: Results) -> list[Asked]:
 def _shares(results: Results) -> list[Asked]:
     lengths = [length for length in lengths_of(results) if length >= 4096]
     lines = []
-    for case, threshold in (("full", 0.5), ("causal", 0.4)):
+    for case, threshold in (("full", 0.7), ("causal", 0.6)):
         least = worst((share(row_of(results, case, length)) for length in lengths), highest=False)
         lines.append(Asked(f"{case}, forward, n >= 4096: share of the matrix rate", least, threshold, at_least=True))
     return lines
@@ -102,18 +106,61 @@ def _shares(results: Results) -> list[Asked]:
 def _cases(results: Results) -> list[Asked]:
     """One case compared with another, both forward."""
 
-    def times(above: str, below: str, length: int) -> float | None:
-        return ratio(*(microseconds(row_of(results, case, length)) for case in (above, below)))
+    def times(case: str, length: int, name: str = "jattn") -> float | None:
+        row = row_of(results, case, length)
+        return ratio(microseconds(row, name), row.found.get("plain", {}).get(name)) if row else None
 
     long = [length for length in lengths_of(results) if length >= 2048]
     lines = [
-        Asked("causal / full, forward, n = 8192", times("causal", "full", 8192), 0.6, at_least=False),
-        Asked("window / full, forward, n = 32768", times("window", "full", 32768), 1 / 14, at_least=False),
+        Asked("causal / full, forward, n = 8192", times("causal", 8192), 0.6, at_least=False),
+        Asked("window / full, forward, n = 32768", times("window", 32768), 1 / 14, at_least=False),
     ]
-    for case, plain in (("alibi", "causal"), ("softcap", "full")):
-        highest = worst((times(case, plain, length) for length in long), highest=True)
-        lines.append(Asked(f"{case} / {plain}, forward, n >= 2048", highest, 1.3, at_least=False))
+    for name in ("jattn", "jattn native"):
+        for case in ("alibi", "softcap"):
+            highest = worst((times(case, length, name) for length in long), highest=True)
+            lines.append(Asked(f"{name}: {case} / {PLAIN[case]}, forward, n >= 2048", highest, 1.25, at_least=False))
     return lines
+
+
+def _native(results: Results) -> list[Asked]:
+    """The compiled kernels against PyTorch's and the matrix product: the worst length."""
+    long = [length for length in lengths_of(results) if 2048 <= length <= 8192]
+    lines = []
+    for case, passes in itertools.product(("full", "causal"), PASSES):
+        rows = [row_of(results, case, length, passes) for length in long]
+        speed = worst(
+            (ratio(microseconds(row, "torch"), microseconds(row, "jattn native")) for row in rows), highest=False
+        )
+        question = f"native, {case}, {PASSES[passes]}, n = 2048 to 8192: time of torch / time of jattn native"
+        lines.append(Asked(question, speed, 1.2, at_least=True))
+    for case, threshold in (("full", 0.75), ("causal", 0.65)):
+        rows = [row_of(results, case, length) for length in long if length >= 4096]
+        least = worst((share(row, "jattn native") for row in rows), highest=False)
+        lines.append(
+            Asked(f"native, {case}, forward, n >= 4096: share of the matrix rate", least, threshold, at_least=True)
+        )
+    return lines
+
+
+def shares(results: Results) -> dict[str, float]:
+    """jattn's shares of the matrix rate, by what was measured."""
+    found = {}
+    for row in results.of("times"):
+        for name in row["medians"]:
+            if name.startswith("jattn"):
+                what = f"{name}, {row['case']}, {PASSES[row['passes']]}, {row['dtype']}, n = {row['length']}"
+                found[what] = share(row, name)
+    return found
+
+
+def moved(results: Results) -> list[str]:
+    """One line for each share that is 5% off the last kept one of such a machine."""
+    before = results.about.get("before", {"shares": {}})
+    return [
+        f"{what}: {now:.2f} of the matrix rate, {old:.2f} in {before['folder']}"
+        for what, now in shares(results).items()
+        if (old := before["shares"].get(what)) and abs(now / old - 1) > MOVED
+    ]
 
 
 def _memory(results: Results) -> list[Asked]:
@@ -206,7 +253,9 @@ def left_out(results: Results) -> list[str]:
 def shown(results: Results) -> str:
     """The missing peers, and the measured goals."""
     answered = [one for one in asked(results) if one.measured is not None]
-    return "\n".join([*results.about["missing"].values(), *([asked_table(answered)] if answered else [])])
+    return "\n".join(
+        [*results.about["missing"].values(), *([asked_table(answered)] if answered else []), *moved(results)]
+    )
 
 
 def markdown(results: Results) -> str:
@@ -234,6 +283,8 @@ def markdown(results: Results) -> str:
     if results.of("compile"):
         parts += ["## Compilation", "All heads, in fresh processes.", compile_table(results)]
     parts += ["## Cases", "\n".join(f"- {name}: {text}." for name, text in CASES.items())]
+    changes = moved(results)
+    parts += ["## Moved by more than 5%", "\n".join(f"- {line}." for line in changes)] if changes else []
     reasons = left_out(results)
     parts += ["## Left out", "\n".join(f"- {reason}." for reason in reasons)] if reasons else []
     parts += ["## Measured on", listed(results.about["environment"])]

@@ -17,6 +17,7 @@ CASES = {
     "softcap": f"`{CAP:g} * tanh(score / {CAP:g})` as `score_mod`",
     "t5": f"T5's bias of {BUCKETS} buckets as `score_mod`, with the gradient of its table",
 }
+PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed beside it, in one row
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
 PEERS = ("jax", "torch", "tokamax", "jattn-xla", "jattn-kernels")

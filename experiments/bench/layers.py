@@ -10,6 +10,7 @@ Shared by all rows: ``environment``, ``sizes``. The parts:
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from experiments.bench.tables import Asked, asked_table, listed, ratio, report, 
 from jattn.multi_head import attend_heads
 
 MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
-COLUMNS = {"jattn": "jattn", "flax": "Flax", "pallas_gpu": "pallas_gpu", "sum": "sum of the cache"}
+COLUMNS = {"jattn": "jattn", "flax": "Flax", "pallas_gpu": "pallas_gpu", "native": "native", "sum": "sum of the cache"}
 TRAIN, DECODE, MODULE = "training step", "decode, function", "decode, module"
 RATE = 0.1  # of gradient descent
 
@@ -138,6 +139,8 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
         return z, dataclasses.replace(after, length=cache.length)  # so that the next call does the same work
 
     calls, implementations = {}, {"jattn": None} | ({"pallas_gpu": "pallas_gpu"} if sizes.device == "gpu" else {})
+    if sizes.on_cpu and importlib.util.find_spec("jattn_native"):
+        implementations |= {"native": "native"}
     for name, implementation in implementations.items():
         own = jax.tree.map(jnp.copy, cache)  # which the step donates
         calls[name] = Contestant(jax.jit(functools.partial(step, implementation), donate_argnums=0), own, chunk)
@@ -220,6 +223,7 @@ def asked(results: Results) -> list[Asked]:
         Asked(f"{train} 4096: time of Flax / time of jattn", share("flax", "jattn", TRAIN, 4096), 2.5, True),
         Asked(f"{train} 4096: peak resident memory, jattn / Flax", share("jattn", "flax", "peak", 4096), 0.2, False),
         Asked(f"{token} function / sum of the cache (aim: 1.1)", share("jattn", "sum", DECODE, 65536), 1.5, False),
+        Asked(f"{token} native / sum of the cache (aim: 1.1)", share("native", "sum", DECODE, 65536), 1.5, False),
         Asked(f"{token} time of jattn's module / of Flax's", share("jattn", "flax", MODULE, 65536), 1.0, False),
     ]
 

@@ -154,8 +154,8 @@ def versions(peers: tuple[str, ...]) -> dict[str, str]:
 
 
 def _missing(peer: str, device: str) -> str | None:
-    if peer == "jattn-kernels" and device == "cpu":
-        return "jattn has kernels of its own for GPUs and TPUs"
+    if peer == "jattn-kernels" and device == "cpu" and importlib.util.find_spec("jattn_native") is None:
+        return "jattn-native is not installed: pip install setuptools, then pip install --no-build-isolation ./native"
     if peer not in ("torch", "tokamax"):
         return None
     if importlib.util.find_spec(peer) is None:
@@ -204,6 +204,8 @@ def _jattn_xla(device: str) -> list[Contestant]:
 def _jattn_kernels(device: str) -> list[Contestant]:
     """Our own kernels, where the default is another's."""
     known = tuple(case for case in CASES if case != "t5")
+    if device == "cpu":
+        return [InJax("jattn native", _jattn("native"), known, linear=known)]
     return [InJax(f"jattn pallas_{device}", _jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
 
 

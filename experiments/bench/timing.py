@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """``environment``, the state of jattn's source, and the processor."""
-    return environment() | {"jattn_source": source_digest(), "cpu": cpu_model()}
+    return environment() | {"jattn_source": source_digest(), "cpu": cpu_model(), "vectors": vectors()}
 
 
 def about(sizes: Any) -> dict[str, Any]:
@@ -88,6 +88,13 @@ def cpu_model() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def vectors() -> str:
+    """The processor's widest vector instructions, from Linux: names alone do not tell kinds of machines apart."""
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.exists() else set()
+    return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in flags), "unknown")
 
 
 def source_digest() -> str:

@@ -50,10 +50,18 @@ def made_up(**changes) -> dict:
     return found | changes
 
 
-def row(case: str, length: int, passes: str = "forward", left_out=None, **medians: float) -> dict:
-    medians = {name.replace("_", "."): value for name, value in medians.items()}
+def row(case: str, length: int, passes: str = "forward", left_out=None, plain=None, **medians: float) -> dict:
+    names = {"jax_nn": "jax.nn", "jattn_native": "jattn native"}
+    medians = {names.get(name, name): value for name, value in medians.items()}
     key = {"case": case, "length": length, "dtype": "float32", "passes": passes, "medians": medians}
-    rest = {"left_out": left_out or {}, "rounds": 3, "seconds": 1.0, "matrix": 17.0, "matrix_flops": 17e6}
+    rest = {
+        "left_out": left_out or {},
+        "plain": plain or {},
+        "rounds": 3,
+        "seconds": 1.0,
+        "matrix": 17.0,
+        "matrix_flops": 17e6,
+    }
     return key | rest | {"flops": Problem(case, length).flops(passes)}
 
 
@@ -141,7 +149,7 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
     by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
-    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla"]
+    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn native"]
     for device in "gpu", "tpu":
         (kernels,) = peers.contestants(("jattn-kernels",), device)[0][1:]
         assert kernels.name == f"jattn pallas_{device}" and kernels.dtypes == ("bfloat16",)
@@ -191,9 +199,10 @@ def test_ratios_are_those_of_the_rows():
             row("full", 2048, jattn=100.0, jax_nn=220.0, torch=99.0),
             row("causal", 2048, jattn=100.0, jax_nn=349.0),
             row("full", 8192, jattn=1000.0),
-            row("causal", 8192, jattn=600.0),
-            row("full", 32768, jattn=1400.0),
-            row("window", 32768, jattn=100.0),
+            row("causal", 8192, plain={"jattn": 1000.0}, jattn=600.0),
+            row("window", 32768, plain={"jattn": 1400.0}, jattn=100.0),
+            row("alibi", 2048, plain={"jattn": 100.0, "jattn native": 10.0}, jattn=150.0, jattn_native=12.0),
+            row("alibi", 4096, plain={"jattn": 100.0}, jattn=120.0),
             row("full", 1024, jattn=10.0, jax_nn=10.0),
             row("alibi", 512, "both", jattn=21.2, jax_nn=20.0),
         ]
@@ -206,6 +215,9 @@ def test_ratios_are_those_of_the_rows():
     assert said["causal, " + peer.format("torch")] == (None, "not measured")
     assert said["causal / full, forward, n = 8192"] == (0.6, "met")
     assert said["window / full, forward, n = 32768"] == (100 / 1400, "met")
+    assert said["jattn: alibi / causal, forward, n >= 2048"] == (1.5, "not met")
+    assert said["jattn native: alibi / causal, forward, n >= 2048"] == (1.2, "met")
+    assert said["jattn: softcap / full, forward, n >= 2048"] == (None, "not measured")
     worst = "every case, n <= 1024: time of jattn / time of jax.nn (worst: alibi, forward and backward, n = 512)"
     assert said[worst] == (pytest.approx(1.06), "not met")
 
@@ -216,8 +228,40 @@ def test_shares_are_of_the_rate_in_the_same_row_and_the_worst_length_counts():
     found = made_up(times=[row("full", n, jattn=times[n] * k) for n, k in ((2048, 9.0), (4096, 1.25), (8192, 2.5))])
     question = "full, forward, n >= 4096: share of the matrix rate"
     assert answers(found)[question] == (pytest.approx(0.4), "not met")
-    found["times"][2]["matrix"] *= 1.25  # the machine was slower at that moment; the share is relative to it
-    assert answers(found)[question] == (pytest.approx(0.5), "met")
+    found["times"][2]["matrix"] *= 1.75  # the machine was slower at that moment; the share is relative to it
+    assert answers(found)[question] == (pytest.approx(0.7), "met")
+
+
+def test_the_compiled_kernels_are_judged_by_their_worst_length():
+    times = {n: Problem("full", n).flops("forward") / 1e6 for n in (2048, 4096, 8192)}
+    rows = [
+        row("full", n, jattn=1.0, torch=2.5 * t, jattn_native=k * t)
+        for (n, t), k in zip(times.items(), (2, 1, 1.25), strict=True)
+    ]
+    said = answers(made_up(times=rows))
+    speed = "native, full, forward, n = 2048 to 8192: time of torch / time of jattn native"
+    assert said[speed] == (pytest.approx(1.25), "met")
+    assert said["native, full, forward, n >= 4096: share of the matrix rate"] == (pytest.approx(0.8), "met")
+
+
+def test_shares_that_moved_are_told(tmp_path, monkeypatch):
+    """Against the last kept result of the same kind of machine, which is not the one that is written."""
+    here = {"device": "cpu: cpu", "cpu": "a CPU", "vectors": "avx2", "cores": "2", "contestants": "jattn"}
+    folders = {"cpu-1": (here, 1.0), "cpu-2": (here, 2.0), "cpu-3": (here | {"vectors": "avx512f"}, 3.0)}
+    for name, (environment, time) in folders.items():
+        (tmp_path / name).mkdir()
+        found = made_up(environment=environment, times=[row("full", 8, jattn=time, torch=1.0)])
+        (tmp_path / name / "attention.json").write_text(json.dumps(found))
+    monkeypatch.setattr(attention, "KEPT", tmp_path)
+    before = attention.last_kept(here, tmp_path / "cpu-9")
+    assert before["folder"] == "cpu-2" and attention.last_kept(here, tmp_path / "cpu-2")["folder"] == "cpu-1"
+    for time, lines in ((2.08, 0), (1.88, 1), (2.2, 1)):
+        found = SUITE.parse(made_up(environment=here, before=before, times=[row("full", 8, jattn=time, torch=9.0)]))
+        assert len(attention_tables.moved(found)) == lines
+    assert "of the matrix rate, " in attention_tables.markdown(found) and " in cpu-2.\n" in attention_tables.markdown(
+        found
+    )
+    assert attention.last_kept(here | {"cores": "4"}, tmp_path)["shares"] == {}
 
 
 def test_memory_and_compilation_are_judged():

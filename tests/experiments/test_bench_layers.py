@@ -1,6 +1,7 @@
 """The layers benchmark: its table on made-up numbers, what it refuses to time, and whole runs on tiny sizes."""
 
 import functools
+import importlib.util
 import json
 
 import jax
@@ -36,7 +37,7 @@ def made_up() -> dict:
         return {"step": step, "length": length, "medians": medians, "rounds": 3, "apart": 2e-6}
 
     times = [row(TRAIN, length, jattn=1000.0, flax=2500.0) for length in Sizes().lengths]
-    times += [row(DECODE, tokens, jattn=1200.0, sum=800.0) for tokens in Sizes().tokens]
+    times += [row(DECODE, tokens, jattn=1200.0, native=1200.0, sum=800.0) for tokens in Sizes().tokens]
     times += [row(MODULE, 65536, jattn=1000.0, flax=1000.0)]
     memory = [
         {"contestant": name, "length": 4096, "temporaries": 3 * peak, "peak": peak}
@@ -50,17 +51,18 @@ def answers(found: dict) -> list[tuple[float | None, str]]:
 
 
 def test_numbers_at_their_thresholds_are_met():
-    assert answers(made_up()) == [(0.4, "met"), (2.5, "met"), (0.2, "met"), (1.5, "met"), (1.0, "met")]
+    assert answers(made_up()) == [(0.4, "met"), (2.5, "met"), (0.2, "met"), (1.5, "met"), (1.5, "met"), (1.0, "met")]
 
 
 def test_numbers_beyond_their_thresholds_are_not_met():
     found = made_up()
     short, long, full, few, module = (row["medians"] for row in found["times"])
     short["jattn"], long["flax"], full["jattn"], module["jattn"] = 2650.0, 2490.0, 1208.0, 1001.0
+    full["native"] = 1216.0
     few["jattn"] = 1e9  # has no threshold
     found["memory"][0]["peak"] *= 1.05
     said = answers(found)
-    assert [measured for measured, _ in said] == pytest.approx([1.06, 2.49, 0.21, 1.51, 1.001])
+    assert [measured for measured, _ in said] == pytest.approx([1.06, 2.49, 0.21, 1.51, 1.52, 1.001])
     assert {answer for _, answer in said} == {"not met"}
 
 
@@ -68,18 +70,18 @@ def test_numbers_of_other_sizes_answer_nothing():
     found = made_up()
     for row in [*found["times"], *found["memory"]]:
         row["length"] -= 1
-    assert answers(found) == [(None, "not measured")] * 5
+    assert answers(found) == [(None, "not measured")] * 6
     found = made_up()
     del found["memory"][1], found["times"][3:]
-    assert [answer for _, answer in answers(found)] == ["met", "met", "not measured", "met", "not measured"]
+    assert [answer for _, answer in answers(found)] == ["met", "met", "not measured", "met", "met", "not measured"]
 
 
 def test_tables_show_milliseconds_and_mebibytes():
     lines = layers.markdown(SUITE.parse(made_up())).splitlines()
     assert "| training step, n = 256: time of jattn / time of Flax | 0.400 | <= 1.05 | met |" in lines
-    assert "| step | n | jattn | Flax | sum of the cache | rounds | apart |" in lines
-    assert "| training step | 4096 | 1.00 | 2.50 | - | 3 | 2e-06 |" in lines
-    assert "| decode, function | 4096 | 1.20 | - | 0.80 | 3 | 2e-06 |" in lines
+    assert "| step | n | jattn | Flax | native | sum of the cache | rounds | apart |" in lines
+    assert "| training step | 4096 | 1.00 | 2.50 | - | - | 3 | 2e-06 |" in lines
+    assert "| decode, function | 4096 | 1.20 | - | 1.20 | 0.80 | 3 | 2e-06 |" in lines
     assert "| jattn | 4096 | 3 | 1 |" in lines and "| Flax | 4096 | 15 | 5 |" in lines
     assert "- cores: 2" in lines and "- layers: 4" in lines
 
@@ -181,14 +183,15 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     out = tmp_path / "a" / "b"
     assert run_main(["bench", "--suite", "layers", "--seconds", "0.001", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("not measured") == 5 and f"report: {out / 'layers.md'}" in shown
+    assert shown.count("not measured") == 6 and f"report: {out / 'layers.md'}" in shown
     found = json.loads((out / "layers.json").read_text())
     assert found["sizes"] == json.loads(json.dumps(SMALL)) | {
         "num_kv_heads": 2, "seconds": 1e-3, "rounds": 1, "settle": 0.0, "device": "cpu",
     }  # fmt: skip
     assert found["environment"]["jattn_source"] == timing.source_digest() and found["environment"]["cpu"]
     rows = [(row["step"], row["length"], list(row["medians"])) for row in found["times"]]
-    both, alone = ["jattn", "flax"], ["jattn", "sum"]
+    native = ["native"] if importlib.util.find_spec("jattn_native") else []
+    both, alone = ["jattn", "flax"], ["jattn", *native, "sum"]
     assert rows == [(TRAIN, 6, both), (DECODE, 16, alone), (DECODE, 5, alone), (MODULE, 16, both)]
     assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in found["times"])
     assert [(row["contestant"], row["length"]) for row in found["memory"]] == [("jattn", 6), ("flax", 6)]
