@@ -85,7 +85,9 @@ class RelativeBias:
         _check_heads("RelativeBias", "table", self.table, "[num_buckets, N]", N)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        return score + jnp.asarray(self.table)[self.bucket(_offset(q_idx, kv_idx)), h]
+        # The head's column first: under vmap over heads its look-up then gathers rows of all heads, and its transpose,
+        # the table's gradient, adds up rows.
+        return score + jnp.asarray(self.table)[:, h][self.bucket(_offset(q_idx, kv_idx))]
 
     def bucket(self, offset):
         """The bucket of each ``offset = kv - q``."""
