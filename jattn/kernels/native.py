@@ -113,7 +113,7 @@ def forward(platform: str, request: Request, settings: Native) -> tuple[jax.Arra
     return out[..., :D].astype(request.value.dtype), lse, (lse != LEAST).astype(lse.dtype)
 
 
-def backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> list[jax.Array]:
+def backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> Sequence[jax.Array]:
     """The cotangents of query, key and value (``jattn.online_softmax.differentiable``)."""
     request, results, settings = args
     (B, T, _, _), K = request.query.shape, request.key.shape[2]
@@ -138,7 +138,7 @@ def _pad_features(x: jax.Array) -> jax.Array:
 
 def _call(
     platform: str, name: str, request: Request, settings: Native, given: list[jax.Array], shapes: list[tuple[int, ...]]
-) -> list[jax.Array]:
+) -> Sequence[jax.Array]:
     """The results of a kernel, float32 of these ``shapes``."""
     if platform != "cpu":
         raise Unsupported(f"implementation='native' cannot do this: it needs a CPU, not {platform}")
