@@ -115,7 +115,7 @@ def _cases(results: Results) -> list[Asked]:
         Asked("causal / full, forward, n = 8192", times("causal", 8192), 0.6, at_least=False),
         Asked("window / full, forward, n = 32768", times("window", 32768), 1 / 14, at_least=False),
     ]
-    for name in ("jattn", "jattn native"):
+    for name in ("jattn", "jattn native") if _has_native(results) else ("jattn",):
         for case in ("alibi", "softcap"):
             highest = worst((times(case, length, name) for length in long), highest=True)
             lines.append(Asked(f"{name}: {case} / {PLAIN[case]}, forward, n >= 2048", highest, 1.25, at_least=False))
@@ -125,7 +125,9 @@ def _cases(results: Results) -> list[Asked]:
 def _native(results: Results) -> list[Asked]:
     """The compiled kernels against PyTorch's and the matrix product: the worst length."""
     long = [length for length in lengths_of(results) if 2048 <= length <= 8192]
-    lines = []
+    lines: list[Asked] = []
+    if not _has_native(results):
+        return lines
     for case, passes in itertools.product(("full", "causal"), PASSES):
         rows = [row_of(results, case, length, passes) for length in long]
         speed = worst(
@@ -140,6 +142,10 @@ def _native(results: Results) -> list[Asked]:
             Asked(f"native, {case}, forward, n >= 4096: share of the matrix rate", least, threshold, at_least=True)
         )
     return lines
+
+
+def _has_native(results: Results) -> bool:
+    return any("jattn native" in row["medians"] for row in results.of("times"))
 
 
 def shares(results: Results) -> dict[str, float]:
