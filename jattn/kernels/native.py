@@ -19,7 +19,7 @@ import numpy as np
 
 from jattn import staged
 from jattn.batching import canonical
-from jattn.fields import number
+from jattn.fields import LARGEST, number
 from jattn.kernels import Program, Unsupported
 from jattn.kernels.blockwise import accumulate
 from jattn.kernels.tiles import LARGEST_DIM, SEVERAL_DEVICES
@@ -245,7 +245,9 @@ def _interval(mask: MaskFunction, b: jax.Array, q: jax.Array) -> tuple[Any, Any]
         return None, _sum(q, 1)
     if isinstance(mask, SlidingWindow):
         left, right = mask._sides()
-        return _sum(q, -left), _sum(_sum(q, right), 1)
+        low, high = _sum(q, -left), _sum(_sum(q, right), 1)
+        limits = jnp.iinfo(jnp.int32)
+        return jnp.where(left >= LARGEST, limits.min, low), jnp.where(right >= LARGEST, limits.max, high)
     if isinstance(mask, Prefix):
         return None, jnp.asarray(number(mask.length), jnp.int32)
     if isinstance(mask, Padding):

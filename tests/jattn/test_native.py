@@ -31,6 +31,7 @@ OPTIONS = {
     "packed": {"mask": masks.Segments(IDS) & masks.Causal()},
     "segments in no order": {"mask": masks.Segments(IDS[:, ::7].repeat(7, 1)[:, :T], IDS)},
     "far positions": {"local_window_size": (2**31 - 2, 1), "query_positions": np.arange(T) + 2**31 - 1 - T},
+    "unbounded": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1), "query_positions": np.arange(T) - 2**31},
     "soft cap": {"score_mod": score_mods.SoftCap(5.0), "is_causal": True, "scale": 0.7},
     "alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)), "query_positions": np.arange(T)[::-1]},
 }
