@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import checkify
 from jaxtyping import Array, ArrayLike
 
 from jattn.masks import Mask, Prefix, SlidingWindow
@@ -37,6 +36,11 @@ class KVCache:
     def filled(self) -> Array:
         """The number of slots in use, from slot 0 on: integers ``[B]``."""
         return jnp.minimum(jnp.broadcast_to(self._length, self.key.shape[:1]), self.capacity)
+
+    @property
+    def overflowed(self) -> Array:
+        """Whether more tokens were appended than fit, bool like ``length``; outputs that see the last slot are NaN."""
+        return jnp.asarray(self.length > self.capacity) & (not self.rolling)
 
     @property
     def _length(self) -> Array:
@@ -102,8 +106,8 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid: bool ``[B,L]``: which tokens are real. The others (padding on either side) take no slot or position.
 
     Raises:
-        ValueError: shapes do not match, or the tokens exceed the capacity. Under ``jit`` the latter is an error of
-            ``jax.experimental.checkify``; unchecked, the last slot becomes NaN, and with it every output that sees it.
+        ValueError: shapes do not match, or the tokens exceed the capacity. Where ``jit`` hides the length, the last
+            slot becomes NaN instead, and with it every output that sees it; the result's ``overflowed`` tells.
     """
     key, value = (jnp.asarray(x).astype(old.dtype) for x, old in ((key, cache.key), (value, cache.value)))
     B, L = key.shape[:2]
@@ -120,9 +124,10 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         count = valid.sum(axis=1, dtype=jnp.int32)
         positions, length = cache.next_positions(L, valid), cache.length + count.astype(jnp.result_type(cache.length))
     fits = None if cache.rolling else within_capacity(length, cache.capacity)
-    if valid is None and jnp.ndim(cache.length) == 0 and not cache.rolling:
+    if valid is None and jnp.size(cache.length) == 1 and not cache.rolling:  # one slice, not a scatter by rows
+        first = jnp.reshape(cache._length, ())
         key, value = (
-            jax.lax.dynamic_update_slice_in_dim(old, x, cache._length, axis=1)
+            jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=1)
             for old, x in ((cache.key, key), (cache.value, value))
         )
     else:
@@ -191,9 +196,7 @@ def within_capacity(length: Any, capacity: int) -> Array:
             f"append: {int(np.max(length))} tokens do not fit into a cache of {capacity}; use a larger or a "
             f"rolling cache"
         )
-    fits = jnp.asarray(length) <= capacity
-    checkify.debug_check(fits.all(), f"append: more tokens than fit into a cache of {capacity}")
-    return fits
+    return jnp.asarray(length) <= capacity
 
 
 def _valid(valid: ArrayLike, shape: tuple[int, int]) -> Array:
