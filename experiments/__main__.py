@@ -1,4 +1,4 @@
-"""``python -m experiments run|list|report|keep|bench|generate``: see ``python -m experiments run --help``."""
+"""``python -m experiments COMMAND``, of ``COMMANDS``: see ``python -m experiments run --help``."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from experiments.bench.command import bench_command
 from experiments.commands import keep_command, list_command, report_command, run_command
+from experiments.compare import compare_command, look_command
 from experiments.generate import generate_command
 from experiments.runs.terminal import drop_output, fail
 
@@ -14,6 +15,8 @@ COMMANDS = {
     "list": list_command,
     "report": report_command,
     "keep": keep_command,
+    "look": look_command,
+    "compare": compare_command,
     "bench": bench_command,
     "generate": generate_command,
 }

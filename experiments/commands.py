@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.table import Table
 
@@ -23,10 +23,11 @@ from experiments.runs.terminal import Terminal, fail
 
 def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
-    settings, out, check, processes = config.load(arguments)
+    asked = config.load(arguments)
+    settings, processes = asked.config, asked.processes
     with stopping.stoppable():
         try:
-            return _run(settings, out, check, processes)
+            return _run(asked)
         except BaseException as error:
             if (number := stopping.asked()) is None:
                 raise
@@ -39,11 +40,16 @@ def run_command(arguments: Sequence[str]) -> int:
     return status
 
 
-def _run(settings: config.Config, out: Path, check: bool, processes: config.Processes | None) -> int:
+def _run(asked: config.Asked) -> int:
     # slow to import: a wrong option or --help need not wait for JAX and Orbax
+    from experiments.replicate import replicate, with_replication
     from experiments.run import DifferentConfig, prepared, run
     from experiments.runs import devices
 
+    settings, out, processes = asked.config, asked.out, asked.processes
+    trains = (settings.pretrained, settings.language) == (config.Pretrained(), config.Language())
+    if asked.replicate and not trains:
+        return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
     with contextlib.ExitStack() as stack:
         try:
             devices.start(settings, processes)
@@ -58,9 +64,14 @@ def _run(settings: config.Config, out: Path, check: bool, processes: config.Proc
             return fail(f"--out: {wrong}")
         try:
             findings = run(settings, out)
+            if asked.replicate:
+                replicate(settings, out, asked.replicate, asked.replicate_seed)
             if findings is None:  # the first process has them
                 return 0
+            findings = with_replication(findings, out)
             report = _write_report(findings, out)
+        except DifferentConfig as different:  # of the replication
+            return fail(*different.args)
         except Exception as error:
             stopping.check()
             status = _say_why(error, out)
@@ -69,8 +80,12 @@ def _run(settings: config.Config, out: Path, check: bool, processes: config.Proc
             return status
     _show(findings)
     print(f"report: {report}")
-    failed = [claim["name"] for claim in findings.claims if not claim["holds"]]
-    return fail(f"claims that fail: {', '.join(failed)}", status=1) if check and failed else 0
+    failed = [claim["name"] for claim in findings.claims if not _holds(claim)]
+    return fail(f"claims that fail: {', '.join(failed)}", status=1) if asked.check and failed else 0
+
+
+def _holds(claim: dict[str, Any]) -> bool:
+    return claim["holds"] and claim.get("replication", claim)["holds"]
 
 
 def list_command(arguments: Sequence[str]) -> int:

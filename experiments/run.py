@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments import tasks
+import numpy as np
+
+from experiments import saved, tasks
 from experiments.config import Config, Language, Pretrained, differences, variants
 from experiments.measure import claims, evaluate, language, look, pretrained
 from experiments.measure.collect import collect
@@ -29,7 +31,8 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
     Several processes of one run count as one owner: the first holds the lock.
 
     Raises:
-        ValueError: a claim names an unknown metric; a pretrained model or devices of the mesh are missing.
+        ValueError: a claim names an unknown metric; a pretrained model, the model to start from or devices of the mesh
+            are missing.
         Busy: another run works in ``out``.
         DifferentConfig: ``out`` holds a run of another config.
         Damaged: ``config.json`` in ``out`` is not a config.
@@ -42,6 +45,8 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
     else:
         claims.check(config, _known_metrics)
         devices.check(config)
+        for one in (config, *variants(config).values()):
+            saved.check(one)
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():
@@ -74,7 +79,8 @@ def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _known_metrics(config: Config) -> list[str]:
     task = tasks.make(config.task)
-    return claims.known_metrics(config, task.places, look.ALL, task.roles)
+    scores = {claims.BEST: (*task.located, *look.ALL), claims.TURN: (*task.located, *look.TRACKED)}
+    return claims.known_metrics(config, task.places, task.located, scores, task.roles, task.levels)
 
 
 def run(config: Config, out: Path) -> Findings | None:
@@ -121,6 +127,9 @@ def _train(config: Config, out: Path) -> Findings | None:
 def _result(run: Trained) -> claims.Result:
     setup = run.setup
     trained, untrained = evaluate.measure(setup, run.params, run.untrained)
+    nothing = np.zeros(0), {}
+    look_steps, tracked = run.history.scores() if devices.is_first() else nothing
+    metric_steps, metrics = run.history.metrics() if devices.is_first() else nothing
     return claims.Result(
         config=setup.config,
         places=setup.task.places,
@@ -129,4 +138,8 @@ def _result(run: Trained) -> claims.Result:
         trained=trained,
         untrained=untrained,
         groups={},
+        look_steps=look_steps,
+        tracked=tracked,
+        metric_steps=metric_steps,
+        metrics=metrics,
     )

@@ -7,23 +7,14 @@ candidate roles of a head: places and statistics of ``jattn.heads``, each patter
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from experiments import config
-
-
-class Batch(NamedTuple):
-    """Sequences and their targets. ``F``: fields of a token; ``A``: places that are read out."""
-
-    tokens: Array  # [B,T,F] int32; the model adds the embeddings of the fields
-    targets: Array  # [B,T,A] int32: the class each read-out should give
-    target_weights: Array  # [B,T,A] float32: 1 where an answer counts, else 0
-    sources: Array  # [B,T,A] int32: position of the answer, or -1 without one
-    real: Array  # [B,T] bool: queries in the statistics: not padding, and with targets
+from experiments.batches import Batch, OneSymbol, ask, letter, permutations
+from experiments.tasks_of_papers import Histogram, Hop, Markov, Recall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +31,22 @@ class CopyFromFourPlaces:
     symbols: int = 16
 
     places = ("one back", "five back", "mirror", "same key")
+    located = places
     of_tokens = ("same key",)
     roles = (*places, "current_token", "first_token", "induction")
     metrics = ("mean_accuracy", "hardened_accuracy")
+    padding = None
+    levels = ()
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
         """Number of different ids in each field of a token."""
         return self.length // 2, self.symbols
+
+    @property
+    def classes(self) -> int:
+        """Number of different answers."""
+        return self.symbols
 
     @property
     def max_length(self) -> int:
@@ -58,7 +57,7 @@ class CopyFromFourPlaces:
         """``batch`` sequences, different for every key."""
         half = self.length // 2
         first_key, second_key, value_key = jax.random.split(key, 3)
-        first, second = (_permutations(key, batch, half) for key in (first_key, second_key))
+        first, second = (permutations(key, batch, half) for key in (first_key, second_key))
         keys = jnp.concatenate([first, second], 1)
         values = jax.random.randint(value_key, (batch, self.length), 0, self.symbols)
 
@@ -71,7 +70,7 @@ class CopyFromFourPlaces:
         asked_ever = (position >= half) & ~_has_twins(fixed[0])
         asked = asked_ever[None, :] & ~_has_twins(sources)
         real = jnp.broadcast_to(asked_ever[None, :], keys.shape)
-        return _ask(jnp.stack([keys, values], -1), values, sources, asked, real)
+        return ask(jnp.stack([keys, values], -1), values, sources, asked, real)
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout, so that patterns can be averaged over a batch."""
@@ -79,7 +78,7 @@ class CopyFromFourPlaces:
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """A short label for each token of one sequence ``[T,F]``: key and value, like "c7"."""
-        return [f"{_letter(key)}{value}" for key, value in tokens]
+        return [f"{letter(key)}{value}" for key, value in tokens]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +91,22 @@ class CopyString:
     farthest: int = 40
 
     places = ("copy source",)
+    located = places
     of_tokens = places
     roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("exact_match", "mean_accuracy")
+    padding = None  # it is at the end, where a causal mask hides it
+    levels = ()
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
         """Number of different ids in each field of a token: the symbols, then BOS, SEP and padding."""
         return (self.symbols + 3,)
+
+    @property
+    def classes(self) -> int:
+        """Number of different answers."""
+        return self.symbols
 
     @property
     def max_length(self) -> int:
@@ -147,32 +154,11 @@ class CopyString:
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """A short label for each token of one sequence ``[T,1]``."""
         special = {self.symbols: "BOS", self.symbols + 1: "SEP", self.symbols + 2: "·"}
-        return [special.get(int(token), _letter(token)) for (token,) in tokens]
-
-
-class _OneSymbol:
-    """Base of tasks whose tokens are single symbols, in sequences of one length."""
-
-    length: int
-    symbols: int
-
-    @property
-    def vocabulary(self) -> tuple[int, ...]:
-        """Number of different ids in each field of a token."""
-        return (self.symbols,)
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that the model sees."""
-        return self.length
-
-    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
-        return [_letter(token) for (token,) in tokens]
+        return [special.get(int(token), letter(token)) for (token,) in tokens]
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftBank(_OneSymbol):
+class ShiftBank(OneSymbol):
     """Copy from several fixed distances at once: read-out ``i`` copies the symbol ``offsets[i]`` back."""
 
     length: int = 32
@@ -199,7 +185,7 @@ class ShiftBank(_OneSymbol):
         position = jnp.arange(self.length)
         sources = position[:, None] - jnp.array(self.offsets)[None]
         asked = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
-        return _ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
+        return ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout, so that patterns can be averaged over a batch."""
@@ -207,7 +193,7 @@ class ShiftBank(_OneSymbol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Induction(_OneSymbol):
+class Induction(OneSymbol):
     """Predict the token that followed the previous occurrence of the current token.
 
     Half of the sequences are a random prefix and a segment that repeats with a random period. The others are pairs of
@@ -234,13 +220,13 @@ class Induction(_OneSymbol):
         tokens, sources, asked = (
             jnp.where(is_repeated.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(repeated, pairs, strict=True)
         )
-        return _ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+        return ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout: no prefix, a period of the middle length."""
         period = jnp.full((batch, 1), (self.shortest + self.longest) // 2)
         tokens, sources, asked = self._repeat(key, jnp.zeros_like(period), period)
-        return _ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+        return ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
 
     def _repeated(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
         symbol_key, prefix_key, period_key = jax.random.split(key, 3)
@@ -250,23 +236,23 @@ class Induction(_OneSymbol):
 
     def _repeat(self, key: Array, prefix: Array, period: Array) -> tuple[Array, Array, Array]:
         """``(tokens, sources, asked)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""
-        order, position = _permutations(key, len(prefix), self.symbols), jnp.arange(self.length)[None]
+        order, position = permutations(key, len(prefix), self.symbols), jnp.arange(self.length)[None]
         first = jnp.where(position < prefix, position, prefix + (position - prefix) % period)
         return jnp.take_along_axis(order, first, 1), position - period + 1, position - prefix >= period
 
     def _pairs(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
         symbol_key, order_key = jax.random.split(key)
         count, half = self.length // 4, self.length // 2
-        order = _permutations(order_key, batch, count)  # of the pairs, the second time
+        order = permutations(order_key, batch, count)  # of the pairs, the second time
         again = jnp.stack([2 * order, 2 * order + 1], -1).reshape(batch, half)
         first = jnp.concatenate([jnp.broadcast_to(jnp.arange(half), (batch, half)), again], 1)
         position = jnp.arange(self.length)
         asked = jnp.broadcast_to((position >= half) & (position % 2 == 0), first.shape)
-        return jnp.take_along_axis(_permutations(symbol_key, batch, self.symbols), first, 1), first + 1, asked
+        return jnp.take_along_axis(permutations(symbol_key, batch, self.symbols), first, 1), first + 1, asked
 
 
 @dataclasses.dataclass(frozen=True)
-class Skills(_OneSymbol):
+class Skills(OneSymbol):
     """Four read-outs of a segment that repeats with a random period: one back, five back, mirrored, and next token.
 
     Targets are in the second half, where the four answers differ. No token occurs twice within a period.
@@ -294,15 +280,15 @@ class Skills(_OneSymbol):
 
     def _repeat(self, key: Array, period: Array) -> Batch:
         position, half = jnp.arange(self.length)[None], self.length // 2
-        tokens = jnp.take_along_axis(_permutations(key, len(period), self.symbols), position % period, 1)
+        tokens = jnp.take_along_axis(permutations(key, len(period), self.symbols), position % period, 1)
         fixed = (position - 1, position - 5, self.length - 1 - position)
         sources = jnp.stack([*(jnp.broadcast_to(f, tokens.shape) for f in fixed), position - period + 1], -1)
         late = position >= half
         asked = late & ~_has_twins(sources % period[..., None])
-        return _ask(tokens[..., None], tokens, sources, asked, jnp.broadcast_to(late, tokens.shape))
+        return ask(tokens[..., None], tokens, sources, asked, jnp.broadcast_to(late, tokens.shape))
 
 
-Task = CopyFromFourPlaces | CopyString | ShiftBank | Induction | Skills
+Task = CopyFromFourPlaces | CopyString | ShiftBank | Induction | Skills | Markov | Recall | Histogram | Hop
 
 
 def make(options: config.Task) -> Task:
@@ -318,27 +304,16 @@ def make(options: config.Task) -> Task:
             return Induction(options.length, options.symbols, options.shortest, options.longest)
         case "skills":
             return Skills(options.length, options.symbols, options.shortest, options.longest)
-
-
-def _ask(tokens: Array, values: Array, sources: Array, asked: Array, real: Array) -> Batch:
-    """The batch whose answers at ``asked [B,T]`` are the ``values [B,T]`` at ``sources [B,T,A]``."""
-    sources = jnp.where(asked[..., None], sources, -1)
-    targets = jnp.take_along_axis(values[..., None], jnp.maximum(sources, 0), 1)
-    weights = jnp.broadcast_to(asked[..., None], sources.shape).astype(jnp.float32)
-    return Batch(tokens, targets, weights, sources, real)
-
-
-def _permutations(key: Array, batch: int, length: int) -> Array:
-    """``[batch,length]``: an independent permutation of ``arange(length)`` in each row."""
-    return jnp.argsort(jax.random.uniform(key, (batch, length)))
+        case "markov":
+            return Markov(options.length, options.symbols, options.prior)
+        case "recall":
+            return Recall(options.length, options.symbols, options.pairs)
+        case "histogram":
+            return Histogram(options.length, options.symbols, options.shortest)
+        case "hop":
+            return Hop(options.length, options.symbols, options.hops)
 
 
 def _has_twins(sources: Array) -> Array:
     """Whether any two entries of the last axis are equal."""
     return jnp.sum(sources[..., :, None] == sources[..., None, :], (-2, -1)) > sources.shape[-1]
-
-
-def _letter(index: int) -> str:
-    """a, b, ..., z, then A, B, ..., then the number itself."""
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return letters[index] if index < len(letters) else str(index)

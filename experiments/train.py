@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import model, tasks
+from experiments import batches, model, saved, tasks
 from experiments.config import Config
 from experiments.measure import look
 from experiments.runs import devices, stopping
@@ -84,7 +84,9 @@ class Setup:
 
         every_seed = jax.vmap(of_one_seed)
         shardings = devices.of_state(self.mesh, jax.eval_shape(every_seed, self.keys))
-        return jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
+        state = jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
+        start = self.config.train.start
+        return state | {"params": saved.started(start, state["params"])} if start else state
 
 
 class Trained(NamedTuple):
@@ -114,7 +116,7 @@ def train(config: Config, out: Path) -> Trained:
     begin = start = 0
     try:
         with _progress() as progress:
-            checkpoints = Checkpoints(out / "checkpoints")
+            checkpoints = Checkpoints(out / "checkpoints", config.train.keep)
             start, state = checkpoints.restore(state, lambda *which: _agreed(history.check, *which), _say)
             history.rewind(start)
             if start == 0:
@@ -180,13 +182,10 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
     def objective(params: Any) -> tuple[Array, tuple[Array, Array]]:
         penalty = setup.config.train.entropy_penalty
         if penalty:
-            logits, weights = look.with_weights(setup.model, params, batch.tokens)
+            logits, weights = look.with_weights(setup.model, params, batch.tokens, at=batch.at)
         else:
-            logits = setup.model.apply(params, batch.tokens)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-        place_weights = jnp.array(setup.config.train.place_weights or [1.0] * len(setup.task.places))
-        asked = batch.target_weights * place_weights[None, None]
-        objective = jnp.sum(loss * asked) / jnp.sum(asked)
+            logits = setup.model.apply(params, batch.tokens, at=batch.at)
+        objective = loss_of(logits, batch, setup.config.train.place_weights)
         return objective + (penalty * look.entropy(weights, batch).mean() if penalty else 0.0), (objective, logits)
 
     (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
@@ -196,11 +195,19 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
     metrics = {"loss": loss, "accuracy": accuracy.mean(), "exact_match": exact}
     if len(setup.task.places) > 1:
         metrics |= {f"accuracy/{place}": accuracy[index] for index, place in enumerate(setup.task.places)}
+    metrics |= {f"above/{name}": loss - level.mean() for name, level in batch.levels.items()}
     metrics["finite"] = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(params))
     return {"params": params, "optimizer": optimizer}, metrics
 
 
-def judge(logits: Array, batch: tasks.Batch) -> tuple[Array, Array]:
+def loss_of(logits: Array, batch: batches.Batch, place_weights: list[float] | None = None) -> Array:
+    """The mean cross-entropy of the answers that count, in nats."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    asked = batch.target_weights * jnp.array(place_weights or [1.0] * logits.shape[-2])[None, None]
+    return jnp.sum(loss * asked) / jnp.sum(asked)
+
+
+def judge(logits: Array, batch: batches.Batch) -> tuple[Array, Array]:
     """Share of correct answers per place ``[A]``, and of sequences answered without a mistake."""
     right, asked = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
     accuracy = jnp.sum(right & asked, (0, 1)) / jnp.maximum(jnp.sum(asked, (0, 1)), 1)

@@ -7,6 +7,7 @@ from experiments.config.load import load as load
 from experiments.config.load import read as read
 from experiments.config.parser import Parser as Parser
 from experiments.config.parser import Processes as Processes
+from experiments.config.parser import of_plain as of_plain
 from experiments.config.schema import Claim as Claim
 from experiments.config.schema import Config as Config
 from experiments.config.schema import Evaluate as Evaluate

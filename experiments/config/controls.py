@@ -6,7 +6,7 @@ import itertools
 import re
 from typing import Any
 
-from experiments.config.parser import Parser, build, one_line
+from experiments.config.parser import of_plain, one_line
 from experiments.config.schema import SECTIONS, Config
 
 
@@ -40,7 +40,7 @@ def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Confi
             raise ValueError(f"{key}: {option!r} is not an option; expected SECTION.OPTION")
         plain[section] = plain[section] | {rest[0]: value}
     try:
-        varied = build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
+        varied = of_plain(plain)
     except (argparse.ArgumentError, ValueError) as error:
         raise ValueError(f"{key}: {one_line(str(error))}") from None
     return dataclasses.replace(varied, name=f"{config.name}/{name}")

@@ -18,10 +18,12 @@ class Asked(NamedTuple):
     out: Path  # the run folder
     check: bool  # whether a failing claim fails the run
     processes: Processes | None  # None: this process is the whole run
+    replicate: int | None  # fresh seeds to judge the claims on as well
+    replicate_seed: int | None  # the first of them; None: drawn
 
 
 def load(arguments: Sequence[str]) -> Asked:
-    """Reads ``--config FILE ... [--out DIR] [--check] [--sweep OPTION=A,B ...] [--train.steps 500 ...]``.
+    """Reads ``--config FILE ... [--out DIR] [--check] [--replicate N] [--sweep OPTION=A,B ...] [--train.steps 500]``.
 
     Later files and options override earlier ones. An error ends the program with one line on stderr and
     status 2.
@@ -30,16 +32,37 @@ def load(arguments: Sequence[str]) -> Asked:
     parser.add_argument("--config", action="config", help="YAML file; later files override earlier ones")
     parser.add_argument("--out", type=str, default=None, help="run folder")
     parser.add_argument("--check", action="store_true", help="Exit with status 1 when a claim fails")
+    said = "judge the claims on N fresh seeds as well, in a folder of the run's"
+    parser.add_argument("--replicate", type=int | None, default=None, metavar="N", help=said)
+    said = "the first of the fresh seeds; drawn by default"
+    parser.add_argument("--replicate_seed", type=int | None, default=None, help=said)
     _add_processes(parser)
     try:
         config, parsed = build_and_parse(parser, lambda parser: parser.parse_args(_spell_out_sweeps(arguments)))
         variants(config)
         processes = _processes(parsed)
+        _check_replication(config, parsed["replicate"], parsed["replicate_seed"])
     except ValueError as error:
         parser.error(str(error))
     except RecursionError:
         parser.error("config: expected a few levels of nesting, got thousands, or an alias that contains itself")
-    return Asked(config, Path(parsed["out"] or f"runs/{config.name}"), parsed["check"], processes)
+    out = Path(parsed["out"] or f"runs/{config.name}")
+    return Asked(config, out, parsed["check"], processes, parsed["replicate"], parsed["replicate_seed"])
+
+
+def _check_replication(config: Config, count: int | None, first: int | None) -> None:
+    if count is None:
+        if first is not None:
+            raise ValueError("replicate_seed: expected --replicate with it")
+        return
+    if count < 1:
+        raise ValueError(f"replicate: expected > 0, got {count}")
+    most, own = 2**32 - count, config.train
+    if first is not None and not 0 <= first <= most:
+        raise ValueError(f"replicate_seed: expected from 0 to {most}, got {first}")
+    if first is not None and first < own.first_seed + own.seeds and own.first_seed < first + count:
+        last = own.first_seed + own.seeds - 1
+        raise ValueError(f"replicate_seed: expected other seeds than the run's {own.first_seed} to {last}, got {first}")
 
 
 def _add_processes(parser: Parser) -> None:

@@ -27,6 +27,8 @@ _OPTIONS = [
     "config",
     "out",
     "check",
+    "replicate",
+    "replicate_seed",
     "distributed",
     *Processes._fields,
     *(field.name for field in dataclasses.fields(Config)),
@@ -70,6 +72,11 @@ def _load_yaml_once(text: str) -> Any:
 
 
 jsonargparse.set_loader("yaml", _load_yaml_once, exceptions=(yaml.YAMLError,))
+
+
+def of_plain(plain: dict[str, Any]) -> Config:
+    """The config of nested dicts. Raises ``ValueError`` or ``argparse.ArgumentError`` if it is not valid."""
+    return build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
 
 
 def build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> Config:

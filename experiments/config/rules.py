@@ -7,13 +7,14 @@ from typing import Any
 from experiments.config.schema import Config, Model, Task
 
 _POSITIVE = {
-    "task": ("symbols", "length", "shortest"),
+    "task": ("symbols", "length", "shortest", "pairs", "hops"),
     "model": ("num_layers", "num_heads", "model_dim", "head_dim", "rotary_base", "embed_scale"),
     "train": ("seeds", "steps", "batch", "learning_rate", "clip", "log_every", "look_every", "checkpoint_every"),
     "evaluate": ("batch",),
     "mesh": ("data", "heads", "sequence"),
     "language": ("sequences", "period", "group", "matched"),
 }
+_WHOLE = ("markov", "recall", "histogram")  # kinds whose batches a ring does not split
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
 _Rule = tuple[str, Any, bool, str]  # key, value, whether it is valid, what was expected
 
@@ -51,7 +52,7 @@ def _floats(plain: Any, key: str = "") -> list[tuple[str, float]]:
 
 
 def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
-    kv_heads, value_dim, base = model.num_kv_heads, model.value_dim, model.rotary_base
+    kv_heads, value_dim, base, window = model.num_kv_heads, model.value_dim, model.rotary_base, model.window
     return [
         *_of_task(task),
         ("task.length", task.length, task.length % 4 == 0 and task.length >= 12, "a multiple of 4, at least 12"),
@@ -63,7 +64,33 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
             kv_heads is None or (kv_heads > 0 and model.num_heads % kv_heads == 0),
             f"a divisor of model.num_heads={model.num_heads}",
         ),
+        (
+            "model.kernel_scale",
+            model.kernel_scale,
+            model.kernel_scale is None or model.kernel_scale > 0,
+            "> 0",
+        ),
         ("model.value_dim", value_dim, value_dim is None or value_dim > 0, "> 0"),
+        ("model.window", window, window is None or window > 0, "> 0"),
+        (
+            "model.position",
+            model.position,
+            model.position != "relative_keys" or task.kind != "copy_string",
+            "other than relative_keys for task.kind=copy_string, whose sequences differ in length",
+        ),
+        ("model.window", window, window is None or (model.causal and task.kind != "histogram"), "null with all tokens"),
+        (
+            "model.causal",
+            model.causal,
+            model.causal == (task.kind != "histogram"),
+            "false for task.kind=histogram, which counts later tokens too, and true for others",
+        ),
+        (
+            "model.tied",
+            model.tied,
+            not model.tied or task.kind in ("induction", "markov", "recall"),
+            "false where answers are not tokens, or several",
+        ),
         ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
         ("model.head_dim", model.head_dim, model.position != "rotary" or model.head_dim % 2 == 0, "even for rotary"),
         ("model.rotary_base", base, model.position != "rotary" or base > 1, "more than 1 for rotary"),
@@ -93,6 +120,16 @@ def _of_task(task: Task) -> list[_Rule]:
                 "at least task.length - task.longest",
             ),
         ]
+    if task.kind == "markov":
+        good = task.prior == "dirichlet" or task.symbols == 2
+        return [("task.symbols", task.symbols, good and task.symbols > 1, "at least 2, and 2 with doubly_stochastic")]
+    if task.kind == "recall":
+        pairs, most = task.pairs, min(length // 4, (task.symbols - 2) // 2)
+        return [("task.pairs", pairs, pairs <= most, f"at most {most}: a quarter of task.length, half of task.symbols")]
+    if task.kind == "histogram":
+        return [("task.shortest", task.shortest, task.shortest <= length, f"at most task.length={length}")]
+    if task.kind == "hop":
+        return [("task.symbols", task.symbols, task.symbols > 1, "at least 2: neighbours differ")]
     if task.kind == "skills":
         longest = min(length // 2, task.symbols)
         return [
@@ -104,7 +141,8 @@ def _of_task(task: Task) -> list[_Rule]:
 
 def _train_rules(config: Config) -> list[_Rule]:
     train, kind = config.train, config.task.kind
-    places = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets)}.get(kind, 1)
+    several = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets), "hop": config.task.hops + 1}
+    places = several.get(kind, 1)
     weights, most = train.place_weights, 2**32 - train.seeds  # a key is made of 32 bits
     # A warm-up is never shortened silently: training follows the config.
     warmup = f">= 0 and < train.steps={train.steps} (fewer steps need a shorter warm-up, such as {train.steps // 10})"
@@ -115,6 +153,7 @@ def _train_rules(config: Config) -> list[_Rule]:
             0 <= train.first_seed <= most,
             f"from 0 to {most}, 2**32 - train.seeds={train.seeds}",
         ),
+        ("train.keep", train.keep, train.keep >= 0, ">= 0"),
         ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, warmup),
         ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
         ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
@@ -171,6 +210,12 @@ def _mesh_rules(config: Config) -> list[_Rule]:
             mesh.sequence,
             mesh.sequence == 1 or config.train.entropy_penalty == 0,
             "1 with train.entropy_penalty, which needs the weights of whole sequences",
+        ),
+        (
+            "mesh.sequence",
+            mesh.sequence,
+            mesh.sequence == 1 or (config.task.kind not in _WHOLE and model.position != "relative_keys"),
+            f"1 with task.kind in {_WHOLE} and model.position=relative_keys, which need whole sequences",
         ),
         *_look_length_rules(config),
     ]

@@ -10,22 +10,33 @@ class Task:
 
     Attributes:
         kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
-            "induction" (what followed the previous occurrence) or "skills" (fixed distances and induction).
-        symbols: Number of distinct values to copy.
+            "induction" (what followed the previous occurrence), "skills" (fixed distances and induction), or one of
+            published papers: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
+            (how often a token occurs) or "hop" (induction several times).
+        symbols: Number of distinct values to copy; recall: size of the vocabulary.
         length: Tokens in a sequence (copy: twice the number of keys); copy_string has its own lengths.
-        shortest: Shortest string of copy_string in training; shortest period of induction and skills.
+        shortest: Shortest string of copy_string in training; shortest period of induction and skills; shortest
+            sequence of histogram.
         longest: Longest string of copy_string in training; longest period of induction and skills.
         farthest: copy_string: longest string in the curve over length.
         offsets: shift_bank: distances back to copy from.
+        pairs: recall: keys and values in a sequence.
+        hops: hop: most hops.
+        prior: markov: what rows of transitions are drawn from; doubly_stochastic takes two symbols.
     """
 
-    kind: Literal["copy", "copy_string", "shift_bank", "induction", "skills"] = "copy"
+    kind: Literal[
+        "copy", "copy_string", "shift_bank", "induction", "skills", "markov", "recall", "histogram", "hop"
+    ] = "copy"
     symbols: int = 16
     length: int = 32
     shortest: int = 4
     longest: int = 20
     farthest: int = 40
     offsets: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 4, 7])
+    pairs: int = 4
+    hops: int = 2
+    prior: Literal["dirichlet", "doubly_stochastic"] = "dirichlet"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +52,14 @@ class Model:
         value_dim: Dimension of a value head; null means head_dim.
         mlp_dim: Hidden width of the MLP after each attention; 0: no MLP.
         norm: Whether attention, MLP and read-out have layer norms before them.
-        position: How positions are encoded.
+        position: How positions are encoded; "relative": a learned bias over distances, "relative_keys": a learned
+            vector for each distance, whose product with a query is added to its score.
         rotary_base: rotary: base of the wavelengths.
         embed_scale: Standard deviation of the initial embeddings.
+        kernel_scale: Standard deviation of the initial kernels; null means LeCun's.
+        causal: Whether a query sees the tokens up to its own only, or all.
+        window: Tokens that a query sees, up to its own; null means all.
+        tied: Whether the read-out is the embedding of the tokens.
     """
 
     num_layers: int = 1
@@ -54,9 +70,13 @@ class Model:
     value_dim: int | None = None
     mlp_dim: int = 0
     norm: bool = True
-    position: Literal["none", "sinusoidal", "learned", "rotary", "alibi", "relative"] = "learned"
+    position: Literal["none", "sinusoidal", "learned", "rotary", "alibi", "relative", "relative_keys"] = "learned"
     rotary_base: float = 10000.0
     embed_scale: float = 1.0
+    kernel_scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    tied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +99,9 @@ class Train:
         log_every: Steps averaged in each line of metrics.
         look_every: Steps between looks at the heads.
         checkpoint_every: Steps between checkpoints, a multiple of look_every.
+        keep: Newest checkpoints to keep; 0 keeps all.
+        start: A run's folder, or FOLDER@STEP for one of its checkpoints, whose parameters training starts from; empty:
+            random ones.
     """
 
     seeds: int = 5
@@ -96,6 +119,8 @@ class Train:
     log_every: int = 10
     look_every: int = 50
     checkpoint_every: int = 200
+    keep: int = 2
+    start: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Claims: metrics of a run, one number per seed, compared with the thresholds in its config."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.config import Claim, Config, variants
 from experiments.measure.evaluate import Measured, drops
+from experiments.turns import again, half_way, rate
 
 
 class Result(NamedTuple):
@@ -19,10 +20,15 @@ class Result(NamedTuple):
     trained: Measured
     untrained: Measured
     groups: dict[str, np.ndarray]  # role -> [R,A], accuracy with all its heads off; empty for a control
+    look_steps: np.ndarray = np.zeros(0)  # [P]
+    tracked: Mapping[str, np.ndarray] = {}  # score -> [R,P,L,N] in these looks
+    metric_steps: np.ndarray = np.zeros(0)  # [E]
+    metrics: Mapping[str, np.ndarray] = {}  # of training: name -> [R,E]
 
 
 # What switching off a clean head costs: at least this at its own place, at most this elsewhere.
 OWN_DROP, OTHER_DROP = 0.5, 0.05
+NEAR = 0.01  # nats
 OWN_WEIGHT = 0.9  # on a place, for a head to count as there for it
 
 
@@ -62,6 +68,7 @@ METRICS: dict[str, Metric] = {
     "mean_accuracy": lambda result, found: found.accuracy.mean(-1),
     "hardened_accuracy": lambda result, found: found.hardened.mean(-1),
     "exact_match": lambda result, found: found.exact_match,
+    "loss": lambda result, found: found.loss,
     "exact_match_at_last_length": lambda result, found: found.curve[:, -1],
     "clean_heads": lambda result, found: clean_heads(found),
     "own_place_weight": lambda result, found: own_place_weight(result.places, result.trained, found).min(-1),
@@ -72,9 +79,16 @@ METRICS: dict[str, Metric] = {
     "divergence": lambda result, found: mean_divergence(found),
     "noise_floor": lambda result, found: found.noise.mean(-1),
 }
+OF_PLACES = ("own_place_weight", "own_place_weight_untrained", "distinct_places")  # for places of one position each
+OF_CURVE = "exact_match_at_last_length"
 AT = "accuracy/"  # accuracy/PLACE: accuracy at one place
 BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
+ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the task
+RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
+TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
+LATER = "later/"  # later/SCORE,SCORE: the first one's turn less the second one's, in steps
+# A SCORE may be one of a layer: SCORE@LAYER.
 
 
 def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
@@ -90,22 +104,36 @@ def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
             controls = list(configs)[1:]
             raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, CONTROL of {controls}, got {claim.metric!r}")
         metrics = [one for one in known(configs[control]) if not (control and one.startswith(OFF))]
-        if metric not in metrics:
+        asked = [TURN + one for one in metric.removeprefix(LATER).split(",")] if metric.startswith(LATER) else [metric]
+        if not set(asked) <= set(metrics) or len(asked) > 2:
             raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, METRIC of {metrics}, got {claim.metric!r}")
         seeds = configs[control].train.seeds
         if claim.needed > seeds:
             raise ValueError(f"{key}.needed: expected at most the {seeds} seeds of {control}, got {claim.needed}")
 
 
-def known_metrics(config: Config, places: Sequence[str], scores: Sequence[str], roles: Sequence[str]) -> list[str]:
-    """The metrics of a config, for its task's places, scores and roles."""
+def known_metrics(
+    config: Config,
+    places: Sequence[str],
+    located: Sequence[str],
+    scores: Mapping[str, Sequence[str]],
+    roles: Sequence[str],
+    levels: Sequence[str],
+) -> list[str]:
+    """The metrics of a config, for its task's places (and those located), scores by what is made of them, and so on.
+
+    ``LATER`` is not listed: it takes two of ``TURN``.
+    """
+    layers = ["", *(f"@{layer}" for layer in range(config.model.num_layers))]
     named = [
         *(AT + place for place in places),
-        *(BEST + score for score in (*places, *scores)),
+        *(kind + score + layer for kind, of in scores.items() for score in of for layer in layers),
         *(OFF + role for role in roles),
+        *(kind + level for kind in (ABOVE, RESTS) for level in levels),
     ]
     curve = config.task.kind == "copy_string" and config.evaluate.lengths
-    return [name for name in (*METRICS, *named) if curve or name != "exact_match_at_last_length"]
+    missing = {name for name in METRICS if name in OF_PLACES and not located} | (set() if curve else {OF_CURVE})
+    return [name for name in (*METRICS, *named) if name not in missing]
 
 
 def measure(result: Result, found: Measured, metric: str) -> list[float]:
@@ -113,13 +141,35 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
     if metric.startswith(AT):
         values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
     elif metric.startswith(BEST):
-        values = found.scores[metric.removeprefix(BEST)].max((1, 2))
+        values = _best(found.scores, metric.removeprefix(BEST))
+    elif metric.startswith(TURN):
+        values = turn(result, metric.removeprefix(TURN)) * (found is not result.untrained)
+    elif metric.startswith(LATER):
+        one, other = metric.removeprefix(LATER).split(",")
+        values = (turn(result, one) - turn(result, other)) * (found is not result.untrained)
+    elif metric.startswith(RESTS):
+        near = np.abs(result.metrics[ABOVE + metric.removeprefix(RESTS)]) <= NEAR
+        values = near.mean(-1) * result.metric_steps[-1] * (found is not result.untrained)
+    elif metric.startswith(ABOVE):
+        values = found.loss - found.levels[metric.removeprefix(ABOVE)]
     elif metric.startswith(OFF):  # if no head has the role, nothing is off
         off = result.groups.get(metric.removeprefix(OFF), found.accuracy)
         values = (off if found is result.trained else found.accuracy).mean(-1)
     else:
         values = METRICS[metric](result, found)
     return [float(value) for value in values]
+
+
+def _best(scores: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """``[R,...]``: the largest score of any head, or of any in one layer; ``scores [R,...,L,N]``."""
+    score, _, layer = name.partition("@")
+    values = scores[score]
+    return (values[..., int(layer), :] if layer else values).reshape(*values.shape[:-2], -1).max(-1)
+
+
+def turn(result: Result, name: str) -> np.ndarray:
+    """``[R]``: the step at which the best head's score has risen half its way during training."""
+    return half_way(result.look_steps, _best(result.tracked, name))
 
 
 def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
@@ -153,4 +203,6 @@ def verdict(
         "failed": [seed for seed, good in zip(seeds, passed, strict=True) if not good],
         "needed": claim.needed,
         "holds": sum(passed) >= claim.needed,
+        "rate": rate(sum(passed), len(passed)),
+        "again": again(sum(passed), len(passed), claim.needed),
     }

@@ -36,7 +36,7 @@ def collect(
         metric_steps=metric_steps,
         metrics={name: metrics[name] for name in sorted(metrics, key=_metric_order)},
         look_steps=look_steps,
-        scores={name: scores[name] for name in (*places, *look.TRACKED)},
+        scores={name: scores[name] for name in (*setup.task.located, *look.TRACKED)},
         statistics={name: np.stack([untrained.scores[name], trained.scores[name]], 1) for name in look.ALL},
         offsets=np.arange(1 - length, 1),
         offset_profile=np.stack([untrained.offset_profile, trained.offset_profile], 1),

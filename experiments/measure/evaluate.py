@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.batches import Batch
 from experiments.measure import look
 from experiments.model import layer_by_layer
 from experiments.runs import devices
-from experiments.tasks import Batch, CopyString
-from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge
+from experiments.tasks import CopyString
+from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge, loss_of
 from jattn import heads
 
 LOOK_BATCH = 256  # sequences in the average of weights at the end
@@ -28,6 +29,8 @@ class Measured(NamedTuple):
 
     accuracy: Array  # [R,A]
     exact_match: Array  # [R] share of sequences without mistakes
+    loss: Array  # [R] mean cross-entropy
+    levels: dict[str, Array]  # name -> [R]: that of the task's reference predictors on the same sequences
     ablated: Array  # [R,L,N,A] accuracy with one head switched off
     hardened: Array  # [R,A] accuracy with all weight of each row on its largest
     scores: dict[str, Array]  # name -> [R,L,N]: places, and statistics of jattn.heads
@@ -60,17 +63,23 @@ def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
     """What one seed's model can do, with and without its heads."""
     looking, batch = setup.looking, _test_batch(setup, key)
 
+    def logits(**options: Any) -> Array:
+        return setup.model.apply(params, batch.tokens, at=batch.at, **options)
+
     def answers(**options: Any) -> tuple[Array, Array]:
-        return judge(setup.model.apply(params, batch.tokens, **options), batch)
+        return judge(logits(**options), batch)
 
     # only the number of heads is read, so short sequences suffice
     tokens = looking.task.sample(key, 2).tokens
     _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
-    accuracy, exact_match = answers()
+    found = logits()
+    accuracy, exact_match = judge(found, batch)
     return {
         "accuracy": accuracy,
         "exact_match": exact_match,
+        "loss": loss_of(found, batch),
+        "levels": {name: level.mean() for name, level in batch.levels.items()},
         "ablated": heads.ablate(lambda per_layer: answers(per_layer=per_layer)[0], clean, batch_size=len(clean) * 4),
         "hardened": answers(harden=True)[0],
     }
@@ -159,7 +168,7 @@ def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np
     def accuracy(setup: Setup, params: Any, key: Array, gates: Array) -> Array:
         batch = _test_batch(setup, key)
         per_layer = [{"head_gate": gate} for gate in gates]
-        return judge(setup.model.apply(params, batch.tokens, per_layer=per_layer), batch)[0]
+        return judge(setup.model.apply(params, batch.tokens, at=batch.at, per_layer=per_layer), batch)[0]
 
     every_seed = _every_seed(accuracy, setup)
     return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in roles}

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from experiments.batches import Batch
 from experiments.model import Transformer, attention_weights, layer_by_layer
-from experiments.tasks import Batch, Task
+from experiments.tasks import Task
 from jattn import heads
 
 # All in [0, 1], so that they share one scale.
@@ -19,9 +20,9 @@ TRACKED = (
 ALL = (*TRACKED, "distance", "max_logit")
 
 
-def with_weights(model: Transformer, params: Any, tokens: Array) -> tuple[Array, Array]:
+def with_weights(model: Transformer, params: Any, tokens: Array, **options: Any) -> tuple[Array, Array]:
     """Logits ``[B,T,A,classes]`` and attention weights ``[B,L,N,T,T]`` of all layers and heads."""
-    logits, kept = model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
+    logits, kept = model.apply(params, tokens, sow_weights=True, mutable=["intermediates"], **options)
     return logits, attention_weights(kept["intermediates"])
 
 
@@ -53,10 +54,10 @@ def scores(
 
 
 def of_places(task: Task, weights: Array, sources: Array) -> dict[str, Array]:
-    """The mean weight ``[L,N]`` of ``weights [B,L,N,T,T]`` on each place's ``sources [B,T,A]``."""
+    """The mean weight ``[L,N]`` of ``weights [B,L,N,T,T]`` on each located place's ``sources [B,T,A]``."""
 
     def of_one_head(weights: Array, sources: Array) -> dict[str, Array]:
-        return {place: heads.target_weight(weights, sources[:, index]) for index, place in enumerate(task.places)}
+        return {place: heads.target_weight(weights, sources[:, task.places.index(place)]) for place in task.located}
 
     return _over_heads_and_batch(of_one_head, weights, sources)
 

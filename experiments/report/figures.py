@@ -33,11 +33,13 @@ from experiments.report.panels import (
     role_colours,
     statistics_matrices,
     time_panels,
+    turns,
 )
 from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH
 from experiments.report.svg import told
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
+from experiments.turns import rate
 from jattn.plots import head_grid
 
 MANY = 6  # with more heads per layer, names are short and figures wider
@@ -51,6 +53,7 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
     drawn = {
         "heads": heads_figure,
         "training": training_figure,
+        "turns": turns_figure,
         "offsets": offsets_figure,
         "statistics": statistics_figure,
         "ablation": ablation_figure,
@@ -61,6 +64,7 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
         "controls": controls_figure,
     }
     optional = {"training": time_panels(findings), "statistics": findings.statistics}
+    optional["turns"] = len(turns(findings)) > 1
     optional |= {"curves": findings.curves, "controls": findings.controls, "paths": findings.paths}
     if layers.is_deep(findings):
         drawn |= layers.FIGURES
@@ -117,6 +121,36 @@ def training_figure(findings: Findings) -> Figure:
     axes[-1].set_xlabel("training step")
     figure.align_ylabels(axes)
     figure.suptitle(f"{plain(findings.name)}: training ({_seeds(findings)})", fontsize=10)
+    return figure
+
+
+def turns_figure(findings: Findings) -> Figure:
+    """When each thing rises: a dot per seed, the median, and in how many seeds it is before the next."""
+    rows = turns(findings)
+    figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.1))
+    ax = figure.subplots()
+    for at, (name, steps) in enumerate(rows):
+        height = at + np.linspace(-0.18, 0.18, len(steps))
+        for seed, step, y in zip(findings.seeds, steps, height, strict=True):
+            ax.plot(step, y, "o", color=PALETTE[0], markersize=4, alpha=0.7, url=f"seed {seed}: {name} at {step:.0f}")
+        ax.plot([np.median(steps)] * 2, [at - 0.3, at + 0.3], color=INK, linewidth=1.6)
+        if at + 1 < len(rows):
+            first, share = int((steps < rows[at + 1][1]).sum()), None
+            share = rate(first, len(steps))
+            said = f" ({share[0]:.0%} to {share[1]:.0%})" if share else ""
+            ax.text(
+                1.01,
+                at + 0.5,
+                f"{first} of {len(steps)} in this order{said}",
+                transform=ax.get_yaxis_transform(),
+                va="center",
+                fontsize=7,
+                color=FAINT,
+            )
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_xlabel("training step at which half of the change is behind")
+    figure.suptitle(f"{plain(findings.name)}: what comes first", fontsize=10)
     return figure
 
 

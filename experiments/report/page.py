@@ -94,6 +94,14 @@ def _claims(findings: Findings) -> str:
             **({claim["reference_name"]: _figure(claim["reference"])} if len(claim["reference"]) else {}),
             "seeds passed": f"{len(claim['passed'])} of {len(claim['values'])}, {_text(claim['needed'])} needed",
         }
+        if claim["rate"] is not None:
+            low, high = claim["rate"]
+            facts["share that passes (95%)"] = f"{low:.0%} to {high:.0%}"
+            facts["would hold again"] = f"{claim['again']:.0%}"
+        fresh = claim.get("replication")
+        if fresh:
+            said = "holds" if fresh["holds"] else "fails"
+            facts["fresh seeds passed"] = f"{len(fresh['passed'])} of {len(fresh['values'])}: {said}"
         rows = "".join(
             f'<div><dt>{_text(name)}</dt><dd class="number">{fact}</dd></div>' for name, fact in facts.items()
         )
@@ -101,9 +109,11 @@ def _claims(findings: Findings) -> str:
         cards.append(
             f'<article class="claim{"" if claim["holds"] else " fails"}"><header>{name}</header>'
             f'<p>{_text(claim["statement"])}</p><dl class="facts">{rows}</dl>'
-            f"{_claim_strip(claim)}</article>"
+            f"{_claim_strip(claim)}{_claim_strip(claim | fresh) if fresh else ''}</article>"
         )
     key = "● seed that passed · ✕ seed that failed · ○ untrained models, or other heads · vertical line: threshold"
+    if any("replication" in claim for claim in findings.claims):
+        key += " · below it the same for fresh seeds"
     title = f"<h2>Claims: {held} of {len(findings.claims)} hold</h2>"
     return f'<section id="claims">{title}<p class="soft">{key}</p>{"".join(cards)}</section>'
 

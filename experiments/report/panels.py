@@ -11,11 +11,14 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from experiments.runs.findings import Findings, plain
+from experiments.turns import half_way
 
 WHEN = ("untrained", "trained")
 OWN_SCALE = ("distance", "max_logit")  # statistics not in [0, 1]
 BLOCKS = 128  # most queries and keys drawn
 PALETTE_SIZE = 8  # colours of the page and of the figures
+NOT_PATTERNS = ("entropy", "max_weight")  # of scores in training
+RISE, RISE_LOOKS = 0.2, 5  # of a score that turns; looks below which there is nothing to tell
 TOGETHER = 16  # columns of one matrix before it is split by layer
 
 
@@ -288,7 +291,10 @@ def time_panels(findings: Findings) -> list[Panel]:
         return []
     losses = {name: values for name, values in findings.metrics.items() if "loss" in name}
     units = {name: values for name, values in findings.metrics.items() if name not in losses and in_unit(values)}
-    others = {name: values for name, values in findings.metrics.items() if name not in losses and name not in units}
+    above = {name: values for name, values in findings.metrics.items() if name.startswith("above/")}
+    units = {name: values for name, values in units.items() if name not in above}
+    known = {*losses, *units, *above}
+    others = {name: values for name, values in findings.metrics.items() if name not in known}
     # A place's pattern is in a different head for every seed, so a seed is shown by its best head. Entropy is not
     # such a pattern: it is averaged over heads.
     scores = {
@@ -299,12 +305,32 @@ def time_panels(findings: Findings) -> list[Panel]:
     rest = {name: values for name, values in scores.items() if name not in placed}
     panels = [
         _panel(findings, "loss", findings.metric_steps, losses, log=True),
+        _panel(findings, "loss above that of", findings.metric_steps, {name[6:]: above[name] for name in above}),
         _panel(findings, " / ".join(map(plain, units)) if len(units) < 3 else "accuracy", findings.metric_steps, units),
         *(_panel(findings, plain(name), findings.metric_steps, {name: values}) for name, values in others.items()),
         _panel(findings, "best head's weight\non its place", findings.look_steps, placed),
         _panel(findings, "other head scores" if placed else "best head's scores", findings.look_steps, rest),
     ]
     return [panel for panel in panels if panel.lines]
+
+
+def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
+    """What rises in training and the step of each seed ``[R]`` at which half of the rise is behind, earliest first.
+
+    The loss falls; of scores those of the best head of a layer that rise by ``RISE`` in half of the seeds.
+    """
+    if not findings.metrics or len(findings.look_steps) < RISE_LOOKS:
+        return []
+    found = [("loss falls", half_way(findings.metric_steps, -findings.metrics["loss"]))]
+    for name, values in findings.scores.items():
+        if name in NOT_PATTERNS:
+            continue
+        for layer in range(values.shape[2]):
+            best = values[:, :, layer].max(-1)
+            if np.median(best.max(1) - best[:, 0]) >= RISE:
+                where = f", layer {layer}" if values.shape[2] > 1 else ""
+                found.append((plain(name) + where, half_way(findings.look_steps, best)))
+    return sorted(found, key=lambda row: float(np.median(row[1])))
 
 
 def curve_panels(findings: Findings) -> list[Panel]:

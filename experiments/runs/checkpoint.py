@@ -23,20 +23,19 @@ from experiments.runs.folder import Damaged, read_json
 for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
-_KEPT = 2
 _ARRAYS, _CONTENTS = "arrays", "contents.json"
 
 
 class Checkpoints:
-    """The checkpoints in one folder; the newest two are kept.
+    """The checkpoints in one folder; the newest ``keep`` are kept, or all for 0.
 
     A checkpoint is a folder named after its step. Orbax writes the arrays. A file next to them holds digests of all
     files, verified before Orbax reads any, and metadata. A checkpoint is written under another name and renamed, so
     it is complete or absent. All processes of a run write it together.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, keep: int = 2):
+        self._folder, self._keep = folder, keep
         if devices.is_first():
             self._folder.mkdir(parents=True, exist_ok=True)
             for unfinished in self._folder.glob("*.tmp"):
@@ -73,7 +72,7 @@ class Checkpoints:
                 contents = {"files": _digests(unfinished), "beside": beside or {}}
                 (unfinished / _CONTENTS).write_text(json.dumps(contents, indent=1), encoding="utf-8")
                 unfinished.rename(self._folder / f"{step}")
-                for old in self.steps[:-_KEPT]:
+                for old in self.steps[: -self._keep] if self._keep else []:
                     shutil.rmtree((self._folder / f"{old}").rename(self._folder / f"{old}.tmp"))
         except (OSError, RuntimeError, ValueError) as wrong:  # a full disk raises any of these
             stopping.check()  # a signal may have caused it

@@ -36,7 +36,9 @@ def synthetic(**changes):
     divergence = np.tile(0.5 * (1 - np.eye(LAYERS * HEADS)), (SEEDS, 2, 1, 1))
     divergence[:, 0] *= 0.2
     accuracy = np.array([[1.0, 1.0], [1.0, 0.9], [0.4, 0.2]])
-    names = ("name", "statement", "values", "side", "threshold", "reference", "passed", "needed", "holds", "seeds")
+    names = (
+        "name", "statement", "values", "side", "threshold", "reference", "passed", "needed", "holds", "seeds", "rate", "again",
+    )  # fmt: skip
     claims = [
         (
             "accuracy",
@@ -49,8 +51,10 @@ def synthetic(**changes):
             2,
             True,
             [7, 8, 9],
+            [0.09, 0.99],
+            0.7,
         ),
-        ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6]),  # a control
+        ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6], None, None),
     ]
     roles = ("one_back", "mirror")
     found = {
@@ -90,6 +94,8 @@ def synthetic(**changes):
         ],
         "claims": [dict(zip(names, claim, strict=True)) | {"reference_name": "untrained"} for claim in claims],
     }
+    fresh = {"seeds": [76, 77], "values": [0.9, 0.3], "passed": [76], "failed": [77], "needed": 2, "holds": False}
+    found["claims"][0]["replication"] = fresh | {"rate": None, "again": None}
     return Findings(**(found | changes))
 
 
@@ -141,13 +147,13 @@ def test_claims_are_readable_without_colour(written):
     assert "✓ holds" in claims[0] and "✗ fails" in claims[1]
     facts = [re.findall(r'<dd class="number">(.*?)</dd>', claim) for claim in claims]
     assert facts == [
-        ["0.9", "at least 0.85", "0.06", "2 of 3, 2 needed"],
-        ["0.175", "at most 0.1", "0.8", "1 of 2, 2 needed"],
+        ["0.9", "at least 0.85", "0.06", "2 of 3, 2 needed", "9% to 99%", "70%", "1 of 2: fails"],
+        ["0.175", "at most 0.1", "0.8", "1 of 2, 2 needed"],  # too few seeds to say more
     ]
     # Failed seeds are marked; a control has its own seeds.
     lost = [re.findall(r'class="lost".*?<title>(.*?)</title>', claim) for claim in claims]
-    assert lost == [["seed 9: 0.2"], ["seed 6: 0.3"]]
-    assert [claim.count('class="untrained"') for claim in claims] == [3, 2]
+    assert lost == [["seed 9: 0.2", "seed 77: 0.3"], ["seed 6: 0.3"]]
+    assert [claim.count('class="untrained"') for claim in claims] == [6, 2]
 
 
 def test_tables_hold_every_head_and_control(written):

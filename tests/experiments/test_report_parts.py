@@ -266,3 +266,20 @@ def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
         2,
         1,
     ]  # two heads each, and the group
+
+
+def test_what_comes_first_is_told_by_seed():
+    steps = np.arange(6) * 10
+    rising = np.array([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], float)
+    scores = {"mirror": np.zeros((3, 6, 2, 2)), "entropy": np.zeros((3, 6, 2, 2)), "still": np.zeros((3, 6, 2, 2))}
+    scores["mirror"][:, :, 1, 0] = 0.8 * rising
+    scores["entropy"][:, :, 0, 0] = rising
+    metrics = {"loss": 1 - np.roll(rising, 2, 1) * (steps >= 20)}
+    findings = synthetic(look_steps=steps, scores=scores, metric_steps=steps, metrics=metrics)
+    (first, turned), (second, fallen) = panels.turns(findings)
+    assert first == "mirror, layer 1" and second == "loss falls"
+    np.testing.assert_allclose(turned, [15, 25, 5])
+    assert (turned < fallen).all()
+    texts = [text.get_text() for text in figures.turns_figure(findings).axes[0].texts]
+    assert texts == ["3 of 3 in this order (29% to 100%)"]
+    assert panels.turns(synthetic()) == [], "three looks are too few to tell"

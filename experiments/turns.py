@@ -1,0 +1,43 @@
+"""When something happens in training, and in which order over seeds."""
+
+import numpy as np
+from scipy.stats import betabinom, binomtest
+
+FEW = 3  # seeds, below which nothing is said about others
+
+
+def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """``[R]``: the step at which each row of ``values [R,P]`` has risen half its way, from its first to its largest.
+
+    Between two of the ``steps [P]``, by a straight line; the last step for a row that never rises.
+    """
+    level, found = (values[:, 0] + values.max(1)) / 2, []
+    for row, half in zip(values, level, strict=True):
+        at = int(np.argmax(row >= half))
+        if at == 0:
+            found.append(float(steps[-1]))
+            continue
+        share = (half - row[at - 1]) / (row[at] - row[at - 1])
+        found.append(float(steps[at - 1] + share * (steps[at] - steps[at - 1])))
+    return np.array(found)
+
+
+def rate(passed: int, of: int) -> list[float] | None:
+    """The 95% interval of the share of all seeds that pass; None for few seeds.
+
+    Source: Clopper and Pearson, Biometrika 26, 1934.
+    """
+    if of < FEW:
+        return None
+    found = binomtest(passed, of).proportion_ci(0.95, "exact")
+    return [float(found.low), float(found.high)]
+
+
+def again(passed: int, of: int, needed: int) -> float | None:
+    """The probability that a claim would hold on as many other seeds; None for few seeds.
+
+    By the beta-binomial distribution of their number that pass, with Jeffreys' prior over the share.
+    """
+    if of < FEW:
+        return None
+    return float(betabinom.sf(needed - 1, of, passed + 0.5, of - passed + 0.5))

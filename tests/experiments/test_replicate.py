@@ -1,0 +1,143 @@
+"""Replication on fresh seeds, and models at any checkpoint: looked at, compared, and started from."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import compare, config, replicate, saved
+from experiments.__main__ import main
+from experiments.report import page
+
+CONFIG = """
+name: short
+task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
+model: {model_dim: 4, num_heads: 2, head_dim: 2}
+train: {seeds: 2, steps: 4, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 1, keep: 0}
+evaluate: {batch: 8}
+claims:
+- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 2}
+- {name: never, statement: Never., metric: loss, at_most: 0.0, needed: 1}
+"""
+
+pytestmark = pytest.mark.usefixtures("as_experiments_run")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with a replication of three seeds, and what it printed."""
+    folder = tmp_path_factory.mktemp("short")
+    file, out = folder / "short.yaml", folder / "out"
+    file.write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "write_figures", lambda *_: [])  # test_report.py draws them
+        words = ["run", "--config", str(file), "--out", str(out), "--replicate", "3", "--check"]
+        assert main([*words, "--replicate_seed", "50"]) == 1  # a claim fails
+    return file, out
+
+
+def test_a_replication_is_judged_by_the_same_claims(finished, capsys, monkeypatch):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    file, out = finished
+    rows = json.loads((out / "claims.json").read_text())
+    assert [row["replication"]["seeds"] for row in rows] == [[50, 51, 52]] * 2 and rows[0]["seeds"] == [0, 1]
+    assert [row["replication"]["needed"] for row in rows] == [3, 2], "in proportion, rounded up"
+    assert [row["replication"]["holds"] for row in rows] == [True, False]
+    assert rows[0]["replication"]["rate"] == pytest.approx([0.2924, 1.0], abs=1e-3) and rows[0]["rate"] is None
+    assert len(rows[0]["replication"]["values"]) == 3
+    # It stays when the run is judged again without it, and is not trained twice.
+    seconds = (out / "replication" / "metrics.jsonl").stat().st_mtime_ns
+    assert main(["run", "--config", str(file), "--out", str(out)]) == 0
+    assert (out / "replication" / "metrics.jsonl").stat().st_mtime_ns == seconds
+    assert json.loads((out / "claims.json").read_text()) == rows
+    assert "fresh seeds" in capsys.readouterr().out
+    assert "fresh seeds passed" in (out / "report.html").read_text()
+    words = ["run", "--config", str(file), "--out", str(out), "--replicate", "3", "--replicate_seed", "60"]
+    assert main(words) == 2, "the folder holds another replication"
+    assert "train.first_seed was 50, now 60" in capsys.readouterr().err
+
+
+def test_fresh_seeds_are_drawn_once_for_a_folder(tmp_path):
+    settings = config.Config("x", train=config.Train(seeds=10, first_seed=100))
+    drawn = {replicate._first_seed(tmp_path / "none", settings, 10) for _ in range(4)}
+    assert len(drawn) == 4 and all(110 <= seed < 2**32 - 10 for seed in drawn)
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"first_seed": 123456}}))
+    assert replicate._first_seed(tmp_path, settings, 10) == 123456
+
+
+def test_a_control_of_its_own_number_of_seeds_keeps_it():
+    control = {"few": {"train.seeds": 3}}
+    claims = [config.Claim("a", "", "loss", 9, at_most=1.0), config.Claim("b", "", "few:loss", 2, at_most=1.0)]
+    settings = config.Config("x", train=config.Train(seeds=10), controls=control, claims=claims)
+    again = replicate.fresh(settings, 5, 77)
+    assert (again.train.seeds, again.train.first_seed) == (5, 77)
+    assert [claim.needed for claim in again.claims] == [5, 2]
+    assert config.variants(again)["few"].train.first_seed == 77
+
+
+def test_a_look_shows_every_head_at_its_step(finished, capsys):
+    _, out = finished
+    assert main(["look", "--run", str(out), "--step", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2" in shown and len(re.findall(r"^ *[01] +0 +[01] +0\.\d\d ", shown, re.MULTILINE)) == 4
+    assert main(["look", "--run", str(out), "--step", "9"]) == 2
+    assert "expected a step of its looks, from 0 to 4, such as 4, got 9" in capsys.readouterr().err
+    assert main(["look", "--run", str(out.parent)]) == 2
+    assert "expected the folder of a run that trains" in capsys.readouterr().err
+
+
+def test_a_model_differs_from_itself_by_nothing_and_heads_are_matched(finished):
+    _, out = finished
+    last, first = saved.load(str(out)), saved.load(f"{out}@1")
+    assert (last.step, first.step) == (4, 1)
+    same = compare.compare(last, last)
+    assert same.match.tolist() == [[[0, 1]]] * 2
+    np.testing.assert_allclose(same.distance, 0, atol=1e-6)
+    swapped = dict(last.params["params"]["layer_0"]["attention"])
+    for name in ("query", "key", "value"):
+        swapped[name] = {part: np.flip(leaf, -2) for part, leaf in swapped[name].items()}
+    swapped["out"] = swapped["out"] | {"kernel": np.flip(swapped["out"]["kernel"], -3)}
+    layer = last.params["params"]["layer_0"] | {"attention": swapped}
+    other = last._replace(params={"params": last.params["params"] | {"layer_0": layer}})
+    found = compare.compare(last, other)
+    assert found.match.tolist() == [[[1, 0]]] * 2
+    np.testing.assert_allclose(found.distance, 0, atol=1e-6)
+    np.testing.assert_allclose(found.scores["entropy"][:, 0], found.scores["entropy"][:, 1], atol=1e-5)
+    assert (compare.compare(last, first).distance > 0).any()
+
+
+def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_path):
+    _, out = finished
+    picture = tmp_path / "both.png"
+    assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(picture)]) == 0
+    assert "of 4 heads differ by more than the noise floor" in capsys.readouterr().out
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "runs, said",
+    [
+        (["{out}"], "expected two runs, got 1"),
+        (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
+        (["{out}", "nowhere"], "expected the folder of a run, got 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
+    words = [word for run in runs for word in ("--run", run.format(out=finished[1]))]
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    file, out = finished
+    words = ["run", "--config", str(file), "--out", str(tmp_path / "more"), "--claims", "[]"]
+    assert main([*words, "--train.start", f"{out}@2"]) == 0
+    lines = lambda folder: [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before = next(line["scores"] for line in lines(out) if line["step"] == 2 and "scores" in line)
+    after = next(line["scores"] for line in lines(tmp_path / "more") if line["step"] == 0)
+    assert before == after
+    words[4] = str(tmp_path / "other")
+    assert main([*words, "--train.start", str(out), "--model.head_dim", "3"]) == 2
+    assert "train.start: expected a model of the config's layers, sizes and number of seeds" in capsys.readouterr().err
