@@ -1,7 +1,5 @@
 """``look`` and ``compare``: a run's heads at a step, and the heads of two models side by side."""
 
-import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,11 +71,11 @@ def compare_command(arguments: Sequence[str]) -> int:
     try:
         both = [saved.load(run) for run in options.run]
         found = compare(*both)
-    except (ValueError, argparse.ArgumentError) as wrong:
+    except ValueError as wrong:
         return fail(f"--run: {wrong}")
     except OSError as wrong:
         return fail(f"--run: {wrong}")
-    _show(found, both[0].config.train.first_seed, *options.run)
+    _show(found, both[0].setup.seeds[0], *options.run)
     if options.out:
         try:
             _draw(found, Path(options.out), *options.run)
@@ -110,13 +108,10 @@ def compare(first: Any, second: Any) -> Comparison:
 
     from experiments.measure import look
     from experiments.measure.evaluate import LOOK_BATCH, noise_floor
-    from experiments.train import LOOK_DATA, PROBE_DATA, Setup
+    from experiments.train import LOOK_DATA, PROBE_DATA
     from jattn import heads
 
-    setups = [
-        Setup.of(dataclasses.replace(one.config, train=dataclasses.replace(one.config.train, start="")))
-        for one in (first, second)
-    ]
+    setups = [one.setup for one in (first, second)]
     task, others = setups[0].task, setups[1].task
     for name, a, b in (
         ("layers x heads", *((s.config.model.num_layers, s.config.model.num_heads) for s in setups)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import saved, tasks
+from experiments import tasks
 from experiments.config import Config, Language, Pretrained, differences, variants
 from experiments.measure import claims, evaluate, language, look, pretrained
 from experiments.measure.collect import collect
@@ -17,7 +17,7 @@ from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
 from experiments.runs.history import Clock
-from experiments.train import Trained, train
+from experiments.train import Setup, Trained, train
 
 
 class DifferentConfig(Exception):
@@ -46,7 +46,8 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         claims.check(config, _known_metrics)
         devices.check(config)
         for one in (config, *variants(config).values()):
-            saved.check(one)
+            if one.train.start:
+                Setup.of(one).init()  # or it cannot start there
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():

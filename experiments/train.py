@@ -13,11 +13,12 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import batches, model, saved, tasks
+from experiments import batches, model, tasks
 from experiments.config import Config
 from experiments.measure import look
 from experiments.runs import devices, stopping
-from experiments.runs.checkpoint import Checkpoints
+from experiments.runs.checkpoint import Checkpoints, named
+from experiments.runs.folder import Damaged
 from experiments.runs.history import History
 from experiments.runs.terminal import Terminal
 
@@ -75,7 +76,11 @@ class Setup:
         return list(range(self.config.train.first_seed, self.config.train.first_seed + self.config.train.seeds))
 
     def init(self) -> State:
-        """The untrained state of all seeds."""
+        """The state of all seeds before training.
+
+        Raises:
+            ValueError: the parameters that ``train.start`` names are missing, or those of another model.
+        """
 
         def of_one_seed(key: Array) -> State:
             key = jax.random.fold_in(key, INIT)
@@ -85,8 +90,15 @@ class Setup:
         every_seed = jax.vmap(of_one_seed)
         shardings = devices.of_state(self.mesh, jax.eval_shape(every_seed, self.keys))
         state = jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
-        start = self.config.train.start
-        return state | {"params": saved.started(start, state["params"])} if start else state
+        if not self.config.train.start:
+            return state
+        _, checkpoints, step = named(self.config.train.start)
+        try:
+            return state | {"params": checkpoints.load(step, state)["params"]}
+        except Damaged as wrong:
+            raise ValueError(
+                f"train.start: expected a model of the config's sizes and number of seeds; {wrong}"
+            ) from None
 
 
 class Trained(NamedTuple):

@@ -160,6 +160,24 @@ class Checkpoints:
         return state, words
 
 
+def named(run: str) -> tuple[Path, Checkpoints, int]:
+    """The folder, checkpoints and step that ``run`` names: FOLDER, for the last checkpoint, or FOLDER@STEP.
+
+    Raises:
+        ValueError: there is no such run or checkpoint.
+    """
+    before, at, after = run.rpartition("@")
+    folder = Path(before if at else after)
+    if not (folder / "checkpoints").is_dir():
+        raise ValueError(f"expected the folder of a run that trains, got {str(folder)!r}")
+    checkpoints = Checkpoints(folder / "checkpoints")
+    steps = checkpoints.steps
+    if not steps or (at and after not in map(str, steps)):
+        more = "; train.keep=0 keeps every one" if steps else ""
+        raise ValueError(f"{folder}: expected one of its checkpoints, {steps}, got {after if at else None}{more}")
+    return folder, checkpoints, int(after) if at else steps[-1]
+
+
 class _OfMainThread(io.TextIOBase):
     """What the main thread writes to a stream. When a save fails, each of TensorStore's threads prints a traceback."""
 
