@@ -32,7 +32,7 @@ pytest = $(python) -m pytest -n auto --dist worksteal
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment in configs/ (about forty minutes) into runs/"
+	@echo "make experiments   run every experiment in configs/ into runs/, and again on ten fresh seeds (three hours)"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      also whole runs, subprocesses and a browser (twenty to forty minutes in all)"
 	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
@@ -48,7 +48,8 @@ train: $(VENV)/.installed-experiments
 experiments: $(VENV)/.installed-test
 	@for config in configs/*.yaml; do \
 		echo "== $$config"; \
-		$(python) -m experiments run --config $$config $(ARGS) || exit 1; \
+		case $$config in *minilm_heads*|*smollm2*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
+		$(python) -m experiments run --config $$config $$fresh $(ARGS) || exit 1; \
 	done
 
 test: $(VENV)/.installed-test
