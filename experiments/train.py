@@ -25,6 +25,7 @@ from experiments.runs.terminal import Terminal
 # Folded into a seed's key, so that parameters and each kind of data are independent.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
 LOOK_BATCH = 32
+DENSE = 1024  # tokens up to which the entropy penalty takes the weights of whole sequences
 EXAMPLES = 3  # sequences whose weights every look keeps
 
 State = dict[str, Any]  # "params" and "optimizer"; every leaf has a leading axis of seeds
@@ -192,13 +193,16 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
     batch = devices.split(setup.mesh, setup.task.sample(data_key, setup.config.train.batch))
 
     def objective(params: Any) -> tuple[Array, tuple[Array, Array]]:
-        penalty = setup.config.train.entropy_penalty
-        if penalty:
+        penalty, spread = setup.config.train.entropy_penalty, jnp.zeros(())
+        if penalty and (batch.tokens.shape[1] > DENSE or setup.mesh.shape["sequence"] > 1):
+            logits, spread = look.with_entropy(setup.model, params, batch)
+        elif penalty:
             logits, weights = look.with_weights(setup.model, params, batch.tokens, at=batch.at)
+            spread = look.entropy(weights, batch)
         else:
             logits = setup.model.apply(params, batch.tokens, at=batch.at)
         objective = loss_of(logits, batch, setup.config.train.place_weights)
-        return objective + (penalty * look.entropy(weights, batch).mean() if penalty else 0.0), (objective, logits)
+        return objective + penalty * spread.mean(), (objective, logits)
 
     (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
     updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])

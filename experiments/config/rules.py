@@ -208,12 +208,6 @@ def _mesh_rules(config: Config) -> list[_Rule]:
         (
             "mesh.sequence",
             mesh.sequence,
-            mesh.sequence == 1 or config.train.entropy_penalty == 0,
-            "1 with train.entropy_penalty, which needs the weights of whole sequences",
-        ),
-        (
-            "mesh.sequence",
-            mesh.sequence,
             mesh.sequence == 1 or (config.task.kind not in _WHOLE and model.position != "relative_keys"),
             f"1 with task.kind in {_WHOLE} and model.position=relative_keys, which need whole sequences",
         ),

@@ -31,6 +31,14 @@ def weights_of(model: Transformer, params: Any, tokens: Array) -> Array:
     return with_weights(model, params, tokens)[1]
 
 
+def with_entropy(model: Transformer, params: Any, batch: Batch) -> tuple[Array, Array]:
+    """Logits, and the ``entropy [L,N]`` below from the modules' statistics: in linear memory, also in a ring."""
+    asked = {"names": ["entropy"], "eligible": batch.real}
+    logits, kept = model.apply(params, batch.tokens, at=batch.at, sow_statistics=asked, mutable=["intermediates"])
+    layers = layer_by_layer(kept["intermediates"], "attention_statistics")
+    return logits, jnp.stack([layer["entropy"].mean(0) for layer in layers])
+
+
 def entropy(weights: Array, batch: Batch) -> Array:
     """Entropy ``[L,N]`` of the rows of ``weights [B,L,N,T,T]``, each divided by its maximum."""
     visible = jnp.tril(jnp.ones(weights.shape[-2:], bool))

@@ -130,8 +130,9 @@ def test_processes_are_no_part_of_the_config(tmp_path):
             "mesh.sequence: expected 2 * mesh.sequence to divide the 32 tokens of a sequence of task.kind=copy, got 5",
         ),
         (
-            ["--mesh.sequence 2 --train.entropy_penalty 0.1"],
-            "mesh.sequence: expected 1 with train.entropy_penalty, which needs the weights of whole sequences, got 2",
+            ["--task.kind markov --mesh.sequence 2"],
+            "mesh.sequence: expected 1 with task.kind in ('markov', 'recall', 'histogram') and "
+            "model.position=relative_keys, which need whole sequences, got 2",
         ),
         (
             ["--task.kind copy_string --mesh.sequence 2"],

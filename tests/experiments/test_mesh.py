@@ -78,10 +78,21 @@ def test_heads_and_their_moments_are_split_and_the_rest_is_whole(tmp_path):
 def test_a_batch_is_split_over_sequences_and_tokens(tmp_path):
     setup = train.Setup.of(settings(tmp_path, ALL))
     batch = jax.jit(lambda key: devices.split(setup.mesh, setup.task.sample(key, 4)))(setup.keys[0])
-    for name, leaf in batch._asdict().items():
-        assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 6, *leaf.shape[2:])}, name
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 6, *leaf.shape[2:])}, path
     in_order = jax.tree.map(lambda leaf: from_zigzag(leaf, 2), batch)
     chex.assert_trees_all_equal(in_order, setup.task.sample(setup.keys[0], 4))
+
+
+@pytest.mark.slow
+def test_the_entropy_penalty_is_that_of_one_device_without_the_weights_of_whole_sequences(tmp_path):
+    losses = {}
+    for words in ("--mesh.sequence 2", "", "--train.entropy_penalty 0"):
+        setup = train.Setup.of(settings(tmp_path, "--train.entropy_penalty 1", words))
+        losses[words] = train.updates(setup)(setup.init(), np.arange(8))[1]["loss"]
+    ring, dense, without = losses.values()
+    np.testing.assert_allclose(ring, dense, rtol=1e-4)
+    assert abs(without - dense).max() > 2e-3, "the penalty must matter"
 
 
 class Stopped(Exception):

@@ -202,3 +202,15 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     entropy = jax.jit(entropy)
     for without, with_penalty, slope in zip(*moments, jax.tree.leaves(entropy(state["params"])), strict=True):
         np.testing.assert_allclose(with_penalty - without, 0.1 * 0.5 * slope, atol=1e-6)
+
+
+def test_the_entropy_from_statistics_is_that_of_the_weights(getkey):
+    transformer, params, batch = built("alibi", getkey())
+    of_weights = lambda params: look.entropy(look.with_weights(transformer, params, batch.tokens)[1], batch)
+    of_statistics = lambda params: look.with_entropy(transformer, params, batch)[1]
+    both = [
+        jax.jit(lambda params, of=of: (of(params), jax.grad(lambda p: of(p).mean())(params)))(params)
+        for of in (of_weights, of_statistics)
+    ]
+    assert both[0][0].shape == (2, 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *both)
