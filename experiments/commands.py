@@ -72,6 +72,8 @@ def _run(asked: config.Asked) -> int:
             report = _write_report(findings, out)
         except DifferentConfig as different:  # of the replication
             return fail(*different.args)
+        except Busy as refused:
+            return fail(f"--out: {refused}")
         except Exception as error:
             stopping.check()
             status = _say_why(error, out)

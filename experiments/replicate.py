@@ -58,8 +58,8 @@ def _first_seed(beside: Path, config: Config, count: int) -> int:
         except (KeyError, TypeError, ValueError):
             raise Damaged(f"{file}: expected the config of a run") from None
     else:
-        low = config.train.first_seed + config.train.seeds + 1000
-        drawn = low + secrets.randbelow(LARGEST_SEED - count - low)
+        beyond = config.train.first_seed + config.train.seeds + 1000
+        drawn = (beyond + secrets.randbelow(LARGEST_SEED // 2)) % (LARGEST_SEED - count)
     return int(devices.agreed(np.array(drawn, np.uint32)))
 
 

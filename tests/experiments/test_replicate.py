@@ -62,6 +62,8 @@ def test_fresh_seeds_are_drawn_once_for_a_folder(tmp_path):
     settings = config.Config("x", train=config.Train(seeds=10, first_seed=100))
     drawn = {replicate._first_seed(tmp_path / "none", settings, 10) for _ in range(4)}
     assert len(drawn) == 4 and all(110 <= seed < 2**32 - 10 for seed in drawn)
+    last = config.Config("x", train=config.Train(seeds=10, first_seed=2**32 - 10))
+    assert 0 <= replicate._first_seed(tmp_path / "none", last, 10) < 2**32 - 20
     (tmp_path / "config.json").write_text(json.dumps({"train": {"first_seed": 123456}}))
     assert replicate._first_seed(tmp_path, settings, 10) == 123456
 
