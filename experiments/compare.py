@@ -21,15 +21,15 @@ def look_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", type=str, required=True, help="folder of a run, which may still train")
     parser.add_argument("--step", type=int | None, default=None, help="one of its looks; default: the last")
     options = parser.parse_args(arguments)
-    from experiments import saved
     from experiments.runs.history import History
+    from experiments.train import config_of
 
     folder = Path(options.run)
     if not (folder / "metrics.jsonl").is_file():
         return fail(f"--run: expected the folder of a run that trains, got {options.run!r}")
     try:
         steps, scores = History(folder, writes=False).scores()
-        first_seed = saved.config_of(folder).train.first_seed
+        first_seed = config_of(folder).train.first_seed
     except (Damaged, OSError, ValueError) as wrong:
         return fail(f"--run: {wrong}")
     except IndexError:

@@ -1,5 +1,6 @@
 """The training loop: several seeds at once; can be stopped and resumed."""
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments import batches, model, tasks
-from experiments.config import Config
+from experiments.config import Config, of_plain
 from experiments.measure import look
 from experiments.runs import devices, stopping
 from experiments.runs.checkpoint import Checkpoints, named
-from experiments.runs.folder import Damaged
+from experiments.runs.folder import Damaged, read_json
 from experiments.runs.history import History
 from experiments.runs.terminal import Terminal
 
@@ -93,13 +94,33 @@ class Setup:
         state = jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
         if not self.config.train.start:
             return state
-        _, checkpoints, step = named(self.config.train.start)
+        folder, checkpoints, step = named(self.config.train.start)
         try:
+            if _sizes(config_of(folder)) != _sizes(self.config):  # Orbax leaves threads behind when it refuses
+                raise ValueError(f"expected the config's model, tokens, answers and seeds, got others in {folder}")
             return state | {"params": checkpoints.load(step, state)["params"]}
-        except Damaged as wrong:
-            raise ValueError(
-                f"train.start: expected a model of the config's sizes and number of seeds; {wrong}"
-            ) from None
+        except (Damaged, ValueError) as wrong:
+            raise ValueError(f"train.start: {wrong}") from None
+
+
+def _sizes(config: Config) -> tuple[Any, ...]:
+    """What decides the shapes of a config's parameters."""
+    task = tasks.make(config.task)
+    return config.model, config.train.seeds, task.vocabulary, task.max_length, len(task.places), task.classes
+
+
+def config_of(folder: Path) -> Config:
+    """The config of a run.
+
+    Raises:
+        ValueError: there is no run of this version in ``folder``.
+    """
+    try:
+        return of_plain(read_json(folder / "config.json", dict, "the config of a run"))
+    except FileNotFoundError:
+        raise ValueError(f"expected the folder of a run, got {str(folder)!r}") from None
+    except (Damaged, argparse.ArgumentError, ValueError, OSError) as wrong:
+        raise ValueError(f"{folder}: {wrong}") from None
 
 
 class Trained(NamedTuple):
