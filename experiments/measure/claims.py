@@ -89,6 +89,7 @@ RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within N
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
 LATER = "later/"  # later/SCORE,SCORE: the first one's turn less the second one's, in steps
 # A SCORE may be one of a layer: SCORE@LAYER.
+OF_TRAINING = (RESTS, TURN, LATER)  # which an untrained model does not have
 
 
 def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
@@ -143,13 +144,13 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
     elif metric.startswith(BEST):
         values = _best(found.scores, metric.removeprefix(BEST))
     elif metric.startswith(TURN):
-        values = turn(result, metric.removeprefix(TURN)) * (found is not result.untrained)
+        values = turn(result, metric.removeprefix(TURN))
     elif metric.startswith(LATER):
         one, other = metric.removeprefix(LATER).split(",")
-        values = (turn(result, one) - turn(result, other)) * (found is not result.untrained)
+        values = turn(result, one) - turn(result, other)
     elif metric.startswith(RESTS):
         near = np.abs(result.metrics[ABOVE + metric.removeprefix(RESTS)]) <= NEAR
-        values = near.mean(-1) * result.metric_steps[-1] * (found is not result.untrained)
+        values = near.mean(-1) * result.metric_steps[-1]
     elif metric.startswith(ABOVE):
         values = found.loss - found.levels[metric.removeprefix(ABOVE)]
     elif metric.startswith(OFF):  # if no head has the role, nothing is off
@@ -176,9 +177,9 @@ def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
     """One row of ``claims.json``; ``results`` maps controls, and ``""`` for the run itself."""
     control, _, metric = claim.metric.rpartition(":")
     result = results[control]
-    seeds = result.seeds
-    values, untrained = (measure(result, found, metric) for found in (result.trained, result.untrained))
-    return verdict(claim, values, untrained, seeds)
+    values = measure(result, result.trained, metric)
+    untrained = [] if metric.startswith(OF_TRAINING) else measure(result, result.untrained, metric)
+    return verdict(claim, values, untrained, result.seeds)
 
 
 def verdict(

@@ -109,7 +109,7 @@ def _claims(findings: Findings) -> str:
         cards.append(
             f'<article class="claim{"" if claim["holds"] else " fails"}"><header>{name}</header>'
             f'<p>{_text(claim["statement"])}</p><dl class="facts">{rows}</dl>'
-            f"{_claim_strip(claim)}{_claim_strip(claim | fresh) if fresh else ''}</article>"
+            f"{_claim_strip(claim, fresh or {})}</article>"
         )
     key = "● seed that passed · ✕ seed that failed · ○ untrained models, or other heads · vertical line: threshold"
     if any("replication" in claim for claim in findings.claims):
@@ -118,18 +118,28 @@ def _claims(findings: Findings) -> str:
     return f'<section id="claims">{title}<p class="soft">{key}</p>{"".join(cards)}</section>'
 
 
-def _claim_strip(claim: Mapping[str, Any]) -> str:
+def _claim_strip(claim: Mapping[str, Any], fresh: Mapping[str, Any]) -> str:
+    """The claim's seeds on a line, and the ``fresh`` ones, if there are any, on another of the same scale."""
+    strips = [_claim_marks(row) for row in ((claim, {**claim, **fresh}) if fresh else (claim,))]
+    scale = [value for marks in strips for value, _, _ in marks]
+    return "".join(_strip(marks, scale=scale) for marks in strips)
+
+
+def _claim_marks(claim: Mapping[str, Any]) -> list[tuple[float, str, str]]:
     others, name = np.atleast_1d(np.asarray(claim["reference"], float)), claim["reference_name"]
     marks = [(value, "untrained", f"{name}: {value:.4g}") for value in others]
     for seed, value in zip(claim["seeds"], np.asarray(claim["values"], float), strict=True):
         marks.append((value, "seed" if seed in claim["passed"] else "lost", f"seed {seed}: {value:.4g}"))
     marks.append((float(claim["threshold"]), "limit", f"threshold: {claim['threshold']:.4g}"))
-    return _strip(marks)
+    return marks
 
 
-def _strip(marks: Sequence[tuple[float, str, str]], small: bool = False) -> str:
-    """Marks ``(value, kind, text)`` on a line as wide as the page allows; a small strip has no numbers."""
-    values = np.array([value for value, _, _ in marks])
+def _strip(marks: Sequence[tuple[float, str, str]], small: bool = False, scale: Sequence[float] = ()) -> str:
+    """Marks ``(value, kind, text)`` on a line as wide as the page allows; a small strip has no numbers.
+
+    ``scale``: values that the line must have room for; those of the marks by default.
+    """
+    values = np.array(scale or [value for value, _, _ in marks])
     values = values[np.isfinite(values)]
     low, high = (0.0, 1.0) if in_unit(values) else (min(values.min(), 0.0), max(values.max(), 0.0))
     shapes = {

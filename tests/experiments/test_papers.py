@@ -157,15 +157,19 @@ def test_a_turn_is_where_half_of_the_way_is_behind():
     np.testing.assert_allclose(claims.turn(result, "induction"), [20, 5, 40])
     np.testing.assert_allclose(claims.turn(result, "induction@0"), [20, 5, 40])
     both = {"a": scores["induction"], "b": np.roll(scores["induction"], 1, 1)}
-    result = result_of(both, [0, 10, 20, 30, 40], untrained=object())
+    result = result_of(both, [0, 10, 20, 30, 40])
     assert claims.measure(result, object(), "later/b,a")[0] > 0
     assert claims.measure(result, object(), "turn/a")[0] == 20
-    assert claims.measure(result, result.untrained, "turn/a") == [0, 0, 0]
+    settings = config.Config("x", train=config.Train(seeds=3))
+    row = claims.judge(
+        config.Claim("x", "", "turn/a", 1, at_most=20), {"": result._replace(seeds=[7, 8, 9], config=settings)}
+    )
+    assert row["passed"] == [7, 8] and row["reference"] == []
 
 
 def test_a_level_is_rested_at_while_the_loss_is_near_it():
     metrics = {"above/unigram": np.array([[0.2, 0.005, -0.009, -0.05], [0.1, 0.1, 0.1, 0.1]])}
-    result = result_of({}, [0], metric_steps=np.array([10, 20, 30, 40]), metrics=metrics, untrained=object())
+    result = result_of({}, [0], metric_steps=np.array([10, 20, 30, 40]), metrics=metrics)
     assert claims.measure(result, object(), "rests/unigram") == [20, 0]
 
 
