@@ -22,7 +22,7 @@ class Batch(NamedTuple):
 
 
 class OneSymbol:
-    """Base of tasks whose tokens are single symbols, in sequences of one length."""
+    """Base of tasks: tokens are single symbols, in sequences of one length, unless a task says otherwise."""
 
     length: int
     symbols: int

@@ -71,9 +71,7 @@ def compare_command(arguments: Sequence[str]) -> int:
     try:
         both = [saved.load(run) for run in options.run]
         found = compare(*both)
-    except ValueError as wrong:
-        return fail(f"--run: {wrong}")
-    except OSError as wrong:
+    except (ValueError, OSError) as wrong:
         return fail(f"--run: {wrong}")
     _show(found, both[0].setup.seeds[0], *options.run)
     if options.out:
@@ -181,9 +179,8 @@ def _show(found: Comparison, first_seed: int, first: str, second: str) -> None:
         )
         distance, floor = found.distance[at], found.floor[at]
         shown = f"[bold]{distance:.3f}[/]" if distance > floor else f"{distance:.3f}"
-        table.add_row(
-            *map(str, at), str(found.match[at]), shown, f"{floor:.3f}", f"{name}: {before:.2f} to {after:.2f}"
-        )
+        which = (str(first_seed + at[0]), *map(str, at[1:]), str(found.match[at]))
+        table.add_row(*which, shown, f"{floor:.3f}", f"{name}: {before:.2f} to {after:.2f}")
     if len(rows) > MANY:
         table.caption = f"and {len(rows) - MANY} more heads"
     Terminal().print(table)

@@ -18,7 +18,7 @@ from experiments.tasks_of_papers import Histogram, Hop, Markov, Recall
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyFromFourPlaces:
+class CopyFromFourPlaces(OneSymbol):
     """Copy from four places at once.
 
     A token is a key and a value. The keys are permuted within each half; the values are random. In the second
@@ -31,27 +31,14 @@ class CopyFromFourPlaces:
     symbols: int = 16
 
     places = ("one back", "five back", "mirror", "same key")
-    located = places
     of_tokens = ("same key",)
     roles = (*places, "current_token", "first_token", "induction")
     metrics = ("mean_accuracy", "hardened_accuracy")
-    padding = None
-    levels = ()
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
         """Number of different ids in each field of a token."""
         return self.length // 2, self.symbols
-
-    @property
-    def classes(self) -> int:
-        """Number of different answers."""
-        return self.symbols
-
-    @property
-    def max_length(self) -> int:
-        """Longest sequence that the model sees."""
-        return self.length
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
@@ -82,7 +69,7 @@ class CopyFromFourPlaces:
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyString:
+class CopyString(OneSymbol):
     """Copy a string of random length: ``BOS s SEP s``, next-token prediction of the second ``s``."""
 
     symbols: int = 32
@@ -91,22 +78,14 @@ class CopyString:
     farthest: int = 40
 
     places = ("copy source",)
-    located = places
     of_tokens = places
     roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("exact_match", "mean_accuracy")
-    padding = None  # it is at the end, where a causal mask hides it
-    levels = ()
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
         """Number of different ids in each field of a token: the symbols, then BOS, SEP and padding."""
         return (self.symbols + 3,)
-
-    @property
-    def classes(self) -> int:
-        """Number of different answers."""
-        return self.symbols
 
     @property
     def max_length(self) -> int:

@@ -305,7 +305,12 @@ def time_panels(findings: Findings) -> list[Panel]:
     rest = {name: values for name, values in scores.items() if name not in placed}
     panels = [
         _panel(findings, "loss", findings.metric_steps, losses, log=True),
-        _panel(findings, "loss above that of", findings.metric_steps, {name[6:]: above[name] for name in above}),
+        _panel(
+            findings,
+            "loss above that of",
+            findings.metric_steps,
+            {name.removeprefix("above/"): above[name] for name in above},
+        ),
         _panel(findings, " / ".join(map(plain, units)) if len(units) < 3 else "accuracy", findings.metric_steps, units),
         *(_panel(findings, plain(name), findings.metric_steps, {name: values}) for name, values in others.items()),
         _panel(findings, "best head's weight\non its place", findings.look_steps, placed),

@@ -14,7 +14,7 @@ CONFIG = """
 name: short
 task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
 model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 2, steps: 4, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 1, keep: 0}
+train: {seeds: 2, first_seed: 7, steps: 4, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 1, keep: 0}
 evaluate: {batch: 8}
 claims:
 - {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 2}
@@ -41,7 +41,7 @@ def test_a_replication_is_judged_by_the_same_claims(finished, capsys, monkeypatc
     monkeypatch.setattr(page, "write_figures", lambda *_: [])
     file, out = finished
     rows = json.loads((out / "claims.json").read_text())
-    assert [row["replication"]["seeds"] for row in rows] == [[50, 51, 52]] * 2 and rows[0]["seeds"] == [0, 1]
+    assert [row["replication"]["seeds"] for row in rows] == [[50, 51, 52]] * 2 and rows[0]["seeds"] == [7, 8]
     assert [row["replication"]["needed"] for row in rows] == [3, 2], "in proportion, rounded up"
     assert [row["replication"]["holds"] for row in rows] == [True, False]
     assert rows[0]["replication"]["rate"] == pytest.approx([0.2924, 1.0], abs=1e-3) and rows[0]["rate"] is None
@@ -82,7 +82,7 @@ def test_a_look_shows_every_head_at_its_step(finished, capsys):
     _, out = finished
     assert main(["look", "--run", str(out), "--step", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "step 2" in shown and len(re.findall(r"^ *[01] +0 +[01] +0\.\d\d ", shown, re.MULTILINE)) == 4
+    assert "step 2" in shown and len(re.findall(r"^ *[78] +0 +[01] +0\.\d\d ", shown, re.MULTILINE)) == 4
     assert main(["look", "--run", str(out), "--step", "9"]) == 2
     assert "expected a step of its looks, from 0 to 4, such as 4, got 9" in capsys.readouterr().err
     assert main(["look", "--run", str(out.parent)]) == 2
@@ -113,7 +113,9 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
     _, out = finished
     picture = tmp_path / "both.png"
     assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(picture)]) == 0
-    assert "of 4 heads differ by more than the noise floor" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "of 4 heads differ by more than the noise floor" in shown
+    assert re.findall(r"^│ (\d+) +│ 0 +│ [01] +│", shown, re.MULTILINE) == ["7", "7", "8", "8"]
     assert picture.stat().st_size > 1000
 
 
