@@ -220,51 +220,52 @@ class Induction(OneSymbol):
         return jnp.take_along_axis(order, first, 1), position - period + 1, position - prefix >= period
 
     def _pairs(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
-        symbol_key, order_key = jax.random.split(key)
-        count, half = self.length // 4, self.length // 2
-        order = permutations(order_key, batch, count)  # of the pairs, the second time
-        again = jnp.stack([2 * order, 2 * order + 1], -1).reshape(batch, half)
-        first = jnp.concatenate([jnp.broadcast_to(jnp.arange(half), (batch, half)), again], 1)
-        position = jnp.arange(self.length)
-        asked = jnp.broadcast_to((position >= half) & (position % 2 == 0), first.shape)
-        return jnp.take_along_axis(permutations(symbol_key, batch, self.symbols), first, 1), first + 1, asked
+        tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
+        return tokens, first + 1, at_keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Skills(OneSymbol):
-    """Four read-outs of a segment that repeats with a random period: one back, five back, mirrored, and next token.
+    """Four read-outs at once: three back, five back, mirrored, and the value of the current key.
 
-    Targets are in the second half, where the four answers differ. No token occurs twice within a period.
+    Pairs of a key and a value, then the same pairs in another order; no token occurs in two pairs. Targets are at the
+    keys of the second half where the four answers differ. The first three are a matter of position. The last one takes
+    two heads in a row: that a value belongs to a key can only be told by their being neighbours.
     """
 
     length: int = 32
     symbols: int = 32
-    shortest: int = 8
-    longest: int = 16
 
-    places = ("one back", "five back", "mirror", "next token")
-    of_tokens = ("next token",)
-    roles = ("one back", "five back", "mirror", "current_token", "first_token", "duplicate_token", "induction")
+    places = ("three back", "five back", "mirror", "value")
+    of_tokens = ("value",)
+    roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("worst_place_accuracy", "clean_heads")
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
-        period_key, symbol_key = jax.random.split(key)
-        period = jax.random.randint(period_key, (batch, 1), self.shortest, self.longest + 1)
-        return self._repeat(symbol_key, period)
+        tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
+        position = jnp.arange(self.length)[None]
+        fixed = (position - 3, position - 5, self.length - 1 - position)
+        sources = jnp.stack([*(jnp.broadcast_to(f, tokens.shape) for f in fixed), first + 1], -1)
+        answers = jnp.take_along_axis(tokens[..., None], jnp.maximum(sources, 0), 1)
+        asked = at_keys & ~_has_twins(answers)
+        return ask(tokens[..., None], tokens, sources, asked, jnp.ones(tokens.shape, bool))
 
     def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout: a period of the middle length."""
-        return self._repeat(key, jnp.full((batch, 1), (self.shortest + self.longest) // 2))
+        """Sequences of one layout, so that patterns can be averaged over a batch."""
+        return self.sample(key, batch)
 
-    def _repeat(self, key: Array, period: Array) -> Batch:
-        position, half = jnp.arange(self.length)[None], self.length // 2
-        tokens = jnp.take_along_axis(permutations(key, len(period), self.symbols), position % period, 1)
-        fixed = (position - 1, position - 5, self.length - 1 - position)
-        sources = jnp.stack([*(jnp.broadcast_to(f, tokens.shape) for f in fixed), position - period + 1], -1)
-        late = position >= half
-        asked = late & ~_has_twins(sources % period[..., None])
-        return ask(tokens[..., None], tokens, sources, asked, jnp.broadcast_to(late, tokens.shape))
+
+def _pairs_twice(key: Array, batch: int, length: int, symbols: int) -> tuple[Array, Array, Array]:
+    """Tokens ``[B,T]`` of pairs, then the same in another order; where each token came first, and the later keys."""
+    symbol_key, order_key = jax.random.split(key)
+    count, half = length // 4, length // 2
+    order = permutations(order_key, batch, count)  # of the pairs, the second time
+    again = jnp.stack([2 * order, 2 * order + 1], -1).reshape(batch, half)
+    first = jnp.concatenate([jnp.broadcast_to(jnp.arange(half), (batch, half)), again], 1)
+    position = jnp.arange(length)
+    at_keys = jnp.broadcast_to((position >= half) & (position % 2 == 0), first.shape)
+    return jnp.take_along_axis(permutations(symbol_key, batch, symbols), first, 1), first, at_keys
 
 
 Task = CopyFromFourPlaces | CopyString | ShiftBank | Induction | Skills | Markov | Recall | Histogram | Hop
@@ -282,7 +283,7 @@ def make(options: config.Task) -> Task:
         case "induction":
             return Induction(options.length, options.symbols, options.shortest, options.longest)
         case "skills":
-            return Skills(options.length, options.symbols, options.shortest, options.longest)
+            return Skills(options.length, options.symbols)
         case "markov":
             return Markov(options.length, options.symbols, options.prior)
         case "recall":

@@ -214,7 +214,8 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
     batch = devices.split(setup.mesh, setup.task.sample(data_key, setup.config.train.batch))
 
     def objective(params: Any) -> tuple[Array, tuple[Array, Array]]:
-        penalty, spread = setup.config.train.entropy_penalty, jnp.zeros(())
+        train, spread = setup.config.train, jnp.zeros(())
+        penalty = train.entropy_penalty
         if penalty and (batch.tokens.shape[1] > DENSE or setup.mesh.shape["sequence"] > 1):
             logits, spread = look.with_entropy(setup.model, params, batch)
         elif penalty:
@@ -222,8 +223,8 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
             spread = look.entropy(weights, batch)
         else:
             logits = setup.model.apply(params, batch.tokens, at=batch.at)
-        objective = loss_of(logits, batch, setup.config.train.place_weights)
-        return objective + penalty * spread.mean(), (objective, logits)
+        objective = loss_of(logits, batch, train.place_weights)
+        return objective + penalty * (step >= train.entropy_after) * spread.mean(), (objective, logits)
 
     (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
     updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from experiments.config.schema import Config, Model, Task
+from experiments.config.schema import Config, Language, Model, Pretrained, Task
 
 _POSITIVE = {
     "task": ("symbols", "length", "shortest", "pairs", "hops"),
@@ -131,11 +131,7 @@ def _of_task(task: Task) -> list[_Rule]:
     if task.kind == "hop":
         return [("task.symbols", task.symbols, task.symbols > 1, "at least 2: neighbours differ")]
     if task.kind == "skills":
-        longest = min(length // 2, task.symbols)
-        return [
-            ("task.shortest", task.shortest, task.shortest >= 7, "at least 7: five back is the next token at 6"),
-            ("task.longest", task.longest, task.longest <= longest, f"at most {longest}, half of task.length"),
-        ]
+        return [("task.symbols", task.symbols, task.symbols >= length // 2, "at least half of task.length")]
     return []
 
 
@@ -155,6 +151,7 @@ def _train_rules(config: Config) -> list[_Rule]:
         ),
         ("train.keep", train.keep, train.keep >= 0, ">= 0"),
         ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, warmup),
+        ("train.entropy_after", train.entropy_after, 0 <= train.entropy_after < train.steps, "from 0 to below train.steps"),
         ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
         ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
         ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, ">= 0"),
@@ -240,5 +237,7 @@ def _claim_rules(config: Config) -> list[_Rule]:
         key, seeds = f"claims.{claim.name}", config.train.seeds
         one = (claim.at_least is None) != (claim.at_most is None)
         rules.append((key, [claim.at_least, claim.at_most], one, "one of at_least and at_most"))
+        trains = config.pretrained == Pretrained() and config.language == Language()
+        rules.append((f"{key}.minus", claim.minus, claim.minus is None or trains, "null where nothing is trained"))
         rules.append((f"{key}.needed", claim.needed, 0 < claim.needed <= seeds, f"1 to train.seeds={seeds}"))
     return rules

@@ -10,14 +10,14 @@ class Task:
 
     Attributes:
         kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
-            "induction" (what followed the previous occurrence), "skills" (fixed distances and induction), or one of
+            "induction" (what followed the previous occurrence), "skills" (fixed distances, and values of keys), or one of
             published papers: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
             (how often a token occurs) or "hop" (induction several times).
         symbols: Number of distinct values to copy; recall: size of the vocabulary.
         length: Tokens in a sequence (copy: twice the number of keys); copy_string has its own lengths.
-        shortest: Shortest string of copy_string in training; shortest period of induction and skills; shortest
-            sequence of histogram.
-        longest: Longest string of copy_string in training; longest period of induction and skills.
+        shortest: Shortest string of copy_string in training; shortest period of induction; shortest sequence of
+            histogram.
+        longest: Longest string of copy_string in training; longest period of induction.
         farthest: copy_string: longest string in the curve over length.
         offsets: shift_bank: distances back to copy from.
         pairs: recall: keys and values in a sequence.
@@ -95,6 +95,7 @@ class Train:
         weight_decay: AdamW's weight decay.
         clip: Maximum global gradient norm.
         entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
+        entropy_after: Steps before that penalty begins: what is still unlearned then seldom is later.
         place_weights: Loss weight of each place; null means 1 each.
         log_every: Steps averaged in each line of metrics.
         look_every: Steps between looks at the heads.
@@ -115,6 +116,7 @@ class Train:
     weight_decay: float = 1e-4
     clip: float = 1.0
     entropy_penalty: float = 0.0
+    entropy_after: int = 0
     place_weights: list[float] | None = None
     log_every: int = 10
     look_every: int = 50
@@ -207,6 +209,7 @@ class Claim:
         statement: The claim in words.
         metric: A metric of the run; of a control, as CONTROL:METRIC; of a point of the sweep, as
             OPTION=VALUE:METRIC.
+        minus: Another one, which is taken away from it on each seed; null for none.
         needed: Number of seeds that must pass.
         at_least: Lower bound on the metric; give this or at_most.
         at_most: Upper bound on the metric.
@@ -216,6 +219,7 @@ class Claim:
     statement: str
     metric: str
     needed: int
+    minus: str | None = None
     at_least: float | None = None
     at_most: float | None = None
 

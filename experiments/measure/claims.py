@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import tasks
 from experiments.config import Claim, Config, variants
 from experiments.measure.evaluate import Measured, drops
 from experiments.turns import again, half_way, rate
@@ -86,10 +87,10 @@ BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
 ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the task
 RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
+PASSES = "passes/"  # passes/LEVEL: the step of training at which the loss is first nearer to LEVEL than to the one before
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
-LATER = "later/"  # later/SCORE,SCORE: the first one's turn less the second one's, in steps
 # A SCORE may be one of a layer: SCORE@LAYER.
-OF_TRAINING = (RESTS, TURN, LATER)  # which an untrained model does not have
+OF_TRAINING = (RESTS, PASSES, TURN)  # which an untrained model does not have
 
 
 def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
@@ -99,18 +100,26 @@ def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
     """
     configs = {"": config, **variants(config)}
     for claim in config.claims:
-        control, _, metric = claim.metric.rpartition(":")
-        key = f"claims.{claim.name}"
-        if control not in configs:
-            controls = list(configs)[1:]
-            raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, CONTROL of {controls}, got {claim.metric!r}")
-        metrics = [one for one in known(configs[control]) if not (control and one.startswith(OFF))]
-        asked = [TURN + one for one in metric.removeprefix(LATER).split(",")] if metric.startswith(LATER) else [metric]
-        if not set(asked) <= set(metrics) or len(asked) > 2:
-            raise ValueError(f"{key}.metric: expected [CONTROL:]METRIC, METRIC of {metrics}, got {claim.metric!r}")
-        seeds = configs[control].train.seeds
-        if claim.needed > seeds:
-            raise ValueError(f"{key}.needed: expected at most the {seeds} seeds of {control}, got {claim.needed}")
+        key, given = f"claims.{claim.name}", {"metric": claim.metric, "minus": claim.minus}
+        seeds = {}
+        for name, asked in given.items():
+            if asked is None:
+                continue
+            control, _, metric = asked.rpartition(":")
+            if control not in configs:
+                controls = list(configs)[1:]
+                raise ValueError(f"{key}.{name}: expected [CONTROL:]METRIC, CONTROL of {controls}, got {asked!r}")
+            metrics = [one for one in known(configs[control]) if not (control and one.startswith(OFF))]
+            if metric not in metrics:
+                raise ValueError(f"{key}.{name}: expected [CONTROL:]METRIC, METRIC of {metrics}, got {asked!r}")
+            seeds[name] = configs[control].train.first_seed, configs[control].train.seeds
+        if len(set(seeds.values())) > 1:
+            raise ValueError(f"{key}.minus: expected the seeds of {claim.metric!r}, got those of {claim.minus!r}")
+        if claim.needed > seeds["metric"][1]:
+            control = claim.metric.rpartition(":")[0]
+            raise ValueError(
+                f"{key}.needed: expected at most the {seeds['metric'][1]} seeds of {control}, got {claim.needed}"
+            )
 
 
 def known_metrics(
@@ -121,16 +130,14 @@ def known_metrics(
     roles: Sequence[str],
     levels: Sequence[str],
 ) -> list[str]:
-    """The metrics of a config, for its task's places (and those located), scores by what is made of them, and so on.
-
-    ``LATER`` is not listed: it takes two of ``TURN``.
-    """
+    """The metrics of a config, for its task's places (and those located), scores by what is made of them, and so on."""
     layers = ["", *(f"@{layer}" for layer in range(config.model.num_layers))]
     named = [
         *(AT + place for place in places),
         *(kind + score + layer for kind, of in scores.items() for score in of for layer in layers),
         *(OFF + role for role in roles),
         *(kind + level for kind in (ABOVE, RESTS) for level in levels),
+        *(PASSES + level for level in levels[1:]),
     ]
     curve = config.task.kind == "copy_string" and config.evaluate.lengths
     missing = {name for name in METRICS if name in OF_PLACES and not located} | (set() if curve else {OF_CURVE})
@@ -145,9 +152,8 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
         values = _best(found.scores, metric.removeprefix(BEST))
     elif metric.startswith(TURN):
         values = turn(result, metric.removeprefix(TURN))
-    elif metric.startswith(LATER):
-        one, other = metric.removeprefix(LATER).split(",")
-        values = turn(result, one) - turn(result, other)
+    elif metric.startswith(PASSES):
+        values = _passes(result, metric.removeprefix(PASSES))
     elif metric.startswith(RESTS):
         near = np.abs(result.metrics[ABOVE + metric.removeprefix(RESTS)]) <= NEAR
         values = near.mean(-1) * result.metric_steps[-1]
@@ -168,6 +174,14 @@ def _best(scores: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     return (values[..., int(layer), :] if layer else values).reshape(*values.shape[:-2], -1).max(-1)
 
 
+def _passes(result: Result, level: str) -> np.ndarray:
+    """``[R]``: the first step at which the loss is nearer to ``level`` than to the one before; the last if none is."""
+    levels = tasks.make(result.config.task).levels
+    nearer = -result.metrics[ABOVE + levels[levels.index(level) - 1]] > result.metrics[ABOVE + level]
+    first = np.where(nearer.any(-1), nearer.argmax(-1), -1)
+    return result.metric_steps[first]
+
+
 def turn(result: Result, name: str) -> np.ndarray:
     """``[R]``: the step at which the best head's score has risen half its way during training."""
     return half_way(result.look_steps, _best(result.tracked, name))
@@ -175,11 +189,21 @@ def turn(result: Result, name: str) -> np.ndarray:
 
 def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
     """One row of ``claims.json``; ``results`` maps controls, and ``""`` for the run itself."""
-    control, _, metric = claim.metric.rpartition(":")
-    result = results[control]
-    values = measure(result, result.trained, metric)
-    untrained = [] if metric.startswith(OF_TRAINING) else measure(result, result.untrained, metric)
+    result, values, untrained = _measured(claim.metric, results)
+    if claim.minus is not None:
+        _, less, untrained_less = _measured(claim.minus, results)
+        both = untrained and untrained_less
+        values = [one - other for one, other in zip(values, less, strict=True)]
+        untrained = [one - other for one, other in zip(untrained, untrained_less, strict=True)] if both else []
     return verdict(claim, values, untrained, result.seeds)
+
+
+def _measured(asked: str, results: dict[str, Result]) -> tuple[Result, list[float], list[float]]:
+    """The result that ``asked``, [CONTROL:]METRIC, is of, and that metric trained and, if there is one, untrained."""
+    control, _, metric = asked.rpartition(":")
+    result = results[control]
+    untrained = [] if metric.startswith(OF_TRAINING) else measure(result, result.untrained, metric)
+    return result, measure(result, result.trained, metric), untrained
 
 
 def verdict(
@@ -193,7 +217,7 @@ def verdict(
     return {
         "name": claim.name,
         "statement": claim.statement,
-        "metric": claim.metric,
+        "metric": claim.metric if claim.minus is None else f"{claim.metric} - {claim.minus}",
         "side": "at least" if claim.at_least is not None else "at most",
         "threshold": threshold,
         "values": values,

@@ -112,11 +112,12 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         ),
         (["name: base/..\n"], "name: expected letters, digits, '_' and '-', got 'base/..'"),
         (["--sweep num_heads=2"], "sweep: 'num_heads' is not an option; expected SECTION.OPTION"),
+        (["--train.entropy_after 9999"], "train.entropy_after: expected from 0 to below train.steps, got 9999"),
         (["--train.entropy_penalty -1"], "train.entropy_penalty: expected >= 0, got -1.0"),
         (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected distinct numbers >= 1"),
         (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
         (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
-        (["--task.kind skills --task.shortest 5 --task.longest 16"], "task.shortest: expected at least 7"),
+        (["--task.kind skills --task.symbols 15"], "task.symbols: expected at least half of task.length"),
         (["--mesh.heads 0"], "mesh.heads: expected > 0, got 0"),
         (["--mesh.data 3"], "mesh.data: expected a divisor of train.batch=4, got 3"),
         (["--mesh.data 4 --evaluate.batch 6"], "mesh.data: expected a divisor of evaluate.batch=6, got 4"),
@@ -357,23 +358,26 @@ def test_induction_asks_for_what_followed_the_last_time():
 
 
 def test_skills_ask_for_four_different_tokens():
-    task = tasks.Skills(length=24, symbols=13, shortest=7, longest=12)
+    task = tasks.Skills(length=24, symbols=13)
     batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 100))
+    orders = set()
     for tokens, targets, weights, sources, real in zip(*batch[:5], strict=True):
         row = tokens[:, 0].tolist()
-        period = row[1:].index(row[0]) + 1
-        assert len(set(row[:period])) == period and all(row[i] == row[i - period] for i in range(period, 24))
+        first, again = ([tuple(row[i : i + 2]) for i in range(start, start + 12, 2)] for start in (0, 12))
+        assert len(set(row[:12])) == 12 and sorted(first) == sorted(again) and real.all()
+        orders.add(tuple(first.index(pair) for pair in again))
         for q in range(24):
-            places = [q - 1, q - 5, 23 - q, q - period + 1]
-            wanted = q >= 12 and len({row[place] for place in places}) == 4
-            assert weights[q].tolist() == [float(wanted)] * 4 and real[q] == (q >= 12)
+            places = [q - 3, q - 5, 23 - q, row.index(row[q]) + 1]
+            wanted = q >= 12 and q % 2 == 0 and len({row[place] for place in places}) == 4
+            assert weights[q].tolist() == [float(wanted)] * 4
             if wanted:
                 assert sources[q].tolist() == places and targets[q].tolist() == [row[place] for place in places]
-    assert (batch.target_weights.sum((1, 2)) > 0).mean() > 0.9
+                assert targets[q][3] == dict(first)[row[q]]
+    assert len(orders) > 50 and (batch.target_weights.sum((1, 2)) > 0).mean() > 0.9
 
 
 def test_samples_depend_on_the_key_alone():
-    kinds = (tasks.ShiftBank(16, 5), tasks.Induction(16, 16, 2, 8), tasks.Skills(16, 16, 7, 8))
+    kinds = (tasks.ShiftBank(16, 5), tasks.Induction(16, 16, 2, 8), tasks.Skills(16, 16))
     for task in (tasks.CopyFromFourPlaces(16, 4), tasks.CopyString(9, 2, 6, 12), *kinds):
         first, again, other = (task.sample(jax.random.key(seed), 4).tokens for seed in (0, 0, 1))
         np.testing.assert_array_equal(first, again)

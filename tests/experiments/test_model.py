@@ -116,12 +116,12 @@ def test_scores_are_those_of_the_weights(getkey):
 
 
 def test_shuffled_tokens_leave_places_of_fixed_positions_out(getkey):
-    task = tasks.Skills(length=16, symbols=16, shortest=7, longest=8)
+    task = tasks.Skills(length=16, symbols=16)
     transformer = model.make(config.Model(num_heads=2, model_dim=8, head_dim=4), task)
     batch = task.sample(getkey(), 4)
     params = jax.jit(transformer.init)(getkey(), batch.tokens)
     found = jax.jit(lambda params: look.of_shuffled(transformer, task, params, batch))(params)
-    assert set(found) == {"duplicate_token", "induction", "next token"}
+    assert set(found) == {"duplicate_token", "induction", "value"}
     weights = jax.jit(lambda params: look.weights_of(transformer, params, batch.tokens))(params)
     other = jnp.roll(batch.tokens[..., 0], 1, 0)
     induction = jax.jit(heads.induction)
@@ -188,8 +188,10 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     task = config.Task("shift_bank", length=12, symbols=3)
     options = {"task": task, "model": config.Model(num_heads=2, model_dim=8, head_dim=4)}
     gradients = []
-    for penalty in (0.0, 0.5):
-        train_options = config.Train(seeds=1, steps=4, warmup=0, batch=4, entropy_penalty=penalty, clip=1e9)
+    for penalty, begins in ((0.0, 0), (0.5, 0), (0.5, 1)):
+        train_options = config.Train(
+            seeds=1, steps=4, warmup=0, batch=4, entropy_penalty=penalty, entropy_after=begins, clip=1e9
+        )
         setup = train.Setup.of(config.Config("x", train=train_options, **options))
         if not gradients:
             state = jax.tree.map(lambda leaf: leaf[0], setup.init())
@@ -200,8 +202,10 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     moments = [jax.tree.leaves(optax.tree.get(optimizer, "mu")) for _, optimizer in gradients]
     entropy = jax.grad(lambda params: look.entropy(look.weights_of(setup.model, params, batch.tokens), batch).mean())
     entropy = jax.jit(entropy)
-    for without, with_penalty, slope in zip(*moments, jax.tree.leaves(entropy(state["params"])), strict=True):
+    slopes = jax.tree.leaves(entropy(state["params"]))
+    for without, with_penalty, before_it, slope in zip(*moments, slopes, strict=True):
         np.testing.assert_allclose(with_penalty - without, 0.1 * 0.5 * slope, atol=1e-6)
+        np.testing.assert_allclose(before_it, without, atol=1e-6)
 
 
 def test_the_entropy_from_statistics_is_that_of_the_weights(getkey):

@@ -158,11 +158,15 @@ def test_a_turn_is_where_half_of_the_way_is_behind():
     np.testing.assert_allclose(claims.turn(result, "induction@0"), [20, 5, 40])
     both = {"a": scores["induction"], "b": np.roll(scores["induction"], 1, 1)}
     result = result_of(both, [0, 10, 20, 30, 40])
-    assert claims.measure(result, object(), "later/b,a")[0] > 0
     assert claims.measure(result, object(), "turn/a")[0] == 20
     settings = config.Config("x", train=config.Train(seeds=3))
+    result = result._replace(seeds=[7, 8, 9], config=settings)
+    later = config.Claim("x", "", "turn/b", 1, minus="other:turn/a", at_least=1)
+    row = claims.judge(later, {"": result, "other": result})
+    assert row["values"] == pytest.approx([20, 10, 0]) and row["passed"] == [7, 8]
+    assert row["metric"] == "turn/b - other:turn/a"
     row = claims.judge(
-        config.Claim("x", "", "turn/a", 1, at_most=20), {"": result._replace(seeds=[7, 8, 9], config=settings)}
+        config.Claim("x", "", "turn/a", 1, at_most=20), {"": result}
     )
     assert row["passed"] == [7, 8] and row["reference"] == []
 
@@ -171,6 +175,17 @@ def test_a_level_is_rested_at_while_the_loss_is_near_it():
     metrics = {"above/unigram": np.array([[0.2, 0.005, -0.009, -0.05], [0.1, 0.1, 0.1, 0.1]])}
     result = result_of({}, [0], metric_steps=np.array([10, 20, 30, 40]), metrics=metrics)
     assert claims.measure(result, object(), "rests/unigram") == [20, 0]
+
+
+def test_a_level_is_passed_when_the_loss_is_nearer_to_the_next():
+    above = {"above/bigram": [[0.3, 0.2, 0.06, 0.01], [0.3] * 4], "above/unigram": [[0.2, 0.1, -0.04, -0.09], [0.2] * 4]}
+    result = result_of(
+        {}, [0],
+        config=config.Config("x", task=config.Task(kind="markov")),
+        metric_steps=np.array([10, 20, 30, 40]),
+        metrics={name: np.array(values) for name, values in above.items()},
+    )  # fmt: skip
+    assert claims.measure(result, object(), "passes/bigram") == [40, 40]
 
 
 def test_what_may_hold_again_is_told_by_the_seeds_that_passed():
