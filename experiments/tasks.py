@@ -226,7 +226,7 @@ class Induction(OneSymbol):
 
 @dataclasses.dataclass(frozen=True)
 class Skills(OneSymbol):
-    """Four read-outs at once: three back, five back, mirrored, and the value of the current key.
+    """Four read-outs at once: three, five and seven back, and the value of the current key.
 
     Pairs of a key and a value, then the same pairs in another order; no token occurs in two pairs. Targets are at the
     keys of the second half where the four answers differ. The first three are a matter of position. The last one takes
@@ -236,7 +236,7 @@ class Skills(OneSymbol):
     length: int = 32
     symbols: int = 32
 
-    places = ("three back", "five back", "mirror", "value")
+    places = ("three back", "five back", "seven back", "value")
     of_tokens = ("value",)
     roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("worst_place_accuracy", "clean_heads")
@@ -244,9 +244,8 @@ class Skills(OneSymbol):
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
         tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
-        position = jnp.arange(self.length)[None]
-        fixed = (position - 3, position - 5, self.length - 1 - position)
-        sources = jnp.stack([*(jnp.broadcast_to(f, tokens.shape) for f in fixed), first + 1], -1)
+        behind = jnp.arange(self.length)[:, None] - jnp.array([[3, 5, 7]])
+        sources = jnp.concatenate([jnp.broadcast_to(behind, (*tokens.shape, 3)), first[..., None] + 1], -1)
         answers = jnp.take_along_axis(tokens[..., None], jnp.maximum(sources, 0), 1)
         asked = at_keys & ~_has_twins(answers)
         return ask(tokens[..., None], tokens, sources, asked, jnp.ones(tokens.shape, bool))

@@ -224,7 +224,7 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
         else:
             logits = setup.model.apply(params, batch.tokens, at=batch.at)
         objective = loss_of(logits, batch, train.place_weights)
-        return objective + penalty * (step >= train.entropy_after) * spread.mean(), (objective, logits)
+        return objective + penalty * (step >= train.entropy_after * train.steps) * spread.mean(), (objective, logits)
 
     (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
     updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])

@@ -95,7 +95,7 @@ class Train:
         weight_decay: AdamW's weight decay.
         clip: Maximum global gradient norm.
         entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
-        entropy_after: Steps before that penalty begins: what is still unlearned then seldom is later.
+        entropy_after: Share of the steps after which that penalty begins (0 to 1): heads find their places sooner without.
         place_weights: Loss weight of each place; null means 1 each.
         log_every: Steps averaged in each line of metrics.
         look_every: Steps between looks at the heads.
@@ -116,7 +116,7 @@ class Train:
     weight_decay: float = 1e-4
     clip: float = 1.0
     entropy_penalty: float = 0.0
-    entropy_after: int = 0
+    entropy_after: float = 0.0
     place_weights: list[float] | None = None
     log_every: int = 10
     look_every: int = 50
