@@ -10,7 +10,7 @@ class Task:
 
     Attributes:
         kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
-            "induction" (what followed the previous occurrence), "skills" (fixed distances, and values of keys), or one of
+            "induction" (what followed the previous occurrence), "skills" (fixed distances and values), or one of
             published papers: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
             (how often a token occurs) or "hop" (induction several times).
         symbols: Number of distinct values to copy; recall: size of the vocabulary.
@@ -95,7 +95,7 @@ class Train:
         weight_decay: AdamW's weight decay.
         clip: Maximum global gradient norm.
         entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
-        entropy_after: Share of the steps after which that penalty begins (0 to 1): heads find their places sooner without.
+        entropy_after: Share of the steps (0 to 1) after which that penalty begins; heads choose sooner without it.
         place_weights: Loss weight of each place; null means 1 each.
         log_every: Steps averaged in each line of metrics.
         look_every: Steps between looks at the heads.

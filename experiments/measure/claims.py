@@ -87,7 +87,7 @@ BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
 ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the task
 RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
-PASSES = "passes/"  # passes/LEVEL: the step of training at which the loss is first nearer to LEVEL than to the one before
+PASSES = "passes/"  # passes/LEVEL: the first step at which the loss is nearer to LEVEL than to the one before
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
 # A SCORE may be one of a layer: SCORE@LAYER.
 OF_TRAINING = (RESTS, PASSES, TURN)  # which an untrained model does not have

@@ -228,6 +228,13 @@ def test_processes_are_no_part_of_the_config(tmp_path):
             "claims.a: expected one of at_least and at_most",
         ),
         (["claims: [{name: a, statement: b, metric: c, needed: 9, at_most: 1}]\n"], "claims.a.needed: expected 1 to"),
+        (
+            [
+                "claims: [{name: a, statement: b, metric: c, minus: d, needed: 1, at_most: 1}]\n"
+                "pretrained: {folder: here, groups: [[a, b], [c, d]]}\n"
+            ],
+            "claims.a.minus: expected null where nothing is trained, got 'd'",
+        ),
         (["claims: [{nam: a}]\n"], "nam: no such option; did you mean name?"),
         (["--config nowhere.yaml"], "nowhere.yaml"),
         (["train: {steps: 3\n:\n"], "Problems parsing config"),

@@ -165,9 +165,7 @@ def test_a_turn_is_where_half_of_the_way_is_behind():
     row = claims.judge(later, {"": result, "other": result})
     assert row["values"] == pytest.approx([20, 10, 0]) and row["passed"] == [7, 8]
     assert row["metric"] == "turn/b - other:turn/a"
-    row = claims.judge(
-        config.Claim("x", "", "turn/a", 1, at_most=20), {"": result}
-    )
+    row = claims.judge(config.Claim("x", "", "turn/a", 1, at_most=20), {"": result})
     assert row["passed"] == [7, 8] and row["reference"] == []
 
 
@@ -178,7 +176,10 @@ def test_a_level_is_rested_at_while_the_loss_is_near_it():
 
 
 def test_a_level_is_passed_when_the_loss_is_nearer_to_the_next():
-    above = {"above/bigram": [[0.3, 0.2, 0.06, 0.01], [0.3] * 4], "above/unigram": [[0.2, 0.1, -0.04, -0.09], [0.2] * 4]}
+    above = {
+        "above/bigram": [[0.3, 0.2, 0.06, 0.01], [0.3] * 4],
+        "above/unigram": [[0.2, 0.1, -0.04, -0.09], [0.2] * 4],
+    }
     result = result_of(
         {}, [0],
         config=config.Config("x", task=config.Task(kind="markov")),

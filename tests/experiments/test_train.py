@@ -317,6 +317,17 @@ def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, said):
     assert error.startswith(f"error: {said}") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("minus, said", [
+    ("beauty", r"minus: expected .*'clean_heads'.*, got 'beauty'"), ("other:divergence", "minus: expected .*, got 'other:"),
+    ("few:divergence", "minus: expected the seeds of 'divergence', got those of 'few:divergence'"),
+])  # fmt: skip
+def test_what_a_claim_takes_away_is_a_metric_of_the_same_seeds(minus, said):
+    claim = config.Claim("a", "b", "divergence", 1, minus=minus, at_least=0.0)
+    settings = config.Config("x", train=config.Train(seeds=2), controls={"few": {"train.seeds": 1}}, claims=[claim])
+    with pytest.raises(ValueError, match=rf"^claims\.a\.{said}"):
+        claims.check(settings, run._known_metrics)
+
+
 def test_a_claim_on_an_unknown_metric_is_refused_before_training(tiny, tmp_path, capsys):
     claim = "[{name: a, statement: b, metric: beauty, needed: 1, at_least: 0}]"
     assert run_main(["run", "--config", str(tiny), "--out", str(tmp_path / "out"), "--claims", claim]) == 2
