@@ -126,13 +126,23 @@ def training_figure(findings: Findings) -> Figure:
 
 def turns_figure(findings: Findings) -> Figure:
     """When each thing rises: a dot per seed, the median, and in how many seeds it is before the next."""
-    rows = turns(findings)
+    rows, last = turns(findings), findings.look_steps[-1]
     figure = Figure(figsize=(WIDTH, 0.42 * len(rows) + 1.1))
     ax = figure.subplots()
     for at, (name, steps) in enumerate(rows):
         height = at + np.linspace(-0.18, 0.18, len(steps))
         for seed, step, y in zip(findings.seeds, steps, height, strict=True):
-            ax.plot(step, y, "o", color=PALETTE[0], markersize=4, alpha=0.7, url=f"seed {seed}: {name} at {step:.0f}")
+            when, fill = (f"at {step:.0f}", "full") if step < last else ("never", "none")
+            ax.plot(
+                step,
+                y,
+                "o",
+                fillstyle=fill,
+                color=PALETTE[0],
+                markersize=4,
+                alpha=0.7,
+                url=f"seed {seed}: {name} {when}",
+            )
         ax.plot([np.median(steps)] * 2, [at - 0.3, at + 0.3], color=INK, linewidth=1.6)
         if at + 1 < len(rows):
             first, share = int((steps < rows[at + 1][1]).sum()), None
@@ -149,7 +159,8 @@ def turns_figure(findings: Findings) -> Figure:
             )
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.set_xlabel("training step at which half of the change is behind")
+    never = " (hollow: never)" if any((steps >= last).any() for _, steps in rows) else ""
+    ax.set_xlabel(f"training step at which half of the change is behind{never}")
     figure.suptitle(f"{plain(findings.name)}: what comes first", fontsize=10)
     return figure
 

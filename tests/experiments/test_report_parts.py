@@ -282,4 +282,9 @@ def test_what_comes_first_is_told_by_seed():
     assert (turned < fallen).all()
     texts = [text.get_text() for text in figures.turns_figure(findings).axes[0].texts]
     assert texts == ["3 of 3 in this order (29% to 100%)"]
+    scores["mirror"][1] = 0
+    scores["mirror"][1, 0] = 0.1  # of this seed the score only falls
+    axes = figures.turns_figure(dataclasses.replace(findings, scores=scores)).axes[0]
+    assert [line.get_fillstyle() for line in axes.lines if line.get_marker() == "o"] == ["full", "none", *["full"] * 4]
+    assert "hollow: never" in axes.get_xlabel()
     assert panels.turns(synthetic()) == [], "three looks are too few to tell"
