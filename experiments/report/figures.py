@@ -184,17 +184,18 @@ def _width(heads: int) -> float:
 
 
 def heads_figure(findings: Findings) -> Figure:
-    """Every head of the first seed on the first example, untrained above trained; pools long sequences."""
+    """Every head of the first seed on the first example, untrained above trained (one head a layer: beside); pools."""
     (first, last), tokens = pooled(findings.example_weights[[0, -1], 0])
     if len(tokens) == len(findings.tokens[0]):
         tokens = findings.tokens[0]
-    rows = np.stack([first, last], 1).reshape(-1, *first.shape[1:])  # [2L,N,T,T]
     heads = first.shape[1]
+    columns = max(heads, len(WHEN))  # one head a layer would be a tall column
+    rows = np.stack([first, last], 1).reshape(-1, columns, *first.shape[2:])  # [2L,N,T,T], or [L,2,T,T]
     titles = []
     for layer in range(first.shape[0]):
         names = _names(findings)[layer * heads : (layer + 1) * heads]
         titles += [name.partition("\n")[0] + "\nuntrained" for name in names] + names
-    panel = (_width(heads) - 1.5) / heads - 0.15
+    panel = (_width(columns) - 1.5) / columns - 0.15
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         title = f"{plain(findings.name)}: example 1, seed {findings.seeds[0]}"
         return head_grid(rows, tokens, vmax=float(rows.max()), titles=titles, title=title, panel_size=panel)

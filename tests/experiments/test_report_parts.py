@@ -223,6 +223,12 @@ def test_many_heads_are_drawn_layer_by_layer():
     assert len(shown.axes) == 18 + 1  # 3 heads of x and 12 of y, in rows of six, and a bar
 
 
+def test_one_head_a_layer_stands_beside_its_untrained_self():
+    panels = figures.heads_figure(large(3, 1, 10, 2, 2, seeds=1)).axes[:-1]
+    assert [panel.get_subplotspec().get_gridspec().get_geometry() for panel in panels] == [(3, 2)] * 6
+    assert [panel.get_title().endswith("untrained") for panel in panels] == [True, False] * 3
+
+
 def _ranked():
     """Roles of 108 heads: half mixed, a quarter weak, the rest of two roles, one of three heads."""
     names = ["mixed"] * 54 + ["weak x"] * 27 + ["x"] * 3 + ["y"] * 24
