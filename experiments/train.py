@@ -215,16 +215,25 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
 
     def objective(params: Any) -> tuple[Array, tuple[Array, Array]]:
         train, spread = setup.config.train, jnp.zeros(())
-        penalty = train.entropy_penalty
+        penalty, begun = train.entropy_penalty, step >= train.entropy_after * train.steps
         if penalty and (batch.tokens.shape[1] > DENSE or setup.mesh.shape["sequence"] > 1):
-            logits, spread = look.with_entropy(setup.model, params, batch)
+            # As much work again as attention itself, forward and backward: not before it counts.
+            logits, spread = jax.lax.cond(
+                begun,
+                lambda params: look.with_entropy(setup.model, params, batch),
+                lambda params: (
+                    setup.model.apply(params, batch.tokens, at=batch.at),
+                    jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads)),
+                ),
+                params,
+            )
         elif penalty:
             logits, weights = look.with_weights(setup.model, params, batch.tokens, at=batch.at)
             spread = look.entropy(weights, batch)
         else:
             logits = setup.model.apply(params, batch.tokens, at=batch.at)
         objective = loss_of(logits, batch, train.place_weights)
-        return objective + penalty * (step >= train.entropy_after * train.steps) * spread.mean(), (objective, logits)
+        return objective + penalty * begun * spread.mean(), (objective, logits)
 
     (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
     updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])
