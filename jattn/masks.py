@@ -6,88 +6,35 @@ A mask is any callable ``(b, h, q_idx, kv_idx) -> bool`` over broadcastable inte
 not visible. The convention is FlexAttention's (https://arxiv.org/abs/2412.05496), so its ``mask_mod`` examples port
 line by line.
 
-The masks below also combine with ``&``, ``|`` and ``~``, and their ``bounds`` describe a whole block of pairs at once,
-so that implementations can skip empty blocks.
+The masks below also combine with ``&``, ``|`` and ``~``, their ``bounds`` describe a whole block of pairs at once, so
+that implementations can skip empty blocks, and their ``interval`` describes all keys that a query sees.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from jattn.fields import LARGEST, at_least, at_most, check_number, check_sizes, check_table, number, to_int32
-from jattn.mods import as_part, check, known, mod_semantics, pytree_dataclass
-from jattn.tables import count_pairs, look_up, look_up_row, range_in_row, shared
+from jattn.mods.arrays import namespace
+from jattn.mods.lookup import count_pairs, look_up, look_up_row, range_in_row, shared
+from jattn.mods.mask import And, Indices, Interval, Mask, MaskFunction, Not, Or, and_masks, bounds, interval, or_masks
+from jattn.mods.pytree import pytree_dataclass
+from jattn.mods.validation import (
+    LARGEST,
+    LEAST,
+    at_least,
+    at_most,
+    check_number,
+    check_sizes,
+    check_table,
+    end_of_window,
+    number,
+    to_int32,
+)
 
-MaskFunction = Callable[[Any, Any, Any, Any], Any]
-
-
-class Mask:
-    """Base class of masks that combine with others and can bound blocks. Any plain function is a mask, too."""
-
-    __array_ufunc__ = None  # array & mask must call __rand__, not broadcast over the array
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        """``True`` where a pair is visible; index arrays broadcast."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which pairs are visible: define __call__")
-
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        """``(any_visible, all_visible)`` for the block ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
-
-        ``any_visible`` is False only if no pair of the block is visible, and ``all_visible`` is True only if all pairs
-        are: sound, but not always tight. NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so
-        one call can describe a grid of blocks.
-        """
-        return np.True_, np.False_
-
-    def check(self, B, N, T, S) -> None:
-        """Raises ``ValueError`` if the mask does not fit B sequences, N heads, T queries and S keys.
-
-        Called by ``dot_product_attention``. T and S are None if positions are given; tables may then have any length.
-        """
-
-    def __and__(self, other):
-        return And(self, _as_mask(other))
-
-    def __rand__(self, other):
-        return And(_as_mask(other), self)
-
-    def __or__(self, other):
-        return Or(self, _as_mask(other))
-
-    def __ror__(self, other):
-        return Or(_as_mask(other), self)
-
-    def __invert__(self):
-        return Not(self)
-
-    def __bool__(self):
-        raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not and, or")
-
-
-def _as_parts(mask: Mask, *fields: str) -> None:
-    for name in fields:
-        object.__setattr__(mask, name, _as_mask(getattr(mask, name)))
-
-
-def _as_mask(mask: Any) -> MaskFunction:
-    if not callable(mask):
-        hint = "; wrap an array as masks.Dense(array)" if hasattr(mask, "shape") else ""
-        raise TypeError(f"a mask must be a callable (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}{hint}")
-    if isinstance(mask, type):
-        raise TypeError(f"a mask must be an object, got the class {mask.__name__}; write {mask.__name__}(...)")
-    return as_part(mask)
-
-
-def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-    """``mask.bounds(...)``; ``(True, False)`` for a plain function.
-
-    Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
-    """
-    if not isinstance(mask, Mask):
-        return np.True_, np.False_
-    with mod_semantics():
-        return known(mask).bounds(b, h, q_min, q_max, kv_min, kv_max)
+__all__ = [
+    "And", "Causal", "Dense", "Mask", "MaskFunction", "Not", "Or", "Padding", "Prefix", "Segments", "SlidingWindow",
+    "and_masks", "bounds", "interval", "or_masks",
+]  # fmt: skip
 
 
 @pytree_dataclass
@@ -99,6 +46,9 @@ class Causal(Mask):
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
         return kv_min <= q_max, kv_max <= q_min
+
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval:
+        return LEAST, q_idx
 
 
 @pytree_dataclass
@@ -125,6 +75,10 @@ class SlidingWindow(Mask):
         any_visible = at_least(kv_max, q_min, -left) & at_most(kv_min, q_max, right)
         return any_visible, at_least(kv_min, q_max, -left) & at_most(kv_max, q_min, right)
 
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval:
+        left, right = self._sides()
+        return end_of_window(q_idx, -left, LEAST), end_of_window(q_idx, right, LARGEST)
+
     def _sides(self):
         return (number(side, -LARGEST) for side in (self.left, self.right))
 
@@ -148,6 +102,9 @@ class Prefix(Mask):
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
         length = number(self.length)
         return kv_min < length, kv_max < length
+
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval:
+        return LEAST, number(self.length, LEAST + 1) - 1
 
 
 @pytree_dataclass
@@ -173,6 +130,11 @@ class Padding(Mask):
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
         length, known = self._length(b)
         return (kv_min < length) & known, (kv_max < length) & known
+
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval:
+        length, known = self._length(b)
+        xp = namespace(length, known)
+        return LEAST, xp.where(known, xp.maximum(length, LEAST + 1), LEAST + 1) - 1
 
     def _length(self, b):
         return (self.lengths[0], np.True_) if self.lengths.shape[0] == 1 else look_up(self.lengths, b)
@@ -246,88 +208,3 @@ class Dense(Mask):
 
     def _table(self):
         return self.array[(None,) * (4 - self.array.ndim)]
-
-
-@pytree_dataclass
-class And(Mask):
-    """Visible where both masks are True; write ``a & b``."""
-
-    left: Any
-    right: Any
-
-    def __post_init__(self):
-        _as_parts(self, "left", "right")
-
-    def check(self, B, N, T, S) -> None:
-        check(self.left, B, N, T, S)
-        check(self.right, B, N, T, S)
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        return self.left(b, h, q_idx, kv_idx) & self.right(b, h, q_idx, kv_idx)
-
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
-        right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
-        return left_any & right_any, left_all & right_all
-
-
-@pytree_dataclass
-class Or(Mask):
-    """Visible where either mask is True; write ``a | b``."""
-
-    left: Any
-    right: Any
-
-    def __post_init__(self):
-        _as_parts(self, "left", "right")
-
-    def check(self, B, N, T, S) -> None:
-        check(self.left, B, N, T, S)
-        check(self.right, B, N, T, S)
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        return self.left(b, h, q_idx, kv_idx) | self.right(b, h, q_idx, kv_idx)
-
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
-        right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
-        return left_any | right_any, left_all | right_all
-
-
-@pytree_dataclass
-class Not(Mask):
-    """Visible where the mask is False; write ``~a``."""
-
-    mask: Any
-
-    def __post_init__(self):
-        _as_parts(self, "mask")
-
-    def check(self, B, N, T, S) -> None:
-        check(self.mask, B, N, T, S)
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        return True ^ self.mask(b, h, q_idx, kv_idx)
-
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        any_visible, all_visible = bounds(self.mask, b, h, q_min, q_max, kv_min, kv_max)
-        return True ^ all_visible, True ^ any_visible
-
-
-def and_masks(*masks: MaskFunction) -> Mask:
-    """Visible where all of ``masks`` (``Mask`` objects or plain functions) are True."""
-    return _join(And, masks, "and_masks")
-
-
-def or_masks(*masks: MaskFunction) -> Mask:
-    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True."""
-    return _join(Or, masks, "or_masks")
-
-
-def _join(join, masks, name):
-    if not masks:
-        raise ValueError(f"{name}() needs at least one mask")
-    joined, *rest = map(_as_mask, masks)
-    for mask in rest:
-        joined = join(joined, mask)
-    return joined if isinstance(joined, Mask) else Not(Not(joined))  # wraps a single plain function in a Mask

@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,40 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
 from jattn.cache import KVCache, append, visible_keys
+from jattn.core.arguments import AttentionOptions, ScoreOptions
+from jattn.core.shard import dot_general
 from jattn.heads import statistics
-from jattn.heads.blend import expand_gate, patched, replace_both, through_gate
-from jattn.heads.each_key import replace_each
-from jattn.kernels import FoldsWeights
-from jattn.placement import dot_general
-from jattn.request import AttendOptions
-from jattn.tables import namespace
+from jattn.heads._each_key import replace_each
+from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
+from jattn.kernels import Implementation, ReducesWeights
+from jattn.masks import MaskFunction
+from jattn.mods.arrays import namespace
+from jattn.score_mods import ScoreMod
 
 Params = dict[str, dict[str, Array]]
 
 
-class LayerOptions(AttendOptions, total=False):
-    """The options that ``multi_head_attention`` passes on to ``attend_heads``."""
+class CallOptions(TypedDict, total=False):
+    """The options of ``attend_heads`` that Flax's modules also take at each call, besides Flax's own."""
 
-    position: Callable[[Array, Array], Array] | None
-    query_positions: ArrayLike | None
-    kv_positions: ArrayLike | None
+    bias: ArrayLike | None
+    score_mod: ScoreMod | None
     head_gate: ArrayLike | None
     head_fill: ArrayLike | None
     frozen: tuple[Array, Array] | None
     patch: Mapping[str, Any] | None
     cache: KVCache | None
     valid: ArrayLike | None
+
+
+class LayerOptions(AttentionOptions, CallOptions, total=False):
+    """All options of ``attend_heads`` except ``return_weights``."""
+
+    mask: ArrayLike | MaskFunction | None
+    implementation: str | Implementation | None
+    position: Callable[[Array, Array], Array] | None
     return_statistics: Sequence[str] | Mapping[str, Any]
     return_heads: bool
-
-
-# Options that do not affect the weights.
-_OUTPUT_ONLY = ("implementation", "dropout_rate", "dropout_rng", "broadcast_dropout")
-_NOT_FOR_STATISTICS = (*_OUTPUT_ONLY, "sinks")  # sinks are in the lse
 
 
 def attend_heads(
@@ -52,26 +56,27 @@ def attend_heads(
     key: Array,
     value: Array,
     *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
     position: Callable[[Array, Array], Array] | None = None,
-    query_positions: ArrayLike | None = None,
-    kv_positions: ArrayLike | None = None,
     head_gate: ArrayLike | None = None,
     head_fill: ArrayLike | None = None,
     frozen: tuple[Array, Array] | None = None,
     patch: Mapping[str, Any] | None = None,
     cache: KVCache | None = None,
     valid: ArrayLike | None = None,
+    implementation: str | Implementation | None = None,
     return_weights: bool = False,
     return_statistics: Sequence[str] | Mapping[str, Any] = (),
     return_heads: bool = False,
-    **given: Unpack[AttendOptions],
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Everything between the projections of a multi-head layer: positions, cache, attention, gates.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``; with any number of batch axes in place of B.
+        bias, mask: as in ``dot_product_attention``, with the batch axes of the query.
         position: ``(x, positions) -> x``, such as ``Rotary()``; applied to query and key.
-        query_positions, kv_positions: ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``; ``arange`` by default.
         head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output; 0 switches the head off.
         head_fill: with ``head_gate``, replaces the gated-off output: ``gate * z + (1 - gate) * fill``; broadcasts to
             z ``[B,T,N,D]``.
@@ -91,64 +96,79 @@ def attend_heads(
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
             positions applied, z with gates applied. The output stays bit-identical.
-        given: the options of ``dot_product_attention``.
+        implementation, options: those of ``dot_product_attention``. Positions are ``arange`` by default.
 
     Returns:
         ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z,
         the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache, as far as requested.
     """
     lead = query.shape[:-3]
-    options: dict[str, Any] = {**given}
+    given: dict[str, Any] = {"bias": bias, "mask": mask, "implementation": implementation, **options}
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax
         query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
-        query_positions, kv_positions = (_one_batch_axis(x, lead, 1) for x in (query_positions, kv_positions))
+        for name in ("query_positions", "kv_positions"):
+            given[name] = _one_batch_axis(given.get(name), lead, 1)
         for name in ("mask", "bias"):
-            options[name] = _one_batch_axis(_all_axes(options.get(name), len(lead) + 3), lead, 3)
+            given[name] = _one_batch_axis(given[name], lead, 3)
         valid = _one_batch_axis(valid, lead, 1)
-    chunk_positions: Any = None
-    implementation = options.get("implementation")
-    slots_of = implementation.slots if isinstance(implementation, FoldsWeights) else lambda length: None
-    if slots_of(query.shape[1]) is not None:  # slots are not in the tokens' order: positions default to the tokens'
-        if cache is not None:
-            raise ValueError(f"cache is filled in the tokens' own order, which {implementation} does not keep")
-        query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
-        kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
-    if cache is not None:
-        chunk_positions = cache.next_positions(query.shape[1], valid)
-        query_positions = kv_positions = chunk_positions if query_positions is None else query_positions
-    if position is not None:
-        query = position(query, _or_arange(query_positions, query))
-        key = position(key, _or_arange(kv_positions, key))
-    if cache is not None:
-        chunk = (key, value)
-        appended = append(cache, *chunk, valid=valid)
-        key, value, visibility = visible_keys(cache, appended, *chunk, chunk_positions, options.get("mask"))
-        query, key, value = common_dtype(query, key, value, None)
-        cache, query_positions, kv_positions, options = appended, chunk_positions, None, options | visibility
-    options.setdefault("query_positions", query_positions)
-    options.setdefault("kv_positions", kv_positions)
+    query, key, value, cache = _with_positions_and_cache(query, key, value, position, cache, valid, given)
     if frozen is not None:
         query, key = replace_both(frozen, query, key, lead)
     pattern = each_key = None  # a gate, and query and key; a gate, and keys
     if patch is not None:
         (query, key, value), pattern, each_key = patched(patch, {"query": query, "key": key, "value": value}, lead)
-    z, lse = dot_product_attention(query, key, value, return_residual=True, **options)
+    z, lse = dot_product_attention(query, key, value, return_residual=True, **given)
     if each_key is not None:
-        z = replace_each(query, key, value, z, lse, *each_key, **options)
+        z = replace_each(query, key, value, z, lse, *each_key, **given)
     if pattern is not None:
         gate, (other_query, other_key) = pattern
-        other = dot_product_attention(other_query, other_key, value, **options)
+        other = dot_product_attention(other_query, other_key, value, **given)
         z = through_gate(z, gate, other, z.shape[:-3])
     if head_gate is not None:
         z = through_gate(z, expand_gate(head_gate, z, lead), head_fill, lead)
     elif head_fill is not None:
         raise ValueError("head_fill without head_gate: the gate selects the heads to fill")
     heads = {"query": query, "key": key, "value": value, "lse": lse, "z": z}
-    extras = _extras(heads, pattern, lead, options, return_weights, return_statistics, return_heads)
-    results = [z.reshape(*lead, *z.shape[-3:]), *extras]
-    if cache is not None:
-        results.append(cache)
+    extras = _extras(heads, pattern, lead, given, return_weights, return_statistics, return_heads)
+    results = [z.reshape(*lead, *z.shape[-3:]), *extras, *([] if cache is None else [cache])]
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _with_positions_and_cache(
+    query: Array,
+    key: Array,
+    value: Array,
+    position: Callable[[Array, Array], Array] | None,
+    cache: KVCache | None,
+    valid: ArrayLike | None,
+    given: dict[str, Any],
+) -> tuple[Array, Array, Array, KVCache | None]:
+    """Query, key, value and cache with ``position`` applied and the chunk appended to the cache.
+
+    Updates the options ``given`` to ``dot_product_attention``: its positions, and what of the cache is visible.
+    """
+    implementation = given["implementation"]
+    query_positions, kv_positions = given.get("query_positions"), given.get("kv_positions")
+    slots_of = implementation.slots if isinstance(implementation, ReducesWeights) else lambda length: None
+    if slots_of(query.shape[1]) is not None:  # slots are not in the tokens' order: positions default to the tokens'
+        if cache is not None:
+            raise ValueError(f"cache is filled in the tokens' own order, which {implementation} does not keep")
+        query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
+        kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
+    chunk_positions: Any = None
+    if cache is not None:
+        chunk_positions = cache.next_positions(query.shape[1], valid)
+        query_positions = kv_positions = chunk_positions if query_positions is None else query_positions
+    if position is not None:
+        query = position(query, _or_arange(query_positions, query))
+        key = position(key, _or_arange(kv_positions, key))
+    if cache is None:
+        given |= {"query_positions": query_positions, "kv_positions": kv_positions}
+        return query, key, value, None
+    appended = append(cache, key, value, valid=valid)
+    key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, given["mask"])
+    given |= {"query_positions": chunk_positions, "kv_positions": None} | visibility
+    return *common_dtype(query, key, value, None), appended
 
 
 def _extras(
@@ -164,26 +184,28 @@ def _extras(
     results: list[Any] = []
     query, key = heads["query"], heads["key"]
     drop = query.ndim - 3  # the one batch axis, if any
+    affecting = {"bias", "mask", *ScoreOptions.__optional_keys__}
+    of_weights = {name: option for name, option in options.items() if name in affecting}
     if return_weights:
-        score_options = {name: option for name, option in options.items() if name not in _OUTPUT_ONLY}
-        weights = attention_weights(query, key, **score_options)
+        sinks = options.get("sinks")
+        weights = attention_weights(query, key, sinks=sinks, **of_weights)
         if pattern is not None:
             gate, other = pattern
             mix = jnp.swapaxes(gate, -3, -2)  # [B,N,T,1]
-            weights = through_gate(weights, mix, attention_weights(*other, **score_options), weights.shape[:-3])
+            other_weights = attention_weights(*other, sinks=sinks, **of_weights)
+            weights = through_gate(weights, mix, other_weights, weights.shape[:-3])
         results.append(weights.reshape(*lead, *weights.shape[-3:]))
     if wants_statistics(return_statistics):
         if pattern is not None:
             raise ValueError("statistics are of one query and key, so they cannot be of a pattern that patch mixes")
-        score_options = {name: option for name, option in options.items() if name not in _NOT_FOR_STATISTICS}
-        implementation = options.get("implementation")
-        if isinstance(implementation, FoldsWeights):
-            score_options["implementation"] = implementation
-        names = {"names": return_statistics}
-        arguments = dict(return_statistics) if isinstance(return_statistics, Mapping) else names
+        implementation = options["implementation"]
+        if isinstance(implementation, ReducesWeights):
+            of_weights["implementation"] = implementation
+        wanted = return_statistics
+        arguments = dict(wanted) if isinstance(wanted, Mapping) else {"names": wanted}
         for name in {"tokens", "eligible"} & arguments.keys():
             arguments[name] = _one_batch_axis(arguments[name], lead, 1)
-        by_name = statistics(query, key, lse=heads["lse"], **arguments, **score_options)
+        by_name = statistics(query, key, lse=heads["lse"], **arguments, **of_weights)  # sinks are in the lse
         results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[drop:]), by_name))
     if return_heads:
         results.append({name: x.reshape(*lead, *x.shape[drop:]) for name, x in heads.items()})
@@ -229,7 +251,7 @@ def init_multi_head(
     head_dim = model_dim // num_heads if head_dim is None else head_dim
     value_dim = head_dim if value_dim is None else value_dim
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}")
     kv_model_dim = model_dim if kv_model_dim is None else kv_model_dim
     shapes = {
@@ -307,17 +329,12 @@ def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
         return x
     xp = namespace(x)  # a NumPy array stays static
     x = xp.asarray(x)
-    batch = x.shape[:-trailing] if trailing else x.shape
+    batch = x.shape[:-trailing]
+    if trailing == 3:  # a mask or bias, which broadcasts
+        batch = (1,) * (len(lead) - len(batch)) + batch
     if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):
         raise ValueError(f"expected batch axes {lead} and {trailing} more, or {trailing} alone, got {list(x.shape)}")
     return xp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(math.prod(lead), *x.shape[-trailing:])
-
-
-def _all_axes(x: Any, rank: int) -> Any:
-    """An array with leading axes of 1 added up to ``rank``; rank 3 and below is unchanged."""
-    if x is None or callable(x) or jnp.ndim(x) <= 3:
-        return x
-    return jnp.reshape(x, (1,) * (rank - jnp.ndim(x)) + jnp.shape(x))
 
 
 def wants_statistics(statistics: Sequence[str] | Mapping[str, Any]) -> bool:

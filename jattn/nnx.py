@@ -11,9 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, ArrayLike
 
-from jattn import placement
-from jattn.cache import KVCache, from_flax, to_flax
-from jattn.flax_common import (
+from jattn._flax import (
     attend_as_flax,
     choose_deterministic,
     choose_norm,
@@ -24,6 +22,8 @@ from jattn.flax_common import (
     refuse_extras,
     split_results,
 )
+from jattn.cache import KVCache, from_flax, to_flax
+from jattn.core import shard
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
 from jattn.nnx_functions import dot_product_attention
@@ -151,7 +151,7 @@ class MultiHeadAttention(nnx.Module):
             kernel_init=out_kernel_init or kernel_init,
             bias_init=out_bias_init or bias_init,
             promote_dtype=out_promote_dtype,
-            dot_general=out_dot_general or placement.dot_general,
+            dot_general=out_dot_general or shard.dot_general,
             dot_general_cls=out_dot_general_cls,
             kernel_metadata=out_kernel_metadata or kernel_metadata,
             bias_metadata=out_bias_metadata or bias_metadata,

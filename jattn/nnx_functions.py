@@ -7,7 +7,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, ArrayLike
 
-from jattn.flax_common import attend_as_flax, weights_as_flax
+from jattn._flax import attend_as_flax, weights_as_flax
 from jattn.masks import MaskFunction
 
 

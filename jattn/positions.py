@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from jattn.fields import to_int32
+from jattn.mods.validation import to_int32
 
 
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:

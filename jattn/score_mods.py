@@ -14,8 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.fields import LARGEST, to_int32
-from jattn.mods import as_part, check, pytree_dataclass, static_field
+from jattn.mods.pytree import as_part, pytree_dataclass, static_field
+from jattn.mods.validation import LARGEST, check_fits, to_int32
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -138,8 +138,8 @@ class Then:
             object.__setattr__(self, name, as_part(getattr(self, name)))
 
     def check(self, B, N, T, S) -> None:
-        check(self.first, B, N, T, S)
-        check(self.second, B, N, T, S)
+        check_fits(self.first, B, N, T, S)
+        check_fits(self.second, B, N, T, S)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.second(self.first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)

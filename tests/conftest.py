@@ -3,15 +3,14 @@
 import itertools
 import os
 import tempfile
-from pathlib import Path
+
+from jattn.core import deferred
 
 os.environ.setdefault("MPLBACKEND", "agg")  # before matplotlib; also for the commands that tests start
 
 import hypothesis
 import jax
 import pytest
-
-from jattn import staged
 
 # An option and not XLA_FLAGS, so that commands started by tests see the same devices as a user's.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -49,18 +48,19 @@ def pytest_configure_node(node):
     node.workerinput["compiled"] = node.config.stash[COMPILED]
 
 
-def pytest_collection_modifyitems(config, items):
-    """Marks the cases listed in slow.txt as slow; others are marked in their own files."""
-    lines = (Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()
-    listed = {line for line in lines if not line.startswith("#")}
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow)
-    if not config.getoption("lf") and not any("::" in arg for arg in config.args):  # whole files were collected
-        files = {item.nodeid.partition("::")[0] for item in items}
-        gone = sorted(name for name in listed - {item.nodeid for item in items} if name.partition("::")[0] in files)
-        if gone:
-            raise pytest.UsageError(f"tests/slow.txt lists tests that there are not: {gone}")
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name):
+    """Marks the cases of a test as slow, except those that its mark ``slow_except`` names by their ids."""
+    made = yield
+    cases = made if isinstance(made, list) else []
+    ids = [case.callspec.id for case in cases if hasattr(case, "callspec")]
+    for case in cases:
+        fast = case.get_closest_marker("slow_except")
+        if fast and not set(ids) >= set(fast.args):
+            raise collector.CollectError(f"{name}: slow_except names {fast.args}, but the cases are {ids}")
+        if fast and case.callspec.id not in fast.args:
+            case.add_marker(pytest.mark.slow)
+    return made
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def compiled_programs_are_let_go():
     """Frees what one file compiled. Other files cannot use it, and the garbage collector would scan gigabytes."""
     yield
     jax.clear_caches()
-    staged._compiled.cache_clear()
-    staged._jitted.cache_clear()
+    deferred._compiled.cache_clear()
+    deferred._jitted.cache_clear()
 
 
 @pytest.fixture(scope="module")

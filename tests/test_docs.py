@@ -75,14 +75,10 @@ def _read(text: str) -> tuple[list[list[str]], list[str]]:
     return [FRACTION.sub(".", line).split() for line in lines], FRACTION.findall(text)
 
 
-TRAINS = ROOT / "docs" / "looking-inside.md"  # trains a model of the experiments
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=pytest.mark.slow) if path == TRAINS else path for path in DOCUMENTS],
-    ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS],
+@pytest.mark.slow_except(
+    "docs/accelerators.md", "docs/architecture.md", "docs/extending.md", "docs/published.md", "docs/what-to-call.md"
 )
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_document(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # keep files that a document saves out of the checkout
     jax.clear_caches()  # documents share no compiled programs

@@ -20,7 +20,7 @@ from experiments.bench.cases import Plan
 from experiments.bench.chip_compiler import CASES, GPUS, NUM_HEADS, TOPOLOGIES, Compiler
 from experiments.bench.suite import Job, Refused, Results, Row, Suite
 from experiments.bench.tables import listed, report, table
-from jattn.choice import ONLY
+from jattn.kernels.dispatch import IMPLEMENTATIONS
 
 # What names a cell. No value stands in two lists, so that --cells may mix them.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -113,8 +113,11 @@ class Ahead:
 def jobs(sizes: Sizes) -> Iterator[Job]:
     """A job for each cell."""
     cells = [dict(zip(sizes.axes, values, strict=True)) for values in itertools.product(*sizes.axes.values())]
+    platforms = {name: kernel.platform for name, kernel in IMPLEMENTATIONS.items()}
     cells = [
-        cell for cell in cells if ONLY.get(cell["implementation"]) in (None, "gpu" if cell["chip"] in GPUS else "tpu")
+        cell
+        for cell in cells
+        if platforms.get(cell["implementation"]) in (None, "gpu" if cell["chip"] in GPUS else "tpu")
     ]
     ahead = Ahead(cells, timing.cores())
     for index, key in enumerate(cells):

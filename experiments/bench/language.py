@@ -29,7 +29,7 @@ from experiments.bench.suite import Job, Results, Suite
 from experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 from experiments.published import model_file
 from jattn import heads, interop
-from jattn.interop.gguf import read_gguf
+from jattn.interop._gguf import read_gguf
 
 DTYPES, PEER, READ = ("float32", "bfloat16"), "transformers", "sum"
 

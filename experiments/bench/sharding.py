@@ -25,7 +25,8 @@ from experiments.bench.cases import Plan
 from experiments.bench.suite import Job, Refused, Results, Suite
 from experiments.bench.tables import Asked, asked_table, listed, report, table
 from jattn import masks, sharding
-from jattn.sharding import ring_blocks
+from jattn.sharding._ring import ring_blocks
+from jattn.sharding._rotation import LAYOUTS
 from tests.ring_cases import CASES, mesh_of, numbers
 
 COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "all-reduce")
@@ -73,7 +74,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
     """
     if len(jax.devices()) < max(sizes.devices):
         raise Refused(f"the sharding suite needs {max(sizes.devices)} devices, got {len(jax.devices())}")
-    rings = list(itertools.product(sizes.devices, sharding.LAYOUTS))
+    rings = list(itertools.product(sizes.devices, LAYOUTS))
     for name, (devices, layout) in itertools.product(sizes.cases or CASES, rings):
         key = {"case": name, "devices": devices, "layout": layout}
         yield Job("numbers", key, functools.partial(numbers, name, devices, layout))
@@ -100,7 +101,7 @@ def asked(results: Results) -> list[Asked]:
               max(row[what] for row in compared) * 1e6, limit, False)
         for what, limit in (("values", 10.0), ("gradients", 100.0))
     ]  # fmt: skip
-    for layout in sharding.LAYOUTS:
+    for layout in LAYOUTS:
         for shape in dict.fromkeys(tuple(row["heads"]) for row in rows):
             sizes = [row["temporaries"] for row in rows if row["layout"] == layout and tuple(row["heads"]) == shape]
             least = min((one / other for one, other in zip(sizes, sizes[1:], strict=False)), default=None)

@@ -16,6 +16,7 @@ from experiments.runs import devices
 from experiments.tasks import CopyString
 from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge, loss_of
 from jattn import heads
+from jattn.heads._roles import MIXED
 
 LOOK_BATCH = 256  # sequences in the average of weights at the end
 NULL_HEADS = 256  # of untrained models: what a head scores by chance
@@ -163,7 +164,7 @@ def _null_batch(setup: Setup, key: Array) -> Batch:
 
 def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np.ndarray]:
     """``{role: [R,A]}``: accuracy with all heads of a role switched off; ``labels [R,L,N]``."""
-    roles = [str(role) for role in np.unique(labels) if role != heads.labels.MIXED]
+    roles = [str(role) for role in np.unique(labels) if role != MIXED]
 
     def accuracy(setup: Setup, params: Any, key: Array, gates: Array) -> Array:
         batch = _test_batch(setup, key)

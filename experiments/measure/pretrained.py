@@ -21,6 +21,7 @@ from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
 from jattn import heads, interop
+from jattn.heads._roles import MIXED
 
 PATTERNS = (
     "previous_token", "next_token", "current_token", "first_token", "separator", "duplicate_token", "induction",
@@ -204,7 +205,7 @@ def _groups(model: interop.Transformer, sentences: Sentences, labels: np.ndarray
         per_layer = [{"head_gate": gate} for gate in gates]
         return qualities(embed(model, sentences.tokens, sentences.valid, per_layer=per_layer), sentences.groups)
 
-    roles = [str(role) for role in np.unique(labels) if role != heads.labels.MIXED]
+    roles = [str(role) for role in np.unique(labels) if role != MIXED]
     return {role: np.asarray(without(model, jnp.asarray(labels != role, jnp.float32)))[None] for role in roles}
 
 

@@ -8,8 +8,9 @@ Interventions: ``ablate``, ``patch`` and its estimate ``attribution_patch``, ``p
 And ``roles``, one label per head, tested against a null distribution; ``collect``, what a model's layers have sown.
 """
 
-from jattn.heads.attribution import logit_attribution
-from jattn.heads.circuits import (
+from jattn.heads._ablation import ablate, forbid, importance
+from jattn.heads._attribution import logit_attribution
+from jattn.heads._circuits import (
     composition,
     copying_score,
     ov_circuit,
@@ -17,12 +18,8 @@ from jattn.heads.circuits import (
     residual_contributions,
     target_rank,
 )
-from jattn.heads.collect import collect
-from jattn.heads.compare import divergence
-from jattn.heads.folded import OF_TOKENS, STATISTICS, coarse_weights, statistics
-from jattn.heads.intervene import ablate, forbid, importance
-from jattn.heads.labels import Roles, roles
-from jattn.heads.matrix import (
+from jattn.heads._collect import collect
+from jattn.heads._dense import (
     entropy,
     first_token,
     induction,
@@ -31,9 +28,12 @@ from jattn.heads.matrix import (
     previous_token,
     target_weight,
 )
-from jattn.heads.patching import attribution_patch, patch
-from jattn.heads.paths import path_patch, qk_attribution
-from jattn.heads.top import TopQueries, top_queries
+from jattn.heads._divergence import divergence
+from jattn.heads._patching import attribution_patch, patch
+from jattn.heads._paths import path_patch, qk_attribution
+from jattn.heads._roles import Roles, roles
+from jattn.heads._statistics import OF_TOKENS, STATISTICS, coarse_weights, statistics
+from jattn.heads._top_queries import TopQueries, top_queries
 
 __all__ = [
     "OF_TOKENS",

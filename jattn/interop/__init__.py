@@ -9,11 +9,11 @@ One file per family; ``family`` says what a family is, ``transformer`` is the mo
 ``checkpoint`` places tensors in the model.
 """
 
-from jattn.interop.attribution import logit_parts
-from jattn.interop.checkpoint import FAMILIES, from_tensors, load, read_config
+from jattn.interop._attribution import logit_parts
+from jattn.interop._checkpoint import FAMILIES, from_tensors, load, read_config
+from jattn.interop._generate import generate, stream
+from jattn.interop._tokenizer import chatml, tokenizer
 from jattn.interop.family import Family
-from jattn.interop.generate import generate, stream
-from jattn.interop.tokens import chatml, tokenizer
 from jattn.interop.transformer import Block, Config, Transformer
 
 __all__ = [

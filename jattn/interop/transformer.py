@@ -12,8 +12,8 @@ from jaxtyping import Array, ArrayLike
 
 from jattn import masks
 from jattn.cache import KVCache, init_cache, within_capacity
-from jattn.interop.per_layer import stack_options
-from jattn.interop.products import dot_general
+from jattn.interop._per_layer import stack_options
+from jattn.interop._products import dot_general
 from jattn.nnx import MultiHeadAttention
 from jattn.positions import Rotary
 

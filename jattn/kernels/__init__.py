@@ -1,90 +1,236 @@
-"""Implementations of attention, one per file. Each takes a ``Request`` (``jattn.request``).
+"""Implementations of attention, one per file or folder, behind one interface.
 
-To add one, add a file here and a row to ``jattn.choice.IMPLEMENTATIONS``. The conformance table of the tests then runs
-it on every case.
+Each takes ``AttentionArgs`` (``jattn.core.arguments``). To add one, subclass ``Kernel`` in a file here and name it in
+``jattn.kernels.dispatch``: override ``forward``, ``backward`` if it has one, and ``refusals``. The conformance table of
+the tests then runs it on every case.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
-from jattn.mods import pytree_dataclass, static_field
-from jattn.request import Request
+from jattn.blocks import backward, reduction
+from jattn.blocks.plan import BlockSizes
+from jattn.blocks.reduction import Reduction
+from jattn.core import deferred
+from jattn.core.arguments import AttentionArgs
+from jattn.core.shard import is_typed, may_be_sharded, on_each_device
+from jattn.core.vmap import canonical
+from jattn.mods.arrays import Length
+
+# ``out [B,T,N,D]`` in the value's dtype, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``.
+Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"]]
+
+SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
+# The platforms that ``explain`` knows, and what JAX calls them where a program is lowered.
+PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
+
+
+def _shapes(args: AttentionArgs) -> tuple[Length, ...]:
+    return *args.query.shape, *args.key.shape
+
+
+# What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. A new option goes here.
+OPTIONS: Mapping[str, tuple[Callable[[AttentionArgs], bool], str]] = {
+    "symbolic shapes": (
+        lambda args: not all(isinstance(size, int) for size in _shapes(args)),
+        "it takes no symbolic shapes",
+    ),
+    "empty arrays": (lambda args: args.value is None or 0 in _shapes(args), "it takes no empty arrays"),
+    "bias": (lambda args: args.bias is not None, "it takes no bias"),
+    "mask array": (lambda args: args.has_mask_array, "it takes no mask array"),
+    "score_mod": (lambda args: args.score_mod is not None, "it takes no score_mod"),
+    "query positions": (lambda args: args.query_positions is not None, "it takes no positions of queries"),
+    "key positions": (lambda args: args.kv_positions is not None, "it takes no positions of keys"),
+    "dropout": (lambda args: args.dropout is not None, "it takes no dropout"),
+    "precision": (lambda args: args.precision is not None, "it has no precision setting"),
+    "several devices": (lambda args: may_be_sharded(args) and not is_typed(args.query), SEVERAL_DEVICES),
+}
 
 
 class Unsupported(NotImplementedError):
-    """The named implementation does not support the request; the message gives the reason."""
+    """The named implementation does not support the call; the message gives the reason."""
 
 
 @runtime_checkable
 class Implementation(Protocol):
-    """What a module in this package, or an object passed as ``implementation=``, defines."""
+    """What is passed as ``implementation=``: a ``Kernel``, or any object with these two methods."""
 
-    @staticmethod
-    def unsupported_reason(request: Request) -> str | None:
-        """None if ``run`` supports the request, otherwise the reason in one phrase."""
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """None if ``run`` supports the call, otherwise the reason in one phrase."""
         ...
 
-    @staticmethod
-    def run(request: Request) -> tuple[jax.Array, jax.Array]:
+    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]`` in the value's dtype and ``lse [B,T,N]``, both differentiable."""
         ...
 
 
-# forward and backward, as ``jattn.online_softmax.differentiable`` takes them, and what is static among their arguments.
-Program = tuple[Callable, Callable, tuple]
-
-
-class InBlocks(Implementation, Protocol):
-    """An implementation whose result is that of ``jattn.online_softmax.differentiable``, in linear memory."""
-
-    def program(self, request: Request, divided: bool) -> Program:
-        """What computes a request that is canonical and whose arrays may be ``divided`` over devices."""
-        ...
-
-
-@pytree_dataclass
-class Fold:
-    """Sums over the pairs of a query and a key, for ``FoldsWeights``.
-
-    ``values(log_weights, row, column) -> {name: values}`` is elementwise: the data of queries and keys, ``row`` and
-    ``column``, broadcast against the log weights, whose axes may come in either order. It compares by value and holds
-    no arrays. A pair of weight 0 must add nothing, or -inf to a ``"largest"``.
-
-    ``kinds``: each name with the last axis of its sums: ``"queries"`` (``"largest"``: the largest, not the sum),
-    ``"keys"``, or the ``"offsets"`` of the key from the query.
-    """
-
-    lse: Any  # [B,T,N]
-    rows: dict[str, jax.Array]  # [B|1,T], bool or integers
-    columns: dict[str, jax.Array]  # [B|1,S]
-    values: Callable = static_field()
-    kinds: tuple[tuple[str, str], ...] = static_field()
-    count_visible: bool = static_field()  # also return the number of keys that each query sees, as ``visible``
-
-    @property
-    def result_kinds(self) -> dict[str, str]:
-        """The kind of each result."""
-        return dict(self.kinds) | ({"visible": "queries"} if self.count_visible else {})
-
-    def named(self, *kinds: str) -> list[str]:
-        """The names of these kinds, without ``visible``."""
-        return [name for one in kinds for name, kind in self.kinds if kind == one]
-
-
 @runtime_checkable
-class FoldsWeights(Protocol):
-    """An implementation that also folds over weights where they are computed, for ``jattn.heads.statistics``."""
+class ReducesWeights(Protocol):
+    """An implementation that also reduces weights where they are computed, for ``jattn.heads.statistics``."""
 
-    def slots(self, length: Any) -> Any:
+    def slots(self, length: Length) -> np.ndarray | None:
         """The token that each slot of a sequence holds, integers ``[length]``; None if the order is the tokens' own."""
         ...
 
-    def fold(self, request: Request, fold: Fold) -> dict[str, jax.Array]:
-        """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``fold.lse`` and the request."""
+    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, jax.Array]:
+        """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``fold.lse`` and the call."""
         ...
 
-    def map_parts(self, fn: Callable, request: Request, out_axes: Any, *extra: tuple[jax.Array, str]) -> Any:
-        """``fn(request, *arrays)`` on each part of the request that ``fold`` takes; as ``placement.per_device``."""
+    def map_parts(
+        self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
+    ) -> PyTree[Array]:
+        """``fn(args, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn.core.shard.per_device``."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An implementation in linear memory with the derivative rule of ``jattn.blocks.backward``.
+
+    A subclass is a frozen dataclass of its settings. It overrides ``forward``, ``backward`` and what it refuses:
+    ``dtypes``, ``takes`` and ``refusals``. What it does not override is blockwise's: the backward pass, forward mode,
+    higher orders, and the gradients of arrays besides query, key and value.
+    """
+
+    name: ClassVar[str]  # as in ``implementation=``
+    platform: ClassVar[str | None] = None  # "cpu", "gpu" or "tpu": the only one it runs on
+    dtypes: ClassVar[tuple[DTypeLike, ...]] = ()  # of queries, keys and values; empty: any
+    takes: ClassVar[frozenset[str]] = frozenset(OPTIONS)
+    # Nobody has run it on its hardware yet: it is taken by name only. After a run, this field is all there is to
+    # change.
+    never_run: ClassVar[bool] = False
+    # Its ``backward`` is used only where no array besides query, key and value has a gradient.
+    backward_is_for_qkv_alone: ClassVar[bool] = False
+
+    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+        """Further pairs of a condition and the reason that it gives against the kernel, in the order that counts."""
+        return ()
+
+    def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
+        """A reason against taking the kernel unasked that is known only where the program is lowered, or None."""
+        return None
+
+    def prepare(self, args: AttentionArgs) -> "Kernel":
+        """The kernel for one canonical call, with what it reads of static arrays while tracing."""
+        return self
+
+    def forward(self, platform: str, args: AttentionArgs) -> Results:
+        """``out``, ``row_max`` and ``row_sum`` of a canonical call, traced for ``platform``."""
+        raise NotImplementedError
+
+    def backward(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """The cotangents of query, key and value, from those of ``out`` and ``row_sum``.
+
+        ``results``: what ``forward`` returned. ``cotangents``: of ``out``, in the softmax's dtype, and of ``row_sum``;
+        ``jattn.blocks.backward.of_sums`` turns them into those of ``acc`` and ``row_sum``.
+        """
+        return backward.gradients_of_qkv(platform, args, results, cotangents, self._block_sizes)
+
+    @property
+    def _block_sizes(self) -> BlockSizes:
+        """The sizes of the blocks in all derivatives that are blockwise's."""
+        return None
+
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """The first reason against the kernel, or None."""
+        dtype, names = args.query.dtype, [jnp.dtype(x).name for x in self.dtypes]
+        if names and dtype.name not in names:
+            return f"it takes {' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))}, not {dtype}"
+        for option, (applies, reason) in OPTIONS.items():
+            if option not in self.takes and applies(args):
+                return reason
+        return next((reason for applies, reason in self.refusals(args) if applies), None)
+
+    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
+        self._check(self.unsupported_reason(args))  # given as an object, it was not asked before
+        return on_each_device(self._run, args, ("btnd", "btn"))
+
+    def _run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+        args, rule = canonical(args), {"backward": _backward, "alone": self.backward_is_for_qkv_alone}
+        return backward.differentiable(_forward, _accumulate, args, self.prepare(args), **rule)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its settings let it run on every platform, for tests."""
+        return False
+
+    def lowering_reason(self, platform: str) -> str | None:
+        """The reason against lowering the kernel in a program for ``platform``, or None."""
+        if self.platform is not None and platform not in PLATFORMS[self.platform]:
+            needed = {"cpu": "a CPU", "gpu": "an NVIDIA GPU", "tpu": "a TPU"}[self.platform]
+            return f"it needs {needed}, not {platform}"
+        return SEVERAL_DEVICES if self.platform is not None and deferred.is_partitioned() else None
+
+    def check_lowering(self, platform: str) -> None:
+        """Raises ``Unsupported`` for ``lowering_reason``."""
+        reason = None if self.is_simulated else self.lowering_reason(platform)
+        if reason is not None:
+            raise Unsupported(f"implementation={self.name!r} cannot do this: {reason}")
+
+    def _check(self, reason: str | None) -> None:
+        if reason is not None:
+            raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
+
+
+def _forward(platform: str, args: AttentionArgs, kernel: Kernel) -> Results:
+    kernel.check_lowering(platform)
+    return kernel.forward(platform, args)
+
+
+def _accumulate(platform: str, args: AttentionArgs, row_max: Array, kernel: Kernel) -> tuple[Array, Array]:
+    return backward.accumulate(platform, args, row_max, kernel._block_sizes)
+
+
+def _backward(platform: str, inputs: tuple, cotangents: Sequence[Array | None]) -> Sequence[Array]:
+    args, results, kernel = inputs
+    return kernel.backward(platform, args, results, cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducingKernel(Kernel):
+    """A ``Kernel`` that also reduces weights, by ``reduce``; the derivatives of the reductions are blockwise's."""
+
+    def reduce(self, platform: str, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+        """``fold`` of a canonical call, traced for ``platform``."""
+        return reduction.reduce_weights(args, fold, self._block_sizes)
+
+    def reduction_reason(self, args: AttentionArgs, fold: Reduction) -> str | None:
+        """The first reason against ``fold``, or None."""
+        return self.unsupported_reason(dataclasses.replace(args, value=args.key))
+
+    def slots(self, length: Length) -> None:
+        """None: each slot holds its own token."""
+        return None
+
+    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, jax.Array]:
+        """As in ``ReducesWeights``."""
+        self._check(self.reduction_reason(args, fold))
+        return deferred.call(_REDUCE, canonical(args), fold, self, out=fold.results(args))
+
+    def map_parts(
+        self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
+    ) -> PyTree[Array]:
+        """``jattn.core.shard.on_each_device``."""
+        return on_each_device(fn, args, out_axes, *extra)
+
+
+def _reduce_in_blocks(platform: str, args: AttentionArgs, fold: Reduction, kernel: Kernel) -> dict[str, Array]:
+    return reduction.reduce_weights(args, fold, kernel._block_sizes)
+
+
+def _reduce(platform: str, args: AttentionArgs, fold: Reduction, kernel: ReducingKernel) -> dict[str, Array]:
+    kernel.check_lowering(platform)
+    return kernel.reduce(platform, args, fold)
+
+
+_REDUCE = deferred.CustomRules(_reduce_in_blocks, run=_reduce)

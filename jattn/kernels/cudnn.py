@@ -11,23 +11,24 @@ log-sum-exp, so where that has one, and for every other derivative, ``jattn.kern
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
-from jattn import staged
-from jattn.batching import canonical
-from jattn.kernels import Program, Unsupported, blockwise
-from jattn.kernels.tiles import SEVERAL_DEVICES
-from jattn.masks import And, Causal, MaskFunction, SlidingWindow
-from jattn.mods import mod_semantics
-from jattn.online_softmax import differentiable
-from jattn.placement import is_typed, may_be_divided, on_each_device
-from jattn.request import Request
-from jattn.tables import pad_end
+from jattn.core import deferred
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import Kernel, Results, Unsupported
+from jattn.masks import and_masks, interval
+from jattn.mods.arrays import mod_semantics, pad_end
+from jattn.mods.validation import LEAST
+
+# From this JAX on it is the default: before, it broadcast keys that a vmap shares wrongly.
+OLDEST = (0, 11, 2)
 
 
 def fused(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
@@ -36,111 +37,98 @@ def fused(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Cudnn:
+class Cudnn(Kernel):
     """``implementation=``: ``"cudnn"``, with a function like ``fused`` in its place, which runs on every platform."""
+
+    name: ClassVar[str] = "cudnn"
+    platform: ClassVar[str | None] = "gpu"
+    dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16)
+    takes: ClassVar[frozenset[str]] = frozenset()
 
     kernel: Callable = fused
 
-    def unsupported_reason(self, request: Request) -> str | None:
-        """The first reason against the fused kernel, or None."""
-        query, value = request.query, request.value
-        head_dim = query.shape[-1]
-        shape = *query.shape, *request.key.shape
-        reasons = [
-            (query.dtype not in (jnp.float16, jnp.bfloat16), f"it takes float16 and bfloat16, not {query.dtype}"),
+    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+        """What the fused kernel does not do."""
+        head_dim = args.query.shape[-1]
+        return [
             (head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"),
-            (value is None or value.shape[-1] != head_dim, "value's head dim must equal query's"),
-            (not all(isinstance(size, int) for size in shape), "it takes no symbolic shapes"),
-            (0 in shape, "it takes no empty arrays"),
-            (request.bias is not None, "its gradient for a bias is not verified"),
-            (request.score_mod is not None, "it takes no score_mod"),
-            (request.has_mask_array, "it takes no mask array"),
-            (request.query_positions is not None or request.kv_positions is not None, "it takes no positions"),
-            (request.dropout is not None, "it takes no dropout"),
-            (request.precision is not None, "it has no precision setting"),
-            (not _read_masks(request)[0], "it supports no masks but Causal and SlidingWindow(left), joined by &"),
-            (may_be_divided(request) and not is_typed(query), SEVERAL_DEVICES),
+            (args.value.shape[-1] != head_dim, "value's head dim must equal query's"),
+            (
+                not deferred.at_lowering(_read_masks, args)[0],
+                "it supports no masks but Causal and SlidingWindow(left), joined by &, and others with their interval, "
+                "if that is known while tracing",
+            ),
         ]
-        return next((reason for applies, reason in reasons if applies), None)
 
-    def refusal(self, request: Request) -> str | None:
-        """What JAX says against this request where the program is compiled, or None: no cuDNN, or an older GPU."""
+    @property
+    def is_simulated(self) -> bool:
+        """Whether another function stands for cuDNN."""
+        return self.kernel is not fused
+
+    def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
+        """An old JAX, ``jax.export``, or ``refusal``."""
+        if jax.__version_info__ < OLDEST:
+            return f"it is the default from JAX {'.'.join(map(str, OLDEST))} on"
+        if deferred.is_exported():
+            return "jax.export does not take its calls"
+        return self.refusal(args)
+
+    def refusal(self, args: AttentionArgs) -> str | None:
+        """What JAX says against this call where the program is compiled, or None: no cuDNN, or an older GPU."""
         try:
-            arrays, attend = _prepared(request, self.kernel)
+            arrays, attend = _prepared(args, self.kernel)
             jax.eval_shape(lambda *x: jax.vjp(attend, *x)[0], *arrays)
         except Unsupported as reason:
             return str(reason)
         return None
 
-    def run(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        """``out [B,T,N,D]`` and ``lse [B,T,N]`` by cuDNN; O(T + S) memory besides inputs and outputs."""
-        reason = self.unsupported_reason(request)
-        if reason is not None:  # given as an object, which is not asked before
-            raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
-        return on_each_device(self._run, request, ("btnd", "btn"))
+    def forward(self, platform: str, args: AttentionArgs) -> Results:
+        """``row_max`` is the lse, so that ``row_sum`` is 1, or 0 where a query sees nothing."""
+        T, visible = args.query.shape[1], _visible_rows(args)
+        arrays, attend = _prepared(args, self.kernel)
+        out, pull = jax.vjp(attend, *arrays)
+        lse = next(x for x in jax.tree.leaves(pull) if _is_lse(x, out))
+        lse = jnp.where(visible, jnp.swapaxes(lse, 1, 2)[:, :T], jnp.finfo(jnp.float32).min)
+        row_sum = jnp.broadcast_to(visible, lse.shape).astype(lse.dtype)
+        return jnp.where(visible[..., None], out[:, :T], jnp.zeros((), out.dtype)), lse, row_sum
 
-    def _run(self, request: Request) -> tuple[jax.Array, jax.Array]:
-        return differentiable(_forward, _accumulate, canonical(request), self.kernel, backward=_backward)
+    def backward(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """By cuDNN; by blockwise where the log-sum-exp has a cotangent."""
+        d_out, d_row_sum = cotangents
+        if d_out is None or d_row_sum is not None:
+            return super().backward(platform, args, results, cotangents)
+        T, S = args.query.shape[1], args.key.shape[1]
+        visible, real = _visible_rows(args), _real_keys(args)
+        arrays, attend = _prepared(args, self.kernel)
 
-    def program(self, request: Request, divided: bool) -> Program:
-        """As in ``jattn.kernels.InBlocks``."""
-        return _forward, _backward, (self.kernel,)
+        def pad(x: jax.Array) -> jax.Array:
+            own = jnp.where(visible if x.ndim == 3 else visible[..., None], x, jnp.zeros((), x.dtype))
+            return pad_end(own, (*arrays[0].shape[:2], *x.shape[2:]))
 
-
-def _accumulate(platform: str, request: Request, row_max: jax.Array, kernel: Callable) -> tuple[jax.Array, jax.Array]:
-    return blockwise.accumulate(platform, request, row_max, None, False)
-
-
-def _forward(platform: str, request: Request, kernel: Callable) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if kernel is fused and platform != "cuda":
-        raise Unsupported(f"implementation='cudnn' cannot do this: it needs an NVIDIA GPU, not {platform}")
-    if kernel is fused and staged.is_partitioned():
-        raise Unsupported(f"implementation='cudnn' cannot do this: {SEVERAL_DEVICES}")
-    T, visible = request.query.shape[1], _visible_rows(request)
-    arrays, attend = _prepared(request, kernel)
-    out, pull = jax.vjp(attend, *arrays)
-    lse = next(x for x in jax.tree.leaves(pull) if _is_lse(x, out))
-    lse = jnp.where(visible, jnp.swapaxes(lse, 1, 2)[:, :T], jnp.finfo(jnp.float32).min)
-    row_sum = jnp.broadcast_to(visible, lse.shape).astype(lse.dtype)
-    return jnp.where(visible[..., None], out[:, :T], jnp.zeros((), out.dtype)), lse, row_sum
-
-
-def _backward(platform: str, args: tuple, cotangents: Sequence[Any]) -> Sequence[jax.Array]:
-    """The cotangents of query, key and value (``jattn.online_softmax.differentiable``)."""
-    request, results, kernel = args
-    d_out, d_row_sum = cotangents
-    if d_out is None or d_row_sum is not None:
-        return blockwise.gradients_of_qkv(platform, (request, results, None, False), cotangents)
-    T, S = request.query.shape[1], request.key.shape[1]
-    visible, real = _visible_rows(request), _real_keys(request)
-    arrays, attend = _prepared(request, kernel)
-
-    def pad(x: jax.Array) -> jax.Array:
-        own = jnp.where(visible if x.ndim == 3 else visible[..., None], x, jnp.zeros((), x.dtype))
-        return pad_end(own, (*arrays[0].shape[:2], *x.shape[2:]))
-
-    # What the forward pass kept, in place of the same computed again, which XLA then removes.
-    again, pull = jax.vjp(attend, *arrays)
-    out, lse = pad(results[0]), jnp.swapaxes(pad(results[1]), 1, 2)
-    leaves, structure = jax.tree.flatten(pull)
-    leaves = [lse if _is_lse(x, again) else out if x is again else x for x in leaves]
-    with mod_semantics():
-        d_query, d_key, d_value = jax.tree.unflatten(structure, leaves)(pad(d_out).astype(again.dtype))
-    d_query = jnp.where(visible[..., None], _scaled(d_query, request)[:, :T], jnp.zeros((), d_query.dtype))
-    if real is not None:
-        d_key, d_value = (jnp.where(real, x[:, :S], jnp.zeros((), x.dtype)) for x in (d_key, d_value))
-    return d_query, d_key[:, :S], d_value[:, :S]
+        # What the forward pass kept, in place of the same computed again, which XLA then removes.
+        again, pull = jax.vjp(attend, *arrays)
+        out, lse = pad(results[0]), jnp.swapaxes(pad(results[1]), 1, 2)
+        leaves, structure = jax.tree.flatten(pull)
+        leaves = [lse if _is_lse(x, again) else out if x is again else x for x in leaves]
+        with mod_semantics():
+            d_query, d_key, d_value = jax.tree.unflatten(structure, leaves)(pad(d_out).astype(again.dtype))
+        d_query = jnp.where(visible[..., None], _scaled(d_query, args)[:, :T], jnp.zeros((), d_query.dtype))
+        if real is not None:
+            d_key, d_value = (jnp.where(real, x[:, :S], jnp.zeros((), x.dtype)) for x in (d_key, d_value))
+        return d_query, d_key[:, :S], d_value[:, :S]
 
 
-def _prepared(request: Request, kernel: Callable) -> tuple[tuple[jax.Array, ...], Callable]:
+def _prepared(args: AttentionArgs, kernel: Callable) -> tuple[tuple[jax.Array, ...], Callable]:
     """What the kernel takes, and the kernel with its options."""
-    _, causal, left = _read_masks(request)
-    (B, T), S = request.query.shape[:2], request.key.shape[1]
-    query, key, value = _scaled(request.query, request), request.key, request.value
-    query_lengths, kv_lengths, real = request.query_lengths, request.kv_lengths, _real_keys(request)
+    _, causal, left = _read_masks(args)
+    (B, T), S = args.query.shape[:2], args.key.shape[1]
+    query, key, value = _scaled(args.query, args), args.key, args.value
+    query_lengths, kv_lengths, real = args.query_lengths, args.kv_lengths, _real_keys(args)
     if real is not None:  # slots past the end may be NaN, and 0 * NaN is NaN
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
-    query = jnp.where(_visible_rows(request)[..., None], query, jnp.zeros((), query.dtype))
+    query = jnp.where(_visible_rows(args)[..., None], query, jnp.zeros((), query.dtype))
     if T % 2 or S % 2:  # its backward pass takes even lengths alone
         query, key, value = (pad_end(x, (B, x.shape[1] + x.shape[1] % 2, *x.shape[2:])) for x in (query, key, value))
         query_lengths = jnp.full(B, T) if query_lengths is None else query_lengths
@@ -162,11 +150,11 @@ def _prepared(request: Request, kernel: Callable) -> tuple[tuple[jax.Array, ...]
     return (query, key, value), attend
 
 
-def _scaled(query: jax.Array, request: Request) -> jax.Array:
+def _scaled(query: jax.Array, args: AttentionArgs) -> jax.Array:
     """The query for the kernel's own scale, ``1 / sqrt(head_dim)``."""
-    if request.scale is None:
+    if args.scale is None:
         return query
-    factor = request.scale * math.sqrt(query.shape[-1])
+    factor = args.scale * math.sqrt(query.shape[-1])
     return (query.astype(jnp.float32) * factor).astype(query.dtype)
 
 
@@ -176,31 +164,41 @@ def _is_lse(x: Any, out: jax.Array) -> bool:
     return x.dtype == jnp.float32 and x.shape == (B, N, T)
 
 
-def _real_keys(request: Request) -> jax.Array | None:
+def _real_keys(args: AttentionArgs) -> jax.Array | None:
     """Bool ``[B,S,1,1]``: the keys within their lengths; None if there are no lengths."""
-    if request.kv_lengths is None:
+    if args.kv_lengths is None:
         return None
-    return (jnp.arange(request.key.shape[1])[None, :] < request.kv_lengths[:, None])[..., None, None]
+    return (jnp.arange(args.key.shape[1])[None, :] < args.kv_lengths[:, None])[..., None, None]
 
 
-def _read_masks(request: Request) -> tuple[bool, bool, int | None]:
-    """The masks as ``(supported, causal, left)``; ``supported`` is False if cuDNN has no such mask."""
-    parts = [part for mask in request.masks for part in _conjuncts(mask)]
-    windows = [part for part in parts if isinstance(part, SlidingWindow)]
-    causal = any(isinstance(part, Causal) for part in parts) or any(window.right == 0 for window in windows)
-    static = all(isinstance(x, int) and x >= 0 for window in windows for x in (window.left, window.right))
-    supported = static and all(isinstance(part, Causal | SlidingWindow) for part in parts) and (causal or not parts)
-    return supported, causal, min((window.left for window in windows), default=None) if supported else None
+def _read_masks(args: AttentionArgs) -> tuple[bool, bool, int | None]:
+    """The masks as ``(supported, causal, left)``; ``supported`` is False if cuDNN has no such mask.
+
+    They are compared by their intervals for the call's queries, so a mask of any class is supported that shows the
+    same keys.
+    """
+    unsupported, (T, S) = (False, False, None), (args.query.shape[1], args.key.shape[1])
+    if not args.masks:
+        return True, False, None
+    if not isinstance(T, int) or not isinstance(S, int) or T == 0:
+        return unsupported
+    rows, two = np.arange(T, dtype=np.int32), np.zeros((2, 1), np.int32)
+    seen = interval(and_masks(*args.masks), two[:, :, None], two, rows)
+    if seen is None or any(isinstance(end, jax.Array) or np.ndim(end) > 1 for end in seen):
+        return unsupported  # traced, or not the same for two sequences or heads
+    first, last = (np.broadcast_to(end, T).astype(np.int64) for end in seen)
+    if (np.minimum(last, S - 1) != np.minimum(rows, S - 1)).any():
+        return unsupported
+    left = rows - first
+    if (left == left[0]).all() and left[0] >= 0 and first[0] != LEAST:
+        return True, True, int(left[0])
+    return bool((first <= 0).all()), True, None
 
 
-def _conjuncts(mask: MaskFunction) -> list[MaskFunction]:
-    return [*_conjuncts(mask.left), *_conjuncts(mask.right)] if isinstance(mask, And) else [mask]
-
-
-def _visible_rows(request: Request) -> Any:
+def _visible_rows(args: AttentionArgs) -> Any:
     """Bool ``[B,T,1]``: whether a query sees any key. cuDNN returns another result for rows that see none."""
-    (B, T), S, (_, _, left) = request.query.shape[:2], request.key.shape[1], _read_masks(request)
+    (B, T), S, (_, _, left) = args.query.shape[:2], args.key.shape[1], _read_masks(args)
     rows = np.arange(T)[None, :]  # in NumPy: without lengths, XLA sees that all are visible
-    ends = np.full((B, 1), S) if request.kv_lengths is None else request.kv_lengths[:, None]
+    ends = np.full((B, 1), S) if args.kv_lengths is None else args.kv_lengths[:, None]
     visible = (np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)) < ends
-    return (visible if request.query_lengths is None else visible & (rows < request.query_lengths[:, None]))[..., None]
+    return (visible if args.query_lengths is None else visible & (rows < args.query_lengths[:, None]))[..., None]

@@ -2,27 +2,31 @@
 
 With few queries, reading keys and values takes most of the time. So each chunk is read once for all heads, and chunks
 that no query sees are not read: empty slots of a cache cost nothing. The sums over chunks are those of
-``jattn.online_softmax``, differentiated by JAX, chunk by chunk. Supports every request; besides O(S) it holds
+``jattn.blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every request; besides O(S) it holds
 ``[B,N,T,chunk]`` scores.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn import staged
-from jattn.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
-from jattn.batching import canonical, over_request
-from jattn.dropout import drop
-from jattn.kernels.blockwise import block_table
-from jattn.one_block import product_dtype
-from jattn.placement import may_be_divided
-from jattn.request import Request
+from jattn.blocks.block import product_dtype
+from jattn.blocks.plan import block_table
+from jattn.core import deferred
+from jattn.core.arguments import AttentionArgs
+from jattn.core.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
+from jattn.core.chunk import Chunk, slot_indices
+from jattn.core.dropout import drop
+from jattn.core.vmap import canonical, over_args
+from jattn.kernels import Kernel
 
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
 
@@ -36,27 +40,27 @@ class Accumulator(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode:
-    """``implementation=``: ``"decode"`` with your own chunk length, in keys."""
+class Decode(Kernel):
+    """``implementation=``: ``"decode"`` with your own chunk length, in keys. Its derivatives are JAX's."""
+
+    name: ClassVar[str] = "decode"
 
     chunk: int | None = None
 
-    def unsupported_reason(self, request: Request) -> str | None:
-        """None, unless a length is symbolic."""
-        lengths = request.query.shape[1], request.key.shape[1]
-        if all(isinstance(length, int) for length in lengths):
-            return None
-        return f"it needs lengths that are known while tracing, got {lengths}"
+    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+        """Symbolic lengths."""
+        lengths = args.query.shape[1], args.key.shape[1]
+        symbolic = not all(isinstance(length, int) for length in lengths)
+        return [(symbolic, f"it needs lengths that are known while tracing, got {lengths}")]
 
-    def run(self, request: Request) -> tuple[Array, Array]:
+    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
-        (B, T, N, _), D = request.query.shape, request.value.shape[3]
+        (B, T, N, _), D = args.query.shape, args.value.shape[3]
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
             raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")
-        out = jax.ShapeDtypeStruct((B, T, N, D), request.value.dtype)
-        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(request.query))
-        static = self.chunk, may_be_divided(request)
-        return staged.call(_run, canonical(request), *static, out=(out, lse))
+        out = jax.ShapeDtypeStruct((B, T, N, D), args.value.dtype)
+        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(args.query))
+        return deferred.call(_run, canonical(args), self.chunk, out=(out, lse))
 
 
 def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
@@ -64,26 +68,26 @@ def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
 
-def _run(platform: str, request: Request, chunk: int | None, divided: bool) -> tuple[Array, Array]:
-    products = Products(platform == "cpu" and not divided, product_dtype(platform, request.query), request.precision)
-    B, T, N, _ = request.query.shape
-    _, S, K, H = request.key.shape
-    D, dtype = request.value.shape[-1], softmax_dtype(request.query)
+def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, Array]:
+    products = Products(platform == "cpu" and not args.sharded, product_dtype(platform, args.query), args.precision)
+    B, T, N, _ = args.query.shape
+    _, S, K, H = args.key.shape
+    D, dtype = args.value.shape[-1], softmax_dtype(args.query)
     size = min(chunk or chunk_length(B, K, H), max(S, 1))
-    any_visible, all_visible = (x.reshape(x.shape[0], -1) for x in block_table(request, (max(T, 1), size)))
+    any_visible, all_visible = (x.reshape(x.shape[0], -1) for x in block_table(args, (max(T, 1), size)))
     any_visible, all_visible = any_visible.any(0), all_visible.all(0)
     chunks = np.arange(any_visible.shape[0], dtype=np.int32)
     kinds = any_visible.astype(np.int32) + all_visible.astype(np.int32)  # 0: empty, 1: partial, 2: full
     if isinstance(kinds, np.ndarray):
         chunks, kinds = chunks[kinds > 0], kinds[kinds > 0]
 
-    def visit(state: Accumulator, chunk: Any, masked: bool) -> Accumulator:
+    def visit(state: Accumulator, chunk: Array, masked: bool) -> Accumulator:
         # The last chunk ends at S; keys that the chunk before already has are masked.
         first = jnp.minimum(chunk * size, S - size)
-        return _add(state, _slice_keys(request, first, size, chunk * size if masked else None), products)
+        return _add(state, _slice_keys(args, first, size, chunk * size if masked else None), products)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def body(state: Accumulator, entry: tuple[Any, Any]) -> tuple[Accumulator, None]:
+    def body(state: Accumulator, entry: tuple[Array, Array]) -> tuple[Accumulator, None]:
         chunk, kind = entry
         branches = [lambda x: x, lambda x: visit(x, chunk, True), lambda x: visit(x, chunk, False)]
         return jax.lax.switch(kind, branches, state), None
@@ -98,51 +102,36 @@ def _run(platform: str, request: Request, chunk: int | None, divided: bool) -> t
         state, _ = jax.lax.scan(body, state, (jnp.asarray(chunks), jnp.asarray(kinds)))
     seen = state.row_sum != 0.0
     row_sum = jnp.where(seen, state.row_sum, 1.0)  # 1, so that quotient and log have finite derivatives
-    out = (state.acc / row_sum[..., None]).astype(request.value.dtype)
+    out = (state.acc / row_sum[..., None]).astype(args.value.dtype)
     return out, jnp.where(seen, state.row_max + jnp.log(row_sum), -jnp.inf)
 
 
-def _slice_keys(request: Request, first: Any, size: int, begin: Any) -> Request:
-    """The request for the ``size`` keys from slot ``first`` on.
+def _slice_keys(args: AttentionArgs, first: Array, size: int, begin: Array | None) -> AttentionArgs:
+    """The call for the ``size`` keys from slot ``first`` on.
 
     With ``begin`` None, every query sees all of them. Otherwise they are masked, and hidden before slot ``begin``.
     """
-    slice_axis = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size)
-    slots = first + jnp.arange(size, dtype=jnp.int32)
-
-    def pairs(x: Any) -> Any:
-        return x if x is None or x.shape[3] == 1 else slice_axis(jnp.asarray(x), axis=3)
-
-    masks: dict[str, Any] = {"masks": (), "slot_masks": ()}
-    if begin is not None:
-        slot_masks = (*map(pairs, request.slot_masks), (slots >= begin)[None, None, None, :])
-        masks = {"masks": request.masks, "slot_masks": slot_masks}
-    positions = request.kv_positions
-    return dataclasses.replace(
-        request,
-        key=slice_axis(request.key, axis=1),
-        value=slice_axis(request.value, axis=1),
-        bias=pairs(request.bias),
-        kv_positions=slots[None] if positions is None else slice_axis(jnp.asarray(positions), axis=1),
-        query_lengths=None,
-        kv_lengths=None,
-        **masks,
-    )
+    columns = Chunk(first, size)
+    part = dataclasses.replace(args.take(columns=columns), query_lengths=None)  # also a mask array
+    if begin is None:
+        return dataclasses.replace(part, masks=(), slot_masks=())
+    new = (slot_indices(columns) >= begin)[None, None, None, :]
+    return dataclasses.replace(part, slot_masks=(*part.slot_masks, new))
 
 
-def _add(state: Accumulator, request: Request, products: "Products") -> Accumulator:
+def _add(state: Accumulator, args: AttentionArgs, products: "Products") -> Accumulator:
     """The state after one more chunk."""
-    query, key, value = request.query, request.key, request.value
+    query, key, value = args.query, args.key, args.value
     dtype, K = softmax_dtype(query), key.shape[2]
     visible = None
-    if request.masks or request.slot_masks:
+    if args.masks or args.slot_masks:
 
         def visible_of_head(q: Array, k: Array, v: Array, head: Head) -> Array:
             pairs = visible_pairs(head, head.indices(q, k))
             assert pairs is not None  # there are masks
             return jnp.broadcast_to(pairs, (q.shape[0], k.shape[0]))
 
-        visible = over_request(visible_of_head, request, out_axes=0)  # [B,N,T,S]
+        visible = over_args(visible_of_head, args, out_axes=0)  # [B,N,T,S]
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN is NaN.
         B, N, T, S = visible.shape
         key_seen = visible.reshape(B, K, -1, S).any(2).swapaxes(1, 2)[..., None]
@@ -158,7 +147,7 @@ def _add(state: Accumulator, request: Request, products: "Products") -> Accumula
         return drop(exponentials, head.dropout, indices), row_max, exponentials.sum(1)
 
     per_head = [raw] if visible is None else [raw, visible]
-    exponentials, row_max, row_sum = over_request(one_head, request, out_axes=(0, 1, 1), per_head=per_head)
+    exponentials, row_max, row_sum = over_args(one_head, args, out_axes=(0, 1, 1), per_head=per_head)
     new_max = jnp.maximum(state.row_max, row_max)
     rescale, chunk_scale = jnp.exp(state.row_max - new_max), jnp.exp(row_max - new_max)
     acc = products.values(exponentials, value).astype(dtype)
@@ -178,8 +167,8 @@ class Products(NamedTuple):
     """
 
     together: bool
-    dtype: Any
-    precision: Any
+    dtype: DTypeLike
+    precision: PrecisionLike
 
     def scores(self, query: Array, key: Array) -> Array:
         """``q k^T`` of every head, ``[B,N,T,S]``."""

@@ -114,6 +114,7 @@ def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
     return [np.asarray(x) for x in found]
 
 
+@pytest.mark.slow_except("full-forward", "softcap-both")
 @pytest.mark.parametrize("case, passes", [("full", "forward"), *((case, "both") for case in CASES)])
 def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experiments_run):
     for module in (cases, peers):
@@ -179,14 +180,14 @@ def test_torch_and_tokamax_are_imported_where_they_are_asked_for():
 def test_calls_are_timed_in_turn_and_the_order_turns_round():
     called = []
     calls = [lambda name=name: called.append(name) for name in "abc"]
-    medians, rounds = timing.in_turn(calls, seconds=0.0, least=4)
+    medians, rounds = timing.pingpong(calls, seconds=0.0, least=4)
     assert rounds == 4 and "".join(called[::2]) == "".join(called[1::2]) == "cbaabccbaabc", "each twice, one untimed"
     assert len(medians) == 3 and min(medians) > 0
 
 
 def test_a_short_call_is_repeated_for_as_long_as_the_rest():
     called = []
-    _, rounds = timing.in_turn([lambda: called.append(1)], seconds=0.0, least=2, settle=1e-3)
+    _, rounds = timing.pingpong([lambda: called.append(1)], seconds=0.0, least=2, settle=1e-3)
     assert rounds == 2 and len(called) > 20
 
 
@@ -323,6 +324,7 @@ def short_plan(out: Path, **changes) -> Plan:
     return Plan(out, **plan | {"seconds": 1e-3} | changes)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
     plan, real, count = short_plan(tmp_path / "a" / "b"), attention.time_row, []
 
@@ -351,6 +353,7 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
         SUITE.measure(plan, plan.out, resume=True)
 
 
+@pytest.mark.slow
 def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypatch, capsys):
     plan = short_plan(tmp_path, lengths=(8,), parts=("times", "memory"))
     found = SUITE.measure(plan, plan.out)
@@ -428,6 +431,7 @@ def test_a_process_that_fails_says_why():
         probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")
 
 
+@pytest.mark.slow
 def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_experiments_run):
     monkeypatch.setattr(dispatch, "LENGTHS", (8,))
     monkeypatch.setattr(dispatch, "SECONDS", 1e-3)

@@ -45,7 +45,9 @@ def test_the_largest_dense_array_comes_first():
     assert dense_arrays("f32[64,64] pred[8,64,64] f32[64,64]", 64 * 64) == ["pred[8,64,64]", "f32[64,64]"]
 
 
-@pytest.mark.parametrize("implementation, dense", [("blockwise", False), ("xla", True)])
+@pytest.mark.parametrize(
+    "implementation, dense", [pytest.param("blockwise", False, marks=pytest.mark.slow), ("xla", True)]
+)
 def test_a_compiled_program_is_told_from_a_dense_one(implementation, dense):
     function, arrays = chip_compiler.problem(implementation, 16, 1024, "causal", "forward")
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]

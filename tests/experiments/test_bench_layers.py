@@ -93,6 +93,7 @@ def test_either_module_is_its_own_librarys():
     assert layers.MODULES == {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
 
 
+@pytest.mark.slow
 def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
     calls = layers.function_row(TINY, 5)
     decode, before = calls["jattn"], calls["jattn"].state
@@ -106,6 +107,7 @@ def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
         assert (first == second).all() and one.state["cache_index"][...] == 4
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_step_to_step(untimed):
     for one in layers.modules_row(TINY, TRAIN, 6, layers.trainer).values():
         before = one.state
@@ -130,6 +132,7 @@ class Altered(nnx.MultiHeadAttention):
         return 1.01 * y if self.mistake == "exaggerates" else y
 
 
+@pytest.mark.slow_except("decode, module-decoder-writes nothing")
 @pytest.mark.parametrize(
     "step, build, mistake",
     [
@@ -201,6 +204,7 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     )
 
 
+@pytest.mark.slow
 def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
     monkeypatch.setattr(Altered, "mistake", "sees what comes")
     monkeypatch.setitem(layers.MODULES, "flax", Altered)

@@ -44,6 +44,7 @@ def test_a_control_is_the_config_with_its_overrides(tmp_path):
     assert dataclasses.replace(control.model, num_heads=4) == found.model
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_product_of_values(tmp_path):
     words = "--sweep=model.num_heads=1,4 --sweep model.position=rotary,none --check"
     found, _, check, *_ = load(tmp_path, BASE, words)
@@ -287,6 +288,7 @@ def test_the_configs_of_the_project_are_valid(file):
     assert config.read(file).name == file.stem
 
 
+@pytest.mark.slow
 def test_copy_sources_hold_the_answers():
     task = tasks.CopyFromFourPlaces(length=16, symbols=7)
     batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 50))
@@ -304,6 +306,7 @@ def test_copy_sources_hold_the_answers():
         assert batch.targets[b, q].tolist() == values[b, expected].tolist()
 
 
+@pytest.mark.slow
 def test_copy_string_is_a_string_and_its_copy():
     task = tasks.CopyString(symbols=9, shortest=2, longest=6, farthest=12)
     batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 60))
@@ -335,6 +338,7 @@ def test_shift_bank_sources_are_as_far_back_as_they_say():
             assert batch.targets[b, q].tolist() == batch.tokens[b, expected, 0].tolist()
 
 
+@pytest.mark.slow
 def test_induction_asks_for_what_followed_the_last_time():
     task = tasks.Induction(length=32, symbols=29, shortest=4, longest=7)
     batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 200))
@@ -364,6 +368,7 @@ def test_induction_asks_for_what_followed_the_last_time():
     assert (probe.sources == probe.sources[:1]).all() and (probe.tokens[0] != probe.tokens[1]).any()
 
 
+@pytest.mark.slow
 def test_skills_ask_for_four_different_tokens():
     task = tasks.Skills(length=24, symbols=13)
     batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 100))
@@ -383,6 +388,7 @@ def test_skills_ask_for_four_different_tokens():
     assert len(orders) > 50 and (batch.target_weights.sum((1, 2)) > 0).mean() > 0.9
 
 
+@pytest.mark.slow
 def test_samples_depend_on_the_key_alone():
     kinds = (tasks.ShiftBank(16, 5), tasks.Induction(16, 16, 2, 8), tasks.Skills(16, 16))
     for task in (tasks.CopyFromFourPlaces(16, 4), tasks.CopyString(9, 2, 6, 12), *kinds):

@@ -10,7 +10,7 @@ from experiments.__main__ import main as run_main
 from experiments.measure import evaluate
 from experiments.runs import devices
 from experiments.runs.checkpoint import Checkpoints
-from jattn.sharding import from_zigzag, to_zigzag
+from jattn.sharding._ring import from_zigzag, to_zigzag
 
 TINY = """
 name: tiny
@@ -61,6 +61,7 @@ def test_numbers_are_those_of_one_device(tmp_path, on_one_device):
     chex.assert_trees_all_close(groups, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_heads_and_their_moments_are_split_and_the_rest_is_whole(tmp_path):
     setup = train.Setup.of(settings(tmp_path, "--mesh.heads 4"))
     split = set()
@@ -75,6 +76,7 @@ def test_heads_and_their_moments_are_split_and_the_rest_is_whole(tmp_path):
     assert split == {f"{tree}/layer_0/attention/{name}" for tree in trees for name in of_heads}
 
 
+@pytest.mark.slow
 def test_a_batch_is_split_over_sequences_and_tokens(tmp_path):
     setup = train.Setup.of(settings(tmp_path, ALL))
     batch = jax.jit(lambda key: devices.split(setup.mesh, setup.task.sample(key, 4)))(setup.keys[0])
@@ -129,6 +131,7 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["rotary", "learned"])
 def test_tokens_out_of_order_keep_their_positions(tmp_path, position):
     setup = train.Setup.of(settings(tmp_path, "--mesh.sequence 2", f"--model.position {position}"))

@@ -27,6 +27,7 @@ def built(position, key, **changes):
     return transformer, jax.jit(transformer.init)(key, batch.tokens), batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position, layers", [*((position, 1) for position in POSITIONS), ("rotary", 2)])
 def test_every_position_scheme_is_causal_and_all_but_none_see_the_order(position, layers, getkey):
     transformer, params, batch = built(position, getkey(), num_layers=layers)
@@ -42,6 +43,7 @@ def test_every_position_scheme_is_causal_and_all_but_none_see_the_order(position
     assert equal == (position == "none")
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_weights_are_sown_layer_by_layer_and_change_nothing(getkey):
     transformer, params, batch = built("rotary", getkey())
@@ -61,6 +63,7 @@ def test_weights_are_sown_layer_by_layer_and_change_nothing(getkey):
     np.testing.assert_array_equal(alone, logits)
 
 
+@pytest.mark.slow
 def test_hardened_weights_are_one_at_the_largest(getkey):
     transformer, params, batch = built("alibi", getkey(), num_layers=1)
 
@@ -72,6 +75,7 @@ def test_hardened_weights_are_one_at_the_largest(getkey):
     np.testing.assert_allclose(weights(harden=True), np.eye(11)[weights(harden=False).argmax(-1)], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gate_of_zero_switches_a_head_off(getkey):
     transformer, params, batch = built("learned", getkey())
     gates = jnp.ones((2, 4)).at[1, 2].set(0.0)
@@ -83,6 +87,7 @@ def test_a_gate_of_zero_switches_a_head_off(getkey):
     np.testing.assert_allclose(gated, apply(without, batch.tokens), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_place_scores_and_profiles_find_heads_built_by_hand():
     batch = TASK.probe(jax.random.key(0), 3)  # strings of 4, so sources are 4 back
     position = jnp.arange(9)
@@ -95,6 +100,7 @@ def test_place_scores_and_profiles_find_heads_built_by_hand():
     assert profile.shape == (1, 3, 9) and profile[0, 0].argmax() == 7 and profile[0, 1].argmax() == 4
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_weights(getkey):
     transformer, params, batch = built("relative", getkey())
     found, weights = jax.jit(lambda params: look.scores(transformer, TASK, params, batch, look.ALL))(params)
@@ -115,6 +121,7 @@ def test_scores_are_those_of_the_weights(getkey):
     np.testing.assert_allclose(found["entropy"], jax.jit(look.entropy)(weights, batch), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_shuffled_tokens_leave_places_of_fixed_positions_out(getkey):
     task = tasks.Skills(length=16, symbols=16)
     transformer = model.make(config.Model(num_heads=2, model_dim=8, head_dim=4), task)
@@ -184,6 +191,7 @@ def test_a_group_that_is_off_is_judged_by_its_role():
     np.testing.assert_allclose(claims.measure(result, untrained, "off/induction"), [0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     task = config.Task("shift_bank", length=12, symbols=3)
     options = {"task": task, "model": config.Model(num_heads=2, model_dim=8, head_dim=4)}

@@ -66,6 +66,7 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
     assert "holds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_scores_and_ablations_are_those_of_the_weights(folder, config, as_experiments_run):
     """Compared with plain loops over the sentences, one at a time and without padding."""
     sentences = pretrained.read_sentences(config.pretrained, folder)

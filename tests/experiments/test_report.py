@@ -116,6 +116,7 @@ def embedded(path):
     return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
 
 
+@pytest.mark.slow
 def test_every_picture_is_written(written):
     _, path = written
     pictures = {file.stem: matplotlib.image.imread(file) for file in (path.parent / "figures").glob("*.png")}
@@ -127,6 +128,7 @@ def test_every_picture_is_written(written):
         assert 0.005 < (grey < 0.95).mean() < 0.9 and grey.std() > 0.05, f"{name} is empty or full"
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone_and_escapes_its_text(written):
     page = written[1].read_text(encoding="utf-8")
     assert len(page) < 200_000
@@ -140,6 +142,7 @@ def test_the_page_stands_alone_and_escapes_its_text(written):
     assert "&lt;i&gt;" in page and "train.note" in page
 
 
+@pytest.mark.slow
 def test_claims_are_readable_without_colour(written):
     page = written[1].read_text(encoding="utf-8")
     claims = re.findall(r'<article class="claim.*?</article>', page, re.DOTALL)
@@ -190,6 +193,7 @@ def test_a_seed_is_shown_by_its_best_head():
     assert found["loss"].log and found["accuracy"].unit
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_not_finite_does_not_stop_the_report(coarse, tmp_path):
     findings = synthetic()
     findings.metrics["loss"][2, 5:] = findings.scores["mirror"][0, 1] = np.nan
@@ -253,6 +257,7 @@ def test_a_long_run_keeps_its_first_and_last_step(monkeypatch, tmp_path):
     assert "example 1 has 3 of 4 steps, every other example 2." in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_left_out(coarse, tmp_path):
     """One seed of one head in one layer, without optional findings."""
     full = synthetic()

@@ -155,6 +155,7 @@ def large(layers, heads, size, examples, steps, seeds=10):
     )
 
 
+@pytest.mark.slow
 def test_the_largest_page_stays_under_five_megabytes(monkeypatch, tmp_path):
     drawn = tmp_path / "divergence.svg"
     drawn.write_text(f'<svg viewBox="0 0 9 9" width="9" height="9"><title>{"1.25 " * 100_000}</title></svg>')
@@ -185,6 +186,7 @@ def test_many_offsets_are_drawn_as_fewer_points(monkeypatch):
     assert [len(ax.lines) for ax in figures.offsets_figure(findings).axes] == [8] * 4
 
 
+@pytest.mark.slow
 def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = large(1, 2, 300, 2, 2, seeds=1)
@@ -253,6 +255,7 @@ def test_paths_are_coloured_up_to_the_largest():
     assert bar.get_ylabel() == "score lost"
 
 
+@pytest.mark.slow
 def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = synthetic()

@@ -124,6 +124,7 @@ def test_numbers_read_back_as_the_same_float32(tmp_path, getkey):
     np.testing.assert_array_equal(history.metrics()[1]["loss"][:, 0], values[0])
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch, capsys):
     """It stops at a loss that is not finite and keeps the last checkpoint before that."""
@@ -150,6 +151,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
     chex.assert_trees_all_equal(found.params, expected.params)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_seen(tiny):
     setup = train.Setup.of(
         config.load(["--config", str(tiny), "--train.learning_rate", "1e38", "--train.warmup", "0"])[0]
@@ -171,6 +173,7 @@ claims:
 """
 
 
+@pytest.mark.slow
 def test_a_short_experiment_writes_its_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(page, "write_figures", lambda *_: [])  # test_report.py draws them
     file, out = tmp_path / "short.yaml", tmp_path / "out"
@@ -266,6 +269,7 @@ def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
     assert collect._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
 
+@pytest.mark.slow
 def test_groups_of_heads_are_switched_off_together(tiny):
     setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
     params = setup.init()["params"]
@@ -280,6 +284,7 @@ def test_groups_of_heads_are_switched_off_together(tiny):
         np.testing.assert_allclose(found["a"][seed], train.judge(logits, batch)[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
     setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
     found = evaluate.null(setup, setup.init()["params"])
@@ -292,6 +297,7 @@ def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
     assert np.std(found["induction"]) > 0 and len(np.unique(found["mirror"])) > untrained / 2
 
 
+@pytest.mark.slow
 def test_a_config_of_the_project_asks_for_metrics_that_there_are():
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
         settings = config.read(file)
@@ -340,6 +346,7 @@ def test_an_out_that_is_a_file_is_refused(tiny, capsys):
     assert re.match(r"error: --out: .*tiny.yaml.*\n$", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_list_shows_every_config(capsys):
     assert run_main(["list"]) == 0
     shown = capsys.readouterr().out

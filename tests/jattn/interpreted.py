@@ -1,15 +1,15 @@
-"""``pallas_gpu`` in Pallas' interpreter, whose callbacks have no place in a staged operation."""
+"""``pallas_gpu`` in Pallas' interpreter, whose callbacks have no place in a deferred operation."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jattn.batching import canonical
+from jattn.core.shard import on_each_device
+from jattn.core.vmap import canonical
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
-from jattn.kernels.pallas_gpu import PallasGPU, backward, fold_on_gpu, forward
-from jattn.placement import on_each_device
+from jattn.kernels.pallas_gpu import PallasGPU
 
 
 class Interpreted:
@@ -27,7 +27,7 @@ class Interpreted:
         return None
 
     def fold(self, request: Any, fold: Any) -> Any:
-        return fold_on_gpu("cpu", canonical(request), fold, self._settings())
+        return self._settings().reduce("cpu", canonical(request), fold)
 
     def map_parts(self, fn: Any, request: Any, out_axes: Any, *extra: Any) -> Any:
         return on_each_device(fn, request, out_axes, *extra)
@@ -48,7 +48,7 @@ class Interpreted:
 
         @jax.custom_vjp
         def compute(*arrays: Any) -> Any:
-            out, lse, seen = forward("cpu", of(arrays), settings)
+            out, lse, seen = settings.forward("cpu", of(arrays))
             return out, jnp.where(seen > 0.0, lse, -jnp.inf), lse, seen
 
         def compute_forward(*arrays: Any) -> Any:
@@ -58,7 +58,7 @@ class Interpreted:
         def compute_backward(kept: Any, cotangents: Any) -> Any:
             (arrays, (out, lse, row_max, seen)), (d_out, d_lse, *_) = kept, cotangents
             wide = [d_out.astype(jnp.float32), jnp.where(lse == -jnp.inf, 0.0, d_lse)]  # of a row_sum of 1
-            by_kernels = backward("cpu", (of(arrays), (out, row_max, seen), settings), wide)
+            by_kernels = settings.backward("cpu", of(arrays), (out, row_max, seen), wide)
             _, pull = jax.vjp(lambda *others: Blockwise().run(of((*arrays[:3], *others))), *arrays[3:])
             return *by_kernels, *pull(cotangents[:2])
 

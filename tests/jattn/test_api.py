@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.kernels import xla
+from jattn.core.arguments import AttentionOptions, ScoreOptions, make_args
 from jattn.kernels.cudnn import Cudnn
+from jattn.kernels.dense import Dense
 from jattn.multi_head import LayerOptions, attend_heads
-from jattn.request import AttendOptions, AttentionKeywords, AttentionOptions, ScoreKeywords, make_request
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
 
@@ -30,16 +30,14 @@ def test_the_signature_is_jax_nns_and_nine_more():
     for name, parameter in theirs.items():
         assert ours[name].kind == parameter.kind and ours[name].default == parameter.default, name
     assert len(ours) == 20
-    beside = {"query", "key", "value", "implementation", "return_residual"}
-    beside |= {"bias", "mask"}
-    assert AttentionKeywords.__optional_keys__ == set(ours) - beside
+    beside = {"query", "key", "value", "bias", "mask", "implementation", "return_residual"}
+    assert AttentionOptions.__optional_keys__ == set(ours) - beside
     not_of_weights = {"sinks", "dropout_rate", "dropout_rng", "broadcast_dropout"}
-    assert ScoreKeywords.__optional_keys__ == set(ours) - beside - not_of_weights
-    assert AttentionOptions.__optional_keys__ == set(ours) - {"query", "key", "value", "implementation"}
+    assert ScoreOptions.__optional_keys__ == set(ours) - beside - not_of_weights
     of_heads = set(inspect.signature(attend_heads).parameters)
-    assert AttendOptions.__optional_keys__ == set(ours) - of_heads - {"return_residual"}
+    assert of_heads.isdisjoint(AttentionOptions.__optional_keys__) and {"bias", "mask", "implementation"} <= of_heads
     assert set(LayerOptions.__optional_keys__) == (set(ours) | of_heads) - {
-        "query", "key", "value", "given", "return_residual", "return_weights"
+        "query", "key", "value", "options", "return_residual", "return_weights"
     }  # fmt: skip
 
 
@@ -55,6 +53,7 @@ JAX_NN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("bias and mask", "key lengths")
 @pytest.mark.parametrize("name", JAX_NN)
 def test_the_same_as_jax_nn(getkey, name):
     options = JAX_NN[name]
@@ -76,6 +75,7 @@ def test_unbatched(getkey):
     assert jattn.attention_weights(q, k).shape == (N, T, S)
 
 
+@pytest.mark.slow_except("64-float32", "257-bfloat16")
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [33, 64, 128, 257, 512])
@@ -94,6 +94,7 @@ def test_looking_changes_no_bit(getkey, dtype, length):
         np.testing.assert_array_equal(alone, jax.jit(look)()[0], err_msg=name)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_output(getkey):
     q, k, v = qkv(getkey)
     options = {
@@ -120,6 +121,7 @@ def test_sinks_are_one_more_key_without_a_value(getkey):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_in_the_mean_changes_nothing(getkey):
     q, k, v = qkv(getkey, B=1)
     drop = jax.jit(lambda key: jattn.dot_product_attention(q, k, v, dropout_rate=0.3, dropout_rng=key))
@@ -130,6 +132,7 @@ def test_dropout_in_the_mean_changes_nothing(getkey):
     assert len(np.unique(outs[:, 0, 0, 0, 0])) > 100
 
 
+@pytest.mark.slow
 def test_traced_positions_compile_once(getkey):
     q, k, v = qkv(getkey, T=1)
     count = []
@@ -146,6 +149,7 @@ def test_traced_positions_compile_once(getkey):
     assert len(count) == 1
 
 
+@pytest.mark.slow
 def test_composes(getkey):
     """jit, vmap over an outer axis with shared keys, grad of vmap, checkpoint, scan, forward mode."""
     q, k, v = qkv(getkey)
@@ -217,7 +221,7 @@ def test_a_named_implementation_that_cannot_says_why():
 def request_of(B=B, T=T, S=S, N=N, K=K, H=8, dtype=jnp.bfloat16, **options):
     rng = np.random.default_rng(0)
     shapes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
-    return make_request(*(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes), **options)
+    return make_args(*(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes), **options)
 
 
 def visible_to(q, k, is_causal, window, query_lengths, kv_lengths):
@@ -282,35 +286,36 @@ class TestCudnn:
         assert Cudnn(fused).refusal(request_of()) is None
 
     def test_the_backward_pass_takes_what_the_forward_pass_kept(self):
-        request = request_of(T=S, S=S, N=K, K=K)
+        args = request_of(T=S, S=S, N=K, K=K)
 
         def loss(query, weights):  # in a loop XLA cannot find what was computed before
             def layer(x, weight):
-                return self.run(dataclasses.replace(request, query=x, key=x * weight, value=x))[0], None
+                return self.run(dataclasses.replace(args, query=x, key=x * weight, value=x))[0], None
 
             return jax.lax.scan(layer, query, weights)[0].astype(jnp.float32).sum()
 
-        program = jax.jit(jax.grad(loss)).lower(request.query, jnp.ones(2, jnp.bfloat16)).compile().as_text()
+        program = jax.jit(jax.grad(loss)).lower(args.query, jnp.ones(2, jnp.bfloat16)).compile().as_text()
         forward = [line for line in program.splitlines() if " cosine(" in line]
         assert forward and not any("transpose(" in line for line in forward)
 
     def test_the_gradient_of_the_lse_alone_and_forward_mode(self):
-        request = request_of()
+        args = request_of()
 
         def lse(implementation, query):
-            lse = implementation.run(dataclasses.replace(request, query=query))[1]
+            lse = implementation.run(dataclasses.replace(args, query=query))[1]
             return jnp.where(lse == -jnp.inf, 0, lse).sum()
 
         ours, dense = (
             (
-                jax.grad(functools.partial(lse, x))(request.query),
-                jax.jvp(functools.partial(lse, x), *[[request.query]] * 2)[1],
+                jax.grad(functools.partial(lse, x))(args.query),
+                jax.jvp(functools.partial(lse, x), *[[args.query]] * 2)[1],
             )
-            for x in (Cudnn(fused), xla)
+            for x in (Cudnn(fused), Dense())
         )
         for got, expected in zip(ours, dense, strict=True):
             np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.03, atol=0.03)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options",
         [
@@ -325,49 +330,24 @@ class TestCudnn:
         ],
     )
     def test_values_lse_and_gradients_are_those_of_xla(self, options):
-        request = request_of(**options)
-        assert Cudnn().unsupported_reason(request) is None
+        args = request_of(**options)
+        assert Cudnn().unsupported_reason(args) is None
 
         def results(run_it):
             def loss(query, key, value):
-                out, lse = run_it(dataclasses.replace(request, query=query, key=key, value=value))
+                out, lse = run_it(dataclasses.replace(args, query=query, key=key, value=value))
                 return jnp.sum(out.astype(jnp.float32)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse)), (out, lse)
 
             run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-            return run(request.query, request.key, request.value)
+            return run(args.query, args.key, args.value)
 
         with jax.numpy_dtype_promotion("standard"):  # jax.nn's own backward pass is not strict
             ((_, (out, lse)), gradients), ((_, (dense, dense_lse)), dense_gradients) = (
                 results(self.run),
-                results(xla.run),
+                results(Dense().run),
             )
         rounded = 0.01 if "scale" in options else 1e-6  # the query times the scale, to bfloat16
         np.testing.assert_allclose(lse, dense_lse, rtol=1e-5, atol=rounded)
         np.testing.assert_allclose(out.astype(jnp.float32), dense.astype(jnp.float32), atol=0.03)
         for got, expected in zip(gradients, dense_gradients, strict=True):
             np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=0.1)
-
-    @pytest.mark.parametrize(
-        "options, reason",
-        [
-            ({"bias": jnp.zeros((T, S))}, "a bias"),
-            ({"mask": np.ones((T, S), bool)}, "no mask array"),
-            ({"mask": lambda b, h, q, kv: kv <= q}, "Causal and SlidingWindow"),
-            ({"mask": jattn.masks.Causal() | jattn.masks.Prefix(2)}, "Causal and SlidingWindow"),
-            ({"local_window_size": (2, 1)}, "Causal and SlidingWindow"),
-            ({"score_mod": jattn.score_mods.SoftCap(1.0)}, "no score_mod"),
-            ({"query_positions": np.arange(T)}, "no positions"),
-            ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "no dropout"),
-            ({"precision": "highest"}, "no precision"),
-        ],
-    )
-    def test_refuses_honestly(self, options, reason):
-        assert reason in Cudnn().unsupported_reason(request_of(**options))
-
-    def test_refuses_shapes_and_dtypes(self):
-        ask = lambda **shape: Cudnn().unsupported_reason(request_of(**shape))
-        assert ask(dtype=jnp.float16) is None
-        assert "not float32" in ask(dtype=jnp.float32)
-        assert "multiple of 8 up to 256, got 12" in ask(H=12)
-        assert "got 264" in ask(H=264)
-        assert "empty" in ask(S=0)

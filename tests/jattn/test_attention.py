@@ -8,15 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jattn
-from jattn import masks
-from jattn.attention import dense_weights, make_head
-from jattn.dropout import Dropout, dropout_keep, dropout_seeds
+from jattn import masks, score_mods
+from jattn.core.arguments import make_args
+from jattn.core.attention import dense_weights, make_head
+from jattn.core.chunk import Chunk
+from jattn.core.dropout import Dropout, dropout_keep, dropout_seeds
+from jattn.kernels import dense
 
 
 def qkv(getkey, T=7, S=11, N=6, K=3, H=5, D=13):
     return tuple(jax.random.normal(getkey(), shape) for shape in ((T, N, H), (S, K, H), (S, K, D)))
 
 
+@pytest.mark.slow
 def test_one_head_is_the_formula(getkey):
     q, k, v = (x[:, 0] for x in qkv(getkey))
     out, lse = jattn.attend(q, k, v)
@@ -34,6 +38,7 @@ def test_several_masks_must_all_hold(getkey):
     np.testing.assert_array_equal(both, joined)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("N, K", [(6, 6), (6, 3), (6, 2), (5, 1)])
 def test_over_heads_is_a_loop_over_heads(getkey, N, K):
     q, k, v = qkv(getkey, N=N, K=K)
@@ -114,6 +119,7 @@ def assert_same(a, b):
     np.testing.assert_allclose(a[1], b[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(parts, parts, parts)
 def test_merge_is_associative_and_commutative_with_a_unit(a, b, c):
     assert_same(jattn.merge(*jattn.merge(*a, *b), *c), jattn.merge(*a, *jattn.merge(*b, *c)))
@@ -123,6 +129,7 @@ def test_merge_is_associative_and_commutative_with_a_unit(a, b, c):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_merge_joins_attention_over_two_sets_of_keys(getkey):
     q, k, v = (x[:, 0] for x in qkv(getkey))
     whole = jattn.attend(q, k, v, mask=masks.Causal())
@@ -192,6 +199,7 @@ def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
     return dropout_keep(seeds, rate, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])
 
 
+@pytest.mark.slow_except("<lambda>")
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey, lambda seed: jax.random.key(seed, impl="rbg")])
 def test_dropout_is_a_fair_coin_without_memory(make):
     """The rate, and correlations of neighbours, rows, heads, sequences and keys, are within 5 standard deviations."""
@@ -223,6 +231,7 @@ def test_dropout_depends_on_the_indices_alone():
         keep(key, rate=1.5)
 
 
+@pytest.mark.slow
 def test_second_derivatives(getkey):
     """The log-sum-exp's derivative rule is itself differentiable: Hessian against finite differences in float64."""
     with jax.enable_x64(True):
@@ -237,3 +246,37 @@ def test_second_derivatives(getkey):
             step = jnp.zeros_like(q).at[t, i].set(1e-5)
             numeric = (jax.grad(f)(q + step) - jax.grad(f)(q - step)) / 2e-5
             np.testing.assert_allclose(hessian[:, :, t, i], numeric, atol=1e-8)
+
+
+class TestTake:
+    """Attention to a part of a call is that part of the whole call's."""
+
+    def args(self, getkey, **options):
+        B, T, S, N, K = 2, 7, 11, 6, 3
+        floats = lambda *shape: jax.random.normal(getkey(), shape)
+        return make_args(
+            floats(B, T, N, 5), floats(B, S, K, 5), floats(B, S, K, 4), floats(1, N, T, S),
+            lambda b, h, q, kv: (q + kv + h + b) % 4 != 0, query_seq_lengths=np.array([5, 7]),
+            key_value_seq_lengths=np.array([11, 9]), score_mod=score_mods.Alibi(np.arange(1.0, N + 1) / N),
+            dropout_rate=0.3, dropout_rng=jax.random.key(1), **options,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
+    )
+    @pytest.mark.parametrize("first", [2, jnp.int32(2)])
+    def test_rows_and_heads(self, getkey, positions, first):
+        args = self.args(getkey, **positions)
+        for rows in (Chunk(first, 4), jnp.array([2, 3, 4, 5])):
+            found = dense.run(args.take(rows=rows, heads=Chunk(first - 1, 2)))
+            for part, whole in zip(found, dense.run(args), strict=True):
+                np.testing.assert_allclose(part, whole[:, 2:6, 2:6], atol=1e-6)
+
+    @pytest.mark.parametrize(
+        "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
+    )
+    def test_columns_merge_to_the_whole(self, getkey, positions):
+        args = self.args(getkey, **positions)
+        front, back = (dense.run(args.take(columns=columns)) for columns in (Chunk(0, 4), Chunk(4, 7)))
+        for merged, whole in zip(jattn.merge(*front, *back), dense.run(args), strict=True):
+            np.testing.assert_allclose(merged, whole, atol=1e-6)

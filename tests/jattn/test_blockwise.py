@@ -12,9 +12,9 @@ import pytest
 
 import jattn
 from jattn import blockwise, masks, score_mods
-from jattn.attention import attend
+from jattn.core.attention import attend
+from jattn.core.vmap import over_heads, sequential_vmap
 from jattn.kernels.blockwise import Blockwise
-from jattn.lifting import one_by_one, over_heads
 
 T, S, H, D = 13, 17, 5, 3
 SIZES = (4, 5)
@@ -52,6 +52,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 class TestOrders:
     @pytest.mark.parametrize("name", OPTIONS)
     def test_forward_mode_second_order_and_both_mixed(self, name):
@@ -86,6 +87,7 @@ class TestOrders:
 
 
 class TestComposition:
+    @pytest.mark.slow
     def test_vmap_over_anything_and_grad_on_either_side(self):
         q, k, v = head()
         slopes, lengths = jnp.array([0.1, 0.5, 0.9]), jnp.array([3, 17, 9])
@@ -107,6 +109,7 @@ class TestComposition:
 
         compare(jax.jit(lambda: both(in_blocks))(), jax.jit(lambda: both(attend))())
 
+    @pytest.mark.slow
     def test_vmap_over_what_the_blocks_depend_on(self):
         """The table of blocks is then batched: a block that one element needs must not be skipped for another."""
         q, k, v = head()
@@ -118,6 +121,7 @@ class TestComposition:
 
         compare(jax.jit(lambda: gradients(in_blocks))(), jax.jit(lambda: gradients(attend))())
 
+    @pytest.mark.slow
     def test_checkpoint_inside_scan_over_layers(self):
         q, k, v = head(D=H)
         k, v = k[:T], v[:T]
@@ -133,6 +137,7 @@ class TestComposition:
 
         compare(jax.jit(lambda: gradients(in_blocks))(), jax.jit(lambda: gradients(attend))())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("groups", [(2, 3), (3, 1)])
     def test_heads_one_by_one_or_together(self, groups):
         """On one CPU device, heads are computed one at a time; with the suite's eight devices, this is never chosen."""
@@ -153,13 +158,14 @@ class TestComposition:
             args = (query, key, value, bias, jnp.ones((1,)))
             return of(*args), jax.grad(total, tuple(range(5)))(*args)
 
-        compare(jax.jit(lambda: results(one_by_one))(), jax.jit(lambda: results(jax.vmap))())
+        compare(jax.jit(lambda: results(sequential_vmap))(), jax.jit(lambda: results(jax.vmap))())
 
     def test_no_heads_one_by_one(self):
-        call = over_heads(in_blocks, (1, 1), lift=one_by_one)
+        call = over_heads(in_blocks, (1, 1), lift=sequential_vmap)
         out, lse = call(jnp.zeros((T, 0, H)), jnp.zeros((S, 1, H)), jnp.zeros((S, 1, D)))
         assert (out.shape, lse.shape) == ((T, 0, D), (T, 0))
 
+    @pytest.mark.slow
     def test_sharded_batch_and_heads_need_no_gather(self):
         mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None, "heads"))
@@ -177,6 +183,7 @@ class TestComposition:
         compare(step(*sharded, ids), step(*arrays, ids))
 
 
+@pytest.mark.slow
 class TestMemory:
     """XLA's own figures for temporary memory, besides inputs and outputs; nothing is run."""
 
@@ -237,7 +244,7 @@ def test_asking_for_the_lse_changes_no_bit():
     np.testing.assert_array_equal(alone, beside)
 
 
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_shape_compiles_once(jitted, caplog):
     """Also eagerly; otherwise a loop would compile at every call."""
     arrays = [jnp.asarray(floats(1, 19, 2, 7, seed=i)) for i in range(3)]
@@ -252,6 +259,7 @@ def test_one_shape_compiles_once(jitted, caplog):
     assert not [text for text in compiled if "multiply" not in text], compiled
 
 
+@pytest.mark.slow
 def test_a_plain_function_is_asked_again_at_every_eager_call():
     """A captured value may have changed since the function was compiled."""
     arrays = [jnp.asarray(floats(1, 9, 2, 4, seed=i)) for i in range(3)]
@@ -278,6 +286,7 @@ def test_one_query_is_no_long_sequence():
     assert jattn.explain(k[:, :1024], k[:, :1024], k[:, :1024]).startswith("blockwise: taken")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bits_err_at_most_twice_as_much_as_dense(dtype):
     query, key, value = (jnp.asarray(floats(1, n, 3, 16, seed=i), dtype) for i, n in enumerate((61, 83, 83)))
@@ -296,6 +305,7 @@ def test_sixteen_bits_err_at_most_twice_as_much_as_dense(dtype):
         assert errors[0] <= 2 * errors[1]
 
 
+@pytest.mark.slow
 def test_what_it_captures_gets_its_gradient():
     """A closure captures tables, slopes, a temperature and a whole bias at once."""
     q, k, v = head()
@@ -379,6 +389,7 @@ MODS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
 @hypothesis.given(
     T=st.integers(1, 18),

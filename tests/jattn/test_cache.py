@@ -70,6 +70,7 @@ def full(layer, **options):
     return jax.jit(lambda x: jattn.multi_head_attention(params, x, **options))(x)
 
 
+@pytest.mark.slow_except("one length-a gate")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scalar", [False, True], ids=["a length each", "one length"])
 def test_chunks_equal_the_full_pass(layer, name, scalar):
@@ -82,6 +83,7 @@ def test_chunks_equal_the_full_pass(layer, name, scalar):
         assert (np.asarray(cache.length) == T).all()
 
 
+@pytest.mark.slow_except("a gate-one by one", "a gate-prefill, then one by one")
 @pytest.mark.parametrize("kind", CHUNKS)
 @pytest.mark.parametrize("name", ["window", "a gate"])
 def test_a_rolling_window_of_fixed_size(layer, name, kind):
@@ -97,6 +99,7 @@ def test_a_rolling_window_of_fixed_size(layer, name, kind):
     np.testing.assert_array_equal(np.sort(cache.slot_positions, axis=1), [[9, 10, 11, 12]] * B)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rolling", [False, True])
 def test_ragged_batches_padded_on_either_side(layer, rolling):
     """Each sequence gives the same as alone, and the contents of the padding, even NaN, change nothing."""
@@ -120,6 +123,7 @@ def test_ragged_batches_padded_on_either_side(layer, rolling):
             np.testing.assert_allclose(second[b], expected[length:], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_lies_in_empty_slots_is_never_seen(layer):
     cache = empty(T + 5)
     dirty = KVCache(*(jnp.full_like(x, jnp.nan) for x in (cache.key, cache.value)), cache.length)
@@ -128,6 +132,7 @@ def test_what_lies_in_empty_slots_is_never_seen(layer):
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 def test_append_puts_tokens_where_they_belong():
     tokens = jnp.arange(1.0, 9.0).reshape(1, 8, 1, 1)
     put = lambda cache, part, **options: jattn.append(cache, tokens[:, part], tokens[:, part], **options)
@@ -145,6 +150,7 @@ def test_append_puts_tokens_where_they_belong():
     np.testing.assert_array_equal(put(cache, slice(7, 8)).key.ravel(), [2, 4, 8, 0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scalar", [False, True])
 def test_overflow_is_an_error(layer, scalar):
     params, x = layer
@@ -177,12 +183,13 @@ def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
             lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))),
             r"valid must be bools \[B, L\] = \[2, 2\], got float32",
         ),
-        (
+        pytest.param(
             lambda: jattn.multi_head.attend_heads(
                 jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
                 cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
             ),
             "a mask array is indexed by slot, but a rolling cache reuses slots",
+            marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
@@ -207,7 +214,7 @@ def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(l
 
 
 @pytest.mark.parametrize("rolling", [False, True])
-@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
+@pytest.mark.parametrize("dtype", [pytest.param("int32", marks=pytest.mark.slow), "uint32", "int64"])
 def test_lengths_of_any_integers_where_64_bits_are_enabled(dtype, rolling):
     """For ``append`` and for attention to a cache; the lengths keep their dtype."""
     tokens = jnp.arange(1.0, 8.0, dtype=jnp.float32).reshape(1, 7, 1, 1)

@@ -7,7 +7,7 @@ import pytest
 
 import jattn
 from jattn import heads
-from jattn.heads import circuits
+from jattn.heads import _circuits
 
 M, N, K, H, D, V = 13, 6, 3, 5, 4, 17
 
@@ -56,6 +56,7 @@ def test_the_copying_score_is_that_of_the_circuit(kernels):
         np.testing.assert_allclose(found["argmax"][n], (circuit.argmax(1) == np.arange(V)).mean(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_head_that_copies_and_one_that_does_the_opposite():
     """A token's embedding is a column of the identity; D is smaller than V, so copying uses a code."""
     code = jnp.linalg.qr(normal(np.random.default_rng(1), (12, 12)))[0][:, :8]
@@ -67,7 +68,7 @@ def test_a_head_that_copies_and_one_that_does_the_opposite():
 
 
 def test_the_rank_is_that_of_the_circuit(kernels, monkeypatch):
-    monkeypatch.setattr(circuits, "LOGITS", 4 * 2 * V)  # chunks of four pairs: 4, 4 and 3
+    monkeypatch.setattr(_circuits, "LOGITS", 4 * 2 * V)  # chunks of four pairs: 4, 4 and 3
     rng = np.random.default_rng(4)
     unembed = normal(rng, (M, 2 * V))
     sources, targets = rng.integers(0, V, 11), rng.integers(0, 2 * V, 11)
@@ -155,6 +156,7 @@ def test_ranks_in_a_large_vocabulary_take_little_memory():
     assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
+@pytest.mark.slow
 def test_composition_is_the_ratio_of_norms(kernels):
     rng = np.random.default_rng(2)
     later_value, later_out = normal(rng, (M, K, 7)), normal(rng, (N, 7, M))
@@ -169,6 +171,7 @@ def test_composition_is_the_ratio_of_norms(kernels):
             np.testing.assert_allclose(found[name][n, p], expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_composition_tells_a_wired_pair_of_heads_from_chance():
     rng = np.random.default_rng(3)
     dim = 64
@@ -181,6 +184,7 @@ def test_composition_tells_a_wired_pair_of_heads_from_chance():
     np.testing.assert_allclose(np.mean(found["Q"]), dim**-0.5, rtol=0.2)
 
 
+@pytest.mark.slow
 def test_contributions_add_up_to_the_layer_s_output():
     params = jattn.init_multi_head(jax.random.key(0), M, N, num_kv_heads=K, head_dim=H, value_dim=D, use_bias=True)
     params["out"]["bias"] += 0.5

@@ -7,7 +7,6 @@ the softmax explicitly. Axis sizes are distinct primes, so that a swapped axis f
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,10 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn.choice import IMPLEMENTATIONS
-from jattn.dropout import Dropout, dropout_keep, dropout_seeds
+from jattn.core.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
+from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn.kernels.native import Native
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
@@ -57,12 +56,12 @@ class Variant:
     name: str
     implementation: Any
     traced: bool = False  # positions, lengths and masks as arguments of the jitted function
-    divided: bool = False  # under a mesh, so arrays may be on several devices
+    sharded: bool = False  # under a mesh, so arrays may be on several devices
     mapped: bool = False  # inside jax.shard_map, with arrays local to each device
     dtype: Any = None  # of all cases, for an implementation without float32; of those IN_KIND
 
     def __str__(self):
-        how = {"traced": self.traced, "on a mesh": self.divided, "in shard_map": self.mapped}
+        how = {"traced": self.traced, "on a mesh": self.sharded, "in shard_map": self.mapped}
         return ", ".join([self.name, *(name for name, yes in how.items() if yes)])
 
     def of(self, case: Case) -> Case:
@@ -73,7 +72,7 @@ class Variant:
 
     def in_force(self):
         """A context in which the mesh is set."""
-        return jax.set_mesh(DEVICES) if self.divided else contextlib.nullcontext()
+        return jax.set_mesh(DEVICES) if self.sharded else contextlib.nullcontext()
 
 
 # Lengths are mostly 7 and 11: 7 queries divide evenly, the others do not. Traced variants run the cases with arrays.
@@ -81,9 +80,9 @@ VARIANTS = [
     Variant("xla", "xla"),
     Variant("cudnn", "cudnn"),
     Variant("blockwise", Blockwise((3, 4))),
-    Variant("blockwise", Blockwise((7, 4)), traced=True, divided=True),
+    Variant("blockwise", Blockwise((7, 4)), traced=True, sharded=True),
     Variant("decode", Decode(4)),  # products of all heads at once
-    Variant("decode", Decode(4), traced=True, divided=True),  # products of each head
+    Variant("decode", Decode(4), traced=True, sharded=True),  # products of each head
     Variant("xla", "xla", mapped=True),
     Variant("blockwise", Blockwise((3, 4)), mapped=True),
     Variant("decode", Decode(4), mapped=True),
@@ -426,13 +425,41 @@ def has_arrays(case: Case) -> bool:
     return any(map(is_array, jax.tree.leaves(case.options)))
 
 
-# Cases that differ in blocks, tables, groups or the kind of numbers. With most implementations, the other cases are
-# slow tests: the dense formula and tests/jattn/test_masks.py already cover what they add.
+# Cases that differ in blocks, tables, groups or the kind of numbers.
 IN_KIND = {
     "grouped, with per-head bias and mask", "positions that differ by row", "both lengths and causal",
     "mask function of all four indices", "score function that captures a table, int times float",
     "score function with an infinite derivative where masked", "sinks, and rows that see nothing", "logits of +-1e4",
     "no keys, causal", "bfloat16, causal",
+}  # fmt: skip
+
+# The cases that are not slow, by variant: each kind of case for the implementations that need no compiler, and with the
+# others where it is most likely to fail; the dense formula and tests/jattn/test_masks.py cover what the rest add.
+FAST = {
+    "xla": IN_KIND - {
+        "positions that differ by row", "both lengths and causal", "score function that captures a table, int times float",
+        "score function with an infinite derivative where masked",
+    } | {
+        "one key", "positions up to 2**30", "key lengths, one of them 0", "mask Causal | Prefix", "mask Padding", "mask Dense",
+        "mask SlidingWindow & ~Prefix: rows that see nothing", "every row sees nothing",
+        "mask function and causal and lengths", "soft cap, its cap learned", "alibi, then a soft cap, causal",
+        "no queries", "no keys", "no sequences",
+    },
+    "cudnn": set(CASES),  # skipped where there is no GPU
+    "blockwise": {"logits of +-1e4", "no keys, causal"},
+    "blockwise, traced, on a mesh": {"both lengths and causal"},
+    "decode": {"mask function of all four indices", "no keys, causal"},
+    "decode, traced, on a mesh": {"grouped, with per-head bias and mask"},
+    "splash": IN_KIND - {
+        "both lengths and causal", "sinks, and rows that see nothing", "logits of +-1e4", "bfloat16, causal"
+    },
+    "splash, traced": {
+        "grouped, with per-head bias and mask", "positions that differ by row",
+        "score function with an infinite derivative where masked",
+    },
+    "pallas_tpu": {"bfloat16, causal"},
+    "native": IN_KIND,
+    "native, traced": IN_KIND,
 }  # fmt: skip
 
 
@@ -442,10 +469,11 @@ def pairs():
             if variant.dtype is not None and name not in IN_KIND:
                 continue
             if has_arrays(case) if variant.traced else variant.name != "decode" or not has_arrays(case):
-                shape_of_many = re.search(r"\[(1, 11|7, 1|1, 1, 11|1, 3, 1, 11|3, 7, 11)\]", name) is not None
-                slow = name not in IN_KIND and (shape_of_many or variant.name not in ("xla", "cudnn"))
-                slow = slow or variant.mapped or variant.dtype is not None
-                yield pytest.param(variant, name, marks=[pytest.mark.slow] if slow else [])
+                yield param(variant, name, fast=name in FAST.get(str(variant), ()))
+
+
+def param(*values: Any, fast: bool):
+    return pytest.param(*values, marks=[] if fast else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("variant, name", list(pairs()), indirect=["variant"], ids=str)
@@ -481,8 +509,17 @@ POISONED = {
 }
 
 
+def poisoned_pairs():
+    """Those that compile in less than a second are fast, and one case of each other implementation."""
+    for variant in VARIANTS:
+        plain = not (variant.traced or variant.mapped or variant.dtype)
+        for name in POISONED:
+            fast = variant.name in ("xla", "cudnn", "native") or (plain and name == "key lengths")
+            yield param(variant, name, fast=fast)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NumPy's, in an interpreted kernel
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("variant, name", list(poisoned_pairs()), indirect=["variant"], ids=str)
 def test_what_nobody_sees_may_hold_anything(variant, name):
     """NaN or Inf instead of zeros in unseen slots and in queries that see nothing changes no bit of the results."""
     case = variant.of(POISONED[name])
@@ -515,6 +552,9 @@ def test_visible_nan_shows_in_every_row_that_sees_it(variant, argument):
     assert np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize(
+    "variant", [param(variant, fast=not variant.traced) for variant in VARIANTS], indirect=True, ids=str
+)
 def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     """With ``value = identity``, the output equals the weights after dropout, which shows the kept entries."""
     case = Case(shape=(B, T, S, N, N, H, S))

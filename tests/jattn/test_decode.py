@@ -21,6 +21,7 @@ def arrays(getkey):
     return [jax.random.normal(getkey(), shape) for shape in shapes]
 
 
+@pytest.mark.slow_except("True-nothing")
 @pytest.mark.parametrize(
     "options, chunks",
     [
@@ -30,6 +31,7 @@ def arrays(getkey):
         ({"mask": np.arange(S)[None, :] // CHUNK == 1}, [1]),
         ({"mask": np.zeros((1, S), bool)}, []),
     ],
+    ids=["everything", "lengths", "window", "mask array", "nothing"],
 )
 @pytest.mark.parametrize("traced", [False, True])
 def test_chunks_that_no_query_sees_are_not_computed(arrays, options, chunks, traced):
@@ -84,6 +86,7 @@ def test_a_chunk_is_a_power_of_two_and_not_tiny():
     assert decode.chunk_length(64, 32, 128) == 128
 
 
+@pytest.mark.slow
 def test_gradients_keep_no_chunk(arrays):
     """Temporary memory is that of one chunk, also in the backward pass."""
 

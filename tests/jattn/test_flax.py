@@ -188,13 +188,10 @@ def test_the_seeds_draw_every_option(system):
     assert {kind for _, kind, _, _ in drawn} == set(INPUTS) and {mask for _, _, mask, _ in drawn} == set(MASKS)
 
 
+@pytest.mark.slow_except("LINEN-0", "LINEN-9")
 @pytest.mark.parametrize(
     "system, seed",
-    [
-        pytest.param(system, seed, marks=[] if seed in system.seeds[:2] else [pytest.mark.slow])
-        for system in (NNX, LINEN)
-        for seed in system.seeds
-    ],
+    [(system, seed) for system in (NNX, LINEN) for seed in system.seeds],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_drawn_grid_of_options(system, seed):
@@ -232,6 +229,7 @@ def test_a_drawn_grid_of_options(system, seed):
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=tolerance * scale)
 
 
+@pytest.mark.slow
 @SYSTEMS
 @pytest.mark.parametrize("explicit", [False, True], ids=["by promotion", "by dtype="])
 def test_bfloat16_errs_no_more_than_flax(system, explicit):
@@ -257,6 +255,7 @@ def test_bfloat16_errs_no_more_than_flax(system, explicit):
     assert ours <= theirs
 
 
+@pytest.mark.slow
 @SYSTEMS
 def test_a_checkpoint_of_one_restores_into_the_other(system, tmp_path):
     x, x_kv = inputs()
@@ -276,6 +275,7 @@ def test_a_checkpoint_of_one_restores_into_the_other(system, tmp_path):
             assert relative(apply_target(restored, x, x_kv), apply_source(source, x, x_kv)) < 1e-6
 
 
+@pytest.mark.slow_except("nnx")
 @pytest.mark.bits
 @SYSTEMS
 def test_asking_for_weights_changes_no_bit(system):
@@ -294,6 +294,7 @@ def test_asking_for_weights_changes_no_bit(system):
 # --- dropout ---
 
 
+@pytest.mark.slow
 @SYSTEMS
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_dropout_agrees_in_distribution(system, broadcast):
@@ -367,6 +368,7 @@ def test_who_decides_whether_dropout_is_on(system):
 # --- attention_fn ---
 
 
+@pytest.mark.slow_except("linen")
 @SYSTEMS
 def test_a_function_of_the_users_gets_flaxs_keywords(system):
     x, x_kv = inputs()
@@ -404,6 +406,7 @@ def test_a_function_of_the_users_gets_flaxs_keywords(system):
             apply(params, x, head_gate=jnp.ones(N))
 
 
+@pytest.mark.slow
 @SYSTEMS
 def test_flaxs_modules_with_jattns_attention_fn(system):
     """The simplest way to use jattn: models keep their layers and sown weights, and gain the options in ``partial``."""
@@ -453,6 +456,7 @@ def test_quantised_products_go_to_flax():
             apply(params, x, head_gate=jnp.ones(N))
 
 
+@pytest.mark.slow_except("nnx")
 @SYSTEMS
 def test_a_dot_general_of_the_users_is_used(system):
     x, _ = inputs()

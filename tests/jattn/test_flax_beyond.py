@@ -32,6 +32,7 @@ def flaxs_promotion():
 # --- beyond Flax ---
 
 
+@pytest.mark.slow
 def test_the_modules_and_the_function_agree(getkey, x):
     """NNX, Linen and ``multi_head_attention`` agree on the same parameters, with all options in use."""
     params = jattn.init_multi_head(getkey(), M, N, num_kv_heads=K, head_dim=5, value_dim=D, use_bias=True)
@@ -60,7 +61,7 @@ def test_the_modules_and_the_function_agree(getkey, x):
         np.testing.assert_allclose(in_nnx(x, **called), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm", [pytest.param("layer", marks=pytest.mark.slow), "rms"])
 def test_query_and_key_norms(getkey, x, norm):
     """They normalise each head's features; the layer norm is Flax's ``normalize_qk``."""
     in_linen = jattn.linen.MultiHeadAttention(N, qk_norm=norm)
@@ -86,6 +87,7 @@ def test_query_and_key_norms(getkey, x, norm):
         jattn.nnx.MultiHeadAttention(N, M, normalize_qk=True, qk_norm="rms", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_any_number_of_batch_axes(getkey):
     x = jax.random.normal(getkey(), (3, B, T, M))
     module = jattn.linen.MultiHeadAttention(N, position=Rotary(1000.0))
@@ -117,6 +119,7 @@ def test_what_does_not_divide_is_refused(options):
 # --- Flax's transforms ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", [False, True])
 def test_nnx_transforms(getkey, x, graph):
     """jit, grad, split and merge, and layers stacked by vmap and run by scan, in both NNX modes."""
@@ -164,6 +167,7 @@ class Block(linen.Module):
         return x + jattn.linen.MultiHeadAttention(N, **BEYOND)(x, is_causal=True), None
 
 
+@pytest.mark.slow
 def test_linen_transforms(getkey, x):
     """scan over layers, remat of each, and vmap over a batch of parameters."""
     scanned = linen.scan(linen.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
@@ -222,6 +226,7 @@ def test_is_causal_with_a_padding_mask(x):
         capture(theirs)(x, mask=mask, is_causal=True, sow_weights=True)
 
 
+@pytest.mark.slow
 def test_is_causal_while_decoding(x):
     """Flax 0.12.8 lets each token see only the first; later versions ignore ``is_causal`` when decoding, as here."""
     module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))

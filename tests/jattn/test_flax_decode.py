@@ -87,6 +87,7 @@ class LINEN:
 SYSTEMS = pytest.mark.parametrize("system", [NNX, LINEN], ids=["nnx", "linen"])
 
 
+@pytest.mark.slow
 @SYSTEMS
 def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
     """Outputs, and the three arrays of the cache and their names, token by token with a mask over the cache's slots."""
@@ -102,6 +103,7 @@ def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-6)
 
 
+@pytest.mark.slow
 @SYSTEMS
 @pytest.mark.parametrize("options", [{}, BEYOND], ids=["plain", "beyond"])
 def test_decoding_equals_the_full_pass(system, options, x):
@@ -109,6 +111,7 @@ def test_decoding_equals_the_full_pass(system, options, x):
     np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}, **options), atol=1e-5)
 
 
+@pytest.mark.slow_except("uint32-nnx")
 @SYSTEMS
 @pytest.mark.parametrize("index", ["int32", "uint32", "int64"])
 def test_decoding_where_64_bits_are_enabled(system, index, x):
@@ -120,6 +123,7 @@ def test_decoding_where_64_bits_are_enabled(system, index, x):
     assert got.dtype == jnp.float32 and cache["cache_index"].dtype == index and int(cache["cache_index"]) == T
 
 
+@pytest.mark.slow
 @SYSTEMS
 def test_a_mask_of_positions_decides_by_itself(system, x):
     mask = masks.SlidingWindow(2) | masks.Prefix(3)
@@ -128,6 +132,7 @@ def test_a_mask_of_positions_decides_by_itself(system, x):
     np.testing.assert_allclose(got, system.full(system.own, x, {"mask": mask}), atol=1e-5)
 
 
+@pytest.mark.slow_except("nnx")
 @SYSTEMS
 def test_a_function_of_the_users_decodes_too(system, x):
     """As in Flax, it gets all slots and a mask array; also in chunks."""
@@ -137,6 +142,7 @@ def test_a_function_of_the_users_decodes_too(system, x):
         np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}), atol=1e-5)
 
 
+@pytest.mark.slow
 @SYSTEMS
 def test_several_batch_axes_and_none(system, x):
     for some in (x[0], jnp.stack([x, 2 * x, -x])):
@@ -173,6 +179,7 @@ def test_too_many_tokens(system, x):
         call(more)
 
 
+@pytest.mark.slow
 @SYSTEMS
 @pytest.mark.parametrize("rolling", [False, True])
 def test_a_cache_that_is_handed_over(system, rolling, x):

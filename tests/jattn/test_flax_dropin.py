@@ -55,6 +55,7 @@ def test_signatures_begin_as_flaxs(ours, theirs):
     )
 
 
+@pytest.mark.slow
 @LIBRARIES
 def test_weights_are_flaxs(ours, theirs, qkv):
     query, key, _ = qkv
@@ -87,6 +88,7 @@ def test_weights_are_flaxs(ours, theirs, qkv):
         assert len(formulas) == 1, "the custom product must be used"
 
 
+@pytest.mark.slow_except("False-linen")
 @LIBRARIES
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_weights_after_dropout_are_those_that_meet_the_values(ours, theirs, qkv, broadcast):
@@ -101,6 +103,7 @@ def test_weights_after_dropout_are_those_that_meet_the_values(ours, theirs, qkv,
     np.testing.assert_array_equal(all_dropped, jnp.zeros_like(weights))
 
 
+@pytest.mark.slow
 def test_self_attention_is_flaxs():
     (x,) = arrays((B, T, M))
     mask = jnp.tri(T)[None, None]
@@ -148,6 +151,7 @@ def test_captured_intermediates_are_flaxs():
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
+@pytest.mark.slow
 @LIBRARIES
 def test_masks_and_biases_of_few_axes(ours, theirs, qkv):
     """Rank 0 and 1 broadcast like arrays, also with several batch axes and without any."""
@@ -163,6 +167,7 @@ def test_masks_and_biases_of_few_axes(ours, theirs, qkv):
         np.testing.assert_array_equal(attend(query, key, value, mask=False), jnp.zeros_like(plain))
 
 
+@pytest.mark.slow_except("linen")
 @LIBRARIES
 def test_no_queries(ours, theirs, qkv):
     """With several batch axes, this used to divide by zero."""
@@ -171,6 +176,7 @@ def test_no_queries(ours, theirs, qkv):
     assert ours.dot_product_attention(query[:0], key[:0], value[:0]).shape == (0, B, T, N, H)
 
 
+@pytest.mark.slow
 @LIBRARIES
 def test_a_dropout_rate_of_one_drops_everything(ours, theirs, qkv):
     """Flax's formula divides by 0 and gives NaN (``nnx`` after 0.12.8 rejects the rate)."""

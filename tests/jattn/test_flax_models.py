@@ -15,6 +15,8 @@ from flax import linen, nnx
 import jattn.linen
 import jattn.nnx
 
+pytestmark = pytest.mark.slow  # whole models
+
 B, S, T, M, N, VOCABULARY = 2, 7, 6, 16, 4, 11
 
 

@@ -93,6 +93,7 @@ def in_linen(params, x, mod):
     return gradients.get("score_mod", {}), y, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODS)
 def test_what_is_learned_is_what_the_function_of_it_says(params, x, name):
     """Output and gradient match ``multi_head_attention``; without arrays there are no parameters."""
@@ -141,6 +142,7 @@ def test_parameters_carry_the_names_of_the_fields_in_both_systems(params, x):
     assert np.abs(changed - expected).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_an_optimizer_learns_it(params, x, as_experiments_run):
     """The array that the module was made from is unchanged, even if parameters are donated."""
     table = jnp.asarray(MODS["T5"][1])
@@ -190,6 +192,7 @@ def test_a_module_of_the_users_scores_with_its_own_parameters(params, x):
     assert np.abs(gradients["factor"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_layers_in_a_stack_have_one_each(x):
     table = MODS["T5"][1]
 

@@ -109,6 +109,7 @@ CASES = {
 
 
 class TestValues:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", CASES)
     def test_each_statistic_is_that_of_the_dense_weights(self, name):
         options = CASES[name]
@@ -120,6 +121,7 @@ class TestValues:
 
         compare(*results(*inputs()))
 
+    @pytest.mark.slow
     def test_uncompiled_where_every_array_is_traced(self):
         options = {
             **LENGTHS,
@@ -156,6 +158,7 @@ class TestValues:
         compare(found, weights_of(query, key, sinks=sinks, **options))
         assert (found.sum(-1) < 0.99).all()
 
+    @pytest.mark.slow
     def test_dtypes(self):
         with jax.enable_x64(True):
             query, key = inputs(jnp.float64)
@@ -197,6 +200,7 @@ class TestValues:
         assert sorted(seen) == [(0, 0), (3, 0), (3, 4), (6, 0), (6, 4)]
 
 
+@pytest.mark.slow
 class TestDerivatives:
     """Reverse mode through a step that only adds, for inputs and for arrays captured by the step and score function."""
 
@@ -256,6 +260,7 @@ class TestDerivatives:
         compare(got, wanted)
 
 
+@pytest.mark.slow
 class TestComposition:
     @staticmethod
     def mod(slope):
@@ -299,6 +304,7 @@ class TestComposition:
         assert (count == 9).all() and count.dtype == jnp.int32 and empty == {}
 
 
+@pytest.mark.slow
 class TestMemory:
     """XLA's own figures for the memory of reverse mode, with blocks of the default size; nothing is run."""
 
@@ -353,8 +359,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         "step, message",
         [
-            (lambda carry, *_: carry.astype(jnp.bfloat16), "carry .* dtypes do not match"),
-            (lambda carry, *_: carry[:2], "carry .* shapes do not match"),
+            pytest.param(
+                lambda carry, *_: carry.astype(jnp.bfloat16), "carry .* dtypes do not match", marks=pytest.mark.slow
+            ),
+            pytest.param(lambda carry, *_: carry[:2], "carry .* shapes do not match", marks=pytest.mark.slow),
             (lambda carry, *_: (carry,), "carry"),
             (lambda carry, *_: None, "carry"),
             (lambda carry, weights: carry, "positional arguments"),

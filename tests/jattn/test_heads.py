@@ -73,6 +73,7 @@ def eligible(request):
     return jnp.asarray(rows[request.param])
 
 
+@pytest.mark.slow
 def test_statistics_equal_the_slow_reference(getkey, eligible):
     for _ in range(3):
         weights = causal_weights(getkey())
@@ -95,6 +96,7 @@ def test_statistics_equal_the_slow_reference(getkey, eligible):
             np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.slow_except("none")
 def test_divergence_equals_the_slow_reference(getkey, eligible):
     patterns = jnp.stack([causal_weights(getkey()) for _ in range(3)])
     p = np.asarray(patterns, np.float64)
@@ -102,6 +104,7 @@ def test_divergence_equals_the_slow_reference(getkey, eligible):
     np.testing.assert_allclose(heads.pattern_divergence(patterns, eligible), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_defaults_take_every_query(getkey):
     weights, tokens = causal_weights(getkey()), jax.random.randint(getkey(), (T,), 0, VOCABULARY)
     every = jnp.ones(T, bool)
@@ -136,7 +139,7 @@ def test_heads_of_known_role():
             np.testing.assert_allclose(score(weights), name == kind, atol=1e-6, err_msg=f"{kind}, {name}")
 
 
-@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("shift", [pytest.param(-1, marks=pytest.mark.slow), 1])
 def test_induction_has_no_off_by_one(shift):
     tokens = jnp.tile(jnp.arange(5), 3)
     position = jnp.arange(15)
@@ -145,6 +148,7 @@ def test_induction_has_no_off_by_one(shift):
     np.testing.assert_allclose([heads.induction(one, tokens) for one in (hard(beside, 15), exact)], [0, 1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_induction_counts_every_continuation_and_no_query_without_one():
     tokens = jnp.array([0, 1, 0, 2, 0, 3])  # at position 4, token 0 has occurred twice, followed by 1 and by 2
     weights = jnp.zeros((6, 6)).at[4, 1].set(0.5).at[4, 3].set(0.5).at[2, 1].set(1.0)
@@ -164,6 +168,7 @@ def test_entropy_of_uniform_and_hard_heads():
     assert heads.entropy(jnp.ones((1, 1))) == 0.0  # only one visible key, so no row counts
 
 
+@pytest.mark.slow
 def test_divergence_is_a_distance_in_the_unit_interval():
     patterns = jnp.stack([jnp.eye(T), hard(jnp.arange(T) - 1), uniform_causal(), jnp.eye(T)])
     found = heads.pattern_divergence(patterns, jnp.arange(T) >= 1)
@@ -183,10 +188,11 @@ def test_statistics_lift_by_vmap_and_jit(getkey):
     weights = jnp.stack([jnp.stack([causal_weights(getkey()) for _ in range(2)]) for _ in range(3)])  # [B,N,T,T]
     tokens = jax.random.randint(getkey(), (3, T), 0, VOCABULARY)
     lifted = jax.jit(jax.vmap(jax.vmap(heads.induction, (0, None)), (0, 0)))(weights, tokens)
-    one_by_one = [[heads.induction(w, t) for w in of_batch] for of_batch, t in zip(weights, tokens, strict=True)]
-    np.testing.assert_allclose(lifted, one_by_one, atol=1e-6)
+    sequential_vmap = [[heads.induction(w, t) for w in of_batch] for of_batch, t in zip(weights, tokens, strict=True)]
+    np.testing.assert_allclose(lifted, sequential_vmap, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_entropy_is_differentiable_at_zero_weights():
     gradient = jax.grad(lambda weights: heads.entropy(weights))(jnp.eye(3))
     assert jnp.isfinite(gradient).all()

@@ -136,7 +136,7 @@ def linear_layout(tensors):
     return {name: x.T.copy() if x.ndim == 2 and name.startswith("h.") else x for name, x in tensors.items()}
 
 
-def separate(tensors, axis):
+def make_tile_function(tensors, axis):
     """Splits the fused projection into three."""
     found = {}
     for name, x in tensors.items():
@@ -157,9 +157,9 @@ def with_head(tensors):
 
 LAYOUTS = {
     "Conv1D, fused": lambda tensors: tensors,
-    "Conv1D, separate": lambda tensors: separate(tensors, 1),
+    "Conv1D, separate": lambda tensors: make_tile_function(tensors, 1),
     "Linear, fused": linear_layout,
-    "Linear, separate": lambda tensors: separate(linear_layout(tensors), 0),
+    "Linear, separate": lambda tensors: make_tile_function(linear_layout(tensors), 0),
     "with its head": with_head,
 }
 
@@ -169,6 +169,7 @@ def tiny_gpt2():
     return gpt2_tensors()
 
 
+@pytest.mark.slow_except("Linear, separate", "with its head")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt2_in_every_layout(tiny_gpt2, layout):
     model = interop.from_tensors(LAYOUTS[layout](tiny_gpt2), GPT2)
@@ -180,6 +181,7 @@ def test_gpt2_in_every_layout(tiny_gpt2, layout):
     assert (model.head is not None) == (layout == "with its head")
 
 
+@pytest.mark.slow
 def test_bert(tmp_path):
     """From a folder, with separate projections, a prefix, TensorFlow's norm names and a pooler; ignores padding."""
     from safetensors.numpy import save_file
@@ -279,6 +281,7 @@ def test_folders_that_hold_no_model(tmp_path):
         interop.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
     from jattn import masks
 
@@ -326,6 +329,7 @@ def embedded(minilm, sentences):
     return model, np.asarray(nnx.jit(pretrained.embed)(model, sentences.tokens, sentences.valid))
 
 
+@pytest.mark.slow
 def test_minilm_embeds_as_the_formula(minilm, sentences, embedded):
     from safetensors.numpy import load_file
 
@@ -334,6 +338,7 @@ def test_minilm_embeds_as_the_formula(minilm, sentences, embedded):
     assert np.abs(embedded[1] - embeddings_reference(hidden, valid)).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_minilm_knows_what_belongs_together(sentences, embedded):
     cosines = embedded[1] @ embedded[1].T
     same = sentences.groups[:, None] == sentences.groups
@@ -341,6 +346,7 @@ def test_minilm_knows_what_belongs_together(sentences, embedded):
     assert related.min() > unrelated.max() and related.mean() - unrelated.mean() > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
     model, alone = embedded

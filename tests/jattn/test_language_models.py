@@ -13,11 +13,11 @@ from flax import nnx
 from scipy.special import erf
 
 from jattn import interop
+from jattn.interop._gguf import read_gguf
+from jattn.interop._products import FEW, LARGE, dot_general
 from jattn.interop.family import refuse, small
-from jattn.interop.gguf import read_gguf
 from jattn.interop.llama import LLAMA as LLAMA_FAMILY
 from jattn.interop.llama import llama as read_llama
-from jattn.interop.products import FEW, LARGE, dot_general
 from jattn.positions import Rotary
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER = 37, 3, 4, 2, 8, 32, 48

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jattn import masks
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
-from jattn.mods import mod_semantics
-from jattn.tables import range_in_row
+from jattn.mods.arrays import mod_semantics
+from jattn.mods.lookup import range_in_row
 
 T, S = 7, 11
 IDS = np.array([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 4, 4, 4, 4]])
@@ -75,6 +75,7 @@ compositions = st.recursive(leaves, join, max_leaves=4)
 blocks = st.tuples(st.integers(0, T + 1), st.integers(1, 5), st.integers(0, S + 1), st.integers(1, 5))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(compositions, blocks, st.integers(0, 1), st.integers(0, 2))
 def test_bounds_are_sound(composition, block, b, h):
@@ -100,6 +101,76 @@ def test_bounds_of_single_masks_are_exact(name):
         assert may == seen.any() or name.startswith("segments")
 
 
+HAVE_NO_INTERVAL = {name for name in MEANING if name.startswith(("segments", "dense"))}
+KEYS = range(-3, S + 3)
+
+
+def sees_interval(found, rows):
+    first, last = (np.broadcast_to(end, len(rows)) for end in found)
+    return np.array([[low <= kv <= high for kv in KEYS] for low, high in zip(first, last, strict=True)])
+
+
+@settings(max_examples=300)
+@given(compositions, st.integers(0, 1), st.integers(0, 2), st.integers(-4, T))
+def test_an_interval_is_exact(composition, b, h, start):
+    mask, sees = composition
+    rows = np.arange(start, start + 5, dtype=np.int32)
+    found = masks.interval(mask, np.int32(b), np.int32(h), rows)
+    if found is not None:
+        assert not any(isinstance(end, jax.Array) for end in found), "static input must give NumPy output"
+        np.testing.assert_array_equal(sees_interval(found, rows), brute_force(sees, b, h, rows, KEYS))
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_which_masks_have_an_interval(name):
+    mask, sees = MEANING[name]
+    index = np.int32(0)
+    at = index, index, np.arange(T, dtype=np.int32)
+    assert (masks.interval(mask, *at) is None) == (name in HAVE_NO_INTERVAL)
+    assert masks.interval(~mask, *at) is None and masks.interval(mask & plain, *at) is None
+    for joined, wanted in (
+        (mask & Causal(), lambda *at: sees(*at) and at[3] <= at[2]),
+        (mask | Prefix(3), lambda *at: sees(*at) or at[3] < 3),
+    ):
+        found = masks.interval(joined, *at)
+        is_one = name not in HAVE_NO_INTERVAL and ("window" not in name or isinstance(joined, masks.And))
+        assert (found is not None) == is_one
+        if found is not None:
+            np.testing.assert_array_equal(sees_interval(found, range(T)), brute_force(wanted, 0, 0, range(T), KEYS))
+
+
+def test_intervals_that_leave_no_gap_but_start_apart_are_not_joined():
+    """Whether they leave one depends on numbers, which may be traced."""
+    at = np.int32(0), np.int32(0), np.arange(T, dtype=np.int32)
+    assert masks.interval(SlidingWindow(2) | SlidingWindow(3), *at) is None
+    assert masks.interval(Causal() | SlidingWindow(2**31 - 1, 2), *at) is not None
+
+
+def test_traced_intervals_are_the_same():
+    every = {name: mask for name, (mask, _) in MEANING.items()}
+    every |= {f"{name} and prefix": mask & Prefix(2) for name, mask in every.items()}
+    every |= {"or": (Causal() & Padding(np.array([5, 0]))) | Prefix(2)}
+    at = np.array([[0], [1], [9]], np.int32), np.int32(1), np.arange(-3, T, dtype=np.int32)[None, :]
+
+    def of_all(every, at):
+        return {name: masks.interval(mask, *at) for name, mask in every.items()}
+
+    traced, static = jax.jit(of_all)(every, at), of_all(every, at)
+    assert {name for name, found in static.items() if found is not None} == {
+        name for name in every if name.removesuffix(" and prefix") not in HAVE_NO_INTERVAL
+    }
+    jax.tree.map(lambda got, wanted: np.testing.assert_array_equal(*np.broadcast_arrays(got, wanted)), traced, static)
+
+
+def test_an_interval_has_only_the_axes_that_it_depends_on():
+    at = np.zeros((2, 1, 1), np.int32), np.zeros((1, 3, 1), np.int32), np.arange(T, dtype=np.int32)
+    shape = lambda mask: np.broadcast_shapes(*(np.shape(end) for end in masks.interval(mask, *at)))
+    assert shape(Causal() & SlidingWindow(2, 1)) == (T,)
+    assert shape(Prefix(3)) == shape(Padding(np.array([5]))) == ()
+    assert shape(Padding(np.array([5, 0]))) == (2, 1, 1)
+    assert shape(Padding(np.array([5, 0])) & Causal()) == (2, 1, T)
+
+
 (STARTS, KV_STARTS), (ENDS_OF, KV_ENDS) = np.ix_([0, 3], [0, 4, 8]), np.ix_([2, 6], [3, 7, 10])
 GRID = (1, 2, STARTS, ENDS_OF, KV_STARTS, KV_ENDS)
 
@@ -115,6 +186,7 @@ def test_bounds_of_a_grid_of_blocks(name):
         assert masks.bounds(mask, 1, 2, q_min, q_max, kv_min, kv_max) == tuple(x[i, j] for x in found)
 
 
+@pytest.mark.slow
 def test_traced_is_the_same():
     """Pairs and a grid of blocks, for all masks as arguments of one compiled function."""
     every = {name: mask for name, (mask, _) in MEANING.items()}
@@ -166,7 +238,16 @@ def test_a_mask_as_an_argument_of_a_jitted_function():
         np.testing.assert_array_equal(seen(mask), mask(0, 0, q, kv))
 
 
-@pytest.mark.parametrize("cast", [np.uint8, np.int8, np.uint32, np.int64, jnp.uint8, jnp.uint32])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        np.uint8,
+        np.int8,
+        np.uint32,
+        np.int64,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.uint8, jnp.uint32)),
+    ],
+)
 def test_narrow_and_unsigned_integers_mean_the_same(cast):
     q = np.arange(T)
     plain = [Causal() & SlidingWindow(2, 1), Prefix(3), Padding(np.array([3, 5])), Segments(IDS)]
@@ -199,6 +280,14 @@ def test_windows_at_the_ends_of_int32(traced, left, right):
             seen = mask(0, 0, ends[:, None], ends[None, :])
         return seen, masks.bounds(mask, 0, 0, low[:, None], high[:, None], low[None, :], high[None, :])
 
+    def interval(window, ends):
+        return masks.interval(SlidingWindow(*window), ends[0], ends[0], ends)
+
+    low, high = (jax.jit(interval) if traced else interval)(window, ENDS.astype(np.int32))
+    low, high = (np.broadcast_to(end, len(ENDS))[:, None] for end in (low, high))
+    inside = (ENDS > -(2**31)) & (ENDS < 2**31 - 1)  # keys at the ends are not part of any interval
+    np.testing.assert_array_equal(((low <= ENDS) & (ENDS <= high))[:, inside], wanted[:, inside])
+
     seen, (may, must) = (jax.jit(found) if traced else found)(window, ENDS.astype(np.int32))
     np.testing.assert_array_equal(np.broadcast_to(seen, wanted.shape), wanted)
     may, must = (np.broadcast_to(x, (len(first),) * 2) for x in (may, must))
@@ -216,6 +305,18 @@ def test_bounds_at_the_ends_of_int32(name):
             may, must = masks.bounds(mask, 1, 2, *(np.int32(x) for x in (*q_ends, *kv_ends)))
             seen = brute_force(sees, 1, 2, *(range(max(a, -3), min(b, 15) + 1) for a, b in (q_ends, kv_ends)))
             assert (may or not seen.any()) and not (must and not seen.all())
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_lengths_at_the_ends_of_int32_have_intervals(traced):
+    at = np.array([[0], [1], [2]], np.int32), np.int32(0), np.int32(0)
+    of = jax.jit(masks.interval) if traced else masks.interval
+    for length in (-(2**31), -(2**31) + 1, 2**31 - 1):
+        for mask in (Prefix(np.int32(length)), Padding(np.array([length, 5], np.int32))):
+            first, last = (np.broadcast_to(end, (3, 1)) for end in of(mask, *at))
+            for key in (-(2**31) + 1, 0, 4, 2**31 - 2):
+                wanted = [key < length, key < 5, False] if isinstance(mask, Padding) else [key < length] * 3
+                np.testing.assert_array_equal(((first <= key) & (key <= last)).ravel(), wanted)
 
 
 class TestRanges:

@@ -14,11 +14,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jattn
-from jattn import heads, masks, mods, placement
-from jattn.hoist import hoist
+from jattn import heads, masks
+from jattn.blocks import plan
+from jattn.core import shard
+from jattn.core.arguments import make_args
 from jattn.kernels import blockwise
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
-from jattn.request import make_request
+from jattn.mods import pytree
+from jattn.mods.closure_convert import closure_convert
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, then
 
 IDS = np.array([0, 0, 1, 1], np.int32)
@@ -184,7 +187,7 @@ class Mutable:
 class TestOfOnesOwn:
     B, T, N, H = 2, 64, 2, 4
 
-    @pytest.mark.parametrize("joined", [False, True])
+    @pytest.mark.parametrize("joined", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_bounds_are_kept_on_a_mesh(self, joined):
         mask = Dilated(jnp.array([32, 48]))
         mask = mask & see_even if joined else mask
@@ -192,17 +195,17 @@ class TestOfOnesOwn:
             jnp.asarray(np.random.default_rng(i).normal(size=(self.B, self.T, self.N, self.H)), jnp.float32)
             for i in range(3)
         )
-        request = make_request(q, k, v, mask=mask)
-        place = placement.Placement(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
+        args = make_args(q, k, v, mask=mask)
+        place = shard.MeshAxes(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
         kinds = []
 
-        def run(request):
-            (one,) = request.masks
+        def run(args):
+            (one,) = args.masks
             kinds.append(type(one))
-            may, _ = blockwise.block_table(request, (16, 16))
-            return blockwise.Blockwise().run(request)[0], may
+            may, _ = plan.block_table(args, (16, 16))
+            return blockwise.Blockwise().run(args)[0], may
 
-        out, may = jax.jit(lambda request: placement.per_device(run, request, place, ("btnd", "b")))(request)
+        out, may = jax.jit(lambda args: shard.per_device(run, args, place, ("btnd", "b")))(args)
         assert kinds == [type(mask)]
         np.testing.assert_array_equal(may[:, 0], [[False, False, True, True], [False, False, False, True]])
         wanted = jattn.dot_product_attention(q, k, v, mask=lambda *at: mask(*at), implementation="xla")
@@ -229,14 +232,14 @@ class TestOfOnesOwn:
         ],
     )
     def test_which_hold_plain_functions(self, mod, plain):
-        assert mods.holds_plain_function(mod) == plain
+        assert pytree.holds_plain_function(mod) == plain
         if not plain:
-            assert hoist(mod, lambda result: None, (2, 2)) is mod
+            assert closure_convert(mod, lambda result: None, (2, 2)) is mod
 
     def test_hoisted_in_place(self):
         """The other parts of a mask stay as they are, and arrays captured by its function become leaves."""
         limit = jnp.int32(3)
-        mask = hoist(Prefix(5) & (lambda b, h, q, kv: kv < limit), lambda result: None, (2, 2))
-        assert jax.tree.leaves(mask) == [5, limit] and not mods.holds_plain_function(mask)
+        mask = closure_convert(Prefix(5) & (lambda b, h, q, kv: kv < limit), lambda result: None, (2, 2))
+        assert jax.tree.leaves(mask) == [5, limit] and not pytree.holds_plain_function(mask)
         assert masks.bounds(mask, 0, 0, 0, 9, 5, 9) == (False, False)
         assert mask(0, 0, 0, np.arange(5)).tolist() == [True, True, True, False, False]

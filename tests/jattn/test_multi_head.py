@@ -37,6 +37,7 @@ def by_hand(params, x, x_kv, gate=None):
     return y + params["out"]["bias"]
 
 
+@pytest.mark.slow
 def test_cross_attention_is_the_sum_over_heads(getkey):
     params, x, x_kv = layer(getkey)
     y = jattn.multi_head_attention(params, x, x_kv)
@@ -44,6 +45,7 @@ def test_cross_attention_is_the_sum_over_heads(getkey):
     np.testing.assert_allclose(jattn.multi_head_attention(params, x[0], x_kv[0]), y[0], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_self_attention_and_weights(getkey):
     params, x, _ = layer(getkey)
@@ -55,6 +57,7 @@ def test_self_attention_and_weights(getkey):
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_concat_times_w_o_is_the_sum_of_z_i_w_i(getkey):
     params, x, _ = layer(getkey, use_bias=False)
     query, key, value = (project(params[name], x) for name in ("query", "key", "value"))
@@ -113,6 +116,7 @@ def test_position_reaches_queries_and_keys(getkey):
     assert np.abs(at(here + 1, here) - call()).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_init_is_lecun_normal_in_flaxs_tree(getkey):
     params = jattn.init_multi_head(getkey(), 64, 8, num_kv_heads=2, value_dim=16, kv_model_dim=48, use_bias=True)
     shapes = jax.tree.map(jnp.shape, params)
@@ -136,11 +140,12 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
             lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)),
             r"head_gate must be \[N\] = \[4\]",
         ),
-        (
+        pytest.param(
             lambda: jattn.multi_head.attend_heads(
                 *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)
             ),
             r"expected batch axes \(2, 2\) and 3 more",
+            marks=pytest.mark.slow,
         ),
     ],
 )

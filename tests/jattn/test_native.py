@@ -181,28 +181,6 @@ def test_calls_at_the_same_time(getkey):
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-REFUSED = {
-    "float64": ({}, np.float64, "it takes 16 or 32 bits, not float64"),
-    "bias": ({"bias": np.zeros((T, T), np.float32)}, np.float32, "it takes no bias"),
-    "function": ({"mask": lambda b, h, q, kv: q > kv}, np.float32, "it takes no masks but Causal, "),
-    "or": ({"mask": masks.Causal() | masks.SlidingWindow(3)}, np.float32, "it takes no masks but Causal, "),
-    "two": ({"mask": masks.Segments(IDS) & masks.Segments(IDS)}, np.float32, "it takes no masks but .* one Segments"),
-    "score": ({"score_mod": lambda s, b, h, q, kv: 2 * s}, np.float32, "it takes no score_mod but SoftCap and Alibi"),
-    "positions": ({"kv_positions": np.arange(T)}, np.float32, "it takes no positions of keys"),
-    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, np.float32, "it takes no dropout"),
-}
-
-
-@needs_package
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_take(name):
-    options, dtype, reason = REFUSED[name]
-    with jax.enable_x64(True):
-        qkv = [np.zeros((B, T, heads, 16), dtype) for heads in (N, K, K)]
-        with pytest.raises(jattn.Unsupported, match=f"implementation='native' cannot do this: {reason}"):
-            attend(*qkv, **options, implementation="native")
-
-
 @needs_package
 def test_what_it_is_not_lowered_for(getkey):
     qkv = arrays(getkey(), 20, 20)
@@ -218,12 +196,6 @@ def test_what_it_is_not_lowered_for(getkey):
     spec = jax.sharding.PartitionSpec("batch")
     mapped = jax.shard_map(functools.partial(attend, implementation="native"), mesh=mesh, in_specs=spec, out_specs=spec)
     compare(jax.jit(mapped)(*qkv), attend(*qkv, implementation="xla"))
-
-
-@needs_package
-def test_settings():
-    with pytest.raises(jattn.Unsupported, match=r"width must be one of \(None, 4, 8, 16\), got 5"):
-        attend(*[np.zeros((1, 4, 1, 16), np.float32)] * 3, implementation=Native(5))
 
 
 @pytest.mark.slow

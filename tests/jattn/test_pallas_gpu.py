@@ -1,4 +1,4 @@
-"""Our own GPU kernels: several blocks in Pallas' interpreter, what is lowered, refused and listed.
+"""Our own GPU kernels: several blocks in Pallas' interpreter, what is lowered and listed.
 
 The conformance table runs them on its cases in kind, in a single block.
 """
@@ -13,9 +13,9 @@ from jattn import masks, score_mods
 from jattn.heads import statistics
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
-from jattn.kernels.gpu_functions import FUNCTIONS, run
-from jattn.kernels.gpu_tiles import block_lists
 from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
+from jattn.kernels.pallas_gpu.mosaic_ops import FUNCTIONS, run
+from jattn.kernels.pallas_gpu.schedule import row_lists
 from tests.jattn.interpreted import Interpreted
 
 B, T, S, N, K, H = 1, 203, 150, 2, 1, 64
@@ -194,25 +194,6 @@ def test_is_lowered_for_nvidia_gpus_alone():
     assert text.count("mosaic_gpu_v2") == 3  # the log-sum-exp, the sums of queries, those of keys
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "dropout"),
-        ({"mask": masks.Dense(jnp.ones((T, S), bool))}, "its mask needs dynamic_slice by query and key together"),
-        ({"score_mod": lambda s, *_: jax.scipy.special.gammaln(s)}, "its score_mod needs lgamma"),
-        ({"score_mod": lambda s, *_: jax.nn.relu(s)}, "its score_mod needs a function with a derivative of its own"),
-    ],
-)
-@NEW
-def test_what_is_not_supported_is_refused_with_the_reason(options, reason):
-    with pytest.raises(Unsupported, match=reason):
-        jattn.dot_product_attention(*qkv(), implementation="pallas_gpu", **options)
-    with pytest.raises(Unsupported, match="float16 and bfloat16, not float32"):
-        jattn.dot_product_attention(*qkv(dtype=jnp.float32), implementation="pallas_gpu")
-    types = [jax.ShapeDtypeStruct((1, 2**19, 1, 64), jnp.bfloat16)] * 3
-    assert "8192 by 8192 blocks are too many" in jattn.explain(*types, implementation=PallasGPU())
-
-
 def test_an_older_jax_is_refused():
     if jax.__version_info__ >= OLDEST:
         pytest.skip("this JAX is new enough")
@@ -255,7 +236,7 @@ def test_the_lists_of_blocks(by_key):
     some = np.array([[[1, 0, 1], [0, 0, 0], [1, 1, 0]]], bool)
     every = some & np.array([[0, 0, 1], [0, 0, 0], [0, 1, 0]], bool)
     full_first = [[1, 5], [4], [0]] if by_key else [[4, 1], [1], [2, 1]]
-    for lists in (block_lists(some, every, by_key), jax.jit(block_lists, static_argnums=2)(some, every, by_key)):
+    for lists in (row_lists(some, every, by_key), jax.jit(row_lists, static_argnums=2)(some, every, by_key)):
         entries, counts = map(np.asarray, lists)
         assert [list(row[:count]) for row, count in zip(entries[0], counts[0], strict=True)] == full_first
 
@@ -266,8 +247,8 @@ def test_the_lists_dealt_out():
     for table in some, np.zeros_like(some):
         every = table & (np.random.default_rng(1).random(table.shape) < 0.5)
         for lists in (
-            block_lists(table, every, False, 3),
-            jax.jit(block_lists, static_argnums=(2, 3))(table, every, False, 3),
+            row_lists(table, every, False, 3),
+            jax.jit(row_lists, static_argnums=(2, 3))(table, every, False, 3),
         ):
             entries, counts = (np.asarray(x).reshape(2, 3, 3, *x.shape[2:]) for x in lists)
             assert (counts >= 1).all() and (counts.max(2) - counts.min(2) <= 1).all()

@@ -82,6 +82,7 @@ def test_heads_without_layers_wrap():
     assert heads[4].get_subplotspec().rowspan.start == 1
 
 
+@pytest.mark.slow_except("False-7")
 @pytest.mark.parametrize("size", [7, 32, 64, 200])
 @pytest.mark.parametrize("grid", [False, True])
 def test_labels_do_not_overlap(size, grid):

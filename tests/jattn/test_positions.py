@@ -28,6 +28,7 @@ def turned(x, position, base, dim):
     return np.concatenate([z.real, z.imag, x[dim:]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction, dim", [(1.0, 12), (0.5, 6), (0.34, 4)])
 def test_rotary(getkey, fraction, dim):
     x = jax.random.normal(getkey(), (2, 5, 3, 12))

@@ -8,7 +8,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn import heads, masks
-from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
+from jattn.core.arguments import make_args
+from jattn.sharding._ring import Ring, from_zigzag, ring_blocks, to_zigzag
 from tests.ring_cases import (
     CASES,
     Case,
@@ -30,6 +31,7 @@ def test_eight_devices():
     assert len(jax.devices()) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_device(name):
     # `bench --suite sharding` tests all gradients, layouts and numbers of devices, which takes a quarter of an hour
@@ -38,6 +40,7 @@ def test_values_are_those_of_one_device(name):
     assert off(found, wanted) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -51,18 +54,21 @@ def test_gradients_are_those_of_one_device(name):
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices, layout", [(1, "zigzag"), (2, "contiguous"), (8, "zigzag")])
 def test_with_any_number_of_devices(devices, layout):
     row = numbers("function that captures a table", devices, layout)
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal window", "lengths, one of them 0"])
 def test_in_blocks_that_divide_nothing(name):
     row = numbers(name, 2, "zigzag", (3, 3))
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_the_comparison_is_not_a_dummy():
     results, _ = expected("causal")
     assert off(results, expected("causal")[0]) == 0.0
@@ -73,6 +79,7 @@ def test_the_comparison_is_not_a_dummy():
     assert off(in_a_ring("plain", Ring(mesh_of(2), "sequence"))[0], results) > 0.1
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_good_as_on_one_device():
     given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in inputs(CASES["causal"]).items()}
     (exact, _), _ = expected("causal")
@@ -81,6 +88,7 @@ def test_bfloat16_is_as_good_as_on_one_device():
     assert off(there.astype(jnp.float32), exact) <= 1.5 * off(here.astype(jnp.float32), exact) <= 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit])
 def test_sequences_heads_and_length_at_once(kinds):
     """All three in one call, on both kinds of meshes; with explicit axes, batch and heads need not be named."""
@@ -101,6 +109,7 @@ def test_sequences_heads_and_length_at_once(kinds):
     assert "collective-permute" in text and "all-gather" not in text
 
 
+@pytest.mark.slow
 def test_key_heads_that_all_devices_have():
     """Two key heads on four devices along the head axis: each has both and uses one, and their gradients are summed."""
     mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
@@ -123,6 +132,7 @@ def lowered(devices, layout, length, N=4, block_sizes=None, **options):
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_no_device_ever_holds_the_sequence(layout):
     """No array in the program is as long as the sequence, and twice as many devices halve the memory of each."""
@@ -141,25 +151,24 @@ def hops(text):
     return text.count("collective_permute")
 
 
+@pytest.mark.slow
 def test_keys_travel_as_far_as_somebody_sees_them():
     """A window that reaches only the next device needs one hop of keys and values; in zigzag, one in each direction."""
     window = lowered(8, "contiguous", 64, local_window_size=(5, 0), is_causal=True).as_text()
     nothing = lowered(8, "contiguous", 64, mask=masks.Segments(np.arange(64) // 8)).as_text()
     assert hops(nothing) == 0 and 0 < hops(window)
     ring = Ring(mesh_of(8), "sequence")
-    request = jattn.request.make_request(
-        *(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0)
-    )
-    assert ring.plan(request).steps == (0, 1)
-    assert Ring(mesh_of(8), "sequence", layout="zigzag").plan(request).steps == (0, 1, 7)
+    args = make_args(*(np.zeros((1, 64, 1, 4), np.float32),) * 3, is_causal=True, local_window_size=(4, 0))
+    assert ring.plan(args).steps == (0, 1)
+    assert Ring(mesh_of(8), "sequence", layout="zigzag").plan(args).steps == (0, 1, 7)
     traced = jax.eval_shape(
-        lambda q: ring.plan(jattn.request.make_request(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
+        lambda q: ring.plan(make_args(q, q, q, mask=masks.SlidingWindow(q.astype(int).max()))) and q,
         jnp.zeros((1, 64, 1, 4)),
     )
     assert traced.shape == (1, 64, 1, 4)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_zigzag_gives_all_devices_the_same_causal_work(devices):
     zigzag, contiguous = (
         ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous")
@@ -169,6 +178,7 @@ def test_zigzag_gives_all_devices_the_same_causal_work(devices):
     assert contiguous.sum(1).max() > 1.4 * contiguous.sum(1).mean()
 
 
+@pytest.mark.slow
 def test_blocks_are_counted_as_they_are_computed():
     """The count equals the number of pairs whose scores a device computes."""
     computed = []
@@ -194,6 +204,7 @@ def test_zigzag_order():
         to_zigzag(jnp.arange(10), 4, axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)]
 )
@@ -220,6 +231,7 @@ def test_statistics_are_those_of_one_device(layout, kinds):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_layer_looks_at_itself_in_a_ring():
     """Gates, statistics and heads of ``multi_head_attention``; the output is bit-identical."""
@@ -237,6 +249,7 @@ def test_a_layer_looks_at_itself_in_a_ring():
     np.testing.assert_allclose(found["entropy"], statistics["entropy"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_nobody_sees_may_be_nan():
     given = inputs(CASES["plain"])
     clean, dirty = ({name: x.copy() for name, x in given.items()} for _ in range(2))
@@ -255,6 +268,7 @@ def test_no_queries_no_keys():
     assert not out.any() and (lse == -jnp.inf).all()
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_nothing_has_no_gradient():
     """Even if the derivative of the loss at its output, 0, is infinite."""
     case = Case({"query_seq_lengths": np.array([20, 3])})

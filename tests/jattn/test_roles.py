@@ -112,7 +112,9 @@ def test_a_perfect_induction_head_scores_1_and_not_a_half():
     assert found["support"]["induction"].tolist() == [n]
 
 
-@pytest.mark.parametrize("shift, pattern", [(0, "duplicate_token"), (1, "induction")])
+@pytest.mark.parametrize(
+    "shift, pattern", [pytest.param(0, "duplicate_token", marks=pytest.mark.slow), (1, "induction")]
+)
 def test_induction_is_not_off_by_one(shift, pattern):
     """It attends to the token *after* the earlier occurrence; a duplicate-token head, to the occurrence itself."""
     n = 12
@@ -124,6 +126,7 @@ def test_induction_is_not_off_by_one(shift, pattern):
     np.testing.assert_allclose(found[other], 0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_uniform_causal_head_is_not_coherent():
     """Query t sees only t keys. Entropy divided by ln T would call a uniform head at length 29 0.27 coherent, so each
     row is divided by the maximum for its own keys."""
@@ -135,6 +138,7 @@ def test_a_uniform_causal_head_is_not_coherent():
     np.testing.assert_allclose(heads.entropy(jnp.asarray(weights), jnp.tri(T, dtype=bool)), 1.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_divergence_never_passes_its_maximum():
     """A sum over rows can exceed ln 2; the mean over rows, divided by ln 2, is at most 1."""
     T = 8

@@ -6,14 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import mods, score_mods
+from jattn import score_mods
+from jattn.mods.arrays import mod_semantics
+from jattn.mods.validation import check_fits
 
 Q, KV = np.arange(150)[:, None], np.arange(170)[None, :]
 SCORE = np.random.default_rng(0).normal(size=(150, 170)).astype(np.float32)
 
 
 def call(mod, score=SCORE, h=1):
-    with mods.mod_semantics():
+    with mod_semantics():
         return mod(jnp.asarray(score), 0, h, jnp.asarray(Q), jnp.asarray(KV))
 
 
@@ -30,7 +32,7 @@ def test_alibi():
     np.testing.assert_allclose(call(score_mods.Alibi(slopes)), SCORE - 0.25 * np.abs(Q - KV), rtol=1e-6)
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("bidirectional", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_relative_bias_buckets(bidirectional):
     """T5's buckets, computed in Python for each offset, with 32 buckets and the default distance of 128."""
 
@@ -69,14 +71,14 @@ def test_soft_cap_and_then():
 ENDS = np.array([-(2**31), -(2**30) - 7, -3, 0, 2, 2**24 + 1, 2**24 + 4, 2**31 - 5, 2**31 - 1])
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [pytest.param(np.int32, marks=pytest.mark.slow), np.int64])
 def test_distances_at_the_ends_of_int32(dtype):
     """Compared with Python integers, which do not overflow; float32 rounds large distances."""
     score = np.zeros((len(ENDS),) * 2, np.float32)
     offset = ENDS[None, :] - ENDS[:, None]
     q, kv = ENDS.astype(dtype)[:, None], ENDS.astype(dtype)[None, :]
     table = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
-    with mods.mod_semantics():
+    with mod_semantics():
         found = score_mods.Alibi(np.array([9.0, 0.5], np.float32))(score, 0, 1, q, kv)
         biased = score_mods.RelativeBias(table, False, 16)(score, 0, 1, q, kv)
     np.testing.assert_allclose(found, -0.5 * abs(offset), rtol=1e-7)
@@ -87,11 +89,11 @@ def test_distances_at_the_ends_of_int32(dtype):
     np.testing.assert_array_equal(biased[near], table[np.reshape(wanted, offset.shape), 1][near])
 
 
-@pytest.mark.parametrize("cast", [np.uint8, np.int8, np.uint32, jnp.uint8])
+@pytest.mark.parametrize("cast", [np.uint8, np.int8, np.uint32, pytest.param(jnp.uint8, marks=pytest.mark.slow)])
 def test_narrow_and_unsigned_positions_mean_the_same(cast):
     q, score = np.arange(9), np.zeros((9, 9), np.float32)
     for mod in (score_mods.Alibi(np.ones(1, np.float32)), score_mods.RelativeBias(np.arange(32.0)[:, None])):
-        with mods.mod_semantics():
+        with mod_semantics():
             found, wanted = (mod(score, 0, 0, x[:, None], x[None, :]) for x in (cast(q), q))
         np.testing.assert_array_equal(found, wanted)
         assert len(np.unique(wanted)) > 8
@@ -100,7 +102,7 @@ def test_narrow_and_unsigned_positions_mean_the_same(cast):
 def test_a_table_for_other_heads():
     alibi, bias = score_mods.Alibi(np.ones(3)), score_mods.RelativeBias(np.ones((8, 3)))
     for mod in (alibi, bias, score_mods.then(score_mods.SoftCap(2.0), alibi), score_mods.then(bias, lambda s, *at: s)):
-        mod_check = functools.partial(mods.check, mod, 2)
+        mod_check = functools.partial(check_fits, mod, 2)
         mod_check(3, 7, 7)
         with pytest.raises(ValueError, match=r"with N = 2 query heads, got shape \[.*3\]"):
             mod_check(2, 7, 7)

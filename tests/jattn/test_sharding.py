@@ -16,15 +16,8 @@ import jattn.linen
 import jattn.nnx
 from jattn import heads, masks
 from jattn.score_mods import Alibi, alibi_slopes
-from jattn.sharding import (
-    HeadParallel,
-    Ring,
-    from_zigzag,
-    head_parallel_attention,
-    ring_attention,
-    ring_blocks,
-    to_zigzag,
-)
+from jattn.sharding._head_parallel import HeadParallel, head_parallel_attention
+from jattn.sharding._ring import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 SHARDED = PartitionSpec("data", None, "heads")
@@ -71,6 +64,7 @@ MASK = masks.Causal() & (lambda b, h, q, kv: (q + kv + b + h) % 3 > 0)
 SLOPES = jnp.asarray(alibi_slopes(N))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, implementation", [(KINDS[0], "xla"), (KINDS[0], "blockwise"), (KINDS[1], "xla"), (KINDS[1], "blockwise")]
 )
@@ -89,6 +83,7 @@ def test_plain_sharded_arrays_just_work(kind, implementation, K):
         assert "all-gather" not in compiled.lower(sharded, SLOPES).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [8, 2, 1])
 def test_head_parallel(K):
     mesh, given = mesh_of(AxisType.Auto), arrays(K)
@@ -100,6 +95,7 @@ def test_head_parallel(K):
     close(plain, jattn.dot_product_attention(*given, None, MASK))
 
 
+@pytest.mark.slow
 def test_eager_calls_on_typed_arrays():
     given = arrays(4)
     query, key, value = placed(mesh_of(AxisType.Explicit), *given)
@@ -108,6 +104,7 @@ def test_eager_calls_on_typed_arrays():
     close(np.asarray(out), jattn.dot_product_attention(*given, is_causal=True))
 
 
+@pytest.mark.slow
 def test_looking_at_typed_arrays():
     given = arrays(4)
     query, key, _ = placed(mesh_of(AxisType.Explicit), *given)
@@ -146,6 +143,7 @@ def params_of(kind):
     return params, x, sharded, lie(x, "data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layer_as_a_function(kind):
     params, x, sharded, here = params_of(kind)
@@ -155,6 +153,7 @@ def test_the_layer_as_a_function(kind):
     close(step(sharded, here), step(params, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nnx_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
     mesh = mesh_of(kind)
@@ -178,6 +177,7 @@ def test_nnx_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
     close(np.asarray(y), make(jattn.nnx.MultiHeadAttention)(x, is_causal=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_linen_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
     mesh = mesh_of(kind)
@@ -262,7 +262,7 @@ def test_keys_must_lie_where_queries_do():
             jattn.dot_product_attention(one, key, value)
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (1, 1)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 4), marks=pytest.mark.slow), (1, 1)])
 def test_axes_of_one_device_are_part_of_the_type(shape):
     """The carry of a scan then has the same type before and after."""
     mesh = jax.make_mesh(shape, ("data", "heads"), devices=jax.devices()[: shape[1]])
@@ -275,6 +275,7 @@ def test_axes_of_one_device_are_part_of_the_type(shape):
     assert jax.typeof(run(query)) == jax.typeof(query)
 
 
+@pytest.mark.slow
 def test_mixed_axes_are_left_as_they_are():
     """Automatic and unnamed axes may still divide an array, which is not gathered."""
     given = arrays(8)
@@ -288,6 +289,7 @@ def test_mixed_axes_are_left_as_they_are():
         close(np.asarray(call(*there)), forward(*given))
 
 
+@pytest.mark.slow
 def test_typed_positions_ids_and_orders():
     mesh = jax.make_mesh((2, 4), ("data", "row"))
     lie = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -307,6 +309,7 @@ def test_typed_positions_ids_and_orders():
     close(np.asarray(from_zigzag(turned, 4)), given[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [False, True])
 def test_a_layer_in_zigzag_order_knows_its_positions(module):
     """Rotary positions and returned weights are in token order, also without explicit positions."""
@@ -331,6 +334,7 @@ def test_a_layer_in_zigzag_order_knows_its_positions(module):
     close(there, weights[:, :, order][..., order])
 
 
+@pytest.mark.slow
 def test_statistics_with_divided_heads():
     query, key, _ = arrays(4)
     how = HeadParallel(mesh_of(AxisType.Auto), "heads", "data")
@@ -341,6 +345,7 @@ def test_statistics_with_divided_heads():
         heads.statistics(query, key, implementation="xla")
 
 
+@pytest.mark.slow
 def test_a_score_function_that_jax_cannot_look_into():
     @dataclasses.dataclass(frozen=True)
     class Scaled:

@@ -1,10 +1,9 @@
-"""What the conformance table cannot ask of splash: several blocks, derivatives of other orders, refusals, what is lowered.
+"""What the conformance table cannot ask of splash: several blocks, other derivatives, traced masks, what is lowered.
 
 The kernels run in Pallas's interpreter, so shapes are a few blocks of 128.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,11 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn.batching import canonical
-from jattn.choice import IMPLEMENTATIONS
+from jattn.core.arguments import make_args
+from jattn.core.vmap import canonical
+from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn.kernels.splash import Splash, _plan, choose_size
-from jattn.kernels.splash_kernel import make_kernel
-from jattn.request import make_request
+from jattn.kernels.splash.kernel import make_kernel
 
 INTERPRETED = Splash((128, 128), interpret=True)
 RNG = np.random.default_rng(0)
@@ -214,31 +213,7 @@ def test_on_each_device_of_a_mesh():
 
 
 def request_of(B=2, T=7, S=11, N=4, K=2, H=8, D=8, dtype=jnp.float32, **options):
-    return make_request(*qkv(B, T, S, N, K, H, D, dtype), **options)
-
-
-REFUSED = {
-    "bias": ({"bias": jnp.zeros((7, 11))}, "no bias"),
-    "mask array": ({"mask": np.ones((7, 11), bool)}, r"no mask array; masks\.Dense\(array\) is a mask"),
-    "positions": ({"query_positions": np.arange(7)}, "no positions"),
-    "dropout": ({"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "no dropout"),
-    "precision": ({"precision": "highest"}, "no precision setting"),
-    "score_mod": ({"score_mod": score_mods.Alibi(np.ones(4, np.float32))}, "no score_mod but SoftCap"),
-    "cap": ({"score_mod": score_mods.SoftCap(jnp.float32(1))}, "cap of a SoftCap must be a plain number"),
-    "float16": ({"dtype": jnp.float16}, "float32 and bfloat16, not float16"),
-    "no keys": ({"S": 0}, "no empty arrays"),
-    "by sequence": ({"mask": masks.Dense(np.ones((2, 1, 7, 11), bool))}, "differ by sequence"),
-    "padding inside an or": ({"mask": masks.Padding(np.array([3, 4])) | masks.Causal()}, "differ by sequence"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_honestly(name):
-    options, reason = REFUSED[name]
-    request = request_of(**options)
-    assert re.search(reason, INTERPRETED.unsupported_reason(request))
-    with pytest.raises(jattn.Unsupported, match=f"interpret=True.* cannot do this: .*{reason}"):
-        INTERPRETED.run(request)
+    return make_args(*qkv(B, T, S, N, K, H, D, dtype), **options)
 
 
 def test_refuses_traced_masks():
@@ -253,16 +228,6 @@ def test_refuses_traced_masks():
     *traced, ids = reasons
     assert len(traced) == 3 and all("must be known while tracing" in reason for reason in traced)
     assert ids is None
-    with jax.enable_x64(True):
-        wide = jnp.zeros(11, jnp.int64)
-        assert "fit int32" in INTERPRETED.unsupported_reason(request_of(mask=masks.Segments(wide[:7], wide)))
-        assert "not float64" in INTERPRETED.unsupported_reason(request_of(dtype=jnp.float64))
-
-
-def test_refuses_arrays_that_may_be_divided():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        assert "may lie on several devices" in INTERPRETED.unsupported_reason(request_of())
 
 
 @pytest.mark.parametrize("sizes", [(128, 100), (0, 128)])
@@ -292,7 +257,7 @@ def blocks_of(T, S, **options):
     """The forward kernel's table of blocks: 0 is skipped. Its width is what the grid was shrunk to."""
     shape = {name: options.pop(name) for name in ("B",) if name in options}
     plans = []
-    trace = lambda *arrays: plans.append(_plan(canonical(make_request(*arrays, **options)), INTERPRETED))
+    trace = lambda *arrays: plans.append(_plan(canonical(make_args(*arrays, **options)), INTERPRETED))
     jax.eval_shape(trace, *qkv(T=T, S=S, N=1, K=1, **shape))
     return np.asarray(make_kernel(plans[0], 1).fwd_mask_info.block_mask)[0]
 

@@ -93,6 +93,7 @@ def at_positions(name):
     return jax.jit(lambda q, k, at: heads.statistics(q, k, query_positions=at, **OPTIONS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("at", ["slots", "shifted", "by sequence"])
 def test_every_statistic_is_that_of_the_weights(arrays, name, at):
@@ -115,6 +116,7 @@ def test_every_statistic_is_that_of_the_weights(arrays, name, at):
     check(found, expected)
 
 
+@pytest.mark.slow_except("window")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_statistics_of_tokens(name):
     rng = np.random.default_rng(4)
@@ -129,6 +131,7 @@ def test_statistics_of_tokens(name):
         np.testing.assert_allclose(one["induction"], found["induction"][0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_in_blocks_of_any_size(arrays):
     """Also blocks that extend past the end."""
     found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
@@ -136,6 +139,7 @@ def test_in_blocks_of_any_size(arrays):
     check(found, reference(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S)))
 
 
+@pytest.mark.slow
 def test_score_functions_and_a_known_lse(arrays):
     def bend(score, b, h, q, kv):
         return score + 0.3 * (q - kv)
@@ -163,6 +167,7 @@ def test_distance_of_positions_further_apart_than_int32_counts(getkey):
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_entropy_and_distance():
     """Compared with the derivatives of the dense formula."""
     query, key = (jax.random.normal(jax.random.key(i), (5, 2, 3)) for i in range(2))
@@ -218,6 +223,7 @@ DETECTORS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("duplicate_token", "induction")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_a_detector_knows_its_own_kind_alone(known, name):
     chance = known["uniform"][name]
@@ -271,6 +277,7 @@ def test_weight_on_a_set_of_keys_and_its_null(arrays):
         np.testing.assert_allclose(null[b], np.full(N, of_visible), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_long_sequences_take_memory_in_proportion():
     def temporaries(n):
         x = jnp.zeros((n, 1, 64))
@@ -283,6 +290,7 @@ def test_long_sequences_take_memory_in_proportion():
     assert temporaries(32768) < 64 * 2**20
 
 
+@pytest.mark.slow
 def test_equal_to_dense_at_1024():
     n, rng = 1024, np.random.default_rng(6)
     query, key = (rng.normal(size=(n, 2, 64)).astype(np.float32) for _ in range(2))
@@ -314,6 +322,7 @@ def test_equal_to_dense_at_1024():
     np.testing.assert_allclose(found["max_logit"], scores.max(-1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(B, T), (T,)])
 def test_queries_that_are_not_eligible_count_nowhere(arrays, shape):
     eligible = np.random.default_rng(5).random(shape) > 0.4
@@ -331,6 +340,7 @@ def test_queries_that_are_not_eligible_count_nowhere(arrays, shape):
             np.testing.assert_array_equal(found["support"][name], hidden["support"][name])
 
 
+@pytest.mark.slow
 def test_a_nan_is_never_hidden_and_never_spread(arrays):
     query = arrays[0].copy()
     query[0, 3, 1] = np.nan
@@ -343,6 +353,7 @@ def test_a_nan_is_never_hidden_and_never_spread(arrays):
         np.testing.assert_allclose(unseen[name], expected[name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_sinks_do_not_make_a_query_see(arrays):
     options = {"query_seq_lengths": np.array([3, 0])}
     sinks = np.full(N, -30.0, np.float32)
@@ -390,14 +401,15 @@ def test_tokens_of_another_shape(arrays, tokens):
 LENGTHS = [
     (33, jnp.float32),
     (300, jnp.bfloat16),
-    *(
-        pytest.param(length, dtype, marks=pytest.mark.slow)
-        for length, dtype in [(5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16)]
-    ),
+    (5, jnp.float32),
+    (300, jnp.float32),
+    (5, jnp.bfloat16),
+    (33, jnp.bfloat16),
 ]
 LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.5, 0.0, 1.0], np.float32)}}
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("length, dtype", LENGTHS)
 def test_nnx_sows_statistics_of_the_output_s_own_weights(length, dtype):
@@ -426,6 +438,7 @@ def test_nnx_sows_statistics_of_the_output_s_own_weights(length, dtype):
     assert found["entropy"].shape == (2, 4)
 
 
+@pytest.mark.slow_except("causal")
 @pytest.mark.bits
 @pytest.mark.parametrize("look", LOOKS)
 def test_linen_sows_statistics_beside_the_same_bits(look):

@@ -1,0 +1,186 @@
+"""What the NNX and Linen modules share: the arguments of Flax's ``MultiHeadAttention`` and ``attention_fn``."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike
+
+from jattn.cache import KVCache, append, to_flax
+from jattn.core.attention import softmax_dtype
+from jattn.multi_head import attend_heads, common_dtype, wants_statistics
+
+
+def attend_as_flax(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    dtype: Any,
+    mask: Any,
+    deterministic: bool,
+    dropout_rate: float,
+    dropout_rng: Any,
+    input_positions: ArrayLike | None = None,
+    **options: Any,
+) -> Any:
+    """``attend_heads`` with Flax's arguments: a mask array of any dtype, and dropout unless ``deterministic``.
+
+    ``input_positions`` are those of the queries, and of the keys if there are as many. ``options`` and the result are
+    those of ``attend_heads``.
+    """
+    query, key, value = common_dtype(query, key, value, dtype)
+    if deterministic or dropout_rate == 0.0:
+        dropout_rate, dropout_rng = 0.0, None
+    if input_positions is not None:
+        same = key.shape[-3] == query.shape[-3] and options.get("cache") is None
+        options |= {"query_positions": input_positions, "kv_positions": input_positions if same else None}
+    if mask is not None and not callable(mask):
+        mask = jnp.asarray(mask, bool)
+    return attend_heads(query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_rng=dropout_rng, **options)
+
+
+def weights_as_flax(
+    query: Array, key: Array, *, deterministic: bool, dropout_rate: float, dropout_rng: Any, **options: Any
+) -> tuple[Array, Array]:
+    """The weights ``[..., N, T, S]`` of ``attend_as_flax`` before and after dropout, float32 (float64 for float64).
+
+    ``options`` are those of ``attend_as_flax``.
+    """
+    off: dict[str, Any] = {"deterministic": True, "dropout_rate": 0.0, "dropout_rng": None}
+    _, weights = attend_as_flax(query, key, key, return_weights=True, **off, **options)
+    if deterministic or dropout_rate == 0.0:
+        return weights, weights
+    if dropout_rate == 1.0:
+        return weights, jnp.zeros_like(weights)
+    # With equal weights and the identity for values, the output shows which weights are kept.
+    alike = {"dtype": options["dtype"], "broadcast_dropout": options["broadcast_dropout"], "mask": None}
+    if "input_positions" in options:
+        alike["input_positions"] = options["input_positions"]
+    on: dict[str, Any] = {"deterministic": False, "dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    length = key.shape[-3]
+    identity = jnp.broadcast_to(jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length))
+    kept = attend_as_flax(jnp.zeros_like(query), jnp.zeros_like(key), identity, **on, **alike) != 0
+    return weights, jnp.where(jnp.swapaxes(kept, -2, -3), weights / (1.0 - dropout_rate), 0.0)
+
+
+def to_learn(mod: Any) -> dict[str, Any]:
+    """The float arrays of a score function as nested dicts, keyed by the names of their fields."""
+    learned: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mod):
+        if is_float_array(leaf):
+            *parts, name = _names(path)
+            place = functools.reduce(lambda place, part: place.setdefault(part, {}), parts, learned)
+            place[name] = jnp.array(leaf)  # a copy: parameters may be donated, and two layers may start from one array
+    return learned
+
+
+def with_learned(mod: Any, learned: Mapping[str, Any]) -> Any:
+    """``mod`` with the arrays of ``to_learn`` replaced by their learned values."""
+
+    def put(path, leaf):
+        return (
+            functools.reduce(lambda place, name: place[name], _names(path), learned) if is_float_array(leaf) else leaf
+        )
+
+    return jax.tree_util.tree_map_with_path(put, mod)
+
+
+def _names(path: tuple) -> list[str]:
+    return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+
+def is_float_array(x: Any) -> bool:
+    """Whether ``x`` is a floating-point array, which is learned."""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def split_results(
+    results: Any,
+    *,
+    return_weights: bool,
+    return_statistics: Sequence[str] | Mapping[str, Any],
+    return_heads: bool,
+    force_fp32: bool = False,
+) -> tuple[Array, dict[str, Any], KVCache | None]:
+    """``(z, intermediates by name, cache)`` from the result of ``attend_as_flax``; weights in the output's dtype."""
+    z, *others = results if isinstance(results, tuple) else (results,)
+    if force_fp32:
+        z = z.astype(softmax_dtype(z))
+    intermediates = {}
+    if return_weights:
+        intermediates["attention_weights"] = others.pop(0).astype(z.dtype)
+    if wants_statistics(return_statistics):
+        intermediates["attention_statistics"] = others.pop(0)
+    if return_heads:
+        intermediates["attention_heads"] = others.pop(0)
+    return z, intermediates, others.pop() if others else None
+
+
+def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:
+    """Flax's defaults for ``inputs_k`` and ``inputs_v``."""
+    if inputs_k is None:
+        if inputs_v is not None:
+            raise ValueError("inputs_v without inputs_k: pass the shared input as inputs_k and omit inputs_v")
+        return inputs_q, inputs_q
+    return inputs_k, inputs_k if inputs_v is None else inputs_v
+
+
+def choose_deterministic(dropout_rate: float, at_call: bool | None, at_construction: bool | None) -> bool:
+    """Whether dropout is off. The call overrides the constructor; one of them must say."""
+    if dropout_rate == 0.0:
+        return True
+    chosen = at_construction if at_call is None else at_call
+    if chosen is None:
+        raise ValueError("with dropout, pass deterministic=True or False, at construction or at the call")
+    return chosen
+
+
+def head_dims(num_heads: int, num_kv_heads: int | None, qkv_features: int, value_dim: int | None):
+    """``(num_kv_heads, head_dim, value_dim)``. Raises ValueError if they do not divide."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if qkv_features % num_heads or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"qkv_features ({qkv_features}) must be a multiple of num_heads ({num_heads}), and num_heads a multiple "
+            f"of num_kv_heads ({num_kv_heads})"
+        )
+    head_dim = qkv_features // num_heads
+    return num_kv_heads, head_dim, head_dim if value_dim is None else value_dim
+
+
+def choose_norm(normalize_qk: bool, qk_norm: str | None) -> str | None:
+    """``"layer"``, ``"rms"`` or None; ``normalize_qk`` is Flax's name for ``"layer"``."""
+    if qk_norm not in (None, "layer", "rms"):
+        raise ValueError(f"qk_norm must be None, 'layer' or 'rms', got {qk_norm!r}")
+    if normalize_qk and qk_norm == "rms":
+        raise ValueError("normalize_qk=True means qk_norm='layer', but qk_norm is 'rms'; omit normalize_qk")
+    return "layer" if normalize_qk else qk_norm
+
+
+def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
+    """Flax's protocol for an ``attention_fn`` that takes no cache: ``(key, value, mask, cache)``.
+
+    Key and value have all slots, and the mask array shows each token the slots up to its own.
+    """
+    if callable(mask):
+        raise ValueError("a custom attention_fn decodes with Flax's mask arrays; pass the mask as an array")
+    lead, tokens = key.shape[:-3], key.shape[-3]
+    appended = append(cache, *(x.reshape(math.prod(lead), *x.shape[-3:]) for x in (key, value)))
+    key, value, _ = to_flax(appended, lead)
+    written = jnp.arange(cache.capacity)[None, :] <= cache.next_positions(tokens)[:, None]
+    written = jnp.broadcast_to(written, (*lead, 1, *written.shape))
+    return key, value, written if mask is None else jnp.logical_and(mask, written), appended
+
+
+def refuse_extras(attention_fn: Callable, **extras: Any) -> None:
+    """Raises if options beyond Flax's keywords are given, which a custom ``attention_fn`` would not receive."""
+    given = [name for name, value in extras.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: only for jattn's own attention_fn, but this module calls "
+            f"{getattr(attention_fn, '__name__', attention_fn)!r}, which gets Flax's keywords"
+        )

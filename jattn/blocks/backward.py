@@ -1,0 +1,276 @@
+"""The derivatives of blockwise attention, in linear memory, on every platform and to any order.
+
+They all come from one linear rule. For a fixed ``row_max`` both sums of ``online_softmax``, ``acc`` and ``row_sum``,
+are plain sums over blocks, so their tangents are the sums of the blocks' tangents, and
+``d out = (d acc - out d row_sum) / row_sum``. The rule is a scan over blocks that recomputes each block from its inputs
+(``accumulate``). JAX transposes it into the backward pass, again block by block, and differentiates it again for higher
+orders. So the derivative of a score function or a mask's arrays is JAX's, of ``BlockedHead.scores``.
+
+On one accelerator, ``gradients`` computes the cotangents of query, key and value for all heads of a block at once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, PyTree
+
+from jattn.blocks.block import BlockPlan, pad_to_blocks, split_head, take_block
+from jattn.blocks.block_lists import block_lists, split_axis
+from jattn.blocks.online_softmax import join_rows, log_sum_exp, scan_blocks
+from jattn.blocks.plan import BlockSizes, plan_args
+from jattn.core import deferred
+from jattn.core.arguments import AttentionArgs
+from jattn.core.attention import NAMES, Head, softmax_dtype
+from jattn.core.vmap import Loop, over_args
+
+# ``out``, ``row_max`` and ``row_sum`` of one head or of many, as in ``online_softmax``.
+Results = tuple[Float[Array, "*axes D"], Float[Array, "*rows"], Float[Array, "*rows"]]
+
+
+def differentiable(
+    forward: Callable,
+    accumulate: Callable,
+    args: PyTree,
+    *static: Hashable,
+    backward: Callable | None = None,
+    alone: bool = False,
+) -> tuple[Array, Array]:
+    """``(out, lse)`` of one head or of many, with the rule at the top of this file.
+
+    Args:
+        forward: ``(platform, args, *static) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
+            ``[..., T, ..., D]``; the others ``[..., T, ...]``.
+        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
+        args: a pytree whose first three leaves are query, key and value.
+        static: hashable.
+        backward: ``(platform, (args, results, *static), cotangents) -> those of query, key and value``: the reverse
+            derivative, written by hand, where nothing else is differentiated, or also there if ``not alone``.
+            ``results``: what ``forward`` returned; ``cotangents``: of ``out``, in the softmax's dtype, and of
+            ``row_sum`` (``of_sums``).
+    """
+    leaves, structure = jax.tree.flatten(args)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+    def unflatten(arrays: Iterable[Array]) -> PyTree:
+        rest = iter(arrays)
+        return structure.unflatten([next(rest) if array else x for x, array in zip(leaves, is_array, strict=True)])
+
+    query, _, value = leaves[:3]
+    dtype = softmax_dtype(query)
+    rows = jax.ShapeDtypeStruct(query.shape[:-1], dtype)
+    out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
+    change = jax.ShapeDtypeStruct(out.shape, dtype)
+    linear: Callable = _Tangents(accumulate)
+    if backward is not None:
+        linear = deferred.CustomRules(linear, vjp=backward, count=3, results=2, alone=alone)
+
+    @jax.custom_jvp
+    def compute(*arrays: Array) -> tuple[Array, Array, Array]:
+        return deferred.call(forward, unflatten(arrays), *static, out=(out, rows, rows))
+
+    def rule(arrays: Sequence[Array], input_tangents: Sequence[Array | SymbolicZero]) -> tuple[Results, Results]:
+        z, row_max, row_sum = compute(*arrays)
+        # With these names a remat policy can save everything that the rule needs besides the inputs.
+        z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
+        given = [None if isinstance(x, SymbolicZero) or x.dtype == jax.dtypes.float0 else x for x in input_tangents]
+        zeros = jnp.zeros_like(row_max)
+        if all(x is None for x in given):
+            return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
+        rest = iter(given)
+        tangents = [next(rest) if array else None for array in is_array]
+        results = z, row_max, row_sum
+        d_out, d_row_sum = deferred.jvp(linear, (unflatten(arrays), results, *static), tangents, out=(change, rows))
+        # The rule treats row_max as a constant: out and lse are the same for any value of it.
+        return (z, row_max, row_sum), (d_out.astype(z.dtype), zeros, d_row_sum)
+
+    compute.defjvp(rule, symbolic_zeros=True)
+    z, row_max, row_sum = compute(*(x for x, array in zip(leaves, is_array, strict=True) if array))
+    return z, log_sum_exp(row_max, row_sum)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangents:
+    """Has the tangents of ``out`` and ``row_sum``, for results that ``forward`` returned."""
+
+    accumulate: Callable
+
+    def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
+        acc, row_sum = self.accumulate(platform, args, results[1], *static)
+        return (acc - results[0].astype(acc.dtype) * row_sum[..., None]) * _inverse(results[2])[..., None], row_sum
+
+
+def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
+    """The cotangents of ``acc`` and ``row_sum`` from those of ``out`` and ``row_sum``; None is zero."""
+    out, _, row_sum = results
+    d_out, d_row_sum = cotangents
+    d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else d_row_sum
+    if d_out is None:
+        return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
+    d_acc = d_out * _inverse(row_sum)[..., None]
+    return d_acc, d_row_sum - (d_acc * out.astype(d_acc.dtype)).sum(-1)
+
+
+def _inverse(row_sum: Array) -> Array:
+    # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
+    return 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
+
+
+def accumulate(
+    platform: str, args: AttentionArgs, row_max: Float[Array, "B T N"], sizes: BlockSizes
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+    """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a canonical call, for any ``row_max``."""
+
+    def one_head(q, k, v, head, plan, row_max):
+        return accumulate_head(platform, q, k, v, head, plan, row_max)
+
+    per_head = [jnp.moveaxis(row_max, 2, 1)]
+    plan = plan_args(platform, args, sizes)
+    return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
+
+
+def accumulate_head(
+    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, row_max: Array
+) -> tuple[Array, Array]:
+    """``acc [T,D]`` and ``row_sum [T]`` as at the top of this file, for any ``row_max [T]``.
+
+    In the softmax's dtype; differentiable in all but ``row_max``, in linear memory. If ``row_max`` is the lse over a
+    larger set of keys, the ``acc`` of all its subsets add up to the output, and their ``row_sum`` to 1.
+    """
+    blocked = split_head(platform, q, k, v, head, plan)
+    dtype = blocked.arrays.q.dtype
+    row_max = jax.lax.stop_gradient(row_max)
+    row_max = split_axis(jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype), 0, plan.size[0])
+
+    def visit(sums, i, j, masked, if_listed):
+        block, block_max = blocked.take(i, j), row_max[i]
+
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums)
+
+        def of_piece(piece):
+            own_max = block_max if piece is None else block_max[piece[0]]
+            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), own_max, i, j, piece)
+
+        added = if_listed(lambda: blocked.by_piece(masked, of_piece, nothing), nothing)
+        return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
+
+    zeros = jnp.zeros((*blocked.arrays.q.shape[:2], v.shape[1]), dtype), jnp.zeros_like(row_max)
+    return tuple(join_rows(x, q) for x in scan_blocks(visit, zeros, blocked))  # type: ignore
+
+
+def gradients_of_qkv(
+    platform: str, args: AttentionArgs, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
+) -> tuple[Array, Array, Array]:
+    """The cotangents of query, key and value of a canonical call.
+
+    ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
+    """
+    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
+    plan = plan_args(platform, args, sizes)
+    if plan.heads == plan.sequences == Loop.VMAP and not args.sharded:
+        return gradients(platform, args, row_max, d_acc, d_row_sum, plan.blocks)
+
+    def of_qkv(query, key, value):
+        return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
+
+    return jax.vjp(of_qkv, args.query, args.key, args.value)[1]((d_acc, d_row_sum))
+
+
+def gradients(
+    platform: str,
+    args: AttentionArgs,
+    row_max: Float[Array, "B T N"],
+    d_acc: Float[Array, "B T N D"],
+    d_row_sum: Float[Array, "B T N"],
+    plan: BlockPlan,
+) -> tuple[Array, Array, Array]:
+    """The cotangents of query, key and value from those of ``acc`` and ``row_sum``.
+
+    ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
+    """
+    (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
+    slot_masks = list(args.slot_masks)
+    if T % rows != 0:
+        slot_masks.append(jnp.ones((1, 1, T, 1), bool))
+    if S % columns != 0:
+        slot_masks.append(jnp.ones((1, 1, 1, S), bool))
+    slot_masks = [pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks]
+    bias = None if args.bias is None else pad_to_blocks(args.bias, plan.size)
+    q_positions, kv_positions = (
+        _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
+        for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
+    )
+    dtype = softmax_dtype(args.query)
+    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype)
+    by_row = [_parts(x, rows) for x in (args.query, row_max, d_acc, d_row_sum)]
+    keys, values = (_parts(x, columns) for x in (args.key, args.value))
+
+    def block_sums(q, k, v, row_max, i, j, masked):
+        """``acc`` and ``row_sum`` of one block of all heads, as of a call with a single block."""
+
+        def one_head(q, k, v, head, row_max):
+            one_block = BlockPlan(plan.size, np.ones((1, 1), bool), np.full((1, 1), not masked), plan.all_seen)
+            blocked = split_head(platform, q, k, v, head, one_block)
+            scores, v = blocked.scores(blocked.take(0, 0), 0, 0, masked)
+            return blocked.softmax_sums(scores, v, row_max, 0, 0)
+
+        block = dataclasses.replace(
+            args,
+            query=q,
+            key=k,
+            value=v,
+            bias=None if bias is None else take_block(bias, i, j, plan.size),
+            slot_masks=tuple(take_block(x, i, j, plan.size) for x in slot_masks) if masked else (),
+            query_positions=q_positions[i],
+            kv_positions=kv_positions[j],
+        )
+        return over_args(one_head, block, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)])
+
+    lists = block_lists(plan.any_visible[0], plan.all_visible[0])
+
+    def row_of_blocks(sums, row):
+        i, q, row_max, *cotangents = row
+
+        def visit(masked, column):
+            def body(p, state):
+                d_q, d_k, d_v = state
+                j = column(p)
+                # In the softmax's dtype, so that the blocks' gradients are added up in it.
+                qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
+                _, pull = jax.vjp(lambda q, k, v: block_sums(q, k, v, row_max, i, j, masked), *qkv)
+                from_q, from_k, from_v = pull(tuple(cotangents))
+                return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
+
+            return body
+
+        state = jnp.zeros(q.shape, dtype), *sums
+        for masked, blocks in zip((False, True), lists, strict=True):
+            if blocks.row.shape[0] != 0:
+                start, end, column = blocks.of_row(i)
+                state = lax.fori_loop(start, end, visit(masked, column), state)
+        d_q, *sums = state
+        return tuple(sums), d_q.astype(args.query.dtype)
+
+    zeros = tuple(jnp.zeros(x.shape, dtype) for x in (keys, values))
+    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(q_positions.shape[0], dtype=jnp.int32), *by_row))
+    d_k, d_v = sums
+    return _join(d_q, args.query), _join(d_k, args.key), _join(d_v, args.value)
+
+
+def _parts(x: Array, size: int, fill: int | None = 0) -> Array:
+    """``[B, T, ...] -> [blocks, B, rows, ...]``."""
+    return jnp.moveaxis(split_axis(x, 1, size, fill), 1, 0)
+
+
+def _join(parts: Array, like: Array) -> Array:
+    """``_parts`` undone, without its padding and in the dtype of ``like``."""
+    return lax.collapse(jnp.moveaxis(parts, 0, 1), 1, 3)[:, : like.shape[1]].astype(like.dtype)
+
+
+def _add_at(x: Array, i: Array, y: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, x[i] + y, i, 0)

@@ -1,0 +1,115 @@
+"""How the heads of a call are split into blocks, and whether they run one by one or all at once.
+
+The blocks to skip are chosen here, outside of any vmap, where a condition still saves work. All heads of a sequence
+share one table: a block is computed if any head sees it. If masks differ by sequence, each has its own table.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, PyTree
+
+from jattn.blocks.block import BlockPlan
+from jattn.blocks.block_lists import Size, Tables, choose_blocks
+from jattn.blocks.block_mask import all_seen, visible_blocks
+from jattn.core.arguments import AttentionArgs
+from jattn.core.attention import Head
+from jattn.core.vmap import Loop, over_args
+from jattn.masks import MaskFunction
+from jattn.mods.arrays import AnyArray, Index, Length, arange
+
+BlockSizes = Any  # queries and keys per block, not checked before ``choose_blocks``; None: the default
+# The arguments of visible_blocks, except the block size.
+MaskArguments = tuple[
+    Sequence[MaskFunction], Sequence[AnyArray], Index, Index, AnyArray | None, AnyArray | None, tuple[Length, Length]
+]
+
+
+class HeadsPlan(NamedTuple):
+    """How to split all heads, with the tables of all sequences, and how to run heads and sequences."""
+
+    blocks: BlockPlan
+    heads: Loop
+    sequences: Loop
+
+    def over_heads(
+        self,
+        one_head: Callable,
+        args: AttentionArgs,
+        out_axes: PyTree[int],
+        *,
+        per_head: Sequence[Array] = (),
+        per_sequence: Sequence[Array] = (),
+        recompute: bool = False,
+    ) -> PyTree[Array]:
+        """``one_head(q, k, v, head, plan, *per_head, *per_sequence)`` for every head, with its sequence's ``plan``.
+
+        The rest as in ``over_args``.
+        """
+        own = len(per_head)
+
+        def with_plan(q, k, v, head, *arrays):
+            tables = {"any_visible": arrays[own], "all_visible": arrays[own + 1]}
+            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:own], *arrays[own + 2 :])
+
+        return over_args(
+            with_plan,
+            args,
+            out_axes,
+            per_head=per_head,
+            per_sequence=(self.blocks.any_visible, self.blocks.all_visible, *per_sequence),
+            sequences=self.sequences,
+            heads=self.heads,
+            recompute=recompute,
+        )
+
+
+def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward: bool = False) -> HeadsPlan:
+    """The plan of a canonical call.
+
+    On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
+    the cache. If an axis may be sharded over devices, a loop over it would gather it; then vmap, with one table for
+    all sequences. On one accelerator vmap, but over sequences only if they share a table.
+    """
+    lengths = args.query.shape[1], args.key.shape[1]
+    size, (any_visible, all_visible), pieces = choose_blocks(
+        functools.partial(block_table, args), *lengths, sizes, cuts=platform == "cpu", large_if_cut=forward
+    )
+    if args.sharded:
+        any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
+    blocks = BlockPlan(size, any_visible, all_visible, all_seen(*mask_arguments(args)), pieces)
+    if args.sharded:
+        return HeadsPlan(blocks, Loop.VMAP, Loop.VMAP)
+    if platform == "cpu":
+        return HeadsPlan(blocks, Loop.SEQUENTIAL, Loop.SEQUENTIAL)
+    return HeadsPlan(blocks, Loop.VMAP, Loop.SEQUENTIAL if any_visible.shape[0] > 1 else Loop.VMAP)
+
+
+def plan_head(
+    platform: str, q: Array, k: Array, head: Head, block_sizes: BlockSizes, *, forward: bool = False
+) -> BlockPlan:
+    """The plan of a single head."""
+    lengths = q.shape[0], k.shape[0]
+    options = (head.masks, head.slot_masks, head.batch, head.head, head.query_positions, head.kv_positions, lengths)
+    size, tables, pieces = choose_blocks(
+        lambda size: visible_blocks(*options, size), *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
+    )
+    return BlockPlan(size, *tables, all_seen(*options), pieces)
+
+
+def mask_arguments(args: AttentionArgs) -> MaskArguments:
+    """The arguments of ``visible_blocks``, with leading axes ``[B|1, N|1]``."""
+    B, T, N, _ = args.query.shape
+    b, h = args.first_batch + arange(B)[:, None], args.first_head + arange(N)[None, :]
+    lengths = (T, args.key.shape[1])
+    q_positions, kv_positions = (None if x is None else x[:, None] for x in (args.query_positions, args.kv_positions))
+    return args.masks, args.slot_masks, b, h, q_positions, kv_positions, lengths
+
+
+def block_table(args: AttentionArgs, size: Size) -> Tables:
+    """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
+    any_visible, all_visible = (
+        x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*mask_arguments(args), size)
+    )
+    return any_visible.any(1), all_visible.all(1)

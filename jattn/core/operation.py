@@ -1,0 +1,233 @@
+"""What a deferred operation computes: a function of arrays, with its derivatives and batches. All compare by value.
+
+``jattn.core.deferred`` puts operations into programs. Making one traces nothing; only calling it does.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+OPERAND = object()  # placeholder for an array among the leaves of a DeferredCall
+
+
+class Settings(NamedTuple):
+    """JAX's settings under which an operation is traced."""
+
+    x64: bool
+    matmul_precision: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomRules:
+    """A function with some of its derivatives, or its results, computed by other functions.
+
+    All other derivatives are ``fn``'s.
+
+    Args:
+        fn: a function for ``jattn.core.deferred.call``, which also takes ``platform`` first.
+        run: computes the same results as ``fn``; ``fn`` does if this is None.
+        vjp: ``(platform, args, cotangents) -> cotangents of the first count operands``: the first reverse derivative.
+            A cotangent is None for a floating result that nothing depends on.
+        count: the number of operands that ``vjp`` covers.
+        results: the number of floating results.
+        alone: whether ``vjp`` is only used where no other operand is differentiated.
+    """
+
+    fn: Callable
+    run: Callable | None = None
+    vjp: Callable | None = None
+    count: int = 0
+    results: int = 1
+    alone: bool = False
+
+    def __call__(self, platform: str, *args: object) -> Any:
+        return (self.run or self.fn)(platform, *args)
+
+    def covers(self, at: Sequence[int]) -> list[int]:
+        """Those of the operands ``at`` whose cotangents ``vjp`` computes."""
+        covered = [i for i in at if i < self.count]
+        return [] if self.vjp is None or (self.alone and len(covered) < len(at)) else covered
+
+
+class Operation:
+    """A function ``(platform, *operands) -> list of arrays``."""
+
+    @property
+    def settings(self) -> Settings:
+        """Those under which it is traced."""
+        raise NotImplementedError
+
+    @property
+    def linear(self) -> int:
+        """The number of its last operands in which it is linear; 0 if it is not a derivative."""
+        raise NotImplementedError
+
+    @property
+    def without_rules(self) -> "Operation":
+        """The same operation without custom rules."""
+        raise NotImplementedError
+
+    def __call__(self, platform: str, *operands: Array) -> list[Array]:
+        raise NotImplementedError
+
+    def transposed(self, results: Sequence[int]) -> "Operation":
+        """The transpose of a linear operation, restricted to ``results``."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeferredCall(Operation):
+    """``fn(platform, *args)`` as a function of the arrays among the leaves of ``args``."""
+
+    fn: Callable
+    structure: Any  # of args
+    leaves: tuple[object, ...]
+    called_under: Settings
+
+    def __call__(self, platform: str, *operands: Array) -> list[Array]:
+        return jax.tree.leaves(self.fn(platform, *self.arguments(operands)))
+
+    def arguments(self, operands: Sequence[object]) -> tuple:
+        """``args``, with ``operands`` for its arrays."""
+        rest = iter(operands)
+        leaves = [next(rest) if leaf is OPERAND else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the call."""
+        return self.called_under
+
+    @property
+    def linear(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def without_rules(self) -> "DeferredCall":
+        """With ``CustomRules.fn`` itself as its function."""
+        return dataclasses.replace(self, fn=self.fn.fn) if isinstance(self.fn, CustomRules) else self
+
+    @functools.cached_property
+    def _value(self) -> tuple:
+        arrays = (x if not isinstance(x, np.ndarray) else (x.shape, x.dtype, x.tobytes()) for x in self.leaves)
+        return self.fn, self.structure, tuple((type(x), x) for x in arrays), self.called_under
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeferredCall) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        fn = self.fn.fn if isinstance(self.fn, CustomRules) else self.fn
+        return getattr(fn, "__name__", type(fn).__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformed(Operation):
+    """A transformation of ``of``."""
+
+    of: Operation
+
+    @property
+    def settings(self) -> Settings:
+        """Those of ``of``."""
+        return self.of.settings
+
+    @property
+    def without_rules(self) -> Operation:
+        """The same transformation of ``of`` without custom rules."""
+        return dataclasses.replace(self, of=self.of.without_rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class Jvp(Transformed):
+    """The tangents of ``of``'s floating results ``kept``, linear in its last operands, those of the operands ``at``."""
+
+    at: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def linear(self) -> int:
+        """The number of tangents."""
+        return len(self.at)
+
+    def __call__(self, platform: str, *operands: Array) -> list[Array]:
+        primals, tangents = operands[: -self.linear], operands[-self.linear :]
+        inputs = tuple(primals[i] for i in self.at)
+        return jax.jvp(self._function(platform, primals, self.at), inputs, tuple(tangents))[1]
+
+    def _function(self, platform: str, primals: Sequence[Array], at: Sequence[int]) -> Callable:
+        def of_inputs(*inputs: Array) -> list[Array]:
+            operands = list(primals)
+            for i, x in zip(at, inputs, strict=True):
+                operands[i] = x
+            floating = [x for x in self.of.without_rules(platform, *operands) if is_floating(x)]
+            return [floating[i] for i in self.kept]
+
+        return of_inputs
+
+    def transposed(self, results: Sequence[int]) -> "Jvp":
+        """As a ``Vjp``."""
+        return Vjp(self.of, self.at, tuple(self.kept[i] for i in results))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vjp(Jvp):
+    """The cotangents of the operands ``at``, linear in its last operands, those of ``of``'s results ``kept``."""
+
+    @property
+    def linear(self) -> int:
+        """The number of cotangents it takes."""
+        return len(self.kept)
+
+    def __call__(self, platform: str, *operands: Array) -> list[Array]:
+        primals, cotangents = operands[: -self.linear], list(operands[-self.linear :])
+        rules = self.of.fn if isinstance(self.of, DeferredCall) and isinstance(self.of.fn, CustomRules) else None
+        by_rule = [] if rules is None else rules.covers(self.at)
+        others = [i for i in self.at if i not in by_rule]
+        pulled: dict[int, Array] = {}
+        if others:
+            _, pull = jax.vjp(self._function(platform, primals, others), *(primals[i] for i in others))
+            pulled |= zip(others, pull(cotangents), strict=True)
+        if by_rule and rules is not None and rules.vjp is not None and isinstance(self.of, DeferredCall):
+            given = dict(zip(self.kept, cotangents, strict=True))
+            every = [given.get(i) for i in range(rules.results)]
+            first = rules.vjp(platform, self.of.arguments(primals), every)
+            pulled |= {i: first[i] for i in by_rule}
+        return [pulled[i] for i in self.at]
+
+    def transposed(self, results: Sequence[int]) -> Jvp:
+        """As a ``Jvp``."""
+        return Jvp(self.of, tuple(self.at[i] for i in results), self.kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batched(Transformed):
+    """``jax.vmap(of, axes)``."""
+
+    axes: tuple[int | None, ...]
+
+    @property
+    def linear(self) -> int:
+        """As of ``of``."""
+        return self.of.linear
+
+    def __call__(self, platform: str, *operands: Array) -> list[Array]:
+        return jax.vmap(functools.partial(self.of, platform), self.axes)(*operands)
+
+    def transposed(self, results: Sequence[int]) -> "Batched":
+        """The batch of the transpose."""
+        return Batched(self.of.transposed(results), (*self.axes[: -self.linear], *(0,) * len(results)))
+
+
+def is_floating(x: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether ``x`` has a differentiable dtype."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)

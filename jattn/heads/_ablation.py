@@ -1,0 +1,194 @@
+"""What heads are needed for: single-head ablations, gradients of head gates, and training without a pattern.
+
+These use options of a layer's attention (``jattn.multi_head.attend_heads`` and the modules): ``head_gate``,
+``head_fill`` (the output of a switched-off head, instead of 0) and ``frozen`` (queries and keys whose weights to use).
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from jattn.masks import Mask, MaskFunction, and_masks, bounds
+from jattn.mods.arrays import AnyArray, Index
+from jattn.mods.pytree import pytree_dataclass, static_field
+from jattn.mods.validation import check_fits
+
+KINDS = ("zero", "mean", "resample")
+Heads = Sequence[Any]  # of pairs (layer, head)
+
+
+def ablate(
+    run: Callable[[list[dict[str, Any]]], PyTree[Array]],
+    clean: Sequence[Mapping[str, Array]],
+    kind: str = "zero",
+    *,
+    freeze_weights: bool = False,
+    groups: Sequence[Heads] | None = None,
+    batch_size: int | None = None,
+) -> PyTree[Array]:
+    """The results of a model with each single head switched off: ``run``'s result with leading axes ``[L,N]``.
+
+    One program: ``run`` under ``jax.vmap`` over the gates of all ``L * N`` ablations. Put ``jax.jit`` around it.
+    With ``groups``, the results with each group of heads switched off together: one leading axis ``[len(groups)]``.
+
+    Args:
+        run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
+            ``head_gate`` ``[N]`` and, if used, ``head_fill`` and ``frozen``. It returns any pytree of arrays.
+        clean: for each layer, what its attention sows on the same inputs without ablation (``sow_heads=True``): a dict
+            with ``"query"``, ``"key"``, ``"z"`` ``[B,T,N,D]``. All layers have N heads. Means and resampled outputs
+            include padding, so use sequences of one length.
+        kind: the output of a switched-off head: ``"zero"``; ``"mean"``, its mean over sequences and queries; or
+            ``"resample"``, its output on the previous sequence of the batch (B at least 2).
+        freeze_weights: keep every layer's attention weights from the clean run. This measures the loss of the head's
+            output alone, without its effect on the patterns of later heads.
+        groups: lists of pairs ``(layer, head)``. An empty group switches nothing off.
+        batch_size: the number of ablations at once; all by default. Smaller takes less memory.
+
+    Raises:
+        ValueError: an unknown kind; a layer lacks an array; layers differ in their number of heads; a single sequence
+            to resample from; no groups, or a head that does not exist.
+
+    Example:
+        ``ablate(lambda layers: loss(model(x, layers)), clean)``;
+        ``ablate(..., groups=[[(0, 1), (1, 3)], [(0, 1)], [(1, 3)]])``: two heads together, and each alone.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if isinstance(clean, Mapping) or not clean or not all(isinstance(layer, Mapping) for layer in clean):
+        got = "one dict" if isinstance(clean, Mapping) else [type(layer).__name__ for layer in clean]
+        raise ValueError(f"clean must be a list with a dict for each layer, got {got}")
+    needed = ("z", "query", "key") if freeze_weights else ("z",)
+    if missing := [name for layer in clean for name in needed if name not in layer]:
+        raise ValueError(f"each layer of clean must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}")
+    numbers = sorted({layer["z"].shape[-2] for layer in clean})
+    if len(numbers) != 1:
+        raise ValueError(f"the layers of clean must have the same number of heads, got {numbers}")
+    if kind == "resample" and (clean[0]["z"].ndim < 4 or clean[0]["z"].shape[0] < 2):
+        raise ValueError(f"kind='resample' needs at least 2 sequences, got z of shape {list(clean[0]['z'].shape)}")
+    options: list[dict[str, Any]] = [{} for _ in clean]
+    for layer, option in zip(clean, options, strict=True):
+        z = layer["z"]
+        if kind == "mean":
+            option["head_fill"] = z.mean(tuple(range(z.ndim - 2)))
+        elif kind == "resample":
+            option["head_fill"] = jnp.roll(z, 1, 0)
+        if freeze_weights:
+            option["frozen"] = layer["query"], layer["key"]
+
+    def run_with(gates: Array) -> PyTree[Array]:
+        return run([option | {"head_gate": gate} for option, gate in zip(options, gates, strict=True)])
+
+    shape = len(clean), numbers[0]
+    if groups is not None:
+        return run_each(run_with, group_gates(groups, shape), batch_size)
+    one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
+    return with_axes(run_each(run_with, one_off, batch_size), shape)
+
+
+def run_each(run: Callable[[Array], PyTree[Array]], gates: Array, batch_size: int | None) -> PyTree[Array]:
+    """``run`` of each entry, as one program: all at once, or ``batch_size`` at a time."""
+    return jax.vmap(run)(gates) if batch_size is None else jax.lax.map(run, gates, batch_size=batch_size)
+
+
+def with_axes(results: PyTree[Array], shape: tuple[int, ...]) -> PyTree[Array]:
+    """A tree of results with the axis of interventions divided into axes of these sizes."""
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
+
+
+def group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Float[Array, "groups L N"]:
+    """``[len(groups),L,N]``: 0 for the heads of each group."""
+    gates = np.ones((len(groups), *shape), np.float32)
+    if not len(groups):
+        raise ValueError("groups must have at least one group of heads, got none")
+    for gate, group in zip(gates, groups, strict=True):
+        try:
+            pairs = [(operator.index(layer), operator.index(head)) for layer, head in group]
+        except (TypeError, ValueError):
+            raise ValueError(f"groups must be lists of pairs (layer, head), got the group {group!r}") from None
+        missing = [pair for pair in pairs if not all(0 <= i < size for i, size in zip(pair, shape, strict=True))]
+        if missing:
+            raise ValueError(f"groups must name heads of {shape[0]} layers with {shape[1]} heads, got {missing}")
+        for pair in pairs:
+            gate[pair] = 0.0
+    return jnp.asarray(gates)
+
+
+def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int, batch: int) -> Float[Array, "L N"]:
+    """``[L,N]``: the mean over sequences of ``|d loss / d gate|`` at a gate of 1, all heads in one backward pass.
+
+    The first-order estimate of an ablation's effect. Source: https://arxiv.org/abs/1905.10650 (Michel et al.).
+
+    Args:
+        losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss ``[B]`` of each
+            sequence.
+        num_layers, num_heads, batch: L, N and B.
+
+    Raises:
+        ValueError: ``losses`` does not return one loss per sequence.
+    """
+
+    def total(gates: Array) -> Array:
+        per_sequence = losses(gates)
+        if jnp.shape(per_sequence) != (batch,):
+            raise ValueError(
+                f"losses must return one loss for each sequence, [{batch}], got {list(jnp.shape(per_sequence))}"
+            )
+        return per_sequence.sum()
+
+    return abs(jax.grad(total)(jnp.ones((num_layers, batch, num_heads)))).mean(1)
+
+
+def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
+    """A mask that hides only the pairs of ``pattern`` from these heads: ``mask=Causal() & forbid(...)``.
+
+    For training a model in which these heads cannot have a pattern. A query left without visible keys gets 0.
+
+    Args:
+        pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True for the pairs of the pattern.
+        heads: the indices of the heads.
+
+    Raises:
+        ValueError: a negative index.
+
+    Example:
+        ``forbid(lambda b, h, q, kv: kv == q - 1, heads=[0, 1])``: heads 0 and 1 never see the previous token.
+    """
+    numbers = tuple(operator.index(head) for head in heads)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"heads must be indices from 0 on, got {list(heads)}")
+    return Forbidden(pattern, numbers)
+
+
+@pytree_dataclass
+class Forbidden(Mask):
+    """Hides the pairs of ``pattern`` from ``heads``; see ``forbid``."""
+
+    pattern: MaskFunction
+    heads: tuple[int, ...] = static_field()
+
+    def __post_init__(self):
+        object.__setattr__(self, "pattern", and_masks(self.pattern))
+
+    def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` if a head does not exist or the pattern does not fit."""
+        if any(head >= N for head in self.heads):
+            raise ValueError(f"forbid: heads must be below N = {N}, the number of query heads, got {list(self.heads)}")
+        check_fits(self.pattern, B, N, T, S)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return True ^ (self.pattern(b, h, q_idx, kv_idx) & self._chosen(h))
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        any_visible, all_visible = bounds(self.pattern, b, h, q_min, q_max, kv_min, kv_max)
+        return True ^ (all_visible & self._chosen(h)), True ^ (any_visible & self._chosen(h))
+
+    def _chosen(self, h: Index) -> AnyArray:
+        chosen: AnyArray = np.False_
+        for head in self.heads:
+            chosen = chosen | (h == head)
+        return chosen

@@ -1,0 +1,96 @@
+"""Direct logit attribution: which head, MLP or embedding wrote a logit, with the final norm folded in."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.core.attention import softmax_dtype
+
+Part = Array | tuple[Array, Array]
+
+
+def logit_attribution(
+    parts: Mapping[str, Part],
+    directions: Float[Array, "..."],
+    stream: Float[Array, "..."],
+    *,
+    norm: str | None = None,
+    scale: Float[Array, " M"] | None = None,
+    bias: Float[Array, " M"] | None = None,
+    epsilon: float = 1e-6,
+) -> dict[str, Array]:
+    """What each part of the residual stream adds to a logit directly, not through later layers.
+
+    ``logit = norm(stream) . direction``. With the norm's own factor held at its value for this stream, that is linear
+    in the stream, so the shares of parts that sum to the stream sum to the logit. No head's output ``[M]`` is formed.
+    Computed in at least float32.
+
+    Args:
+        parts: arrays ``[*, B,T,M]``, with any axes in front, such as the layers'; or heads, as a pair of
+            ``z [*, B,T,N,D]`` and output kernels ``[*, N,D,M]``. Arrays with fewer axes than the stream are shared,
+            such as a bias ``[M]``.
+        directions: ``[M]``, or what broadcasts to the stream, such as ``[B,1,M]``: a token's column of the
+            unembedding, or the difference of two for a logit difference.
+        stream: ``[B,T,M]``, the input of the final norm.
+        norm: ``"layer"``, ``"rms"``, or None for none, and its ``scale``, ``bias`` and ``epsilon``.
+
+    Returns:
+        ``{name: [*, B,T]}``, of heads ``[*, B,T,N]``. The norm's bias is in the part ``"bias"``.
+
+    Raises:
+        ValueError: an unknown norm; a part or the directions do not fit the stream.
+
+    Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
+    """
+    if norm not in ("layer", "rms", None):
+        raise ValueError(f"norm must be 'layer', 'rms' or None, got {norm!r}")
+    dtype, full = softmax_dtype(stream), stream.shape
+    stream, directions = stream.astype(dtype), jnp.asarray(directions, dtype)
+    if directions.ndim > stream.ndim or not _broadcasts(directions.shape, full):
+        raise ValueError(f"directions must broadcast to the stream {list(full)}, got {list(directions.shape)}")
+    directions = _rank(directions, stream.ndim)
+    read = directions if scale is None else directions * _rank(scale.astype(dtype), stream.ndim)
+    factor = jnp.ones(full[:-1], dtype)
+    if norm == "layer":  # x - mean(x) against a direction is x against the direction less its mean
+        read = read - read.mean(-1, keepdims=True)
+        factor = jax.lax.rsqrt(stream.var(-1) + epsilon)
+    elif norm == "rms":
+        factor = jax.lax.rsqrt((stream**2).mean(-1) + epsilon)
+    shares = {name: _share(name, part, read, factor) for name, part in parts.items()}
+    if bias is not None:
+        own = jnp.broadcast_to((directions * _rank(bias.astype(dtype), stream.ndim)).sum(-1), full[:-1])
+        shares["bias"] = shares["bias"] + own if "bias" in shares else own
+    return shares
+
+
+def _share(name: str, part: Part, read: Array, factor: Array) -> Array:
+    tokens, M = factor.shape, read.shape[-1]
+    if isinstance(part, tuple):
+        z, out = (x.astype(read.dtype) for x in part)
+        N, D = z.shape[-2:]
+        lead = z.shape[: z.ndim - 2 - len(tokens)]
+        if z.shape != (*lead, *tokens, N, D) or out.shape != (*lead, N, D, M):
+            raise ValueError(
+                f"parts[{name!r}] must be z [*, {', '.join(map(str, tokens))}, N, D] and kernels [*, N, D, {M}], got "
+                f"{list(z.shape)} and {list(out.shape)}"
+            )
+        by_head = jnp.einsum("...ndm,pm->...pnd", out, read.reshape(-1, M), precision="highest")
+        by_head = by_head.reshape(*lead, *read.shape[:-1], N, D)
+        return (z * by_head).sum(-1) * factor.reshape((1,) * len(lead) + tokens + (1,))
+    part = part.astype(read.dtype)
+    part = _rank(part, max(part.ndim, read.ndim))
+    lead = part.shape[: part.ndim - read.ndim]
+    if not _broadcasts(part.shape, (*lead, *tokens, M)) or part.shape[-1] != M:
+        raise ValueError(f"parts[{name!r}] must be [*, {', '.join(map(str, (*tokens, M)))}], got {list(part.shape)}")
+    return (part * _rank(read, part.ndim)).sum(-1) * _rank(factor, part.ndim - 1)
+
+
+def _rank(x: Array, rank: int) -> Array:
+    """``x`` with axes of 1 in front."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    return all(size in (1, whole) for size, whole in zip(shape[::-1], full[::-1], strict=False))

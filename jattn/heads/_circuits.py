@@ -1,0 +1,240 @@
+"""Circuits of heads, from their parameters alone: what a head copies, what it compares, and how heads compose.
+
+With row vectors, a head reads ``x W_Q W_K^T y^T`` (the QK circuit) and writes ``y W_V W_O`` (the OV circuit). Kernels
+have Flax's shapes: ``query [M,N,H]``, ``key [M,K,H]``, ``value [M,K,D]``, ``out [N,D,M]``; K divides N. Norms, biases
+and positions between the factors are ignored; fold a norm's scale into the kernels if it matters.
+Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Float
+
+from jattn.core.attention import softmax_dtype
+from jattn.mods.validation import to_int32
+
+LOGITS = 2**22  # at once, of one head
+
+
+def ov_circuit(
+    embed: Float[Array, "V M"],
+    value: Float[Array, "M K D"],
+    out: Float[Array, "N D M"],
+    unembed: Float[Array, "M C"],
+) -> Float[Array, "N V C"]:
+    """``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``."""
+    value = _for_each_head(value, out.shape[0])
+    return jnp.einsum("vm,mnd,ndw,wc->nvc", embed, value, out, unembed, optimize=True)
+
+
+def qk_circuit(
+    embed: Float[Array, "V M"], query: Float[Array, "M N H"], key: Float[Array, "M K H"], scale: float | None = None
+) -> Float[Array, "N V V"]:
+    """``W_E W_Q W_K^T W_E^T`` times ``scale`` (by default ``1 / sqrt(H)``): scores between all tokens, ``[N,V,V]``."""
+    key = _for_each_head(key, query.shape[1])
+    scores = jnp.einsum("vm,mnh,wk,knh->nvw", embed, query, embed, key, optimize=True)
+    return scores * (query.shape[2] ** -0.5 if scale is None else scale)
+
+
+def copying_score(
+    embed: Float[Array, "V M"],
+    value: Float[Array, "M K D"],
+    out: Float[Array, "N D M"],
+    unembed: Float[Array, "M C"],
+) -> dict[str, Float[Array, " N"]]:
+    """Whether a head that attends to a token outputs that token: two scores of each head's OV circuit ``[V,V]``.
+
+    - ``"argmax"``: the share of tokens whose own logit is the largest, in [0, 1]; ``1 / V`` by chance.
+    - ``"eigenvalues"``: ``sum l / sum |l|`` over its eigenvalues ``l``, in [-1, 1]: 1 if all are positive (copying),
+      -1 if all are negative (anti-copying), about 0 by chance.
+
+    The circuit itself is never formed: tokens are processed one by one, and its eigenvalues are those of
+    ``W_O W_U W_E W_V [D,D]``. Eigenvalues need a CPU or a GPU. Float32 (or float64) for kernels of any dtype.
+
+    Args:
+        embed, unembed: ``[V,M]`` and ``[M,V]``, for the same V tokens.
+        value, out: the kernels.
+
+    Raises:
+        ValueError: ``embed`` and ``unembed`` have different numbers of tokens.
+    """
+    if unembed.shape[1] != embed.shape[0]:
+        raise ValueError(
+            f"unembed must have a column for each of the {embed.shape[0]} rows of embed, got {list(unembed.shape)}"
+        )
+    embed, value, out, unembed = _wide(embed, _for_each_head(value, out.shape[0]), out, unembed)
+
+    def one_head(value: Array, out: Array) -> tuple[Array, Array]:  # [M,D], [D,M]
+        read, write = embed @ value, out @ unembed  # [V,D], [D,V]
+        own = jax.lax.map(lambda row: jnp.argmax(row @ write), read) == jnp.arange(len(read))
+        return own.mean(dtype=read.dtype), write @ read
+
+    argmax, small = jax.vmap(one_head, (1, 0))(value, out)
+    eigenvalues = jnp.linalg.eigvals(small)
+    size = jnp.maximum(abs(eigenvalues).sum(-1), jnp.finfo(small.dtype).tiny)
+    return {"argmax": argmax, "eigenvalues": eigenvalues.sum(-1).real / size}
+
+
+def target_rank(
+    embed: Float[Array, "V M"],
+    value: Float[Array, "M K D"],
+    out: Float[Array, "N D M"],
+    unembed: Float[Array, "M C"],
+    sources: ArrayLike,
+    targets: ArrayLike,
+) -> Float[Array, "N E"]:
+    """Where a target's logit stands if a head attends to the source: 0 is the largest of C logits, C - 1 the least.
+
+    The logits are ``embed[source] W_V W_O W_U``, a row of the head's OV circuit. The rank is the number of larger
+    logits plus half that of equal ones, so it is ``(C - 1) / 2`` for a head that writes nothing. It is NaN if a logit
+    is. The share of the E pairs at one end is a score in [0, 1], ``k / C`` by chance; ``roles`` tests it:
+
+    - ``(rank < k).mean(-1)`` of pairs ``(x, x)``: the head copies what it attends to, as a name mover does. For names
+      and k = 5, this is the copy score of Wang et al., https://arxiv.org/abs/2211.00593, section 3.
+    - ``(rank >= C - k).mean(-1)`` of pairs ``(x, x)``: it suppresses what it attends to, as a negative name mover does
+      (same source). A copy-suppression head also attends to what is about to be predicted, which one layer's output
+      circuit does not show. Source: McDougall et al., https://arxiv.org/abs/2310.04625.
+    - ``(rank < k).mean(-1)`` of pairs of a number, weekday or month and the next: a successor head. To rank among that
+      series alone, pass its columns of ``unembed``, and places in it as targets. Source: Gould et al.,
+      https://arxiv.org/abs/2312.09230.
+
+    A positive factor of a whole row changes no rank, so of a norm only the scale (and LayerNorm's mean) matters.
+    Heads are processed one by one and pairs in chunks, so no ``[E,C]`` is formed. Float32 (or float64).
+
+    Args:
+        embed: ``[V,M]``. These papers take the residual stream after the first MLP instead: pass such rows.
+        value, out: the kernels of a layer; use ``jax.lax.map`` over stacked layers.
+        unembed: ``[M,C]``.
+        sources, targets: integers ``[E]``: rows of ``embed`` and columns of ``unembed``; a sample of 1000 suffices.
+
+    Raises:
+        ValueError: sources or targets are not integers of one length, or lie outside (when traced, their rank is NaN).
+
+    Example:
+        ``names = np.array([17, 40, 3]); copies = (target_rank(embed, value, out, unembed, names, names) < 5).mean(-1)``
+    """
+    sources = _indices("sources", sources, embed.shape[0])
+    targets = _indices("targets", targets, unembed.shape[1])
+    if sources.shape != targets.shape:
+        raise ValueError(f"sources and targets must have one length, got {sources.shape[0]} and {targets.shape[0]}")
+    value, out, unembed = _wide(_for_each_head(value, out.shape[0]), out, unembed)
+    return _ranks(embed, _by_head(value), out, unembed, (sources, targets), max(1, LOGITS // unembed.shape[1]))
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def _ranks(embed: Array, value: Array, out: Array, unembed: Array, pairs: tuple[Array, Array], chunk: int) -> Array:
+    """``target_rank`` of ``value [N,M,D]``, ``chunk`` pairs at once."""
+
+    def of_head(kernels: tuple[Array, Array]) -> Array:
+        read, write = kernels[0], kernels[1] @ unembed  # [M,D], [D,C]
+
+        def rank(pair: tuple[Array, Array]) -> Array:
+            logits = _entry(embed, pair[0]).astype(read.dtype) @ read @ write
+            larger_less_smaller = jnp.sign(logits - _entry(logits, pair[1])).sum()
+            return (logits.shape[0] - 1 + larger_less_smaller) / 2
+
+        return jax.lax.map(rank, pairs, batch_size=chunk)
+
+    return jax.lax.map(of_head, (value, out))
+
+
+def _entry(x: Array, index: Array) -> Array:
+    """``x[index]``, NaN outside."""
+    return x.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def _indices(argument: str, x: ArrayLike, size: int) -> Array:
+    """Integers ``[E]`` in ``[0, size)``; the range of traced ones is not known."""
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{argument} must be integers [E], got {x.dtype} of shape {list(x.shape)}")
+    if not isinstance(x, Tracer) and x.size and not (x.min() >= 0 and x.max() < size):
+        raise ValueError(f"{argument} must lie in [0, {size}), got values from {x.min()} to {x.max()}")
+    return jnp.asarray(to_int32(argument, x))
+
+
+def composition(
+    value: Float[Array, "M K D"],
+    out: Float[Array, "N D M"],
+    *,
+    query: Float[Array, "M P H"] | None = None,
+    key: Float[Array, "M Q H"] | None = None,
+    later_value: Float[Array, "M Q E"] | None = None,
+    later_out: Float[Array, "P E M"] | None = None,
+) -> dict[str, Float[Array, "N P"]]:
+    """How much the P heads of a later layer read from the N heads of an earlier one: ``{"Q" | "K" | "V": [N,P]}``.
+
+    ``|A B| / (|A| |B|)`` in Frobenius norms, with ``A = W_V W_O`` of the earlier head and, from the later one,
+    ``B = W_Q W_K^T`` for Q-composition, ``W_K W_Q^T`` for K, ``W_V W_O`` for V. In [0, 1]; unrelated matrices give
+    about ``1 / sqrt(M)``. An induction head K-composes with a previous-token head.
+    No ``[M,M]`` matrix is formed; the R of its QR decomposition replaces each factor.
+
+    Args:
+        value, out: kernels of the earlier layer.
+        query, key: kernels of the later layer, for Q and K; both or neither.
+        later_value, later_out: kernels of the later layer, for V; both or neither.
+
+    Raises:
+        ValueError: both pairs are missing, or a pair is incomplete.
+    """
+    pairs = {"query and key": (query, key), "later_value and later_out": (later_value, later_out)}
+    if any((a is None) != (b is None) for a, b in pairs.values()) or query is None and later_out is None:
+        raise ValueError(f"composition needs {' or '.join(pairs)}, each as a complete pair")
+    value, out = _wide(value, out)
+    left, right = _triangles(_by_head(_for_each_head(value, out.shape[0]))), out
+    scores = {}
+    if query is not None and key is not None:
+        query, key = _wide(query, key)
+        query_factors, key_factors = _by_head(query), _by_head(_for_each_head(key, query.shape[1]))  # [P,M,H]
+        scores["Q"] = _composed(left, right, query_factors, key_factors)
+        scores["K"] = _composed(left, right, key_factors, query_factors)
+    if later_value is not None and later_out is not None:
+        later_value, later_out = _wide(later_value, later_out)
+        value_factors = _by_head(_for_each_head(later_value, later_out.shape[0]))
+        scores["V"] = _composed(left, right, value_factors, jnp.swapaxes(later_out, 1, 2))
+    return scores
+
+
+def residual_contributions(z: Float[Array, "*B T N D"], out: Float[Array, "N D M"]) -> Float[Array, "*B T N M"]:
+    """``z_i W_i^O``: what each head adds to the residual stream. Summed over heads, plus the output projection's
+    bias if any, this is the layer's output. Modules sow ``z`` as ``attention_heads["z"]``."""
+    return jnp.einsum("...tnd,ndm->...tnm", z, out)
+
+
+def _composed(left: Array, out: Array, first: Array, second: Array) -> Array:
+    """``[N,P]`` for ``A = left out`` (``left`` triangular, ``[N,D,D]``) and ``B = first second^T`` (``[P,M,H]``)."""
+    triangle = _triangles(second)  # |X second^T| = |X triangle^T|
+    between = jnp.einsum("ndm,pmh->npdh", out, first)
+    both = jnp.einsum("nad,npdh,pbh->npab", left, between, triangle, optimize=True)
+    norm_left = _norm(jnp.einsum("nad,ndm->nam", left, out))
+    norm_right = _norm(jnp.einsum("pmh,pbh->pmb", first, triangle))
+    return _norm(both) / jnp.maximum(norm_left[:, None] * norm_right[None], jnp.finfo(both.dtype).tiny)
+
+
+def _wide(*kernels: Array) -> list[Array]:
+    """The kernels in at least float32, as decompositions require."""
+    return [kernel.astype(softmax_dtype(kernel)) for kernel in kernels]
+
+
+def _triangles(factors: Array) -> Array:
+    """R ``[...,H,H]`` of the QR decompositions of ``[...,M,H]``."""
+    return jnp.linalg.qr(factors, mode="r")
+
+
+def _norm(matrices: Array) -> Array:
+    return jnp.sqrt(jnp.sum(matrices**2, (-2, -1)))
+
+
+def _by_head(kernel: Array) -> Array:
+    return jnp.moveaxis(kernel, 1, 0)
+
+
+def _for_each_head(kernel: Array, heads: int) -> Array:
+    """``[M,K,D]`` as ``[M,N,D]``: each of the K heads is repeated ``N / K`` times."""
+    if heads % kernel.shape[1]:
+        raise ValueError(f"{heads} heads cannot share kernels of {kernel.shape[1]} heads, {list(kernel.shape)}")
+    return jnp.repeat(kernel, heads // kernel.shape[1], 1)

@@ -1,0 +1,70 @@
+"""``collect``: what the layers of a model have sown, in the order of the layers."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+# The rank of each array that a layer sows, for inputs [B,T,M]. Layers that are scanned over add a leading axis.
+_RANKS = {"attention_weights": 4, "attention_statistics": 2, "attention_heads": None, "residual_parts": 3}
+_HEADS = {"query": 4, "key": 4, "value": 4, "lse": 3, "z": 4}
+
+
+def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[Any]:
+    """What every layer has sown under ``name``, one entry a layer, for ``ablate`` and others.
+
+    Args:
+        sown: the state that ``nnx.capture(fn, nnx.Intermediate)`` returns, or Linen's ``"intermediates"``, of inputs
+            ``[B,T,M]``. Layers may be modules of their own, numbered in their names or in a list, or one module that
+            is scanned over, as in ``jattn.interop.Transformer``.
+        name: ``"attention_heads"`` (``sow_heads``), ``"attention_statistics"``, ``"attention_weights"``, or
+            ``"residual_parts"`` (``sow_parts`` of ``jattn.interop.Transformer``).
+
+    Returns:
+        A list of the arrays ``[B,N,T,S]``, or of the dicts. Of layers that were called several times, the last call.
+
+    Raises:
+        ValueError: an unknown name; no layer has sown it.
+
+    Example:
+        ``_, sown = nnx.capture(lambda m: m(tokens, sow_heads=True), nnx.Intermediate)(model); collect(sown)``
+    """
+    if name not in _RANKS:
+        raise ValueError(f"name must be one of {', '.join(_RANKS)}, got {name!r}")
+    found = sorted(_named(sown, name, ()), key=lambda entry: _natural(entry[0]))
+    if not found:
+        raise ValueError(f"no layer has sown {name!r}; pass sow_{name.partition('_')[2]}= to the model")
+    return [layer for _, value in found for layer in _layers(value, name)]
+
+
+def _named(node: PyTree, name: str, path: tuple) -> Iterator[tuple[tuple, PyTree]]:
+    """Every ``(path, value)`` under this name."""
+    for key, child in node.items() if isinstance(node, Mapping) else ():
+        if key == name:
+            yield path, _last_call(child)
+        else:
+            yield from _named(child, name, (*path, key))
+
+
+def _last_call(value: PyTree) -> PyTree:
+    value = value.get_value() if hasattr(value, "get_value") else value  # a variable of NNX
+    return value[-1] if isinstance(value, tuple) else value
+
+
+def _natural(path: tuple) -> list[list[int | str]]:
+    """A key by which ``layer_10`` comes after ``layer_9``."""
+    parts = [re.split(r"(\d+)", str(key)) for key in path]
+    return [[int(part) if part.isdigit() else part for part in own] for own in parts]
+
+
+def _layers(value: PyTree, name: str) -> list[PyTree]:
+    if isinstance(value, Mapping):
+        first = next(iter(value))
+        rank, leaf = _HEADS[first] if name == "attention_heads" else _RANKS[name], value[first]
+    else:
+        rank, leaf = _RANKS[name], value
+    if leaf.ndim <= rank:
+        return [value]
+    return [jax.tree.map(lambda x, i=i: x[i], value) for i in range(leaf.shape[0])]

@@ -1,0 +1,168 @@
+"""``replace_each``: what replacing each key alone changes in a head's outputs, summed over keys, in O(T + S) memory.
+
+A query has the output ``z``. Without one key, of value ``v``, it has ``u``, with a log-sum-exp of ``r``. So
+
+    weight = sigmoid(score - r)      z = weight v + (1 - weight) u
+
+and with another key in its place the same with another weight: ``z' - z = (weight' - weight)(v - u)``. Of all keys but
+the largest, ``r = lse + log(1 - weight)`` and ``v - u = (v - z) / (1 - weight)``. A key that holds nearly everything
+leaves nothing of ``1 - weight``, so its ``u`` and ``r`` are computed from the other keys. A query has one such key at
+most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramár et al., AtP*), section 3.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float
+
+from jattn.blocks.block import Block, BlockedHead, BlockPlan, split_head
+from jattn.blocks.block_lists import Piece, split_axis
+from jattn.blocks.online_softmax import join_rows, log_sum_exp, online_softmax, scan_blocks
+from jattn.blocks.plan import BlockSizes, plan_args
+from jattn.core import deferred
+from jattn.core.arguments import AttentionArgs, make_args, make_sinks
+from jattn.core.attention import Head, softmax_dtype
+from jattn.core.dropout import drop
+from jattn.core.merge import merge
+from jattn.core.shard import on_each_device
+from jattn.core.vmap import canonical
+from jattn.kernels.blockwise import Blockwise
+
+# A key of more weight is its query's largest. Not 1/2, because two keys of 1/2 may both be rounded up.
+LARGEST = 0.6
+
+
+def replace_each(
+    query: Array,
+    key: Array,
+    value: Array,
+    z: Array,
+    lse: Array,
+    gate: Array,
+    fill: Array,
+    *,
+    implementation: object = None,
+    sinks: ArrayLike | None = None,
+    **options: Any,
+) -> Array:
+    """``z + sum_s (1 - gate_s) (z with key s from fill - z)``; differentiable in z and the gate alone.
+
+    Args:
+        query, key, value, options: of the call of ``dot_product_attention`` that returned ``z`` and ``lse``.
+        gate: ``[B|1,S|1,K]``.
+        fill: keys, ``[B,S,K,H]``.
+        implementation: a ``Blockwise`` for its block sizes; others compute no such sums.
+    """
+    if z.ndim == 3:
+        batched = (x[None] for x in (query, key, value, z, lse, gate, fill))
+        return replace_each(*batched, implementation=implementation, sinks=sinks, **options)[0]
+    if 0 in (*z.shape, key.shape[1]):
+        return z
+    dtype, (B, S, K), N = softmax_dtype(query), key.shape[:3], query.shape[2]
+    off = jnp.broadcast_to(1 - gate, (B, S, K)).astype(dtype)
+    off = jnp.repeat(jnp.swapaxes(off, 1, 2), N // K, 1)  # [B,N,S]
+    # The keys in place of others travel with the values, which blocks read by column.
+    both = jnp.concatenate([value, fill.astype(value.dtype)], -1)
+    args = canonical(dataclasses.replace(make_args(query, key, value, **options), value=both))
+    sizes = implementation.block_sizes if isinstance(implementation, Blockwise) else None
+
+    def change(args: AttentionArgs, own: Array, lse: Array, off: Array, *sinks: Array) -> Array:
+        types = jax.ShapeDtypeStruct(own.shape, dtype), jax.ShapeDtypeStruct(lse.shape, dtype)
+        u, rest = deferred.call(_without_largest, args, lse, sizes, out=types)
+        if sinks:
+            u, rest = merge(u, rest, jnp.zeros_like(u), make_sinks(sinks[0], rest))
+        return deferred.call(_change, args, (own, lse, u, rest), off, sizes, out=types[0])
+
+    arrays = [(z.astype(dtype), "btnd"), (lse, "btn")] + ([] if sinks is None else [(jnp.asarray(sinks), "n")])
+    # All but off is constant: in no derivative does 0 meet inf. NumPy arrays stay as they are, static.
+    args, arrays = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, (args, arrays))
+    changed = on_each_device(change, args, "btnd", *arrays[:2], (off, "bns"), *arrays[2:])
+    return (z.astype(dtype) + changed).astype(z.dtype)
+
+
+def _without_largest(platform: str, args: AttentionArgs, lse: Array, sizes: BlockSizes) -> tuple[Array, Array]:
+    """``out [B,T,N,D]`` and ``lse [B,T,N]`` of every query without its largest key, in the softmax's dtype."""
+    plan = plan_args(platform, args, sizes)
+    D = args.value.shape[-1] - args.query.shape[-1]
+
+    def one_head(q, k, v_and_fill, head, plan, lse):
+        blocked = split_head(platform, q, k, v_and_fill[:, :D], head, plan)
+        hidden = _WithoutLargest(**vars(blocked), lse=split_axis(lse, 0, plan.size[0]))
+        out, row_max, row_sum = (join_rows(x, q) for x in online_softmax(hidden, False, blocked.dtype))
+        return out, log_sum_exp(row_max, row_sum)
+
+    return plan.over_heads(one_head, args, out_axes=1, per_head=[jnp.moveaxis(lse, 2, 1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithoutLargest(BlockedHead):
+    lse: Array  # [blocks, rows]
+
+    def scores(self, block: Block, i, j, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
+        scores, v = super().scores(block, i, j, masked, piece)
+        lse = self.lse[i] if piece is None else self.lse[i][piece[0]]
+        return jnp.where(scores - lse[:, None] > math.log(LARGEST), -jnp.inf, scores), v
+
+
+def _change(platform: str, args: AttentionArgs, by_query: tuple[Array, ...], off: Array, sizes: BlockSizes) -> Array:
+    """The change of each output ``[B,T,N,D]``, linear in ``off [B,N,S]``.
+
+    ``by_query``: outputs and log-sum-exps, and those without the largest key.
+    """
+
+    def one_head(q, k, v_and_fill, head, plan, off, z, lse, u, rest):
+        return _change_of_head(platform, q, k, v_and_fill, head, plan, off, (z, lse, u, rest))
+
+    per_head = [off, *(jnp.moveaxis(x, 2, 1) for x in by_query)]
+    plan = plan_args(platform, args, sizes)
+    return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
+
+
+def _change_of_head(
+    platform: str,
+    q: Array,
+    k: Array,
+    v_and_fill: Array,
+    head: Head,
+    plan: BlockPlan,
+    off: Array,
+    by_query: Sequence[Array],
+) -> Float[Array, "T D"]:
+    blocked = split_head(platform, q, k, v_and_fill, head, plan)
+    off_by_column = split_axis(off, 0, plan.size[1])
+    by_row = [split_axis(x, 0, plan.size[0]) for x in by_query]
+    D = by_query[0].shape[-1]
+
+    def visit(changes, i, j, masked, if_listed):
+        block, off, (z, lse, u, rest) = blocked.take(i, j), off_by_column[j], (x[i] for x in by_row)
+
+        def compute():
+            scores, columns = blocked.scores(block, i, j, masked)
+            v, fill = columns[:D], columns[D:]
+            others, _ = blocked.scores(block._replace(k=fill), i, j, masked)
+            by_weight, largest = _change_of_weights(scores, others, lse[:, None], rest[:, None])
+            weighted = by_weight * off[None, :]
+            of_values = blocked.product("qk,dk->qd", drop(weighted, blocked.dropout, blocked.indices(i, j)), v)
+            from_u = jnp.where(largest, weighted, 0.0).sum(1, keepdims=True)
+            from_z = jnp.where(largest, 0.0, weighted).sum(1, keepdims=True)
+            return of_values - from_z * z - from_u * u
+
+        return changes.at[i].add(if_listed(compute, jnp.zeros_like(z)))
+
+    return join_rows(scan_blocks(visit, jnp.zeros_like(by_row[0]), blocked), q)
+
+
+def _change_of_weights(scores: Array, others: Array, lse: Array, rest: Array) -> tuple[Array, Array]:
+    """``(weight' - weight) / (1 - weight)``, or ``weight' - weight`` of the largest key; and which pairs are those."""
+    weights = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - lse))
+    largest = weights > LARGEST
+    rest = jnp.where(largest, rest, lse + jnp.log1p(-jnp.where(largest, 0.0, weights)))
+    # Of the largest, the difference of what both leave to the other keys: exact where both are nearly everything.
+    left = jnp.where(others == -jnp.inf, 1.0, jax.nn.sigmoid(rest - others))
+    of_largest = jax.nn.sigmoid(rest - scores) - left
+    others = jnp.where(others == -jnp.inf, 0.0, jax.nn.sigmoid(others - rest))
+    return jnp.where(largest, of_largest, (others - weights) / (1 - jnp.where(largest, 0.0, weights))), largest

@@ -1,0 +1,159 @@
+"""What changes in a model if one activation comes from another run: ``patch``, and its estimate from gradients."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from jattn.core.attention import softmax_dtype
+from jattn.heads._ablation import run_each, with_axes
+
+# What is patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.
+_NEEDED = {"q": ("query",), "k": ("key",), "v": ("value",), "z": ("z",), "pattern": ("query", "key")}
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+_AXES = {"head": (-2,), "position": (-3,), "head_position": (-2, -3)}
+
+
+def patch(
+    run: Callable[[list[dict[str, Any]]], PyTree[Array]],
+    source: Sequence[Mapping[str, Array]],
+    what: str = "z",
+    by: str = "head",
+    *,
+    batch_size: int | None = None,
+) -> PyTree[Array]:
+    """Activation patching: ``run``'s results, each with one activation taken from another run, the source.
+
+    If the model gives the right answer on one input and not on another, the activations whose patch moves the answer
+    from one to the other are those that carry what differs.
+    One program: ``run`` under ``jax.vmap`` over all patches. Put ``jax.jit`` around it.
+
+    Args:
+        run: a function of one dict per layer, which it passes to that layer's attention as keyword arguments:
+            ``patch``, or for z ``head_gate`` and ``head_fill``. It returns any pytree of arrays.
+        source: for each layer, what its attention sows on the other input, of the same shape (``collect(sown)``).
+        what: ``"q"``, ``"k"``, ``"v"``: queries, keys or values as attention reads them, with positions applied;
+            ``"z"``: the heads' outputs; ``"pattern"``: the attention weights.
+        by: ``"head"``: one head at all positions, leading axes ``[L,N]``; ``"position"``: all heads of a layer at one
+            position, ``[L,T]``; ``"head_position"``: one head at one position, ``[L,N,T]``. Positions are those of
+            queries for q, z and pattern (a row of the weights), and of keys for k and v: ``[L,S]``. Keys and values
+            that several query heads share are patched together: ``[L,K]``, ``[L,K,S]``.
+        batch_size: the number of patches at once; all by default. Smaller takes less memory.
+
+    Raises:
+        ValueError: an unknown ``what`` or ``by``; ``source`` is not a list of dicts with the arrays needed, or its
+            layers differ in their shapes.
+
+    Source: https://arxiv.org/abs/2404.15255 (Heimersheim and Nanda).
+
+    Example:
+        ``patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "v", "position")``
+    """
+    lead, T, N = _sizes(source, what, by, _NEEDED)
+    sizes = tuple({-2: N, -3: T}[axis] for axis in _AXES[by])
+    axes = len(source), *sizes
+
+    def run_with(number: Array) -> PyTree[Array]:
+        layer, *place = jnp.unravel_index(number, axes)
+        here = jnp.ones((*lead, T, N), bool)
+        for axis, index in zip(_AXES[by], place, strict=True):
+            of_axis = jnp.arange(T)[:, None] if axis == -3 else jnp.arange(N)[None]
+            here &= (of_axis == index).reshape(*lead, *of_axis.shape)
+        gates = [jnp.where(here & (layer == i), 0.0, 1.0) for i in range(len(source))]
+        return run([_options(what, gate, own) for gate, own in zip(gates, source, strict=True)])
+
+    return with_axes(run_each(run_with, jnp.arange(math.prod(axes)), batch_size), axes)
+
+
+def attribution_patch(
+    run: Callable[[list[dict[str, Any]]], Array],
+    source: Sequence[Mapping[str, Array]],
+    what: str = "z",
+    by: str = "head",
+) -> Array:
+    """Attribution patching: an estimate of ``patch`` minus the result without a patch, all from one backward pass.
+
+    With z the heads' outputs of this run, z' those with the patch, and the metric that ``run`` computes:
+    ``sum (z' - z) d metric / d z``. z' is exact, softmax included, also where it is saturated and the gradient in a
+    query or key is nearly 0. So the estimate is exact where the metric is linear in the outputs of the patched layer,
+    and of first order in what follows that layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
+
+    Effects that cancel in a sum may be large one by one; confirm the largest of them with ``patch``.
+
+    Args:
+        run: as for ``patch``; it returns the metric, a scalar: sum over sequences, which do not affect each other.
+        source, what, by: as for ``patch``. Each layer also has ``"query"``.
+
+    Returns:
+        ``[L,N]``, ``[L,T]`` or ``[L,N,T]``, with K and S in place of N and T for k and v, as ``patch``; float32
+        (float64 for float64 input).
+
+    Raises:
+        ValueError: as ``patch``; ``run`` does not return a floating scalar.
+
+    Source: https://arxiv.org/abs/2403.00745 (Kramár et al.: AtP with its softmax recomputed for queries and keys).
+
+    Example:
+        ``attribution_patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "k", "position")``
+    """
+    lead, T, N = _sizes(source, what, by, {**_NEEDED, "k": ("key", "query")})
+    keys_at_once = what == "k" and by == "head"  # then the gate is that of their weights, of N query heads
+    gate = jnp.ones((*lead, 1, source[0]["query"].shape[-2]) if keys_at_once else (*lead, T, N))
+
+    def metric(gates: list[Array]) -> Array:
+        result = jnp.asarray(run([_estimate(what, by, *own) for own in zip(gates, source, strict=True)]))
+        if result.shape != () or not jnp.issubdtype(result.dtype, jnp.floating):
+            raise ValueError(f"run must return a floating scalar, got {result.dtype} of shape {list(result.shape)}")
+        return result
+
+    ones = [gate.astype(softmax_dtype(layer[_NEEDED[what][0]])) for layer in source]
+    effects = -jnp.stack(jax.grad(metric)(ones)).reshape(len(source), *gate.shape[len(lead) :])
+    if by == "position":
+        return effects.sum(-1)
+    if by == "head_position":
+        return jnp.swapaxes(effects, 1, 2)
+    return effects.sum(1).reshape(len(source), N, -1).sum(-1)  # of query heads that share a key
+
+
+def _sizes(
+    source: Sequence[Mapping[str, Array]], what: str, by: str, names: Mapping[str, Sequence[str]]
+) -> tuple[tuple[int, ...], int, int]:
+    """An axis of 1 for each batch axis, and T and N of what is patched (S and K of keys and values); or raises."""
+    if what not in names:
+        raise ValueError(f"what must be one of {', '.join(names)}, got {what!r}")
+    if by not in _AXES:
+        raise ValueError(f"by must be one of {', '.join(_AXES)}, got {by!r}")
+    needed = names[what]
+    if isinstance(source, Mapping) or not source or not all(isinstance(layer, Mapping) for layer in source):
+        got = "one dict" if isinstance(source, Mapping) else [type(layer).__name__ for layer in source]
+        raise ValueError(f"source must be a list with a dict for each layer, got {got}")
+    if missing := [name for layer in source for name in needed if name not in layer]:
+        raise ValueError(f"each layer of source must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}")
+    shapes = sorted({layer[needed[0]].shape[:-1] for layer in source})
+    if len(shapes) != 1:
+        raise ValueError(f"the layers of source must have {needed[0]!r} of one shape, got {[*map(list, shapes)]}")
+    *batch, T, N = shapes[0]
+    return (1,) * len(batch), T, N
+
+
+def _options(what: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
+    """The options of a layer's attention call by which it takes from ``source`` what ``gate`` switches off."""
+    if what == "z":
+        return {"head_gate": gate, "head_fill": source["z"]}
+    if what == "pattern":
+        return {"patch": {"pattern": (gate, (source["query"], source["key"]))}}
+    return {"patch": {_NAMES[what]: (gate, source[_NAMES[what]])}}
+
+
+def _estimate(what: str, by: str, gate: Array, source: Mapping[str, Array]) -> dict[str, Any]:
+    """Options that change nothing at a gate of 1, where minus the gate's derivative is the effect of the patch."""
+    if what == "q":  # every query alone, because its row of weights is its own
+        return {"patch": {"pattern": (gate, (source["query"], None))}}
+    if what == "k" and by == "head":
+        return {"patch": {"pattern": (gate, (None, source["key"]))}}
+    if what == "k":
+        return {"patch": {"each_key": (gate, source["key"])}}
+    return _options(what, gate, source)

@@ -1,0 +1,136 @@
+"""Paths between heads: ``path_patch``, what a reader takes from one head; ``qk_attribution``, what made a score."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from jattn.core.attention import softmax_dtype
+from jattn.heads._ablation import Heads, group_gates, run_each, with_axes
+
+
+def path_patch(
+    read: Callable[[Array], PyTree[Array]],
+    stream: Array,
+    own: Sequence[Mapping[str, Array]],
+    source: Sequence[Mapping[str, Array]],
+    out: Sequence[Array],
+    *,
+    groups: Sequence[Heads] | None = None,
+    batch_size: int | None = None,
+) -> PyTree[Array]:
+    """Path patching: ``read(stream + (z_source - z_own) W_O)`` for each head, its result with leading axes ``[L,N]``.
+
+    With ``groups``, the results with the paths of each group of heads together: one leading axis ``[len(groups)]``.
+
+    Only what the reader takes from that head directly comes from the other run, the source; all other heads and MLPs
+    between them keep the values of this run. One program: put ``jax.jit`` around it.
+
+    Args:
+        read: from a residual stream to a result: of the last stream, the logits; of the input of a layer, the model
+            with that layer's ``patch`` filled with the query, key or value that it projects from this stream.
+        stream: ``[B,T,M]``, what the reader reads in this run.
+        own, source: what the attention of the L layers before the reader sows in this run and in the other
+            (``collect(sown)``): dicts with ``"z"`` ``[B,T,N,D]``.
+        out: the output kernels of these layers, ``[N,D,M]``.
+        groups: lists of pairs ``(layer, head)``, as in ``ablate``.
+        batch_size: the number of heads, or groups, at once; all by default.
+
+    Raises:
+        ValueError: the layers of ``own``, ``source`` and ``out`` are not of the same number and shapes; no groups, or
+            a head that does not exist.
+
+    Source: https://arxiv.org/abs/2211.00593 (Wang et al.), section 3.1, and https://arxiv.org/abs/2304.05969.
+
+    Example:
+        ``path_patch(lambda x: model.logits(model.last_norm(x)), stream, collect(sown), collect(other), kernels)``
+    """
+    if not len(own) == len(source) == len(out) or not len(own):
+        raise ValueError(
+            f"own, source and out must have an entry for each layer, got {len(own)}, {len(source)} and {len(out)}"
+        )
+    if any("z" not in layer for layer in (*own, *source)):
+        raise ValueError("each layer of own and source must hold 'z'")
+    shapes = {
+        (mine["z"].shape, other["z"].shape, kernel.shape)
+        for mine, other, kernel in zip(own, source, out, strict=True)
+    }  # fmt: skip
+    expected = next(iter(shapes))
+    z = expected[0]
+    if len(shapes) > 1 or expected != (z, z, (*z[-2:], stream.shape[-1])) or stream.shape[:-1] != z[:-2]:
+        raise ValueError(
+            f"own and source must have z [B, T, N, D] and out [N, D, M] of one shape in all layers, for the stream "
+            f"{list(stream.shape)}, got {sorted(shapes)}"
+        )
+    change = jnp.stack([other["z"] - mine["z"] for mine, other in zip(own, source, strict=True)])
+    kernels, axes = jnp.stack(list(out)), (len(own), z[-2])
+
+    def read_from(number: Array) -> PyTree[Array]:
+        layer, head = jnp.unravel_index(number, axes)
+        return read(stream + jnp.matmul(change[layer, ..., head, :], kernels[layer, head]).astype(stream.dtype))
+
+    def read_from_group(gates: Array) -> PyTree[Array]:
+        added = jnp.einsum("l...nd,lndm->...m", change, kernels * (1 - gates)[..., None, None].astype(kernels.dtype))
+        return read(stream + added.astype(stream.dtype))
+
+    if groups is not None:
+        return run_each(read_from_group, group_gates(groups, axes), batch_size)
+    return with_axes(run_each(read_from, jnp.arange(axes[0] * axes[1]), batch_size), axes)
+
+
+def qk_attribution(
+    query_parts: Array,
+    key_parts: Array,
+    query: Mapping[str, Array],
+    key: Mapping[str, Array],
+    *,
+    position: Callable[[Array, Array], Array] | None = None,
+    query_positions: ArrayLike | None = None,
+    kv_positions: ArrayLike | None = None,
+    scale: float | None = None,
+) -> Float[Array, "E N P R"]:
+    """Which parts of the residual stream made these scores: ``[E,N,P,R]``, for E pairs of a query and a key.
+
+    A score is bilinear in what query and key read: ``sum_ij scale * R(x_i W_Q) . R(y_j W_K)`` over the parts of both,
+    with R a linear embedding of positions, such as ``Rotary``. Summed over the last two axes, these are the scores
+    before any mask, bias and score function. At least in float32.
+
+    Args:
+        query_parts: ``[P,E,M]``, the parts of the stream at the queries, such as heads' outputs
+            (``residual_contributions``); with a norm before the layer, after that norm, with its scale held.
+        key_parts: ``[R,E,M]``, the same at the keys.
+        query, key: the parameters, ``{"kernel": [M,N,H]}`` and ``{"kernel": [M,K,H]}``. Their ``"bias"``, if any, is
+            one more part, the last: P + 1, R + 1.
+        position: as in ``attend_heads``; linear in x.
+        query_positions, kv_positions: ``[E]``, needed with ``position``.
+        scale: ``1 / sqrt(H)`` by default.
+
+    Raises:
+        ValueError: parts that do not fit each other or the kernels; a position without positions.
+    """
+    for name, parts, params in (("query_parts", query_parts, query), ("key_parts", key_parts, key)):
+        M, E = params["kernel"].shape[0], query_parts.shape[1]
+        if parts.ndim != 3 or parts.shape[1:] != (E, M):
+            raise ValueError(f"{name} must be [parts, E, M] = [parts, {E}, {M}], got {list(parts.shape)}")
+    if position is not None and (query_positions is None or kv_positions is None):
+        raise ValueError("position needs query_positions and kv_positions, those of the E queries and keys")
+    q, k = _projected(query_parts, query), _projected(key_parts, key)  # [P,E,N,H], [R,E,K,H]
+    if position is not None:
+        q, k = position(q, jnp.asarray(query_positions)), position(k, jnp.asarray(kv_positions))
+    N, H = q.shape[-2:]
+    if N % k.shape[-2]:
+        raise ValueError(f"{N} query heads cannot share {k.shape[-2]} key heads")
+    k = jnp.repeat(k, N // k.shape[-2], -2)
+    return jnp.einsum("penh,renh->enpr", q, k, precision="highest") * (H**-0.5 if scale is None else scale)
+
+
+def _projected(parts: Array, params: Mapping[str, Array]) -> Array:
+    """Each part's share of the projection, and the bias as one more part."""
+    dtype = softmax_dtype(parts)
+    kernel = params["kernel"].astype(dtype)
+    shares = jnp.einsum("pem,mnh->penh", parts.astype(dtype), kernel, precision="highest")
+    bias = params.get("bias")
+    if bias is None:
+        return shares
+    own = jnp.broadcast_to(bias.astype(dtype), (1, *shares.shape[1:]))
+    return jnp.concatenate([shares, own])

@@ -1,0 +1,336 @@
+"""Statistics of all heads at any length, without their matrices of weights."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, DTypeLike
+
+from jattn.api import dot_product_attention, fold_weights
+from jattn.core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
+from jattn.core.attention import softmax_dtype
+from jattn.kernels import ReducesWeights, Reduction
+from jattn.kernels.dispatch import Dispatch
+from jattn.masks import MaskFunction
+from jattn.mods.arrays import Length, arange, namespace
+from jattn.mods.validation import to_int32
+
+
+class _Block(NamedTuple):
+    """A block of one head's weights, and what is known of its queries and keys; all arrays broadcast."""
+
+    log_weights: Array
+    weights: Array
+    row: Mapping[str, Array]  # of queries: position, slot, token, ...
+    column: Mapping[str, Array]  # of keys
+
+    def where(self, holds: Callable[[Array, Array], Array]) -> Array:
+        """The weights of the pairs for which ``holds(q, kv)``, positions; 0 elsewhere."""
+        return jnp.where(holds(self.row["position"], self.column["position"]), self.weights, 0.0)
+
+    def where_equal(self, name: str, shift: int) -> Array:
+        """The weights of keys whose ``name``, the token ``shift`` slots before, is the query's and an earlier one."""
+        slot = self.column["slot"] - shift
+        repeats = (self.row["token"] == self.column[name]) & (slot >= 0) & (slot < self.row["slot"])
+        return jnp.where(repeats, self.weights, 0.0)
+
+    def log_weight(self) -> Array:
+        """``ln p``, because with large sinks p underflows to 0."""
+        return self.log_weights
+
+    def entropy(self) -> Array:
+        """``-p ln p``, 0 at ``p = 0``."""
+        return self.weights * jnp.where(self.log_weights > -jnp.inf, -self.log_weights, 0.0)
+
+    def distance(self) -> Array:
+        """``p |q - kv|``."""
+        q, kv = self.row["position"], self.column["position"]
+        apart = jnp.where(q > kv, q - kv, kv - q)
+        # Two positions may be further apart than int32 counts; the difference wraps around once.
+        return self.weights * (apart.astype(self.weights.dtype) + (apart < 0).astype(self.weights.dtype) * 2.0**32)
+
+
+class _Statistic(NamedTuple):
+    """What each weight contributes, how contributions are reduced, and the queries to average over."""
+
+    value: Callable[[_Block], Array]
+    reduction: str = "row_sum"  # a kind of jattn.kernels.Reduction
+    queries: str = "seeing"  # a key of _eligible
+
+
+# A new mean over queries is one line here, and one in the docstring of ``statistics``.
+_STATISTICS = {
+    "entropy": _Statistic(_Block.entropy, queries="seeing two keys"),
+    "max_weight": _Statistic(_Block.log_weight, "row_max"),
+    "max_logit": _Statistic(_Block.log_weight, "row_max"),
+    "distance": _Statistic(_Block.distance),
+    "previous_token": _Statistic(lambda block: block.where(lambda q, kv: kv == q - 1), queries="later"),
+    "current_token": _Statistic(lambda block: block.where(lambda q, kv: kv == q)),
+    "first_token": _Statistic(lambda block: block.where(lambda q, kv: kv == 0), queries="later"),
+    "offset_profile": _Statistic(lambda block: block.weights, "diagonal_sum"),
+    "received": _Statistic(lambda block: block.weights, "column_sum"),
+    "duplicate_token": _Statistic(lambda block: block.where_equal("token", 0), queries="repeating"),
+    "induction": _Statistic(lambda block: block.where_equal("before", 1), queries="repeating"),
+}
+STATISTICS = tuple(_STATISTICS)
+OF_TOKENS = tuple(name for name, statistic in _STATISTICS.items() if statistic.queries == "repeating")
+
+
+def statistics(
+    query: ArrayLike,
+    key: ArrayLike,
+    *,
+    tokens: ArrayLike | None = None,
+    lse: ArrayLike | None = None,
+    names: Iterable[str] | None = None,
+    eligible: ArrayLike | None = None,
+    implementation: ReducesWeights | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    **options: Unpack[ScoreOptions],
+) -> dict[str, Any]:
+    """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
+
+    ``p`` are the weights of a query. Each mean runs over the queries in parentheses that see at least one key.
+
+    - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
+    - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all.
+    - ``distance``: ``sum p |q - kv|`` (all).
+    - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (all).
+    - ``first_token``: p at ``kv = 0`` (``q > 0``), also known as a sink. Source: https://arxiv.org/abs/2309.17453.
+    - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (those with such a key).
+    - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys and divided by
+      its ``support``, it is the mean weight on that set, such as delimiters.
+    - ``duplicate_token``: p at earlier occurrences of the query's token; ``induction``: p at the tokens that followed
+      these (both: queries whose token occurred before). Source:
+      https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.
+    - ``support``, always: ``{name: [B,N]}``, the number of queries in each mean.
+
+    ``q`` and ``kv`` are positions, as in masks; for ``offset_profile``, ``received`` and tokens they are slots.
+
+    Args:
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
+        tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
+        lse: from ``dot_product_attention(..., return_residual=True)``; computed if None.
+        names: the statistics to compute; by default all that the arguments allow.
+        eligible: bool ``[B,T]`` or ``[T]``: restricts every mean to these queries.
+        implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
+            ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes;
+            ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots are those of its
+            layout, except in ``offset_profile``, which uses tokens. By default PallasTPU's kernel on a TPU where it
+            supports the arguments, otherwise Blockwise's loop.
+        bias, mask, options: those of ``fold_weights``: ``is_causal``, ``score_mod``, ...
+
+    Raises:
+        ValueError: an unknown statistic; ``tokens`` or ``eligible`` missing or of the wrong shape; as ``fold_weights``.
+
+    Example:
+        ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
+    """
+    names = _names(names, tokens is not None)
+    folding = Dispatch() if implementation is None else implementation
+    if isinstance(folding, type) or not isinstance(folding, ReducesWeights):
+        raise TypeError(
+            "implementation must be a Ring or HeadParallel of jattn.sharding, a Blockwise, a PallasTPU or a PallasGPU, "
+            f"got {implementation!r}"
+        )
+    if "sinks" in options:
+        raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")
+    args = make_args(query, key, None, bias, mask, **options)
+    (B, T, _, _), S, one_sequence = args.query.shape, args.key.shape[1], jnp.ndim(query) == 3
+    given = lse is not None
+    if lse is None:
+        no_value = jnp.zeros((*args.key.shape[:-1], 0), args.key.dtype)
+        static = {"implementation": implementation, "return_residual": True}
+        lse = dot_product_attention(args.query, args.key, no_value, bias, mask, **static, **options)[1]
+    lse = make_lse(jnp.asarray(lse), args, one_sequence and given)
+    counts = jnp.ones((1, T), bool) if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
+    by_query = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
+    count_visible = given or "entropy" in names
+    slots = [arange(n) if order is None else order for n, order in ((n, folding.slots(n)) for n in (T, S))]
+
+    def of_part(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array | dict[str, Array]]:
+        rows, columns = _pair_data(args, dict(zip(by_query, data, strict=True)), *slots)
+        reduced = _reduced(names)
+        kinds = tuple((name, _STATISTICS[name].reduction) for name in reduced)
+        fold = Reduction(lse, rows, columns, _Values(reduced), kinds, count_visible)
+        sums = folding.fold(args, fold)
+        return _averages(names, sums, S, lse, given, rows)
+
+    out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
+    extra = [(lse, "btn"), *((x, "bt") for x in by_query.values())]
+    result = folding.map_parts(of_part, args, out_axes, *extra)
+    return jax.tree.map(lambda x: x[0], result) if one_sequence else result
+
+
+def _pair_data(
+    args: AttentionArgs, by_query: dict[str, Array], q_slots: np.ndarray | Array, kv_slots: np.ndarray | Array
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What ``_Values`` read besides the weights: data of queries ``[B|1,T]`` and of keys ``[B|1,S]``.
+
+    ``q_slots``, ``kv_slots``: the token in each slot.
+    """
+    q_positions, kv_positions = (
+        jnp.asarray(slots[None] if own is None else own)
+        for own, slots in ((args.query_positions, q_slots), (args.kv_positions, kv_slots))
+    )
+    rows = {"counts": by_query["counts"], "position": q_positions, "slot": jnp.asarray(q_slots)[None]}
+    columns = {"position": kv_positions, "slot": jnp.asarray(kv_slots)[None]}
+    if "tokens" in by_query:
+        tokens = by_query["tokens"]
+        xp = namespace(q_slots)
+        slot_of = xp.argsort(q_slots)  # the slot of each token
+        rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, slot_of])[:, q_slots]}
+        columns |= {"token": tokens, "before": tokens[:, slot_of[xp.maximum(kv_slots - 1, 0)]]}
+    return rows, columns
+
+
+def _reduced(names: Iterable[str]) -> tuple[str, ...]:
+    """The statistics to reduce: ``max_logit`` is computed from the reduction of ``max_weight``."""
+    return tuple(dict.fromkeys("max_weight" if name == "max_logit" else name for name in names))
+
+
+def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:
+    names = names if names is None or isinstance(names, str) else tuple(names)  # a generator runs only once
+    known = STATISTICS if with_tokens else tuple(name for name in STATISTICS if name not in OF_TOKENS)
+    if names is None:
+        return known
+    if isinstance(names, str) or not set(names) <= set(STATISTICS):
+        raise ValueError(f"names must be some of {', '.join(STATISTICS)}, got {names!r}")
+    if not set(names) <= set(known):
+        raise ValueError(f"{' and '.join(OF_TOKENS)} need tokens=, integers [B, T]")
+    return names
+
+
+def eligible_rows(eligible: ArrayLike, B: Length, T: Length) -> Array:
+    """The argument ``eligible``, checked: bool ``[T]`` or ``[B,T]``."""
+    rows = jnp.asarray(eligible)
+    if rows.shape not in ((T,), (B, T)) or rows.dtype != bool:
+        raise ValueError(
+            f"eligible must be bool [B, T] = {[B, T]} or [T], got {rows.dtype} of shape {list(rows.shape)}"
+        )
+    return rows
+
+
+def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bool) -> Array:
+    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+    wanted = (T,) if one_sequence else (B, T)
+    if T != S or tokens.shape != wanted or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens must be integers {list(wanted)} of self-attention, got {tokens.dtype} of shape "
+            f"{list(tokens.shape)} for {T} queries and {S} keys"
+        )
+    # JAX would silently truncate NumPy's wide integers, and different tokens could become equal.
+    tokens = jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
+    if tokens.dtype.itemsize > 4:  # a kernel has 32 bits; ranks are equal where tokens are
+        tokens = jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(tokens).astype(jnp.int32)
+    return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class _Values:
+    """``Reduction.values`` of these statistics; it compares by value."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, log_weights: Array, row: dict[str, Array], column: dict[str, Array]) -> dict[str, Array]:
+        log_weights = jnp.where(row["counts"], log_weights, -jnp.inf)
+        block = _Block(log_weights, jnp.exp(log_weights), row, column)
+        return {name: _STATISTICS[name].value(block) for name in self.names}
+
+
+def _averages(
+    names: Sequence[str], sums: dict[str, Array], S: Length, lse: Array, given: bool, rows: dict[str, Array]
+) -> dict[str, Array | dict[str, Array]]:
+    """The means over eligible queries, from the sums ``[B,N,...]``; ``given``: the lse may include sinks."""
+    lse, visible = jnp.moveaxis(lse, 2, 1), sums.get("visible")  # [B,N,T]
+    eligible = _eligible(rows, lse, visible, given)
+    counted = {name: eligible[_STATISTICS[name].queries] for name in names}
+    if "entropy" in names and visible is not None:
+        most = jnp.log(jnp.maximum(visible, 2).astype(lse.dtype))
+        sums = sums | {"entropy": sums["entropy"] / most}
+    results: dict[str, Array | dict[str, Array]] = {"support": {name: x.sum(-1) for name, x in counted.items()}}
+    for name, seen in counted.items():
+        if name == "max_logit":
+            highest = jnp.max(jnp.where(seen, lse + sums["max_weight"], -jnp.inf), axis=-1, initial=-jnp.inf)
+            results[name] = jnp.where(seen.any(-1), highest, 0.0)
+        elif name == "received":
+            results[name] = sums[name]
+        elif name == "offset_profile":
+            slot_of = jnp.argsort(rows["slot"][0])
+            results[name] = sums[name] / _pairs_at_offsets(seen[..., slot_of], S, lse.dtype)
+        else:
+            values = jnp.exp(sums[name]) if name == "max_weight" else sums[name]
+            total = jnp.where(seen, values, 0.0).sum(-1)
+            results[name] = total / jnp.maximum(seen.sum(-1), 1).astype(total.dtype)
+    return results
+
+
+def _eligible(rows: dict[str, Array], lse: Array, visible: Array | None, given: bool) -> dict[str, Array]:
+    """The queries that a mean may run over, bool ``[B,N,T]``, from the lse and number of visible keys ``[B,N,T]``."""
+    seeing = rows["counts"][:, None] & (lse != -jnp.inf)  # a NaN counts as seen
+    if given and visible is not None:  # with sinks, a row that sees no key has a finite lse
+        seeing &= visible > 0
+    eligible = {"seeing": seeing, "later": seeing & (rows["position"] > 0)[:, None]}
+    if visible is not None:
+        eligible["seeing two keys"] = seeing & (visible >= 2)
+    if "occurred" in rows:
+        eligible["repeating"] = seeing & rows["occurred"][:, None]
+    return eligible
+
+
+def _occurred(tokens: Array) -> Array:
+    """Bool ``[T]``: whether the token occurred before."""
+    order = jnp.argsort(tokens, stable=True)
+    again = jnp.concatenate([jnp.zeros(1, bool), tokens[order][1:] == tokens[order][:-1]])[: tokens.shape[0]]
+    return jnp.zeros(tokens.shape, bool).at[order].set(again)
+
+
+def _pairs_at_offsets(seen: Array, S: Length, dtype: DTypeLike) -> Array:
+    """``[B,N,T+S-1]``: the number of seeing queries with a key at each offset, at least 1."""
+    T = seen.shape[-1]
+    offsets = arange(max(T + S - 1, 0)) - (T - 1)
+    xp = namespace(offsets)
+    first, end = xp.clip(-offsets, 0, T), xp.clip(S - offsets, 0, T)
+    upto = jnp.concatenate([jnp.zeros((*seen.shape[:-1], 1), jnp.int32), jnp.cumsum(seen, -1, dtype=jnp.int32)], -1)
+    return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
+
+
+def coarse_weights(
+    query: ArrayLike,
+    key: ArrayLike,
+    size: int = 64,
+    *,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    **options: Unpack[ScoreOptions],
+) -> Array:
+    """Each head's weights at low resolution, at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
+
+    The sequence is split into ``size`` equal spans. Entry ``(i, j)`` is the share of their weight that the queries of
+    span i give to the keys of span j. Rows sum to 1, or to 0 if no query sees a key. O(T + S) memory (forward).
+
+    Args:
+        query, key: as in ``statistics``.
+        size: the number of spans along each axis, at most T and S.
+        bias, mask, options: those of ``fold_weights``.
+
+    Raises:
+        ValueError: ``size`` is not positive; as ``fold_weights``.
+    """
+    if not size > 0:
+        raise ValueError(f"size must be positive, got {size}")
+    T, S = jnp.shape(query)[-3], jnp.shape(key)[-3]
+    rows, columns = min(size, T), min(size, S)
+
+    def add(carry: Array, weights: Array, q_idx: Array, kv_idx: Array) -> Array:
+        of_row = jax.nn.one_hot(q_idx[:, 0] * rows // T, rows, axis=0, dtype=weights.dtype)
+        of_column = jax.nn.one_hot(kv_idx[0] * columns // S, columns, dtype=weights.dtype)
+        return carry + of_row @ weights @ of_column
+
+    init = jnp.zeros((rows, columns), softmax_dtype(jnp.asarray(query)))
+    sums = fold_weights(add, init, query, key, bias=bias, mask=mask, **options)
+    return sums / jnp.maximum(sums.sum(-1, keepdims=True), jnp.finfo(sums.dtype).tiny)

@@ -1,0 +1,74 @@
+"""``TopQueries``: the queries of a stream of batches for which each head's score is largest."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from jattn.mods.pytree import pytree_dataclass
+
+
+@pytree_dataclass
+class TopQueries:
+    """Each head's ``k`` best queries so far, best first. Start with ``top_queries``; ``update`` takes a batch.
+
+    score: ``[*,N,k]``; -inf where there has been none yet.
+    sequence, position: ``[*,N,k]``: the sequence, counted over all batches, and the query in it; -1 for none.
+    token: ``[*,N,k]``: the query's token; -1 for none, or if tokens were not given.
+    seen: the number of sequences so far.
+    """
+
+    score: Array
+    sequence: Array
+    position: Array
+    token: Array
+    seen: Array
+
+    def update(self, scores: Array, tokens: ArrayLike | None = None) -> "TopQueries":
+        """The state after one more batch, in memory that does not grow with their number. Of ties, the first stays.
+
+        Args:
+            scores: ``[*,B,T,N]``, such as an lse, or the norms of z. A score of -inf is never kept: padding.
+            tokens: integers ``[B,T]``.
+
+        Raises:
+            ValueError: scores or tokens of another shape.
+        """
+        *lead, N, k = self.score.shape
+        if scores.ndim != len(lead) + 3 or [*scores.shape[:-3], scores.shape[-1]] != [*lead, N]:
+            expected = ", ".join([*map(str, lead), "B", "T", str(N)])
+            raise ValueError(f"scores must be [{expected}], got {list(scores.shape)}")
+        B, T = scores.shape[-3:-1]
+        if tokens is not None and jnp.shape(tokens) != (B, T):
+            raise ValueError(f"tokens must be [B, T] = [{B}, {T}], as scores, got {list(jnp.shape(tokens))}")
+        flat = jnp.moveaxis(scores.astype(self.score.dtype), -1, -3).reshape(*lead, N, B * T)
+        best, index = jax.lax.top_k(flat, min(k, B * T))
+        token = jnp.full(B * T, -1, jnp.int32) if tokens is None else jnp.asarray(tokens, jnp.int32).reshape(-1)
+        new = (index // T + self.seen, index % T, token[index]) if B * T else (index, index, index)  # nothing new
+        score, order = jax.lax.top_k(jnp.concatenate([self.score, best], -1), k)
+
+        def chosen(old: Array, new: Array) -> Array:  # of ties the old, so that -inf never replaces an empty place
+            return jnp.take_along_axis(jnp.concatenate([old, new], -1), order, -1)
+
+        sequence, position, token = map(chosen, (self.sequence, self.position, self.token), new)
+        return TopQueries(score, sequence, position, token, self.seen + B)
+
+
+def top_queries(k: int, *heads: int) -> TopQueries:
+    """The state before the first batch: ``top_queries(k, N)``, or ``top_queries(k, L, N)`` for all layers at once.
+
+    The inputs that drive a head most say what it responds to; look at those, not only at means.
+
+    Args:
+        k: how many queries to keep of each head.
+        heads: N, with any axes in front.
+
+    Raises:
+        ValueError: k or a number of heads is not a positive integer, or there is none.
+
+    Example:
+        ``top = top_queries(10, N); top = top.update(score, tokens)`` for each batch; ``top.position[head]``
+    """
+    if not heads or any(not isinstance(size, int) or size < 1 for size in (k, *heads)):
+        raise ValueError(f"top_queries needs k and the numbers of heads, positive integers, got {(k, *heads)}")
+    none = jnp.full((*heads, k), -1, jnp.int32)
+    return TopQueries(jnp.full(none.shape, -jnp.inf, jnp.float32), none, none, none, jnp.zeros((), jnp.int32))

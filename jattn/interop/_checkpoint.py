@@ -1,0 +1,226 @@
+"""Places a checkpoint's tensors in a ``Transformer``."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.interop._gguf import read_gguf
+from jattn.interop._safetensors import read_folder
+from jattn.interop.bert import BERT
+from jattn.interop.family import Family
+from jattn.interop.gpt2 import GPT2
+from jattn.interop.gpt_neox import GPT_NEOX
+from jattn.interop.llama import LLAMA, MISTRAL, QWEN2
+from jattn.interop.transformer import Config, Transformer
+
+Tensors = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2)}
+
+# Tensors in checkpoints that are not parameters: masks and tables that the code computes.
+BUFFERS = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq|attention\.bias"
+    r"|attention\.masked_bias)$"
+)
+
+
+def load(
+    source: str | Path, *, ignore: Sequence[str] = (), dtype: Any = jnp.float32, family: Family | None = None
+) -> Transformer:
+    """The model in a folder, from its ``config.json`` and all ``*.safetensors`` beside it, or in a GGUF file.
+
+    Args:
+        source: a folder as saved by Hugging Face's ``save_pretrained``, or a file ``*.gguf``, which is dequantised.
+        ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads.
+        dtype: the dtype of the parameters.
+        family: how to read it; by default one of ``FAMILIES``, by the config's ``model_type``.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the family is unknown; a file is damaged; tensors are missing, left over, of another shape, not
+            floating-point, or in two files. The message names all of them.
+        TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
+        ImportError: safetensors, or for a GGUF file gguf, is not installed.
+
+    Example:
+        ``model = load("all-MiniLM-L6-v2"); hidden = model(tokens, valid=tokens != 0)``
+    """
+    source = Path(source)
+    is_gguf = source.suffix.lower() == ".gguf"
+    tensors, config = read_gguf(source) if is_gguf else read_folder(source, exclude=BUFFERS)
+    return from_tensors(tensors, config, ignore=ignore, dtype=dtype, family=family)
+
+
+def from_tensors(
+    tensors: Tensors,
+    config: Mapping[str, Any],
+    *,
+    ignore: Sequence[str] = (),
+    dtype: Any = jnp.float32,
+    family: Family | None = None,
+) -> Transformer:
+    """``load`` from memory: arrays by name, and a ``config.json`` as a dict."""
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore must be a sequence of prefixes of names, got the string {ignore!r}; use ({ignore!r},)")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype of the parameters must be floating, got {jnp.dtype(dtype)}")
+    family = _family(config) if family is None else family
+    tensors = {
+        name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(tuple(ignore))
+    }
+    names: dict[str, list[str]] = {}
+    for name in tensors:
+        names.setdefault(_without_prefix(name, family), []).append(name)
+    if twice := [" and ".join(own) for own in names.values() if len(own) > 1]:
+        raise ValueError(f"tensors that are the same parameter: {', '.join(twice)}; leave one out with ignore=")
+    tensors = {name: tensors[own[0]] for name, own in names.items()}
+    sizes = family.config(config)
+    if sizes.num_layers > len(tensors):  # checked before that many layers are built
+        raise ValueError(f"the config has {sizes.num_layers} layers, but there are only {len(tensors)} tensors")
+    optional = {
+        module: any(f"{name}.weight" in tensors for name in family.modules.get(module, ()))
+        for module in ("pooler", "head")
+    }
+    sizes = dataclasses.replace(sizes, **optional)
+    model = nnx.eval_shape(lambda: Transformer(sizes, rngs=nnx.Rngs(0)))
+    graph, abstract = nnx.split(model)
+    flat = [(path, ".".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(abstract)]
+    placed = _place(tensors, family, sizes, {name: leaf.shape for _, name, leaf in flat})
+    state = []
+    for path, name, leaf in flat:
+        parts = placed.pop(name)  # one at a time: a model may fill the memory
+        array = jnp.asarray(parts[0], dtype) if len(parts) == 1 and not name.startswith("layers.") else None
+        state.append(
+            (path, leaf.replace(jnp.stack([jnp.asarray(x, dtype) for x in parts]) if array is None else array))
+        )
+    return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def read_config(config: Mapping[str, Any]) -> Config:
+    """The sizes in Hugging Face's ``config.json`` of one of ``FAMILIES``.
+
+    Raises:
+        ValueError: another ``model_type``, a missing key, or an option that the model here does not support.
+    """
+    return _family(config).config(config)
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {name!r}; or pass family=")
+    return FAMILIES[name]
+
+
+def _without_prefix(name: str, family: Family) -> str:
+    """The name without what models with a task head put before it."""
+    prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
+class Source(NamedTuple):
+    """A tensor that has a place: its name in the checkpoint and in our model, and how it is stored."""
+
+    name: str
+    targets: list[str]
+    layer: int | None
+    transposed: bool  # [out,in]
+
+
+def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -> dict[str, list[Any]]:
+    """The tensors under our names and in our shapes, a list over layers or of one.
+
+    Raises ``ValueError`` with everything that does not fit.
+    """
+    placed: dict[str, list[Any]] = {
+        name: [None] * (config.num_layers if name.startswith("layers.") else 1) for name in expected
+    }
+    used, misshapen, twice = set(), [], []
+    for source in _sources(tensors, family, config, expected):
+        used.add(source.name)
+        x = np.asarray(tensors[source.name])
+        flat = [_flat(target, expected[target]) for target in source.targets]
+        shape = (*flat[0][:-1], sum(sizes[-1] for sizes in flat))
+        shape = shape[::-1] if source.transposed else shape
+        if x.shape == shape:
+            x = x.T if source.transposed else x
+            parts = [x] if len(flat) == 1 else family.fused(x, [one[-1] for one in flat], config.size_of_head)
+        else:
+            misshapen.append(f"{source.name} is {list(x.shape)}, expected {list(shape)}")
+            parts = [None] * len(flat)
+        if any(placed[target][source.layer or 0] is not None for target in source.targets):
+            twice.append(source.name)
+        for target, part in zip(source.targets, parts, strict=True):
+            own_shape = expected[target] if source.layer is None else expected[target][1:]
+            placed[target][source.layer or 0] = () if part is None else part.reshape(own_shape)
+    problems = {
+        "missing": [
+            name if len(parts) == 1 and not name.startswith("layers.") else name.replace("layers.", f"layers.{i}.", 1)
+            for name, parts in placed.items() for i, part in enumerate(parts) if part is None
+        ],
+        "left over": list(tensors.keys() - used),
+        "of a parameter that another tensor is, too": twice,
+        "of another shape": misshapen,
+        "no floating-point numbers": [
+            f"{name} is {tensors[name].dtype}"
+            for name in used
+            if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
+        ],
+    }  # fmt: skip
+    if any(problems.values()):
+        lines = "".join(f"\n{problem}: {', '.join(sorted(names))}" for problem, names in problems.items() if names)
+        raise ValueError(f"the checkpoint does not fit a {config.family} with the sizes in its config{lines}")
+    return placed
+
+
+def _modules(family: Family, config: Config) -> Iterator[tuple[str, int | None, tuple[str, ...]]]:
+    """``(path in our model, layer, names in checkpoints)`` of all modules that a checkpoint may have."""
+    for path, names in family.modules.items():
+        yield path, None, names
+    for i in range(config.num_layers):
+        for path, names in family.layer.items():
+            yield f"layers.{path}", i, tuple(name.format(i) for name in names)
+
+
+def _sources(tensors: Tensors, family: Family, config: Config, expected: Shapes) -> Iterator[Source]:
+    """Every tensor that has a place."""
+    inputs_first = _inputs_first(tensors, family, config)
+    tensorflow = {"weight": "gamma", "bias": "beta"}  # TensorFlow's names in a norm
+    for path, layer, names in _modules(family, config):
+        fused = path.endswith(".fused")
+        paths = [path.replace("fused", name) for name in ("query", "key", "value")] if fused else [path]
+        for part, leaves in (("weight", ("kernel", "embedding", "scale")), ("bias", ("bias",))):
+            leaf = next((leaf for leaf in leaves if f"{paths[0]}.{leaf}" in expected), None)
+            candidates = [f"{name}.{suffix}" for name in names for suffix in (part, tensorflow[part])]
+            name = next((name for name in candidates if name in tensors), None)
+            if name is not None and leaf is not None:
+                transposed = leaf == "kernel" and (path in ("head", "pooler") or not inputs_first)
+                yield Source(name, [f"{one}.{leaf}" for one in paths], layer, transposed)
+
+
+def _flat(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one layer's array, with heads and head dim joined, as in other frameworks."""
+    shape = shape[1:] if path.startswith("layers.") else shape
+    if re.search(r"attention\.(query|key|value)\.", path):
+        return (*shape[:-2], shape[-2] * shape[-1])
+    return (shape[0] * shape[1], shape[2]) if path.endswith("attention.out.kernel") else shape
+
+
+def _inputs_first(tensors: Tensors, family: Family, config: Config) -> bool:
+    """Whether weights are stored ``[in,out]``, judging by those that are not square; by the family if all are."""
+    votes = 0
+    for path, _, names in _modules(family, config):
+        out_dim = (
+            3 * config.model_dim if path.endswith("fused") else config.mlp_dim if path.endswith("mlp_in") else None
+        )
+        for name in names if out_dim not in (None, config.model_dim) else ():
+            shape = tensors[f"{name}.weight"].shape if f"{name}.weight" in tensors else ()
+            votes += (shape == (config.model_dim, out_dim)) - (shape == (out_dim, config.model_dim))
+    return votes > 0 if votes else family.inputs_first

@@ -1,0 +1,83 @@
+"""Tokenizers of published checkpoints, and the text of a conversation."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jattn.interop._gguf import read_vocabulary
+
+# How a GGUF file's ``tokenizer.ggml.pre`` splits text before merging: whether digits stand alone. Then as GPT-2.
+_DIGITS_ALONE = {"smollm": True, "gpt-2": False}
+_CONTROL, _WHOLE = 3, 4  # the types of tokens that text never has, and of those that are never split
+
+
+def tokenizer(source: str | Path) -> Any:
+    """The tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a damaged file, or a kind of vocabulary or of splitting that is not known here.
+        ImportError: tokenizers, or for a GGUF file gguf, is not installed.
+
+    Example:
+        ``tokens = tokenizer("model.gguf").encode("Hello").ids``
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as missing:
+        raise ImportError("a tokenizer needs the package tokenizers: pip install 'jattn[hf]'") from missing
+    source = Path(source)
+    if source.suffix.lower() == ".gguf":
+        fields = read_vocabulary(source)
+        _check_kind(source, fields)
+        try:
+            return _from_vocabulary(fields)
+        except Exception as error:  # tokenizers raises nothing more exact
+            raise ValueError(f"{source} has a damaged vocabulary: {error!r}") from error
+    file = source / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer.json in {str(source)!r}; expected the folder of a saved model")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more exact
+        raise ValueError(f"{file} is damaged or not a tokenizer: {error}") from error
+
+
+def _check_kind(file: Path, fields: Mapping[str, Any]) -> None:
+    kind, split = fields.get("ggml.model"), fields.get("ggml.pre", "gpt-2")
+    if kind != "gpt2" or split not in _DIGITS_ALONE:
+        raise ValueError(
+            f"{file} has a tokenizer of kind {kind!r}, split as {split!r}; known are 'gpt2', split as "
+            f"{' or '.join(map(repr, _DIGITS_ALONE))}"
+        )
+
+
+def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
+    found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(fields.get("ggml.add_space_prefix", False)))
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[fields.get("ggml.pre", "gpt-2")] else []
+    found.pre_tokenizer = pre_tokenizers.Sequence([*digits, by_bytes])
+    found.decoder = decoders.ByteLevel()
+    kinds = list(zip(tokens, fields.get("ggml.token_type", ()), strict=False))
+    found.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
+    )
+    found.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
+    return found
+
+
+def chatml(messages: Sequence[tuple[str, str]]) -> str:
+    """A conversation as text, up to where the assistant's answer begins: ChatML, as SmolLM2 and Qwen2 take it.
+
+    Args:
+        messages: pairs of a role (``"system"``, ``"user"``, ``"assistant"``) and what it said. Models are trained with
+            a system message first.
+
+    Example:
+        ``chatml([("system", "You are a helpful assistant."), ("user", "Hello!")])``
+    """
+    said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    return f"{said}<|im_start|>assistant\n"

@@ -1,0 +1,232 @@
+"""Which implementation ``jattn.dot_product_attention`` runs: one table, read while tracing and at lowering."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import jax
+from jaxtyping import Array
+
+from jattn.core import deferred
+from jattn.core.arguments import AttentionArgs
+from jattn.core.attention import softmax_dtype
+from jattn.core.vmap import canonical
+from jattn.kernels import PLATFORMS, Implementation, Kernel, ReducingKernel, Reduction, Results, Unsupported
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.cudnn import Cudnn
+from jattn.kernels.decode import Decode
+from jattn.kernels.dense import Dense
+from jattn.kernels.native import Native
+from jattn.kernels.pallas_gpu import PallasGPU
+from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.splash import Splash
+
+IMPLEMENTATIONS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (Decode(), Blockwise(), Dense(), Cudnn(), Splash(), PallasTPU(), PallasGPU(), Native())
+}
+# What ``implementation=None`` takes on a platform: the first that supports the call, where it pays off (``_pays``).
+# Kernels that others run, too, come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is
+# passed over. native is taken by name only: what a call computes on a CPU does not depend on which packages are there.
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("decode", "blockwise", "xla"),
+    "cuda": ("cudnn", "pallas_gpu", "blockwise", "xla"),
+    "rocm": ("blockwise", "xla"),
+    "tpu": ("splash", "pallas_tpu", "blockwise", "xla"),
+}
+
+# "blockwise" from this T * S on: there the dense matrix takes more time than the loop over blocks (measured on CPU:
+# experiments/results), and more memory anyway. With fewer queries or keys than the second, the matrix grows only
+# linearly.
+BLOCKWISE_MIN_PAIRS, BLOCKWISE_MIN_LENGTH = 2**20, 16
+# "blockwise" from this B * N * T * S on: 256 MiB of dense scores in float32.
+BLOCKWISE_MIN_SCORES = 2**26
+# "decode" from this many numbers in the keys per query on (measured on CPU).
+DECODE_MIN_KEYS = 2**20
+# "decode" up to this T * K: multiplying all query heads with all key heads then costs less than transposing the keys.
+DECODE_MAX_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch(ReducingKernel):
+    """``implementation=None``: what each platform takes, resolved when the program is lowered.
+
+    ``names``: for each platform of ``ORDER`` what tracing shows. ``"blockwise"`` stands for all kernels in linear
+    memory: they keep the same sums for the backward pass, so it runs no forward pass again. Where arrays besides query,
+    key and value have gradients, all gradients are blockwise's.
+    """
+
+    name: ClassVar[str] = "None"
+    backward_is_for_qkv_alone: ClassVar[bool] = True
+
+    names: tuple[str, ...] = ("blockwise",) * len(ORDER)
+
+    def taken(self, platform: str, args: AttentionArgs, supports: Callable[[Kernel], str | None]) -> Kernel:
+        """The kernel for a canonical call in the program that is being lowered; ``supports`` gives a reason or None."""
+        name = dict(zip(ORDER, self.names, strict=True))[platform]
+        if name != "blockwise":
+            return IMPLEMENTATIONS[name]
+        several = args.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
+        kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform] if name not in ("decode", "xla"))
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            # Without the current mesh, which would make the arrays of one device look sharded.
+            return next(
+                kernel
+                for kernel in kernels
+                if not (kernel.never_run or kernel.platform and several) and supports(kernel) is None
+            )
+
+    def kernel(self, platform: str, args: AttentionArgs) -> Kernel:
+        """What is taken for attention."""
+        return self.taken(
+            platform, args, lambda kernel: kernel.unsupported_reason(args) or kernel.refusal_at_lowering(args)
+        )
+
+    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
+        if set(self.names) == {"blockwise"}:
+            return self._run(args)
+        (B, T, N, _), D = args.query.shape, args.value.shape[3]
+        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(args.query))
+        out = jax.ShapeDtypeStruct((B, T, N, D), args.value.dtype)
+        return deferred.call(_run, canonical(args), self, out=(out, lse))
+
+    def forward(self, platform: str, args: AttentionArgs) -> Results:
+        """That of the kernel that is taken."""
+        return self.kernel(platform, args).forward(platform, args)
+
+    def backward(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """That of the kernel that is taken."""
+        return self.kernel(platform, args).backward(platform, args, results, cotangents)
+
+    def reduce(self, platform: str, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+        """That of the first kernel that reduces weights and supports this reduction."""
+        empty = 0 in (*args.query.shape, *args.key.shape)
+
+        def reason(kernel: Kernel) -> str | None:
+            if not isinstance(kernel, ReducingKernel) or kernel.platform and empty:
+                return "it reduces no weights"
+            return kernel.reduction_reason(args, fold)
+
+        kernel = self.taken(platform, args, reason)
+        assert isinstance(kernel, ReducingKernel)
+        return kernel.reduce(platform, args, fold)
+
+
+def _run(platform: str, args: AttentionArgs, dispatch: Dispatch) -> tuple[jax.Array, jax.Array]:
+    return dispatch.kernel(platform, args).run(args)
+
+
+def choose(args: AttentionArgs, named: str | None) -> Kernel:
+    """The named implementation, or what each platform takes unasked.
+
+    Raises:
+        Unsupported: the named implementation does not support the call.
+    """
+    if named is None:
+        names = tuple(_first(args, platform) for platform in ORDER)
+        return IMPLEMENTATIONS["xla"] if set(names) == {"xla"} else Dispatch(names)
+    reason = by_name(named).unsupported_reason(args)
+    if reason is not None:
+        raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None picks one that can")
+    return IMPLEMENTATIONS[named]
+
+
+def _first(args: AttentionArgs, platform: str) -> str:
+    """The first of ``ORDER`` that pays off and supports the call, without the kernels of a single platform."""
+    kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform] if _pays(name, args))
+    return next(k.name for k in kernels if k.platform is None and k.unsupported_reason(args) is None)
+
+
+def _taken(args: AttentionArgs, platform: str, sharded: bool) -> str:
+    """The name of what ``choose(args, None)`` takes on a platform of ``PLATFORMS``."""
+    lowered_for = PLATFORMS[platform][0]
+    name = _first(args, lowered_for)
+    if name != "blockwise":
+        return name
+    call = dataclasses.replace(canonical(args), sharded=sharded)
+    return deferred.at_lowering(functools.partial(_name_of_taken, lowered_for), call)
+
+
+def _name_of_taken(platform: str, args: AttentionArgs) -> str:
+    return Dispatch().kernel(platform, args).name
+
+
+def _pays(name: str, args: AttentionArgs) -> bool:
+    """Whether the implementation's loop pays off at these sizes."""
+    (B, T, N, _), (S, K) = args.query.shape, args.key.shape[1:3]
+    if name not in ("decode", "blockwise"):
+        return True
+    if not isinstance(T, int) or not isinstance(S, int):
+        return False
+    if name == "decode":
+        keys = args.key.size if isinstance(B, int) else args.key.size // B
+        return 0 < T < BLOCKWISE_MIN_LENGTH and K * T <= DECODE_MAX_ROWS and keys >= T * DECODE_MIN_KEYS
+    many = isinstance(B, int) and B * N * T * S >= BLOCKWISE_MIN_SCORES
+    return (T * S >= BLOCKWISE_MIN_PAIRS or many) and min(T, S) >= BLOCKWISE_MIN_LENGTH
+
+
+def explain_choice(args: AttentionArgs, implementation: object, platform: str | None, sharded: bool) -> str:
+    """The choice on a platform, or on each, and the reasons against the others, one line each."""
+    if platform is not None and platform not in PLATFORMS:
+        raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
+    if implementation is not None and not isinstance(implementation, str):
+        reason = check_implementation(implementation).unsupported_reason(args)
+        return f"{type(implementation).__name__}: given, as an object" + ("" if reason is None else f", but {reason}")
+    platforms = tuple(PLATFORMS) if platform is None else (platform,)
+    reasons = {name: _reason(name, args, platforms) for name in IMPLEMENTATIONS}
+    if implementation is not None:
+        by_name(implementation)
+        reason = reasons[implementation]
+        on = {implementation: ()}
+        lines = [f"{implementation}: " + ("taken by name" if reason is None else f"named, but {reason}")]
+    else:
+        on = {}
+        for one in platforms:
+            on.setdefault(_taken(args, one, sharded), []).append(one.upper())
+        everywhere = len(on) == 1 and platform is None
+        lines = [f"{name}: taken" + ("" if everywhere else f" on {' and '.join(on[name])}") for name in on]
+    for name, reason in reasons.items():
+        if name not in on:
+            lines.append(f"{name}: {reason or f'also possible, by name{_where_it_pays(name, args)}'}")
+    return "\n".join(lines)
+
+
+def _reason(name: str, args: AttentionArgs, platforms: tuple[str, ...]) -> str | None:
+    kernel = IMPLEMENTATIONS[name]
+    if kernel.platform is not None and kernel.platform not in platforms:
+        return f"it needs a {kernel.platform.upper()}"
+    return kernel.unsupported_reason(args)
+
+
+def _where_it_pays(name: str, args: AttentionArgs) -> str:
+    kernel = IMPLEMENTATIONS[name]
+    on = f", on a {kernel.platform.upper()}" if kernel.platform else ""
+    on += "; never run on hardware" if kernel.never_run else ""
+    if name not in ("decode", "blockwise") or _pays(name, args):
+        return on
+    if name == "decode":
+        return (
+            f"; faster on CPU for fewer than {BLOCKWISE_MIN_LENGTH} queries, T * K up to {DECODE_MAX_ROWS}, and "
+            f"{DECODE_MIN_KEYS} or more numbers in the keys per query"
+        )
+    return f"; faster from T * S = {BLOCKWISE_MIN_PAIRS}, saves memory from B * N * T * S = {BLOCKWISE_MIN_SCORES}"
+
+
+def check_implementation(implementation: object) -> Implementation:
+    """An ``implementation`` given as an object, checked."""
+    if isinstance(implementation, type) or not isinstance(implementation, Implementation):
+        raise TypeError(
+            f"implementation must be a name, an object with unsupported_reason and run, or None, got {implementation!r}"
+        )
+    return implementation
+
+
+def by_name(name: str) -> Kernel:
+    """The implementation of that name."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
+    return IMPLEMENTATIONS[name]

@@ -1,0 +1,51 @@
+"""``"pallas_gpu"``: our own GPU kernels, for any mask and score function of elementwise operations.
+
+This file is what the kernels refuse; they are in ``kernel.py`` and ``reduction.py``, on top of ``pipeline.py`` (the
+loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels.pallas_gpu.schedule import ROWS
+from jattn.kernels.pallas_tiles import PallasKernel
+from jattn.mods.arrays import cdiv
+
+OLDEST = (0, 11, 2)  # of JAX: what the kernels are written in changes with each
+ENTRIES = 2**24  # blocks in the lists: 64 MiB
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasGPU(PallasKernel):
+    """``implementation=``: ``"pallas_gpu"`` with your own settings. Never run on hardware: taken by name only.
+
+    ``interpret``: a ``jax.experimental.pallas.mosaic_gpu.InterpretGPUParams``, for tests that call ``forward``,
+    ``backward`` and ``reduce`` themselves: Pallas' interpreter calls Python, which a deferred operation cannot.
+    """
+
+    name: ClassVar[str] = "pallas_gpu"
+    platform: ClassVar[str | None] = "gpu"
+    dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16)
+
+    interpret: Any = None
+
+    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
+        """What the kernels do not do."""
+        oldest = ".".join(map(str, OLDEST))
+        yield jax.__version_info__ < OLDEST, f"it needs JAX {oldest} or newer, not {jax.__version__}"
+        yield from super().refusals(args)
+        T, S = args.query.shape[1], args.key.shape[1]
+        rows, columns = cdiv(T, ROWS), cdiv(S, ROWS)
+        yield rows * columns > ENTRIES, f"{rows} by {columns} blocks are too many"
+
+    def lowering_reason(self, platform: str) -> str | None:
+        """Also another GPU than Hopper's. A process without a GPU compiles for another's: for a Hopper, as JAX does."""
+        chip = getattr(jax.devices()[0], "compute_capability", "9.0")
+        needs = "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)"
+        return super().lowering_reason(platform) or (None if chip == "9.0" else f"{needs}, not {chip}")

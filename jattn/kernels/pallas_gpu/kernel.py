@@ -1,0 +1,209 @@
+"""The kernels of ``pallas_gpu``: forward, backward and reduction, each as settings and a call that one of them takes.
+
+Written in Mosaic GPU, for Hopper GPUs: products by ``wgmma`` from shared memory, which the copy engine fills ahead.
+Forward as in FlashAttention-3 (https://arxiv.org/abs/2407.08608), two warpgroups in turn; backward as in
+FlashAttention-2 (https://arxiv.org/abs/2307.08691), one kernel for query's gradient and one for key's and value's, with
+the rule of ``jattn.blocks.backward``. Arrays keep their order of axes and are not copied. Forward mode,
+higher orders and the gradients of arrays besides query, key and value are blockwise's.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jattn.blocks.backward import of_sums
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import Reduction, Results
+from jattn.kernels.pallas_gpu import PallasGPU
+from jattn.kernels.pallas_gpu.pipeline import WIDTH, Step, Steps, call, full, zeros
+from jattn.kernels.pallas_gpu.reduction import BLOCK, reduce_rows
+from jattn.kernels.pallas_gpu.schedule import ROWS
+from jattn.kernels.pallas_gpu.split_kv import choose_num_splits, merge_splits, pack_gqa, unpack_gqa
+from jattn.kernels.pallas_gpu.tile import LOG2E, GPUPlan, Place, Tile, is_all_seen, make_plan
+from jattn.kernels.pallas_tiles import LARGEST_DIM, Ref
+from jattn.mods.arrays import cdiv, pad_end
+from jattn.mods.tile_function import QUERY
+
+LEAST = jnp.finfo(jnp.float32).min
+
+
+def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasGPU) -> dict[str, jax.Array]:
+    """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
+    plan = functools.partial(make_plan, args, shape=BLOCK, interpret=settings.interpret)
+    return reduce_rows(plan, _padded(args.query), _padded(args.key), reduction)
+
+
+def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
+    """Rows and columns of a block: what leaves registers for the sums, and shared memory for two blocks of columns."""
+    if max(H, D) > 128:
+        return (ROWS, 64) if backward else (2 * ROWS, 64)
+    return (2 * ROWS, 64) if backward else (2 * ROWS, 128)
+
+
+def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
+    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``.
+
+    ``row_max`` is the lse, so that the cotangent of ``acc`` is that of the output, in the dtype that kernels multiply.
+    """
+    (B, T, N, H), D = args.query.shape, args.value.shape[3]
+    args = pack_gqa(args)
+    (_, grouped, heads, _), (rows, columns) = args.query.shape, _shape(H, D, False)
+    rows = rows if grouped > ROWS else ROWS
+    num_splits = choose_num_splits(B * heads * cdiv(grouped, rows), cdiv(args.key.shape[1], columns))
+    q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
+    unseen = not is_all_seen(args)
+    if unseen and T > 1:  # 0 times NaN is NaN. Those who see such a value get NaN from its key.
+        finite = _finite(k) & _finite(v)
+        k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
+    plan = make_plan(args, False, (rows, columns), settings.interpret, num_splits)
+
+    def start(_: Place) -> tuple:
+        return zeros(ROWS, v.shape[3]), full((ROWS,), float(LEAST)), zeros(ROWS)
+
+    def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: tuple) -> tuple:
+        ((q,), (k, v)), (acc, row_max, row_sum) = (rows, columns), carry
+        (product,) = step.products((q, k))
+        step.release(0)
+        s = step.either(Tile.log2_scores, product)
+        new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
+        rescale = jnp.exp2(row_max - new_max)
+        p = jnp.exp2(s - _across(new_max, s))
+        acc, row_sum = acc * _across(rescale, acc), row_sum * rescale + jnp.sum(p, axis=1)
+        acc, row_sum, new_max, p = jax.lax.optimization_barrier((acc, row_sum, new_max, p.astype(q.dtype)))
+        step.turn()
+        if unseen and T == 1:
+            step.hide_unseen(v)
+        (acc,) = step.add((acc, p, v))
+        step.release(1)
+        return acc, new_max, row_sum
+
+    def finish(_: Place, carry: tuple) -> tuple:
+        acc, row_max, row_sum = carry
+        seen = row_sum != 0.0  # the largest score adds 1; NaN counts as seen
+        sums = jnp.where(seen, row_sum, 1.0)
+        lse = jnp.where(seen, (row_max + jnp.log2(sums)) * (1.0 / LOG2E), float(LEAST))
+        return [acc * _across(1.0 / sums, acc)], [lse]
+
+    (out,), (lse,) = call(plan, [q], [k, v], [v.shape[3]], 1, Steps(start, add, finish, pingpong=rows > ROWS))
+    if num_splits > 1:
+        out, lse = merge_splits(out, lse, num_splits, rows)
+    lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
+    # A constant, where it is one: XLA then removes the division by it, and with it a copy of the cotangent.
+    seen = jnp.ones_like(lse) if is_all_seen(args) else (lse != LEAST).astype(jnp.float32)
+    out = out[:, :grouped, :, :D].astype(args.value.dtype)
+    if heads != N:
+        out, lse, seen = (unpack_gqa(x, T, N) for x in (out, lse, seen))
+    return out, lse, seen
+
+
+def backward(
+    args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasGPU
+) -> list[jax.Array]:
+    """The cotangents of query, key and value (``jattn.blocks.backward.differentiable``).
+
+    With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
+    """
+    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
+    H, D = args.query.shape[3], args.value.shape[3]
+    q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
+    if not is_all_seen(args):  # a row that sees NaN has it in its row_max
+        q, k, v = (jnp.where(_finite(x), x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    d_acc = _padded(d_acc.astype(q.dtype))
+    lines = [jnp.transpose(x, (0, 2, 1)) for x in (row_max * LOG2E, d_row_sum)]
+    plan = functools.partial(make_plan, args, shape=_shape(H, D, True), interpret=settings.interpret)
+    d_query = _d_query(plan(by_key=False), q, k, v, d_acc, lines)
+    d_key_and_value = functools.partial(_d_key_and_value, q=q, k=k, v=v, d_acc=d_acc, lines=lines)
+    if H + D > LARGEST_DIM:  # registers hold the sums of one
+        (d_key,), (d_value,) = (d_key_and_value(plan(by_key=True), of=of) for of in ("key", "value"))
+    else:
+        d_key, d_value = d_key_and_value(plan(by_key=True), of="key and value")
+    (T, S), grown = (args.query.shape[1], args.key.shape[1]), (d_query, d_key, d_value)
+    return [x[:, :length, :, :size] for x, length, size in zip(grown, (T, S, S), (H, H, D), strict=True)]
+
+
+def _d_query(
+    plan: GPUPlan, q: jax.Array, k: jax.Array, v: jax.Array, d_acc: jax.Array, lines: list[jax.Array]
+) -> jax.Array:
+    scores = plan.scores()
+    numbers = [plan.operands.vector(QUERY, x) for x in lines]
+
+    def start(place: Place) -> tuple:
+        return zeros(ROWS, q.shape[3]), *(place.tile().line(number, 0) for number in numbers)
+
+    def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: tuple) -> tuple:
+        ((q, d_acc), (k, v)), (d_query, row_max, d_sum) = (rows, columns), carry
+
+        def slope_of(tile: Tile) -> jax.Array:
+            log2_p = tile.log2_scores()
+            p = jnp.exp2(log2_p - _across(row_max, log2_p))
+            return tile.only_visible(tile.through_score_mod(p))
+
+        slope = step.either(slope_of, *step.products((q, k)))
+        (d_p,) = step.products((d_acc, v))
+        step.release(1)
+        d_scores = _d_scores(step, slope, d_p + _across(d_sum, d_p)).astype(q.dtype)
+        (d_query,) = step.add((d_query, d_scores, k))
+        step.release(0)
+        return d_query, row_max, d_sum
+
+    def finish(place: Place, carry: tuple) -> tuple:
+        return [carry[0] * place.scale], []
+
+    ((d_query,), _) = call(plan, [q, d_acc], [k, v], [q.shape[3]], 0, Steps(start, add, finish), scores)
+    return d_query
+
+
+def _d_key_and_value(
+    plan: GPUPlan, q: jax.Array, k: jax.Array, v: jax.Array, d_acc: jax.Array, lines: list[jax.Array], of: str
+) -> list[jax.Array]:
+    scores = plan.scores()
+    row_max, d_sum = (plan.operands.vector(QUERY, x) for x in lines)
+    sizes = {"key": [k.shape[3]], "value": [v.shape[3]], "key and value": [k.shape[3], v.shape[3]]}[of]
+
+    def start(_: Place) -> tuple:
+        return tuple(zeros(ROWS, size) for size in sizes)
+
+    def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: tuple) -> tuple:
+        (k, *v), (q, d_acc), sums = rows, columns, list(carry)
+
+        def p_and_slope(tile: Tile) -> list[jax.Array]:
+            p = tile.only_visible(jnp.exp2(tile.log2_scores() - tile.vector(QUERY, row_max)))
+            return [p.astype(q.dtype), *([] if of == "value" else [tile.only_visible(tile.through_score_mod(p))])]
+
+        p, *slope = step.either(p_and_slope, *step.products((k, q)))
+        if of != "key":
+            (sums[-1],) = step.add((sums[-1], p, d_acc))
+        if of != "value":
+            (d_p,) = step.products((v[0], d_acc))
+            d_scores = _d_scores(step, slope[0], d_p + step.tile().vector(QUERY, d_sum))
+            (sums[0],) = step.add((sums[0], d_scores.astype(q.dtype), q))
+        step.release(0, 1)
+        return tuple(sums)
+
+    def finish(place: Place, carry: tuple) -> tuple:
+        return [*(carry[:1] if of == "value" else [carry[0] * place.scale]), *carry[1:]], []
+
+    rows = [k] if of == "value" else [k, v]
+    results, _ = call(plan, rows, [q, d_acc], sizes, 0, Steps(start, add, finish), scores)
+    return results
+
+
+def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:
+    """``slope`` times ``d_weight``; 0 for pairs of weight 0 even if a row that sees NaN has it in ``d_weight``."""
+    d_scores = slope * d_weight
+    return d_scores if step.scores.all_seen else jnp.where(slope != 0.0, d_scores, 0.0)
+
+
+def _across(line: jax.Array, like: jax.Array) -> jax.Array:
+    return jax.lax.broadcast_in_dim(line, like.shape, [0])
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    """``[B,T,N,X]`` in the tiles that the copy engine moves, 8 tokens by 64 features. Others are filled in by it."""
+    return pad_end(x, (x.shape[0], cdiv(x.shape[1], 8) * 8, x.shape[2], max(cdiv(x.shape[3], WIDTH), 1) * WIDTH))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all(-1, keepdims=True)

@@ -1,0 +1,83 @@
+"""Masks, score functions and their derivatives by the operations that Mosaic's GPU compiler has."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.typing import ArrayLike
+
+from jattn.mods.jaxpr import bind_equation, evaluate
+from jattn.mods.tile_function import CALLS, ELEMENTWISE, spread
+
+_CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
+
+
+def run(fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """``fn(*arrays)``, one array of elementwise operations, equation by equation.
+
+    ``fn`` is traced first, so derivatives are those that JAX and custom rules define; then calls are inlined, numbers
+    are broadcast, and what the compiler lacks is computed by ``FUNCTIONS``.
+    """
+    closed = jax.make_jaxpr(fn)(*arrays)
+    return evaluate(closed.jaxpr, closed.consts, arrays, _bind, inline=(*CALLS, *_CUSTOM_CALLS))[0]
+
+
+def _bind(equation: JaxprEqn, inputs: Sequence[ArrayLike]) -> list[jax.Array]:
+    name = equation.primitive.name
+    if name not in ELEMENTWISE and name not in FUNCTIONS:
+        return bind_equation(equation, inputs)
+    result_type: Any = equation.outvars[0].aval
+    arrays: list[Any] = [spread(x, result_type.shape) for x in inputs]
+    own = FUNCTIONS.get(name)
+    if name == "convert_element_type" and equation.params["new_dtype"] == bool:
+        own = _to_bool
+    elif name == "integer_pow" and equation.params["y"] < 0:
+        own = functools.partial(_inverse_power, equation.params["y"])
+    return bind_equation(equation, arrays) if own is None else [own(*arrays)]
+
+
+def _to_bool(x: jax.Array) -> jax.Array:
+    return x != 0
+
+
+def _inverse_power(y: int, x: jax.Array) -> jax.Array:
+    return 1.0 / jax.lax.integer_pow(x, -y)
+
+
+def _floor(x: jax.Array) -> jax.Array:
+    near = jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(near > x, near - 1.0, near)
+
+
+def _expm1(x: jax.Array) -> jax.Array:
+    return jnp.tanh(0.5 * x) * (jnp.exp(x) + 1.0)  # exp(x) - 1 loses the digits of a small x
+
+
+def _log1p(x: jax.Array) -> jax.Array:
+    y = x + 1.0  # its rounding error is taken back by x / (y - 1)
+    return jnp.where(y == 1.0, x, jnp.log(y) * (x / jnp.where(y == 1.0, 1.0, y - 1.0)))
+
+
+def _pow(x: jax.Array, y: jax.Array) -> jax.Array:
+    y = y.astype(x.dtype)
+    size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
+    odd = y - 2.0 * _floor(0.5 * y) == 1.0
+    of_negative = jnp.where(odd, -size, jnp.where(_floor(y) == y, size, jnp.nan))
+    return jnp.where(y == 0.0, 1.0, jnp.where(x < 0.0, of_negative, size))
+
+
+FUNCTIONS: Mapping[str, Callable] = {
+    "add_any": lambda x, y: x + y,  # of derivatives
+    "ceil": lambda x: -_floor(-x),
+    "copy": lambda x: x,
+    "expm1": _expm1,
+    "floor": _floor,
+    "is_finite": lambda x: jnp.abs(x) < jnp.inf,
+    "log1p": _log1p,
+    "pow": _pow,
+    "stop_gradient": lambda x: x,
+    "tan": lambda x: jnp.sin(x) / jnp.cos(x),
+}

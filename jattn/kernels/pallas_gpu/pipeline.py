@@ -1,0 +1,326 @@
+"""How the kernels of ``pallas_gpu`` run: the loop over blocks that they share.
+
+A kernel computes a block of rows of scores, queries or keys: 64 by each of one or two warpgroups, which keep their sums
+in registers. Another warpgroup reads the columns, block by block of a list, into shared memory, ahead of those that
+compute. The lists are arrays in global memory, so empty blocks are neither read nor computed, whether or not the mask
+is known while tracing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jattn.kernels import pallas_tiles
+from jattn.kernels.pallas_gpu.schedule import ROWS
+from jattn.kernels.pallas_gpu.tile import GPUPlan, Place
+from jattn.kernels.pallas_tiles import Ref
+
+Result = TypeVar("Result")
+WIDTH = 64  # features are padded to a multiple: 128 bytes, the widest swizzle
+SHARED = 216 * 2**10  # bytes of shared memory for arrays, of 227 KiB: barriers, alignment and reductions take some
+STAGES = 4  # at most this many blocks of columns in shared memory
+MEMORY_REGISTERS = 24  # of the warpgroup that reads; the others share the rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a warpgroup does.
+
+    ``start(place) -> carry`` before the first block of columns. For each block
+    ``add(step, rows, columns, carry) -> carry``, with references to the rows and columns of the arrays that the kernel
+    reads, in shared memory. ``finish(place, carry) -> (results, vectors)``.
+    """
+
+    start: Callable
+    add: Callable
+    finish: Callable
+    pingpong: bool = False  # the warpgroups multiply in turn, each while the other computes exponentials
+
+
+@dataclasses.dataclass
+class Step(Place):
+    """One block of columns, as a warpgroup sees it."""
+
+    partial: jax.Array
+    released: Sequence[Ref]
+    turn: Callable[[], None]
+    scratch: Ref | None
+
+    def either(self, fn: Callable[..., Result], product: jax.Array, *args: jax.Array) -> Result:
+        """``fn(tile, *args)``, with the mask where the block needs it."""
+        full, others = self.plan.kinds
+
+        def of(masked: bool) -> Callable[..., Result]:
+            return lambda product, *args: fn(self.tile(masked, product), *args)
+
+        if full and others:
+            return jax.lax.cond(self.partial, of(True), of(False), product, *args)
+        return of(others)(product, *args)
+
+    def products(self, *factors: tuple[Ref, Ref]) -> list[jax.Array]:
+        """``x y^T`` of references ``x [rows, X]`` and ``y [columns, X]``, in float32."""
+
+        def multiply(*results: Ref) -> list[jax.Array]:
+            for result, (x, y) in zip(results, factors, strict=True):
+                plgpu.wgmma(result, x, y.transpose((1, 0)))
+            self.turn()
+            return [result[...] for result in results]
+
+        shapes = ((x.shape[0], y.shape[0]) for x, y in factors)
+        return pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+    def add(self, *terms: tuple[jax.Array, jax.Array, Ref]) -> Sequence[jax.Array]:
+        """``z + x y`` of ``z`` and ``x`` in registers, and a reference ``y``."""
+        if self.scratch is not None:  # the interpreter multiplies references alone, and starts at 0
+            return [z + self._interpreted(x, y) for z, x, y in terms]
+
+        def multiply(results: Sequence[Ref]) -> None:
+            for result, (_, x, y) in zip(results, terms, strict=True):
+                plgpu.wgmma(result, x, y)
+
+        # Typed as references, but their values.
+        return pl.run_state(multiply)([plgpu.WGMMAAccumulatorRef.init(z) for z, _, _ in terms])  # pyright: ignore
+
+    def _interpreted(self, x: jax.Array, y: Ref) -> jax.Array:
+        scratch = self.scratch
+        assert scratch is not None
+
+        def multiply(result: Ref) -> jax.Array:
+            plgpu.wgmma(result, scratch, y)
+            return result[...]
+
+        scratch[...] = x
+        plgpu.commit_smem()
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((x.shape[0], y.shape[1]), jnp.float32))
+
+    def hide_unseen(self, values: Ref) -> None:
+        """Zeroes the values ``[keys, D]`` that no query sees, where all queries see the same: 0 times NaN is NaN."""
+        plan = dataclasses.replace(self.plan, by_key=True, size=(ROWS, ROWS))
+        for first in range(0, values.shape[0], ROWS):
+            tile = Place(plan, self.scores, self.ins, self.head, (self.starts[1] + first, 0)).tile(masked=True)
+            assert tile.visible is not None  # it is masked
+            seen = jnp.max(jnp.where(tile.visible, 1.0, 0.0), axis=1)
+            part = values.at[pl.ds(first, ROWS)]
+            x = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(jax.lax.broadcast_in_dim(seen, x.shape, [0]) > 0.0, x, jnp.zeros((), x.dtype))
+        plgpu.commit_smem()
+
+    def release(self, *columns: int) -> None:
+        """Lets the blocks of these arrays be overwritten."""
+        for number in columns:
+            plgpu.barrier_arrive(self.released[number])
+
+
+def zeros(*shape: int) -> jax.Array:
+    """Float32 zeros ``[rows, X]`` or ``[rows]`` in registers."""
+    return full(shape, 0.0)
+
+
+def full(shape: tuple[int, ...], value: float) -> jax.Array:
+    """A float32 array ``[rows, X]`` or ``[rows]`` in registers."""
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def call(
+    plan: GPUPlan, rows: Sequence[jax.Array], columns: Sequence[jax.Array], results: Sequence[int], vectors: int,
+    steps: Steps, scores: pallas_tiles.Scores | None = None, each_head: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
+    """The results of one kernel.
+
+    Args:
+        rows, columns: arrays ``[B,T|S,N|K,X]`` of the side that the rows of scores belong to, and of the other.
+        results: the features of each ``[B,T|S,N|K,X]`` that the rows get, in the arrays' dtype; padded if
+            ``num_splits`` is not 1.
+        vectors: how many float32 ``[B,N|K,T|S]`` they get; padded.
+        each_head: whether keys get results for each query head, ``[B,N,S]``, and not their sum for each key head.
+    """
+    scores = plan.scores() if scores is None else scores
+    (B, length, heads, _), dtype, (entries, counts) = rows[0].shape, rows[0].dtype, plan.lists
+    heads = plan.args.query.shape[2] if each_head else heads
+    kernel = _Kernel(plan, scores, steps, rows, columns, results, vectors, each_head)
+    padded = counts.shape[1] * plan.rows
+    length = length if plan.num_splits == 1 else padded
+    types = [jax.ShapeDtypeStruct((B, length, heads, size), dtype) for size in results]
+    types += [jax.ShapeDtypeStruct((B, heads, padded), jnp.float32)] * vectors
+    program = plgpu.kernel(
+        kernel.run,
+        out_type=types,
+        scratch_types=kernel.scratch,
+        grid=(heads, counts.shape[1], B),
+        grid_names=("head", "row", "sequence"),
+        num_threads=kernel.warpgroups + 1,
+        thread_name="warpgroup",
+        # The approximate tanh is off by 2^-11: too much for a score function.
+        compiler_params=plgpu.CompilerParams(approx_math=plan.args.score_mod is None),
+        interpret=plan.interpret or None,
+    )
+    with jax.enable_x64(False):  # Pallas' pipeline counts in int32
+        found = program(*rows, *columns, *plan.operands.arrays, jnp.asarray(entries), jnp.asarray(counts))
+    return list(found[: len(results)]), list(found[len(results) :])
+
+
+@dataclasses.dataclass
+class _Kernel:
+    """The arguments of ``call``, and the kernel's body, ``run``."""
+
+    plan: GPUPlan
+    scores: pallas_tiles.Scores
+    steps: Steps
+    rows: Sequence[jax.Array]
+    columns: Sequence[jax.Array]
+    results: Sequence[int]
+    vectors: int
+    each_head: bool
+
+    def __post_init__(self):
+        self.warpgroups = self.plan.rows // ROWS
+        self.transforms = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(2 * WIDTH))  # pyright: ignore
+        features = [x.shape[3] for x in self.rows]
+        # A result takes the place of the rows that have its shape, which by then are not needed.
+        self.places = {n: n for n, size in enumerate(self.results) if features[n : n + 1] == [size]}
+        shapes = [(self.warpgroups, ROWS, size) for size in features]
+        others = [(self.warpgroups, ROWS, size) for n, size in enumerate(self.results) if n not in self.places]
+        self.places |= {n: len(shapes) + at for at, n in enumerate(set(range(len(self.results))) - set(self.places))}
+        self.scratch = {
+            "blocks": [self._shared(shape) for shape in (*shapes, *others)],
+            "lines": [plgpu.SMEM((self.warpgroups, ROWS), jnp.float32)] * self.vectors,
+            "here": plgpu.Barrier(num_arrivals=len(self.rows), num_barriers=self.warpgroups),
+            "turn": plgpu.Barrier(num_arrivals=self.warpgroups) if self.steps.pingpong else None,
+            "factor": self._shared((self.warpgroups, ROWS, self.plan.inner)) if self.plan.interpret else None,
+        }
+
+    def _shared(self, shape: tuple[int, ...]) -> Ref:
+        return plgpu.SMEM(shape, self.rows[0].dtype, transforms=self.transforms)
+
+    @property
+    def stages(self) -> int:
+        """How many blocks of columns to hold in shared memory."""
+        kept = sum(math.prod(x.shape) for x in self.scratch["blocks"])
+        of_a_block = sum(self.plan.inner * x.shape[3] for x in self.columns)
+        return min(STAGES, (SHARED // self.rows[0].dtype.itemsize - kept) // of_a_block)
+
+    def run(self, *refs: Ref, **kept: Ref) -> None:
+        """The kernel, on references to its arrays and to its scratch."""
+        counts = len(self.rows), len(self.columns), len(self.plan.operands.arrays)
+        row_refs, column_refs, ins, (entry_ref, count_ref, *outs) = _split(refs, counts)
+        i, n, b, w = (jax.lax.axis_index(name) for name in ("row", "head", "sequence", "warpgroup"))
+        if not self.plan.by_key:  # of causal masks, the longest rows first
+            i = jnp.int32(count_ref.shape[1] - 1) - i
+        sequence = 0 if count_ref.shape[0] == 1 else b
+        grid = (count_ref[sequence, i],)
+        if self.by_group:
+            grid = (jnp.int32(self.group), *grid)
+        first, own = (at * self.plan.rows + w * ROWS for at in (jax.lax.div(i, jnp.int32(self.plan.num_splits)), i))
+        at = _At(self, kept, ins, (b, n), w, first, own, lambda t: entry_ref[sequence, i, t])
+        plgpu.emit_pipeline_warp_specialized(
+            at.add,
+            grid=grid,
+            in_specs=[
+                plgpu.BlockSpec((None, self.plan.inner, None, x.shape[3]), at.index, transforms=self.transforms)
+                for x in self.columns
+            ],
+            max_concurrent_steps=self.stages,
+            num_compute_wgs=self.warpgroups,
+            memory_registers=MEMORY_REGISTERS,
+            wg_axis="warpgroup",
+            manual_consumed_barriers=True,
+            compute_context=lambda pipeline: at.compute(pipeline, row_refs, outs),
+        )(*column_refs)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.plan.args.query.shape[2] // self.plan.args.key.shape[2]
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a key head's rows go through all its query heads."""
+        return self.plan.by_key and not self.each_head
+
+
+@dataclasses.dataclass
+class _At:
+    """A kernel's body in one warpgroup."""
+
+    kernel: _Kernel
+    kept: dict[str, Ref]
+    ins: Sequence[Ref]
+    head: tuple[jax.Array, jax.Array]
+    warpgroup: jax.Array
+    first: jax.Array  # its first row
+    own: jax.Array  # and that row's place in the results
+    entry: Callable[[jax.Array], jax.Array]  # of the list
+
+    def index(self, *ids: jax.Array) -> tuple:
+        """The block of the columns' arrays at a step of the pipeline."""
+        column = jax.lax.shift_right_logical(self.entry(ids[-1]), jnp.int32(1))
+        return self.head[0], column, self._column_head(ids), jnp.int32(0)
+
+    def _column_head(self, ids: Sequence[jax.Array]) -> jax.Array:
+        if self.kernel.plan.by_key:
+            return self._query_head(ids)
+        return jax.lax.div(self.head[1], jnp.int32(self.kernel.group))
+
+    def _query_head(self, ids: Sequence[jax.Array]) -> jax.Array:
+        return self.head[1] * self.kernel.group + ids[0] if self.kernel.by_group else self.head[1]
+
+    def add(self, ids: Sequence[jax.Array], *refs: Any) -> Any:
+        """A step of the pipeline."""
+        count, plan = len(self.kernel.columns), self.kernel.plan
+        blocks, released, carry = refs[:count], refs[count:-1], refs[-1]
+        head = self.head[0], self._query_head(ids)
+        starts, partial = (self.first, self.index(*ids)[1] * plan.inner), (self.entry(ids[-1]) & 1) == 1
+        factor = None if self.kept["factor"] is None else self.kept["factor"].at[self.warpgroup]
+        step = Step(plan, self.kernel.scores, self.ins, head, starts, partial, released, self._turn, factor)
+        return self.kernel.steps.add(step, self._rows(), blocks, carry)
+
+    def compute(self, pipeline: Callable, rows: Sequence[Ref], outs: Sequence[Ref]) -> None:
+        """What a warpgroup does round the pipeline."""
+        (b, n), w, kept = self.head, self.warpgroup, self.kept
+        own, row_head = pl.ds(self.own, ROWS), n
+        if self.kernel.each_head:
+            row_head = jax.lax.div(n, jnp.int32(self.kernel.group))
+        for ref, smem in zip(rows, self._rows(), strict=True):
+            plgpu.copy_gmem_to_smem(
+                ref.at[b, pl.ds(self.first, ROWS), row_head], smem, kept["here"].at[w], oob_mode=plgpu.OOBFillMode.ZEROS
+            )
+        plgpu.barrier_wait(kept["here"].at[w])
+        place = Place(self.kernel.plan, self.kernel.scores, self.ins, self.head, (self.first, None))
+        carry = self.kernel.steps.start(place)
+        if self.kernel.steps.pingpong:
+            pl.when(w == 1)(self._turn)
+        carry = pipeline(carry)
+        if self.kernel.steps.pingpong:
+            pl.when(w == 0)(self._turn)
+        found, lines = self.kernel.steps.finish(place, carry)
+        places = [kept["blocks"][self.kernel.places[at]] for at in range(len(found))]
+        for smem, x in zip((*places, *kept["lines"]), (*found, *lines), strict=True):
+            smem.at[w][...] = x.astype(smem.dtype)
+        plgpu.commit_smem()
+        for smem, out in zip(places, outs, strict=False):
+            plgpu.copy_smem_to_gmem(smem.at[w], out.at[b, own, n])
+        for smem, out in zip(kept["lines"], outs[len(places) :], strict=True):
+            plgpu.copy_smem_to_gmem(smem.at[w], out.at[b, n, own])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _rows(self) -> list[Ref]:
+        return [ref.at[self.warpgroup] for ref in self.kept["blocks"][: len(self.kernel.rows)]]
+
+    def _turn(self) -> None:
+        if self.kernel.steps.pingpong:
+            plgpu.barrier_arrive(self.kept["turn"])
+            plgpu.barrier_wait(self.kept["turn"])
+
+
+def _split(refs: Sequence[Ref], counts: Sequence[int]) -> list[Sequence[Ref]]:
+    groups = []
+    for count in counts:
+        groups, refs = [*groups, refs[:count]], refs[count:]
+    return [*groups, refs]

@@ -1,0 +1,87 @@
+"""The reduction of ``"pallas_gpu"``: sums over the weights of each head, for ``jattn.heads.statistics``.
+
+The log-sum-exp is known, so weights are final when they are computed. One kernel adds up the sums of queries, its rows,
+and another those of keys, its rows: in both, a row's sums stay in registers. Sums by offset lie across the rows; they
+are blockwise's.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jattn.kernels import Reduction
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.pallas_gpu.pipeline import Step, Steps, call, full
+from jattn.kernels.pallas_gpu.schedule import ROWS
+from jattn.kernels.pallas_gpu.tile import GPUPlan, Place, Tile
+from jattn.kernels.pallas_tiles import Ref
+from jattn.mods.tile_function import KEY, QUERY
+
+BLOCK = 2 * ROWS, 64  # rows and columns: half of those of the forward pass leave registers for the values
+
+
+def reduce_rows(
+    make_plan: Callable[..., GPUPlan], q: jax.Array, k: jax.Array, reduction: Reduction
+) -> dict[str, jax.Array]:
+    """The sums ``{name: [B,N,...]}``; ``make_plan(by_key=...)``, and ``q`` and ``k`` as the kernels read them."""
+    plan = make_plan(by_key=False)
+    (T, S), names = (plan.args.query.shape[1], plan.args.key.shape[1]), reduction.named("row_sum", "row_max")
+    results: dict[str, jax.Array] = {}
+    if names or reduction.count_visible:
+        found = _sums(plan, q, k, reduction, names, reduction.count_visible)
+        results |= {name: x[..., :T] for name, x in zip([*names, "visible"], found, strict=False)}
+        if reduction.count_visible:
+            results["visible"] = results["visible"].astype(jnp.int32)
+    if by_key := reduction.named("column_sum"):
+        found = _sums(make_plan(by_key=True), k, q, reduction, by_key, False)
+        results |= {name: x[..., :S] for name, x in zip(by_key, found, strict=True)}
+    if reduction.named("diagonal_sum"):
+        kinds = tuple(kind for kind in reduction.kinds if kind[1] == "diagonal_sum")
+        results |= Blockwise().fold(plan.args, dataclasses.replace(reduction, kinds=kinds, count_visible=False))
+    return results
+
+
+def _sums(
+    plan: GPUPlan, rows: jax.Array, columns: jax.Array, reduction: Reduction, names: list[str], count: bool
+) -> Sequence[jax.Array]:
+    """The sums of each row, ``[B,N,T|S]``, of these names, and of the visible pairs if ``count``."""
+    scores, add_vector, largest = plan.scores(), plan.operands.vector, reduction.named("row_max")
+    lse = jnp.moveaxis(jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse), 1, 2)
+    lse = add_vector(QUERY, lse.astype(jnp.float32))
+    data = {
+        over: {name: (add_vector(over, x.astype(jnp.int32)[:, None]), x.dtype == bool) for name, x in arrays.items()}
+        for over, arrays in ((QUERY, reduction.rows), (KEY, reduction.columns))
+    }
+
+    def start(_: Place) -> list[jax.Array]:
+        return [full((ROWS,), -jnp.inf if name in largest else 0.0) for name in names] + [full((ROWS,), 0.0)] * count
+
+    def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: list[jax.Array]) -> list[jax.Array]:
+        def of_tile(tile: Tile) -> list[jax.Array]:
+            def read(over: str) -> dict[str, jax.Array]:
+                return {
+                    name: tile.vector(over, number) != 0 if is_bool else tile.vector(over, number)
+                    for name, (number, is_bool) in data[over].items()
+                }
+
+            s = tile.scores()
+            logs = jnp.where(s == -jnp.inf, s, s - tile.vector(QUERY, lse))  # 0, also where the lse is NaN
+            found = reduction.values(logs, read(QUERY), read(KEY))
+            results = [(jnp.max if name in largest else jnp.sum)(found[name], axis=1) for name in names]
+            if count:
+                seen = jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
+                results.append(jnp.sum(seen, axis=1))
+            return results
+
+        found = step.either(of_tile, *step.products((rows[0], columns[0])))
+        step.release(0)
+        kept = [jnp.maximum if name in largest else jnp.add for name in names] + [jnp.add] * count
+        return [combine(old, new) for combine, old, new in zip(kept, carry, found, strict=True)]
+
+    def finish(_: Place, carry: list[jax.Array]) -> tuple:
+        return [], carry
+
+    steps = Steps(start, add, finish)
+    return call(plan, [rows], [columns], [], len(names) + count, steps, scores, each_head=plan.by_key)[1]

@@ -1,0 +1,73 @@
+"""Few queries against many keys in ``pallas_gpu``'s forward pass, as in Flash-Decoding.
+
+With few queries, reading keys and values takes the time. So the query heads of a key head become rows of one block,
+which reads its keys once, and the list of a row's visible blocks is dealt out to enough programs to keep the chip busy;
+what each found is merged (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Blocks that no query sees, such as
+the empty slots of a cache, are in no list.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels.pallas_gpu.schedule import ROWS
+from jattn.mods.closure_convert import depends_on
+
+PROGRAMS = 132  # at once: multiprocessors of an H100
+LEAST_BLOCKS = 4  # of keys for a program, which merging then costs little of
+
+
+def pack_gqa(args: AttentionArgs) -> AttentionArgs:
+    """A canonical call with the query heads of each key head as queries, ``[B, G*T, K, H]``.
+
+    ``args`` as they are where there is no group, a block cannot hold it, or heads differ in more than their queries.
+    """
+    (B, T, N, H), K = args.query.shape, args.key.shape[2]
+    group = N // K
+    by_head = [x for x in (args.bias, *args.slot_masks) if x is not None and x.shape[1] != 1]
+    mods = [
+        *((mask, ()) for mask in args.masks),
+        *([(args.score_mod, (jnp.float32,))] if args.score_mod else []),
+    ]
+    if group == 1 or group * T > ROWS or by_head or any(depends_on(mod, 1 + len(score), *score) for mod, score in mods):
+        return args
+
+    def each_head(x: jax.Array | np.ndarray | None, axis: int) -> jax.Array | np.ndarray | None:
+        return x if x is None or x.shape[axis] == 1 else jnp.concatenate([x] * group, axis)
+
+    positions = np.arange(T, dtype=np.int32)[None] if args.query_positions is None else args.query_positions
+    query = args.query.reshape(B, T, K, group, H).transpose(0, 3, 1, 2, 4).reshape(B, group * T, K, H)
+    return dataclasses.replace(
+        args,
+        query=query,
+        bias=each_head(args.bias, 2),
+        slot_masks=tuple(each_head(x, 2) for x in args.slot_masks),
+        query_positions=np.tile(positions, group) if isinstance(positions, np.ndarray) else each_head(positions, 1),
+        query_lengths=None,
+    )
+
+
+def unpack_gqa(x: jax.Array, T: int, num_heads: int) -> jax.Array:
+    """``[B, G*T, K, ...] -> [B, T, N, ...]``: ``pack_gqa`` undone for a result."""
+    B, rows, K, *rest = x.shape
+    return jnp.moveaxis(x.reshape(B, rows // T, T, K, *rest), 1, 3).reshape(B, T, num_heads, *rest)
+
+
+def choose_num_splits(programs: int, blocks: int) -> int:
+    """Over how many programs to deal out a row's blocks, of which there are at most ``blocks``."""
+    return max(1, min(PROGRAMS // programs, blocks // LEAST_BLOCKS))
+
+
+def merge_splits(out: jax.Array, lse: jax.Array, num_splits: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Joins ``out [B,blocks*num_splits*rows,N,D]``, in float32, and ``lse [B,N,blocks*num_splits*rows]``."""
+    (B, length, N, D), lead = out.shape, lse.shape[:2]
+    each = lse.reshape(*lead, -1, num_splits, rows)
+    largest = each.max(3, keepdims=True)
+    weights = jnp.exp(each - largest)
+    total = weights.sum(3)
+    shares = (weights / total[:, :, :, None]).reshape(*lead, length).swapaxes(1, 2)[..., None]
+    out = (out.astype(jnp.float32) * shares).reshape(B, -1, num_splits, rows, N, D).sum(2)
+    return out.reshape(B, -1, N, D), (largest[:, :, :, 0] + jnp.log(total)).reshape(*lead, -1)

@@ -1,0 +1,190 @@
+"""What the kernels of ``pallas_gpu`` share: the arrays that they read, and the scores of a tile."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jattn.blocks.block_mask import all_seen
+from jattn.blocks.plan import block_table, mask_arguments
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import pallas_tiles
+from jattn.kernels.pallas_gpu import mosaic_ops
+from jattn.kernels.pallas_gpu.schedule import ROWS, Lists, row_lists
+from jattn.kernels.pallas_tiles import Ref
+from jattn.mods.arrays import pad_end
+from jattn.mods.tile_function import QUERY
+
+Interpret = plgpu.InterpretGPUParams | None
+LOG2E = math.log2(math.e)
+
+
+class Operands:
+    """The arrays that a kernel reads besides its rows and columns, from global memory."""
+
+    def __init__(self, padded: tuple[int, int], by_key: bool):
+        self.padded, self.by_key = padded, by_key
+        self.arrays: list[jax.Array] = []
+
+    def scalars(self, array: jax.Array) -> int:
+        """Adds ``[B|1,N|1]``."""
+        self.arrays.append(array)
+        return len(self.arrays) - 1
+
+    def vector(self, over: str, array: jax.Array) -> int:
+        """Adds ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``."""
+        return self.scalars(pad_end(array, (*array.shape[:2], self.padded[over != QUERY])))
+
+    def pairs(self, array: jax.Array) -> int:
+        """Adds ``[B|1,N|1,T,S]``."""
+        array = pad_end(array, (*array.shape[:2], *self.padded))
+        return self.scalars(array.swapaxes(2, 3) if self.by_key else array)
+
+
+class Tile(pallas_tiles.Tile):
+    """64 rows and a block of columns: ``[queries, keys]``, or ``[keys, queries]`` of a kernel by key."""
+
+    def __init__(self, at: "Place", masked: bool, product: jax.Array | None):
+        super().__init__(at.scores, masked)
+        self.at, self.given, self.block = at, product, at.plan.size
+        self.shape = ROWS, at.plan.inner
+
+    def compute(self, fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        """``fn(*arrays)``, by the operations that Mosaic's GPU compiler has."""
+        return mosaic_ops.run(fn, *arrays)
+
+    def product(self) -> jax.Array:
+        """``q·k``, which the kernel has computed."""
+        assert self.given is not None
+        return self.given
+
+    def log2_scores(self) -> jax.Array:
+        """The scores over ln 2, for exponentials to the base 2."""
+        if self.source.bias is not None or self.source.score_mod is not None:
+            return self.scores() * LOG2E
+        s = self.product() * (self.scalar(self.source.scale) * LOG2E)
+        return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
+
+    def only_visible(self, x: jax.Array) -> jax.Array:
+        """``x``, 0 where masked, whatever it is there."""
+        return x if self.visible is None else jnp.where(self.visible, x, 0.0)
+
+    def slots(self) -> tuple[jax.Array, jax.Array]:
+        """The slots of the queries and of the keys, int32, of ``shape``."""
+
+        def slots(axis: int) -> jax.Array:
+            iota = plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
+            return iota + self.at.starts[axis]
+
+        return slots(self.axis(True)), slots(self.axis(False))
+
+    def axis(self, of_queries: bool) -> int:
+        """The axis of the queries or of the keys."""
+        return int(of_queries == self.at.plan.by_key)
+
+    def scalar(self, added: int) -> jax.Array:
+        """The head's entry of an array of ``Operands.scalars``."""
+        return self.at.ins[added][self._of_head(added)]
+
+    def vector(self, over: str, added: int) -> jax.Array:
+        """The tile's part of an array of ``Operands.vector``, of ``shape``."""
+        axis = self.axis(over == QUERY)
+        return jax.lax.broadcast_in_dim(self.line(added, axis), self.shape, [axis])
+
+    def line(self, added: int, axis: int) -> jax.Array:
+        """The tile's part of an array of ``Operands.vector`` over ``axis``, ``[rows]`` or ``[columns]``."""
+        at = pl.ds(self.at.starts[axis], self.shape[axis])
+        ref = self.at.ins[added].at[(*self._of_head(added), at)]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+    def pairs(self, added: int) -> jax.Array:
+        """The tile's part of an array of ``Operands.pairs``."""
+        at = (pl.ds(start, size) for start, size in zip(self.at.starts, self.shape, strict=True))
+        ref = self.at.ins[added].at[(*self._of_head(added), *at)]
+        return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def _of_head(self, added: int) -> tuple[jax.Array | int, jax.Array | int]:
+        shape = self.at.plan.operands.arrays[added].shape
+        b, n = self.at.head
+        return 0 if shape[0] == 1 else b, 0 if shape[1] == 1 else n
+
+
+@dataclasses.dataclass
+class GPUPlan:
+    """One kernel's call: its blocks and what it reads."""
+
+    args: AttentionArgs
+    interpret: Interpret
+    by_key: bool
+    size: tuple[int, int]  # queries and keys of a block
+    lists: Lists
+    operands: Operands
+    num_splits: int = 1  # programs that share a row of blocks
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.size[self.by_key]
+
+    @property
+    def inner(self) -> int:
+        """Columns of a block."""
+        return self.size[not self.by_key]
+
+    @property
+    def kinds(self) -> tuple[bool, bool]:
+        """Whether there may be full blocks, and others."""
+        entries, counts = self.lists
+        if not isinstance(entries, np.ndarray):
+            return True, True
+        kinds = (entries & 1)[np.arange(entries.shape[2]) < counts[..., None]]
+        return bool((kinds == 0).any()), bool((kinds == 1).any())
+
+    def scores(self) -> pallas_tiles.Scores:
+        """The scores, with their arrays among the operands."""
+        return pallas_tiles.Scores.of(self.args, self.operands, is_all_seen(self.args))
+
+
+def is_all_seen(args: AttentionArgs) -> bool:
+    """Whether each query sees a key, and each key is seen."""
+    return all_seen(*mask_arguments(args))
+
+
+def make_plan(
+    args: AttentionArgs, by_key: bool, shape: tuple[int, int], interpret: Interpret, num_splits: int = 1
+) -> GPUPlan:
+    """The plan of a kernel whose rows are queries, or keys ``by_key``; ``shape``: a block's rows and columns.
+
+    ``num_splits``: how many programs share a row of blocks, each with results of its own.
+    """
+    size = (shape[1], shape[0]) if by_key else shape
+    tables = block_table(args, size)
+    T, S = (count * one for count, one in zip(tables[0].shape[1:], size, strict=True))
+    lists = row_lists(*tables, by_key, num_splits)
+    return GPUPlan(args, interpret, by_key, size, lists, Operands((T, S), by_key), num_splits)
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a warpgroup's tile lies, and what it is computed from."""
+
+    plan: GPUPlan
+    scores: pallas_tiles.Scores
+    ins: Sequence[Ref]
+    head: tuple[jax.Array, jax.Array]  # sequence and head of the queries
+    starts: tuple[Any, Any]  # the first slots of rows and columns; None before the first block
+
+    @property
+    def scale(self) -> jax.Array:
+        """The factor on ``q·k``."""
+        return self.tile().scalar(self.scores.scale)
+
+    def tile(self, masked: bool = False, product: jax.Array | None = None) -> Tile:
+        """The scores here; ``product``: ``q·k``."""
+        return Tile(self, masked, product)

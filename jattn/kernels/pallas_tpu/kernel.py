@@ -1,0 +1,172 @@
+"""The kernels of ``pallas_tpu``: forward, backward and reduction, each as settings and a call that one of them takes.
+
+Forward and backward as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the derivative rule of
+``jattn.blocks.backward``: the backward kernels take the cotangents of ``acc`` and ``row_sum``, so that of the lse is
+exact. Forward mode, higher orders and the gradients of arrays besides query, key and value are blockwise's.
+
+Scores are transposed, ``[keys, queries]``. Queries and their softmax sums then lie along the lanes of a register: the
+maximum and the sum over keys are elementwise operations, and the lse takes 4 bytes per query and head. A grid step
+computes one block of a list in scalar memory, so empty blocks are neither read nor computed, in tiles of 128 keys by
+128 queries, which stay in registers.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jattn.blocks.backward import of_sums
+from jattn.blocks.online_softmax import log_sum_exp
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import Reduction, Results
+from jattn.kernels.pallas_tiles import Ref
+from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call, make_plan
+from jattn.kernels.pallas_tpu.reduction import reduce_blocks
+from jattn.kernels.pallas_tpu.schedule import SMALL, block_sizes
+from jattn.kernels.pallas_tpu.tile import Scores, Tile
+
+LEAST = jnp.finfo(jnp.float32).min
+
+
+def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasTPU) -> dict[str, jax.Array]:
+    """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
+    T, S = args.query.shape[1], args.key.shape[1]
+    sizes = settings.block_sizes or block_sizes(T, S, SMALL)
+    return reduce_blocks(make_plan(args, sizes, settings.interpret), reduction)
+
+
+def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
+    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``."""
+    plan = make_plan(args, settings.block_sizes, settings.interpret)
+    B, T, N, _ = args.query.shape
+    D, rows, scores = max(args.value.shape[3], 1), plan.size[0], plan.scores()
+    value = plan.operands.add("keys", plan.value())
+
+    def start(_: tuple, acc: Ref, row_max: Ref, row_sum: Ref) -> None:
+        acc[...] = jnp.zeros_like(acc)
+        row_max[...] = jnp.full_like(row_max, LEAST)
+        row_sum[...] = jnp.zeros_like(row_sum)
+
+    def add(tiles: Iterable[Tile], ins: Sequence[Ref], acc: Ref, row_max: Ref, row_sum: Ref) -> None:
+        for tile in tiles:
+            s, at = tile.scores(), (slice(None), tile.queries)
+            new_max = jnp.maximum(row_max[at], jnp.max(s, axis=0, keepdims=True))
+            rescale, exponentials = jnp.exp(row_max[at] - new_max), jnp.exp(s - new_max)
+            row_max[at] = new_max
+            row_sum[at] = row_sum[at] * rescale + jnp.sum(exponentials, axis=0, keepdims=True)
+            acc[at] = acc[at] * rescale + scores.product(tile.of_keys(ins[value]), exponentials, 0, 0)
+
+    def finish(ins: Sequence[Ref], out: Ref, out_max: Ref, out_sum: Ref, acc: Ref, row_max: Ref, row_sum: Ref) -> None:
+        # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
+        out[0, 0] = (acc[...] * (1.0 / jnp.maximum(row_sum[...], 1.0))).astype(out.dtype)
+        out_max[0, 0], out_sum[0, 0] = row_max[...], row_sum[...]
+
+    row = plan.type_of((B, N, 1, plan.padded[0]), jnp.float32)
+    types = [("queries", x) for x in (plan.type_of((B, N, D, plan.padded[0]), args.value.dtype), row, row)]
+    scratch = [((size, rows), jnp.float32) for size in (D, 1, 1)]
+    out, row_max, row_sum = call(plan, scores, "forward", types, scratch, Steps(start, add, finish))
+    out = jnp.transpose(out, (0, 3, 1, 2))[:, :T, :, : args.value.shape[3]]
+    row_max, row_sum = (jnp.transpose(x[:, :, 0, :T], (0, 2, 1)) for x in (row_max, row_sum))
+    if args.query.dtype == jnp.float32:
+        return out, row_max, row_sum
+    # With the lse for row_max, the cotangent of acc is that of the output, in the dtype that the kernels multiply in.
+    lse, seen = log_sum_exp(row_max, row_sum), row_sum != 0.0  # NaN counts as seen
+    return out, jnp.where(seen, lse, LEAST), seen.astype(jnp.float32)
+
+
+def backward(
+    args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
+) -> list[jax.Array]:
+    """The cotangents of query, key and value (``jattn.blocks.backward.differentiable``).
+
+    With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
+    """
+    row_max, sums = results[1], of_sums(results, cotangents)
+    plan = functools.partial(make_plan, args, settings.block_sizes, settings.interpret)
+    return [_d_query(plan(), row_max, sums), *_d_key_and_value(plan(), row_max, sums)]
+
+
+def _score_tangents(
+    plan: TPUPlan, scores: Scores, row_max: jax.Array, cotangents: Sequence[jax.Array]
+) -> tuple[Callable, int]:
+    """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias; and the number of ``d_acc``."""
+    d_acc, d_row_sum = cotangents
+    add = plan.operands.add
+    if d_acc.shape[3] == 0:  # as Plan.value
+        d_acc = jnp.zeros((*d_acc.shape[:3], 1), d_acc.dtype)
+    value, d_out = add("keys", plan.value()), add("queries", plan.queries(d_acc, plan.args.query.dtype))
+    maximum, d_sum = (add("queries", plan.queries(x[..., None], jnp.float32)) for x in (row_max, d_row_sum))
+
+    def of_tile(tile: Tile, ins: Sequence[Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        own_d_acc = ins[d_out][0, 0, :, tile.queries]
+        p = jnp.exp(tile.scores() - ins[maximum][0, 0, :, tile.queries])
+        d_score = scores.product(tile.of_keys(ins[value]), own_d_acc, 1, 0) + ins[d_sum][0, 0, :, tile.queries]
+        return p, own_d_acc, tile.through_score_mod(p * d_score)
+
+    return of_tile, d_out
+
+
+def _d_query(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> jax.Array:
+    B, T, N, H = plan.args.query.shape
+    scores = plan.scores()
+    of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
+
+    def start(_: tuple, acc: Ref, d_scores: Ref) -> None:
+        acc[...] = jnp.zeros_like(acc)
+
+    def add(tiles: Iterable[Tile], ins: Sequence[Ref], acc: Ref, d_scores: Ref) -> None:
+        for tile in tiles:
+            d_score = of_tile(tile, ins)[2]
+            if tile.guarded:
+                acc[:, tile.queries] += scores.product(tile.k, d_score, 0, 0)
+            else:
+                d_scores[tile.keys, tile.queries] = d_score.astype(d_scores.dtype)
+
+    def after(_: tuple, guarded: bool, ins: Sequence[Ref], acc: Ref, d_scores: Ref) -> None:
+        if not guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
+            acc[...] += scores.product(ins[scores.key][0, 0], d_scores[...], 0, 0)
+
+    def finish(ins: Sequence[Ref], out: Ref, acc: Ref, _: Ref) -> None:
+        out[0, 0] = (acc[...] * scores.scale_of(ins)).astype(out.dtype)
+
+    types = [("queries", plan.type_of((B, N, H, plan.padded[0]), plan.args.query.dtype))]
+    scratch = [((H, plan.size[0]), jnp.float32), (plan.size[::-1], plan.args.query.dtype)]
+    (d_query,) = call(plan, scores, "d_query", types, scratch, Steps(start, add, finish, after=after))
+    return jnp.transpose(d_query, (0, 3, 1, 2))[:, :T]
+
+
+def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+    (B, S, K, H), D = plan.args.key.shape, max(plan.args.value.shape[3], 1)
+    scores = plan.scores()
+    of_tile, d_out = _score_tangents(plan, scores, row_max, cotangents)
+
+    def start(_: tuple, d_key: Ref, d_value: Ref, ps: Ref, d_scores: Ref) -> None:
+        d_key[...], d_value[...] = jnp.zeros_like(d_key), jnp.zeros_like(d_value)
+
+    def add(tiles: Iterable[Tile], ins: Sequence[Ref], d_key: Ref, d_value: Ref, ps: Ref, d_scores: Ref) -> None:
+        for tile in tiles:
+            p, d_acc, d_score = of_tile(tile, ins)
+            if tile.guarded:
+                d_value[tile.keys] += scores.product(p, d_acc, 1, 1)
+                d_key[tile.keys] += scores.product(d_score, tile.q, 1, 1)
+            else:
+                at = tile.keys, tile.queries
+                ps[at], d_scores[at] = p.astype(ps.dtype), d_score.astype(d_scores.dtype)
+
+    def after(_: tuple, guarded: bool, ins: Sequence[Ref], d_key: Ref, d_value: Ref, ps: Ref, d_scores: Ref) -> None:
+        if not guarded:  # a v6e's matrix unit takes sums over 256: a product of each tile would fill half of it
+            d_value[...] += scores.product(ps[...], ins[d_out][0, 0], 1, 1)
+            d_key[...] += scores.product(d_scores[...], ins[scores.query][0, 0], 1, 1)
+
+    def finish(ins: Sequence[Ref], out_key: Ref, out_value: Ref, d_key: Ref, d_value: Ref, *_: Ref) -> None:
+        out_key[0, 0] = (d_key[...] * scores.scale_of(ins)).astype(out_key.dtype)
+        out_value[0, 0] = d_value[...].astype(out_value.dtype)
+
+    dtype, length, columns = plan.args.key.dtype, plan.padded[1], plan.size[1]
+    types = [("keys", plan.type_of((B, K, length, size), dtype)) for size in (H, D)]
+    scratch = [((columns, size), jnp.float32) for size in (H, D)] + [(plan.size[::-1], dtype)] * 2
+    results = call(plan, scores, "d_key_and_value", types, scratch, Steps(start, add, finish, after=after))
+    d_key, d_value = (jnp.transpose(x, (0, 2, 1, 3))[:, :S] for x in results)
+    return [d_key, d_value[..., : plan.args.value.shape[3]]]

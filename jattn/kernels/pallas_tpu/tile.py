@@ -1,0 +1,196 @@
+"""What the kernels of ``pallas_tpu`` share: the arrays that they read, and the scores of a tile."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import pallas_tiles
+from jattn.kernels.pallas_tiles import Ref
+from jattn.kernels.pallas_tpu.schedule import TILE
+from jattn.mods.arrays import pad_end
+from jattn.mods.tile_function import QUERY
+
+Index = int | Array
+
+
+class Operands:
+    """The arrays that a kernel reads, each with a kind that says which of its blocks belongs to a block of pairs.
+
+    - ``"queries" [B|1,N|1,X,T]``, ``"keys" [B|1,K,S,X]``, ``"key row" [B|1,N|1,1,S]``, ``"pairs" [B|1,N|1,T,S]``.
+    - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
+    """
+
+    def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int):
+        self.size, self.padded = size, padded  # queries and keys of a block, and of all blocks
+        self.group = group  # query heads per key head
+        self.arrays: list[tuple[str, Array]] = []
+
+    def add(self, kind: str, array: Array) -> int:
+        """The number of the array."""
+        self.arrays.append((kind, array))
+        return len(self.arrays) - 1
+
+    def scalars(self, array: Array) -> int:
+        """Adds ``[B|1,N|1]``."""
+        return self.add("scalars", array)
+
+    def vector(self, over: str, array: Array) -> int:
+        """Adds ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``."""
+        kind, length = ("queries", self.padded[0]) if over == QUERY else ("key row", self.padded[1])
+        return self.add(kind, pad_end(array[:, :, None], (*array.shape[:2], 1, length)))
+
+    def pairs(self, array: Array) -> int:
+        """Adds ``[B|1,N|1,T,S]``."""
+        return self.add("pairs", pad_end(array, (*array.shape[:2], *self.padded)))
+
+    def block(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of a block."""
+        (rows, columns), known = self.size, shape[2:]
+        if kind == "whole":
+            return (1, 1, *known)
+        sizes = {"queries": (*known[:1], rows), "keys": (columns, *known[1:]), "key row": (1, columns)}
+        return None if kind == "scalars" else (1, 1, *sizes.get(kind, (rows, columns)))
+
+    def index(self, kind: str, shape: tuple[int, ...], b: Array, n: Array, i: Array, j: Array) -> tuple:
+        """The index of the block that belongs to block ``(i, j)`` of head n of sequence b."""
+        head = jax.lax.div(n, jnp.int32(self.group)) if kind == "keys" else n  # not //: nothing here is negative
+        lead = 0 if shape[0] == 1 else b, 0 if shape[1] == 1 else head
+        if kind == "whole":
+            return *lead, *(0,) * len(shape[2:])
+        return *lead, *{"queries": (0, i), "keys": (j, 0), "key row": (0, j)}.get(kind, (i, j))
+
+    def scalar(self, ins: Sequence[Ref], number: int, b: Index, n: Index) -> Array:
+        """The scalar of head n of sequence b."""
+        shape = self.arrays[number][1].shape
+        return ins[number][0 if shape[0] == 1 else b, 0 if shape[1] == 1 else n]
+
+
+@dataclasses.dataclass
+class Scores(pallas_tiles.Scores):
+    """The scores of a call, tile by tile, from the blocks of its arrays."""
+
+    operands: Operands
+    query: int
+    key: int
+
+    @classmethod
+    def of_padded(cls, args: AttentionArgs, operands: Operands, q: Array, k: Array, all_seen: bool) -> "Scores":
+        """Adds what the scores need to ``operands``; ``q [B,N,H,T]`` and ``k [B,K,S,H]`` are padded to whole blocks."""
+        query, key = operands.add("queries", q), operands.add("keys", k)
+        return cls.of(args, operands, all_seen, operands=operands, query=query, key=key)
+
+    def tiles(self, ins: Sequence[Ref], block: tuple, head: tuple, queries: pl.Slice, masked: bool) -> Iterator["Tile"]:
+        """The tiles of a block that hold 128 of its queries, a ``pl.ds``."""
+        for start in range(0, self.operands.size[1], TILE):
+            yield Tile(self, ins, block, head, queries, slice(start, start + TILE), masked)
+
+    def at_once(self, masked: bool, often: bool) -> int:
+        """How many times 128 queries of a block to compute in the body of a loop over them.
+
+        Compiling takes as long as the code is. But at the end of the body the matrix unit runs empty, which costs a few
+        percent of a body of 256 queries if a tile takes long, or of a kernel if it is not ``often`` run. Full blocks
+        get more: 512 with a score function, else all, as do masked ones of quick masks.
+        """
+        whole = self.operands.size[0] // TILE
+        steps = sum(len(mod.tile_function.steps) for mod in self.masks if masked)
+        quick = self.score_mod is None and steps <= 4  # Causal takes 2, Segments 30, ``%`` 10
+        if quick and (often or (whole <= 4 and not masked)):
+            return whole
+        return 2 if masked or self.score_mod is None else 4
+
+    def scale_of(self, ins: Sequence[Ref]) -> Array:
+        """The factor on ``q·k``."""
+        return self.operands.scalar(ins, self.scale, 0, 0)
+
+    def product(self, x: Array, y: Array, over_x: int, over_y: int) -> Array:
+        """The product over one axis of each, of operands in the inputs' dtype, accumulated in float32."""
+        dtype = self.args.query.dtype
+        return jax.lax.dot_general(
+            x.astype(dtype), y.astype(dtype), (((over_x,), (over_y,)), ((), ())),
+            precision=self.args.precision, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+
+class Tile(pallas_tiles.Tile):
+    """The pairs of 128 keys and 128 queries of one block: ``[keys, queries]``."""
+
+    source: Scores
+    shape = (TILE, TILE)
+
+    def __init__(
+        self,
+        source: Scores,
+        ins: Sequence[Ref],
+        block: tuple,
+        head: tuple,
+        queries: pl.Slice,
+        keys: slice,
+        masked: bool,
+    ):
+        super().__init__(source, masked)
+        self.ins, self.at, self.head = ins, block, head
+        self.queries, self.keys, self.block = queries, keys, source.operands.size
+
+    @property
+    def q(self) -> Array:
+        """The queries ``[H, queries]``; 0 where they see none of the tile's keys, because those may hold NaN."""
+        q = self.ins[self.source.query][0, 0, :, self.queries]
+        return q if not self.guarded else _where(_any(self.visible, 0), q)
+
+    @property
+    def k(self) -> Array:
+        """The keys ``[keys, H]``; 0 where none of the tile's queries sees them."""
+        return self.of_keys(self.ins[self.source.key])
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the tile may hold keys that nobody sees."""
+        return self.masked and not self.source.all_seen
+
+    def of_keys(self, ref: Ref) -> Array:
+        """Keys or values ``[keys, X]``; 0 where none of the tile's queries sees them."""
+        x = ref[0, 0, self.keys, :]
+        return x if not self.guarded else _where(_any(self.visible, 1), x)
+
+    def product(self) -> Array:
+        """``q·k``, in float32."""
+        return self.source.product(self.k, self.q, 1, 0)
+
+    def slots(self) -> tuple[Array, Array]:
+        """The slots of the queries ``[1, queries]`` and of the keys ``[keys, queries]``."""
+        (i, j), (rows, columns) = self.at, self.block
+        q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
+        return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
+
+    def scalar(self, added: int) -> Array:
+        """The head's entry of an array of ``Operands.scalars``."""
+        return self.source.operands.scalar(self.ins, added, *self.head)
+
+    def vector(self, over: str, added: int) -> Array:
+        """The tile's part of an array of ``Operands.vector``: ``[1, queries]`` or ``[keys, queries]``."""
+        if over == QUERY:
+            return self.ins[added][0, 0, :, self.queries]
+        return _column(self.ins[added][0, 0, :, self.keys])
+
+    def pairs(self, added: int) -> Array:
+        """The tile's part of an array of ``Operands.pairs``."""
+        return self.ins[added][0, 0, self.queries, self.keys].T
+
+
+def _column(row: Array) -> Array:
+    """``[1, keys]`` as ``[keys, queries]``, each row of which holds one value."""
+    return jnp.broadcast_to(row, (TILE, TILE)).T
+
+
+def _any(visible: Array | None, axis: int) -> Array:
+    assert visible is not None  # the tile is masked
+    return jnp.max(visible.astype(jnp.float32), axis=axis, keepdims=True) > 0.0
+
+
+def _where(condition: Array, x: Array) -> Array:
+    return jnp.where(condition, x.astype(jnp.float32), 0.0).astype(x.dtype)  # registers of one width

@@ -1,0 +1,229 @@
+"""``"splash"``: JAX's fused kernels for TPUs, which skip the blocks that a static mask empties.
+
+Splash leaves open what a row without a visible key returns, and lets NaN in unseen slots through. So such rows are
+found by their log-sum-exp and replaced, and unseen keys and values are zeros. The query is multiplied by ``scale`` and
+rounded to its dtype before the kernel, as splash has no scale.
+
+Reverse mode runs splash's backward kernels; every other derivative is that of ``jattn.kernels.blockwise``. Masks are
+in ``masks.py``, the kernels in ``kernel.py``.
+"""
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from jattn.blocks.backward import of_sums
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import Kernel, Results
+from jattn.kernels.pallas_tpu.schedule import block_sizes
+from jattn.kernels.splash.masks import HeadMask, head_masks, ids_of, mask_reason, seen_keys
+from jattn.mods.arrays import mod_semantics, pad_end
+from jattn.score_mods import SoftCap
+
+LANES = 128  # of a TPU's registers: block sizes are multiples of it
+LARGEST_BLOCK = 512
+
+
+def choose_size(T: int, S: int, head_dim: int) -> tuple[int, int]:
+    """Queries and keys per block: each length in the fewest equal parts of at most 512, rounded up to whole lanes.
+
+    512 is the default of MaxText, which trains with this kernel (``sa_block_q`` and its like in its configuration). For
+    a ``head_dim`` (the larger of query's and value's) above 256, 256: a block's queries, keys, values and results must
+    fit a core's vector memory beside its scores.
+    """
+    largest = LARGEST_BLOCK if head_dim <= 256 else LARGEST_BLOCK // 2
+    return block_sizes(T, S, largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splash(Kernel):
+    """``implementation=``: ``"splash"`` with your own settings.
+
+    ``block_sizes``: queries and keys per block, multiples of 128; ``choose_size`` sets the default. ``interpret``: run
+    the kernels in Pallas's interpreter, on any platform: slow, for tests.
+    """
+
+    name: ClassVar[str] = "splash"
+    platform: ClassVar[str | None] = "tpu"
+    dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float32, jnp.bfloat16)
+    takes: ClassVar[frozenset[str]] = frozenset({"mask array", "score_mod"})
+
+    block_sizes: tuple[int, int] | None = None
+    interpret: bool = False
+
+    def __post_init__(self):
+        if self.block_sizes is None:
+            return
+        try:
+            sizes = tuple(operator.index(size) for size in self.block_sizes)
+        except TypeError:
+            sizes = ()
+        if len(sizes) != 2 or any(size < 1 or size % LANES for size in sizes):
+            raise ValueError(
+                f"block_sizes must be two positive multiples of {LANES} (of queries, of keys), got {self.block_sizes!r}"
+            )
+        object.__setattr__(self, "block_sizes", sizes)
+
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """The first reason against splash, or None."""
+        return super().unsupported_reason(args) or mask_reason(args)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether Pallas interprets the kernels."""
+        return bool(self.interpret)
+
+    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+        """What splash does not do, besides some masks."""
+        mod = args.score_mod
+        return [
+            (args.value.shape[-1] == 0, "it takes no empty arrays"),
+            (args.has_mask_array, "it takes no mask array; masks.Dense(array) is a mask"),
+            (mod is not None and type(mod) is not SoftCap, "it takes no score_mod but SoftCap"),
+            (type(mod) is SoftCap and _soft_cap(args) is None, "the cap of a SoftCap must be a plain number"),
+        ]
+
+    def prepare(self, args: AttentionArgs) -> "Splash":
+        """With the plan, because static masks are read while tracing."""
+        return _PlannedSplash(self.block_sizes, self.interpret, self._plan(args))
+
+    def _plan(self, args: AttentionArgs) -> "Plan":
+        return _plan(args, self)
+
+    def forward(self, platform: str, args: AttentionArgs) -> Results:
+        """By splash."""
+        plan = self._plan(args)
+        from jattn.kernels.splash import kernel as pallas_kernel
+
+        (B, T, N, _), D = args.query.shape, args.value.shape[-1]
+        least = jnp.finfo(jnp.float32).min
+        if plan.is_empty:  # splash makes no kernel without blocks
+            rows = jnp.zeros((B, T, N), jnp.float32)
+            return jnp.zeros((B, T, N, D), args.value.dtype), rows + least, rows
+        with _settings(args.query.dtype):
+            q, k, v, ids = _inputs(args, plan, None)
+            out, lse = pallas_kernel.forward(pallas_kernel.make_kernel(plan, N), q, k, v, ids)
+            out, lse = _from_heads(out, T), _from_heads(lse, T)
+            seen = ~(lse <= pallas_kernel.HIDDEN / 2)  # a NaN is seen
+            return (
+                jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)),
+                jnp.where(seen, lse, least),
+                seen.astype(jnp.float32),
+            )
+
+    def backward(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """By splash.
+
+        With ``p = exp(score - row_max)``, ``acc = p v`` and ``row_sum = sum p`` make
+        ``d score = p * (d_acc v^T + d_row_sum)`` and ``dv = p^T d_acc``: flash's backward pass, with ``do = d_acc`` and
+        ``di = -d_row_sum``. The cotangents of the output and of the lse are in both.
+        """
+        from jattn.kernels.splash import kernel as pallas_kernel
+
+        plan = self._plan(args)
+        row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
+        query, key, value = args.query, args.key, args.value
+        T, S = query.shape[1], key.shape[1]
+        if plan.is_empty:
+            return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+        with _settings(query.dtype):
+            seen = ~(row_max <= pallas_kernel.HIDDEN / 2)
+            q, k, v, ids = _inputs(args, plan, seen)
+            zero = jnp.zeros((), jnp.float32)
+            do, di = (jnp.where(seen[..., None], d_acc, zero).astype(value.dtype), jnp.where(seen, -d_row_sum, zero))
+            lse = jnp.where(seen, row_max, zero)
+            do, di, lse = (_to_heads(x, plan.masks[0].padded_lengths[0]) for x in (do, di, lse))
+            kernel = pallas_kernel.make_kernel(plan, query.shape[2])
+            dq, dk, dv = pallas_kernel.backward(kernel, q, k, v, ids, lse, do, di)
+            dq = _scaled(_from_heads(dq, T), args.score_scale)
+            return dq, _from_heads(dk, S), _from_heads(dv, S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call of the kernels needs besides arrays; hashable."""
+
+    masks: tuple[HeadMask, ...]  # one for all heads, or one for each
+    size: tuple[int, int]
+    soft_cap: float | None
+    interpret: bool
+    all_keys_seen: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees any key."""
+        return not self.all_keys_seen and not any(mask.seen_keys.any() for mask in self.masks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlannedSplash(Splash):
+    """``Splash`` for calls of one plan."""
+
+    plan: Plan | None = None
+
+    def _plan(self, args: AttentionArgs) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
+
+def _plan(args: AttentionArgs, settings: Splash) -> Plan:
+    (_, T, _, H), S = args.query.shape, args.key.shape[1]
+    size = settings.block_sizes or choose_size(T, S, max(H, args.value.shape[-1]))
+    masks, all_keys_seen = head_masks(args, size)
+    return Plan(masks, size, _soft_cap(args), settings.interpret, all_keys_seen)
+
+
+def _soft_cap(args: AttentionArgs) -> float | None:
+    cap = getattr(args.score_mod, "cap", None)
+    return float(cap) if isinstance(cap, int | float | np.generic | np.ndarray) else None
+
+
+@contextlib.contextmanager
+def _settings(dtype: Any) -> Iterator[None]:
+    """Splash's index arithmetic is in 32 bits and mixes dtypes, whatever the caller's settings are.
+
+    Products of bfloat16 have one precision; Mosaic refuses another.
+    """
+    precision = jax.config.jax_default_matmul_precision if dtype == jnp.float32 else "default"
+    with jax.enable_x64(False), mod_semantics(), jax.default_matmul_precision(precision):
+        yield
+
+
+def _inputs(args: AttentionArgs, plan: Plan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
+    """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys (and values) and blind queries are zeros."""
+    T, S = plan.masks[0].padded_lengths
+    query, key, value = args.query, args.key, args.value
+    ids = ids_of(args)
+    seen = None if plan.all_keys_seen else seen_keys(args, plan.masks, ids)
+    if seen is not None:
+        key, value = (jnp.where(seen[..., None], x, jnp.zeros((), x.dtype)) for x in (key, value))
+    if seen_queries is not None:
+        query = jnp.where(seen_queries[..., None], query, jnp.zeros((), query.dtype))
+    padded = _to_heads(_scaled(query, args.score_scale), T), _to_heads(key, S), _to_heads(value, S)
+    if ids is not None:  # nobody sees a padded key: so says the static mask
+        ids = pad_end(ids[0], (ids[0].shape[0], T)), pad_end(ids[1], (ids[1].shape[0], S))
+    return *padded, ids
+
+
+def _scaled(x: jax.Array, scale: Any) -> jax.Array:
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def _to_heads(x: jax.Array, length: int) -> jax.Array:
+    """``[B,T,N,...] -> [B,N,length,...]``, padded with zeros."""
+    return jnp.swapaxes(pad_end(x, (x.shape[0], length, *x.shape[2:])), 1, 2)
+
+
+def _from_heads(x: jax.Array, length: int) -> jax.Array:
+    """``[B,N,...] -> [B,length,N,...]``."""
+    return jnp.swapaxes(x, 1, 2)[:, :length]

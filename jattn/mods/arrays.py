@@ -1,0 +1,47 @@
+"""Small array helpers for NumPy and JAX, and the promotion rules under which masks and score functions run."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Length = Any  # an int, or a symbolic dimension of jax.export
+if TYPE_CHECKING:  # type checkers know no operators that both kinds of arrays have
+    AnyArray = Index = Any
+else:
+    AnyArray = jax.Array | np.ndarray | np.generic  # NumPy's where everything is static, JAX's otherwise
+    Index = AnyArray | int
+
+
+def namespace(*arrays: Any) -> Any:
+    """NumPy, or jax.numpy if any of the arrays is a JAX array."""
+    return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
+
+
+def cdiv(length: Length, size: int) -> Length:
+    """``ceil(length / size)``, in a form that JAX can bound for a symbolic length."""
+    return (length + size - 1) // size
+
+
+def pad_end(x: Any, shape: Sequence[Length], fill: Any = 0) -> Any:
+    """``x`` padded with ``fill`` at the end of each axis, up to ``shape``."""
+    missing = [new - old for new, old in zip(shape, x.shape, strict=True)]
+    if isinstance(x, np.ndarray):
+        return np.pad(x, [(0, count) for count in missing], constant_values=fill)
+    # jnp.pad would compare a symbolic width with 0.
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, count, 0) for count in missing])
+
+
+def arange(length: Length, dtype: Any = None) -> Any:
+    """``0 .. length - 1``; NumPy, unless the length is symbolic."""
+    return np.arange(length, dtype=dtype) if isinstance(length, int) else jnp.arange(length, dtype=dtype)
+
+
+@contextlib.contextmanager
+def mod_semantics() -> Iterator[None]:
+    """Promotion rules for masks and score functions: NumPy's, whatever the caller's are."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -1,0 +1,105 @@
+"""Traces plain masks and score functions: captured arrays become arguments, and equal programs compare equal.
+
+A custom derivative rule, ``jax.shard_map`` and a compiled eager call must not close over traced arrays, nor use stale
+values of what a function captures. So a function that is not a pytree is traced, for one pair, at every call.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from jattn.mods.arrays import mod_semantics
+from jattn.mods.jaxpr import HashableJaxpr, array_type, bind_equation, evaluate
+from jattn.mods.pytree import StaticFunction, holds_plain_function, is_function, pytree_dataclass, static_field
+
+
+@pytree_dataclass
+class Traced:
+    """A traced function from arrays to a list of arrays: its program and the arrays it captures."""
+
+    captured: list[Any]
+    hashable: HashableJaxpr = static_field()
+
+    def __call__(self, *args: Any) -> list[Any]:
+        jaxpr = self.hashable.jaxpr
+        types = [array_type(variable) for variable in jaxpr.invars]
+        cast = (jnp.asarray(x).astype(aval.dtype).reshape(aval.shape) for x, aval in zip(args, types, strict=True))
+        return evaluate(jaxpr, self.captured, list(cast), bind_equation)
+
+
+@pytree_dataclass
+class Elementwise:
+    """A mask or score function, traced on one pair and vectorized."""
+
+    on_one_pair: Traced
+
+    def __call__(self, *args: Any) -> Any:
+        return jnp.vectorize(lambda *pair: self.on_one_pair(*pair)[0])(*args)
+
+
+def arguments(T: Any, S: Any, *score: Any) -> list[jax.ShapeDtypeStruct]:
+    """The types of a mask's arguments for T queries and S keys, or a score function's for a ``score`` of that dtype."""
+    shaped = jax.ShapeDtypeStruct
+    return [
+        *(shaped((T, S), dtype) for dtype in score),
+        *[shaped((), jnp.int32)] * 2,
+        shaped((T, 1), jnp.int32),
+        shaped((1, S), jnp.int32),
+    ]
+
+
+def closure_convert(mod: Any, check: Callable[[Any], None], lengths: tuple[Any, Any], *score: Any) -> Any:
+    """``mod`` with every plain function in it traced.
+
+    Masks that combine others, such as ``masks.And``, keep the ``bounds`` of their other parts.
+
+    Args:
+        mod: a mask, a score function, or None.
+        check: called with a function's result for T queries and S keys; raises if it is invalid.
+        lengths: T and S.
+        score: the dtype of the scores, for a score function.
+    """
+    if mod is None or not holds_plain_function(mod):
+        return mod
+    leaves = jax.tree.leaves(mod, is_leaf=is_function)
+    if not is_function(mod) and all(isinstance(leaf, StaticFunction) for leaf in leaves if callable(leaf)):
+        return jax.tree.map(
+            lambda x: closure_convert(x, check, lengths, *score) if callable(x) else x, mod, is_leaf=is_function
+        )
+
+    def call_and_check(*args: Any) -> None:
+        with mod_semantics():
+            check(mod(*args))
+
+    def on_one_pair(*args: Any) -> Any:
+        with mod_semantics():
+            return jnp.reshape(mod(*args), ())
+
+    jax.eval_shape(call_and_check, *arguments(*lengths, *score))
+    return Elementwise(traced(on_one_pair, *arguments(1, 1, *score)))
+
+
+def traced(fn: Callable, *types: Any) -> Traced:
+    """``fn``, traced for arguments of these types."""
+    program = jax.make_jaxpr(fn)(*types)
+    return Traced(list(program.consts), HashableJaxpr(program.jaxpr))
+
+
+def depends_on(mod: Callable, index: int, *score: Any) -> bool:
+    """Whether the result of a mask or score function depends on its argument ``index``."""
+
+    def on_one_pair(*args: Any) -> Any:
+        with mod_semantics():
+            return mod(*args)
+
+    # Indices are no one device's, and a function traced outside of jax.shard_map is evaluated inside.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
+    dependent: set[Any] = {program.invars[index]}
+    for equation in program.eqns:
+        if not dependent.isdisjoint(x for x in equation.invars if isinstance(x, Var)):
+            dependent.update(equation.outvars)
+    return not dependent.isdisjoint(x for x in program.outvars if isinstance(x, Var))

@@ -1,0 +1,137 @@
+"""Masks and score functions as pytrees: ``pytree_dataclass``, and plain functions inside of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import GetAttrKey
+
+Class = TypeVar("Class", bound=type)
+
+
+def static_field(**options: Any) -> Any:
+    """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable and static under tracing.
+
+    Takes the options of ``dataclasses.field``, such as ``default``.
+    """
+    return dataclasses.field(metadata={"static": True}, **options)
+
+
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(dataclasses.field, static_field))
+def pytree_dataclass(cls: Class) -> Class:
+    """Makes ``cls`` a frozen dataclass and a pytree. Fields are children; a ``static_field`` is structure.
+
+    Which fields are children depends on the class alone, not on their values, so trees of shardings, axes or booleans
+    fit wherever trees of arrays do. The fields' names are the keys. ``__init__`` and ``__post_init__`` do not run when
+    JAX unflattens, because leaves may then be anything.
+
+    Instances without arrays are equal, with equal hashes, if their types and fields are. An instance with arrays equals
+    only itself, because arrays have no single truth value.
+
+    Example: your own mask, whose ``bounds`` let blocks be skipped, on every mesh::
+
+        @jattn.pytree_dataclass
+        class Dilated(jattn.masks.Mask):
+            starts: jax.Array  # [B]: an array
+            step: int = jattn.static_field(default=2)
+
+            def __call__(self, b, h, q_idx, kv_idx):
+                return (kv_idx >= self.starts[b]) & ((q_idx - kv_idx) % self.step == 0)
+
+            def bounds(self, b, h, q_min, q_max, kv_min, kv_max):
+                return kv_max >= self.starts[b], False
+    """
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    fields = dataclasses.fields(cls)
+    data = tuple(field.name for field in fields if not field.metadata.get("static"))
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    keys = tuple(map(GetAttrKey, data))
+
+    def flatten(tree):
+        return tuple(getattr(tree, name) for name in data), tuple(getattr(tree, name) for name in static)
+
+    def flatten_with_keys(tree):
+        children, structure = flatten(tree)
+        return tuple(zip(keys, children, strict=True)), structure
+
+    def unflatten(structure, children):
+        tree = object.__new__(cls)  # not cls(...): JAX also unflattens placeholders, which __post_init__ would refuse
+        for name, value in (*zip(data, children, strict=True), *zip(static, structure, strict=True)):
+            object.__setattr__(tree, name, value)
+        return tree
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    for name, method in (("__eq__", _equal), ("__hash__", _hash)):
+        if name not in vars(cls):
+            setattr(cls, name, method)
+    return cls
+
+
+def _equal(self: Any, other: Any) -> Any:
+    if type(self) is not type(other):
+        return NotImplemented
+    return self is other or (_values(self) is not None and _values(self) == _values(other))
+
+
+def _hash(self: Any) -> int:
+    values = _values(self)
+    return object.__hash__(self) if values is None else hash(values)
+
+
+def _values(tree: Any) -> Any:
+    """Structure and leaves, for comparison; None if there are arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    if any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves):
+        return None
+    return structure, tuple((type(leaf), leaf) for leaf in leaves)  # with the types: 2 == 2.0 == np.float32(2)
+
+
+@pytree_dataclass
+class StaticFunction:
+    """A plain function in a pytree: part of its structure, compared by identity, as static arguments of ``jax.jit``."""
+
+    function: Callable = static_field()
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+def as_part(mod: Any) -> Any:
+    """``mod`` as a child of a pytree: a plain function becomes a ``StaticFunction``, anything else is unchanged."""
+    return StaticFunction(mod) if isinstance(mod, functools.partial) or _is_leaf(mod) and callable(mod) else mod
+
+
+def _is_leaf(tree: Any) -> bool:
+    return jax.tree_util.all_leaves([tree])
+
+
+def holds_plain_function(mod: Any) -> bool:
+    """Whether ``mod`` is or contains a plain function, whose captured values may change from call to call.
+
+    A callable of a class that is not registered with JAX counts as one.
+    """
+    leaves = jax.tree.leaves(mod, is_leaf=is_function)
+    return any(map(callable, leaves))
+
+
+def is_function(tree: Any) -> bool:
+    """Whether ``tree`` is a plain function wrapped for a pytree."""
+    return isinstance(tree, StaticFunction | functools.partial)  # jax.tree_util.Partial is one of these
+
+
+def known(tree: Any) -> Any:
+    """``tree`` with every concrete ``jax.Array`` as a NumPy array, which is static while tracing."""
+
+    def to_numpy(x: Any) -> Any:
+        concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+        return np.asarray(x) if concrete and not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
+
+    leaves, structure = jax.tree.flatten(tree)
+    converted = [to_numpy(leaf) for leaf in leaves]
+    same = all(x is y for x, y in zip(leaves, converted, strict=True))
+    return tree if same else jax.tree.unflatten(structure, converted)

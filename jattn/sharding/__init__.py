@@ -1,0 +1,20 @@
+"""Attention over the devices of a mesh: sharded heads (``head_parallel_attention``) or sequence (``ring_attention``).
+
+Under a causal mask, the last device of a ``"contiguous"`` layout has the most work and the first hardly any. The
+``"zigzag"`` layout splits the sequence into two chunks per device and gives device p the p-th from the front and the
+p-th from the back, so that all devices have the same work in every step. Source: Llama 3,
+https://arxiv.org/abs/2407.21783, section 3.3.2.
+"""
+
+from jattn.sharding._head_parallel import HeadParallel, head_parallel_attention
+from jattn.sharding._ring import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
+
+__all__ = [
+    "HeadParallel",
+    "Ring",
+    "from_zigzag",
+    "head_parallel_attention",
+    "ring_attention",
+    "ring_blocks",
+    "to_zigzag",
+]

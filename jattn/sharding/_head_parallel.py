@@ -1,0 +1,110 @@
+"""Attention with sharded heads, each device on its own."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import jax
+from jaxtyping import Array, ArrayLike
+
+from jattn.api import dot_product_attention
+from jattn.core import shard
+from jattn.core.arguments import AttentionArgs, AttentionOptions
+from jattn.core.shard import MeshAxes
+from jattn.kernels import Reduction
+from jattn.kernels.dispatch import Dispatch, by_name, choose
+from jattn.masks import MaskFunction
+
+Axes = str | Sequence[str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadParallel:
+    """``implementation=`` of ``jattn.dot_product_attention`` and the modules: heads over ``axis_name`` of ``mesh``.
+
+    Each device computes its own heads, without communication. Arguments as in ``head_parallel_attention``.
+    """
+
+    mesh: jax.sharding.Mesh
+    axis_name: Axes
+    batch_axis: Axes = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        _check(self, heads="axis_name", batch="batch_axis")
+
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """The reason of the named implementation of each device, if any."""
+        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
+
+    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
+        return self.per_device(choose(args, self.implementation).run, args, ("btnd", "btn"))
+
+    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``jattn.core.shard.per_device`` with sharded heads and sequences."""
+        axes = {"batch": ("batch_axis", self.batch_axis), "heads": ("axis_name", self.axis_name)}
+        place = MeshAxes.of(self.mesh, **axes).with_types(args.query)
+        return shard.per_device(fn, args, place, out_axes, *extra)
+
+    def slots(self, length: int) -> None:
+        """None: each slot holds its own token."""
+        return None
+
+    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+        """``jattn.kernels.dispatch.Dispatch.fold``, on one device's part."""
+        return Dispatch().fold(args, fold)
+
+    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``per_device``: each device folds over its own heads."""
+        return self.per_device(fn, args, out_axes, *extra)
+
+
+def head_parallel_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    *,
+    mesh: jax.sharding.Mesh,
+    axis_name: Axes,
+    batch_axis: Axes = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """``jattn.dot_product_attention`` with heads sharded over a mesh axis, without communication.
+
+    For arrays on a mesh of ``AxisType.Explicit``, plain ``dot_product_attention`` does the same.
+
+    Args:
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis (or axes) over which the N query heads are sharded. Key/value heads are sharded, too,
+            if they divide evenly. If instead their number divides the number of devices, each device gets all of them
+            and uses one.
+        batch_axis: the mesh axis (or axes) over which B is sharded.
+        implementation: what each device runs.
+        others: as in ``jattn.dot_product_attention``; masks and score functions see global indices.
+
+    Raises:
+        ValueError: the mesh has no such axis, or B, N or K cannot be divided over it; also as
+            ``dot_product_attention``.
+
+    Example:
+        ``head_parallel_attention(query, key, value, mesh=jax.make_mesh((4,), ("heads",)), axis_name="heads")``
+    """
+    by_head = HeadParallel(mesh, axis_name, batch_axis, implementation)
+    static: dict[str, Any] = {"implementation": by_head, "return_residual": return_residual}
+    return dot_product_attention(query, key, value, bias, mask, **static, **options)
+
+
+def _check(sharded: Any, **arguments: str) -> None:
+    """Raises for an invalid mesh or axes, and turns lists of axes into tuples, which are hashable."""
+    if not isinstance(sharded.mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, as from jax.make_mesh, got {type(sharded.mesh).__name__}")
+    for argument in arguments.values():
+        axes = getattr(sharded, argument)
+        if axes is not None and not isinstance(axes, str):
+            object.__setattr__(sharded, argument, tuple(axes))
+    MeshAxes.of(sharded.mesh, **{kind: (argument, getattr(sharded, argument)) for kind, argument in arguments.items()})

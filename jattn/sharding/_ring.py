@@ -1,0 +1,227 @@
+"""Attention over the devices of a mesh: sharded heads (``head_parallel_attention``) or sequence (``ring_attention``).
+
+Under a causal mask, the last device of a ``"contiguous"`` layout has the most work and the first hardly any. The
+``"zigzag"`` layout splits the sequence into two chunks per device and gives device p the p-th from the front and the
+p-th from the back, so that all devices have the same work in every step. Source: Llama 3,
+https://arxiv.org/abs/2407.21783, section 3.3.2.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike
+
+from jattn.api import dot_product_attention
+from jattn.blocks.block_lists import tile
+from jattn.blocks.block_mask import visible_blocks
+from jattn.blocks.plan import block_table
+from jattn.core import shard
+from jattn.core.arguments import AttentionArgs, AttentionOptions
+from jattn.core.shard import MeshAxes
+from jattn.kernels import Reduction
+from jattn.kernels.blockwise import Blockwise
+from jattn.masks import MaskFunction
+from jattn.sharding._head_parallel import Axes, _check
+from jattn.sharding._rotation import LAYOUTS, RingPlan, ring_attend, ring_fold
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
+
+    Arguments as in ``ring_attention``; ``block_sizes`` as in ``jattn.kernels.blockwise.Blockwise``.
+    """
+
+    mesh: jax.sharding.Mesh
+    axis_name: str
+    batch_axis: Axes = None
+    head_axis: Axes = None
+    layout: str = "contiguous"
+    block_sizes: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.axis_name, str):
+            raise TypeError(f"axis_name must name one axis of the mesh, got {self.axis_name!r}")
+        _check(self, length="axis_name", batch="batch_axis", heads="head_axis")
+        _chunks(self.layout)
+
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """None: it supports every request; ``run`` raises if a size does not divide evenly."""
+        return None
+
+    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
+        plan = self.plan(args)
+        return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
+
+    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+        """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are whole."""
+        plan = self.plan(args)
+        leaves, structure = jax.tree.flatten((fold.rows, fold.columns))
+
+        def fold_on_device(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
+            rows, columns = jax.tree.unflatten(structure, data)
+            return ring_fold(plan, args, dataclasses.replace(fold, lse=lse, rows=rows, columns=columns))
+
+        extra = [(fold.lse, "btn"), *((x, "bt" if n < len(fold.rows) else "bs") for n, x in enumerate(leaves))]
+        letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
+        out_axes = {name: letters[kind] for name, kind in fold.result_kinds.items()}
+        return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
+
+    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``fn(request, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
+        return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
+
+    def slots(self, length: int) -> np.ndarray | None:
+        """The token in each slot of the layout, ``[length]``; None if contiguous."""
+        return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
+
+    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+        """``jattn.core.shard.per_device`` with a sharded sequence, without the slot masks of the lengths."""
+        args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
+        place = self._mesh_axes(args)
+        return shard.per_device(fn, args, place, out_axes, *extra, multiple=LAYOUTS[self.layout])
+
+    def plan(self, args: AttentionArgs) -> RingPlan:
+        """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
+        place, chunks = self._mesh_axes(args), LAYOUTS[self.layout]
+        place.check(args, chunks)
+        P, T, S = place.parts("length"), args.query.shape[1], args.key.shape[1]
+        steps, slot_masks = range(P), args.slot_masks[: args.has_mask_array]
+        visibility = (args.masks, args.query_positions, args.kv_positions, slot_masks)
+        if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(visibility)):
+            positions = {
+                name: _order(length, P, self.layout)[None] if getattr(args, name) is None else getattr(args, name)
+                for name, length in (("query_positions", T), ("kv_positions", S))
+            }
+            whole = dataclasses.replace(args, slot_masks=slot_masks, **positions)
+            any_visible, _ = block_table(whole, (T // (P * chunks), S // (P * chunks)))
+            if isinstance(any_visible, np.ndarray):
+                needed, devices = any_visible.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
+                steps = [step for step in steps if step == 0 or needed[devices, (devices - step) % P].any()]
+        platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
+        return RingPlan(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes), platform)
+
+    def _mesh_axes(self, args: AttentionArgs) -> MeshAxes:
+        axes = {
+            "length": ("axis_name", self.axis_name),
+            "batch": ("batch_axis", self.batch_axis),
+            "heads": ("head_axis", self.head_axis),
+        }
+        return MeshAxes.of(self.mesh, **axes).with_types(args.query)
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    *,
+    mesh: jax.sharding.Mesh,
+    axis_name: str,
+    batch_axis: Axes = None,
+    head_axis: Axes = None,
+    layout: str = "contiguous",
+    return_residual: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """``jattn.dot_product_attention`` with the sequence sharded over a mesh axis: no device ever holds all of it.
+
+    Keys and values rotate around the ring of devices. Blocks that the mask empties are skipped, and with static masks
+    and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), in the backward pass, too.
+    Reverse mode only. ``docs/scale.md`` describes the traffic and when computation hides it.
+
+    Args:
+        query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S are
+            multiples of the devices (of twice as many for ``"zigzag"``).
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis over which T and S are sharded.
+        batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
+        layout: ``"contiguous"``: tokens in their own order. ``"zigzag"``: queries, keys and output in the order of
+            ``to_zigzag``, which balances causal work.
+        others: as in ``jattn.dot_product_attention``; all are supported. Arrays by slot (``bias``, ``mask`` arrays,
+            positions) are in the order of the layout. Positions default to those of the tokens, and sequence lengths
+            count tokens. Each device holds its own rows of bias and mask arrays.
+
+    Raises:
+        ValueError: the mesh has no such axis, or a length or number of heads is not a multiple of its devices; also as
+            ``dot_product_attention``.
+
+    Example:
+        ``out = ring_attention(query, key, value, mesh=jax.make_mesh((8,), ("sequence",)), axis_name="sequence")``
+    """
+    ring = Ring(mesh, axis_name, batch_axis, head_axis, layout)
+    static: dict[str, Any] = {"implementation": ring, "return_residual": return_residual}
+    return dot_product_attention(query, key, value, bias, mask, **static, **options)
+
+
+def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
+    """``x`` with the sequence along ``axis`` in zigzag order: of 2P chunks, device p has the p-th and the (2P-1-p)-th.
+
+    Applied to ``jnp.arange(T)`` it gives the tokens' positions in that order.
+
+    Raises:
+        ValueError: the length is not a multiple of ``2 * devices``.
+    """
+    return _reorder(x, devices, axis, lambda order: order)
+
+
+def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
+    """The inverse of ``to_zigzag``."""
+    return _reorder(x, devices, axis, np.argsort)
+
+
+def ring_blocks(
+    mask: MaskFunction, query_length: int, kv_length: int, *, devices: int, layout: str = "contiguous"
+) -> np.ndarray:
+    """The number of blocks that each device computes at each step of a ring, integers ``[devices, steps]``.
+
+    ``mask``: static, over the tokens' own positions, and the same for all sequences and heads.
+    """
+    if not callable(mask):
+        raise TypeError(f"mask must be a jattn.masks.Mask or a function, got {type(mask).__name__}")
+    chunks = _chunks(layout)
+    rows, columns = (
+        _order(length, devices, layout).reshape(devices * chunks, -1) for length in (query_length, kv_length)
+    )
+    lengths = rows.shape[1], columns.shape[1]
+    table = [[visible_blocks([mask], [], 0, 0, row, column, lengths, tile(*lengths))[0].sum() for column in columns]
+             for row in rows]  # fmt: skip
+    blocks = np.array(table, int).reshape(devices, chunks, devices, chunks).sum((1, 3))
+    own = np.arange(devices)
+    return np.stack([blocks[own, (own - step) % devices] for step in range(devices)], 1)
+
+
+def _order(length: int, devices: int, layout: str) -> np.ndarray:
+    chunks = _chunks(layout)
+    if devices < 1:
+        raise ValueError(f"devices must be positive, got {devices}")
+    if length % (devices * chunks):
+        raise ValueError(
+            f"a length of {length} cannot be divided over {devices} devices in a {layout} layout: it must be a "
+            f"multiple of {devices * chunks}"
+        )
+    pieces = np.arange(length).reshape(devices * chunks, -1)
+    if layout == "zigzag":
+        pieces = pieces[[part for p in range(devices) for part in (p, 2 * devices - 1 - p)]]
+    return pieces.reshape(-1)
+
+
+def _reorder(x: ArrayLike, devices: int, axis: int, choose_order: Callable) -> Array:
+    x = jnp.asarray(x)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"x of shape {list(x.shape)} has no axis {axis}; pass the sequence axis as axis=")
+    order = choose_order(_order(x.shape[axis], devices, "zigzag"))
+    sharding = jax.typeof(x).sharding if shard.is_typed(x) else None
+    return x.at[(slice(None),) * (axis % x.ndim) + (order,)].get(out_sharding=sharding)
+
+
+def _chunks(layout: Any) -> int:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    return LAYOUTS[layout]

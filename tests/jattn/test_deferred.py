@@ -1,0 +1,388 @@
+"""How users run attention: exported, rematerialised, inside shard_map, eagerly; and as one operation of a program."""
+
+import contextlib
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jattn
+from jattn import heads, masks, score_mods
+from jattn.core import deferred
+from jattn.core.attention import NAMES
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.decode import Decode
+
+B, T, N, K, H = 2, 12, 4, 2, 8
+ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+PLATFORMS = ["cpu", "cuda", "tpu"]
+
+
+def floats(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), jnp.float32)
+
+
+def qkv(B=B, T=T, N=N, K=K, H=H):
+    return floats(B, T, N, H, seed=1), floats(B, T, K, H, seed=2), floats(B, T, K, H, seed=3)
+
+
+def attend(*arrays, **options):
+    return jattn.dot_product_attention(*arrays, **options)
+
+
+class TestExport:
+    def text(self, platforms, what=lambda fn: fn, dtype=jnp.bfloat16):
+        x = [jax.ShapeDtypeStruct((2, 256, heads, 16), dtype) for heads in (4, 2, 2)]
+        fn = what(lambda *x: attend(*x, is_causal=True, implementation=Blockwise((64, 64))).astype(jnp.float32))
+        return jax.export.export(jax.jit(fn), platforms=platforms)(*x).mlir_module()
+
+    @staticmethod
+    def products(text):
+        """The dtypes of the products' arguments, and their numbers of batch axes."""
+        found = re.findall(r"stablehlo\.dot_general.*?: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x\w+>\)", text)
+        batches = re.findall(r"stablehlo\.dot_general[^\n]*batching_dims = \[([0-9, ]*)\]", text)
+        return set(found), batches
+
+    def test_each_platform_has_its_own_program(self):
+        cpu, tpu = self.text(["cpu"]), self.text(["tpu"])
+        assert self.products(cpu)[0] == {"f32"} and not self.products(cpu)[1]  # heads one at a time
+        assert self.products(tpu)[0] == {"bf16"} and self.products(tpu)[1]  # together
+        assert cpu.count("stablehlo.while") > tpu.count("stablehlo.while")
+
+    def test_one_trace_holds_all_of_them(self):
+        text = self.text(PLATFORMS)
+        assert self.products(text)[0] == {"f32", "bf16"}
+        assert text.count("stablehlo.while") >= self.text(["cpu"]).count("stablehlo.while")
+
+    def test_so_does_that_of_a_gradient(self):
+        text = self.text(PLATFORMS, lambda fn: jax.grad(lambda *x: fn(*x).sum(), (0, 1, 2)))
+        assert self.products(text)[0] == {"f32", "bf16"}
+
+    def test_few_queries_too(self):
+        """ "decode" on CPU, dense elsewhere."""
+        q, k = jax.ShapeDtypeStruct((1, 1, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 16384, 2, 64), jnp.bfloat16)
+        exported = jax.export.export(jax.jit(attend), platforms=PLATFORMS)
+        text = exported(q, k, k).mlir_module()
+        assert self.products(text)[0] >= {"f32", "bf16"}
+
+    @pytest.mark.parametrize("name", [
+        "batch", "dense", *(pytest.param(x, marks=pytest.mark.slow) for x in ("blocks", "gradients of blocks", "statistics"))
+    ])  # fmt: skip
+    def test_symbolic_shapes(self, name):
+        b, t = jax.export.symbolic_shape("b, t")
+        alibi, ids = score_mods.Alibi(ALIBI), jnp.arange(T) // 5
+        options = {"score_mod": alibi, "local_window_size": (6, 2)}
+        if name != "dense":
+            options["implementation"] = Blockwise((4, 4))
+
+        def of_call(ids, *x):
+            return attend(*x, mask=masks.Causal() & masks.Segments(ids), return_residual=True, **options)
+
+        def of_statistics(ids, q, k, _):
+            return heads.statistics(
+                q, k, mask=masks.Segments(ids), tokens=jnp.broadcast_to(ids, q.shape[:2]), **options
+            )
+
+        def of_gradients(ids, *x):
+            return jax.grad(lambda x: of_call(ids, *x)[0].sum())(x)
+
+        fn = jax.jit({"statistics": of_statistics, "gradients of blocks": of_gradients}.get(name, of_call))
+        length = T if name == "batch" else t
+        x = [jax.ShapeDtypeStruct((b, length, heads, H), jnp.float32) for heads in (N, K, K)]
+        exported = jax.export.export(fn)(jax.ShapeDtypeStruct((length,), jnp.int32), *x)
+        length = T if name == "batch" else 7  # which leaves a partial block
+        here = [ids[:length], *qkv(T=length)]
+        chex.assert_trees_all_close(exported.call(*here), fn(*here), atol=1e-5)
+
+    @pytest.mark.parametrize("lengths", [None, np.array([30, 96])])
+    def test_gradients_in_x64(self, lengths):
+        def total(q, lengths):
+            options = {"is_causal": True, "implementation": Blockwise((32, 32)), "key_value_seq_lengths": lengths}
+            return attend(q, q, q, **options).sum()
+
+        with jax.enable_x64(True):
+            x = jnp.ones((2, 96, 4, 16), jnp.float32)
+            text = jax.jit(jax.grad(total)).trace(x, lengths).lower(lowering_platforms=("tpu",)).as_text()
+        assert "xf64>" not in text
+
+
+class TestPlacement:
+    def test_an_idle_device_costs_nothing(self):
+        """With eight devices but all arrays on one, heads and sequences are still computed one at a time."""
+        temporaries = {}
+        for count in (1, 4):
+            x = jax.ShapeDtypeStruct((count, 1024, count, 64), jnp.float32)
+            fn = jax.jit(functools.partial(attend, is_causal=True, implementation="blockwise"))
+            temporaries[count] = fn.lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+        assert temporaries[4] < 4 * temporaries[1]  # for sixteen times as many heads
+
+    def test_each_sequence_skips_its_own_blocks(self):
+        computed = []
+
+        def watched(score, b, h, q, kv):
+            jax.debug.callback(lambda b, q, kv: computed.append(int(b)), b, q, kv)
+            return score
+
+        x, options = floats(2, 8, 1, 4), {"score_mod": watched, "implementation": Blockwise((4, 4))}
+        attend(x, x, x, key_value_seq_lengths=np.array([4, 8]), **options)
+        jax.effects_barrier()
+        assert [computed.count(b) for b in (0, 1)] == [2 * 16, 4 * 16]
+
+    @pytest.mark.slow_except("xla")
+    @pytest.mark.parametrize(
+        "implementation", [Blockwise((4, 4)), Decode(4), "xla"], ids=["blockwise", "decode", "xla"]
+    )
+    def test_inside_shard_map_as_it_is(self, implementation):
+        """With check_vma: values and gradients equal those of one device, also for replicated arrays."""
+        mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+        each, same = PartitionSpec("devices"), PartitionSpec()
+        options = {"is_causal": True, "key_value_seq_lengths": jnp.array([7, 12]), "implementation": implementation}
+
+        def loss(slopes, *arrays, lengths):
+            more = options | {"key_value_seq_lengths": lengths, "score_mod": score_mods.Alibi(slopes)}
+            return jnp.sin(attend(*arrays, **more))
+
+        def sharded(slopes, *arrays):
+            part = lambda slopes, lengths, *arrays: loss(slopes, *arrays, lengths=lengths)
+            run = jax.shard_map(part, mesh=mesh, in_specs=(same, each, each, each, each), out_specs=each)
+            return run(slopes, options["key_value_seq_lengths"], *arrays).sum()
+
+        def whole(slopes, *arrays):
+            return loss(slopes, *arrays, lengths=options["key_value_seq_lengths"]).sum()
+
+        args = jnp.asarray(ALIBI), *qkv()
+        got, wanted = (jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(*args) for fn in (sharded, whole))
+        chex.assert_trees_all_close(got, wanted, atol=2e-5)
+
+    def test_divergence_of_arrays_with_explicit_axes(self):
+        x = floats(4, 12, 4, 8)
+        wanted = heads.divergence(x, x, is_causal=True)
+        mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
+        with jax.set_mesh(mesh):
+            there = jax.device_put(x, jax.sharding.NamedSharding(mesh, PartitionSpec("data", None, "heads")))
+            found = heads.divergence(there, there, is_causal=True)
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-6)
+
+
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots without batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
+    "all but a name": jax.checkpoint_policies.save_anything_except_these_names("another"),
+}
+
+
+class TestRemat:
+    @staticmethod
+    def compiled(policy, length=4096, heads=1):
+        x = jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32)
+
+        def layer(x):
+            return attend(jnp.sin(x), jnp.cos(x), x, is_causal=True, implementation="blockwise")
+
+        fn = layer if policy is None else jax.checkpoint(layer, policy=policy)
+        return jax.jit(jax.grad(lambda x: jnp.sum(fn(x) ** 2))).lower(x).compile()
+
+    @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
+    def test_memory_under_every_policy(self, heads):
+        plain, *others = (
+            self.compiled(policy, heads=heads).memory_analysis().temp_size_in_bytes
+            for policy in (None, *POLICIES.values())
+        )
+        assert max(others) <= 2 * plain
+
+    @pytest.mark.slow
+    def test_kept_by_name_the_forward_pass_does_not_run_again(self):
+        loops = [self.compiled(POLICIES[name]).as_text().count(" while(") for name in ("nothing", "names")]
+        without = self.compiled(None).as_text().count(" while(")
+        assert loops[1] == without < loops[0]
+
+
+@contextlib.contextmanager
+def counting_compilations():
+    """A list of the programs compiled inside the context."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+SMALL = Blockwise((4, 4))
+EAGER = {
+    "attention": lambda q, k, v, number: attend(q, k, v, scale=number, is_causal=True, implementation=SMALL),
+    "dense": lambda q, k, v, number: attend(q, k, v, scale=number, key_value_seq_lengths=np.array([7, 12])),
+    "a plain mask": lambda q, k, v, number: attend(q, k, v, mask=lambda b, h, q, kv: kv <= q + 1, implementation=SMALL),
+    "decode": lambda q, k, v, number: attend(q[:, :1], k, v, scale=number, implementation=Decode(4)),
+    "gradient": lambda q, k, v, number: jax.grad(
+        lambda q: attend(q, k, v, score_mod=lambda s, b, h, i, j: jax.nn.relu(s), implementation=SMALL).sum()
+    )(q),
+    "fold": lambda q, k, v, number: jattn.fold_weights(lambda c, w, i, j: c + w.sum(), 0.0, q, k, scale=number),
+    "statistics": lambda q, k, v, number: heads.statistics(q, k, scale=number, names=["entropy"]),
+    "coarse": lambda q, k, v, number: heads.coarse_weights(q, k, 4, scale=number),
+    "divergence": lambda q, k, v, number: heads.divergence(q, k, scale=number),
+}
+
+
+class TestEager:
+    @pytest.mark.slow_except("dense")
+    @pytest.mark.parametrize("name", EAGER)
+    def test_the_second_call_compiles_nothing(self, name):
+        arrays = qkv()
+        first = jax.tree.leaves(EAGER[name](*arrays, 0.5))
+        with counting_compilations() as seen:
+            again = jax.tree.leaves(EAGER[name](*arrays, 0.5))
+            EAGER[name](*arrays, 0.25)  # a number is an argument
+        assert not seen
+        chex.assert_trees_all_equal(first, again)
+
+    @pytest.mark.slow
+    def test_what_a_function_or_an_object_captures_may_change(self):
+        class Stretch:
+            """A callable that JAX knows nothing about."""
+
+            by = 1.0
+
+            def __call__(self, score, b, h, q, kv):
+                return score * self.by
+
+        stretch, arrays = Stretch(), qkv()
+        for by in (1.0, 3.0):
+            stretch.by = by
+            for mod in (stretch, score_mods.then(stretch, score_mods.SoftCap(50.0))):
+                found = attend(*arrays, score_mod=mod, implementation=SMALL)
+                np.testing.assert_allclose(found, attend(*arrays, score_mod=mod), atol=1e-5)
+
+    def test_fresh_functions_that_do_the_same_are_one_program(self):
+        x = floats(1, 8, 1, 4)
+        tables = [floats(8, seed=i) for i in range(20)]
+        mods = [lambda s, b, h, q, kv, table=table: s + table[kv] for table in tables]
+        attend(x, x, x, score_mod=mods[0], implementation=SMALL)
+        with counting_compilations() as seen:
+            found = [attend(x, x, x, score_mod=mod, implementation=SMALL) for mod in mods]
+        assert not seen
+        assert len({float(x.sum()) for x in found}) == len(mods)
+
+    def test_without_jit(self):
+        arrays = qkv()
+        with jax.disable_jit():
+            found = attend(*arrays, implementation=SMALL)
+        np.testing.assert_array_equal(found, attend(*arrays, implementation=SMALL))
+
+    def test_what_is_kept_is_bounded(self):
+        assert deferred._compiled.cache_info().maxsize == deferred._jitted.cache_info().maxsize == deferred.PROGRAMS
+
+    def test_infinities_within_are_no_errors(self):
+        """jax_debug_infs checks the results of a program."""
+        for options in {"is_causal": True}, {"mask": np.arange(T)[None, :] < 5}:
+            with jax.debug_infs(True):
+                found = attend(*qkv(), **options)
+            np.testing.assert_array_equal(found, attend(*qkv(), **options))
+
+
+def cube(platform, x, y):
+    return x**3 * y
+
+
+def marked(platform, args, cotangents):
+    """Not the derivative, so that a test sees where it is used."""
+    return [100.0 * cotangents[0]]
+
+
+class TestByHand:
+    def call(self, x, y):
+        return deferred.call(
+            deferred.CustomRules(cube, vjp=marked, count=1), x, y, out=jax.ShapeDtypeStruct((), jnp.float32)
+        )
+
+    @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+    def test_is_the_first_reverse_derivative_in_its_own_operands(self, transform):
+        dx, dy = transform(jax.grad(self.call, (0, 1)))(2.0, 3.0)
+        assert (dx, dy) == (100.0, 8.0)
+
+    def test_batched(self):
+        dx = jax.vmap(jax.grad(self.call), (0, None))(jnp.arange(3.0), 3.0)
+        np.testing.assert_array_equal(dx, [100.0] * 3)
+
+    def test_other_derivatives_are_the_functions(self):
+        np.testing.assert_allclose(self.call(2.0, 3.0), 24.0)
+        np.testing.assert_allclose(jax.jvp(self.call, (2.0, 3.0), (1.0, 0.0))[1], 36.0)
+        np.testing.assert_allclose(jax.jacfwd(jax.grad(self.call))(2.0, 3.0), 36.0)
+        np.testing.assert_allclose(jax.vmap(jax.jacfwd(jax.grad(self.call)), (0, None))(jnp.arange(3.0), 3.0),
+                                   [0.0, 18.0, 36.0])  # fmt: skip
+
+
+def two(platform, x):
+    return x**2, x**3
+
+
+def which(platform, args, cotangents):
+    """Not the derivative, but which of the results have cotangents."""
+    return [jnp.float32((cotangents[0] is not None) + 10 * (cotangents[1] is not None))]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap])
+def test_results_that_nothing_depends_on_have_no_cotangent(transform):
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def call(x, fn):
+        return deferred.call(fn, x, out=(scalar, scalar))
+
+    by_hand = deferred.CustomRules(two, vjp=which, count=1, results=2)
+    x = jnp.full(3, 2.0) if transform is jax.vmap else 2.0
+    uses = {1: lambda y: y[0], 10: lambda y: y[1], 11: sum, 0: lambda y: jnp.zeros(())}
+    for expected, use in uses.items():
+        found = transform(jax.grad(lambda x, use=use: use(call(x, by_hand))))(x)
+        np.testing.assert_array_equal(found, np.full(np.shape(x), expected))
+    for expected, use in ((4.0, uses[1]), (12.0, uses[10]), (16.0, sum)):
+        found = transform(jax.grad(lambda x, use=use: use(call(x, two))))(x)
+        np.testing.assert_allclose(found, np.full(np.shape(x), expected))
+        second = transform(jax.jacfwd(jax.grad(lambda x, use=use: use(call(x, two)))))(x)
+        np.testing.assert_allclose(second, np.full(np.shape(x), {4.0: 2.0, 12.0: 12.0, 16.0: 14.0}[expected]))
+
+
+def test_settings_are_those_of_the_call():
+    """The program is traced when it is lowered, but with the settings in effect at the call."""
+    x = floats(1, 8, 1, 4)
+
+    def fn(x):
+        with jax.default_matmul_precision("highest"):
+            return attend(x, x, x, implementation=SMALL)
+
+    assert "HIGHEST" in jax.jit(fn).lower(x).as_text()
+    assert "HIGHEST" not in jax.jit(lambda x: attend(x, x, x, implementation=SMALL)).lower(x).as_text()
+
+
+class TestHeads:
+    """``over_heads`` passes the index of each head."""
+
+    @pytest.mark.slow_except("mask")
+    @pytest.mark.parametrize("name", ["slopes", "mask", "dropout"])
+    def test_lifted_options_differ_by_head(self, name):
+        q, k, v = (x[0] for x in qkv())
+        slot = {"slopes": {"score_mod": score_mods.Alibi(ALIBI)},
+                "mask": {"mask": lambda b, h, q, kv: (q + kv + h) % 3 != 0},
+                "dropout": {"dropout": (0.5, jax.random.key(0))}}[name]  # fmt: skip
+        options = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if name == "dropout" else slot
+        out, _ = jattn.over_heads(functools.partial(jattn.attend, **slot))(q, k, v)
+        np.testing.assert_allclose(out, attend(q, k, v, **options), atol=1e-6)
+
+    def test_without_an_index_what_differs_is_refused(self):
+        q, k, v = (x[0, :, 0] for x in qkv())
+        with pytest.raises(ValueError, match="score_mod differs by head.* pass head="):
+            jattn.attend(q, k, v, score_mod=score_mods.Alibi(ALIBI))
+        with pytest.raises(ValueError, match="mask differs by batch.* pass batch="):
+            jattn.attend(q, k, v, mask=masks.Padding(np.array([3, 4])))
+        jattn.attend(q, k, v, mask=masks.Causal(), score_mod=score_mods.SoftCap(2.0))

@@ -1,0 +1,164 @@
+"""Which implementation runs on which platform: what ``explain`` says, and what lowered programs hold."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import masks, score_mods
+from jattn.kernels.dispatch import IMPLEMENTATIONS, PLATFORMS
+from jattn.kernels.pallas_tpu import PallasTPU
+
+X = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
+STRENGTH = np.linspace(0.0, 1.0, 4, dtype=np.float32)
+
+
+def cap_by_head(score, b, h, q, kv):
+    return score * jnp.asarray(STRENGTH)[h]
+
+
+def pair_table(score, b, h, q, kv):
+    return score + jnp.zeros((1024, 1024))[q, kv]
+
+
+# What is taken on a TPU; on CPUs and GPUs it is blockwise.
+ON_TPU = {
+    "full": ({}, "splash"),
+    "causal": ({"is_causal": True}, "splash"),
+    "soft cap": ({"score_mod": score_mods.SoftCap(30.0)}, "splash"),
+    "segments": ({"mask": masks.Segments(np.arange(1024) // 100)}, "splash"),
+    "function": ({"mask": lambda b, h, q, kv: (q - kv) % 3 == 0}, "splash"),
+    "score function": ({"score_mod": cap_by_head}, "blockwise"),
+    "bias": ({"bias": jnp.zeros((4, 1, 1024))}, "blockwise"),
+    "positions": ({"query_positions": np.arange(1024)}, "blockwise"),
+    "look-up by pair": ({"score_mod": pair_table}, "blockwise"),
+    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "blockwise"),
+}
+KERNELS = {"splash": "splash_mha_fwd", "pallas_tpu": "jattn_forward"}
+
+
+def lowered(fn, *types, platform="tpu"):
+    return jax.export.export(jax.jit(fn), platforms=[platform])(*types).mlir_module()
+
+
+@pytest.mark.parametrize("name", ON_TPU)
+def test_what_is_said_is_what_is_lowered(name):
+    options, expected = ON_TPU[name]
+    said = {platform: jattn.explain(X, X, X, platform=platform, **options).splitlines()[0] for platform in PLATFORMS}
+    assert said == {
+        "cpu": "blockwise: taken on CPU", "gpu": "blockwise: taken on GPU", "tpu": f"{expected}: taken on TPU"
+    }  # fmt: skip
+    text = lowered(lambda *x: jattn.dot_product_attention(*x, **options), X, X, X)
+    assert {kernel for kernel, mark in KERNELS.items() if mark in text} == {expected} & set(KERNELS)
+
+
+def test_all_platforms_at_once():
+    lines = jattn.explain(X, X, X, is_causal=True).splitlines()
+    assert lines[:2] == ["blockwise: taken on CPU and GPU", "splash: taken on TPU"]
+    assert sorted(line.partition(":")[0] for line in lines) == sorted(IMPLEMENTATIONS)
+    small = X.update(shape=(1, 64, 4, 64))
+    assert jattn.explain(small, small, small).splitlines()[0] == "xla: taken"
+
+
+def test_a_kernel_of_another_platform():
+    assert jattn.explain(X, X, X, implementation="splash", platform="cpu").startswith(
+        "splash: named, but it needs a TPU"
+    )
+    assert "cudnn: it needs a GPU" in jattn.explain(X, X, X, platform="tpu")
+    with pytest.raises(ValueError, match="platform must be None or one of cpu, gpu, tpu, got 'cuda'"):
+        jattn.explain(X, X, X, platform="cuda")
+
+
+def test_a_kernel_that_nobody_has_run_is_taken_by_name_only(monkeypatch):
+    never_run = {name for name, kernel in IMPLEMENTATIONS.items() if kernel.never_run}
+    assert never_run == {"pallas_tpu", "pallas_gpu"}
+    lines = jattn.explain(X, X, X, score_mod=cap_by_head).splitlines()
+    for name in never_run:
+        (line,) = (line for line in lines if line.startswith(name))
+        assert line.endswith("; never run on hardware") or ", but " in line or "it needs" in line, line
+    options = {"score_mod": cap_by_head, "implementation": "pallas_tpu"}
+    text = lowered(lambda *x: jattn.dot_product_attention(*x, **options), X, X, X)
+    assert KERNELS["pallas_tpu"] in text
+    assert "tpu_custom_call" not in lowered(lambda q, k: jattn.heads.statistics(q, k), X, X)
+    # One field decides: what is run becomes the default where it is next in order.
+    monkeypatch.setattr(PallasTPU, "never_run", False)
+    assert jattn.explain(X, X, X, score_mod=cap_by_head, platform="tpu").startswith("pallas_tpu: taken on TPU")
+    assert "tpu_custom_call" in lowered(lambda q, k: jattn.heads.statistics(q, k), X, X)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"score_mod": cap_by_head, "implementation": "pallas_tpu"}])
+def test_gradients_keep_the_sums(options):
+    """One forward kernel and two of the backward pass: nothing is computed again."""
+
+    def loss(*x):
+        return jattn.dot_product_attention(*x, **options).astype(jnp.float32).sum()
+
+    assert lowered(jax.grad(loss, (0, 1, 2)), X, X, X).count("tpu_custom_call") == 3
+    if "implementation" not in options:
+        assert "tpu_custom_call" not in lowered(jax.grad(loss, (0, 1, 2)), X, X, X, platform="cuda")
+
+
+def test_gradients_of_other_arrays_are_blockwises():
+    bias = jax.ShapeDtypeStruct((4, 1, 1024), jnp.float32)
+    attend = functools.partial(jattn.dot_product_attention, implementation="pallas_tpu")
+    text = lowered(jax.grad(lambda b, *x: attend(*x, b).astype(jnp.float32).sum()), bias, X, X, X)
+    assert text.count("tpu_custom_call") == 1
+
+
+def test_on_a_mesh():
+    """A kernel runs on one device's arrays: in ``shard_map`` and on typed meshes, and not on arrays that XLA divides."""
+    attend = lambda *x: jattn.dot_product_attention(*x, is_causal=True)
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec(None, None, "heads")
+    by_hand = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+    typed = X.update(sharding=jax.sharding.NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        assert KERNELS["splash"] in lowered(by_hand, typed, typed, typed)
+        assert KERNELS["splash"] in lowered(attend, typed, typed, typed)
+    with jax.set_mesh(jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert "tpu_custom_call" not in lowered(attend, X, X, X)
+        assert jattn.explain(X, X, X, is_causal=True, platform="tpu").startswith("blockwise: taken on TPU")
+
+
+def test_a_mesh_of_both_kinds_of_axes():
+    """The axes that no type names are XLA's."""
+    explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(explicit, auto))
+    with jax.set_mesh(mesh):
+        typed = X.update(
+            shape=(2, *X.shape[1:]), sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        )
+        assert jattn.explain(typed, typed, typed, platform="tpu").startswith("blockwise: taken on TPU")
+        assert "tpu_custom_call" not in lowered(lambda *x: jattn.dot_product_attention(*x), typed, typed, typed)
+
+
+def test_what_xla_divides_is_blockwises():
+    """XLA cannot divide a kernel, and no type says that it will divide the program."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, None, "heads")
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def text(fn):
+        return jax.export.export(jax.jit(fn, in_shardings=sharding), platforms=["tpu"])(X, X, X).mlir_module()
+
+    def attend(*x, implementation=None):
+        return jattn.dot_product_attention(*x, is_causal=True, implementation=implementation)
+
+    assert "tpu_custom_call" not in text(attend)
+    assert "tpu_custom_call" not in text(lambda q, k, v: jattn.heads.statistics(q, k))
+    assert KERNELS["splash"] in text(jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec))
+    for name in KERNELS:
+        with pytest.raises(jattn.Unsupported, match=f"'{name}' cannot do this: the arrays may lie on several devices"):
+            text(lambda *x, name=name: attend(*x, implementation=name))
+
+
+def test_here_it_is_blockwise_to_the_bit():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1024, 1, 8)), jnp.float32)
+    found, expected = (
+        jax.value_and_grad(lambda x, name=name: jattn.dot_product_attention(x, x, x, implementation=name).sum())(x)
+        for name in (None, "blockwise")
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -1,0 +1,89 @@
+"""Masks and score functions, separated into what depends on one index and what depends on pairs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn import masks, score_mods
+from jattn.mods.tile_function import HEAD, KEY, QUERY, NotElementwise, make_tile_function
+
+B, N, L = 2, 4, 6
+IDS = np.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]], np.int32)
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+BLOCKWISE_MIN_SCORES = np.random.default_rng(0).normal(size=(L, L)).astype(np.float32)
+MODS = {
+    "causal": masks.Causal(),
+    "segments": masks.Segments(jnp.asarray(IDS)) & masks.Causal(),
+    "window": masks.SlidingWindow(jnp.asarray(2), 1),
+    "lengths": masks.Padding(jnp.array([3, 5])) | masks.Prefix(2),
+    "not": ~masks.Prefix(3),
+    "dilated": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q),
+    "by head": lambda b, h, q, kv: q < h + b,
+}
+SCORE_MODS = {
+    "alibi": score_mods.Alibi(jnp.asarray(SLOPES)),
+    "capped": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(jnp.asarray(2.0))),
+    "captures": lambda s, b, h, q, kv: jnp.maximum(s, 0.0) * jnp.asarray(SLOPES)[h] + jnp.where(q > kv, 1.0, 2.0),
+}
+
+
+def of_all_pairs(mod, *score):
+    """``[B,N,L,L]``, pair by pair."""
+    indices = [jnp.asarray(x, jnp.int32) for x in np.indices((B, N, L, L))]
+    scores = [jnp.broadcast_to(x, (B, N, L, L)) for x in score]
+    for _ in range(4):
+        mod = jax.vmap(mod)
+    with jax.numpy_rank_promotion("allow"):
+        return np.asarray(mod(*scores, *indices))
+
+
+def separated(mod, *score):
+    """The same from tiles ``[keys, queries]`` of each head, and what is computed outside."""
+    parts, positions = make_tile_function(mod, *(x.dtype for x in score)), np.arange(L, dtype=np.int32)
+    arrays = parts.arrays(jnp.arange(B), jnp.arange(N), positions[None], positions[None])
+    result = np.zeros((B, N, L, L), score[0].dtype if score else bool)
+    for b in range(B):
+        for h in range(N):
+            own = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
+            shaped = [
+                x if over == HEAD else x[None, :] if over == QUERY else x[:, None]
+                for x, over in zip(own, parts.outside.values(), strict=True)
+            ]
+            tile = parts.on_tile(score[0].T if score else None, positions[None, :], positions[:, None], shaped)
+            result[b, h] = np.broadcast_to(tile, (L, L)).T
+    return result, set(parts.outside.values())
+
+
+@pytest.mark.slow_except("causal", "lengths", "not", "dilated", "by head")
+@pytest.mark.parametrize("name", MODS)
+def test_a_mask_on_tiles(name):
+    np.testing.assert_array_equal(separated(MODS[name])[0], of_all_pairs(MODS[name]))
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_a_score_function_on_tiles(name):
+    result, _ = separated(SCORE_MODS[name], jnp.asarray(BLOCKWISE_MIN_SCORES))
+    np.testing.assert_allclose(
+        result, of_all_pairs(SCORE_MODS[name], jnp.asarray(BLOCKWISE_MIN_SCORES)), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_look_ups_by_one_index_happen_outside():
+    assert {QUERY, KEY} <= separated(MODS["segments"])[1]
+    assert separated(SCORE_MODS["alibi"], jnp.asarray(BLOCKWISE_MIN_SCORES))[1] == {HEAD}
+    assert separated(MODS["causal"])[1] == set()
+
+
+@pytest.mark.parametrize(
+    ("mod", "score", "operation"),
+    [
+        (masks.Dense(jnp.ones((L, L), bool)), None, "dynamic_slice|gather"),
+        (score_mods.RelativeBias(jnp.ones((8, N))), jnp.float32, "dynamic_slice|gather"),
+        (lambda s, b, h, q, kv: s + jax.scipy.special.gammaln(s), jnp.float32, "lgamma"),
+        (lambda b, h, q, kv: (jnp.arange(3) + q < kv).any(), None, "of arrays"),
+    ],
+)
+def test_what_is_no_elementwise_operation_is_named(mod, score, operation):
+    with pytest.raises(NotElementwise, match=operation):
+        make_tile_function(mod, score)
