@@ -180,14 +180,14 @@ def test_torch_and_tokamax_are_imported_where_they_are_asked_for():
 def test_calls_are_timed_in_turn_and_the_order_turns_round():
     called = []
     calls = [lambda name=name: called.append(name) for name in "abc"]
-    medians, rounds = timing.pingpong(calls, seconds=0.0, least=4)
+    medians, rounds = timing.in_turn(calls, seconds=0.0, least=4)
     assert rounds == 4 and "".join(called[::2]) == "".join(called[1::2]) == "cbaabccbaabc", "each twice, one untimed"
     assert len(medians) == 3 and min(medians) > 0
 
 
 def test_a_short_call_is_repeated_for_as_long_as_the_rest():
     called = []
-    _, rounds = timing.pingpong([lambda: called.append(1)], seconds=0.0, least=2, settle=1e-3)
+    _, rounds = timing.in_turn([lambda: called.append(1)], seconds=0.0, least=2, settle=1e-3)
     assert rounds == 2 and len(called) > 20
 
 
