@@ -9,5 +9,5 @@
 - ``bench``: jattn compared with its peers, one file per suite;
 - ``results``: results of runs and benchmarks that were kept.
 
-``commands`` and ``__main__`` are the command line. A table in tests/test_floors.py says who may import whom.
+``commands`` and ``__main__`` are the command line. A table in X.py says who may import whom.
 """

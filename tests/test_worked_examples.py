@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jattn
+from tests import reference
 
 GOLDEN = json.loads((Path(__file__).parent / "french_sentence.json").read_text())
 MEANT, PRINTED = GOLDEN["meant"], GOLDEN["printed"]
@@ -83,12 +84,11 @@ def test_output_and_weights_of_many_sequences(getkey):
     """``self_attention(q, k, v) -> (output, weights)`` on ``[10,5,64]``, and eight heads of ``d_model`` 64."""
     x = jax.random.normal(getkey(), (10, 5, 64))
     out = jattn.dot_product_attention(*[x[:, :, None]] * 3)[:, :, 0]
-    exact = np.asarray(x, np.float64)
-    scores = exact @ exact.swapaxes(1, 2) / 8
-    expected = np.exp(scores - scores.max(-1, keepdims=True))
-    expected /= expected.sum(-1, keepdims=True)
-    np.testing.assert_allclose(jattn.attention_weights(x[:, :, None], x[:, :, None])[:, 0], expected, atol=1e-6)
-    np.testing.assert_allclose(out, expected @ exact, atol=2e-5)
+    one_head = x[:, :, None]
+    np.testing.assert_allclose(
+        jattn.attention_weights(one_head, one_head), reference.weights(one_head, one_head), atol=1e-6
+    )
+    np.testing.assert_allclose(out, reference.attention(*[one_head] * 3)[:, :, 0], atol=2e-5)
     params = jattn.init_multi_head(getkey(), 64, 8)
     y, weights = jattn.multi_head_attention(params, x, return_weights=True)
     assert y.shape == (10, 5, 64) and weights.shape == (10, 8, 5, 5)

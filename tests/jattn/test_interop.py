@@ -12,6 +12,7 @@ from scipy.special import erf
 
 from experiments.measure import pretrained
 from jattn import heads, interop
+from tests import reference
 from tests.soak import loading
 
 RNG = np.random.default_rng(0)
@@ -81,9 +82,7 @@ def norm(tensors, name, x, epsilon):
 
 def attention(query, key, value, visible, num_heads):
     split = [x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key, value)]
-    scores = np.einsum("btnh,bsnh->bnts", split[0], split[1]) / np.sqrt(split[0].shape[-1])
-    weights = np.where(visible, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    return np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), split[2]).reshape(query.shape)
+    return reference.attention(*split, visible).reshape(query.shape)
 
 
 def gpt2_reference(tensors, tokens, num_heads=HEADS):

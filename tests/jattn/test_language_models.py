@@ -19,6 +19,7 @@ from jattn.interop.family import refuse, small
 from jattn.interop.llama import LLAMA as LLAMA_FAMILY
 from jattn.interop.llama import llama as read_llama
 from jattn.positions import Rotary
+from tests import reference
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER = 37, 3, 4, 2, 8, 32, 48
 COMMON = {
@@ -117,7 +118,7 @@ def rotate(x, config):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def reference(config, tensors, tokens):
+def expected_logits(config, tensors, tokens):
     """Logits ``[B,T,vocabulary]``."""
     num_heads, head_dim = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
     neox = config["model_type"] == "gpt_neox"
@@ -142,10 +143,7 @@ def reference(config, tensors, tokens):
         else:
             q, k, v = (linear(f"{prefix}.{one}_proj", x).reshape(B, T, -1, head_dim) for one in "qkv")
         q, k = rotate(q, config), rotate(k, config)
-        k, v = (np.repeat(one, num_heads // one.shape[2], 2) for one in (k, v))
-        scores = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(head_dim), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        z = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v).reshape(B, T, -1)
+        z = reference.attention(q, k, v, seen).reshape(B, T, -1)
         return linear(f"{prefix}.{'dense' if neox else 'o_proj'}", z)
 
     def mlp(prefix, x):
@@ -192,7 +190,7 @@ def close(found, expected, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_its_formula(models, name):
-    close(logits(models(name), TOKENS), reference(CONFIGS[name], tensors_of(name), TOKENS))
+    close(logits(models(name), TOKENS), expected_logits(CONFIGS[name], tensors_of(name), TOKENS))
     assert (models(name).head is None) == (name in TIED)
 
 
@@ -669,7 +667,7 @@ def test_smollm2_is_its_formula_and_reads_text(smollm2, smol, smol_tokenizer):
     tokens = np.array([smol_tokenizer.encode(TEXT).ids])
     found = np.asarray(logits(smol, tokens), np.float64)
     tensors, config = read_gguf(smollm2)
-    expected = reference(config, tensors, tokens)
+    expected = expected_logits(config, tensors, tokens)
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
     shifted = expected[0, :-1] - expected[0, :-1].max(-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

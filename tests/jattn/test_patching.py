@@ -15,6 +15,7 @@ import jattn.linen
 import jattn.nnx
 from jattn import heads, interop
 from jattn.multi_head import project
+from tests import reference
 
 # An attention-only model of two layers that completes "A B ... A" with B. Its residual stream is, one-hot, the token,
 # the position, the token before (written by layer 0, head 0) and the prediction (written by layer 1, head 0). Heads 0
@@ -139,7 +140,7 @@ def in_numpy(layers, x, what="", cell=(-1,), source=()):
                 array[here] = source[i][{"q": "query", "k": "key", "v": "value"}[name]][here]
         weights = weights_of(query, key)
         if here is not None and what == "pattern":
-            other = weights_of(np.asarray(source[i]["query"], float), np.asarray(source[i]["key"], float))
+            other = weights_of(source[i]["query"], source[i]["key"])
             weights[:, cell[1], cell[2]] = other[:, cell[1], cell[2]]
         z = np.einsum("bnts,bsnd->btnd", weights, value.repeat(2, 2))
         if here is not None and what == "z":
@@ -149,10 +150,7 @@ def in_numpy(layers, x, what="", cell=(-1,), source=()):
 
 
 def weights_of(query, key):
-    scores = np.einsum("btnh,bsnh->bnts", query, key.repeat(2, 2)) / np.sqrt(query.shape[-1])
-    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    return reference.weights(query, key, np.tri(query.shape[1], dtype=bool))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import jattn.linen
 import jattn.nnx
 from jattn import heads, masks
 from jattn.kernels.blockwise import Blockwise
+from tests import reference
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
 SEES = {
@@ -29,7 +30,7 @@ OPTIONS = {
 }
 
 
-def reference(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s, tokens=None):
+def expected_statistics(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s, tokens=None):
     """All statistics of all heads, computed pair by pair."""
     T, S = query.shape[1], key.shape[1]
     means = [name for name in heads.STATISTICS if name not in ("max_logit", "offset_profile", "received")]
@@ -47,8 +48,7 @@ def reference(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s, tokens=No
             )
             logits += list(scores)
             p = np.zeros(S)
-            p[there] = np.exp(scores - scores.max())
-            p /= p.sum()
+            p[there] = reference.softmax(scores)
             at = dict(zip(kv_at, p, strict=True))
             if len(there) > 1:
                 rows["entropy"].append(-np.sum(p[there] * np.log(p[there])) / np.log(len(there)))
@@ -109,10 +109,10 @@ def test_every_statistic_is_that_of_the_weights(arrays, name, at):
     assert found.keys() == {*heads.STATISTICS, "support"} - {*heads.OF_TOKENS}
     exact = [x.astype(np.float64) for x in arrays]
     if at == "by sequence":
-        both = [reference(*exact, SEES[name], one, np.arange(S)) for one in q_at]
+        both = [expected_statistics(*exact, SEES[name], one, np.arange(S)) for one in q_at]
         expected = [{key: np.stack([both[0][i][key][0], both[1][i][key][1]]) for key in both[0][i]} for i in (0, 1)]
     else:
-        expected = reference(*exact, SEES[name], q_at, np.arange(S))
+        expected = expected_statistics(*exact, SEES[name], q_at, np.arange(S))
     check(found, expected)
 
 
@@ -125,7 +125,7 @@ def test_statistics_of_tokens(name):
     look = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, names=heads.OF_TOKENS, **OPTIONS[name]))
     found = look(query, key, tokens)
     exact = [x.astype(np.float64) for x in (query, key)]
-    check(found, reference(*exact, SEES[name], np.arange(S), np.arange(S), tokens=tokens), heads.OF_TOKENS)
+    check(found, expected_statistics(*exact, SEES[name], np.arange(S), np.arange(S), tokens=tokens), heads.OF_TOKENS)
     if name == "causal":
         one = heads.statistics(query[0], key[0], tokens=tokens[0], names=["induction"], **OPTIONS[name])
         np.testing.assert_allclose(one["induction"], found["induction"][0], rtol=1e-6)
@@ -136,7 +136,9 @@ def test_in_blocks_of_any_size(arrays):
     """Also blocks that extend past the end."""
     found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
     assert set(found) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
-    check(found, reference(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S)))
+    check(
+        found, expected_statistics(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S))
+    )
 
 
 @pytest.mark.slow
@@ -154,7 +156,9 @@ def test_score_functions_and_a_known_lse(arrays):
         found = look(*arrays)
     assert (found["support"]["max_weight"] == T).all()
     exact = [x.astype(np.float64) for x in arrays]
-    check(found, reference(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv)))
+    check(
+        found, expected_statistics(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv))
+    )
 
 
 def test_distance_of_positions_further_apart_than_int32_counts(getkey):

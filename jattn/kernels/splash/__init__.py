@@ -10,8 +10,10 @@ in ``masks.py``, the kernels in ``kernel.py``.
 
 import contextlib
 import dataclasses
+import importlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import jax
@@ -24,7 +26,7 @@ from jattn.blocks.backward import of_sums
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import block_sizes
-from jattn.kernels.splash.masks import HeadMask, head_masks, ids_of, mask_reason, seen_keys
+from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
 from jattn.mods.arrays import mod_semantics, pad_end
 from jattn.score_mods import SoftCap
 
@@ -95,14 +97,17 @@ class Splash(Kernel):
         """With the plan, because static masks are read while tracing."""
         return _PlannedSplash(self.block_sizes, self.interpret, self._plan(args))
 
-    def _plan(self, args: AttentionArgs) -> "Plan":
+    def _plan(self, args: AttentionArgs) -> SplashPlan:
         return _plan(args, self)
+
+    @property
+    def _kernel(self) -> ModuleType:
+        """Imported when first used: it takes a fifth of a second."""
+        return importlib.import_module("jattn.kernels.splash.kernel")
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         """By splash."""
         plan = self._plan(args)
-        from jattn.kernels.splash import kernel as pallas_kernel
-
         (B, T, N, _), D = args.query.shape, args.value.shape[-1]
         least = jnp.finfo(jnp.float32).min
         if plan.is_empty:  # splash makes no kernel without blocks
@@ -110,9 +115,9 @@ class Splash(Kernel):
             return jnp.zeros((B, T, N, D), args.value.dtype), rows + least, rows
         with _settings(args.query.dtype):
             q, k, v, ids = _inputs(args, plan, None)
-            out, lse = pallas_kernel.forward(pallas_kernel.make_kernel(plan, N), q, k, v, ids)
+            out, lse = self._kernel.forward(self._kernel.make_kernel(plan, N), q, k, v, ids)
             out, lse = _from_heads(out, T), _from_heads(lse, T)
-            seen = ~(lse <= pallas_kernel.HIDDEN / 2)  # a NaN is seen
+            seen = ~(lse <= self._kernel.HIDDEN / 2)  # a NaN is seen
             return (
                 jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)),
                 jnp.where(seen, lse, least),
@@ -128,8 +133,6 @@ class Splash(Kernel):
         ``d score = p * (d_acc v^T + d_row_sum)`` and ``dv = p^T d_acc``: flash's backward pass, with ``do = d_acc`` and
         ``di = -d_row_sum``. The cotangents of the output and of the lse are in both.
         """
-        from jattn.kernels.splash import kernel as pallas_kernel
-
         plan = self._plan(args)
         row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
         query, key, value = args.query, args.key, args.value
@@ -137,50 +140,34 @@ class Splash(Kernel):
         if plan.is_empty:
             return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
         with _settings(query.dtype):
-            seen = ~(row_max <= pallas_kernel.HIDDEN / 2)
+            seen = ~(row_max <= self._kernel.HIDDEN / 2)
             q, k, v, ids = _inputs(args, plan, seen)
             zero = jnp.zeros((), jnp.float32)
             do, di = (jnp.where(seen[..., None], d_acc, zero).astype(value.dtype), jnp.where(seen, -d_row_sum, zero))
             lse = jnp.where(seen, row_max, zero)
             do, di, lse = (_to_heads(x, plan.masks[0].padded_lengths[0]) for x in (do, di, lse))
-            kernel = pallas_kernel.make_kernel(plan, query.shape[2])
-            dq, dk, dv = pallas_kernel.backward(kernel, q, k, v, ids, lse, do, di)
+            kernel = self._kernel.make_kernel(plan, query.shape[2])
+            dq, dk, dv = self._kernel.backward(kernel, q, k, v, ids, lse, do, di)
             dq = _scaled(_from_heads(dq, T), args.score_scale)
             return dq, _from_heads(dk, S), _from_heads(dv, S)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a call of the kernels needs besides arrays; hashable."""
-
-    masks: tuple[HeadMask, ...]  # one for all heads, or one for each
-    size: tuple[int, int]
-    soft_cap: float | None
-    interpret: bool
-    all_keys_seen: bool
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no query sees any key."""
-        return not self.all_keys_seen and not any(mask.seen_keys.any() for mask in self.masks)
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedSplash(Splash):
     """``Splash`` for calls of one plan."""
 
-    plan: Plan | None = None
+    plan: SplashPlan | None = None
 
-    def _plan(self, args: AttentionArgs) -> Plan:
+    def _plan(self, args: AttentionArgs) -> SplashPlan:
         assert self.plan is not None
         return self.plan
 
 
-def _plan(args: AttentionArgs, settings: Splash) -> Plan:
+def _plan(args: AttentionArgs, settings: Splash) -> SplashPlan:
     (_, T, _, H), S = args.query.shape, args.key.shape[1]
     size = settings.block_sizes or choose_size(T, S, max(H, args.value.shape[-1]))
     masks, all_keys_seen = head_masks(args, size)
-    return Plan(masks, size, _soft_cap(args), settings.interpret, all_keys_seen)
+    return SplashPlan(masks, size, _soft_cap(args), settings.interpret, all_keys_seen)
 
 
 def _soft_cap(args: AttentionArgs) -> float | None:
@@ -199,7 +186,7 @@ def _settings(dtype: Any) -> Iterator[None]:
         yield
 
 
-def _inputs(args: AttentionArgs, plan: Plan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
+def _inputs(args: AttentionArgs, plan: SplashPlan, seen_queries: jax.Array | None) -> tuple[Any, Any, Any, Any]:
     """Splash's ``q, k, v`` and ids, padded to whole blocks; unseen keys (and values) and blind queries are zeros."""
     T, S = plan.masks[0].padded_lengths
     query, key, value = args.query, args.key, args.value

@@ -2,7 +2,7 @@
 
 Splash is flash attention (https://arxiv.org/abs/2205.14135) that skips the blocks that a mask empties. Source:
 ``jax/experimental/pallas/ops/tpu/splash_attention/`` of JAX, the same functions in 0.10 and 0.12. Imported when first
-used, because it takes a fifth of a second.
+used.
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Float, Int
 
-from jattn.kernels.splash import Plan
-from jattn.kernels.splash.masks import HeadMask
+from jattn.kernels.splash.masks import HeadMask, SplashPlan
 
 Ids = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 # The score of a hidden pair. No real score comes near it, so an lse below half of it means: this row sees nothing.
@@ -62,7 +61,7 @@ class Computed(BlocksOnly):
         self.q_sequence = np.arange(self.shape[0], dtype=np.int32)
 
 
-def make_kernel(plan: Plan, num_heads: int) -> splash.SplashAttentionKernel:
+def make_kernel(plan: SplashPlan, num_heads: int) -> splash.SplashAttentionKernel:
     """Splash's kernel for all heads of one sequence."""
     masks = [Computed(mask) if mask.in_kernel else BlocksOnly(mask) for mask in plan.masks]
     rows, columns = plan.size

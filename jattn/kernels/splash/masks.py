@@ -123,6 +123,22 @@ class HeadMask:
         return hash(self._value)
 
 
+@dataclasses.dataclass(frozen=True)
+class SplashPlan:
+    """What a call of the kernels needs besides arrays; hashable."""
+
+    masks: tuple[HeadMask, ...]  # one for all heads, or one for each
+    size: tuple[int, int]
+    soft_cap: float | None
+    interpret: bool
+    all_keys_seen: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees any key."""
+        return not self.all_keys_seen and not any(mask.seen_keys.any() for mask in self.masks)
+
+
 def head_masks(args: AttentionArgs, size: tuple[int, int]) -> tuple[tuple[HeadMask, ...], bool]:
     """The static masks, one for all heads or one for each, in blocks of this size; and whether all keys are seen.
 

@@ -1,10 +1,10 @@
 """Import rules: in jattn, imports only point down; in experiments, they follow a table.
 
-Both tables are in docs/architecture.md. The modules of jattn are listed by floor and, on a floor, by row. A module may
+Both tables are in docs/architecture.md. The modules of jattn are listed by layer and, in a layer, by row. A module may
 import modules of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle.
 Imports inside functions and for type checking count as well, since they are dependencies too.
 
-The rooms of experiments are listed with what each may import. Import cycles are forbidden there, too.
+The packages of experiments are listed with what each may import. Import cycles are forbidden there, too.
 """
 
 import ast
@@ -24,13 +24,13 @@ drawing = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(drawing)
 
 DOCUMENT = (DOCS / "architecture.md").read_text(encoding="utf-8")
-HOUSE = drawing.layers(DOCUMENT)  # floor 0 first; one string is one row
-ROOMS = drawing.rooms(DOCUMENT)
+LAYERS = drawing.layers(DOCUMENT)  # the lowest first; one string is one row
+ALLOWED = drawing.allowed_imports(DOCUMENT)
 
 
-def rows(house: list[list[str]]) -> dict[str, int]:
+def rows(layers: list[list[str]]) -> dict[str, int]:
     """The row of each module, counted from the bottom."""
-    flat = [row for floor in house for row in floor]
+    flat = [row for layer in layers for row in layer]
     return {name: index for index, row in enumerate(flat) for name in row.split()}
 
 
@@ -50,14 +50,14 @@ def imports(file: Path, package: Path) -> list[tuple[int, str]]:
     return found
 
 
-def offences(package: Path, house: list[list[str]]) -> list[str]:
+def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
     """Every import in ``package`` that does not point down, one message each."""
-    row_of, found = rows(house), []
+    row_of, found = rows(layers), []
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package)
         module = path.parts[0].removesuffix(".py")
         if module == "__init__":
-            continue  # the roof: it re-exports the public names of all floors
+            continue  # it re-exports the public names of all layers
         if module not in row_of:
             found.append(f"{path}: not in the table; add {module!r} to docs/architecture.md")
             continue
@@ -70,30 +70,30 @@ def offences(package: Path, house: list[list[str]]) -> list[str]:
             target = rest.partition(".")[0]
             inside = target == module and len(path.parts) > 1  # an import within a package
             if target not in row_of:
-                found.append(f"{path}:{line}: imports {name} from the roof; import the module that defines it")
+                found.append(f"{path}:{line}: imports {name} from the whole package; import the module that defines it")
             elif not inside and row_of[target] >= row_of[module]:
                 found.append(f"{path}:{line}: imports {name}, which does not stand below {module}")
-    return found + circles(package, modules(package, "*/**/*.py"))
+    return found + cycles(package, modules(package, "*/**/*.py"))
 
 
-def trespasses(package: Path, rooms: dict[str, str]) -> list[str]:
-    """Every import in ``package`` that ``rooms`` does not allow, one message each."""
+def outside_the_table(package: Path, allowed: dict[str, str]) -> list[str]:
+    """Every import in ``package`` that ``allowed`` does not list, one message each."""
     files, found = modules(package), []
     for name, file in files.items():
         module = name.removeprefix(package.name).removeprefix(".")
-        room = module.partition(".")[0]
-        allowed = rooms.get(module, rooms.get(room))
-        if allowed is None:
+        folder = module.partition(".")[0]
+        targets = allowed.get(module, allowed.get(folder))
+        if targets is None:
             if module:
                 found.append(f"{module}: not in the table; add it to docs/architecture.md")
             continue
-        known = [*allowed.split(), *([room] if module not in rooms or module == room else [])]
+        known = [*targets.split(), *([folder] if module not in allowed or module == folder else [])]
         for line, imported in imports(file, package):
             if imported.partition(".")[0] in (package.name, "tests"):
                 target = (_longest(imported, files) or imported).removeprefix(f"{package.name}.")
                 if not any(f"{target}.".startswith(f"{one}.") for one in known):
                     found.append(f"{module}:{line}: imports {imported}; {module} may import {', '.join(known)}")
-    return found + circles(package, files)
+    return found + cycles(package, files)
 
 
 def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
@@ -105,13 +105,13 @@ def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
     return files
 
 
-def circles(package: Path, files: dict[str, Path]) -> list[str]:
+def cycles(package: Path, files: dict[str, Path]) -> list[str]:
     """The first import cycle among ``files``, if there is one."""
     needs = {name: {_longest(target, files) for _, target in imports(files[name], package)} for name in files}
     try:
         graphlib.TopologicalSorter({name: targets - {None} for name, targets in needs.items()}).prepare()
     except graphlib.CycleError as error:
-        return ["imports go in a circle: " + " <- ".join(error.args[1])]
+        return ["imports go in a cycle: " + " <- ".join(error.args[1])]
     return []
 
 
@@ -123,11 +123,11 @@ def _longest(name: str, files: dict[str, Path]) -> str | None:
 
 
 def test_imports_point_down():
-    assert not offences(JATTN, HOUSE)
+    assert not pointing_up(JATTN, LAYERS)
 
 
-def test_experiments_keep_to_their_rooms():
-    assert not trespasses(EXPERIMENTS, ROOMS)
+def test_experiments_import_what_they_may():
+    assert not outside_the_table(EXPERIMENTS, ALLOWED)
 
 
 def test_the_drawing_is_that_of_the_tables():
@@ -139,72 +139,72 @@ def test_a_call_walks_through_files():
     assert len(steps) == 10 and all((JATTN / file).is_file() for file, _ in steps)
 
 
-def test_there_are_rooms():
-    assert set(ROOMS) <= {".".join(name.split(".")[1:]) for name in modules(EXPERIMENTS)}, "a room without a file"
+def test_the_packages_of_experiments_exist():
+    assert set(ALLOWED) <= {".".join(name.split(".")[1:]) for name in modules(EXPERIMENTS)}, "a line without a file"
 
 
-def test_there_is_a_house():
+def test_the_folder_is_that_of_jattn():
     modules = {path.stem for path in JATTN.glob("*.py")}
     assert {"masks", "api"} <= modules, "read the wrong folder?"
 
 
-PLANTED = {
-    "up, relative, in a function": ("cellar.py", "def f():\n    from . import attic"),
-    "same row": ("stairs.py", "from .lift import cabin"),
-    "circle through a package's roof": ("rooms/bath.py", "from house.rooms import towel"),
+PLANTED_IN_JATTN = {
+    "up, relative, in a function": ("numbers.py", "def f():\n    from . import modules"),
+    "same row": ("api.py", "from .cache import Cache"),
+    "cycle through a package's __init__": ("kernels/blocks.py", "from library.kernels import Block"),
 }
 
 
-@pytest.mark.parametrize("path, code", PLANTED.values(), ids=PLANTED)
-def test_a_planted_offence_is_caught(tmp_path, path, code):
-    house = [["cellar", "pantry"], ["rooms", "stairs lift", "attic"]]
-    package = tmp_path / "house"
+@pytest.mark.parametrize("path, code", PLANTED_IN_JATTN.values(), ids=PLANTED_IN_JATTN)
+def test_a_planted_import_that_points_up_is_caught(tmp_path, path, code):
+    layers = [["numbers", "arrays"], ["kernels", "api cache", "modules"]]
+    package = tmp_path / "library"
     sound = {
-        "__init__.py": "from house.attic import Window as Window",
-        "cellar.py": "import os\nfrom housekeeping import attic",
-        "pantry.py": "from .cellar import shelf",
-        "rooms/__init__.py": "from . import den as den\nfrom house.rooms import den as den",
-        "rooms/den.py": "from ..pantry import jam\nfrom .bath import towel\nimport house.cellar",
-        "rooms/bath.py": "import house.cellar",
-        "stairs.py": "from . import rooms, pantry",
-        "lift.py": "from house.rooms import den",
-        "attic.py": "import house.stairs\nimport house.rooms.den\nfrom house import cellar",
+        "__init__.py": "from library.modules import Layer as Layer",
+        "numbers.py": "import os\nfrom library_tools import modules",
+        "arrays.py": "from .numbers import one",
+        "kernels/__init__.py": "from . import dense as dense\nfrom library.kernels import dense as dense",
+        "kernels/dense.py": "from ..arrays import zeros\nfrom .blocks import Block\nimport library.numbers",
+        "kernels/blocks.py": "import library.numbers",
+        "api.py": "from . import kernels, arrays",
+        "cache.py": "from library.kernels import dense",
+        "modules.py": "import library.api\nimport library.kernels.dense\nfrom library import numbers",
     }
     for name, text in sound.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    assert offences(package, house) == []
+    assert pointing_up(package, layers) == []
 
     (package / path).write_text(code)
-    assert len(offences(package, house)) == 1, offences(package, house)
+    assert len(pointing_up(package, layers)) == 1, pointing_up(package, layers)
 
 
-TRESPASSES = {
-    "in a function": ("cellar/shelf.py", "def f():\n    from house.attic import trunk"),
-    "a file of a room that is closed": ("hall.py", "from house.attic.trunk import coat"),
-    "circle in a room": ("cellar/jar.py", "from house.cellar.shelf import jam"),
+PLANTED_IN_EXPERIMENTS = {
+    "in a function": ("data/copy.py", "def f():\n    from library.model import layers"),
+    "a file of a package that is closed": ("run.py", "from library.model.layers import Layer"),
+    "cycle in a package": ("data/draw.py", "from library.data.copy import Batch"),
 }
 
 
-@pytest.mark.parametrize("path, code", TRESPASSES.values(), ids=TRESPASSES)
-def test_a_planted_trespass_is_caught(tmp_path, path, code):
-    rooms = {"cellar": "", "cellar.door": "attic.hatch", "attic": "", "hall": "cellar attic.hatch"}
-    package = tmp_path / "house"
+@pytest.mark.parametrize("path, code", PLANTED_IN_EXPERIMENTS.values(), ids=PLANTED_IN_EXPERIMENTS)
+def test_a_planted_import_outside_the_table_is_caught(tmp_path, path, code):
+    allowed = {"data": "", "data.load": "model.saved", "model": "", "run": "data model.saved"}
+    package = tmp_path / "library"
     sound = {
         "__init__.py": "",
-        "cellar/__init__.py": "",
-        "cellar/shelf.py": "from house.cellar import jar\nfrom housekeeping import attic",
-        "cellar/jar.py": "import os",
-        "cellar/door.py": "from house.attic import hatch",
-        "attic/__init__.py": "",
-        "attic/hatch.py": "",
-        "attic/trunk.py": "from . import hatch",
-        "hall.py": "from house.cellar.shelf import jam\nimport house.attic.hatch",
+        "data/__init__.py": "",
+        "data/copy.py": "from library.data import draw\nfrom library_tools import model",
+        "data/draw.py": "import os",
+        "data/load.py": "from library.model import saved",
+        "model/__init__.py": "",
+        "model/saved.py": "",
+        "model/layers.py": "from . import saved",
+        "run.py": "from library.data.copy import Batch\nimport library.model.saved",
     }
     for name, text in sound.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    assert trespasses(package, rooms) == []
+    assert outside_the_table(package, allowed) == []
 
     (package / path).write_text(code)
-    assert len(trespasses(package, rooms)) == 1, trespasses(package, rooms)
+    assert len(outside_the_table(package, allowed)) == 1, outside_the_table(package, allowed)
