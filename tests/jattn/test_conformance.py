@@ -34,6 +34,19 @@ def floats(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
+@jattn.pytree_dataclass
+class InChunk(masks.Mask):
+    """A mask class of a user's own: the keys of the query's chunk, up to the query itself."""
+
+    size: int = jattn.static_field(default=4)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & (kv_idx // self.size == q_idx // self.size)
+
+    def interval(self, b, h, q_idx):
+        return q_idx - q_idx % self.size, q_idx
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call. ``sees`` and ``score`` are plain definitions of the mask and score functions in ``options``."""
@@ -203,6 +216,7 @@ CASES = {
     "mask function of all four indices": Case(
         {"mask": lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0}, lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0
     ),
+    "mask class of one's own, with an interval": Case({"mask": InChunk(3)}, lambda b, h, q, kv: q // 3 * 3 <= kv <= q),
     "mask function that ignores the query": Case({"mask": lambda b, h, q, kv: kv % 3 == 0}, lambda b, h, q, kv: kv % 3 == 0),
     "every row sees nothing": Case({"mask": lambda b, h, q, kv: kv < 0}, lambda b, h, q, kv: False),
     "mask function and causal and lengths": Case(
@@ -430,7 +444,7 @@ IN_KIND = {
     "grouped, with per-head bias and mask", "positions that differ by row", "both lengths and causal",
     "mask function of all four indices", "score function that captures a table, int times float",
     "score function with an infinite derivative where masked", "sinks, and rows that see nothing", "logits of +-1e4",
-    "no keys, causal", "bfloat16, causal",
+    "no keys, causal", "bfloat16, causal", "mask class of one's own, with an interval",
 }  # fmt: skip
 
 # The cases that are not slow, by variant: each kind of case for the implementations that need no compiler, and with the

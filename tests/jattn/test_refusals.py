@@ -161,6 +161,32 @@ def test_the_same_call_without_it_is_taken(name):
         assert re.search(r": (taken by name|given, as an object)(?!.*, but)", said), said
 
 
+@jattn.pytree_dataclass
+class Recent(masks.Mask):
+    """A mask class that no kernel knows: the last ``length`` keys."""
+
+    length: int = jattn.static_field(default=3)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx) & (kv_idx > q_idx - self.length)
+
+
+@jattn.pytree_dataclass
+class RecentInterval(Recent):
+    """The same, with its interval."""
+
+    def interval(self, b, h, q_idx):
+        return q_idx - (self.length - 1), q_idx
+
+
+@pytest.mark.parametrize("name", cases(["cudnn", "native"]))
+def test_a_mask_class_of_ones_own_is_taken_by_its_interval(name):
+    arrays, platform = Call().arrays(name), "gpu" if name == "cudnn" else None
+    said = jattn.explain(*arrays, mask=RecentInterval(), implementation=name, platform=platform)
+    assert said.startswith(f"{name}: taken by name"), said
+    assert_refused(name, arrays, {"mask": Recent()}, "it (supports|takes) no masks but")
+
+
 @pytest.mark.parametrize("name", cases(KERNELS))
 def test_arrays_that_may_be_divided(name):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
