@@ -13,8 +13,7 @@ from experiments.tasks import Task
 from jattn import positions, score_mods
 from jattn.linen import MultiHeadDotProductAttention
 from jattn.masks import SlidingWindow
-from jattn.sharding._head_parallel import HeadParallel
-from jattn.sharding._ring import Ring, to_zigzag
+from jattn.sharding import HeadParallel, Ring, to_zigzag
 
 # Scores times this put all weight on the largest: scores that differ by 1e-4 end up e^-100 apart.
 SHARPNESS = 1e6

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import jattn
 from jattn import masks, score_mods
-from jattn.sharding._ring import Ring, from_zigzag, to_zigzag
+from jattn.sharding import Ring, from_zigzag, to_zigzag
 
 B, T, S, N, K, H, D = 2, 32, 32, 4, 2, 6, 5
 RNG = np.random.default_rng(0)

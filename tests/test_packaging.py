@@ -1,6 +1,7 @@
 """Imports match the declared dependencies, and constraints.txt pins all of them."""
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -75,3 +76,22 @@ def test_what_is_declared_is_pinned(line):
         pin.partition("==")[0].lower().replace("_", "-") for pin, _, marker in pins if marker.strip() in ("", line)
     }
     assert names([*PROJECT["dependencies"], *extra("experiments", "gguf", "hf", "test", "dev")]) <= pinned
+
+
+# Where docs have told users to find names, besides the top of jattn.
+PUBLIC = """
+    heads.ablate heads.statistics heads.roles heads.patch interop.Family interop.family.Family interop.family.refuse
+    interop.family.small interop.llama.LLAMA interop.llama.llama interop.load kernels.Implementation kernels.Unsupported
+    kernels.blockwise.Blockwise kernels.cudnn.Cudnn kernels.decode.Decode kernels.native.Native
+    kernels.pallas_gpu.PallasGPU kernels.pallas_tpu.PallasTPU kernels.splash.Splash linen.MultiHeadAttention
+    linen.MultiHeadDotProductAttention linen.SelfAttention linen.dot_product_attention
+    linen.dot_product_attention_weights masks.Causal masks.Mask nnx.MultiHeadAttention nnx.dot_product_attention
+    nnx.dot_product_attention_weights plots.attention_heatmap plots.head_grid positions.Rotary positions.sinusoidal
+    score_mods.Alibi score_mods.alibi_slopes sharding.Ring sharding.head_parallel_attention sharding.ring_attention
+""".split()
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_public_names_stay_where_they_are(path):
+    module, _, name = f"jattn.{path}".rpartition(".")
+    assert hasattr(importlib.import_module(module), name)

@@ -25,8 +25,7 @@ from experiments.bench.cases import Plan
 from experiments.bench.suite import Job, Refused, Results, Suite
 from experiments.bench.tables import Asked, asked_table, listed, report, table
 from jattn import masks, sharding
-from jattn.sharding._ring import ring_blocks
-from jattn.sharding._rotation import LAYOUTS
+from jattn.sharding import LAYOUTS, ring_blocks
 from tests.ring_cases import CASES, mesh_of, numbers
 
 COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "all-reduce")

@@ -16,7 +16,7 @@ from experiments.runs import devices
 from experiments.tasks import CopyString
 from experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge, loss_of
 from jattn import heads
-from jattn.heads._roles import MIXED
+from jattn.heads import MIXED
 
 LOOK_BATCH = 256  # sequences in the average of weights at the end
 NULL_HEADS = 256  # of untrained models: what a head scores by chance

@@ -21,7 +21,7 @@ from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
 from jattn import heads, interop
-from jattn.heads._roles import MIXED
+from jattn.heads import MIXED
 
 PATTERNS = (
     "previous_token", "next_token", "current_token", "first_token", "separator", "duplicate_token", "induction",

@@ -11,7 +11,7 @@ from experiments.report.cells import draw_matrix
 from experiments.report.panels import OWN_SCALE, WHEN, Matrix, ablation_matrices, head_names, pooled
 from experiments.report.style import RAMP, WIDTH
 from experiments.runs.findings import Findings, plain
-from jattn.heads._roles import MIXED, WEAK
+from jattn.heads import MIXED, WEAK
 from jattn.plots import head_grid
 
 MANY_HEADS = 100  # in a model; above it, these figures replace those with a panel for each

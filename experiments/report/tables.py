@@ -8,7 +8,7 @@ from rich.table import Table
 from experiments.report.panels import divergence_text
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
-from jattn.heads._roles import MIXED, WEAK
+from jattn.heads import MIXED, WEAK
 
 MANY = 100  # heads; of more, only those with a role are printed
 

@@ -18,8 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import config
-from jattn.sharding._head_parallel import HeadParallel
-from jattn.sharding._ring import Ring, to_zigzag
+from jattn.sharding import HeadParallel, Ring, to_zigzag
 
 AXES = ("data", "heads", "sequence")
 # The axis of heads in each attention parameter, from the end; ["out"]["bias"] has none.

@@ -31,13 +31,15 @@ from jattn.heads._dense import (
 from jattn.heads._divergence import divergence
 from jattn.heads._patching import attribution_patch, patch
 from jattn.heads._paths import path_patch, qk_attribution
-from jattn.heads._roles import Roles, roles
+from jattn.heads._roles import MIXED, WEAK, Roles, roles
 from jattn.heads._statistics import OF_TOKENS, STATISTICS, coarse_weights, statistics
 from jattn.heads._top_queries import TopQueries, top_queries
 
 __all__ = [
+    "MIXED",
     "OF_TOKENS",
     "STATISTICS",
+    "WEAK",
     "Roles",
     "TopQueries",
     "ablate",

@@ -5,8 +5,8 @@ separate or fused, and weights stored ``[out,in]`` (PyTorch's Linear) or ``[in,o
 must find its place; otherwise the error lists what is missing, left over or of another shape. ``generate`` writes with
 a causal model; ``logit_parts`` says which head wrote a logit.
 
-One file per family; ``family`` says what a family is, ``transformer`` is the model of all, ``files`` and ``gguf`` read,
-``checkpoint`` places tensors in the model.
+One file per family; ``family`` says what a family is, ``transformer`` is the model of all, ``_safetensors`` and
+``_gguf`` read, ``_checkpoint`` places tensors in the model.
 """
 
 from jattn.interop._attribution import logit_parts

@@ -8,8 +8,10 @@ https://arxiv.org/abs/2407.21783, section 3.3.2.
 
 from jattn.sharding._head_parallel import HeadParallel, head_parallel_attention
 from jattn.sharding._ring import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
+from jattn.sharding._rotation import LAYOUTS
 
 __all__ = [
+    "LAYOUTS",
     "HeadParallel",
     "Ring",
     "from_zigzag",

@@ -10,7 +10,7 @@ from experiments.__main__ import main as run_main
 from experiments.measure import evaluate
 from experiments.runs import devices
 from experiments.runs.checkpoint import Checkpoints
-from jattn.sharding._ring import from_zigzag, to_zigzag
+from jattn.sharding import from_zigzag, to_zigzag
 
 TINY = """
 name: tiny

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jattn
 from jattn import heads, masks
 from jattn.core.arguments import make_args
-from jattn.sharding._ring import Ring, from_zigzag, ring_blocks, to_zigzag
+from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
 from tests.ring_cases import (
     CASES,
     Case,

@@ -16,8 +16,15 @@ import jattn.linen
 import jattn.nnx
 from jattn import heads, masks
 from jattn.score_mods import Alibi, alibi_slopes
-from jattn.sharding._head_parallel import HeadParallel, head_parallel_attention
-from jattn.sharding._ring import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
+from jattn.sharding import (
+    HeadParallel,
+    Ring,
+    from_zigzag,
+    head_parallel_attention,
+    ring_attention,
+    ring_blocks,
+    to_zigzag,
+)
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 SHARDED = PartitionSpec("data", None, "heads")

@@ -14,8 +14,7 @@ import jattn.nnx
 from jattn import heads, masks, score_mods
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
-from jattn.sharding._head_parallel import HeadParallel
-from jattn.sharding._ring import Ring
+from jattn.sharding import HeadParallel, Ring
 from tests.soak.draw import MASK_FUNCTIONS, MOD_FUNCTIONS, Arrays, Spec, Structure
 
 ARGUMENTS = (
