@@ -26,21 +26,21 @@ class Interpreted:
     def slots(self, length: Any) -> None:
         return None
 
-    def fold(self, request: Any, fold: Any) -> Any:
-        return self._settings().reduce("cpu", canonical(request), fold)
+    def fold(self, args: Any, fold: Any) -> Any:
+        return self._settings().reduce("cpu", canonical(args), fold)
 
-    def map_parts(self, fn: Any, request: Any, out_axes: Any, *extra: Any) -> Any:
-        return on_each_device(fn, request, out_axes, *extra)
+    def map_parts(self, fn: Any, args: Any, out_axes: Any, *extra: Any) -> Any:
+        return on_each_device(fn, args, out_axes, *extra)
 
-    def unsupported_reason(self, request: Any) -> str | None:
-        return PallasGPU().unsupported_reason(request)
+    def unsupported_reason(self, args: Any) -> str | None:
+        return PallasGPU().unsupported_reason(args)
 
-    def run(self, request: Any) -> Any:
-        reason = self.unsupported_reason(request)
+    def run(self, args: Any) -> Any:
+        reason = self.unsupported_reason(args)
         if reason is not None:
             raise Unsupported(reason)
         settings = self._settings()
-        leaves, structure = jax.tree.flatten(canonical(request))
+        leaves, structure = jax.tree.flatten(canonical(args))
         floats = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
 
         def of(arrays: Any) -> Any:

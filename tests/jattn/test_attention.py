@@ -1,4 +1,4 @@
-"""Attention of one head, lifting it to many heads, merging, and the hash of dropout."""
+"""Attention of one head, of many by vmap, merging, and the hash of dropout."""
 
 import jax
 import jax.numpy as jnp

@@ -95,7 +95,7 @@ def test_no_races():
     arrays = [x[:1, :200] for x in qkv()]
     args = canonical(make_args(*arrays, is_causal=True))
 
-    def kernels(d_out):  # called as they are: the interpreter's callbacks have no place in a staged operation
+    def kernels(d_out):  # called as they are: the interpreter's callbacks have no place in a deferred operation
         results = settings.forward("cpu", args)
         return results[0], *settings.backward("cpu", args, results, [d_out, None])
 

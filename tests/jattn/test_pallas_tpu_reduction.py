@@ -140,7 +140,7 @@ def test_no_races():
     }
     fold = Reduction(lse, slots, slots, weights_and_logs, tuple(kinds.items()), True)
     settings = PallasTPU((128, 256), pltpu.InterpretParams(detect_races=True))
-    # Called as it is: the interpreter's callbacks have no place in a staged operation.
+    # Called as it is: the interpreter's callbacks have no place in a deferred operation.
     found = jax.jit(lambda args, fold: settings.reduce("cpu", args, fold))(args, fold)
     assert_same(found, Blockwise().fold(args, fold))
 
