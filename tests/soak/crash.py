@@ -87,7 +87,7 @@ class Commands:
         """Waits for a process; it must succeed and print nothing to stderr."""
         status, said = self.ended(process)
         if status or said:
-            raise Failure(f"expected a run without a word, got status {status}: {said}")
+            raise Failure(f"expected a silent run, got status {status}: {said}")
 
     def refused(self, process: subprocess.Popen[str], *status: int) -> str:
         """The one-line error of a process that must exit with one of ``status``."""

@@ -112,7 +112,7 @@ def load(folder: Path, seed: int, number: int) -> tuple[str, str | None]:
         came = "loaded"
     except EXPECTED as error:
         came = type(error).__name__
-        wrong = None if str(error) else "an error without a word"
+        wrong = None if str(error) else "an error without a message"
     except Exception as error:
         came = type(error).__name__
         wrong = f"{came}: {str(error)[:200]}"
