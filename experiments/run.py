@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from experiments import tasks
-from experiments.config import Config, Language, Pretrained, differences, variants
-from experiments.measure import claims, evaluate, language, look, pretrained
-from experiments.measure.collect import collect
+from experiments.config import Config, LanguageModel, SentenceEncoder, differences, variants
+from experiments.measure import claims, evaluate, head_scores, language_model, sentence_encoder
+from experiments.measure.assemble import assemble
 from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
@@ -38,10 +38,10 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         Damaged: ``config.json`` in ``out`` is not a config.
         OSError: ``out`` is not writable.
     """
-    if config.pretrained != Pretrained():
-        pretrained.check(config)
-    elif config.language != Language():
-        language.check(config)
+    if config.pretrained != SentenceEncoder():
+        sentence_encoder.check(config)
+    elif config.language != LanguageModel():
+        language_model.check(config)
     else:
         claims.check(config, _known_metrics)
         devices.check(config)
@@ -80,7 +80,7 @@ def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _known_metrics(config: Config) -> list[str]:
     task = tasks.make(config.task)
-    scores = {claims.BEST: (*task.located, *look.ALL), claims.TURN: (*task.located, *look.TRACKED)}
+    scores = {claims.BEST: (*task.located, *head_scores.ALL), claims.TURN: (*task.located, *head_scores.TRACKED)}
     return claims.known_metrics(config, task.places, task.located, scores, task.roles, task.levels)
 
 
@@ -95,10 +95,10 @@ def run(config: Config, out: Path) -> Findings | None:
         OSError: ``out`` is not writable.
         Stopped: a signal arrived.
     """
-    if config.pretrained != Pretrained():
-        findings = pretrained.run(config)
-    elif config.language != Language():
-        findings = language.run(config, out)
+    if config.pretrained != SentenceEncoder():
+        findings = sentence_encoder.run(config)
+    elif config.language != LanguageModel():
+        findings = language_model.run(config, out)
     else:
         findings = _train(config, out)
     if findings is None:
@@ -122,7 +122,7 @@ def _train(config: Config, out: Path) -> Findings | None:
             results[name] = _result(train(variant, out / "controls" / name))
     if not devices.is_first():
         return None
-    return collect(trained.setup, results, roles, trained.history, clock.stop())
+    return assemble(trained.setup, results, roles, trained.history, clock.stop())
 
 
 def _result(run: Trained) -> claims.Result:

@@ -14,7 +14,7 @@ from jax import Array
 
 from experiments import config
 from experiments.batches import Batch, OneSymbol, ask, letter, permutations
-from experiments.tasks_of_papers import Histogram, Hop, Markov, Recall
+from experiments.paper_tasks import Histogram, Hop, Markov, Recall
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from experiments.config.schema import Config, Language, Model, Pretrained, Task
+from experiments.config.schema import Config, LanguageModel, Model, SentenceEncoder, Task
 
 _POSITIVE = {
     "task": ("symbols", "length", "shortest", "pairs", "hops"),
@@ -237,7 +237,7 @@ def _claim_rules(config: Config) -> list[_Rule]:
         key, seeds = f"claims.{claim.name}", config.train.seeds
         one = (claim.at_least is None) != (claim.at_most is None)
         rules.append((key, [claim.at_least, claim.at_most], one, "one of at_least and at_most"))
-        trains = config.pretrained == Pretrained() and config.language == Language()
+        trains = config.pretrained == SentenceEncoder() and config.language == LanguageModel()
         rules.append((f"{key}.minus", claim.minus, claim.minus is None or trains, "null where nothing is trained"))
         rules.append((f"{key}.needed", claim.needed, 0 < claim.needed <= seeds, f"1 to train.seeds={seeds}"))
     return rules

@@ -162,7 +162,7 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pretrained:
+class SentenceEncoder:
     """A pretrained sentence encoder, examined instead of trained.
 
     Attributes:
@@ -177,7 +177,7 @@ class Pretrained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Language:
+class LanguageModel:
     """A pretrained language model, examined instead of trained.
 
     Attributes:
@@ -252,8 +252,8 @@ class Config:
     train: Train = dataclasses.field(default_factory=Train)
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
-    pretrained: Pretrained = dataclasses.field(default_factory=Pretrained)
-    language: Language = dataclasses.field(default_factory=Language)
+    pretrained: SentenceEncoder = dataclasses.field(default_factory=SentenceEncoder)
+    language: LanguageModel = dataclasses.field(default_factory=LanguageModel)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
@@ -265,6 +265,6 @@ SECTIONS = {
     "train": Train,
     "evaluate": Evaluate,
     "mesh": Mesh,
-    "pretrained": Pretrained,
-    "language": Language,
+    "pretrained": SentenceEncoder,
+    "language": LanguageModel,
 }
