@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments import tasks
-from experiments.config import Config, LanguageModel, SentenceEncoder, differences, variants
+from experiments.config import Config, Kind, differences, variants
 from experiments.measure import claims, evaluate, head_scores, language_model, sentence_encoder
 from experiments.measure.assemble import assemble
 from experiments.runs import devices
@@ -38,16 +38,13 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         Damaged: ``config.json`` in ``out`` is not a config.
         OSError: ``out`` is not writable.
     """
-    if config.pretrained != SentenceEncoder():
-        sentence_encoder.check(config)
-    elif config.language != LanguageModel():
-        language_model.check(config)
-    else:
-        claims.check(config, _known_metrics)
-        devices.check(config)
-        for one in (config, *variants(config).values()):
-            if one.train.start:
-                Setup.of(one).init()  # or it cannot start there
+    match config.kind:
+        case Kind.SENTENCE_ENCODER:
+            sentence_encoder.check(config)
+        case Kind.LANGUAGE_MODEL:
+            language_model.check(config)
+        case Kind.TRAINING:
+            _check_training(config)
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():
@@ -59,6 +56,14 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         if not devices.everywhere(refused is None):
             raise refused or Busy("the first process could not lock the folder")
         yield
+
+
+def _check_training(config: Config) -> None:
+    claims.check(config, _known_metrics)
+    devices.check(config)
+    for one in (config, *variants(config).values()):
+        if one.train.start:
+            Setup.of(one).init()  # or it cannot start there
 
 
 def _mark(config: Config, out: Path) -> None:
@@ -87,7 +92,7 @@ def _known_metrics(config: Config) -> list[str]:
 def run(config: Config, out: Path) -> Findings | None:
     """Trains ``config`` and its controls in a prepared ``out``, or resumes; writes and returns the findings.
 
-    A pretrained model is only examined. With several processes, the first returns findings and the others None.
+    A saved model is only examined. With several processes, the first returns findings and the others None.
 
     Raises:
         Diverged: the loss of a seed is not finite.
@@ -95,12 +100,13 @@ def run(config: Config, out: Path) -> Findings | None:
         OSError: ``out`` is not writable.
         Stopped: a signal arrived.
     """
-    if config.pretrained != SentenceEncoder():
-        findings = sentence_encoder.run(config)
-    elif config.language != LanguageModel():
-        findings = language_model.run(config, out)
-    else:
-        findings = _train(config, out)
+    match config.kind:
+        case Kind.SENTENCE_ENCODER:
+            findings = sentence_encoder.run(config)
+        case Kind.LANGUAGE_MODEL:
+            findings = language_model.run(config, out)
+        case Kind.TRAINING:
+            findings = _train(config, out)
     if findings is None:
         return None
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from experiments.config.schema import Config, LanguageModel, Model, SentenceEncoder, Task
+from experiments.config.schema import Config, Kind, Model, Task
 
 _POSITIVE = {
     "task": ("symbols", "length", "shortest", "pairs", "hops"),
@@ -30,7 +30,8 @@ def check(config: Config) -> None:
         if not abs(value) <= LARGEST:
             raise ValueError(f"{key}: expected a finite float32 number, got {value!r}")
     groups = config.pretrained.groups
-    if config.pretrained != type(config.pretrained)() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
+    few = len(groups) < 2 or any(len(group) < 2 for group in groups)
+    if config.kind is Kind.SENTENCE_ENCODER and few:
         raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
     of_task, of_claims = _task_and_model_rules(config.task, config.model), _claim_rules(config)
     for key, value, good, expected in of_task + _train_rules(config) + _mesh_rules(config) + of_claims:
@@ -237,7 +238,7 @@ def _claim_rules(config: Config) -> list[_Rule]:
         key, seeds = f"claims.{claim.name}", config.train.seeds
         one = (claim.at_least is None) != (claim.at_most is None)
         rules.append((key, [claim.at_least, claim.at_most], one, "one of at_least and at_most"))
-        trains = config.pretrained == SentenceEncoder() and config.language == LanguageModel()
+        trains = config.kind is Kind.TRAINING
         rules.append((f"{key}.minus", claim.minus, claim.minus is None or trains, "null where nothing is trained"))
         rules.append((f"{key}.needed", claim.needed, 0 < claim.needed <= seeds, f"1 to train.seeds={seeds}"))
     return rules

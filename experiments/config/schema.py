@@ -1,6 +1,7 @@
 """The config as frozen dataclasses: task, model, training, evaluation, devices and claims."""
 
 import dataclasses
+import enum
 from typing import Any, Literal
 
 
@@ -224,6 +225,14 @@ class Claim:
     at_most: float | None = None
 
 
+class Kind(enum.Enum):
+    """What a run does with its config."""
+
+    TRAINING = "trains a transformer on a task"
+    SENTENCE_ENCODER = "examines a saved sentence encoder"
+    LANGUAGE_MODEL = "examines a saved language model, beside a toy model that it trains"
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One experiment.
@@ -257,6 +266,13 @@ class Config:
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        """What a run does: it examines the saved model of the section that is given, or else trains."""
+        if self.pretrained != SentenceEncoder():
+            return Kind.SENTENCE_ENCODER
+        return Kind.LANGUAGE_MODEL if self.language != LanguageModel() else Kind.TRAINING
 
 
 SECTIONS = {

@@ -288,6 +288,13 @@ def test_the_configs_of_the_project_are_valid(file):
     assert config.read(file).name == file.stem
 
 
+def test_what_a_run_does_is_told_by_its_config():
+    kinds = {file.stem: config.read(file).kind for file in CONFIGS}
+    assert kinds.pop("minilm_heads") is config.Kind.SENTENCE_ENCODER
+    assert kinds.pop("smollm2") is config.Kind.LANGUAGE_MODEL
+    assert set(kinds.values()) == {config.Kind.TRAINING}
+
+
 @pytest.mark.slow
 def test_copy_sources_hold_the_answers():
     task = tasks.CopyFromFourPlaces(length=16, symbols=7)
