@@ -118,6 +118,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected distinct numbers >= 1"),
         (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
         (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
+        (["--task.kind reverse"], "task.kind: expected one of copy, copy_string, histogram, hop, induction, markov, "),
         (["--task.kind skills --task.symbols 15"], "task.symbols: expected at least half of task.length"),
         (["--mesh.heads 0"], "mesh.heads: expected > 0, got 0"),
         (["--mesh.data 3"], "mesh.data: expected a divisor of train.batch=4, got 3"),
