@@ -4,7 +4,7 @@
 
 - ``config``: the schema of an experiment, and how it is read; the files are in configs/;
 - ``runs``: the folder of a run, its checkpoints, its devices, its findings;
-- ``measure``: looks at heads, evaluation, claims, and pretrained models (``published``: where they are);
+- ``measure``: looks at heads, evaluation, claims, and pretrained models (``model_files``: where they are);
 - ``report``: the page and figures of a run;
 - ``bench``: jattn compared with its peers, one file per suite;
 - ``results``: results of runs and benchmarks that were kept.

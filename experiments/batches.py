@@ -1,4 +1,4 @@
-"""Batches: sequences, what is asked about them, and what tasks share in drawing them."""
+"""What tasks share: their base class and registry, batches, and how batches are drawn."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,14 +21,44 @@ class Batch(NamedTuple):
     levels: dict[str, Array] = {}
 
 
-class OneSymbol:
-    """Base of tasks: tokens are single symbols, in sequences of one length, unless a task says otherwise."""
+TASKS: dict[str, type["Task"]] = {}  # kind -> task; ``class NAME(Task, kind=KIND)`` adds it
+Rule = tuple[str, bool, str]  # an option, whether its value is valid, what was expected
+
+
+class Task:
+    """Base of tasks: tokens are single symbols, in sequences of one length, unless a task says otherwise.
+
+    A task is a frozen dataclass. Its fields are those options of ``config.Task`` that it takes.
+    """
 
     length: int
     symbols: int
     places: Any  # names of the read-outs
+    of_tokens: Any  # those whose source depends on the tokens
+    roles: Any  # candidate roles of a head: places and statistics of ``jattn.heads``, each pattern under one name
+    metrics: tuple[str, ...]  # of ``measure.claims``, shown for the controls and sweeps
     padding: int | None = None  # token that no query sees
     levels: tuple[str, ...] = ()  # names of a batch's levels
+    causal = True  # whether answers depend on nothing after the query
+    answers_are_tokens = False  # one answer at a time, a token: the read-out may be the embedding
+    same_length = True  # whether all sequences have one length, padding included
+    can_split = True  # whether a ring may split the tokens of a sequence
+    can_shorten = False  # whether a shorter sequence poses the same task
+
+    def __init_subclass__(cls, kind: str) -> None:
+        TASKS[kind] = cls
+
+    def rules(self) -> list[Rule]:
+        """What is valid for this task, beyond the rules of ``config`` for all."""
+        return []
+
+    def sample(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences, different for every key."""
+        raise NotImplementedError
+
+    def probe(self, key: Array, batch: int) -> Batch:
+        """Sequences of one layout, so that patterns can be averaged over a batch."""
+        return self.sample(key, batch)
 
     @property
     def located(self) -> tuple[str, ...]:
@@ -44,6 +74,11 @@ class OneSymbol:
     def classes(self) -> int:
         """Number of different answers."""
         return self.symbols
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens in a sequence of a batch."""
+        return self.length
 
     @property
     def max_length(self) -> int:

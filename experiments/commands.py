@@ -47,8 +47,7 @@ def _run(asked: config.Asked) -> int:
     from experiments.runs import devices
 
     settings, out, processes = asked.config, asked.out, asked.processes
-    trains = (settings.pretrained, settings.language) == (config.Pretrained(), config.Language())
-    if asked.replicate and not trains:
+    if asked.replicate and settings.kind is not config.Kind.TRAINING:
         return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
     with contextlib.ExitStack() as stack:
         try:

@@ -66,10 +66,10 @@ def compare_command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if len(options.run) != 2:
         return fail(f"--run: expected two runs, got {len(options.run)}")
-    from experiments import saved
+    from experiments import load_run
 
     try:
-        both = [saved.load(run) for run in options.run]
+        both = [load_run.load(run) for run in options.run]
         found = compare(*both)
     except (ValueError, OSError) as wrong:
         return fail(f"--run: {wrong}")
@@ -94,7 +94,7 @@ class Comparison(NamedTuple):
 
 
 def compare(first: Any, second: Any) -> Comparison:
-    """The heads of two saved models (``experiments.saved``), matched within each layer by their mean patterns.
+    """The heads of two saved models (``experiments.load_run``), matched within each layer by their mean patterns.
 
     Both look at sequences of the first's task. A distance is a difference only above the floor.
 
@@ -104,7 +104,7 @@ def compare(first: Any, second: Any) -> Comparison:
     import jax
     from scipy.optimize import linear_sum_assignment
 
-    from experiments.measure import look
+    from experiments.measure import head_scores
     from experiments.measure.evaluate import LOOK_BATCH, noise_floor
     from experiments.train import LOOK_DATA, PROBE_DATA
     from jattn import heads
@@ -122,10 +122,10 @@ def compare(first: Any, second: Any) -> Comparison:
 
     def of_seed(model: Any, params: Any, key: Any) -> tuple[Any, ...]:
         probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
-        weights = look.weights_of(model, params, probe.tokens)
+        weights = head_scores.weights_of(model, params, probe.tokens)
         flat = weights.reshape(len(weights), -1, *weights.shape[3:])
         batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
-        scores = look.scores(model, task, params, batch)[0]
+        scores = head_scores.scores(model, task, params, batch)[0]
         return (
             weights.mean(0),
             noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), probe.real[0]),

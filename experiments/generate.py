@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import config
-from experiments.published import model_file
+from experiments.model_files import model_file
 from experiments.runs.terminal import fail
 
 END = "<|im_end|>"

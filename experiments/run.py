@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from experiments import tasks
-from experiments.config import Config, Language, Pretrained, differences, variants
-from experiments.measure import claims, evaluate, language, look, pretrained
-from experiments.measure.collect import collect
+from experiments.config import Config, Kind, differences, variants
+from experiments.measure import claims, evaluate, head_scores, language_model, sentence_encoder
+from experiments.measure.assemble import assemble
 from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
@@ -38,16 +38,13 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         Damaged: ``config.json`` in ``out`` is not a config.
         OSError: ``out`` is not writable.
     """
-    if config.pretrained != Pretrained():
-        pretrained.check(config)
-    elif config.language != Language():
-        language.check(config)
-    else:
-        claims.check(config, _known_metrics)
-        devices.check(config)
-        for one in (config, *variants(config).values()):
-            if one.train.start:
-                Setup.of(one).init()  # or it cannot start there
+    match config.kind:
+        case Kind.SENTENCE_ENCODER:
+            sentence_encoder.check(config)
+        case Kind.LANGUAGE_MODEL:
+            language_model.check(config)
+        case Kind.TRAINING:
+            _check_training(config)
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():
@@ -59,6 +56,14 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         if not devices.everywhere(refused is None):
             raise refused or Busy("the first process could not lock the folder")
         yield
+
+
+def _check_training(config: Config) -> None:
+    claims.check(config, _known_metrics)
+    devices.check(config)
+    for one in (config, *variants(config).values()):
+        if one.train.start:
+            Setup.of(one).init()  # or it cannot start there
 
 
 def _mark(config: Config, out: Path) -> None:
@@ -80,14 +85,14 @@ def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
 
 def _known_metrics(config: Config) -> list[str]:
     task = tasks.make(config.task)
-    scores = {claims.BEST: (*task.located, *look.ALL), claims.TURN: (*task.located, *look.TRACKED)}
+    scores = {claims.BEST: (*task.located, *head_scores.ALL), claims.TURN: (*task.located, *head_scores.TRACKED)}
     return claims.known_metrics(config, task.places, task.located, scores, task.roles, task.levels)
 
 
 def run(config: Config, out: Path) -> Findings | None:
     """Trains ``config`` and its controls in a prepared ``out``, or resumes; writes and returns the findings.
 
-    A pretrained model is only examined. With several processes, the first returns findings and the others None.
+    A saved model is only examined. With several processes, the first returns findings and the others None.
 
     Raises:
         Diverged: the loss of a seed is not finite.
@@ -95,12 +100,13 @@ def run(config: Config, out: Path) -> Findings | None:
         OSError: ``out`` is not writable.
         Stopped: a signal arrived.
     """
-    if config.pretrained != Pretrained():
-        findings = pretrained.run(config)
-    elif config.language != Language():
-        findings = language.run(config, out)
-    else:
-        findings = _train(config, out)
+    match config.kind:
+        case Kind.SENTENCE_ENCODER:
+            findings = sentence_encoder.run(config)
+        case Kind.LANGUAGE_MODEL:
+            findings = language_model.run(config, out)
+        case Kind.TRAINING:
+            findings = _train(config, out)
     if findings is None:
         return None
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
@@ -122,7 +128,7 @@ def _train(config: Config, out: Path) -> Findings | None:
             results[name] = _result(train(variant, out / "controls" / name))
     if not devices.is_first():
         return None
-    return collect(trained.setup, results, roles, trained.history, clock.stop())
+    return assemble(trained.setup, results, roles, trained.history, clock.stop())
 
 
 def _result(run: Trained) -> claims.Result:

@@ -1,24 +1,26 @@
 """The tasks: pure functions from a key to a batch, with the position that each read-out should attend to.
 
-In each task, ``places`` names the read-outs, ``of_tokens`` those whose source depends on the tokens, and ``roles`` the
-candidate roles of a head: places and statistics of ``jattn.heads``, each pattern under one name. ``metrics`` of
-``measure.claims`` are shown for its controls and sweeps.
+``batches.Task`` says what a task may define. Those of published papers are in ``paper_tasks``.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from experiments import config
-from experiments.batches import Batch, OneSymbol, ask, letter, permutations
-from experiments.tasks_of_papers import Histogram, Hop, Markov, Recall
+from experiments.batches import TASKS, Batch, Rule, Task, ask, letter, permutations
+from experiments.config.schema import Task as Options
+from experiments.paper_tasks import Histogram as Histogram
+from experiments.paper_tasks import Hop as Hop
+from experiments.paper_tasks import Markov as Markov
+from experiments.paper_tasks import Recall as Recall
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyFromFourPlaces(OneSymbol):
+class CopyFromFourPlaces(Task, kind="copy"):
     """Copy from four places at once.
 
     A token is a key and a value. The keys are permuted within each half; the values are random. In the second
@@ -59,17 +61,13 @@ class CopyFromFourPlaces(OneSymbol):
         real = jnp.broadcast_to(asked_ever[None, :], keys.shape)
         return ask(jnp.stack([keys, values], -1), values, sources, asked, real)
 
-    def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout, so that patterns can be averaged over a batch."""
-        return self.sample(key, batch)
-
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """A short label for each token of one sequence ``[T,F]``: key and value, like "c7"."""
         return [f"{letter(key)}{value}" for key, value in tokens]
 
 
 @dataclasses.dataclass(frozen=True)
-class CopyString(OneSymbol):
+class CopyString(Task, kind="copy_string"):
     """Copy a string of random length: ``BOS s SEP s``, next-token prediction of the second ``s``."""
 
     symbols: int = 32
@@ -81,11 +79,17 @@ class CopyString(OneSymbol):
     of_tokens = places
     roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("exact_match", "mean_accuracy")
+    same_length = False
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
         """Number of different ids in each field of a token: the symbols, then BOS, SEP and padding."""
         return (self.symbols + 3,)
+
+    @property
+    def trained_length(self) -> int:
+        """Tokens in a sequence of a batch: those of the longest string."""
+        return 2 * self.longest + 1
 
     @property
     def max_length(self) -> int:
@@ -96,7 +100,7 @@ class CopyString(OneSymbol):
         """``batch`` sequences of strings of ``shortest`` to ``longest`` symbols, padded at the end."""
         length_key, symbol_key = jax.random.split(key)
         lengths = jax.random.randint(length_key, (batch,), self.shortest, self.longest + 1)
-        return self._strings(symbol_key, lengths, 2 * self.longest + 1)
+        return self._strings(symbol_key, lengths, self.trained_length)
 
     def sample_length(self, key: Array, batch: int, length: Array) -> Batch:
         """``batch`` strings of ``length`` symbols, which may be traced; padded to ``max_length``."""
@@ -137,7 +141,7 @@ class CopyString(OneSymbol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftBank(OneSymbol):
+class ShiftBank(Task, kind="shift_bank"):
     """Copy from several fixed distances at once: read-out ``i`` copies the symbol ``offsets[i]`` back."""
 
     length: int = 32
@@ -146,6 +150,7 @@ class ShiftBank(OneSymbol):
 
     of_tokens = ()
     metrics = ("mean_accuracy", "hardened_accuracy", "distinct_places")
+    can_shorten = True
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -158,6 +163,12 @@ class ShiftBank(OneSymbol):
         previous = () if 1 in self.offsets else ("previous_token",)
         return (*self.places, *previous, "current_token", "first_token", "duplicate_token", "induction")
 
+    def rules(self) -> list[Rule]:
+        """Offsets that differ and are within a sequence."""
+        offsets, length = self.offsets, self.length
+        good = bool(offsets) and len(set(offsets)) == len(offsets) and all(0 < one < length for one in offsets)
+        return [("offsets", good, f"distinct numbers >= 1 and < task.length={length}")]
+
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences of random symbols, with targets wherever all sources exist."""
         tokens = jax.random.randint(key, (batch, self.length), 0, self.symbols)
@@ -166,13 +177,9 @@ class ShiftBank(OneSymbol):
         asked = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
         return ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
 
-    def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout, so that patterns can be averaged over a batch."""
-        return self.sample(key, batch)
-
 
 @dataclasses.dataclass(frozen=True)
-class Induction(OneSymbol):
+class Induction(Task, kind="induction"):
     """Predict the token that followed the previous occurrence of the current token.
 
     Half of the sequences are a random prefix and a segment that repeats with a random period. The others are pairs of
@@ -190,6 +197,15 @@ class Induction(OneSymbol):
     of_tokens = places
     roles = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
     metrics = ("mean_accuracy", "best/previous_token", "best/induction")
+    answers_are_tokens = True
+
+    def rules(self) -> list[Rule]:
+        """Two periods fit into a sequence, and its symbols are enough."""
+        longest = min(self.length // 2, self.symbols)
+        return [
+            ("longest", self.longest <= longest, f"at most {longest}, half of task.length"),
+            ("symbols", self.symbols >= self.length - self.longest, "at least task.length - task.longest"),
+        ]
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences of either kind, at random."""
@@ -225,7 +241,7 @@ class Induction(OneSymbol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Skills(OneSymbol):
+class Skills(Task, kind="skills"):
     """Four read-outs at once: three, five and seven back, and the value of the current key.
 
     Pairs of a key and a value, then the same pairs in another order; no token occurs in two pairs. Targets are at the
@@ -241,6 +257,10 @@ class Skills(OneSymbol):
     roles = (*places, "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("worst_place_accuracy", "clean_heads")
 
+    def rules(self) -> list[Rule]:
+        """No token is in two pairs."""
+        return [("symbols", self.symbols >= self.length // 2, "at least half of task.length")]
+
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
         tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
@@ -249,10 +269,6 @@ class Skills(OneSymbol):
         answers = jnp.take_along_axis(tokens[..., None], jnp.maximum(sources, 0), 1)
         asked = at_keys & ~_has_twins(answers)
         return ask(tokens[..., None], tokens, sources, asked, jnp.ones(tokens.shape, bool))
-
-    def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout, so that patterns can be averaged over a batch."""
-        return self.sample(key, batch)
 
 
 def _pairs_twice(key: Array, batch: int, length: int, symbols: int) -> tuple[Array, Array, Array]:
@@ -267,30 +283,12 @@ def _pairs_twice(key: Array, batch: int, length: int, symbols: int) -> tuple[Arr
     return jnp.take_along_axis(permutations(symbol_key, batch, symbols), first, 1), first, at_keys
 
 
-Task = CopyFromFourPlaces | CopyString | ShiftBank | Induction | Skills | Markov | Recall | Histogram | Hop
-
-
-def make(options: config.Task) -> Task:
+def make(options: Options) -> Task:
     """The task that a config names."""
-    match options.kind:
-        case "copy":
-            return CopyFromFourPlaces(options.length, options.symbols)
-        case "copy_string":
-            return CopyString(options.symbols, options.shortest, options.longest, options.farthest)
-        case "shift_bank":
-            return ShiftBank(options.length, options.symbols, tuple(options.offsets))
-        case "induction":
-            return Induction(options.length, options.symbols, options.shortest, options.longest)
-        case "skills":
-            return Skills(options.length, options.symbols)
-        case "markov":
-            return Markov(options.length, options.symbols, options.prior)
-        case "recall":
-            return Recall(options.length, options.symbols, options.pairs)
-        case "histogram":
-            return Histogram(options.length, options.symbols, options.shortest)
-        case "hop":
-            return Hop(options.length, options.symbols, options.hops)
+    task = TASKS[options.kind]
+    values = {name: getattr(options, name) for name in inspect.signature(task).parameters}
+    # A task does not change: lists become tuples.
+    return task(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _has_twins(sources: Array) -> Array:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments import batches, model, tasks
 from experiments.config import Config, of_plain
-from experiments.measure import look
+from experiments.measure import head_scores
 from experiments.runs import devices, stopping
 from experiments.runs.checkpoint import Checkpoints, named
 from experiments.runs.folder import Damaged, read_json
@@ -220,7 +220,7 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
             # As much work again as attention itself, forward and backward: not before it counts.
             logits, spread = jax.lax.cond(
                 begun,
-                lambda params: look.with_entropy(setup.model, params, batch),
+                lambda params: head_scores.with_entropy(setup.model, params, batch),
                 lambda params: (
                     setup.model.apply(params, batch.tokens, at=batch.at),
                     jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads)),
@@ -228,8 +228,8 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
                 params,
             )
         elif penalty:
-            logits, weights = look.with_weights(setup.model, params, batch.tokens, at=batch.at)
-            spread = look.entropy(weights, batch)
+            logits, weights = head_scores.with_weights(setup.model, params, batch.tokens, at=batch.at)
+            spread = head_scores.entropy(weights, batch)
         else:
             logits = setup.model.apply(params, batch.tokens, at=batch.at)
         objective = loss_of(logits, batch, train.place_weights)
@@ -268,13 +268,13 @@ def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
 
     def of_one_seed(params: Any, key: Array) -> dict[str, Any]:
         batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
-        scores, weights = look.scores(transformer, task, params, batch)
-        return {"scores": scores, "offset_profile": look.offset_profile(weights, batch)}
+        scores, weights = head_scores.scores(transformer, task, params, batch)
+        return {"scores": scores, "offset_profile": head_scores.offset_profile(weights, batch)}
 
     @jax.jit
     def looking(params: Any) -> dict[str, Any]:
         first = jax.tree.map(lambda leaf: leaf[0], params)
-        examples = look.weights_of(transformer, first, task.probe(first_key, EXAMPLES).tokens)
+        examples = head_scores.weights_of(transformer, first, task.probe(first_key, EXAMPLES).tokens)
         return jax.vmap(of_one_seed)(params, setup.keys) | {"examples": examples}
 
     return looking

@@ -27,7 +27,7 @@ from flax import nnx
 from experiments.bench import timing
 from experiments.bench.suite import Job, Results, Suite
 from experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
-from experiments.published import model_file
+from experiments.model_files import model_file
 from jattn import heads, interop
 from jattn.interop._gguf import read_gguf
 

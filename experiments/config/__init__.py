@@ -11,9 +11,10 @@ from experiments.config.parser import of_plain as of_plain
 from experiments.config.schema import Claim as Claim
 from experiments.config.schema import Config as Config
 from experiments.config.schema import Evaluate as Evaluate
-from experiments.config.schema import Language as Language
+from experiments.config.schema import Kind as Kind
+from experiments.config.schema import LanguageModel as LanguageModel
 from experiments.config.schema import Mesh as Mesh
 from experiments.config.schema import Model as Model
-from experiments.config.schema import Pretrained as Pretrained
+from experiments.config.schema import SentenceEncoder as SentenceEncoder
 from experiments.config.schema import Task as Task
 from experiments.config.schema import Train as Train

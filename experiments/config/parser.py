@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 import jsonargparse
 import yaml
 
-from experiments.config import rules
 from experiments.config.schema import SECTIONS, Config
 
 
@@ -91,6 +90,8 @@ def build_and_parse(parser: Parser, parse: Callable[[Parser], jsonargparse.Names
             raise ValueError(f"{section}: expected options, got {parsed[section]!r}")
     found = parser.instantiate(parsed)
     config = Config(**{field.name: found[field.name] for field in dataclasses.fields(Config)})
+    from experiments.config import rules  # slow to import: an option that does not parse need not wait for JAX
+
     rules.check(config)
     return config, found
 

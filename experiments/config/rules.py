@@ -4,7 +4,8 @@ import dataclasses
 import re
 from typing import Any
 
-from experiments.config.schema import Config, Language, Model, Pretrained, Task
+from experiments.config.schema import Config, Kind
+from experiments.tasks import TASKS, Task, make
 
 _POSITIVE = {
     "task": ("symbols", "length", "shortest", "pairs", "hops"),
@@ -14,13 +15,14 @@ _POSITIVE = {
     "mesh": ("data", "heads", "sequence"),
     "language": ("sequences", "period", "group", "matched"),
 }
-_WHOLE = ("markov", "recall", "histogram")  # kinds whose batches a ring does not split
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
 _Rule = tuple[str, Any, bool, str]  # key, value, whether it is valid, what was expected
 
 
 def check(config: Config) -> None:
     """Raises ``ValueError`` for invalid values of the right type."""
+    if config.task.kind not in TASKS:
+        raise ValueError(f"task.kind: expected one of {', '.join(sorted(TASKS))}, got {config.task.kind!r}")
     for section, keys in _POSITIVE.items():
         for key in keys:
             value = getattr(getattr(config, section), key)
@@ -30,10 +32,12 @@ def check(config: Config) -> None:
         if not abs(value) <= LARGEST:
             raise ValueError(f"{key}: expected a finite float32 number, got {value!r}")
     groups = config.pretrained.groups
-    if config.pretrained != type(config.pretrained)() and (len(groups) < 2 or any(len(group) < 2 for group in groups)):
+    few = len(groups) < 2 or any(len(group) < 2 for group in groups)
+    if config.kind is Kind.SENTENCE_ENCODER and few:
         raise ValueError(f"pretrained.groups: expected at least 2 groups of at least 2 sentences, got {groups!r}")
-    of_task, of_claims = _task_and_model_rules(config.task, config.model), _claim_rules(config)
-    for key, value, good, expected in of_task + _train_rules(config) + _mesh_rules(config) + of_claims:
+    task = make(config.task)
+    of_task, of_model, of_train = _task_rules(config, task), _model_rules(config, task), _train_rules(config, task)
+    for key, value, good, expected in of_task + of_model + of_train + _mesh_rules(config, task) + _claim_rules(config):
         if not good:
             raise ValueError(f"{key}: expected {expected}, got {value!r}")
 
@@ -51,13 +55,27 @@ def _floats(plain: Any, key: str = "") -> list[tuple[str, float]]:
     return [found for name, value in items for found in _floats(value, name)]
 
 
-def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
+def _kinds(name: str, value: bool) -> tuple[str, ...]:
+    """The kinds of tasks of which something is so."""
+    return tuple(kind for kind, task in TASKS.items() if getattr(task, name) is value)
+
+
+def _task_rules(config: Config, task: Task) -> list[_Rule]:
+    """Those of the task itself, then those that hold for the options of all."""
+    options = config.task
+    length, shortest, longest, farthest = options.length, options.shortest, options.longest, options.farthest
+    return [
+        *((f"task.{name}", getattr(options, name), good, expected) for name, good, expected in task.rules()),
+        ("task.length", length, length % 4 == 0 and length >= 12, "a multiple of 4, at least 12"),
+        ("task.longest", longest, longest >= shortest, f"at least task.shortest={shortest}"),
+        ("task.farthest", farthest, farthest >= longest, f"at least task.longest={longest}"),
+    ]
+
+
+def _model_rules(config: Config, task: Task) -> list[_Rule]:
+    model, kind = config.model, config.task.kind
     kv_heads, value_dim, base, window = model.num_kv_heads, model.value_dim, model.rotary_base, model.window
     return [
-        *_of_task(task),
-        ("task.length", task.length, task.length % 4 == 0 and task.length >= 12, "a multiple of 4, at least 12"),
-        ("task.longest", task.longest, task.longest >= task.shortest, f"at least task.shortest={task.shortest}"),
-        ("task.farthest", task.farthest, task.farthest >= task.longest, f"at least task.longest={task.longest}"),
         (
             "model.num_kv_heads",
             kv_heads,
@@ -75,20 +93,21 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
         (
             "model.position",
             model.position,
-            model.position != "relative_keys" or task.kind != "copy_string",
-            "other than relative_keys for task.kind=copy_string, whose sequences differ in length",
+            model.position != "relative_keys" or task.same_length,
+            f"other than relative_keys for task.kind={kind}, whose sequences differ in length",
         ),
-        ("model.window", window, window is None or (model.causal and task.kind != "histogram"), "null with all tokens"),
+        ("model.window", window, window is None or (model.causal and task.causal), "null with all tokens"),
         (
             "model.causal",
             model.causal,
-            model.causal == (task.kind != "histogram"),
-            "false for task.kind=histogram, which counts later tokens too, and true for others",
+            model.causal == task.causal,
+            f"false for task.kind={', '.join(_kinds('causal', False))}, which counts later tokens too, and true for "
+            "others",
         ),
         (
             "model.tied",
             model.tied,
-            not model.tied or task.kind in ("induction", "markov", "recall"),
+            not model.tied or task.answers_are_tokens,
             "false where answers are not tokens, or several",
         ),
         ("model.mlp_dim", model.mlp_dim, model.mlp_dim >= 0, ">= 0"),
@@ -103,42 +122,8 @@ def _task_and_model_rules(task: Task, model: Model) -> list[_Rule]:
     ]
 
 
-def _of_task(task: Task) -> list[_Rule]:
-    """Rules of a single kind of task."""
-    length, offsets = task.length, task.offsets
-    if task.kind == "shift_bank":
-        good = bool(offsets) and len(set(offsets)) == len(offsets) and all(0 < one < length for one in offsets)
-        return [("task.offsets", offsets, good, f"distinct numbers >= 1 and < task.length={length}")]
-    if task.kind == "induction":
-        longest = min(length // 2, task.symbols)
-        return [
-            ("task.longest", task.longest, task.longest <= longest, f"at most {longest}, half of task.length"),
-            (
-                "task.symbols",
-                task.symbols,
-                task.symbols >= length - task.longest,
-                "at least task.length - task.longest",
-            ),
-        ]
-    if task.kind == "markov":
-        good = task.prior == "dirichlet" or task.symbols == 2
-        return [("task.symbols", task.symbols, good and task.symbols > 1, "at least 2, and 2 with doubly_stochastic")]
-    if task.kind == "recall":
-        pairs, most = task.pairs, min(length // 4, (task.symbols - 2) // 2)
-        return [("task.pairs", pairs, pairs <= most, f"at most {most}: a quarter of task.length, half of task.symbols")]
-    if task.kind == "histogram":
-        return [("task.shortest", task.shortest, task.shortest <= length, f"at most task.length={length}")]
-    if task.kind == "hop":
-        return [("task.symbols", task.symbols, task.symbols > 1, "at least 2: neighbours differ")]
-    if task.kind == "skills":
-        return [("task.symbols", task.symbols, task.symbols >= length // 2, "at least half of task.length")]
-    return []
-
-
-def _train_rules(config: Config) -> list[_Rule]:
-    train, kind = config.train, config.task.kind
-    several = {"copy": 4, "skills": 4, "shift_bank": len(config.task.offsets), "hop": config.task.hops + 1}
-    places = several.get(kind, 1)
+def _train_rules(config: Config, task: Task) -> list[_Rule]:
+    train, places = config.train, len(task.places)
     weights, most = train.place_weights, 2**32 - train.seeds  # a key is made of 32 bits
     # A warm-up is never shortened silently: training follows the config.
     warmup = f">= 0 and < train.steps={train.steps} (fewer steps need a shorter warm-up, such as {train.steps // 10})"
@@ -177,10 +162,9 @@ def _train_rules(config: Config) -> list[_Rule]:
     ]
 
 
-def _mesh_rules(config: Config) -> list[_Rule]:
-    mesh, model = config.mesh, config.model
+def _mesh_rules(config: Config, task: Task) -> list[_Rule]:
+    mesh, model, tokens, kind = config.mesh, config.model, task.trained_length, config.task.kind
     kv_heads = model.num_kv_heads or model.num_heads
-    tokens = 2 * config.task.longest + 1 if config.task.kind == "copy_string" else config.task.length
     batches = [("train.batch", config.train.batch), ("evaluate.batch", config.evaluate.batch)]
     return [
         *(("mesh.data", mesh.data, batch % mesh.data == 0, f"a divisor of {key}={batch}") for key, batch in batches),
@@ -200,30 +184,31 @@ def _mesh_rules(config: Config) -> list[_Rule]:
             "mesh.sequence",
             mesh.sequence,
             mesh.sequence == 1 or tokens % (2 * mesh.sequence) == 0,
-            f"2 * mesh.sequence to divide the {tokens} tokens of a sequence of task.kind={config.task.kind}",
+            f"2 * mesh.sequence to divide the {tokens} tokens of a sequence of task.kind={kind}",
         ),
         (
             "mesh.sequence",
             mesh.sequence,
-            mesh.sequence == 1 or (config.task.kind not in _WHOLE and model.position != "relative_keys"),
-            f"1 with task.kind in {_WHOLE} and model.position=relative_keys, which need whole sequences",
+            mesh.sequence == 1 or (task.can_split and model.position != "relative_keys"),
+            f"1 with task.kind in {_kinds('can_split', False)} and model.position=relative_keys, which need whole "
+            "sequences",
         ),
-        *_look_length_rules(config),
+        *_look_length_rules(config, task),
     ]
 
 
-def _look_length_rules(config: Config) -> list[_Rule]:
+def _look_length_rules(config: Config, task: Task) -> list[_Rule]:
     """A shorter sequence must pose the same task to the same model."""
-    task, position, looked = config.task, config.model.position, config.evaluate.look_length
+    options, position, looked = config.task, config.model.position, config.evaluate.look_length
     if looked is None:
         return []
-    key, fixed = "evaluate.look_length", "an option of task.kind=shift_bank only"
+    key, fixed = "evaluate.look_length", f"an option of task.kind={', '.join(_kinds('can_shorten', True))} only"
     relative = position in ("none", "rotary", "alibi", "relative")
-    enough = max(task.offsets, default=0) < looked <= task.length and task.kind == "shift_bank"
+    enough = max(options.offsets, default=0) < looked <= options.length and task.can_shorten
     return [
-        (key, looked, task.kind == "shift_bank", fixed),
+        (key, looked, task.can_shorten, fixed),
         (key, looked, relative, f"null with model.position={position}, which numbers tokens"),
-        (key, looked, enough, f"more than the largest of task.offsets={task.offsets}, at most {task.length}"),
+        (key, looked, enough, f"more than the largest of task.offsets={options.offsets}, at most {options.length}"),
     ]
 
 
@@ -237,7 +222,7 @@ def _claim_rules(config: Config) -> list[_Rule]:
         key, seeds = f"claims.{claim.name}", config.train.seeds
         one = (claim.at_least is None) != (claim.at_most is None)
         rules.append((key, [claim.at_least, claim.at_most], one, "one of at_least and at_most"))
-        trains = config.pretrained == Pretrained() and config.language == Language()
+        trains = config.kind is Kind.TRAINING
         rules.append((f"{key}.minus", claim.minus, claim.minus is None or trains, "null where nothing is trained"))
         rules.append((f"{key}.needed", claim.needed, 0 < claim.needed <= seeds, f"1 to train.seeds={seeds}"))
     return rules

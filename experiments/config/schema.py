@@ -1,12 +1,13 @@
 """The config as frozen dataclasses: task, model, training, evaluation, devices and claims."""
 
 import dataclasses
+import enum
 from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned.
+    """What is learned: the options of all tasks, of which ``experiments.tasks`` takes those of the kind.
 
     Attributes:
         kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
@@ -25,9 +26,7 @@ class Task:
         prior: markov: what rows of transitions are drawn from; doubly_stochastic takes two symbols.
     """
 
-    kind: Literal[
-        "copy", "copy_string", "shift_bank", "induction", "skills", "markov", "recall", "histogram", "hop"
-    ] = "copy"
+    kind: str = "copy"
     symbols: int = 16
     length: int = 32
     shortest: int = 4
@@ -162,7 +161,7 @@ class Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pretrained:
+class SentenceEncoder:
     """A pretrained sentence encoder, examined instead of trained.
 
     Attributes:
@@ -177,7 +176,7 @@ class Pretrained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Language:
+class LanguageModel:
     """A pretrained language model, examined instead of trained.
 
     Attributes:
@@ -224,6 +223,14 @@ class Claim:
     at_most: float | None = None
 
 
+class Kind(enum.Enum):
+    """What a run does with its config."""
+
+    TRAINING = "trains a transformer on a task"
+    SENTENCE_ENCODER = "examines a saved sentence encoder"
+    LANGUAGE_MODEL = "examines a saved language model, beside a toy model that it trains"
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One experiment.
@@ -252,11 +259,18 @@ class Config:
     train: Train = dataclasses.field(default_factory=Train)
     evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
-    pretrained: Pretrained = dataclasses.field(default_factory=Pretrained)
-    language: Language = dataclasses.field(default_factory=Language)
+    pretrained: SentenceEncoder = dataclasses.field(default_factory=SentenceEncoder)
+    language: LanguageModel = dataclasses.field(default_factory=LanguageModel)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        """What a run does: it examines the saved model of the section that is given, or else trains."""
+        if self.pretrained != SentenceEncoder():
+            return Kind.SENTENCE_ENCODER
+        return Kind.LANGUAGE_MODEL if self.language != LanguageModel() else Kind.TRAINING
 
 
 SECTIONS = {
@@ -265,6 +279,6 @@ SECTIONS = {
     "train": Train,
     "evaluate": Evaluate,
     "mesh": Mesh,
-    "pretrained": Pretrained,
-    "language": Language,
+    "pretrained": SentenceEncoder,
+    "language": LanguageModel,
 }

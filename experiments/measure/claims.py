@@ -8,7 +8,7 @@ import numpy as np
 from experiments import tasks
 from experiments.config import Claim, Config, variants
 from experiments.measure.evaluate import Measured, drops
-from experiments.turns import again, half_way, rate
+from experiments.onset import again, half_way, rate
 
 
 class Result(NamedTuple):

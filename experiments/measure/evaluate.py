@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from experiments.batches import Batch
-from experiments.measure import look
+from experiments.measure import head_scores
 from experiments.model import layer_by_layer
 from experiments.runs import devices
 from experiments.tasks import CopyString
@@ -95,13 +95,13 @@ def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
     """How the heads of one seed's model do it."""
     task, model = setup.task, setup.model
     looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], _test_batch(setup, key))
-    scores, weights = look.scores(model, task, params, looked_at, look.ALL)
+    scores, weights = head_scores.scores(model, task, params, looked_at, head_scores.ALL)
     probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
-    patterns = look.weights_of(model, params, probe.tokens)
+    patterns = head_scores.weights_of(model, params, probe.tokens)
     flat, real = patterns.reshape(len(patterns), -1, *patterns.shape[3:]), probe.real[0]
     return {
         "scores": scores,
-        "offset_profile": look.offset_profile(weights, looked_at),
+        "offset_profile": head_scores.offset_profile(weights, looked_at),
         "mean_weights": patterns.mean(0),
         "divergence": heads.pattern_divergence(flat.mean(0), real),
         "noise": noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
@@ -142,12 +142,12 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
 
     def untrained(key: Array) -> dict[str, Array]:
         batch, key = _null_batch(setup, key), jax.random.fold_in(key, NULL_INIT)
-        return look.scores(setup.model, setup.task, setup.model.init(key, batch.tokens[:1]), batch, names)[0]
+        return head_scores.scores(setup.model, setup.task, setup.model.init(key, batch.tokens[:1]), batch, names)[0]
 
     def shuffled(both: tuple[Any, Array]) -> dict[str, Array]:
         params, key = both
         batch = _null_batch(setup, key)
-        return jax.lax.map(lambda shift: look.of_shuffled(setup.model, setup.task, params, batch, shift), shifts)
+        return jax.lax.map(lambda shift: head_scores.of_shuffled(setup.model, setup.task, params, batch, shift), shifts)
 
     keys = jax.vmap(jax.random.key)(jnp.arange(math.ceil(needed / heads_each)))
     found = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)

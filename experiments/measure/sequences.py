@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.config import Language
+from experiments.config import LanguageModel
 
 SHORT = 24  # random tokens before they repeat, in the sequences whose weights the report shows
 SHOWN = 16  # of these, for the mean of the weights
@@ -44,7 +44,7 @@ class Sequences:
         return np.stack([random & second, ~random & repeated, ~random & ~repeated])
 
 
-def draw(options: Language, tokenizer: Any, vocabulary: int) -> Sequences:
+def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
     """The sequences of a config, by the model's tokenizer.
 
     Raises:

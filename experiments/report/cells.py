@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Rectangle
 
-from experiments.report.panels import Matrix
+from experiments.report.plot_data import Matrix
 from experiments.report.style import INK, RAMP
 
 CELL_BUDGET = 2000  # cells of a matrix that are shapes of their own

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.report.panels import BLOCKS, head_codes, head_titles, pooled
+from experiments.report.plot_data import BLOCKS, head_codes, head_titles, pooled
 from experiments.runs.findings import Findings, plain
 
 

@@ -14,9 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from experiments.onset import rate
 from experiments.report import layers
 from experiments.report.cells import draw_matrix, names_height
-from experiments.report.panels import (
+from experiments.report.plot_data import (
     WHEN,
     Panel,
     ablation_matrices,
@@ -39,7 +40,6 @@ from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WI
 from experiments.report.svg import told
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
-from experiments.turns import rate
 from jattn.plots import head_grid
 
 MANY = 6  # with more heads per layer, names are short and figures wider

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.report.cells import draw_matrix
-from experiments.report.panels import OWN_SCALE, WHEN, Matrix, ablation_matrices, head_names, pooled
+from experiments.report.plot_data import OWN_SCALE, WHEN, Matrix, ablation_matrices, head_names, pooled
 from experiments.report.style import RAMP, WIDTH
 from experiments.runs.findings import Findings, plain
 from jattn.heads import MIXED, WEAK

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.report.data import explorer, weights
 from experiments.report.figures import write_figures
-from experiments.report.panels import control_rows, in_unit
+from experiments.report.plot_data import control_rows, in_unit
 from experiments.report.svg import inline, shades
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically

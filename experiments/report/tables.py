@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.report.panels import divergence_text
+from experiments.report.plot_data import divergence_text
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
 from jattn.heads import MIXED, WEAK

@@ -118,6 +118,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected distinct numbers >= 1"),
         (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),
         (["--task.kind induction --task.longest 17 --task.shortest 4"], "task.longest: expected at most 16"),
+        (["--task.kind reverse"], "task.kind: expected one of copy, copy_string, histogram, hop, induction, markov, "),
         (["--task.kind skills --task.symbols 15"], "task.symbols: expected at least half of task.length"),
         (["--mesh.heads 0"], "mesh.heads: expected > 0, got 0"),
         (["--mesh.data 3"], "mesh.data: expected a divisor of train.batch=4, got 3"),
@@ -286,6 +287,13 @@ def test_differences_name_the_key_and_both_values(tmp_path):
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_the_configs_of_the_project_are_valid(file):
     assert config.read(file).name == file.stem
+
+
+def test_what_a_run_does_is_told_by_its_config():
+    kinds = {file.stem: config.read(file).kind for file in CONFIGS}
+    assert kinds.pop("minilm_heads") is config.Kind.SENTENCE_ENCODER
+    assert kinds.pop("smollm2") is config.Kind.LANGUAGE_MODEL
+    assert set(kinds.values()) == {config.Kind.TRAINING}
 
 
 @pytest.mark.slow

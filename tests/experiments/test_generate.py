@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.__main__ import main as run_main
-from experiments.published import PACKAGES, model_file
+from experiments.model_files import PACKAGES, model_file
 from tests.jattn.test_language_models import write_gguf
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")

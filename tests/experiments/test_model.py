@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from experiments import config, model, tasks, train
-from experiments.measure import claims, look
+from experiments.measure import claims, head_scores
 from experiments.measure.evaluate import Measured
 from jattn import heads
 
@@ -51,7 +51,7 @@ def test_weights_are_sown_layer_by_layer_and_change_nothing(getkey):
     @jax.jit
     def look_at(params):
         looked, kept = transformer.apply(params, batch.tokens, sow_weights=True, mutable=["intermediates"])
-        return looked, look.with_weights(transformer, params, batch.tokens), kept["intermediates"]
+        return looked, head_scores.with_weights(transformer, params, batch.tokens), kept["intermediates"]
 
     looked, (logits, weights), kept = look_at(params)
     assert weights.shape == (2, 2, 4, 11, 11)
@@ -94,17 +94,19 @@ def test_place_scores_and_profiles_find_heads_built_by_hand():
     built_by_hand = [position - 1, jnp.maximum(position - 4, 0), jnp.zeros(9, int)]
     weights = jnp.stack([jax.nn.one_hot(targets, 9) for targets in built_by_hand])
     weights = jnp.broadcast_to(weights[None, None], (3, 1, 3, 9, 9))
-    found = jax.jit(lambda weights: look.of_places(TASK, weights, batch.sources))(weights)
+    found = jax.jit(lambda weights: head_scores.of_places(TASK, weights, batch.sources))(weights)
     np.testing.assert_allclose(found["copy source"], [[0, 1, 0]], atol=1e-6)
-    profile = jax.jit(look.offset_profile)(weights, batch)
+    profile = jax.jit(head_scores.offset_profile)(weights, batch)
     assert profile.shape == (1, 3, 9) and profile[0, 0].argmax() == 7 and profile[0, 1].argmax() == 4
 
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_weights(getkey):
     transformer, params, batch = built("relative", getkey())
-    found, weights = jax.jit(lambda params: look.scores(transformer, TASK, params, batch, look.ALL))(params)
-    assert set(found) == {"copy source", *look.ALL} and found["induction"].shape == (2, 4)
+    found, weights = jax.jit(lambda params: head_scores.scores(transformer, TASK, params, batch, head_scores.ALL))(
+        params
+    )
+    assert set(found) == {"copy source", *head_scores.ALL} and found["induction"].shape == (2, 4)
 
     def mean(statistic, *others):
         statistic = jax.jit(statistic)
@@ -118,7 +120,7 @@ def test_scores_are_those_of_the_weights(getkey):
     np.testing.assert_allclose(found["first_token"], mean(heads.first_token, batch.real), atol=1e-6)
     expected = mean(lambda w, t, real: heads.induction(w, t[:, 0], real), batch.tokens, batch.real)
     np.testing.assert_allclose(found["induction"], expected, atol=1e-6)
-    np.testing.assert_allclose(found["entropy"], jax.jit(look.entropy)(weights, batch), atol=1e-5)
+    np.testing.assert_allclose(found["entropy"], jax.jit(head_scores.entropy)(weights, batch), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -127,9 +129,9 @@ def test_shuffled_tokens_leave_places_of_fixed_positions_out(getkey):
     transformer = model.make(config.Model(num_heads=2, model_dim=8, head_dim=4), task)
     batch = task.sample(getkey(), 4)
     params = jax.jit(transformer.init)(getkey(), batch.tokens)
-    found = jax.jit(lambda params: look.of_shuffled(transformer, task, params, batch))(params)
+    found = jax.jit(lambda params: head_scores.of_shuffled(transformer, task, params, batch))(params)
     assert set(found) == {"duplicate_token", "induction", "value"}
-    weights = jax.jit(lambda params: look.weights_of(transformer, params, batch.tokens))(params)
+    weights = jax.jit(lambda params: head_scores.weights_of(transformer, params, batch.tokens))(params)
     other = jnp.roll(batch.tokens[..., 0], 1, 0)
     induction = jax.jit(heads.induction)
     each = [[induction(w, t, r) for w in layers[0]] for layers, t, r in zip(weights, other, batch.real, strict=True)]
@@ -208,7 +210,9 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     batch = setup.task.sample(jax.random.fold_in(jax.random.fold_in(setup.keys[0], train.TRAIN_DATA), 0), 4)
     np.testing.assert_allclose(gradients[0][0], gradients[1][0], rtol=1e-6)  # the reported loss excludes the penalty
     moments = [jax.tree.leaves(optax.tree.get(optimizer, "mu")) for _, optimizer in gradients]
-    entropy = jax.grad(lambda params: look.entropy(look.weights_of(setup.model, params, batch.tokens), batch).mean())
+    entropy = jax.grad(
+        lambda params: head_scores.entropy(head_scores.weights_of(setup.model, params, batch.tokens), batch).mean()
+    )
     entropy = jax.jit(entropy)
     slopes = jax.tree.leaves(entropy(state["params"]))
     for without, with_penalty, before_it, slope in zip(*moments, slopes, strict=True):
@@ -218,8 +222,10 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
 
 def test_the_entropy_from_statistics_is_that_of_the_weights(getkey):
     transformer, params, batch = built("alibi", getkey())
-    of_weights = lambda params: look.entropy(look.with_weights(transformer, params, batch.tokens)[1], batch)
-    of_statistics = lambda params: look.with_entropy(transformer, params, batch)[1]
+    of_weights = lambda params: head_scores.entropy(
+        head_scores.with_weights(transformer, params, batch.tokens)[1], batch
+    )
+    of_statistics = lambda params: head_scores.with_entropy(transformer, params, batch)[1]
     both = [
         jax.jit(lambda params, of=of: (of(params), jax.grad(lambda p: of(p).mean())(params)))(params)
         for of in (of_weights, of_statistics)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments import compare, config, replicate, saved
+from experiments import compare, config, load_run, replicate
 from experiments.__main__ import main
 from experiments.report import page
 
@@ -91,7 +91,7 @@ def test_a_look_shows_every_head_at_its_step(finished, capsys):
 
 def test_a_model_differs_from_itself_by_nothing_and_heads_are_matched(finished):
     _, out = finished
-    last, first = saved.load(str(out)), saved.load(f"{out}@1")
+    last, first = load_run.load(str(out)), load_run.load(f"{out}@1")
     assert (last.step, first.step) == (4, 1)
     same = compare.compare(last, last)
     assert same.match.tolist() == [[[0, 1]]] * 2

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments.report import figures, page, panels
+from experiments.report import figures, page, plot_data
 from experiments.runs.findings import Findings
 
 SEEDS, LAYERS, HEADS, TOKENS, EXAMPLES = 3, 2, 2, 5, 2
@@ -171,20 +171,20 @@ def test_tables_hold_every_head_and_control(written):
 
 def test_heads_of_other_seeds_are_matched():
     findings = synthetic()
-    assert panels.matched_heads(findings).tolist() == [[order] * LAYERS for order in ORDER]
-    profiles = panels.matched_profiles(findings)
+    assert plot_data.matched_heads(findings).tolist() == [[order] * LAYERS for order in ORDER]
+    profiles = plot_data.matched_profiles(findings)
     assert (profiles[:, 1, 0, 3] == 0.9).all() and (profiles[:, 1, 1, 3] == 0.1).all()
-    ablated = panels.matched_ablation(findings)
+    ablated = plot_data.matched_ablation(findings)
     assert (ablated[:, 2, 0] == 0.1).all() and (ablated[:, 2, 1] == 0.95).all()
     findings.divergence[1, 1] = np.arange(16).reshape(4, 4)
     swapped = [1, 0, 3, 2]
     np.testing.assert_array_equal(
-        panels.matched_divergence(findings)[1, 1], np.arange(16).reshape(4, 4)[swapped][:, swapped]
+        plot_data.matched_divergence(findings)[1, 1], np.arange(16).reshape(4, 4)[swapped][:, swapped]
     )
 
 
 def test_a_seed_is_shown_by_its_best_head():
-    found = {panel.title: panel for panel in panels.time_panels(synthetic())}
+    found = {panel.title: panel for panel in plot_data.time_panels(synthetic())}
     assert list(found) == ["loss", "accuracy", "best head's weight\non its place", "other head scores"]
     back, mirror = found["best head's weight\non its place"].lines
     np.testing.assert_allclose(back.seeds, [[0.1, 0.5, 0.9]] * SEEDS)

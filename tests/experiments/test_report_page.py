@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from experiments.report import figures, page, panels
+from experiments.report import figures, page, plot_data
 from tests.experiments.test_report import HEADS, LAYERS, synthetic
 
 # What a reader does: moves the slider, points at cells, presses keys, opens a head, clicks the chart.
@@ -196,5 +196,5 @@ def check_matrices(findings, verdict):
     named = [dot.partition(": ") for dot in verdict["map"]]
     assert [name for name, _, _ in named] == ["L0H0 one back", "L0H1 mirror", "L1H0 one back", "L1H1 mirror"] * 2
     points = [[float(value) for value in place.split(", ")] for _, _, place in named]
-    planes = [panels.plane(matrix)[0] for matrix in findings.divergence[0]]
+    planes = [plot_data.plane(matrix)[0] for matrix in findings.divergence[0]]
     np.testing.assert_allclose(points, np.concatenate(planes), atol=1e-3)

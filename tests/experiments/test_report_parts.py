@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.report import data, figures, layers, page, panels
+from experiments.report import data, figures, layers, page, plot_data
 from tests.experiments.test_report import embedded, synthetic
 from tests.experiments.test_report_page import browse
 
@@ -17,13 +17,13 @@ def test_blocks_average_queries_and_sum_keys():
     weights = np.array(
         [[1.0, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0], [0.2, 0.3, 0.5, 0, 0], [0, 0, 0, 1, 0], [0, 0.1, 0, 0.2, 0.7]]
     )
-    blocks, names = panels.pooled(np.stack([weights, weights[::-1]]), 3)
+    blocks, names = plot_data.pooled(np.stack([weights, weights[::-1]]), 3)
     assert names == ["0-1", "2-3", "4"]
     np.testing.assert_allclose(blocks[0], [[1, 0, 0], [0.25, 0.75, 0], [0.1, 0.2, 0.7]])
     np.testing.assert_allclose(blocks.sum(-1), 1)
-    whole, names = panels.pooled(weights, 5)
+    whole, names = plot_data.pooled(weights, 5)
     assert whole is weights and names == ["0", "1", "2", "3", "4"]
-    assert [len(panels.pooled(np.zeros((size, size)))[1]) for size in (128, 129, 1000)] == [128, 65, 125]
+    assert [len(plot_data.pooled(np.zeros((size, size)))[1]) for size in (128, 129, 1000)] == [128, 65, 125]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_weights_that_do_not_fit_lose_digits_then_tokens(size, room, expected):
 def test_the_map_keeps_the_distances_that_two_dimensions_hold():
     corners = np.array([[0.0, 0.0], [0.6, 0.0], [0.6, 0.3], [0.0, 0.3], [0.2, 0.1]])
     squared = ((corners[:, None] - corners) ** 2).sum(-1)
-    points, kept = panels.plane(squared)
+    points, kept = plot_data.plane(squared)
     np.testing.assert_allclose(((points[:, None] - points) ** 2).sum(-1), squared, atol=1e-12)
     assert kept == pytest.approx(1)
     np.testing.assert_allclose(points.mean(0), 0, atol=1e-12)
     # Four heads equally far from each other need three dimensions of equal size.
-    assert panels.plane(0.5 * (1 - np.eye(4)))[1] == pytest.approx(2 / 3)
-    assert panels.plane(np.zeros((1, 1)))[0].tolist() == [[0, 0]]
+    assert plot_data.plane(0.5 * (1 - np.eye(4)))[1] == pytest.approx(2 / 3)
+    assert plot_data.plane(np.zeros((1, 1)))[0].tolist() == [[0, 0]]
 
 
 def test_names_on_the_map_touch_nothing():
@@ -78,7 +78,7 @@ def test_names_on_the_map_touch_nothing():
     for when, corners in enumerate([[(0, 0), (8, 2), (16, 4), (24, 7)], [(0, 0), (250, 0), (250, 130), (0, 120)]]):
         points = np.array(corners) / 400
         findings.divergence[0, when] = ((points[:, None] - points) ** 2).sum(-1)
-    (crowded, spread), reach = panels.head_maps(findings)
+    (crowded, spread), reach = plot_data.head_maps(findings)
     assert all(spread.sides) and not all(crowded.sides)
     assert np.abs(spread.points).max() < reach
     boxes = []
@@ -89,7 +89,7 @@ def test_names_on_the_map_touch_nothing():
 
 
 def test_statistics_are_coloured_on_their_scale():
-    untrained, trained = panels.statistics_matrices(synthetic())
+    untrained, trained = plot_data.statistics_matrices(synthetic())
     assert trained.columns == ["max weight", "distance"]
     assert trained.rows == ["L0H0 one back", "L0H1 mirror", "L1H0 one back", "L1H1 mirror"]
     # Heads are matched: every seed has the same numbers, with its heads in a different order.
@@ -100,22 +100,22 @@ def test_statistics_are_coloured_on_their_scale():
 
 def test_ablations_are_cut_by_layers_where_they_are_many(monkeypatch):
     findings = synthetic()
-    (whole,) = panels.ablation_matrices(findings)
-    monkeypatch.setattr(panels, "TOGETHER", 4)
-    cut = panels.ablation_matrices(findings)
+    (whole,) = plot_data.ablation_matrices(findings)
+    monkeypatch.setattr(plot_data, "TOGETHER", 4)
+    cut = plot_data.ablation_matrices(findings)
     assert [matrix.title for matrix in cut] == ["layer 0", "layer 1", "all heads of a role"]
     assert [name for matrix in cut for name in matrix.columns] == whole.columns
     np.testing.assert_array_equal(np.concatenate([matrix.seeds for matrix in cut], 2), whole.seeds)
-    none = panels.ablation_matrices(dataclasses.replace(findings, groups={}))
+    none = plot_data.ablation_matrices(dataclasses.replace(findings, groups={}))
     assert [matrix.title for matrix in none] == [""]
 
 
 def test_roles_have_colours_of_their_own():
     rows = [dict(synthetic().heads[0], role=role) for role in ("one_back", "mixed", *"abcdefg")]
-    colours = panels.role_colours(synthetic(heads=rows))
+    colours = plot_data.role_colours(synthetic(heads=rows))
     assert (colours["one back"], colours["mixed"]) == (0, -1)
     assert len(set(colours.values())) == len(colours) == 9
-    assert max(colours.values()) < len(figures.PALETTE) == panels.PALETTE_SIZE
+    assert max(colours.values()) < len(figures.PALETTE) == plot_data.PALETTE_SIZE
 
 
 def large(layers, heads, size, examples, steps, seeds=10):
@@ -176,7 +176,7 @@ def test_many_offsets_are_drawn_as_fewer_points(monkeypatch):
     monkeypatch.setattr(figures, "LINE_BUDGET", 5)
     monkeypatch.setattr(figures, "PROFILE_BUDGET", 9)
     findings = synthetic()  # 9 offsets, from -4; heads "one back" have 0.9 at -1, all else 0.1
-    offsets, values, step = panels.drawn_profiles(findings, 5)
+    offsets, values, step = plot_data.drawn_profiles(findings, 5)
     assert offsets.tolist() == [-4, -2, 0, 2, 4] and step == 2
     np.testing.assert_allclose(values[:, 1, 0], [[0.1, 0.9, 0.1, 0.1, 0.1]] * 3)
     figure = figures.offsets_figure(findings)
@@ -285,7 +285,7 @@ def test_what_comes_first_is_told_by_seed():
     scores["entropy"][:, :, 0, 0] = rising
     metrics = {"loss": 1 - np.roll(rising, 2, 1) * (steps >= 20)}
     findings = synthetic(look_steps=steps, scores=scores, metric_steps=steps, metrics=metrics)
-    (first, turned), (second, fallen) = panels.turns(findings)
+    (first, turned), (second, fallen) = plot_data.turns(findings)
     assert first == "mirror, layer 1" and second == "loss falls"
     np.testing.assert_allclose(turned, [15, 25, 5])
     assert (turned < fallen).all()
@@ -296,4 +296,4 @@ def test_what_comes_first_is_told_by_seed():
     axes = figures.turns_figure(dataclasses.replace(findings, scores=scores)).axes[0]
     assert [line.get_fillstyle() for line in axes.lines if line.get_marker() == "o"] == ["full", "none", *["full"] * 4]
     assert "hollow: never" in axes.get_xlabel()
-    assert panels.turns(synthetic()) == [], "three looks are too few to tell"
+    assert plot_data.turns(synthetic()) == [], "three looks are too few to tell"

@@ -18,7 +18,7 @@ import pytest
 
 from experiments import config, run, train
 from experiments.__main__ import main as run_main
-from experiments.measure import claims, collect, evaluate, language
+from experiments.measure import assemble, claims, evaluate, language_model
 from experiments.report import page
 from experiments.runs.checkpoint import Checkpoints
 from experiments.runs.findings import Findings
@@ -260,13 +260,13 @@ def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
         measured = types.SimpleNamespace(accuracy=np.full((1, 1), number), hardened=np.full((1, 1), 10 + number))
         result = results[""]._replace(trained=measured)
         results[f"model.num_heads={heads},model.position={position}"] = result
-    curves = collect._sweep_curves(results)
+    curves = assemble._sweep_curves(results)
     assert curves["mean accuracy over model.num_heads"] == {
         "model.position=none": [[1, 2], [4, 0]],
         "model.position=alibi": [[1, 3], [4, 1]],
     }
     words = {"model.position": ["none", "alibi"]}
-    assert collect._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
+    assert assemble._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
 
 @pytest.mark.slow
@@ -301,9 +301,9 @@ def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
 def test_a_config_of_the_project_asks_for_metrics_that_there_are():
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
         settings = config.read(file)
-        if settings.language.model:
-            language.check(settings)
-        elif not settings.pretrained.groups:
+        if settings.kind is config.Kind.LANGUAGE_MODEL:
+            language_model.check(settings)
+        elif settings.kind is config.Kind.TRAINING:
             claims.check(settings, run._known_metrics)
             assert settings.claims, file.name
 

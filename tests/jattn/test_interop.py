@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from experiments.measure import pretrained
+from experiments.measure import sentence_encoder
 from jattn import heads, interop
 from tests import reference
 from tests.soak import loading
@@ -319,13 +319,13 @@ def sentences(minilm):
     from experiments.config import read
 
     options = read(Path(__file__).parents[2] / "configs" / "minilm_heads.yaml").pretrained
-    return pretrained.read_sentences(options, minilm)
+    return sentence_encoder.read_sentences(options, minilm)
 
 
 @pytest.fixture(scope="module")
 def embedded(minilm, sentences):
     model = interop.load(minilm)
-    return model, np.asarray(nnx.jit(pretrained.embed)(model, sentences.tokens, sentences.valid))
+    return model, np.asarray(nnx.jit(sentence_encoder.embed)(model, sentences.tokens, sentences.valid))
 
 
 @pytest.mark.slow
@@ -349,7 +349,7 @@ def test_minilm_knows_what_belongs_together(sentences, embedded):
 @pytest.mark.bits
 def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
     model, alone = embedded
-    look = nnx.capture(pretrained.embed, nnx.Intermediate)
+    look = nnx.capture(sentence_encoder.embed, nnx.Intermediate)
     beside, sown = nnx.jit(lambda model: look(model, sentences.tokens, sentences.valid, sow_weights=True))(model)
     np.testing.assert_array_equal(alone, beside)
     assert len(heads.collect(sown, "attention_weights")) == 6

@@ -20,11 +20,11 @@ from flax import nnx
 from jax import Array
 from rich.progress import track
 
-from experiments.config import Claim, Config, Language
-from experiments.measure import claims, evaluate, look, paths, sequences
+from experiments.config import Claim, Config, LanguageModel
+from experiments.measure import claims, evaluate, head_scores, paths, sequences
 from experiments.measure.sequences import PLACES, Sequences
 from experiments.model import Block
-from experiments.published import model_file
+from experiments.model_files import model_file
 from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
@@ -122,7 +122,7 @@ def run(config: Config, out: Path) -> Findings:
         metrics={},
         look_steps=np.array([0, 1]),  # the twin, the model
         scores=_both(twin, looked, (*PATTERNS, "max_weight", "entropy")),
-        statistics=_both(twin, looked, look.ALL),
+        statistics=_both(twin, looked, head_scores.ALL),
         offsets=np.arange(1 - data.short.shape[1], data.short.shape[1]),
         offset_profile=_both(twin, looked, ["profile"])["profile"],
         example_steps=np.array([0, 1]),
@@ -178,9 +178,9 @@ def look_at(model: Model, data: Sequences) -> dict[str, Any]:
         }
 
     of = jax.jit(statistics, static_argnums=3)
-    looked = of(model.state, tested, tested, look.ALL)
-    looked["chosen"] = of(model.state, chosen, chosen, look.ALL)
-    looked["shuffled"] = of(model.state, tested, jnp.roll(tested, 1, 0), look.ALL)
+    looked = of(model.state, tested, tested, head_scores.ALL)
+    looked["chosen"] = of(model.state, chosen, chosen, head_scores.ALL)
+    looked["shuffled"] = of(model.state, tested, jnp.roll(tested, 1, 0), head_scores.ALL)
     looked["norms"] = jax.jit(norms)(model.state)
     return jax.tree.map(np.asarray, looked | jax.jit(patterns)(model.state))
 
@@ -370,7 +370,7 @@ def _both(twin: dict[str, Any], looked: dict[str, Any], names: Sequence[str]) ->
 
 def _toy(config: Config, out: Path) -> dict[str, Measure]:
     """The metrics of the toy model, one number per seed."""
-    itself = dataclasses.replace(config, name=f"{config.name}-toy", language=Language(), claims=[])
+    itself = dataclasses.replace(config, name=f"{config.name}-toy", language=LanguageModel(), claims=[])
     trained = train(itself, out)
     setup = trained.setup
     result, untrained = evaluate.measure(setup, trained.params, trained.untrained)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from experiments.batches import Batch, OneSymbol, letter, permutations
+from experiments.batches import Batch, Rule, Task, letter, permutations
 
 
 @dataclasses.dataclass(frozen=True)
-class Markov(OneSymbol):
+class Markov(Task, kind="markov"):
     """Predict the next symbol of a Markov chain whose transitions are new in every sequence.
 
     ``prior``: rows of the transition matrix are uniform over distributions, or the matrix is uniform over doubly
@@ -32,6 +32,13 @@ class Markov(OneSymbol):
     roles = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
     metrics = ("loss", "above/unigram", "above/bigram")
     levels = ("unigram", "bigram", "chain")
+    answers_are_tokens = True
+    can_split = False
+
+    def rules(self) -> list[Rule]:
+        """Two symbols at least, and exactly two with doubly stochastic transitions."""
+        good = self.symbols > 1 and (self.prior == "dirichlet" or self.symbols == 2)
+        return [("symbols", good, "at least 2, and 2 with doubly_stochastic")]
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` chains, with a target at every query."""
@@ -59,10 +66,6 @@ class Markov(OneSymbol):
             levels=self._levels(transitions, tokens, after),
         )
 
-    def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout, so that patterns can be averaged over a batch."""
-        return self.sample(key, batch)
-
     def _transitions(self, key: Array, batch: int) -> Array:
         if self.prior == "dirichlet":
             return jax.random.dirichlet(key, jnp.ones(self.symbols), (batch, self.symbols))
@@ -81,7 +84,7 @@ class Markov(OneSymbol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recall(OneSymbol):
+class Recall(Task, kind="recall"):
     """Multi-query associative recall: pairs of a key and a value, then each key again, among blanks.
 
     The second occurrences are nearer more often than farther, by a power law. Answers are the values, at these alone.
@@ -97,6 +100,13 @@ class Recall(OneSymbol):
     roles = ("value", "previous_token", "current_token", "first_token", "duplicate_token")
     metrics = ("mean_accuracy",)
     power = 0.01  # of the distances' distribution
+    answers_are_tokens = True
+    can_split = False
+
+    def rules(self) -> list[Rule]:
+        """The pairs fit into the sequence twice, and their tokens are distinct."""
+        most = min(self.length // 4, (self.symbols - 2) // 2)
+        return [("pairs", self.pairs <= most, f"at most {most}: a quarter of task.length, half of task.symbols")]
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
@@ -119,10 +129,6 @@ class Recall(OneSymbol):
             at=at,
         )
 
-    def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences whose pairs are in one place."""
-        return self.sample(key, batch)
-
     def _distinct(self, key: Array, batch: int, low: int, high: int) -> Array:
         """``[batch,pairs]``: distinct ids in ``[low, high)``, one of each part of that range, in any order."""
         part_key, order_key = jax.random.split(key)
@@ -136,7 +142,7 @@ class Recall(OneSymbol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Histogram(OneSymbol):
+class Histogram(Task, kind="histogram"):
     """How often does this token occur in the sequence, before and after it? Lengths are random, padded at the end.
 
     Source: Weiss et al., https://arxiv.org/abs/2106.06981, section 5 (histograms without a first token).
@@ -151,6 +157,12 @@ class Histogram(OneSymbol):
     of_tokens = ()
     roles = ("current_token", "first_token", "duplicate_token", "previous_token", "induction")
     metrics = ("mean_accuracy",)
+    causal = False
+    can_split = False
+
+    def rules(self) -> list[Rule]:
+        """The shortest sequence is no longer than all."""
+        return [("shortest", self.shortest <= self.length, f"at most task.length={self.length}")]
 
     @property
     def vocabulary(self) -> tuple[int, ...]:
@@ -196,7 +208,7 @@ class Histogram(OneSymbol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hop(OneSymbol):
+class Hop(Task, kind="hop"):
     """k-hop induction: go from a symbol to what followed its last earlier occurrence, k times, and say what is there.
 
     The first token says k, from 0 to ``hops``; read-out k is asked where it is k. Neighbours differ. The answer is one
@@ -234,6 +246,10 @@ class Hop(OneSymbol):
     def classes(self) -> int:
         """Number of different answers: the symbols, and none."""
         return self.symbols + 1
+
+    def rules(self) -> list[Rule]:
+        """Neighbours differ."""
+        return [("symbols", self.symbols > 1, "at least 2: neighbours differ")]
 
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config, model, tasks, train, turns
-from experiments.measure import claims, look
+from experiments import config, model, onset, tasks, train
+from experiments.measure import claims, head_scores
 from jattn import heads
 from tests import reference
 
@@ -107,7 +107,7 @@ def built(task, **changes):
 
 def test_relative_keys_are_a_vector_for_each_distance():
     transformer, params, batch = built(tasks.Markov(9, 2), position="relative_keys", norm=False)
-    weights = jax.jit(lambda params: look.weights_of(transformer, params, batch.tokens))(params)[:, 0]
+    weights = jax.jit(lambda params: head_scores.weights_of(transformer, params, batch.tokens))(params)[:, 0]
     own = jax.tree.map(np.asarray, params["params"])
     block = own["layer_0"]
     x = own["embed_0"]["embedding"][np.asarray(batch.tokens[..., 0])]
@@ -122,9 +122,9 @@ def test_relative_keys_are_a_vector_for_each_distance():
 
 
 def test_a_window_padding_and_later_tokens_are_seen_as_they_say():
-    see = lambda *made: np.asarray(jax.jit(lambda params: look.weights_of(made[0], params, made[2].tokens))(made[1]))[
-        :, 0, 0
-    ]
+    see = lambda *made: np.asarray(
+        jax.jit(lambda params: head_scores.weights_of(made[0], params, made[2].tokens))(made[1])
+    )[:, 0, 0]
     weights = see(*built(tasks.Markov(9, 2), window=3))
     t, s = np.indices((9, 9))
     np.testing.assert_array_equal(weights[0] > 0, (s <= t) & (s > t - 3))
@@ -190,11 +190,11 @@ def test_a_level_is_passed_when_the_loss_is_nearer_to_the_next():
 
 
 def test_what_may_hold_again_is_told_by_the_seeds_that_passed():
-    assert turns.rate(10, 10) == pytest.approx([0.6915, 1.0], abs=1e-3)
-    assert turns.rate(9, 10) == pytest.approx([0.5550, 0.9975], abs=1e-3)
-    assert turns.again(10, 10, 9) == pytest.approx(0.894, abs=1e-3)
-    assert turns.again(9, 10, 9) < 2 / 3 < turns.again(10, 10, 10)
-    assert turns.rate(1, 1) is None and turns.again(1, 1, 1) is None
+    assert onset.rate(10, 10) == pytest.approx([0.6915, 1.0], abs=1e-3)
+    assert onset.rate(9, 10) == pytest.approx([0.5550, 0.9975], abs=1e-3)
+    assert onset.again(10, 10, 9) == pytest.approx(0.894, abs=1e-3)
+    assert onset.again(9, 10, 9) < 2 / 3 < onset.again(10, 10, 10)
+    assert onset.rate(1, 1) is None and onset.again(1, 1, 1) is None
 
 
 @pytest.mark.parametrize("kind, changes", [
@@ -212,9 +212,9 @@ def test_a_step_of_every_task_and_what_is_tracked_of_it(kind, changes):
     state, metrics = train.updates(setup)(setup.init(), jnp.arange(2))
     assert metrics["finite"].all()
     tracked = train.look_at(setup)(state["params"])["scores"]
-    assert set(tracked) == {*setup.task.located, *look.TRACKED}
+    assert set(tracked) == {*setup.task.located, *head_scores.TRACKED}
     assert {f"above/{name}" for name in setup.task.levels} <= set(metrics)
-    assert set(setup.task.roles) <= {*setup.task.places, *look.ALL} and set(setup.task.roles) >= set(
+    assert set(setup.task.roles) <= {*setup.task.places, *head_scores.ALL} and set(setup.task.roles) >= set(
         heads.OF_TOKENS
     ) - {"induction"}
     assert dataclasses.is_dataclass(setup.task)

@@ -15,8 +15,8 @@ from flax import nnx
 from jax import Array
 from rich.progress import track
 
-from experiments.config import Config, Pretrained
-from experiments.measure import claims, evaluate, look
+from experiments.config import Config, SentenceEncoder
+from experiments.measure import claims, evaluate, head_scores
 from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
@@ -60,7 +60,7 @@ def check(config: Config) -> None:
     folder_of(config.pretrained)
 
 
-def folder_of(options: Pretrained) -> Path:
+def folder_of(options: SentenceEncoder) -> Path:
     """The folder of the saved model. Raises ``ValueError`` if there is none."""
     folder = Path(options.folder)
     if options.package:
@@ -92,7 +92,7 @@ def run(config: Config) -> Findings:
     return _findings(config, sentences, (twins[0], looked), roles, groups, time.monotonic() - started)
 
 
-def read_sentences(options: Pretrained, folder: Path) -> Sentences:
+def read_sentences(options: SentenceEncoder, folder: Path) -> Sentences:
     """The sentences as tokens, by the model's tokenizer."""
     from tokenizers import Tokenizer
 
@@ -133,7 +133,7 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
     tokens, valid = jnp.asarray(sentences.tokens), jnp.asarray(sentences.valid)
 
     def forward(model: interop.Transformer, seen: Array) -> Array:
-        asked = {"names": look.ALL, "tokens": seen, "eligible": valid}
+        asked = {"names": head_scores.ALL, "tokens": seen, "eligible": valid}
         return embed(model, tokens, valid, sow_weights=True, sow_statistics=asked)
 
     def of_layers(sown: Any, names: Sequence[str]) -> dict[str, Array]:
@@ -151,7 +151,7 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
             "weights": weights,  # [B,L,N,T,T]
             "accuracy": qualities(embeddings, sentences.groups),  # [2]
             "shuffled": [of_layers(one, heads.OF_TOKENS) for one in beside],
-            **of_layers(sown, look.ALL),  # [L,N]
+            **of_layers(sown, head_scores.ALL),  # [L,N]
             **scores(weights, valid),
         }
         return jax.tree.map(np.asarray, found)
@@ -282,7 +282,7 @@ def _findings(
         look_steps=steps,
         scores={name: both(lambda one, name=name: one[name])[None] for name in (*PATTERNS, "max_weight", "entropy")},
         statistics={name: both(lambda one, name=name: one[name])[None]
-                    for name in dict.fromkeys((*PATTERNS, *look.ALL))},
+                    for name in dict.fromkeys((*PATTERNS, *head_scores.ALL))},
         offsets=np.arange(1 - T, T),
         offset_profile=both(lambda one: _offset_profile(one["weights"], sentences.valid))[None],
         example_steps=steps,

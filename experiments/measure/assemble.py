@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments import tasks
-from experiments.measure import claims, evaluate, look
+from experiments.measure import claims, evaluate, head_scores
 from experiments.runs import devices
 from experiments.runs.findings import Findings, plain
 from experiments.runs.history import History
@@ -16,7 +16,7 @@ from experiments.train import Setup
 from jattn.heads import Roles
 
 
-def collect(
+def assemble(
     setup: Setup, results: dict[str, claims.Result], roles: Roles, history: History, seconds: float
 ) -> Findings:
     """The findings of a run, from its models, its controls' models, and its history."""
@@ -36,8 +36,8 @@ def collect(
         metric_steps=metric_steps,
         metrics={name: metrics[name] for name in sorted(metrics, key=_metric_order)},
         look_steps=look_steps,
-        scores={name: scores[name] for name in (*setup.task.located, *look.TRACKED)},
-        statistics={name: np.stack([untrained.scores[name], trained.scores[name]], 1) for name in look.ALL},
+        scores={name: scores[name] for name in (*setup.task.located, *head_scores.TRACKED)},
+        statistics={name: np.stack([untrained.scores[name], trained.scores[name]], 1) for name in head_scores.ALL},
         offsets=np.arange(1 - length, 1),
         offset_profile=np.stack([untrained.offset_profile, trained.offset_profile], 1),
         example_steps=look_steps,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from experiments.onset import half_way
 from experiments.runs.findings import Findings, plain
-from experiments.turns import half_way
 
 WHEN = ("untrained", "trained")
 OWN_SCALE = ("distance", "max_logit")  # statistics not in [0, 1]

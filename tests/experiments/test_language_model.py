@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from experiments.__main__ import main
-from experiments.config import Claim, Config, Evaluate, Language, Mesh, Model, Task, Train
-from experiments.measure import language, paths, sequences
+from experiments.config import Claim, Config, Evaluate, LanguageModel, Mesh, Model, Task, Train
+from experiments.measure import language_model, paths, sequences
 from experiments.run import prepared
 from experiments.runs.findings import Findings
 from jattn import heads, interop
@@ -51,14 +51,14 @@ def config(folder):
         model=Model(num_layers=2, num_heads=2, model_dim=8, head_dim=4, norm=False, position="relative"),
         train=Train(1, 5, 4, 8, warmup=1, log_every=2, look_every=2, checkpoint_every=4),
         evaluate=Evaluate(batch=16),
-        language=Language(str(folder), FIRST, seed=3, sequences=2, period=24, group=2, matched=3),
+        language=LanguageModel(str(folder), FIRST, seed=3, sequences=2, period=24, group=2, matched=3),
         claims=claims,
     )
 
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return language.Model.of(interop.load(folder))
+    return language_model.Model.of(interop.load(folder))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_bigrams_that_came_before():
 def test_losses_with_heads_off_are_those_of_plain_code(model, data):
     gates = np.ones((3, 4))
     gates[1, 2] = gates[2, 0] = 0.0
-    loss, right = language.judge(model, data)(gates)
+    loss, right = language_model.judge(model, data)(gates)
     whole = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"])
     hidden = whole(data.judged, per_layer=[{"head_gate": gate.astype(np.float32)} for gate in gates])
     logits = np.asarray(whole.logits(hidden), np.float64)[:, :-1]
@@ -102,7 +102,7 @@ def test_losses_with_heads_off_are_those_of_plain_code(model, data):
 def test_a_path_is_what_it_is_by_hand(model, data):
     """Keys of the readers in layer 2 computed from a stream in which one head of layer 0 has another's output."""
     readers, group = [(2, 1), (2, 3)], [(0, 2), (1, 0)]
-    found = language._paths(model, data.tested, readers, [group, [(2, 0)]])
+    found = language_model._paths(model, data.tested, readers, [group, [(2, 0)]])
     whole = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"])
     _, sown = nnx.capture(lambda m: m(data.tested, sow_heads=True, sow_parts=True), nnx.Intermediate)(whole)
     streams, own = sown["layers"]["residual_parts"][0]["input"], sown["layers"]["attention"]["attention_heads"][0]
@@ -173,7 +173,7 @@ def test_the_command_writes_the_report_of_the_model_and_its_toy(config, tmp_path
         ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
         ({"claims": [Claim("x", "", "toy:margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
         ({"claims": [Claim("x", "", "p/key", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-        ({"language": Language("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+        ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
     ],
 )
 def test_wrong_options_are_named(config, tmp_path, change, message):
