@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.cache import KVCache, append, to_flax
 from jattn.core.attention import softmax_dtype
-from jattn.multi_head import attend_heads, common_dtype, wants_statistics
+from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
 
 
 def attend_as_flax(
@@ -66,6 +66,19 @@ def weights_as_flax(
     identity = jnp.broadcast_to(jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length))
     kept = attend_as_flax(jnp.zeros_like(query), jnp.zeros_like(key), identity, **on, **alike) != 0
     return weights, jnp.where(jnp.swapaxes(kept, -2, -3), weights / (1.0 - dropout_rate), 0.0)
+
+
+def call_options(given: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
+    """The options of a module's call, with the module's own ``score_mod`` unless another is given.
+
+    Raises:
+        TypeError: a name is not one of ``CallOptions``.
+    """
+    known = CallOptions.__optional_keys__
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise TypeError(f"unexpected keyword {', '.join(unknown)}; besides Flax's own: {', '.join(sorted(known))}")
+    return {**given, "score_mod": score_mod if given.get("score_mod") is None else given["score_mod"]}
 
 
 def to_learn(mod: Any) -> dict[str, Any]:

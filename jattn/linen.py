@@ -1,16 +1,19 @@
-"""Flax Linen: ``flax.linen.MultiHeadDotProductAttention`` and its ``attention_fn``, on top of ``attend_heads``."""
+"""Flax Linen: ``flax.linen.dot_product_attention``, its weights, and ``flax.linen.MultiHeadDotProductAttention``."""
 
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen import dot_product_attention as flaxs_attention
+from flax.linen import dot_product_attention_weights as flaxs_weights
 from jaxtyping import Array, ArrayLike
 
 from jattn._flax import (
     attend_as_flax,
+    call_options,
     choose_deterministic,
     choose_norm,
     decode_as_flax,
@@ -19,15 +22,122 @@ from jattn._flax import (
     refuse_extras,
     split_results,
     to_learn,
+    weights_as_flax,
     with_learned,
 )
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.core import shard
+from jattn.core.attention import softmax_dtype
 from jattn.kernels import Implementation
-from jattn.linen_functions import dot_product_attention
-from jattn.linen_functions import dot_product_attention_weights as dot_product_attention_weights
 from jattn.masks import MaskFunction
+from jattn.multi_head import CallOptions, common_dtype
 from jattn.score_mods import ScoreMod
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+    *,
+    is_causal: bool = False,
+    **extras: Any,
+) -> Array:
+    """``flax.linen.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
+
+    ``nn.MultiHeadDotProductAttention(..., attention_fn=jattn.linen.dot_product_attention)``; ``functools.partial``
+    adds ``is_causal`` and ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``,
+    ``implementation``, as in ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
+
+    Args:
+        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; K may divide N.
+        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        force_fp32_for_softmax: weights and output in float32. The softmax is always computed in at least float32.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones;
+            with these, Flax's function runs, which takes no ``extras``.
+        others: as in Flax.
+
+    Returns:
+        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values).
+    """
+    if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
+        _only_flaxs(flaxs_attention, mask, is_causal, extras)
+        return flaxs_attention(
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+            precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
+            attn_weights_value_einsum,
+        )  # fmt: skip
+    z = attend_as_flax(
+        query, key, value, dtype=dtype, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
+        is_causal=is_causal, return_weights=module is not None, **extras,
+    )  # fmt: skip
+    z, *weights = z if module is not None else (z,)
+    if force_fp32_for_softmax:
+        z = z.astype(softmax_dtype(z))
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights[0].astype(z.dtype))
+    return z
+
+
+def _only_flaxs(attention_fn: Callable, mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
+    """Raises where custom products, which Flax's own function computes, come with more than its arguments."""
+    if is_causal or callable(mask):
+        raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
+    refuse_extras(attention_fn, **extras)
+
+
+def dot_product_attention_weights(
+    query: Array,
+    key: Array,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    einsum: Callable[..., Array] | None = None,
+    *,
+    is_causal: bool = False,
+    **extras: Any,
+) -> Array:
+    """``flax.linen.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
+
+    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments as there; memory O(N·T·S).
+    """
+    if einsum_dot_general or einsum:
+        _only_flaxs(flaxs_weights, mask, is_causal, extras)
+        return flaxs_weights(
+            query, key, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype, precision,
+            module, force_fp32_for_softmax, einsum_dot_general, einsum,
+        )  # fmt: skip
+    query, key, _ = common_dtype(query, key, key, dtype)
+    kind = softmax_dtype(query) if force_fp32_for_softmax else query.dtype
+    weights, kept = weights_as_flax(
+        query, key, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
+    )  # fmt: skip
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights.astype(kind))
+    return kept.astype(kind)
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -101,16 +211,9 @@ class MultiHeadDotProductAttention(nn.Module):
         sow_weights: bool = False,
         is_causal: bool = False,
         input_positions: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        score_mod: ScoreMod | None = None,
-        head_gate: ArrayLike | None = None,
-        head_fill: ArrayLike | None = None,
-        frozen: tuple[Array, Array] | None = None,
-        patch: Mapping[str, Any] | None = None,
-        cache: KVCache | None = None,
-        valid: ArrayLike | None = None,
         sow_statistics: Sequence[str] | Mapping[str, Any] = (),
         sow_heads: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
@@ -145,12 +248,19 @@ class MultiHeadDotProductAttention(nn.Module):
         """
         inputs_k, inputs_v = _keys_and_values(inputs_q, inputs_k, inputs_v, inputs_kv)
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
+        extras: dict[str, Any] = {
+            "position": self.position,
+            "sinks": self._own_sinks(),
+            "implementation": self.implementation,
+            "input_positions": input_positions,
+            **call_options(options, self._own_score_mod()),
+        }
+        cache = extras.get("cache")
         own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
         deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        own_mod = self._own_score_mod()
-        options: dict[str, Any] = {
+        keywords: dict[str, Any] = {
             "mask": mask,
             "dropout_rng": dropout_rng,
             "dropout_rate": self.dropout_rate,
@@ -159,41 +269,27 @@ class MultiHeadDotProductAttention(nn.Module):
             "dtype": self.dtype,
             "precision": self.precision,
         }
-        extras = {
-            "position": self.position,
-            "score_mod": own_mod if score_mod is None else score_mod,
-            "sinks": self._own_sinks(),
-            "implementation": self.implementation,
-            "input_positions": input_positions,
-            "bias": bias,
-            "head_gate": head_gate,
-            "head_fill": head_fill,
-            "frozen": frozen,
-            "patch": patch,
-            "cache": cache,
-            "valid": valid,
-        }
         einsums = self._einsums()
         new_cache = None
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if own is not None:
                 extras["cache"], is_causal = own, is_causal or not callable(mask)
             requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
-            z = attend_as_flax(query, key, value, is_causal=is_causal, **requested, **options, **extras)
-            z, intermediates, new_cache = split_results(z, **requested, force_fp32=self.force_fp32_for_softmax)
+            results = attend_as_flax(query, key, value, is_causal=is_causal, **requested, **keywords, **extras)
+            z, intermediates, new_cache = split_results(results, **requested, force_fp32=self.force_fp32_for_softmax)
             for name, intermediate in intermediates.items():
                 self.sow("intermediates", name, intermediate)
         else:
-            requested = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, is_causal=is_causal or None, **requested, **extras)
+            asked = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, is_causal=is_causal or None, **asked, **extras)
             if own is not None:
-                key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
-            options |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
+                key, value, keywords["mask"], new_cache = decode_as_flax(own, key, value, mask)
+            keywords |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
             known = inspect.signature(self.attention_fn).parameters
-            options = {name: option for name, option in options.items() if name in known}
+            keywords = {name: option for name, option in keywords.items() if name in known}
             if sow_weights:
-                options["module"] = self
-            z = self.attention_fn(query, key, value, **options)
+                keywords["module"] = self
+            z = self.attention_fn(query, key, value, **keywords)
         if keep is not None:
             keep(new_cache)
         y = self._project_out(z, self.out_features or inputs_q.shape[-1])

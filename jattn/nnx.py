@@ -1,8 +1,8 @@
-"""Flax NNX: ``flax.nnx.MultiHeadAttention`` and its ``attention_fn``, on top of ``jattn.multi_head.attend_heads``."""
+"""Flax NNX: ``flax.nnx.dot_product_attention``, its weights, and ``flax.nnx.MultiHeadAttention``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn._flax import (
     attend_as_flax,
+    call_options,
     choose_deterministic,
     choose_norm,
     decode_as_flax,
@@ -21,17 +22,91 @@ from jattn._flax import (
     join_inputs,
     refuse_extras,
     split_results,
+    weights_as_flax,
 )
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.core import shard
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
-from jattn.nnx_functions import dot_product_attention
-from jattn.nnx_functions import dot_product_attention_weights as dot_product_attention_weights
+from jattn.multi_head import CallOptions
 from jattn.score_mods import ScoreMod
 
 Metadata = Mapping[str, Any]
 NOTHING: Metadata = MappingProxyType({})
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable = dtypes.promote_dtype,
+    is_causal: bool = False,
+    **extras: Any,
+) -> Array:
+    """``flax.nnx.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
+
+    ``nnx.MultiHeadAttention(..., attention_fn=jattn.nnx.dot_product_attention)``; ``functools.partial`` adds
+    ``extras``: ``position``, ``input_positions``, ``score_mod``, ``sinks``, ``head_gate``, ``implementation``, as in
+    ``jattn.multi_head.attend_heads`` and ``jattn.dot_product_attention``.
+
+    Args:
+        query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``.
+        bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
+        module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        others: as in Flax.
+
+    Returns:
+        ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    z = attend_as_flax(
+        query, key, value, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
+        is_causal=is_causal, return_weights=module is not None, **extras,
+    )  # fmt: skip
+    if module is not None:
+        z, weights = z
+        module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
+    return z
+
+
+def dot_product_attention_weights(
+    query: Array,
+    key: Array,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable = dtypes.promote_dtype,
+    is_causal: bool = False,
+    **extras: Any,
+) -> Array:
+    """``flax.nnx.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
+
+    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments as there; memory O(N·T·S).
+    """
+    query, key = promote_dtype((query, key), dtype=dtype)
+    weights, kept = weights_as_flax(
+        query, key, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
+    )  # fmt: skip
+    if module is not None:
+        module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
+    return kept.astype(query.dtype)
 
 
 class MultiHeadAttention(nnx.Module):
@@ -178,16 +253,9 @@ class MultiHeadAttention(nnx.Module):
         out_sharding: Any = None,
         qkv_sharding: Any = None,
         input_positions: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        score_mod: ScoreMod | None = None,
-        head_gate: ArrayLike | None = None,
-        head_fill: ArrayLike | None = None,
-        frozen: tuple[Array, Array] | None = None,
-        patch: Mapping[str, Any] | None = None,
-        cache: KVCache | None = None,
-        valid: ArrayLike | None = None,
         sow_statistics: Sequence[str] | Mapping[str, Any] = (),
         sow_heads: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Any:
         """``[..., T, M] -> [..., T, out_features]``; keys from ``inputs_k`` ``[..., S, M]``, by default ``inputs_q``.
 
@@ -225,10 +293,17 @@ class MultiHeadAttention(nnx.Module):
         value = self.value(inputs_v, out_sharding=qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
+        extras: dict[str, Any] = {
+            "position": self.position,
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "implementation": self.implementation,
+            **call_options(options, _values(self.score_mod)),
+        }
+        cache = extras.get("cache")
         decode = (self.decode if decode is None else decode) and cache is None
         own = self._own_cache(key) if decode else None
         deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
-        options: dict[str, Any] = {
+        keywords: dict[str, Any] = {
             "mask": mask,
             "dropout_rng": None if deterministic else self._dropout_key(rngs),
             "dropout_rate": self.dropout_rate,
@@ -239,38 +314,23 @@ class MultiHeadAttention(nnx.Module):
             "is_causal": is_causal,
         }
         if input_positions is not None:
-            options["input_positions"] = input_positions
-        extras = {
-            "position": self.position,
-            "score_mod": _values(self.score_mod) if score_mod is None else score_mod,
-            "sinks": None if self.sinks is None else self.sinks[...],
-            "implementation": self.implementation,
-            "bias": bias,
-            "head_gate": head_gate,
-            "head_fill": head_fill,
-            "frozen": frozen,
-            "patch": patch,
-            "cache": cache,
-            "valid": valid,
-        }
+            keywords["input_positions"] = input_positions
         new_cache = None
         if self.attention_fn is dot_product_attention:
             if own is not None:
-                extras["cache"], options["is_causal"] = own, is_causal or not callable(mask)
+                extras["cache"], keywords["is_causal"] = own, is_causal or not callable(mask)
             requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
-            z, intermediates, new_cache = split_results(
-                attend_as_flax(query, key, value, **requested, **options, **extras), **requested
-            )
+            results = attend_as_flax(query, key, value, **requested, **keywords, **extras)
+            z, intermediates, new_cache = split_results(results, **requested)
             for name, intermediate in intermediates.items():
                 self.sow(nnx.Intermediate, name, intermediate)
         else:
-            refuse_extras(
-                self.attention_fn, sow_statistics=sow_statistics or None, sow_heads=sow_heads or None, **extras
-            )
+            asked = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, **asked, **extras)
             if own is not None:
-                options["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
-                key, value, options["mask"], new_cache = decode_as_flax(own, key, value, mask)
-            z = self.attention_fn(query, key, value, module=self if sow_weights else None, **options)
+                keywords["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
+                key, value, keywords["mask"], new_cache = decode_as_flax(own, key, value, mask)
+            z = self.attention_fn(query, key, value, module=self if sow_weights else None, **keywords)
         if own is not None and new_cache is not None:
             self._keep(new_cache)
         y = self.out(z, out_sharding=out_sharding)
