@@ -1,4 +1,8 @@
-"""The model of all experiments: a small causal transformer built on jattn's attention module."""
+"""The model of all experiments: a small causal transformer built on jattn's Linen module.
+
+It is not ``jattn.interop.Transformer``, which has the published families in NNX: here tokens have several fields and
+answers several places, and Linen draws and names the parameters, on which all kept results and checkpoints depend.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -20,31 +20,19 @@ from flax import nnx
 from jax import Array
 from rich.progress import track
 
-from experiments.config import Claim, Config, LanguageModel
-from experiments.measure import claims, evaluate, head_scores, paths, sequences
+from experiments.config import Config
+from experiments.measure import evaluate, head_scores, language_metrics, paths, sequences, toy_model
+from experiments.measure.language_metrics import GROUPS, METRICS, OF_TOY, PATTERNS, TOY
 from experiments.measure.sequences import PLACES, Sequences
-from experiments.model import Block
 from experiments.model_files import model_file
 from experiments.runs import devices
 from experiments.runs.findings import Findings
 from experiments.runs.terminal import Terminal
-from experiments.train import TEST_DATA, Trained, train
 from jattn import heads, interop
 
-PATTERNS = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
-GROUPS = ("induction", "previous_token")  # one of the heads with the largest score of each
 NULL_HEADS = 216  # of models with random parameters: what a head scores by chance
 SINGLE = 1  # sequences of random tokens, and of text, on which single heads are switched off
 PATHS = 4  # sequences whose paths are patched
-TOY = "toy:"
-
-_OF_GROUPS = [f"{what}/{group}/{place}" for what in ("rise", "p") for group in GROUPS for place in PLACES]
-_OF_PATHS = [f"kept/{into}" for into in paths.INTO]
-METRICS = (
-    *(f"loss/{place}" for place in PLACES), *(claims.BEST + name for name in PATTERNS), "chosen/induction",
-    "chosen/previous_token", *_OF_GROUPS, *_OF_PATHS, "p/key", "strongest_path", "mean_accuracy",
-)  # fmt: skip
-_OF_TOY = ("mean_accuracy", *(claims.BEST + name for name in PATTERNS), *_OF_PATHS, "strongest_path")
 
 
 class Model(NamedTuple):
@@ -71,9 +59,9 @@ def check(config: Config) -> None:
             f"task.kind: the toy model beside a language model learns 'induction', got {config.task.kind!r}"
         )
     for claim in config.claims:
-        known = _OF_TOY if claim.metric.startswith(TOY) else METRICS
+        known = OF_TOY if claim.metric.startswith(TOY) else METRICS
         if claim.metric.removeprefix(TOY) not in known:
-            of_toy = [TOY + name for name in _OF_TOY]
+            of_toy = [TOY + name for name in OF_TOY]
             raise ValueError(f"claims.{claim.name}.metric: expected one of {[*METRICS, *of_toy]}, got {claim.metric!r}")
         if claim.needed != 1 and known is METRICS:
             raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
@@ -89,7 +77,7 @@ def check(config: Config) -> None:
 def run(config: Config, out: Path) -> Findings:
     """Looks at every head, switches groups and single heads off, patches paths, and does the same to the toy model."""
     started, options = time.monotonic(), config.language
-    toy = _toy(config, out / "toy")
+    toy = toy_model.measure(config, out / "toy")
     source = model_file(options.model)
     sizes = interop.load(source).config  # of a model that is let go: the twins take as much memory
     data = sequences.draw(options, interop.tokenizer(source), sizes.vocabulary)
@@ -109,7 +97,9 @@ def run(config: Config, out: Path) -> Findings:
     accuracy, ablated = single(np.ones(looked["norms"].shape))[1], _ablate_each(single, looked["norms"].shape)
     roles, twin = _roles(looked, twins), twins[0]
     off = {str(role): single(roles.label[0] != role)[1][None] for role in _strong(roles)}
-    metrics = _metrics(found, looked, twin, ranked) | {TOY + name: value for name, value in toy.items()}
+    metrics = language_metrics.metrics_of(found, looked, twin, ranked) | {
+        TOY + name: value for name, value in toy.items()
+    }
     return Findings(
         name=config.name,
         description=config.description,
@@ -136,8 +126,8 @@ def run(config: Config, out: Path) -> Findings:
         paths={into: found["paths"]["clean"] - found["paths"][into] for into in paths.INTO},
         heads=evaluate.head_rows([options.seed], roles),
         curves={},
-        controls=_controls(config, metrics),
-        claims=[_verdict(claim, config, metrics) for claim in config.claims],
+        controls=language_metrics.controls(config, metrics),
+        claims=[language_metrics.verdict(claim, config, metrics) for claim in config.claims],
     )
 
 
@@ -271,7 +261,7 @@ def _paths(model: Model, tokens: np.ndarray, readers: paths.Heads, groups: Seque
     return jax.tree.map(np.asarray, found)
 
 
-# ---- roles, metrics, controls
+# ---- roles
 
 
 def _strongest(scores: np.ndarray, count: int) -> paths.Heads:
@@ -295,132 +285,6 @@ def _strong(roles: heads.Roles) -> list[str]:
     return [role for role in np.unique(roles.label) if role in PATTERNS]
 
 
-class Measure(NamedTuple):
-    """A metric: its values, one per seed, what they are compared with, and what that is."""
-
-    values: list[float]
-    reference: list[float] = []
-    what: str = "untrained"
-
-
-def _share(value: float, others: np.ndarray) -> float:
-    """The p-value of ``value`` among random groups: the share of all that are at least as large, itself included."""
-    return float((1 + (others >= value).sum()) / (1 + len(others)))
-
-
-def _metrics(
-    found: dict[str, Any], looked: dict[str, Any], twin: dict[str, Any], ranked: dict[str, paths.Heads]
-) -> dict[str, Measure]:
-    metrics = {f"loss/{place}": Measure([float(found["loss"][at])]) for at, place in enumerate(PLACES)}
-    metrics["mean_accuracy"] = Measure([float(found["accuracy"].mean())])
-    for name in PATTERNS:
-        metrics[claims.BEST + name] = Measure([float(looked[name].max())], [float(twin[name].max())])
-    for name, group in ranked.items():
-        at = tuple(np.transpose(group))
-        every = [float(looked[name].mean())]
-        metrics[f"chosen/{name}"] = Measure([float(looked[name][at].mean())], every, "all heads")
-        rises = found["rises"][name]
-        for i, place in enumerate(PLACES):
-            itself, others = float(rises[0, i]), rises[1:, i]
-            metrics[f"rise/{name}/{place}"] = Measure([itself], others.tolist(), "matched groups")
-            metrics[f"p/{name}/{place}"] = Measure([_share(itself, others)])
-    routes = found["paths"]
-    for into in paths.INTO:
-        kept = routes[f"{into} groups"] / routes["clean"]
-        metrics[f"kept/{into}"] = Measure([float(kept[0])], kept[1:].tolist(), "matched groups")
-        if into == "key":
-            metrics["p/key"] = Measure([_share(-float(kept[0]), -kept[1:])])
-    metrics["strongest_path"] = Measure([_score_of_strongest(routes["key"], looked["previous_token"])])
-    return metrics
-
-
-def _score_of_strongest(scores: np.ndarray, previous_token: np.ndarray) -> float:
-    """How much the head whose path into the keys matters most, ``scores [L,N]``, attends to the token before."""
-    return float(previous_token.ravel()[scores.argmin()])
-
-
-def _controls(config: Config, metrics: dict[str, Measure]) -> list[dict[str, Any]]:
-    """A row for the model, one for what it is compared with, and one for the toy model, of each metric of a claim."""
-    rows = []
-    for metric in dict.fromkeys(claim.metric.removeprefix(TOY) for claim in config.claims):
-        measure, toy = metrics[metric], metrics.get(TOY + metric)
-        if not (measure.reference or toy):
-            continue
-        each = [(config.name, measure.values), (measure.what, measure.reference), ("toy", toy.values if toy else [])]
-        rows += [
-            {"name": name, "metric": metric, "values": values, "parameters": ""} for name, values in each if values
-        ]
-    return rows
-
-
-def _verdict(claim: Claim, config: Config, metrics: dict[str, Measure]) -> dict[str, Any]:
-    measure = metrics[claim.metric]
-    first = config.train.first_seed if claim.metric.startswith(TOY) else config.language.seed
-    seeds = list(range(first, first + len(measure.values)))
-    return claims.verdict(claim, measure.values, measure.reference, seeds, measure.what)
-
-
 def _both(twin: dict[str, Any], looked: dict[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
     """``[1,2,...]``: the twin's and the model's."""
     return {name: np.stack([twin[name], looked[name]])[None] for name in names}
-
-
-# ---- the toy model
-
-
-def _toy(config: Config, out: Path) -> dict[str, Measure]:
-    """The metrics of the toy model, one number per seed."""
-    itself = dataclasses.replace(config, name=f"{config.name}-toy", language=LanguageModel(), claims=[])
-    trained = train(itself, out)
-    setup = trained.setup
-    result, untrained = evaluate.measure(setup, trained.params, trained.untrained)
-    found = {"mean_accuracy": Measure(*(one.accuracy.mean(-1).tolist() for one in (result, untrained)))}
-    for name in PATTERNS:
-        both = (one.scores[name].max((1, 2)).tolist() for one in (result, untrained))
-        found[claims.BEST + name] = Measure(*both)
-    scores = {name: np.asarray(result.scores[name]) for name in GROUPS}  # [R,L,N]
-    routes = [
-        _toy_paths(trained, seed, {name: of[seed] for name, of in scores.items()}) for seed in range(len(setup.seeds))
-    ]
-    for into in paths.INTO:
-        found[f"kept/{into}"] = Measure([float(one[f"{into} groups"][0] / one["clean"]) for one in routes])
-    each = [
-        _score_of_strongest(one["key"], before) for one, before in zip(routes, scores["previous_token"], strict=True)
-    ]
-    return found | {"strongest_path": Measure(each)}
-
-
-def _toy_paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) -> Any:
-    """The paths from one seed's previous-token heads into its induction heads, those with half of the best score.
-
-    Nothing is before the heads of the first layer, which are therefore no readers; ``scores [L,N]``.
-    """
-    setup, L = trained.setup, len(scores["induction"])
-    above = scores["induction"] * (np.arange(L) > 0)[:, None]
-    readers, senders = (
-        [(int(i), int(j)) for i, j in np.argwhere(of >= of.max() / 2)] for of in (above, scores["previous_token"])
-    )
-    params = jax.tree.map(lambda leaf: leaf[seed], trained.params)["params"]
-    tokens = setup.task.sample(jax.random.fold_in(setup.keys[seed], TEST_DATA), 64).tokens
-    options: dict[str, Any] = {"sow_heads": True, "capture_intermediates": True, "mutable": ["intermediates"]}
-    _, kept = setup.model.apply({"params": params}, tokens, **options)
-    layers = [kept["intermediates"][f"layer_{i}"] for i in range(L)]
-    own = [layer["attention"]["attention_heads"][0] for layer in layers]
-    outputs = [layer["__call__"][0] for layer in layers]
-    block = Block(setup.config.model)
-
-    def sown_by(params: Any, stream: Array, **options: Any) -> Mapping[str, Any]:
-        kept = block.apply({"params": params}, stream, False, options, mutable=["intermediates"])[1]
-        return {name: sown[0] for name, sown in kept["intermediates"]["attention"].items()}
-
-    found = paths.scores(
-        sown_by,
-        lambda i: params[f"layer_{i}"],
-        [jnp.zeros_like(outputs[0]), *outputs[:-1]],
-        own,
-        [params[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(L)],
-        readers,
-        [senders],
-        {"names": ("induction",), "tokens": tokens[..., 0]},
-    )
-    return jax.tree.map(np.asarray, found)

@@ -17,24 +17,20 @@ from matplotlib.lines import Line2D
 from experiments.onset import rate
 from experiments.report import layers
 from experiments.report.cells import draw_matrix, names_height
+from experiments.report.curves import Panel, curve_panels, in_unit, time_panels, turns
 from experiments.report.plot_data import (
     WHEN,
-    Panel,
     ablation_matrices,
     control_rows,
-    curve_panels,
     divergence_matrices,
     drawn_profiles,
     head_codes,
     head_maps,
     head_names,
     head_titles,
-    in_unit,
     pooled,
     role_colours,
     statistics_matrices,
-    time_panels,
-    turns,
 )
 from experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH
 from experiments.report.svg import told

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.report.curves import in_unit
 from experiments.report.data import explorer, weights
 from experiments.report.figures import write_figures
-from experiments.report.plot_data import control_rows, in_unit
+from experiments.report.plot_data import control_rows
 from experiments.report.svg import inline, shades
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments.report import figures, page, plot_data
+from experiments.report import curves, figures, page, plot_data
 from experiments.runs.findings import Findings
 
 SEEDS, LAYERS, HEADS, TOKENS, EXAMPLES = 3, 2, 2, 5, 2
@@ -184,7 +184,7 @@ def test_heads_of_other_seeds_are_matched():
 
 
 def test_a_seed_is_shown_by_its_best_head():
-    found = {panel.title: panel for panel in plot_data.time_panels(synthetic())}
+    found = {panel.title: panel for panel in curves.time_panels(synthetic())}
     assert list(found) == ["loss", "accuracy", "best head's weight\non its place", "other head scores"]
     back, mirror = found["best head's weight\non its place"].lines
     np.testing.assert_allclose(back.seeds, [[0.1, 0.5, 0.9]] * SEEDS)

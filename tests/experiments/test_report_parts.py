@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.report import data, figures, layers, page, plot_data
+from experiments.report import curves, data, figures, layers, page, plot_data
 from tests.experiments.test_report import embedded, synthetic
 from tests.experiments.test_report_page import browse
 
@@ -285,7 +285,7 @@ def test_what_comes_first_is_told_by_seed():
     scores["entropy"][:, :, 0, 0] = rising
     metrics = {"loss": 1 - np.roll(rising, 2, 1) * (steps >= 20)}
     findings = synthetic(look_steps=steps, scores=scores, metric_steps=steps, metrics=metrics)
-    (first, turned), (second, fallen) = plot_data.turns(findings)
+    (first, turned), (second, fallen) = curves.turns(findings)
     assert first == "mirror, layer 1" and second == "loss falls"
     np.testing.assert_allclose(turned, [15, 25, 5])
     assert (turned < fallen).all()
@@ -296,4 +296,4 @@ def test_what_comes_first_is_told_by_seed():
     axes = figures.turns_figure(dataclasses.replace(findings, scores=scores)).axes[0]
     assert [line.get_fillstyle() for line in axes.lines if line.get_marker() == "o"] == ["full", "none", *["full"] * 4]
     assert "hollow: never" in axes.get_xlabel()
-    assert plot_data.turns(synthetic()) == [], "three looks are too few to tell"
+    assert curves.turns(synthetic()) == [], "three looks are too few to tell"
