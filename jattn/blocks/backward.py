@@ -193,44 +193,12 @@ def gradients(
 
     ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
     """
-    (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
-    slot_masks = list(args.slot_masks)
-    if T % rows != 0:
-        slot_masks.append(jnp.ones((1, 1, T, 1), bool))
-    if S % columns != 0:
-        slot_masks.append(jnp.ones((1, 1, 1, S), bool))
-    slot_masks = [pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks]
-    bias = None if args.bias is None else pad_to_blocks(args.bias, plan.size)
-    q_positions, kv_positions = (
-        _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
-        for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
-    )
+    rows, columns = plan.size
     dtype = softmax_dtype(args.query)
     row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype)
     by_row = [_parts(x, rows) for x in (args.query, row_max, d_acc, d_row_sum)]
     keys, values = (_parts(x, columns) for x in (args.key, args.value))
-
-    def block_sums(q, k, v, row_max, i, j, masked):
-        """``acc`` and ``row_sum`` of one block of all heads, as of a call with a single block."""
-
-        def one_head(q, k, v, head, row_max):
-            one_block = BlockPlan(plan.size, np.ones((1, 1), bool), np.full((1, 1), not masked), plan.all_seen)
-            blocked = split_head(platform, q, k, v, head, one_block)
-            scores, v = blocked.scores(blocked.take(0, 0), 0, 0, masked)
-            return blocked.softmax_sums(scores, v, row_max, 0, 0)
-
-        block = dataclasses.replace(
-            args,
-            query=q,
-            key=k,
-            value=v,
-            bias=None if bias is None else take_block(bias, i, j, plan.size),
-            slot_masks=tuple(take_block(x, i, j, plan.size) for x in slot_masks) if masked else (),
-            query_positions=q_positions[i],
-            kv_positions=kv_positions[j],
-        )
-        return over_args(one_head, block, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)])
-
+    cut = _CutArgs.of(args, plan)
     lists = block_lists(plan.any_visible[0], plan.all_visible[0])
 
     def row_of_blocks(sums, row):
@@ -242,7 +210,7 @@ def gradients(
                 j = column(p)
                 # In the softmax's dtype, so that the blocks' gradients are added up in it.
                 qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
-                _, pull = jax.vjp(lambda q, k, v: block_sums(q, k, v, row_max, i, j, masked), *qkv)
+                _, pull = jax.vjp(lambda q, k, v: cut.sums(platform, q, k, v, row_max, i, j, masked), *qkv)
                 from_q, from_k, from_v = pull(tuple(cotangents))
                 return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
 
@@ -257,9 +225,67 @@ def gradients(
         return tuple(sums), d_q.astype(args.query.dtype)
 
     zeros = tuple(jnp.zeros(x.shape, dtype) for x in (keys, values))
-    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(q_positions.shape[0], dtype=jnp.int32), *by_row))
+    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(cut.q_positions.shape[0], dtype=jnp.int32), *by_row))
     d_k, d_v = sums
     return _join(d_q, args.query), _join(d_k, args.key), _join(d_v, args.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CutArgs:
+    """A canonical call, with its arrays by pair and its positions cut into blocks."""
+
+    args: AttentionArgs
+    plan: BlockPlan
+    bias: Array | None
+    slot_masks: list[Array]
+    q_positions: Array  # [blocks, B|1, rows]
+    kv_positions: Array
+
+    @classmethod
+    def of(cls, args: AttentionArgs, plan: BlockPlan) -> "_CutArgs":
+        """What lies behind the last query and key, up to whole blocks, is masked."""
+        (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
+        slot_masks = list(args.slot_masks)
+        if T % rows != 0:
+            slot_masks.append(jnp.ones((1, 1, T, 1), bool))
+        if S % columns != 0:
+            slot_masks.append(jnp.ones((1, 1, 1, S), bool))
+        q_positions, kv_positions = (
+            _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
+            for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
+        )
+        return cls(
+            args=args,
+            plan=plan,
+            bias=None if args.bias is None else pad_to_blocks(args.bias, plan.size),
+            slot_masks=[pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks],
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+        )
+
+    def sums(
+        self, platform: str, q: Array, k: Array, v: Array, row_max: Array, i: Array, j: Array, masked: bool
+    ) -> tuple[Array, Array]:
+        """``acc`` and ``row_sum`` of one block of all heads, as of a call with a single block."""
+        size = self.plan.size
+
+        def one_head(q, k, v, head, row_max):
+            one_block = BlockPlan(size, np.ones((1, 1), bool), np.full((1, 1), not masked), self.plan.all_seen)
+            blocked = split_head(platform, q, k, v, head, one_block)
+            scores, v = blocked.scores(blocked.take(0, 0), 0, 0, masked)
+            return blocked.softmax_sums(scores, v, row_max, 0, 0)
+
+        block = dataclasses.replace(
+            self.args,
+            query=q,
+            key=k,
+            value=v,
+            bias=None if self.bias is None else take_block(self.bias, i, j, size),
+            slot_masks=tuple(take_block(x, i, j, size) for x in self.slot_masks) if masked else (),
+            query_positions=self.q_positions[i],
+            kv_positions=self.kv_positions[j],
+        )
+        return over_args(one_head, block, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)])
 
 
 def _parts(x: Array, size: int, fill: int | None = 0) -> Array:
