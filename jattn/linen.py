@@ -257,18 +257,7 @@ class MultiHeadDotProductAttention(nn.Module):
         }
         cache = extras.get("cache")
         own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
-        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
-        if not deterministic and dropout_rng is None:
-            dropout_rng = self.make_rng("dropout")
-        keywords: dict[str, Any] = {
-            "mask": mask,
-            "dropout_rng": dropout_rng,
-            "dropout_rate": self.dropout_rate,
-            "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": deterministic,
-            "dtype": self.dtype,
-            "precision": self.precision,
-        }
+        keywords = self._keywords(deterministic, dropout_rng) | {"mask": mask}
         einsums = self._einsums()
         new_cache = None
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
@@ -345,6 +334,21 @@ class MultiHeadDotProductAttention(nn.Module):
             dot_general_cls=self.out_dot_general_cls,
             name="out",
         )(z)
+
+    @nn.nowrap
+    def _keywords(self, deterministic: bool | None, dropout_rng: Array | None) -> dict[str, Any]:
+        """The module's own options, by Flax's names for those of an ``attention_fn``."""
+        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
+        if not deterministic and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        return {
+            "dropout_rng": dropout_rng,
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": deterministic,
+            "dtype": self.dtype,
+            "precision": self.precision,
+        }
 
     @nn.nowrap
     def _own_score_mod(self) -> ScoreMod | None:

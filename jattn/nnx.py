@@ -302,17 +302,7 @@ class MultiHeadAttention(nnx.Module):
         cache = extras.get("cache")
         decode = (self.decode if decode is None else decode) and cache is None
         own = self._own_cache(key) if decode else None
-        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
-        keywords: dict[str, Any] = {
-            "mask": mask,
-            "dropout_rng": None if deterministic else self._dropout_key(rngs),
-            "dropout_rate": self.dropout_rate,
-            "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": deterministic,
-            "dtype": self.dtype,
-            "precision": self.precision,
-            "is_causal": is_causal,
-        }
+        keywords = self._keywords(deterministic, rngs) | {"mask": mask, "is_causal": is_causal}
         if input_positions is not None:
             keywords["input_positions"] = input_positions
         new_cache = None
@@ -368,6 +358,18 @@ class MultiHeadAttention(nnx.Module):
             raise TypeError("a cache needs both batch_size and max_length")
         batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         self.init_cache((*batch, max_length, self.in_features), jnp.float32 if self.dtype is None else self.dtype)
+
+    def _keywords(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
+        """The module's own options, by Flax's names for those of an ``attention_fn``."""
+        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
+        return {
+            "dropout_rng": None if deterministic else self._dropout_key(rngs),
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": deterministic,
+            "dtype": self.dtype,
+            "precision": self.precision,
+        }
 
     def _own_cache(self, key: Array) -> KVCache:
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
