@@ -13,7 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jattn.mods.arrays import AnyArray, Index, Length
 from jattn.mods.pytree import as_part, pytree_dataclass, static_field
 from jattn.mods.validation import LARGEST, check_fits, to_int32
 
@@ -41,7 +43,7 @@ class Alibi:
     Source: https://arxiv.org/abs/2108.12409, section 3 (causal there; the absolute distance makes it symmetric).
     """
 
-    slopes: Any
+    slopes: AnyArray
 
     def __post_init__(self):
         _check_float_table("Alibi", "slopes", self.slopes, "[N]", rank=1)
@@ -67,7 +69,7 @@ class RelativeBias:
     Source: https://arxiv.org/abs/1910.10683, section 2.1, and its published code.
     """
 
-    table: Any
+    table: AnyArray
     bidirectional: bool = static_field(default=True)
     max_distance: int = static_field(default=128)
 
@@ -112,7 +114,7 @@ class SoftCap:
     Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
 
-    cap: Any
+    cap: AnyArray | float
 
     def __post_init__(self):
         cap: Any = self.cap
@@ -130,8 +132,8 @@ class SoftCap:
 class Then:
     """One score function after another; write ``then(first, second, ...)``."""
 
-    first: Any
-    second: Any
+    first: ScoreMod
+    second: ScoreMod
 
     def __post_init__(self):
         for name in ("first", "second"):
@@ -159,13 +161,13 @@ def then(*mods: ScoreMod) -> ScoreMod:
     return first
 
 
-def _check_float_table(mod: str, argument: str, table: Any, shape: str, rank: int) -> None:
+def _check_float_table(mod: str, argument: str, table: AnyArray, shape: str, rank: int) -> None:
     if not hasattr(table, "dtype") or table.ndim != rank or not jnp.issubdtype(table.dtype, jnp.floating):
         got = f"{table.dtype} of shape {table.shape}" if hasattr(table, "dtype") else type(table).__name__
         raise TypeError(f"score_mods.{mod}: {argument} must be a float array {shape}, got {got}")
 
 
-def _check_heads(mod: str, argument: str, table: Any, shape: str, num_heads: Any) -> None:
+def _check_heads(mod: str, argument: str, table: AnyArray, shape: str, num_heads: Length) -> None:
     if table.shape[-1] != num_heads:
         raise ValueError(
             f"score_mods.{mod}: {argument} must be {shape} with N = {num_heads} query heads, got shape "
@@ -173,18 +175,18 @@ def _check_heads(mod: str, argument: str, table: Any, shape: str, num_heads: Any
         )
 
 
-def _halves(index: Any, dtype: Any) -> tuple[Any, Any]:
+def _halves(index: Index, dtype: DTypeLike) -> tuple[AnyArray, AnyArray]:
     """``index = high * 2^16 + low``, both as floats."""
     index = _index(index)
     return (index >> 16).astype(dtype), (index & 0xFFFF).astype(dtype)
 
 
-def _offset(q_idx: Any, kv_idx: Any) -> Any:
+def _offset(q_idx: Index, kv_idx: Index) -> AnyArray:
     """``kv - q`` as int32, clipped to ``[-LARGEST, LARGEST]`` so that its negative fits, too."""
     q_idx, kv_idx = _index(q_idx), _index(kv_idx)
     offset, after = kv_idx - q_idx, kv_idx > q_idx
     return jnp.where(after == (offset > 0), jnp.maximum(offset, -LARGEST), jnp.where(after, LARGEST, -LARGEST))
 
 
-def _index(x: Any) -> Any:
+def _index(x: Index) -> AnyArray:
     return to_int32("positions", x if hasattr(x, "dtype") else np.asarray(x))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 Length = Any  # an int, or a symbolic dimension of jax.export
 if TYPE_CHECKING:  # type checkers know no operators that both kinds of arrays have
@@ -16,7 +17,7 @@ else:
     Index = AnyArray | int
 
 
-def namespace(*arrays: Any) -> Any:
+def namespace(*arrays: object) -> Any:
     """NumPy, or jax.numpy if any of the arrays is a JAX array."""
     return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
@@ -26,7 +27,7 @@ def cdiv(length: Length, size: int) -> Length:
     return (length + size - 1) // size
 
 
-def pad_end(x: Any, shape: Sequence[Length], fill: Any = 0) -> Any:
+def pad_end(x: AnyArray, shape: Sequence[Length], fill: ArrayLike = 0) -> AnyArray:
     """``x`` padded with ``fill`` at the end of each axis, up to ``shape``."""
     missing = [new - old for new, old in zip(shape, x.shape, strict=True)]
     if isinstance(x, np.ndarray):
@@ -35,7 +36,7 @@ def pad_end(x: Any, shape: Sequence[Length], fill: Any = 0) -> Any:
     return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, count, 0) for count in missing])
 
 
-def arange(length: Length, dtype: Any = None) -> Any:
+def arange(length: Length, dtype: DTypeLike | None = None) -> AnyArray:
     """``0 .. length - 1``; NumPy, unless the length is symbolic."""
     return np.arange(length, dtype=dtype) if isinstance(length, int) else jnp.arange(length, dtype=dtype)
 

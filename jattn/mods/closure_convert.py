@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, PyTree
 
-from jattn.mods.arrays import mod_semantics
+from jattn.mods.arrays import Length, mod_semantics
 from jattn.mods.jaxpr import HashableJaxpr, array_type, bind_equation, evaluate
 from jattn.mods.pytree import StaticFunction, holds_plain_function, is_function, pytree_dataclass, static_field
 
@@ -20,10 +22,10 @@ from jattn.mods.pytree import StaticFunction, holds_plain_function, is_function,
 class Traced:
     """A traced function from arrays to a list of arrays: its program and the arrays it captures."""
 
-    captured: list[Any]
+    captured: list[Array]
     hashable: HashableJaxpr = static_field()
 
-    def __call__(self, *args: Any) -> list[Any]:
+    def __call__(self, *args: ArrayLike) -> list[Array]:
         jaxpr = self.hashable.jaxpr
         types = [array_type(variable) for variable in jaxpr.invars]
         cast = (jnp.asarray(x).astype(aval.dtype).reshape(aval.shape) for x, aval in zip(args, types, strict=True))
@@ -36,11 +38,11 @@ class Elementwise:
 
     on_one_pair: Traced
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: ArrayLike) -> Array:
         return jnp.vectorize(lambda *pair: self.on_one_pair(*pair)[0])(*args)
 
 
-def arguments(T: Any, S: Any, *score: Any) -> list[jax.ShapeDtypeStruct]:
+def arguments(T: Length, S: Length, *score: DTypeLike) -> list[jax.ShapeDtypeStruct]:
     """The types of a mask's arguments for T queries and S keys, or a score function's for a ``score`` of that dtype."""
     shaped = jax.ShapeDtypeStruct
     return [
@@ -51,7 +53,9 @@ def arguments(T: Any, S: Any, *score: Any) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def closure_convert(mod: Any, check: Callable[[Any], None], lengths: tuple[Any, Any], *score: Any) -> Any:
+def closure_convert(
+    mod: PyTree, check: Callable[[Array], None], lengths: tuple[Length, Length], *score: DTypeLike
+) -> PyTree:
     """``mod`` with every plain function in it traced.
 
     Masks that combine others, such as ``masks.And``, keep the ``bounds`` of their other parts.
@@ -70,11 +74,11 @@ def closure_convert(mod: Any, check: Callable[[Any], None], lengths: tuple[Any, 
             lambda x: closure_convert(x, check, lengths, *score) if callable(x) else x, mod, is_leaf=is_function
         )
 
-    def call_and_check(*args: Any) -> None:
+    def call_and_check(*args: Array) -> None:
         with mod_semantics():
             check(mod(*args))
 
-    def on_one_pair(*args: Any) -> Any:
+    def on_one_pair(*args: Array) -> Array:
         with mod_semantics():
             return jnp.reshape(mod(*args), ())
 
@@ -82,16 +86,16 @@ def closure_convert(mod: Any, check: Callable[[Any], None], lengths: tuple[Any, 
     return Elementwise(traced(on_one_pair, *arguments(1, 1, *score)))
 
 
-def traced(fn: Callable, *types: Any) -> Traced:
+def traced(fn: Callable, *types: jax.ShapeDtypeStruct) -> Traced:
     """``fn``, traced for arguments of these types."""
     program = jax.make_jaxpr(fn)(*types)
     return Traced(list(program.consts), HashableJaxpr(program.jaxpr))
 
 
-def depends_on(mod: Callable, index: int, *score: Any) -> bool:
+def depends_on(mod: Callable, index: int, *score: DTypeLike) -> bool:
     """Whether the result of a mask or score function depends on its argument ``index``."""
 
-    def on_one_pair(*args: Any) -> Any:
+    def on_one_pair(*args: Array) -> Array:
         with mod_semantics():
             return mod(*args)
 

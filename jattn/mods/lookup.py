@@ -4,17 +4,15 @@ Results are NumPy arrays if everything is static, so that a static mask stays st
 positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the table.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.mods.arrays import Length, cdiv, namespace, pad_end
+from jattn.mods.arrays import AnyArray, Index, Length, cdiv, namespace, pad_end
 
 PART = 512  # ids per part; the minimum and maximum of each part are computed once for all intervals
 
 
-def look_up(table: Any, *indices: Any) -> tuple[Any, Any]:
+def look_up(table: AnyArray, *indices: Index) -> tuple[AnyArray, AnyArray]:
     """``table[indices]``, and whether the indices lie inside the table; outside, the value is the nearest entry's."""
     xp = namespace(table, *indices)
     known, clipped = np.True_, []
@@ -26,20 +24,20 @@ def look_up(table: Any, *indices: Any) -> tuple[Any, Any]:
     return xp.asarray(table)[tuple(clipped)], known
 
 
-def look_up_row(table: Any, b: Any, index: Any) -> tuple[Any, Any]:
+def look_up_row(table: AnyArray, b: Index, index: Index) -> tuple[AnyArray, AnyArray]:
     """``look_up`` in a table ``[length]`` or ``[B, length]``; a B of 1 is shared by all sequences."""
     if table.ndim == 2 and table.shape[0] == 1:
         table = table[0]
     return look_up(table, index) if table.ndim == 1 else look_up(table, b, index)
 
 
-def shared(table: Any, b: Any, h: Any) -> tuple[Any, Any]:
+def shared(table: AnyArray, b: Index, h: Index) -> tuple[AnyArray, AnyArray]:
     """Batch and head indices into a 4-D table whose axes of size 1 are shared by all."""
     xp = namespace(b, h)  # not ``b * 0``: the result must not even formally depend on b
     return (b if table.shape[0] != 1 else xp.zeros_like(b)), (h if table.shape[1] != 1 else xp.zeros_like(h))
 
 
-def range_in_row(ids: Any, b: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
+def range_in_row(ids: AnyArray, b: Index, low: Index, high: Index) -> tuple[AnyArray, AnyArray, AnyArray]:
     """The minimum and maximum id at positions ``low..high``, and whether all of these positions lie in the table.
 
     If none does, the minimum is the largest integer and the maximum the smallest: an interval that meets no other.
@@ -74,7 +72,9 @@ def range_in_row(ids: Any, b: Any, low: Any, high: Any) -> tuple[Any, Any, Any]:
     return *extremes, whole[..., 0]
 
 
-def count_pairs(table: Any, b: Any, h: Any, q_low: Any, q_high: Any, kv_low: Any, kv_high: Any) -> tuple[Any, Any, Any]:
+def count_pairs(
+    table: AnyArray, b: Index, h: Index, q_low: Index, q_high: Index, kv_low: Index, kv_high: Index
+) -> tuple[AnyArray, AnyArray, AnyArray]:
     """The number of true entries of the bool ``table[b, h]`` in ``q_low..q_high`` by ``kv_low..kv_high``.
 
     Also the number of entries there, and whether all of these indices lie in the table. An axis of size 1 is shared.
@@ -100,7 +100,7 @@ def count_pairs(table: Any, b: Any, h: Any, q_low: Any, q_high: Any, kv_low: Any
     return (total - above - before + both) * known, whole, inside & known
 
 
-def _between_ends(table: Any, axis: int, start: Any, end: Any) -> tuple[Any, tuple[Any, Any]]:
+def _between_ends(table: AnyArray, axis: int, start: Index, end: Index) -> tuple[AnyArray, tuple[AnyArray, AnyArray]]:
     """``table`` summed over the stretches of ``axis`` between interval ends, and the intervals in units of these."""
     cuts = np.unique(np.concatenate([[0], np.ravel(start), np.ravel(end)]))
     cuts = cuts[cuts < table.shape[axis]]
@@ -109,11 +109,11 @@ def _between_ends(table: Any, axis: int, start: Any, end: Any) -> tuple[Any, tup
     return table, (np.searchsorted(cuts, start), np.searchsorted(cuts, end))
 
 
-def _of_axis(low: Any, high: Any, size: Length) -> tuple[Any, Any]:
+def _of_axis(low: Index, high: Index, size: Length) -> tuple[AnyArray, AnyArray]:
     return (low * 0, low * 0 + 1) if size == 1 else _within(low, high, size)
 
 
-def _within(low: Any, high: Any, size: Length) -> tuple[Any, Any]:
+def _within(low: Index, high: Index, size: Length) -> tuple[AnyArray, AnyArray]:
     """The part of ``low..high`` within ``0..size``, as a half-open interval."""
     xp = namespace(low, high)
     start = xp.clip(low, 0, size)

@@ -77,7 +77,7 @@ def _as_parts(mask: Mask, *fields: str) -> None:
         object.__setattr__(mask, name, _as_mask(getattr(mask, name)))
 
 
-def _as_mask(mask: Any) -> MaskFunction:
+def _as_mask(mask: object) -> MaskFunction:
     if not callable(mask):
         hint = "; wrap an array as masks.Dense(array)" if hasattr(mask, "shape") else ""
         raise TypeError(f"a mask must be a callable (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}{hint}")
@@ -118,8 +118,8 @@ def conjuncts(mask: MaskFunction) -> list[MaskFunction]:
 class And(Mask):
     """Visible where both masks are True; write ``a & b``."""
 
-    left: Any
-    right: Any
+    left: MaskFunction
+    right: MaskFunction
 
     def __post_init__(self):
         _as_parts(self, "left", "right")
@@ -147,8 +147,8 @@ class And(Mask):
 class Or(Mask):
     """Visible where either mask is True; write ``a | b``."""
 
-    left: Any
-    right: Any
+    left: MaskFunction
+    right: MaskFunction
 
     def __post_init__(self):
         _as_parts(self, "left", "right")
@@ -177,7 +177,7 @@ class Or(Mask):
 class Not(Mask):
     """Visible where the mask is False; write ``~a``."""
 
-    mask: Any
+    mask: MaskFunction
 
     def __post_init__(self):
         _as_parts(self, "mask")

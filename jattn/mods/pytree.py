@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
+from jaxtyping import PyTree
 
 Class = TypeVar("Class", bound=type)
 
@@ -72,18 +73,18 @@ def pytree_dataclass(cls: Class) -> Class:
     return cls
 
 
-def _equal(self: Any, other: Any) -> Any:
+def _equal(self: object, other: object) -> bool:
     if type(self) is not type(other):
         return NotImplemented
     return self is other or (_values(self) is not None and _values(self) == _values(other))
 
 
-def _hash(self: Any) -> int:
+def _hash(self: object) -> int:
     values = _values(self)
     return object.__hash__(self) if values is None else hash(values)
 
 
-def _values(tree: Any) -> Any:
+def _values(tree: PyTree) -> tuple | None:
     """Structure and leaves, for comparison; None if there are arrays."""
     leaves, structure = jax.tree.flatten(tree)
     if any(hasattr(leaf, "dtype") and not isinstance(leaf, np.generic) for leaf in leaves):
@@ -101,16 +102,16 @@ class StaticFunction:
         return self.function(*args)
 
 
-def as_part(mod: Any) -> Any:
+def as_part(mod: PyTree) -> PyTree:
     """``mod`` as a child of a pytree: a plain function becomes a ``StaticFunction``, anything else is unchanged."""
     return StaticFunction(mod) if isinstance(mod, functools.partial) or _is_leaf(mod) and callable(mod) else mod
 
 
-def _is_leaf(tree: Any) -> bool:
+def _is_leaf(tree: PyTree) -> bool:
     return jax.tree_util.all_leaves([tree])
 
 
-def holds_plain_function(mod: Any) -> bool:
+def holds_plain_function(mod: PyTree) -> bool:
     """Whether ``mod`` is or contains a plain function, whose captured values may change from call to call.
 
     A callable of a class that is not registered with JAX counts as one.
@@ -119,15 +120,15 @@ def holds_plain_function(mod: Any) -> bool:
     return any(map(callable, leaves))
 
 
-def is_function(tree: Any) -> bool:
+def is_function(tree: object) -> bool:
     """Whether ``tree`` is a plain function wrapped for a pytree."""
     return isinstance(tree, StaticFunction | functools.partial)  # jax.tree_util.Partial is one of these
 
 
-def known(tree: Any) -> Any:
+def known(tree: PyTree) -> PyTree:
     """``tree`` with every concrete ``jax.Array`` as a NumPy array, which is static while tracing."""
 
-    def to_numpy(x: Any) -> Any:
+    def to_numpy(x: PyTree) -> PyTree:
         concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
         return np.asarray(x) if concrete and not jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
 

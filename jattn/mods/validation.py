@@ -11,12 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.mods.arrays import namespace
+from jattn.mods.arrays import AnyArray, Index, Length, namespace
 
 LEAST, LARGEST = -(2**31), 2**31 - 1  # of int32
 
 
-def to_int32(argument: str, x: Any) -> Any:
+def to_int32(argument: str, x: AnyArray) -> AnyArray:
     """Integers of any width and sign as int32. NumPy arrays must fit; JAX arrays are clipped.
 
     Raises:
@@ -37,7 +37,7 @@ def to_int32(argument: str, x: Any) -> Any:
     return x.astype(jnp.int32)
 
 
-def to_number(argument: str, x: Any) -> Any:
+def to_number(argument: str, x: AnyArray) -> AnyArray | int | float:
     """A real number: a Python number if it is known, otherwise a scalar array."""
     dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
@@ -46,7 +46,7 @@ def to_number(argument: str, x: Any) -> Any:
     return x.item() if isinstance(x, np.ndarray | np.generic) else x
 
 
-def check_table(table: Any, owner: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
+def check_table(table: object, owner: str, argument: str, ranks: tuple[int, ...], kind: str) -> None:
     """Raises unless ``table`` is an array of one of these ranks and this kind: ``"i"`` integers, ``"b"`` bools."""
     wanted = {"i": "integers", "b": "bools"}[kind]
     shape, dtype = getattr(table, "shape", None), getattr(table, "dtype", None)
@@ -58,7 +58,7 @@ def check_table(table: Any, owner: str, argument: str, ranks: tuple[int, ...], k
         raise TypeError(f"{owner}: {argument} must be {wanted} of rank {rank}, got {dtype} of shape {shape}")
 
 
-def check_number(x: Any, owner: str, argument: str) -> None:
+def check_number(x: AnyArray, owner: str, argument: str) -> None:
     """Raises unless ``x`` is an integer or an integer scalar array."""
     dtype = np.dtype(int) if isinstance(x, int) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) != () or not jnp.issubdtype(dtype, jnp.integer):
@@ -66,7 +66,9 @@ def check_number(x: Any, owner: str, argument: str) -> None:
         raise TypeError(f"{owner}: {argument} must be an integer or an integer scalar array, got {got}")
 
 
-def check_sizes(table: Any, owner: str, argument: str, hint: str = "", *, shared: str = "B", **axes: Any) -> None:
+def check_sizes(
+    table: AnyArray, owner: str, argument: str, hint: str = "", *, shared: str = "B", **axes: Length | None
+) -> None:
     """Raises if a table's sizes do not fit the call's.
 
     ``axes``: the names of its last axes and their sizes, None for any. Axes in ``shared`` may also be 1.
@@ -81,14 +83,14 @@ def check_sizes(table: Any, owner: str, argument: str, hint: str = "", *, shared
             )
 
 
-def number(x: Any, least: int = LEAST) -> Any:
+def number(x: AnyArray | int, least: int = LEAST) -> AnyArray | int:
     """An integer field, clipped to int32: a Python int if it is known, otherwise an int32 array."""
     if isinstance(x, int | np.integer | np.ndarray):
         return min(max(operator.index(x), least), LARGEST)
     return jnp.maximum(to_int32("", x), least)
 
 
-def at_most(kv_idx: Any, q_idx: Any, by: Any) -> Any:
+def at_most(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:
     """``kv <= q + by``, also if the sum overflows int32; a ``by`` of ``LARGEST`` means no limit."""
     if isinstance(by, int):
         if by == LARGEST:
@@ -98,7 +100,7 @@ def at_most(kv_idx: Any, q_idx: Any, by: Any) -> Any:
     return ((kv_idx <= _plus(q_idx, by)) & fits) | (by == LARGEST)
 
 
-def at_least(kv_idx: Any, q_idx: Any, by: Any) -> Any:
+def at_least(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:
     """``kv >= q + by``, also if the sum overflows int32; a ``by`` of ``-LARGEST`` means no limit."""
     if isinstance(by, int):
         if by == -LARGEST:
@@ -108,7 +110,7 @@ def at_least(kv_idx: Any, q_idx: Any, by: Any) -> Any:
     return ((kv_idx >= _plus(q_idx, by)) & fits) | (by == -LARGEST)
 
 
-def end_of_window(q_idx: Any, by: Any, unlimited: int) -> Any:
+def end_of_window(q_idx: Index, by: Index, unlimited: int) -> AnyArray | int:
     """``q + by``, clipped to int32: the first key of ``at_least`` or the last key of ``at_most``.
 
     ``unlimited``: LEAST for ``at_least``, LARGEST for ``at_most``: the result if ``by`` means no limit.
@@ -119,7 +121,7 @@ def end_of_window(q_idx: Any, by: Any, unlimited: int) -> Any:
     return jnp.where(by == no_limit, unlimited, _plus(q_idx, by))
 
 
-def _plus(index: Any, by: Any) -> Any:
+def _plus(index: Index, by: Index) -> AnyArray:
     """``index + by``, clipped to int32. Unlike ``kv - q``, this takes one sum per query instead of one per pair."""
     index = namespace(index, by).asarray(index)
     if index.dtype == np.int64:
@@ -128,7 +130,7 @@ def _plus(index: Any, by: Any) -> Any:
     return to_int32("q_idx", index).clip(LEAST - below, LARGEST - above) + by
 
 
-def check_fits(mod: Any, B: Any, N: Any, T: Any, S: Any) -> None:
+def check_fits(mod: object, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
     """Calls ``mod.check(B, N, T, S)``, if it exists, with the numbers of sequences, heads, queries and keys.
 
     T and S are None if positions are given; tables by position may then have any length.
