@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from jattn.core.attention import softmax_dtype
 from jattn.core.chunk import Chunk, Slots, slot_indices, take, take_pairs
 from jattn.core.dropout import Dropout
 from jattn.masks import Causal, MaskFunction, SlidingWindow
-from jattn.mods.arrays import arange
+from jattn.mods.arrays import AnyArray, Index, Length, arange
 from jattn.mods.pytree import known, pytree_dataclass, static_field
 from jattn.mods.validation import LARGEST, check_fits, check_signature, to_int32, to_number
 from jattn.score_mods import ScoreMod
@@ -52,26 +52,26 @@ class AttentionArgs:
     NumPy arrays, which are static while tracing. Sinks are not part of it; they are merged into the result.
     """
 
-    query: Any  # [B,T,N,H]
-    key: Any  # [B,S,K,H]
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
     value: Any  # [B,S,K,D]; None if only the weights are needed
-    scale: Any  # None: 1 / sqrt(H)
-    bias: Any
+    scale: AnyArray | float | None  # None: 1 / sqrt(H)
+    bias: Float[Array, "#B #N #T #S"] | None
     masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
-    slot_masks: tuple[Any, ...]
-    query_lengths: Any  # [B] or None; also among the slot_masks
-    kv_lengths: Any
+    slot_masks: tuple[AnyArray, ...]
+    query_lengths: AnyArray | None  # [B]; also among the slot_masks
+    kv_lengths: AnyArray | None
     score_mod: ScoreMod | None
-    query_positions: Any
-    kv_positions: Any
+    query_positions: AnyArray | None
+    kv_positions: AnyArray | None
     dropout: Dropout | None
-    first_batch: Any = 0  # the indices of its first sequence and head, for masks, score functions and dropout
-    first_head: Any = 0
-    precision: Any = static_field(default=None)
+    first_batch: Index = 0  # the indices of its first sequence and head, for masks, score functions and dropout
+    first_head: Index = 0
+    precision: jax.lax.PrecisionLike = static_field(default=None)
     sharded: bool = static_field(default=False)  # of a canonical call: whether its arrays may lie on several devices
 
     @property
-    def score_scale(self) -> Any:
+    def score_scale(self) -> AnyArray | float:
         """``scale``, the default as a number."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
@@ -203,7 +203,7 @@ def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
     return query, key, value
 
 
-def _pairs(name: str, array: Any, full: tuple[Any, ...]) -> Any:
+def _pairs(name: str, array: AnyArray, full: tuple[Length, ...]) -> AnyArray:
     """``bias`` or ``mask`` as ``[B|1, N|1, T|1, S|1]``."""
     array = _array(name, array)
     axes = full[4 - array.ndim :]
@@ -221,30 +221,28 @@ def _pairs(name: str, array: Any, full: tuple[Any, ...]) -> Any:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def _lengths(name: str, lengths: Any, batch: Any) -> Any:
+def _lengths(name: str, lengths: ArrayLike | None, batch: Length) -> AnyArray | None:
     if lengths is None:
         return None
-    lengths = _array(name, lengths)
-    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers [B] = [{batch}], got {lengths.dtype} of shape {list(lengths.shape)}")
-    return to_int32(name, lengths)
+    array = _array(name, lengths)
+    if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers [B] = [{batch}], got {array.dtype} of shape {list(array.shape)}")
+    return to_int32(name, array)
 
 
-def _positions(name: str, positions: Any, batch: Any, length: Any) -> Any:
+def _positions(name: str, positions: ArrayLike | None, batch: Length, length: Length) -> AnyArray | None:
     if positions is None:
         return None
-    positions = _array(name, positions)
-    if positions.shape not in ((length,), (batch, length), (1, length)) or not jnp.issubdtype(
-        positions.dtype, jnp.integer
-    ):
+    array = _array(name, positions)
+    if array.shape not in ((length,), (batch, length), (1, length)) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be integers [{length}] or [B, length] = [{batch}, {length}], "
-            f"got {positions.dtype} of shape {list(positions.shape)}"
+            f"got {array.dtype} of shape {list(array.shape)}"
         )
-    return to_int32(name, positions if positions.ndim == 2 else positions[None])
+    return to_int32(name, array if array.ndim == 2 else array[None])
 
 
-def _array(name: str, x: Any) -> Any:
+def _array(name: str, x: object) -> AnyArray:
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return np.asarray(x) if isinstance(x, np.generic) else x
     try:
@@ -253,14 +251,14 @@ def _array(name: str, x: Any) -> Any:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {error}") from error
 
 
-def flag(name: str, x: Any) -> bool:
+def flag(name: str, x: object) -> bool:
     """A Python bool, checked."""
     if not isinstance(x, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, and known while tracing, got {x!r}")
     return bool(x)
 
 
-def _scale(scale: Any, shape: tuple[Any, ...]) -> Any:
+def _scale(scale: ArrayLike | None, shape: tuple[Length, ...]) -> AnyArray | float | None:
     if scale is not None:
         return to_number("scale", scale)
     if shape[-1] == 0:

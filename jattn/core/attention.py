@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jattn.core.dropout import Dropout, drop
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import mod_semantics
+from jattn.mods.arrays import AnyArray, Index, Length, mod_semantics
 from jattn.mods.closure_convert import closure_convert, depends_on
 from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.mods.validation import check_signature, to_int32, to_number
@@ -45,7 +47,7 @@ class HeadOptions(TypedDict, total=False):
     query_positions: Int[ArrayLike, " T"] | None
     kv_positions: Int[ArrayLike, " S"] | None
     dropout: tuple[float, Array] | Dropout | None
-    precision: Any
+    precision: PrecisionLike
 
 
 @pytree_dataclass
@@ -53,16 +55,16 @@ class Head:
     """The options of one head, checked: everything that ``attend`` takes besides q, k and v."""
 
     masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
-    slot_masks: tuple[Any, ...]  # [T|1, S|1]
-    bias: Any  # [T|1, S|1] or None
+    slot_masks: tuple[AnyArray, ...]  # [T|1, S|1]
+    bias: Array | None  # [T|1, S|1]
     score_mod: ScoreMod | None
-    scale: Any
-    batch: Any
-    head: Any
-    query_positions: Any  # [T]; None: the slots
-    kv_positions: Any
+    scale: AnyArray | float | None
+    batch: Index
+    head: Index
+    query_positions: AnyArray | None  # [T]; None: the slots
+    kv_positions: AnyArray | None
     dropout: Dropout | None
-    precision: Any = static_field()
+    precision: PrecisionLike = static_field()
 
     def indices(self, q: Array, k: Array) -> tuple[Any, Any, Array, Array]:
         """The indices ``(b, h, q_idx [T,1], kv_idx [1,S])`` that masks, score functions and dropout see."""
@@ -85,7 +87,7 @@ def attend(
     query_positions: Int[ArrayLike, " T"] | None = None,
     kv_positions: Int[ArrayLike, " S"] | None = None,
     dropout: tuple[float, Array] | Dropout | None = None,
-    precision: Any = None,
+    precision: PrecisionLike = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
     """Scaled dot-product attention of one head: ``(out [T,D], lse [T])``, by the formulas at the top of this file.
 
@@ -138,9 +140,10 @@ def dense_weights(q: Array, k: Array, head: Head) -> tuple[Array, Array]:
 
 
 def make_head(
-    q: Any, k: Any, v: Any, head: Any = None, mask: MaskLike | None = None, bias: Any = None,
-    score_mod: ScoreMod | None = None, scale: Any = None, batch: Any = None, query_positions: Any = None,
-    kv_positions: Any = None, dropout: Any = None, precision: Any = None,
+    q: AnyArray, k: AnyArray, v: AnyArray | None, head: Index | None = None, mask: MaskLike | None = None,
+    bias: AnyArray | None = None, score_mod: ScoreMod | None = None, scale: ArrayLike | None = None,
+    batch: Index | None = None, query_positions: ArrayLike | None = None, kv_positions: ArrayLike | None = None,
+    dropout: tuple[float, Array] | Dropout | None = None, precision: PrecisionLike = None,
 ) -> Head:  # fmt: skip
     """The options of ``attend``, checked; ``v`` is None if only the weights are needed."""
     lengths = _lengths_of_head(q, k, v)
@@ -182,7 +185,7 @@ def make_head(
     )  # fmt: skip
 
 
-def _lengths_of_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _lengths_of_head(q: AnyArray, k: AnyArray, v: AnyArray | None) -> tuple[Length, Length]:
     """T and S of one head, from the checked shapes of its arrays."""
     shapes = {name: jnp.shape(x) for name, x in (("q", q), ("k", k), ("v", v)) if x is not None}
     q_shape, k_shape, v_shape = shapes["q"], shapes["k"], shapes.get("v", shapes["k"])
@@ -195,7 +198,7 @@ def _lengths_of_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     return q_shape[0], k_shape[0]
 
 
-def _check_pairs(name: str, array: Any, lengths: tuple[Any, Any]) -> None:
+def _check_pairs(name: str, array: AnyArray, lengths: tuple[Length, Length]) -> None:
     shape = jnp.shape(array)
     if len(shape) != 2 or any(size not in (1, length) for size, length in zip(shape, lengths, strict=True)):
         raise ValueError(
@@ -203,17 +206,17 @@ def _check_pairs(name: str, array: Any, lengths: tuple[Any, Any]) -> None:
         )
 
 
-def convert_mods(options: Any, q: Array, lengths: tuple[Any, Any]) -> Any:
+def convert_mods(options: Any, q: Array, lengths: tuple[Length, Length]) -> Any:
     """A ``Head`` or ``AttentionArgs`` with plain masks and score functions traced; their captured arrays are leaves.
 
     ``lengths``: T and S, with which the functions are checked.
     """
 
-    def hoist_mod(name: str, mod: Any, kind: Any, *score: Any) -> Any:
+    def convert(name: str, mod: PyTree, kind: type, *score: DTypeLike) -> PyTree:
         return closure_convert(mod, lambda result: check_mod(name, result, kind, lengths), lengths, *score)
 
-    masks = tuple(hoist_mod("mask", mask, bool) for mask in options.masks)
-    score_mod = hoist_mod("score_mod", options.score_mod, jnp.floating, softmax_dtype(q))
+    masks = tuple(convert("mask", mask, bool) for mask in options.masks)
+    score_mod = convert("score_mod", options.score_mod, jnp.floating, softmax_dtype(q))
     return dataclasses.replace(options, masks=masks, score_mod=score_mod)
 
 
@@ -224,7 +227,7 @@ def softmax_dtype(x: Array) -> Any:
 
 def visible_pairs(head: Head, indices: tuple) -> Bool[Array, "#T #S"] | None:
     """The visible pairs, broadcastable to ``[T,S]``; None without a mask."""
-    visible: Any = None
+    visible: Array | None = None
     shape = indices[2].shape[0], indices[3].shape[1]
     for mask in head.masks:
         with mod_semantics():
@@ -238,7 +241,7 @@ def visible_pairs(head: Head, indices: tuple) -> Bool[Array, "#T #S"] | None:
     return visible
 
 
-def check_mod(name: str, result: Any, kind: Any, shape: tuple[Any, ...]) -> None:
+def check_mod(name: str, result: ArrayLike, kind: type, shape: tuple[Length, ...]) -> None:
     """Raises if a mask (``kind`` bool) or score function (floating) returned the wrong dtype or shape."""
     dtype = jnp.result_type(result)
     if not (dtype == bool if kind is bool else jnp.issubdtype(dtype, kind)):

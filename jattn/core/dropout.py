@@ -3,8 +3,6 @@
 So they are the same for every implementation and block size, and in the backward pass.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Int, UInt
@@ -16,7 +14,7 @@ from jattn.mods.pytree import pytree_dataclass, static_field
 class Dropout:
     """Drops weights with probability ``rate``; with ``broadcast``, the same ones in all heads of all sequences."""
 
-    rng: Any
+    rng: Array
     rate: float = static_field()
     broadcast: bool = static_field(default=False)
 

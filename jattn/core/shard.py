@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import convert_mods
@@ -34,13 +36,13 @@ AXES: Mapping[str, str] = {
 class MeshAxes:
     """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` if they are not."""
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     length: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mesh: Any, **arguments: tuple[str, str | Sequence[str] | None]) -> "MeshAxes":
+    def of(cls, mesh: Mesh | AbstractMesh, **arguments: tuple[str, str | Sequence[str] | None]) -> "MeshAxes":
         """From ``batch``, ``heads`` and ``length``, each a pair of an argument's name and its value, the mesh axes.
 
         Raises:
@@ -65,7 +67,7 @@ class MeshAxes:
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return any(kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in named for name, kind in kinds)
 
-    def with_types(self, query: Any) -> "MeshAxes":
+    def with_types(self, query: Array) -> "MeshAxes":
         """With the axes of sequences and heads from the query's type, unless already given."""
         mesh, axes = _explicit(query)
         if mesh is None or mesh.shape != self.mesh.shape:
@@ -113,7 +115,7 @@ class MeshAxes:
         return f"mesh {'axes' if len(getattr(self, kind)) > 1 else 'axis'} {' and '.join(sizes)}"
 
 
-def on_each_device(fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Any, str]) -> Any:
+def on_each_device(fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
     """``fn(request, *arrays)``, on each device's part if the query's type says that it is sharded.
 
     Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
@@ -125,13 +127,13 @@ def on_each_device(fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tup
 
 
 def dot_general(
-    lhs: Any,
-    rhs: Any,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-) -> Any:
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> Array:
     """``jax.lax.dot_general`` that also accepts a sharded contracted axis without an ``out_sharding``.
 
     The result is then summed over the devices and keeps the sharding of the remaining axes: ``sum_i z_i W_i^O`` with a
@@ -150,13 +152,13 @@ def dot_general(
     )
 
 
-def replicate_if_explicit(arrays: Any) -> Any:
+def replicate_if_explicit(arrays: PyTree) -> PyTree:
     """``arrays``, those that are explicitly sharded replicated on every device.
 
     On other meshes XLA partitions the work by itself.
     """
 
-    def replicate(x: Any) -> Any:
+    def replicate(x: Array) -> Array:
         mesh, axes = _explicit(x)
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if any(axes) else x
 
@@ -191,7 +193,7 @@ def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
     return MeshAxes(mesh, batch, heads)
 
 
-def _explicit(x: Any) -> tuple[Any, list[tuple[str, ...]]]:
+def _explicit(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
     """The mesh in an array's type, and for each of its axes the explicit mesh axes it is sharded over."""
     sharding = jax.typeof(x).sharding
     mesh = sharding.mesh
@@ -217,13 +219,18 @@ def may_be_sharded(args: AttentionArgs) -> bool:
     )
 
 
-def is_typed(x: Any) -> bool:
+def is_typed(x: Array) -> bool:
     """Whether the array's type says that it is sharded."""
     return any(_explicit(x)[1])
 
 
 def per_device(
-    fn: Callable, args: AttentionArgs, place: MeshAxes, out_axes: Any, *extra: tuple[Any, str], multiple: int = 1
+    fn: Callable,
+    args: AttentionArgs,
+    place: MeshAxes,
+    out_axes: PyTree[str],
+    *extra: tuple[Array, str],
+    multiple: int = 1,
 ) -> Any:
     """``fn(part of the call, *parts of arrays)`` on every device of a mesh, with its results assembled.
 
@@ -250,7 +257,7 @@ def per_device(
     traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays stay static
     (B, _, N, _), K = args.query.shape, args.key.shape[2]
 
-    def part(sharded: dict[str, Any], traced: list, *arrays: Any) -> Any:
+    def part(sharded: dict[str, Any], traced: list, *arrays: Array) -> PyTree:
         rest = iter(traced)
         joined = jax.tree.unflatten(structure, [next(rest) if isinstance(x, jax.Array) else x for x in leaves])
         fields = dict(zip(("masks", "score_mod", "scale", "dropout"), joined, strict=True)) | sharded
@@ -277,7 +284,7 @@ def per_device(
     sharded = jax.shard_map(part, mesh=place.mesh, axis_names=manual, check_vma=False, **specs)
 
     @jax.jit  # needed inside jit, too: there, constants get types
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: Any) -> PyTree:
         if AxisType.Explicit in place.mesh.axis_types:
             reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec))
             arrays = jax.tree.map(reshard, arrays, in_specs)

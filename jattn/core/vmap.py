@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import Head, convert_mods, softmax_dtype
@@ -22,7 +23,7 @@ class Loop(enum.Enum):
     SEQUENTIAL = "sequential"
 
 
-def over_heads(fn: Callable, out_axes: Any = 1, *, lift: Callable = jax.vmap) -> Callable:
+def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.vmap) -> Callable:
     """Lifts ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head to all heads of a sequence, by ``vmap``.
 
     The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
@@ -78,7 +79,7 @@ def _takes_head(fn: Callable) -> bool:
 
 
 def sequential_vmap(
-    fn: Callable, in_axes: Sequence[int | None], out_axes: Any = 0, *, recompute: bool = False
+    fn: Callable, in_axes: Sequence[int | None], out_axes: PyTree[int] = 0, *, recompute: bool = False
 ) -> Callable:
     """``jax.vmap(fn, in_axes, out_axes)`` as a loop, so that only one call's arrays are live.
 
@@ -136,7 +137,7 @@ def canonical(args: AttentionArgs) -> AttentionArgs:
 def over_args(
     one_head: Callable,
     args: AttentionArgs,
-    out_axes: Any,
+    out_axes: PyTree[int],
     *,
     per_head: Sequence[Any] = (),
     per_sequence: Sequence[Any] = (),

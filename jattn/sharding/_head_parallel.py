@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn.api import dot_product_attention
 from jattn.core import shard
@@ -41,7 +41,7 @@ class HeadParallel:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         return self.per_device(choose(args, self.implementation).run, args, ("btnd", "btn"))
 
-    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn.core.shard.per_device`` with sharded heads and sequences."""
         axes = {"batch": ("batch_axis", self.batch_axis), "heads": ("axis_name", self.axis_name)}
         place = MeshAxes.of(self.mesh, **axes).with_types(args.query)
@@ -55,7 +55,7 @@ class HeadParallel:
         """``jattn.kernels.dispatch.Dispatch.fold``, on one device's part."""
         return Dispatch().fold(args, fold)
 
-    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``per_device``: each device folds over its own heads."""
         return self.per_device(fn, args, out_axes, *extra)
 

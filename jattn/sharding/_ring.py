@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn.api import dot_product_attention
 from jattn.blocks.block_lists import tile
@@ -72,7 +72,7 @@ class Ring:
         out_axes = {name: letters[kind] for name, kind in fold.result_kinds.items()}
         return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
 
-    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``fn(request, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
         return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
 
@@ -80,7 +80,7 @@ class Ring:
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
         return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
 
-    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
+    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn.core.shard.per_device`` with a sharded sequence, without the slot masks of the lengths."""
         args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
         place = self._mesh_axes(args)
@@ -221,7 +221,7 @@ def _reorder(x: ArrayLike, devices: int, axis: int, choose_order: Callable) -> A
     return x.at[(slice(None),) * (axis % x.ndim) + (order,)].get(out_sharding=sharding)
 
 
-def _chunks(layout: Any) -> int:
+def _chunks(layout: object) -> int:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     return LAYOUTS[layout]

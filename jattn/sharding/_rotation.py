@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import PyTree
 
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import softmax_dtype
@@ -23,6 +24,7 @@ from jattn.core.chunk import Chunk, take_pairs
 from jattn.core.merge import merge
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
+from jattn.mods.arrays import AnyArray, Index
 
 LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of the sequence on each device
 
@@ -43,7 +45,7 @@ class RingPlan:
         """The number of chunks of the sequence on each device."""
         return LAYOUTS[self.layout]
 
-    def rotate(self, visit: Callable, state: Any, keys: Any, key_sums: Any = ()) -> tuple[Any, Any]:
+    def rotate(self, visit: Callable, state: Any, keys: PyTree, key_sums: Any = ()) -> tuple[Any, Any]:
         """``state, key_sums = visit(state, key_sums, keys, source)`` with the ``keys`` of each device ``source``.
 
         ``key_sums`` rotate with the keys they belong to, and end on the device they started from. The last hop of the
@@ -67,19 +69,19 @@ class RingPlan:
             shift = last + 1
         return state, self._send(key_sums, -shift)
 
-    def over_pairs(self, visit: Callable, carry: Any) -> Any:
+    def over_pairs(self, visit: Callable, carry: PyTree) -> PyTree:
         """``carry = visit(carry, i, j)`` for the i-th chunk of queries and the j-th of keys."""
         if self.chunks == 1:
             return visit(carry, 0, 0)
         pairs = jnp.array(list(itertools.product(range(self.chunks), repeat=2)))
         return jax.lax.scan(lambda carry, ij: (visit(carry, ij[0], ij[1]), None), carry, pairs)[0]
 
-    def tokens(self, device: Any, chunk: Any, size: int) -> Array:
+    def tokens(self, device: Index, chunk: Index, size: int) -> Array:
         """The tokens ``[size]`` of the sequence in a chunk of a device."""
         piece = device if self.layout == "contiguous" else jnp.where(chunk == 0, device, 2 * self.devices - 1 - device)
         return piece * size + jnp.arange(size)
 
-    def part(self, args: AttentionArgs, source: Any, i: Any, j: Any) -> AttentionArgs:
+    def part(self, args: AttentionArgs, source: Index, i: Index, j: Index) -> AttentionArgs:
         """The call for the i-th chunk of the device's queries and the j-th of the keys of ``source``."""
         t, s = args.query.shape[1] // self.chunks, args.key.shape[1] // self.chunks
         q_tokens, kv_tokens = self.tokens(jax.lax.axis_index(self.axis), i, t), self.tokens(source, j, s)
@@ -99,7 +101,7 @@ class RingPlan:
             kv_positions=kv_tokens[None] if args.kv_positions is None else part.kv_positions,
         )
 
-    def _send(self, tree: Any, shift: int) -> Any:
+    def _send(self, tree: PyTree, shift: int) -> PyTree:
         if shift % self.devices == 0:
             return tree
         pairs = [(device, (device + shift) % self.devices) for device in range(self.devices)]
@@ -113,12 +115,12 @@ def _runs(steps: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(starts, ends, strict=True))
 
 
-def take_chunk(x: Any, index: Any, size: int, axis: int) -> Any:
+def take_chunk(x: AnyArray, index: Index, size: int, axis: int) -> AnyArray:
     """The ``index``-th chunk of ``size`` along ``axis``."""
     return x if x.shape[axis] == size else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), index * size, size, axis)
 
 
-def put_chunk(x: Array, chunk: Array, index: Any, axis: int) -> Array:
+def put_chunk(x: Array, chunk: Array, index: Index, axis: int) -> Array:
     """``x`` with its ``index``-th chunk replaced; the inverse of ``take_chunk``."""
     return jax.lax.dynamic_update_slice_in_dim(x, chunk, index * chunk.shape[axis], axis)
 
@@ -290,7 +292,7 @@ def ring_fold(ring: RingPlan, args: AttentionArgs, fold: Reduction) -> dict[str,
     return results | {name: jax.lax.psum(results[name], ring.axis) for name in by_offset}
 
 
-def _combine(kind: str, x: Array, chunk: Array, start: Any) -> Array:
+def _combine(kind: str, x: Array, chunk: Array, start: Index) -> Array:
     """``x [B,N,...]`` with ``chunk`` added from ``start`` on, or its maximum taken for the kind ``"row_max"``."""
     combine = jnp.maximum if kind == "row_max" else jnp.add
     old = jax.lax.dynamic_slice_in_dim(x, start, chunk.shape[2], 2)
@@ -303,7 +305,7 @@ def _rotating(args: AttentionArgs) -> dict[str, Any]:
     return {name: x for name, x in fields.items() if x is not None}
 
 
-def _each_kv_head(ring: RingPlan, fn: Callable, carry: Any, args: AttentionArgs) -> Any:
+def _each_kv_head(ring: RingPlan, fn: Callable, carry: PyTree, args: AttentionArgs) -> PyTree:
     """``carry = fn(carry, request of a key/value head, its index)``: one by one on CPU, elsewhere all at once."""
     K = args.key.shape[2]
     if K == 1 or ring.platform != "cpu":
@@ -312,7 +314,7 @@ def _each_kv_head(ring: RingPlan, fn: Callable, carry: Any, args: AttentionArgs)
     return jax.lax.scan(body, carry, jnp.arange(K))[0]
 
 
-def _add_chunk(x: Array, chunk: Array, index: Any) -> Array:
+def _add_chunk(x: Array, chunk: Array, index: Index) -> Array:
     """``x`` with ``chunk`` added to its ``index``-th chunk, along the axis in which their shapes differ."""
     for axis, (size, part) in enumerate(zip(x.shape, chunk.shape, strict=True)):
         if size != part:
