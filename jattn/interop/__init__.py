@@ -10,11 +10,12 @@ One file per family; ``family`` says what a family is, ``transformer`` is the mo
 """
 
 from jattn.interop._attribution import logit_parts
+from jattn.interop._block import Block, Config
 from jattn.interop._checkpoint import FAMILIES, from_tensors, load, read_config
 from jattn.interop._generate import generate, stream
 from jattn.interop._tokenizer import chatml, tokenizer
 from jattn.interop.family import Family
-from jattn.interop.transformer import Block, Config, Transformer
+from jattn.interop.transformer import Transformer
 
 __all__ = [
     "FAMILIES",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jattn.interop._block import Config
 from jattn.interop._gguf import read_gguf
 from jattn.interop._safetensors import read_folder
 from jattn.interop.bert import BERT
@@ -17,7 +18,7 @@ from jattn.interop.family import Family
 from jattn.interop.gpt2 import GPT2
 from jattn.interop.gpt_neox import GPT_NEOX
 from jattn.interop.llama import LLAMA, MISTRAL, QWEN2
-from jattn.interop.transformer import Config, Transformer
+from jattn.interop.transformer import Transformer
 
 Tensors = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.interop.transformer import ACTIVATIONS, Config
+from jattn.interop._block import ACTIVATIONS, Config
 from jattn.positions import LinearScaling, Llama3Scaling, Rotary
 
 

@@ -6,8 +6,8 @@ Source: Radford et al., 2019, "Language Models are Unsupervised Multitask Learne
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.interop._block import Config
 from jattn.interop.family import Family, activation, numbers, refuse, small
-from jattn.interop.transformer import Config
 
 
 def config(options: Mapping[str, Any]) -> Config:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jattn.interop._block import Config
 from jattn.interop.family import Family, activation, numbers, refuse, rotary, small
-from jattn.interop.transformer import Config
 
 
 def config(options: Mapping[str, Any]) -> Config:

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.interop._block import Config
 from jattn.interop.family import Family, activation, numbers, refuse, rotary, small
-from jattn.interop.transformer import Config
 
 
 def llama(options: Mapping[str, Any]) -> Config:
