@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.mods.arrays import AnyArray, namespace
+from jattn.mods.arrays import namespace
 from jattn.mods.lookup import count_pairs, look_up, look_up_row, range_in_row, shared
 from jattn.mods.mask import And, Indices, Interval, Mask, MaskFunction, Not, Or, and_masks, bounds, interval, or_masks
 from jattn.mods.pytree import pytree_dataclass
@@ -59,8 +59,8 @@ class SlidingWindow(Mask):
     arrays; 2^31 - 1 or more means unbounded.
     """
 
-    left: AnyArray | int
-    right: AnyArray | int = 0
+    left: Any
+    right: Any = 0
 
     def __post_init__(self):
         check_number(self.left, "masks.SlidingWindow", "left")
@@ -91,7 +91,7 @@ class Prefix(Mask):
     Source: T5, https://arxiv.org/abs/1910.10683, section 3.2.1.
     """
 
-    length: AnyArray | int
+    length: Any
 
     def __post_init__(self):
         check_number(self.length, "masks.Prefix", "length")
@@ -114,7 +114,7 @@ class Padding(Mask):
     ``lengths``: integers ``[B]``; a B of 1 is shared by all sequences.
     """
 
-    lengths: AnyArray
+    lengths: Any
 
     def __post_init__(self):
         check_table(self.lengths, "masks.Padding", "lengths", ranks=(1,), kind="i")
@@ -148,8 +148,8 @@ class Segments(Mask):
     ``Segments(ids) & Causal()``.
     """
 
-    query_ids: AnyArray
-    kv_ids: AnyArray | None = None
+    query_ids: Any
+    kv_ids: Any = None
 
     def __post_init__(self):
         for name in ("query_ids", "kv_ids")[: 1 if self.kv_ids is None else 2]:
@@ -187,7 +187,7 @@ class Dense(Mask):
     positions are given. ``bounds`` is exact and uses a summed-area table.
     """
 
-    array: AnyArray
+    array: Any
 
     def __post_init__(self):
         check_table(self.array, "masks.Dense", "array", ranks=(2, 3, 4), kind="b")

@@ -43,7 +43,7 @@ class Alibi:
     Source: https://arxiv.org/abs/2108.12409, section 3 (causal there; the absolute distance makes it symmetric).
     """
 
-    slopes: AnyArray
+    slopes: Any
 
     def __post_init__(self):
         _check_float_table("Alibi", "slopes", self.slopes, "[N]", rank=1)
@@ -69,7 +69,7 @@ class RelativeBias:
     Source: https://arxiv.org/abs/1910.10683, section 2.1, and its published code.
     """
 
-    table: AnyArray
+    table: Any
     bidirectional: bool = static_field(default=True)
     max_distance: int = static_field(default=128)
 
@@ -114,7 +114,7 @@ class SoftCap:
     Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
 
-    cap: AnyArray | float
+    cap: Any
 
     def __post_init__(self):
         cap: Any = self.cap
@@ -161,13 +161,13 @@ def then(*mods: ScoreMod) -> ScoreMod:
     return first
 
 
-def _check_float_table(mod: str, argument: str, table: AnyArray, shape: str, rank: int) -> None:
+def _check_float_table(mod: str, argument: str, table: Any, shape: str, rank: int) -> None:
     if not hasattr(table, "dtype") or table.ndim != rank or not jnp.issubdtype(table.dtype, jnp.floating):
         got = f"{table.dtype} of shape {table.shape}" if hasattr(table, "dtype") else type(table).__name__
         raise TypeError(f"score_mods.{mod}: {argument} must be a float array {shape}, got {got}")
 
 
-def _check_heads(mod: str, argument: str, table: AnyArray, shape: str, num_heads: Length) -> None:
+def _check_heads(mod: str, argument: str, table: Any, shape: str, num_heads: Length) -> None:
     if table.shape[-1] != num_heads:
         raise ValueError(
             f"score_mods.{mod}: {argument} must be {shape} with N = {num_heads} query heads, got shape "

@@ -55,7 +55,7 @@ class AttentionArgs:
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Any  # [B,S,K,D]; None if only the weights are needed
-    scale: AnyArray | float | None  # None: 1 / sqrt(H)
+    scale: AnyArray | int | float | None  # None: 1 / sqrt(H)
     bias: Float[Array, "#B #N #T #S"] | None
     masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
     slot_masks: tuple[AnyArray, ...]
@@ -71,7 +71,7 @@ class AttentionArgs:
     sharded: bool = static_field(default=False)  # of a canonical call: whether its arrays may lie on several devices
 
     @property
-    def score_scale(self) -> AnyArray | float:
+    def score_scale(self) -> AnyArray | int | float:
         """``scale``, the default as a number."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
@@ -203,7 +203,7 @@ def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
     return query, key, value
 
 
-def _pairs(name: str, array: AnyArray, full: tuple[Length, ...]) -> AnyArray:
+def _pairs(name: str, array: Any, full: tuple[Length, ...]) -> AnyArray:
     """``bias`` or ``mask`` as ``[B|1, N|1, T|1, S|1]``."""
     array = _array(name, array)
     axes = full[4 - array.ndim :]
@@ -221,7 +221,7 @@ def _pairs(name: str, array: AnyArray, full: tuple[Length, ...]) -> AnyArray:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
-def _lengths(name: str, lengths: ArrayLike | None, batch: Length) -> AnyArray | None:
+def _lengths(name: str, lengths: Any, batch: Length) -> AnyArray | None:
     if lengths is None:
         return None
     array = _array(name, lengths)
@@ -230,7 +230,7 @@ def _lengths(name: str, lengths: ArrayLike | None, batch: Length) -> AnyArray | 
     return to_int32(name, array)
 
 
-def _positions(name: str, positions: ArrayLike | None, batch: Length, length: Length) -> AnyArray | None:
+def _positions(name: str, positions: Any, batch: Length, length: Length) -> AnyArray | None:
     if positions is None:
         return None
     array = _array(name, positions)
@@ -258,7 +258,7 @@ def flag(name: str, x: object) -> bool:
     return bool(x)
 
 
-def _scale(scale: ArrayLike | None, shape: tuple[Length, ...]) -> AnyArray | float | None:
+def _scale(scale: Any, shape: tuple[Length, ...]) -> AnyArray | int | float | None:
     if scale is not None:
         return to_number("scale", scale)
     if shape[-1] == 0:

@@ -58,7 +58,7 @@ class Head:
     slot_masks: tuple[AnyArray, ...]  # [T|1, S|1]
     bias: Array | None  # [T|1, S|1]
     score_mod: ScoreMod | None
-    scale: AnyArray | float | None
+    scale: AnyArray | int | float | None
     batch: Index
     head: Index
     query_positions: AnyArray | None  # [T]; None: the slots

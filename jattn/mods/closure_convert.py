@@ -22,7 +22,7 @@ from jattn.mods.pytree import StaticFunction, holds_plain_function, is_function,
 class Traced:
     """A traced function from arrays to a list of arrays: its program and the arrays it captures."""
 
-    captured: list[Array]
+    captured: list[Any]
     hashable: HashableJaxpr = static_field()
 
     def __call__(self, *args: ArrayLike) -> list[Array]:

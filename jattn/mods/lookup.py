@@ -31,7 +31,7 @@ def look_up_row(table: AnyArray, b: Index, index: Index) -> tuple[AnyArray, AnyA
     return look_up(table, index) if table.ndim == 1 else look_up(table, b, index)
 
 
-def shared(table: AnyArray, b: Index, h: Index) -> tuple[AnyArray, AnyArray]:
+def shared(table: AnyArray, b: Index, h: Index) -> tuple[Index, Index]:
     """Batch and head indices into a 4-D table whose axes of size 1 are shared by all."""
     xp = namespace(b, h)  # not ``b * 0``: the result must not even formally depend on b
     return (b if table.shape[0] != 1 else xp.zeros_like(b)), (h if table.shape[1] != 1 else xp.zeros_like(h))
@@ -109,7 +109,7 @@ def _between_ends(table: AnyArray, axis: int, start: Index, end: Index) -> tuple
     return table, (np.searchsorted(cuts, start), np.searchsorted(cuts, end))
 
 
-def _of_axis(low: Index, high: Index, size: Length) -> tuple[AnyArray, AnyArray]:
+def _of_axis(low: Index, high: Index, size: Length) -> tuple[Index, Index]:
     return (low * 0, low * 0 + 1) if size == 1 else _within(low, high, size)
 
 

@@ -73,7 +73,7 @@ def pytree_dataclass(cls: Class) -> Class:
     return cls
 
 
-def _equal(self: object, other: object) -> bool:
+def _equal(self: object, other: object) -> Any:
     if type(self) is not type(other):
         return NotImplemented
     return self is other or (_values(self) is not None and _values(self) == _values(other))

@@ -37,7 +37,7 @@ def to_int32(argument: str, x: AnyArray) -> AnyArray:
     return x.astype(jnp.int32)
 
 
-def to_number(argument: str, x: AnyArray) -> AnyArray | int | float:
+def to_number(argument: str, x: Any) -> AnyArray | int | float:
     """A real number: a Python number if it is known, otherwise a scalar array."""
     dtype = np.result_type(x) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
@@ -58,7 +58,7 @@ def check_table(table: object, owner: str, argument: str, ranks: tuple[int, ...]
         raise TypeError(f"{owner}: {argument} must be {wanted} of rank {rank}, got {dtype} of shape {shape}")
 
 
-def check_number(x: AnyArray, owner: str, argument: str) -> None:
+def check_number(x: Any, owner: str, argument: str) -> None:
     """Raises unless ``x`` is an integer or an integer scalar array."""
     dtype = np.dtype(int) if isinstance(x, int) else getattr(x, "dtype", None)
     if dtype is None or np.shape(x) != () or not jnp.issubdtype(dtype, jnp.integer):
