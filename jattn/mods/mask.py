@@ -115,8 +115,8 @@ def conjuncts(mask: MaskFunction) -> list[MaskFunction]:
 
 
 @pytree_dataclass
-class And(Mask):
-    """Visible where both masks are True; write ``a & b``."""
+class _Join(Mask):
+    """Two masks as one."""
 
     left: MaskFunction
     right: MaskFunction
@@ -127,6 +127,11 @@ class And(Mask):
     def check(self, B, N, T, S) -> None:
         check_fits(self.left, B, N, T, S)
         check_fits(self.right, B, N, T, S)
+
+
+@pytree_dataclass
+class And(_Join):
+    """Visible where both masks are True; write ``a & b``."""
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.left(b, h, q_idx, kv_idx) & self.right(b, h, q_idx, kv_idx)
@@ -144,18 +149,8 @@ class And(Mask):
 
 
 @pytree_dataclass
-class Or(Mask):
+class Or(_Join):
     """Visible where either mask is True; write ``a | b``."""
-
-    left: MaskFunction
-    right: MaskFunction
-
-    def __post_init__(self):
-        _as_parts(self, "left", "right")
-
-    def check(self, B, N, T, S) -> None:
-        check_fits(self.left, B, N, T, S)
-        check_fits(self.right, B, N, T, S)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.left(b, h, q_idx, kv_idx) | self.right(b, h, q_idx, kv_idx)
