@@ -79,13 +79,13 @@ def draw(document: str) -> str:
         if index:
             shapes.append(f'<path class="arrow" d="M{left + 20} {y - pitch + BOX:g} V{y - 2:g}"/>')
         shapes += [
-            f'<rect class="step" x="{left}" y="{y:g}" width="480" height="{BOX}" rx="6"/>',
+            f'<rect class="step" x="{left}" y="{y:g}" width="520" height="{BOX}" rx="6"/>',
             _text(left + 10, y + 17, file, "name"),
             _text(left + 215, y + 17, what, "quiet"),
         ]
         y += pitch
     marker = '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -4 {left + 496} {bottom + 8:g}" width="{left + 496}">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -4 {left + 536} {bottom + 8:g}" width="{left + 536}">'
     title = "<title>The layers of jattn, and the files one call walks through</title>"
     defs = f'<defs>{marker}<path d="M0 0 8 4 0 8z"/></marker></defs>'
     return "\n".join([head, title, f"<style>{STYLE}</style>", defs, *shapes, "</svg>", ""])
