@@ -1,4 +1,4 @@
-"""The equations of attention for one head of one sequence; ``jattn.core.vmap`` lifts them to many.
+"""The equations of attention for one head of one sequence; ``jattn.core.vmap`` maps them over many.
 
 ``q [T,H]``, ``k [S,H]``, ``v [S,D]`` (see ``jattn`` for the axes):
 
@@ -189,7 +189,7 @@ def _lengths_of_head(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     if any(len(shape) != 2 for shape in shapes.values()) or q_shape[1] != k_shape[1] or k_shape[0] != v_shape[0]:
         got = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"one head takes q [T, H], k [S, H] and v [S, D], got {got}; over_heads lifts it to all heads, and "
+            f"one head takes q [T, H], k [S, H] and v [S, D], got {got}; over_heads maps it over all heads, and "
             "dot_product_attention takes batches"
         )
     return q_shape[0], k_shape[0]
@@ -209,11 +209,11 @@ def convert_mods(options: Any, q: Array, lengths: tuple[Any, Any]) -> Any:
     ``lengths``: T and S, with which the functions are checked.
     """
 
-    def hoist_mod(name: str, mod: Any, kind: Any, *score: Any) -> Any:
+    def convert_mod(name: str, mod: Any, kind: Any, *score: Any) -> Any:
         return closure_convert(mod, lambda result: check_mod(name, result, kind, lengths), lengths, *score)
 
-    masks = tuple(hoist_mod("mask", mask, bool) for mask in options.masks)
-    score_mod = hoist_mod("score_mod", options.score_mod, jnp.floating, softmax_dtype(q))
+    masks = tuple(convert_mod("mask", mask, bool) for mask in options.masks)
+    score_mod = convert_mod("score_mod", options.score_mod, jnp.floating, softmax_dtype(q))
     return dataclasses.replace(options, masks=masks, score_mod=score_mod)
 
 

@@ -44,16 +44,16 @@ class HeadParallel:
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
         """``jattn.core.shard.per_device`` with sharded heads and sequences."""
         axes = {"batch": ("batch_axis", self.batch_axis), "heads": ("axis_name", self.axis_name)}
-        place = MeshAxes.of(self.mesh, **axes).with_types(args.query)
-        return shard.per_device(fn, args, place, out_axes, *extra)
+        mesh_axes = MeshAxes.of(self.mesh, **axes).with_types(args.query)
+        return shard.per_device(fn, args, mesh_axes, out_axes, *extra)
 
     def slots(self, length: int) -> None:
         """None: each slot holds its own token."""
         return None
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """``jattn.kernels.dispatch.Dispatch.fold``, on one device's part."""
-        return Dispatch().fold(args, fold)
+        return Dispatch().fold(args, reduction)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
         """``per_device``: each device folds over its own heads."""

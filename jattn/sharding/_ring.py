@@ -50,7 +50,7 @@ class Ring:
         _chunks(self.layout)
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        """None: it supports every request; ``run`` raises if a size does not divide evenly."""
+        """None: it supports every call; ``run`` raises if a size does not divide evenly."""
         return None
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
@@ -58,22 +58,23 @@ class Ring:
         plan = self.plan(args)
         return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are whole."""
         plan = self.plan(args)
-        leaves, structure = jax.tree.flatten((fold.rows, fold.columns))
+        leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
 
         def fold_on_device(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
-            return ring_fold(plan, args, dataclasses.replace(fold, lse=lse, rows=rows, columns=columns))
+            return ring_fold(plan, args, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
 
-        extra = [(fold.lse, "btn"), *((x, "bt" if n < len(fold.rows) else "bs") for n, x in enumerate(leaves))]
+        of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
+        extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
         letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
-        out_axes = {name: letters[kind] for name, kind in fold.result_kinds.items()}
+        out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
         return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
-        """``fn(request, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
+        """``fn(args, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
         return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
 
     def slots(self, length: int) -> np.ndarray | None:
@@ -83,14 +84,14 @@ class Ring:
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: Any, *extra: tuple[Array, str]) -> Any:
         """``jattn.core.shard.per_device`` with a sharded sequence, without the slot masks of the lengths."""
         args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
-        place = self._mesh_axes(args)
-        return shard.per_device(fn, args, place, out_axes, *extra, multiple=LAYOUTS[self.layout])
+        mesh_axes = self._mesh_axes(args)
+        return shard.per_device(fn, args, mesh_axes, out_axes, *extra, multiple=LAYOUTS[self.layout])
 
     def plan(self, args: AttentionArgs) -> RingPlan:
         """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
-        place, chunks = self._mesh_axes(args), LAYOUTS[self.layout]
-        place.check(args, chunks)
-        P, T, S = place.parts("length"), args.query.shape[1], args.key.shape[1]
+        mesh_axes, chunks = self._mesh_axes(args), LAYOUTS[self.layout]
+        mesh_axes.check(args, chunks)
+        P, T, S = mesh_axes.parts("length"), args.query.shape[1], args.key.shape[1]
         steps, slot_masks = range(P), args.slot_masks[: args.has_mask_array]
         visibility = (args.masks, args.query_positions, args.kv_positions, slot_masks)
         if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(visibility)):
