@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, PyTree
 
 from jattn.blocks.block import BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
-from jattn.blocks.block_lists import block_lists, split_axis
+from jattn.blocks.block_lists import block_lists, fold_row, split_axis
 from jattn.blocks.online_softmax import join_rows, log_sum_exp, scan_blocks
 from jattn.blocks.plan import BlockSizes, plan_args
 from jattn.core import deferred
@@ -204,24 +204,15 @@ def gradients(
     def row_of_blocks(sums, row):
         i, q, row_max, *cotangents = row
 
-        def visit(masked, column):
-            def body(p, state):
-                d_q, d_k, d_v = state
-                j = column(p)
-                # In the softmax's dtype, so that the blocks' gradients are added up in it.
-                qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
-                _, pull = jax.vjp(lambda q, k, v: call.softmax_sums(q, k, v, row_max, i, j, masked), *qkv)
-                from_q, from_k, from_v = pull(tuple(cotangents))
-                return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
+        def visit(state, j, masked):
+            d_q, d_k, d_v = state
+            # In the softmax's dtype, so that the blocks' gradients are added up in it.
+            qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
+            _, pull = jax.vjp(lambda q, k, v: call.softmax_sums(q, k, v, row_max, i, j, masked), *qkv)
+            from_q, from_k, from_v = pull(tuple(cotangents))
+            return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
 
-            return body
-
-        state = jnp.zeros(q.shape, dtype), *sums
-        for masked, blocks in zip((False, True), lists, strict=True):
-            if blocks.row.shape[0] != 0:
-                start, end, column = blocks.of_row(i)
-                state = lax.fori_loop(start, end, visit(masked, column), state)
-        d_q, *sums = state
+        d_q, *sums = fold_row(lists, i, visit, (jnp.zeros(q.shape, dtype), *sums))
         return tuple(sums), d_q.astype(args.query.dtype)
 
     zeros = tuple(jnp.zeros(x.shape, dtype) for x in (keys, values))

@@ -60,8 +60,7 @@ class BlockedHead:
     product_dtype: DTypeLike
     precision: PrecisionLike
     all_seen: bool  # every query sees a key and every key is seen
-    full: BlockList
-    partial: BlockList
+    lists: tuple[BlockList, BlockList]  # of the full and of the partial blocks
     pieces: tuple[Piece, ...]  # of partial blocks, if they are cut; rows that are in none see nothing there
 
     def visible(self, i, j, piece: Piece | None = None) -> Array:
@@ -184,7 +183,6 @@ def split_head(
         kv_positions=kv_positions,
         slot_masks=pad_slot_masks(head.slot_masks, (T, S), plan.size),
     )
-    full, partial = block_lists(plan.any_visible, plan.all_visible)
     return BlockedHead(
         arrays=arrays,
         dtype=dtype,
@@ -198,8 +196,7 @@ def split_head(
         product_dtype=product_dtype(platform, q),
         precision=head.precision,
         all_seen=plan.all_seen,
-        full=full,
-        partial=partial,
+        lists=block_lists(plan.any_visible, plan.all_visible),
         pieces=plan.pieces,
     )
 
