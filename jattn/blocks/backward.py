@@ -20,8 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, PyTree
 
-from jattn.blocks.block import BlockPlan, pad_to_blocks, split_head, take_block
-from jattn.blocks.block_lists import block_lists, split_axis
+from jattn.blocks.block import BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
+from jattn.blocks.block_lists import block_lists, fold_row, split_axis
 from jattn.blocks.online_softmax import join_rows, log_sum_exp, scan_blocks
 from jattn.blocks.plan import BlockSizes, plan_args
 from jattn.core import deferred
@@ -194,98 +194,81 @@ def gradients(
     ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
     """
     rows, columns = plan.size
+    call = _blocked_call(platform, args, plan)
     dtype = softmax_dtype(args.query)
     row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype)
     by_row = [_parts(x, rows) for x in (args.query, row_max, d_acc, d_row_sum)]
     keys, values = (_parts(x, columns) for x in (args.key, args.value))
-    cut = _CutArgs.of(args, plan)
     lists = block_lists(plan.any_visible[0], plan.all_visible[0])
 
     def row_of_blocks(sums, row):
         i, q, row_max, *cotangents = row
 
-        def visit(masked, column):
-            def body(p, state):
-                d_q, d_k, d_v = state
-                j = column(p)
-                # In the softmax's dtype, so that the blocks' gradients are added up in it.
-                qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
-                _, pull = jax.vjp(lambda q, k, v: cut.sums(platform, q, k, v, row_max, i, j, masked), *qkv)
-                from_q, from_k, from_v = pull(tuple(cotangents))
-                return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
+        def visit(state, j, masked):
+            d_q, d_k, d_v = state
+            # In the softmax's dtype, so that the blocks' gradients are added up in it.
+            qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
+            _, pull = jax.vjp(lambda q, k, v: call.softmax_sums(q, k, v, row_max, i, j, masked), *qkv)
+            from_q, from_k, from_v = pull(tuple(cotangents))
+            return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
 
-            return body
-
-        state = jnp.zeros(q.shape, dtype), *sums
-        for masked, blocks in zip((False, True), lists, strict=True):
-            if blocks.row.shape[0] != 0:
-                start, end, column = blocks.of_row(i)
-                state = lax.fori_loop(start, end, visit(masked, column), state)
-        d_q, *sums = state
+        d_q, *sums = fold_row(lists, i, visit, (jnp.zeros(q.shape, dtype), *sums))
         return tuple(sums), d_q.astype(args.query.dtype)
 
     zeros = tuple(jnp.zeros(x.shape, dtype) for x in (keys, values))
-    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(cut.q_positions.shape[0], dtype=jnp.int32), *by_row))
+    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(by_row[0].shape[0], dtype=jnp.int32), *by_row))
     d_k, d_v = sums
     return _join(d_q, args.query), _join(d_k, args.key), _join(d_v, args.value)
 
 
 @dataclasses.dataclass(frozen=True)
-class _CutArgs:
-    """A canonical call, with its arrays by pair and its positions cut into blocks."""
+class _BlockedCall:
+    """A call whose blocks are taken for all heads at once."""
 
-    args: AttentionArgs
+    platform: str
+    args: AttentionArgs  # bias and slot masks padded to whole blocks
     plan: BlockPlan
-    bias: Array | None
-    slot_masks: list[Array]
-    q_positions: Array  # [blocks, B|1, rows]
+    query_positions: Array  # [blocks, B|1, rows]
     kv_positions: Array
 
-    @classmethod
-    def of(cls, args: AttentionArgs, plan: BlockPlan) -> "_CutArgs":
-        """What lies behind the last query and key, up to whole blocks, is masked."""
-        (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
-        slot_masks = list(args.slot_masks)
-        if T % rows != 0:
-            slot_masks.append(jnp.ones((1, 1, T, 1), bool))
-        if S % columns != 0:
-            slot_masks.append(jnp.ones((1, 1, 1, S), bool))
-        q_positions, kv_positions = (
-            _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
-            for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
-        )
-        return cls(
-            args=args,
-            plan=plan,
-            bias=None if args.bias is None else pad_to_blocks(args.bias, plan.size),
-            slot_masks=[pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks],
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-        )
-
-    def sums(
-        self, platform: str, q: Array, k: Array, v: Array, row_max: Array, i: Array, j: Array, masked: bool
+    def softmax_sums(
+        self, q: Array, k: Array, v: Array, row_max: Array, i: Array, j: Array, masked: bool
     ) -> tuple[Array, Array]:
         """``acc`` and ``row_sum`` of one block of all heads, as of a call with a single block."""
-        size = self.plan.size
 
         def one_head(q, k, v, head, row_max):
-            one_block = BlockPlan(size, np.ones((1, 1), bool), np.full((1, 1), not masked), self.plan.all_seen)
-            blocked = split_head(platform, q, k, v, head, one_block)
+            visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
+            one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
+            blocked = split_head(self.platform, q, k, v, head, one_block)
             scores, v = blocked.scores(blocked.take(0, 0), 0, 0, masked)
             return blocked.softmax_sums(scores, v, row_max, 0, 0)
 
-        block = dataclasses.replace(
-            self.args,
-            query=q,
-            key=k,
-            value=v,
-            bias=None if self.bias is None else take_block(self.bias, i, j, size),
-            slot_masks=tuple(take_block(x, i, j, size) for x in self.slot_masks) if masked else (),
-            query_positions=self.q_positions[i],
+        block = dataclasses.replace(self._block(i, j, masked), query=q, key=k, value=v)
+        return over_args(one_head, block, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)])
+
+    def _block(self, i: Array, j: Array, masked: bool) -> AttentionArgs:
+        args, size = self.args, self.plan.size
+        return dataclasses.replace(
+            args,
+            bias=None if args.bias is None else take_block(args.bias, i, j, size),
+            slot_masks=tuple(take_block(x, i, j, size) for x in args.slot_masks) if masked else (),
+            query_positions=self.query_positions[i],
             kv_positions=self.kv_positions[j],
         )
-        return over_args(one_head, block, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)])
+
+
+def _blocked_call(platform: str, args: AttentionArgs, plan: BlockPlan) -> _BlockedCall:
+    (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
+    query_positions, kv_positions = (
+        _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
+        for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
+    )
+    padded = dataclasses.replace(
+        args,
+        bias=None if args.bias is None else pad_to_blocks(args.bias, plan.size),
+        slot_masks=tuple(pad_slot_masks(args.slot_masks, (T, S), plan.size, lead=(1, 1))),
+    )
+    return _BlockedCall(platform, padded, plan, query_positions, kv_positions)
 
 
 def _parts(x: Array, size: int, fill: int | None = 0) -> Array:

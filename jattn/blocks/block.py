@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jattn.blocks.block_lists import BlockList, Piece, block_lists, split_axis
 from jattn.core.attention import Head, check_mod, softmax_dtype
 from jattn.core.dropout import Dropout, drop
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import AnyArray, cdiv, mod_semantics, pad_end
+from jattn.mods.arrays import AnyArray, Length, cdiv, mod_semantics, pad_end
 from jattn.score_mods import ScoreMod
 
 
@@ -60,8 +60,7 @@ class BlockedHead:
     product_dtype: DTypeLike
     precision: PrecisionLike
     all_seen: bool  # every query sees a key and every key is seen
-    full: BlockList
-    partial: BlockList
+    lists: tuple[BlockList, BlockList]  # of the full and of the partial blocks
     pieces: tuple[Piece, ...]  # of partial blocks, if they are cut; rows that are in none see nothing there
 
     def visible(self, i, j, piece: Piece | None = None) -> Array:
@@ -170,11 +169,6 @@ def split_head(
     ``differentiated``: keep query, key and value in the softmax's dtype, in which the gradients of blocks are added up.
     """
     T, S, dtype, (rows, columns) = q.shape[0], k.shape[0], softmax_dtype(q), plan.size
-    slot_masks = list(head.slot_masks)
-    if T % rows != 0:
-        slot_masks.append(jnp.ones((T, 1), bool))
-    if S % columns != 0:
-        slot_masks.append(jnp.ones((1, S), bool))
     q_positions, kv_positions = (
         split_axis(jnp.arange(length) if positions is None else jnp.asarray(positions), 0, size, fill=None)
         for positions, length, size in ((head.query_positions, T, rows), (head.kv_positions, S, columns))
@@ -187,9 +181,8 @@ def split_head(
         bias=None if head.bias is None else pad_to_blocks(head.bias.astype(dtype), plan.size),
         q_positions=q_positions,
         kv_positions=kv_positions,
-        slot_masks=[pad_to_blocks(jnp.asarray(x), plan.size) for x in slot_masks],
+        slot_masks=pad_slot_masks(head.slot_masks, (T, S), plan.size),
     )
-    full, partial = block_lists(plan.any_visible, plan.all_visible)
     return BlockedHead(
         arrays=arrays,
         dtype=dtype,
@@ -203,8 +196,7 @@ def split_head(
         product_dtype=product_dtype(platform, q),
         precision=head.precision,
         all_seen=plan.all_seen,
-        full=full,
-        partial=partial,
+        lists=block_lists(plan.any_visible, plan.all_visible),
         pieces=plan.pieces,
     )
 
@@ -263,6 +255,22 @@ def pad_to_blocks(array: Array, block_size: tuple[int, int]) -> Array:
         for length, size in zip(array.shape[-2:], block_size, strict=True)
     ]
     return pad_end(array, [*array.shape[:-2], *padded])
+
+
+def pad_slot_masks(
+    slot_masks: Iterable[AnyArray],
+    lengths: tuple[Length, Length],
+    block_size: tuple[int, int],
+    lead: tuple[int, ...] = (),
+) -> list[Array]:
+    """Slot masks ``[*lead, T|1, S|1]`` zero-padded to whole blocks, with those that hide the padding of the others."""
+    (T, S), (rows, columns) = lengths, block_size
+    slot_masks = list(slot_masks)
+    if T % rows != 0:
+        slot_masks.append(jnp.ones((*lead, T, 1), bool))
+    if S % columns != 0:
+        slot_masks.append(jnp.ones((*lead, 1, S), bool))
+    return [pad_to_blocks(jnp.asarray(x), block_size) for x in slot_masks]
 
 
 def take_block(array: Array, i, j, block_size: tuple[int, int]) -> Array:

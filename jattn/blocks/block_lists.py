@@ -4,8 +4,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jattn.mods.arrays import AnyArray, Index, Length, cdiv, pad_end
 from jattn.mods.pytree import pytree_dataclass, static_field
@@ -161,6 +163,16 @@ class BlockList:
                 return 0, counts[i], lambda p: first[i] + p
         starts, columns = jnp.asarray(self.starts), jnp.asarray(self.column)
         return starts[i], starts[i + 1], lambda p: columns[p]
+
+
+def fold_row(lists: tuple[BlockList, BlockList], i: Index, visit: Callable, state: PyTree) -> PyTree:
+    """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: the full ones, then the partial ones."""
+    for masked, blocks in zip((False, True), lists, strict=True):
+        if blocks.row.shape[0] != 0:
+            start, end, column = blocks.of_row(i)
+            step = lambda p, state, masked=masked, column=column: visit(state, column(p), masked)
+            state = jax.lax.fori_loop(start, end, step, state)
+    return state
 
 
 def block_lists(any_visible: AnyArray, all_visible: AnyArray) -> tuple[BlockList, BlockList]:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jattn.blocks.block import BlockedHead, BlockPlan, product_dtype, split_head
+from jattn.blocks.block_lists import fold_row
 from jattn.blocks.plan import BlockSizes, plan_args
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import Head, row_maximum, softmax_dtype
@@ -50,34 +51,26 @@ def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: DTypeLike) -> 
     rows, q, v, dtype = blocked.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
 
     def row_of_blocks(i):
-        def visit(masked, column):
-            def body(p, state):
-                j = column(p)
-                block = blocked.take(i, j, transposable=False)
+        def visit(state, j, masked):
+            block = blocked.take(i, j, transposable=False)
 
-                def of_piece(piece):
-                    acc, row_max, row_sum = state if piece is None else (x[piece[0]] for x in state)
-                    scores, v = blocked.scores(block, i, j, masked, piece)
-                    if summed:
-                        v = jnp.concatenate([v, jnp.ones((1, v.shape[1]), v.dtype)])
-                    new_max = jnp.maximum(row_max, row_maximum(scores))
-                    rescale = jnp.exp(row_max - new_max)
-                    block_acc, block_sum = blocked.softmax_sums(scores, v, new_max, i, j, piece)
-                    new_sum = row_sum if summed else row_sum * rescale + block_sum
-                    return acc * rescale[:, None] + block_acc, new_max, new_sum
+            def of_piece(piece):
+                acc, row_max, row_sum = state if piece is None else (x[piece[0]] for x in state)
+                scores, v = blocked.scores(block, i, j, masked, piece)
+                if summed:
+                    v = jnp.concatenate([v, jnp.ones((1, v.shape[1]), v.dtype)])
+                new_max = jnp.maximum(row_max, row_maximum(scores))
+                rescale = jnp.exp(row_max - new_max)
+                block_acc, block_sum = blocked.softmax_sums(scores, v, new_max, i, j, piece)
+                new_sum = row_sum if summed else row_sum * rescale + block_sum
+                return acc * rescale[:, None] + block_acc, new_max, new_sum
 
-                return blocked.by_piece(masked, of_piece, state)
-
-            return body
+            return blocked.by_piece(masked, of_piece, state)
 
         # The least float instead of -inf, because -inf - -inf is NaN.
         state = (jnp.zeros((rows, v.shape[1] + summed), dtype), jnp.full(rows, jnp.finfo(dtype).min, dtype),
                  jnp.zeros(rows, dtype))  # fmt: skip
-        for masked, blocks in ((False, blocked.full), (True, blocked.partial)):
-            if blocks.row.shape[0] != 0:
-                start, end, column = blocks.of_row(i)
-                state = jax.lax.fori_loop(start, end, visit(masked, column), state)
-        acc, row_max, row_sum = state
+        acc, row_max, row_sum = fold_row(blocked.lists, i, visit, state)
         if summed:
             acc, row_sum = acc[:, :-1], acc[:, -1]
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
@@ -93,7 +86,7 @@ def scan_blocks(visit: Callable, carry: PyTree, blocked: BlockedHead) -> PyTree:
     time, where it is ``otherwise``. Slices of whole arrays are taken outside of it: inside a condition, their gradients
     would be allocated anew in every iteration. Differentiated, the loop saves no block.
     """
-    for masked, blocks in ((False, blocked.full), (True, blocked.partial)):
+    for masked, blocks in zip((False, True), blocked.lists, strict=True):
         if blocks.row.shape[0] == 0:
             continue
 

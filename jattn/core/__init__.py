@@ -1,1 +1,1 @@
-"""Attention of one head, its lifting to many, and how a call is checked, traced and sharded."""
+"""Attention of one head, its vmap over many, and how a call is checked, traced and sharded."""

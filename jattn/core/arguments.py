@@ -122,7 +122,7 @@ def make_args(
     key_value_seq_lengths=None, local_window_size=None, score_mod=None, query_positions=None, kv_positions=None,
     dropout_rate=0.0, dropout_rng=None, broadcast_dropout=False, precision=None,
 ) -> AttentionArgs:  # fmt: skip
-    """The checked request: batched, with ``is_causal`` and ``local_window_size`` turned into masks."""
+    """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks."""
     query, key, value = _qkv(query, key, value)
     B, T, N, _ = query.shape
     S = key.shape[1]

@@ -1,4 +1,4 @@
-"""The equations of attention for one head of one sequence; ``jattn.core.vmap`` lifts them to many.
+"""The equations of attention for one head of one sequence; ``jattn.core.vmap`` maps them over many.
 
 ``q [T,H]``, ``k [S,H]``, ``v [S,D]`` (see ``jattn`` for the axes):
 
@@ -192,7 +192,7 @@ def _lengths_of_head(q: AnyArray, k: AnyArray, v: AnyArray | None) -> tuple[Leng
     if any(len(shape) != 2 for shape in shapes.values()) or q_shape[1] != k_shape[1] or k_shape[0] != v_shape[0]:
         got = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"one head takes q [T, H], k [S, H] and v [S, D], got {got}; over_heads lifts it to all heads, and "
+            f"one head takes q [T, H], k [S, H] and v [S, D], got {got}; over_heads maps it over all heads, and "
             "dot_product_attention takes batches"
         )
     return q_shape[0], k_shape[0]

@@ -116,14 +116,14 @@ class MeshAxes:
 
 
 def on_each_device(fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
-    """``fn(request, *arrays)``, on each device's part if the query's type says that it is sharded.
+    """``fn(args, *arrays)``, on each device's part if the query's type says that it is sharded.
 
     Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
     """
-    placement = mesh_axes_of(args)
-    if placement is None:
+    mesh_axes = mesh_axes_of(args)
+    if mesh_axes is None:
         return fn(args, *(array for array, _ in extra))
-    return per_device(fn, args, placement, out_axes, *extra)
+    return per_device(fn, args, mesh_axes, out_axes, *extra)
 
 
 def dot_general(
@@ -166,7 +166,7 @@ def replicate_if_explicit(arrays: PyTree) -> PyTree:
 
 
 def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
-    """The placement in the query's type; None if the type does not say.
+    """The mesh axes in the query's type; None if the type does not say.
 
     Raises:
         ValueError: the length or the head dim is sharded, or key and value are sharded unlike the query.
@@ -227,7 +227,7 @@ def is_typed(x: Array) -> bool:
 def per_device(
     fn: Callable,
     args: AttentionArgs,
-    place: MeshAxes,
+    mesh_axes: MeshAxes,
     out_axes: PyTree[str],
     *extra: tuple[Array, str],
     multiple: int = 1,
@@ -242,17 +242,17 @@ def per_device(
     Raises:
         ValueError: a size is not a multiple of its devices (a length: of ``multiple`` times as many).
     """
-    place.check(args, multiple)
-    whole_kv_heads = args.key.shape[2] % place.parts("heads") != 0
+    mesh_axes.check(args, multiple)
+    whole_kv_heads = args.key.shape[2] % mesh_axes.parts("heads") != 0
     args = convert_mods(args, args.query, (args.query.shape[1], args.key.shape[1]))
     sharded, sharded_specs = {}, {}
     for name, axes in AXES.items():
         whole = getattr(args, name)
         if whole is None:
             continue
-        sharded_specs[name] = jax.tree.map(lambda x, axes=axes: place.spec(axes, x.shape, whole_kv_heads), whole)
+        sharded_specs[name] = jax.tree.map(lambda x, axes=axes: mesh_axes.spec(axes, x.shape, whole_kv_heads), whole)
         sharded[name] = whole
-    extra_specs = [place.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
+    extra_specs = [mesh_axes.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
     leaves, structure = jax.tree.flatten((args.masks, args.score_mod, args.scale, args.dropout))
     traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays stay static
     (B, _, N, _), K = args.query.shape, args.key.shape[2]
@@ -262,8 +262,8 @@ def per_device(
         joined = jax.tree.unflatten(structure, [next(rest) if isinstance(x, jax.Array) else x for x in leaves])
         fields = dict(zip(("masks", "score_mod", "scale", "dropout"), joined, strict=True)) | sharded
         for kind, size in (("batch", B), ("heads", N)):
-            if names := getattr(place, kind):
-                first = jax.lax.axis_index(names) * (size // place.parts(kind))
+            if names := getattr(mesh_axes, kind):
+                first = jax.lax.axis_index(names) * (size // mesh_axes.parts(kind))
                 fields["first_batch" if kind == "batch" else "first_head"] = first
         if whole_kv_heads:  # a single one serves all heads of this device
             for name in ("key", "value"):
@@ -275,18 +275,18 @@ def per_device(
 
     arrays = (sharded, traced, *(array for array, _ in extra))
     in_specs = (sharded_specs, [PartitionSpec()] * len(traced), *extra_specs)
-    out_specs = jax.tree.map(lambda axes: place.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
+    out_specs = jax.tree.map(lambda axes: mesh_axes.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
     # Unnamed Auto axes are left to XLA, which may be partitioning over them.
-    kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
-    named = {*place.batch, *place.heads, *place.length}
+    kinds = zip(mesh_axes.mesh.axis_names, mesh_axes.mesh.axis_types, strict=True)
+    named = {*mesh_axes.batch, *mesh_axes.heads, *mesh_axes.length}
     manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}
     specs = {"in_specs": in_specs, "out_specs": out_specs}
-    sharded = jax.shard_map(part, mesh=place.mesh, axis_names=manual, check_vma=False, **specs)
+    sharded = jax.shard_map(part, mesh=mesh_axes.mesh, axis_names=manual, check_vma=False, **specs)
 
     @jax.jit  # needed inside jit, too: there, constants get types
     def run(*arrays: Any) -> PyTree:
-        if AxisType.Explicit in place.mesh.axis_types:
-            reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec))
+        if AxisType.Explicit in mesh_axes.mesh.axis_types:
+            reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh_axes.mesh, spec))
             arrays = jax.tree.map(reshard, arrays, in_specs)
         return sharded(*arrays)
 

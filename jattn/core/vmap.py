@@ -1,4 +1,4 @@
-"""Lifts a function of one head to all heads of a sequence, and to all sequences of a call."""
+"""Maps a function of one head over all heads of a sequence, and over all sequences of a call."""
 
 import dataclasses
 import enum
@@ -24,7 +24,7 @@ class Loop(enum.Enum):
 
 
 def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.vmap) -> Callable:
-    """Lifts ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head to all heads of a sequence, by ``vmap``.
+    """Maps ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head over all heads of a sequence, by ``vmap``.
 
     The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
     one entry per head, or of 1, shared by all (``value`` and ``rest`` may be None). If K < N, every N/K consecutive
@@ -47,7 +47,7 @@ def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.
         one_head = over_heads(with_head, out_axes, lift=lift)
         return lambda query, key, value, *rest: one_head(query, key, value, jnp.arange(query.shape[1]), *rest)
 
-    def lifted(query, key, value, *rest):
+    def mapped(query, key, value, *rest):
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         if num_kv_heads == 0 or num_heads % num_kv_heads:
             raise ValueError(f"the {num_heads} query heads must be a multiple of the {num_kv_heads} key/value heads")
@@ -66,7 +66,7 @@ def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.
 
         return jax.tree.map(join, out_axes, out)
 
-    return lifted
+    return mapped
 
 
 def _takes_head(fn: Callable) -> bool:
@@ -106,7 +106,7 @@ def sequential_vmap(
     return mapped
 
 
-def _lift(loop: Loop, recompute: bool = False) -> Callable:
+def _vmap(loop: Loop, recompute: bool = False) -> Callable:
     if loop == Loop.VMAP:
         return jax.vmap
     return functools.partial(sequential_vmap, recompute=recompute)
@@ -179,10 +179,10 @@ def over_args(
             return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
 
         index = args.first_head + jnp.arange(args.query.shape[2])
-        return over_heads(with_options, out_axes, lift=_lift(heads, recompute))(query, key, value, index, *own_by_head)
+        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *own_by_head)
 
     batch = args.first_batch + jnp.arange(args.query.shape[0])
     value_axis = None if args.value is None else 0
-    return _lift(sequences)(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
+    return _vmap(sequences)(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
         batch, args.query, args.key, args.value, *arrays
     )

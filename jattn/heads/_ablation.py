@@ -59,12 +59,7 @@ def ablate(
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if isinstance(clean, Mapping) or not clean or not all(isinstance(layer, Mapping) for layer in clean):
-        got = "one dict" if isinstance(clean, Mapping) else [type(layer).__name__ for layer in clean]
-        raise ValueError(f"clean must be a list with a dict for each layer, got {got}")
-    needed = ("z", "query", "key") if freeze_weights else ("z",)
-    if missing := [name for layer in clean for name in needed if name not in layer]:
-        raise ValueError(f"each layer of clean must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}")
+    check_layers("clean", clean, ("z", "query", "key") if freeze_weights else ("z",))
     numbers = sorted({layer["z"].shape[-2] for layer in clean})
     if len(numbers) != 1:
         raise ValueError(f"the layers of clean must have the same number of heads, got {numbers}")
@@ -88,6 +83,17 @@ def ablate(
         return run_each(run_with, group_gates(groups, shape), batch_size)
     one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
     return with_axes(run_each(run_with, one_off, batch_size), shape)
+
+
+def check_layers(argument: str, layers: Sequence[Mapping[str, Array]], needed: Sequence[str]) -> None:
+    """Raises ``ValueError`` unless there is a dict for each layer, which holds what is needed."""
+    if isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers):
+        got = "one dict" if isinstance(layers, Mapping) else [type(layer).__name__ for layer in layers]
+        raise ValueError(f"{argument} must be a list with a dict for each layer, got {got}")
+    if missing := [name for layer in layers for name in needed if name not in layer]:
+        raise ValueError(
+            f"each layer of {argument} must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}"
+        )
 
 
 def run_each(run: Callable[[Array], PyTree[Array]], gates: Array, batch_size: int | None) -> PyTree[Array]:

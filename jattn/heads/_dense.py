@@ -1,4 +1,4 @@
-"""Statistics of one head's matrix of weights ``[T,S]``; lift them to many heads and sequences with ``jax.vmap``.
+"""Statistics of one head's matrix of weights ``[T,S]``; map them over many heads and sequences with ``jax.vmap``.
 
 Each is a mean over *eligible* queries, the rows for which it is defined, and 0 if there are none. The bool array
 ``eligible [T]`` restricts them further, for example to real tokens.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from jattn.core.attention import softmax_dtype
-from jattn.heads._ablation import run_each, with_axes
+from jattn.heads._ablation import check_layers, run_each, with_axes
 
 # What is patched, and the arrays of ``collect`` that it needs; the first has the axes of its gate.
 _NEEDED = {"q": ("query",), "k": ("key",), "v": ("value",), "z": ("z",), "pattern": ("query", "key")}
@@ -127,11 +127,7 @@ def _sizes(
     if by not in _AXES:
         raise ValueError(f"by must be one of {', '.join(_AXES)}, got {by!r}")
     needed = names[what]
-    if isinstance(source, Mapping) or not source or not all(isinstance(layer, Mapping) for layer in source):
-        got = "one dict" if isinstance(source, Mapping) else [type(layer).__name__ for layer in source]
-        raise ValueError(f"source must be a list with a dict for each layer, got {got}")
-    if missing := [name for layer in source for name in needed if name not in layer]:
-        raise ValueError(f"each layer of source must hold {', '.join(map(repr, needed))}; one has no {missing[0]!r}")
+    check_layers("source", source, needed)
     shapes = sorted({layer[needed[0]].shape[:-1] for layer in source})
     if len(shapes) != 1:
         raise ValueError(f"the layers of source must have {needed[0]!r} of one shape, got {[*map(list, shapes)]}")

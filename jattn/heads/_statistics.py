@@ -120,8 +120,7 @@ def statistics(
         implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
             ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes;
             ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots are those of its
-            layout, except in ``offset_profile``, which uses tokens. By default PallasTPU's kernel on a TPU where it
-            supports the arguments, otherwise Blockwise's loop.
+            layout, except in ``offset_profile``, which uses tokens. By default Blockwise's loop, on every platform.
         bias, mask, options: those of ``fold_weights``: ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -156,8 +155,8 @@ def statistics(
         rows, columns = _pair_data(args, dict(zip(by_query, data, strict=True)), *slots)
         reduced = _reduced(names)
         kinds = tuple((name, _STATISTICS[name].reduction) for name in reduced)
-        fold = Reduction(lse, rows, columns, _Values(reduced), kinds, count_visible)
-        sums = folding.fold(args, fold)
+        reduction = Reduction(lse, rows, columns, _Values(reduced), kinds, count_visible)
+        sums = folding.fold(args, reduction)
         return _averages(names, sums, S, lse, given, rows)
 
     out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}

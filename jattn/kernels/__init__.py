@@ -15,9 +15,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from jattn.blocks import backward, reduction
+from jattn.blocks import backward
 from jattn.blocks.plan import BlockSizes
-from jattn.blocks.reduction import Reduction
+from jattn.blocks.reduction import Reduction, reduce_weights
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.core.shard import is_typed, may_be_sharded, on_each_device
@@ -79,8 +79,8 @@ class ReducesWeights(Protocol):
         """The token that each slot of a sequence holds, integers ``[length]``; None if the order is the tokens' own."""
         ...
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, jax.Array]:
-        """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``fold.lse`` and the call."""
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
+        """The sums ``{name: [B,N,...]}``, computed block by block; differentiable in ``reduction.lse`` and the call."""
         ...
 
     def map_parts(
@@ -200,22 +200,22 @@ def _backward(platform: str, inputs: tuple, cotangents: Sequence[Array | None]) 
 class ReducingKernel(Kernel):
     """A ``Kernel`` that also reduces weights, by ``reduce``; the derivatives of the reductions are blockwise's."""
 
-    def reduce(self, platform: str, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
-        """``fold`` of a canonical call, traced for ``platform``."""
-        return reduction.reduce_weights(args, fold, self._block_sizes)
+    def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+        """``reduction`` of a canonical call, traced for ``platform``."""
+        return reduce_weights(args, reduction, self._block_sizes)
 
-    def reduction_reason(self, args: AttentionArgs, fold: Reduction) -> str | None:
-        """The first reason against ``fold``, or None."""
+    def reduction_reason(self, args: AttentionArgs, reduction: Reduction) -> str | None:
+        """The first reason against ``reduction``, or None."""
         return self.unsupported_reason(dataclasses.replace(args, value=args.key))
 
     def slots(self, length: Length) -> None:
         """None: each slot holds its own token."""
         return None
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, jax.Array]:
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
         """As in ``ReducesWeights``."""
-        self._check(self.reduction_reason(args, fold))
-        return deferred.call(_REDUCE, canonical(args), fold, self, out=fold.results(args))
+        self._check(self.reduction_reason(args, reduction))
+        return deferred.call(_REDUCE, canonical(args), reduction, self, out=reduction.results(args))
 
     def map_parts(
         self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
@@ -224,13 +224,13 @@ class ReducingKernel(Kernel):
         return on_each_device(fn, args, out_axes, *extra)
 
 
-def _reduce_in_blocks(platform: str, args: AttentionArgs, fold: Reduction, kernel: Kernel) -> dict[str, Array]:
-    return reduction.reduce_weights(args, fold, kernel._block_sizes)
+def _reduce_in_blocks(platform: str, args: AttentionArgs, reduction: Reduction, kernel: Kernel) -> dict[str, Array]:
+    return reduce_weights(args, reduction, kernel._block_sizes)
 
 
-def _reduce(platform: str, args: AttentionArgs, fold: Reduction, kernel: ReducingKernel) -> dict[str, Array]:
+def _reduce(platform: str, args: AttentionArgs, reduction: Reduction, kernel: ReducingKernel) -> dict[str, Array]:
     kernel.check_lowering(platform)
-    return kernel.reduce(platform, args, fold)
+    return kernel.reduce(platform, args, reduction)
 
 
 _REDUCE = deferred.CustomRules(_reduce_in_blocks, run=_reduce)

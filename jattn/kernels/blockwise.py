@@ -7,8 +7,9 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, PyTree
 
-from jattn.blocks import backward, online_softmax, reduction
+from jattn.blocks import backward, online_softmax
 from jattn.blocks.plan import BlockSizes
+from jattn.blocks.reduction import fold_blocks, reduce_weights
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import softmax_dtype
@@ -44,12 +45,12 @@ class Blockwise(ReducingKernel):
         out = jax.ShapeDtypeStruct((*rows.shape, args.value.shape[3]), dtype), rows
         return deferred.call(backward.accumulate, canonical(args), row_max, self.block_sizes, out=out)
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, jax.Array]:
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
         """As in ``jattn.kernels.ReducesWeights``."""
-        return reduction.reduce_weights(args, fold, self.block_sizes)
+        return reduce_weights(args, reduction, self.block_sizes)
 
     def fold_weights(self, args: AttentionArgs, step: Callable, init: PyTree, lse: Array | None) -> PyTree[Array]:
         """``jattn.blocks.reduction.fold_blocks``; ``lse [B,T,N]`` is computed if it is None."""
         if lse is None:
             lse = self._run(dataclasses.replace(args, value=args.key[..., :0]))[1]
-        return reduction.fold_blocks(args, step, init, lse, self.block_sizes)
+        return fold_blocks(args, step, init, lse, self.block_sizes)

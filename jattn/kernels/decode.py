@@ -2,7 +2,7 @@
 
 With few queries, reading keys and values takes most of the time. So each chunk is read once for all heads, and chunks
 that no query sees are not read: empty slots of a cache cost nothing. The sums over chunks are those of
-``jattn.blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every request; besides O(S) it holds
+``jattn.blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every call; besides O(S) it holds
 ``[B,N,T,chunk]`` scores.
 """
 

@@ -102,18 +102,18 @@ class Dispatch(ReducingKernel):
         """That of the kernel that is taken."""
         return self.kernel(platform, args).backward(platform, args, results, cotangents)
 
-    def reduce(self, platform: str, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+    def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """That of the first kernel that reduces weights and supports this reduction."""
         empty = 0 in (*args.query.shape, *args.key.shape)
 
         def reason(kernel: Kernel) -> str | None:
             if not isinstance(kernel, ReducingKernel) or kernel.platform and empty:
                 return "it reduces no weights"
-            return kernel.reduction_reason(args, fold)
+            return kernel.reduction_reason(args, reduction)
 
         kernel = self.taken(platform, args, reason)
         assert isinstance(kernel, ReducingKernel)
-        return kernel.reduce(platform, args, fold)
+        return kernel.reduce(platform, args, reduction)
 
 
 def _run(platform: str, args: AttentionArgs, dispatch: Dispatch) -> tuple[jax.Array, jax.Array]:

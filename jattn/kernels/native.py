@@ -173,7 +173,7 @@ class VisibleSlots(NamedTuple):
 
 
 def visible_slots(args: AttentionArgs) -> VisibleSlots:
-    """What the queries of a supported request see."""
+    """What the queries of a supported call see."""
     (B, T), S = args.query.shape[:2], args.key.shape[1]
     positions, query_ids, key_ids = _positions(args), None, None
     b = args.first_batch + jnp.arange(B, dtype=jnp.int32)[:, None]

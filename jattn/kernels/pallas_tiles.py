@@ -58,9 +58,9 @@ class PallasKernel(ReducingKernel):
         """As in FlashAttention-2."""
         return self._kernel.backward(args, results, cotangents, self)
 
-    def reduce(self, platform: str, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+    def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """By the kernels."""
-        return self._kernel.reduce(args, fold, self)
+        return self._kernel.reduce(args, reduction, self)
 
 
 @runtime_checkable

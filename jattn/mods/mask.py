@@ -1,7 +1,8 @@
 """The base class of masks, and how masks combine. ``jattn.masks`` has the masks themselves."""
 
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -115,11 +116,13 @@ def conjuncts(mask: MaskFunction) -> list[MaskFunction]:
 
 
 @pytree_dataclass
-class _Join(Mask):
-    """Two masks as one."""
+class _Pair(Mask):
+    """Two masks, joined pair by pair by ``join``."""
 
     left: MaskFunction
     right: MaskFunction
+
+    join: ClassVar[Callable]
 
     def __post_init__(self):
         _as_parts(self, "left", "right")
@@ -128,18 +131,20 @@ class _Join(Mask):
         check_fits(self.left, B, N, T, S)
         check_fits(self.right, B, N, T, S)
 
-
-@pytree_dataclass
-class And(_Join):
-    """Visible where both masks are True; write ``a & b``."""
-
     def __call__(self, b, h, q_idx, kv_idx):
-        return self.left(b, h, q_idx, kv_idx) & self.right(b, h, q_idx, kv_idx)
+        return self.join(self.left(b, h, q_idx, kv_idx), self.right(b, h, q_idx, kv_idx))
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
         left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
         right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
-        return left_any & right_any, left_all & right_all
+        return self.join(left_any, right_any), self.join(left_all, right_all)
+
+
+@pytree_dataclass
+class And(_Pair):
+    """Visible where both masks are True; write ``a & b``."""
+
+    join = operator.and_
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
         left, right = interval(self.left, b, h, q_idx), interval(self.right, b, h, q_idx)
@@ -149,16 +154,10 @@ class And(_Join):
 
 
 @pytree_dataclass
-class Or(_Join):
+class Or(_Pair):
     """Visible where either mask is True; write ``a | b``."""
 
-    def __call__(self, b, h, q_idx, kv_idx):
-        return self.left(b, h, q_idx, kv_idx) | self.right(b, h, q_idx, kv_idx)
-
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
-        left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
-        right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
-        return left_any | right_any, left_all | right_all
+    join = operator.or_
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
         """One interval if both start at the same key for every query; others may leave a gap."""

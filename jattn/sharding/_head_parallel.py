@@ -1,8 +1,8 @@
 """Attention with sharded heads, each device on its own."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
 import jax
 from jaxtyping import Array, ArrayLike, PyTree
@@ -18,20 +18,43 @@ from jattn.masks import MaskFunction
 Axes = str | Sequence[str] | None
 
 
+class OverMesh:
+    """An implementation that runs on each device's part of a call: ``kinds`` says which field has which axes."""
+
+    kinds: ClassVar[Mapping[str, str]]
+    mesh: jax.sharding.Mesh
+
+    def __post_init__(self):
+        """Raises for an invalid mesh or axes, and turns lists of axes into tuples, which are hashable."""
+        if not isinstance(self.mesh, jax.sharding.Mesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, as from jax.make_mesh, got {type(self.mesh).__name__}")
+        for field in self.kinds.values():
+            axes = getattr(self, field)
+            if axes is not None and not isinstance(axes, str):
+                object.__setattr__(self, field, tuple(axes))
+        self._named_axes()
+
+    def mesh_axes(self, args: AttentionArgs) -> MeshAxes:
+        """The axes over which a call is sharded: those of the fields, and of the query's type."""
+        return self._named_axes().with_types(args.query)
+
+    def _named_axes(self) -> MeshAxes:
+        return MeshAxes.of(self.mesh, **{kind: (field, getattr(self, field)) for kind, field in self.kinds.items()})
+
+
 @dataclasses.dataclass(frozen=True)
-class HeadParallel:
+class HeadParallel(OverMesh):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: heads over ``axis_name`` of ``mesh``.
 
     Each device computes its own heads, without communication. Arguments as in ``head_parallel_attention``.
     """
 
+    kinds: ClassVar[Mapping[str, str]] = {"heads": "axis_name", "batch": "batch_axis"}
+
     mesh: jax.sharding.Mesh
     axis_name: Axes
     batch_axis: Axes = None
     implementation: str | None = None
-
-    def __post_init__(self):
-        _check(self, heads="axis_name", batch="batch_axis")
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         """The reason of the named implementation of each device, if any."""
@@ -39,25 +62,19 @@ class HeadParallel:
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``."""
-        return self.per_device(choose(args, self.implementation).run, args, ("btnd", "btn"))
-
-    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn.core.shard.per_device`` with sharded heads and sequences."""
-        axes = {"batch": ("batch_axis", self.batch_axis), "heads": ("axis_name", self.axis_name)}
-        place = MeshAxes.of(self.mesh, **axes).with_types(args.query)
-        return shard.per_device(fn, args, place, out_axes, *extra)
+        return self.map_parts(choose(args, self.implementation).run, args, ("btnd", "btn"))
 
     def slots(self, length: int) -> None:
         """None: each slot holds its own token."""
         return None
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """``jattn.kernels.dispatch.Dispatch.fold``, on one device's part."""
-        return Dispatch().fold(args, fold)
+        return Dispatch().fold(args, reduction)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``per_device``: each device folds over its own heads."""
-        return self.per_device(fn, args, out_axes, *extra)
+        """``jattn.core.shard.per_device``: each device computes and folds its own heads and sequences."""
+        return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
 
 
 def head_parallel_attention(
@@ -97,14 +114,3 @@ def head_parallel_attention(
     by_head = HeadParallel(mesh, axis_name, batch_axis, implementation)
     static: dict[str, Any] = {"implementation": by_head, "return_residual": return_residual}
     return dot_product_attention(query, key, value, bias, mask, **static, **options)
-
-
-def _check(sharded: Any, **arguments: str) -> None:
-    """Raises for an invalid mesh or axes, and turns lists of axes into tuples, which are hashable."""
-    if not isinstance(sharded.mesh, jax.sharding.Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, as from jax.make_mesh, got {type(sharded.mesh).__name__}")
-    for argument in arguments.values():
-        axes = getattr(sharded, argument)
-        if axes is not None and not isinstance(axes, str):
-            object.__setattr__(sharded, argument, tuple(axes))
-    MeshAxes.of(sharded.mesh, **{kind: (argument, getattr(sharded, argument)) for kind, argument in arguments.items()})

@@ -1,14 +1,8 @@
-"""Attention over the devices of a mesh: sharded heads (``head_parallel_attention``) or sequence (``ring_attention``).
-
-Under a causal mask, the last device of a ``"contiguous"`` layout has the most work and the first hardly any. The
-``"zigzag"`` layout splits the sequence into two chunks per device and gives device p the p-th from the front and the
-p-th from the back, so that all devices have the same work in every step. Source: Llama 3,
-https://arxiv.org/abs/2407.21783, section 3.3.2.
-"""
+"""Attention with the sequence sharded over devices, and the order of its tokens."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +15,21 @@ from jattn.blocks.block_mask import visible_blocks
 from jattn.blocks.plan import block_table
 from jattn.core import shard
 from jattn.core.arguments import AttentionArgs, AttentionOptions
-from jattn.core.shard import MeshAxes
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
-from jattn.sharding._head_parallel import Axes, _check
+from jattn.sharding._head_parallel import Axes, OverMesh
 from jattn.sharding._rotation import LAYOUTS, RingPlan, ring_attend, ring_fold
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(OverMesh):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
     Arguments as in ``ring_attention``; ``block_sizes`` as in ``jattn.kernels.blockwise.Blockwise``.
     """
+
+    kinds: ClassVar[Mapping[str, str]] = {"length": "axis_name", "batch": "batch_axis", "heads": "head_axis"}
 
     mesh: jax.sharding.Mesh
     axis_name: str
@@ -46,11 +41,11 @@ class Ring:
     def __post_init__(self):
         if not isinstance(self.axis_name, str):
             raise TypeError(f"axis_name must name one axis of the mesh, got {self.axis_name!r}")
-        _check(self, length="axis_name", batch="batch_axis", heads="head_axis")
+        super().__post_init__()
         _chunks(self.layout)
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        """None: it supports every request; ``run`` raises if a size does not divide evenly."""
+        """None: it supports every call; ``run`` raises if a size does not divide evenly."""
         return None
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
@@ -58,22 +53,23 @@ class Ring:
         plan = self.plan(args)
         return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
 
-    def fold(self, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are whole."""
         plan = self.plan(args)
-        leaves, structure = jax.tree.flatten((fold.rows, fold.columns))
+        leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
 
         def fold_on_device(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
-            return ring_fold(plan, args, dataclasses.replace(fold, lse=lse, rows=rows, columns=columns))
+            return ring_fold(plan, args, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
 
-        extra = [(fold.lse, "btn"), *((x, "bt" if n < len(fold.rows) else "bs") for n, x in enumerate(leaves))]
+        of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
+        extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
         letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
-        out_axes = {name: letters[kind] for name, kind in fold.result_kinds.items()}
+        out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
         return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(request, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
+        """``fn(args, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
         return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
 
     def slots(self, length: int) -> np.ndarray | None:
@@ -83,14 +79,13 @@ class Ring:
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn.core.shard.per_device`` with a sharded sequence, without the slot masks of the lengths."""
         args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
-        place = self._mesh_axes(args)
-        return shard.per_device(fn, args, place, out_axes, *extra, multiple=LAYOUTS[self.layout])
+        return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra, multiple=LAYOUTS[self.layout])
 
     def plan(self, args: AttentionArgs) -> RingPlan:
         """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
-        place, chunks = self._mesh_axes(args), LAYOUTS[self.layout]
-        place.check(args, chunks)
-        P, T, S = place.parts("length"), args.query.shape[1], args.key.shape[1]
+        mesh_axes, chunks = self.mesh_axes(args), LAYOUTS[self.layout]
+        mesh_axes.check(args, chunks)
+        P, T, S = mesh_axes.parts("length"), args.query.shape[1], args.key.shape[1]
         steps, slot_masks = range(P), args.slot_masks[: args.has_mask_array]
         visibility = (args.masks, args.query_positions, args.kv_positions, slot_masks)
         if T and S and not any(isinstance(x, jax.Array) for x in jax.tree.leaves(visibility)):
@@ -105,14 +100,6 @@ class Ring:
                 steps = [step for step in steps if step == 0 or needed[devices, (devices - step) % P].any()]
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
         return RingPlan(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes), platform)
-
-    def _mesh_axes(self, args: AttentionArgs) -> MeshAxes:
-        axes = {
-            "length": ("axis_name", self.axis_name),
-            "batch": ("batch_axis", self.batch_axis),
-            "heads": ("head_axis", self.head_axis),
-        }
-        return MeshAxes.of(self.mesh, **axes).with_types(args.query)
 
 
 def ring_attention(

@@ -235,14 +235,14 @@ def _backward(ring: RingPlan, args: AttentionArgs, results: Sequence[Array], spl
     return _each_kv_head(ring, differentiate_group, zeros, args)
 
 
-def ring_fold(ring: RingPlan, args: AttentionArgs, fold: Reduction) -> dict[str, Array]:
+def ring_fold(ring: RingPlan, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
     """``ReducesWeights.fold`` for the device's own queries and the keys of all devices.
 
     Offsets are those of tokens, and every device gets the sums over all devices.
     """
-    (B, T, N, _), S, dtype = args.query.shape, args.key.shape[1], fold.lse.dtype
+    (B, T, N, _), S, dtype = args.query.shape, args.key.shape[1], reduction.lse.dtype
     t, s, all_queries = T // ring.chunks, S // ring.chunks, ring.devices * T
-    result_kinds = fold.result_kinds
+    result_kinds = reduction.result_kinds
     sizes = {"row_sum": T, "row_max": T, "column_sum": S, "diagonal_sum": max(all_queries + ring.devices * S - 1, 0)}
 
     def initial(num_heads: int) -> dict[str, Array]:
@@ -253,17 +253,17 @@ def ring_fold(ring: RingPlan, args: AttentionArgs, fold: Reduction) -> dict[str,
         }
 
     def fold_group(results, args, h):
-        group_lse = take_chunk(fold.lse, h, args.query.shape[2], 2)
+        group_lse = take_chunk(reduction.lse, h, args.query.shape[2], 2)
 
         def visit(state, key_sums, keys, source):
-            request_keys, columns = keys
-            at_hand = dataclasses.replace(args, **request_keys)
+            own_keys, columns = keys
+            at_hand = dataclasses.replace(args, **own_keys)
 
             def fold_pair(carry, i, j):
                 own = dataclasses.replace(
-                    fold,
+                    reduction,
                     lse=take_chunk(group_lse, i, t, 1),
-                    rows={name: take_chunk(x, i, t, 1) for name, x in fold.rows.items()},
+                    rows={name: take_chunk(x, i, t, 1) for name, x in reduction.rows.items()},
                     columns={name: take_chunk(x, j, s, 1) for name, x in columns.items()},
                 )
                 chunk = ring.blockwise.fold(ring.part(at_hand, source, i, j), own)
@@ -284,7 +284,7 @@ def ring_fold(ring: RingPlan, args: AttentionArgs, fold: Reduction) -> dict[str,
 
         state = initial(args.query.shape[2])
         key_sums = {name: state.pop(name) for name, kind in result_kinds.items() if kind == "column_sum"}
-        state, key_sums = ring.rotate(visit, state, (_rotating(args), fold.columns), key_sums)
+        state, key_sums = ring.rotate(visit, state, (_rotating(args), reduction.columns), key_sums)
         return {name: _add_chunk(x, (state | key_sums)[name], h) for name, x in results.items()}
 
     results = _each_kv_head(ring, fold_group, jax.tree.map(jnp.zeros_like, initial(N)), args)
@@ -306,7 +306,7 @@ def _rotating(args: AttentionArgs) -> dict[str, Any]:
 
 
 def _each_kv_head(ring: RingPlan, fn: Callable, carry: PyTree, args: AttentionArgs) -> PyTree:
-    """``carry = fn(carry, request of a key/value head, its index)``: one by one on CPU, elsewhere all at once."""
+    """``carry = fn(carry, the call of a key/value head, its index)``: one by one on CPU, elsewhere all at once."""
     K = args.key.shape[2]
     if K == 1 or ring.platform != "cpu":
         return fn(carry, args, 0)

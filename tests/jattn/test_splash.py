@@ -15,7 +15,7 @@ from jattn import masks, score_mods
 from jattn.core.arguments import make_args
 from jattn.core.vmap import canonical
 from jattn.kernels.dispatch import IMPLEMENTATIONS
-from jattn.kernels.splash import Splash, _plan, choose_size
+from jattn.kernels.splash import Splash, _plan, default_block_sizes
 from jattn.kernels.splash.kernel import make_kernel
 
 INTERPRETED = Splash((128, 128), interpret=True)
@@ -246,11 +246,11 @@ def test_needs_a_tpu():
 
 @pytest.mark.parametrize("T", [1, 128, 129, 512, 513, 1000, 8191, 8192])
 def test_block_sizes(T):
-    rows, columns = choose_size(T, 640, 64)
+    rows, columns = default_block_sizes(T, 640, 64)
     assert rows % 128 == 0 and rows <= 512 and columns == 384
     blocks = -(-T // rows)
     assert blocks == -(-T // 512) and blocks * rows - T < 128 * blocks
-    assert choose_size(T, 640, 512)[0] <= 256
+    assert default_block_sizes(T, 640, 512)[0] <= 256
 
 
 def blocks_of(T, S, **options):

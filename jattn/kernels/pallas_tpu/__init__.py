@@ -52,10 +52,10 @@ class PallasTPU(PallasKernel):
         too_many = max(rows, columns) > MOST or rows * columns > ENTRIES
         yield too_many, f"{rows} by {columns} blocks are too many for scalar memory"
 
-    def reduction_reason(self, args: AttentionArgs, fold: Reduction) -> str | None:
-        """The first reason against ``fold``, or None."""
+    def reduction_reason(self, args: AttentionArgs, reduction: Reduction) -> str | None:
+        """The first reason against ``reduction``, or None."""
         length = args.query.shape[1] + args.key.shape[1]
-        reason = super().reduction_reason(args, fold)
-        if reason is None and length > LONGEST and fold.named("column_sum", "diagonal_sum"):
+        reason = super().reduction_reason(args, reduction)
+        if reason is None and length > LONGEST and reduction.named("column_sum", "diagonal_sum"):
             return f"sums by key or by offset take T + S up to {LONGEST}, got {length}"
         return reason

@@ -34,7 +34,7 @@ LANES = 128  # of a TPU's registers: block sizes are multiples of it
 LARGEST_BLOCK = 512
 
 
-def choose_size(T: int, S: int, head_dim: int) -> tuple[int, int]:
+def default_block_sizes(T: int, S: int, head_dim: int) -> tuple[int, int]:
     """Queries and keys per block: each length in the fewest equal parts of at most 512, rounded up to whole lanes.
 
     512 is the default of MaxText, which trains with this kernel (``sa_block_q`` and its like in its configuration). For
@@ -49,8 +49,8 @@ def choose_size(T: int, S: int, head_dim: int) -> tuple[int, int]:
 class Splash(Kernel):
     """``implementation=``: ``"splash"`` with your own settings.
 
-    ``block_sizes``: queries and keys per block, multiples of 128; ``choose_size`` sets the default. ``interpret``: run
-    the kernels in Pallas's interpreter, on any platform: slow, for tests.
+    ``block_sizes``: queries and keys per block, multiples of 128; ``default_block_sizes`` has the default.
+    ``interpret``: run the kernels in Pallas's interpreter, on any platform: slow, for tests.
     """
 
     name: ClassVar[str] = "splash"
@@ -165,7 +165,7 @@ class _PlannedSplash(Splash):
 
 def _plan(args: AttentionArgs, settings: Splash) -> SplashPlan:
     (_, T, _, H), S = args.query.shape, args.key.shape[1]
-    size = settings.block_sizes or choose_size(T, S, max(H, args.value.shape[-1]))
+    size = settings.block_sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
     masks, all_keys_seen = head_masks(args, size)
     return SplashPlan(masks, size, _soft_cap(args), settings.interpret, all_keys_seen)
 
