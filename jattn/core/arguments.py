@@ -56,7 +56,7 @@ class AttentionArgs:
     key: Float[Array, "B S K H"]
     value: Any  # [B,S,K,D]; None if only the weights are needed
     scale: AnyArray | int | float | None  # None: 1 / sqrt(H)
-    bias: Float[Array, "#B #N #T #S"] | None
+    bias: Float[Array, "#B #N #T _"] | None  # in a ring, with the columns of all devices
     masks: tuple[MaskFunction, ...]  # a pair is visible if all masks and slot_masks agree
     slot_masks: tuple[AnyArray, ...]
     query_lengths: AnyArray | None  # [B]; also among the slot_masks
