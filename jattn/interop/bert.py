@@ -4,27 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import Family, activation, numbers, refuse, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, small
 
 
 def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a BERT's config."""
-    layers, heads, model_dim, vocabulary, length, mlp_dim, types = numbers(
-        options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
-        optional={"intermediate_size": None, "type_vocab_size": 2},
-    )  # fmt: skip
+    sizes = numbers(options, SIZES, {"mlp_dim": "intermediate_size", "token_types": "type_vocab_size"})
     refuse(options, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     return Config(
         family="bert",
-        num_layers=layers,
-        num_heads=heads,
-        model_dim=model_dim,
-        mlp_dim=mlp_dim or 4 * model_dim,
-        vocabulary=vocabulary,
-        max_length=length,
+        **{"mlp_dim": 4 * sizes["model_dim"], "token_types": 2, **sizes},
         norm_epsilon=small(options, "layer_norm_eps"),
         activation=activation(options, "hidden_act"),
-        token_types=types,
         causal=False,
         norm_first=False,
     )

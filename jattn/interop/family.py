@@ -9,6 +9,15 @@ import numpy as np
 from jattn.interop._block import ACTIVATIONS, Config
 from jattn.positions import LinearScaling, Llama3Scaling, Rotary
 
+# Where most families' configs have the sizes of a ``Config``.
+SIZES: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "model_dim": "hidden_size",
+    "vocabulary": "vocab_size",
+    "max_length": "max_position_embeddings",
+}
+
 
 def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
     """Query, key and value ``[..., width]`` from a fused projection ``[..., sum(widths)]``, one after the other."""
@@ -41,20 +50,22 @@ class Family:
     prefixes: tuple[str, ...] = ()
 
 
-def numbers(config: Mapping[str, Any], *keys: str, optional: Mapping[str, Any] | None = None) -> list[Any]:
-    """The positive integers under ``keys``, and those under the keys of ``optional``, or their defaults.
+def numbers(
+    config: Mapping[str, Any], keys: Mapping[str, str], optional: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Positive integers by their names in ``Config``: those under ``keys``, and of ``optional`` those that are given.
 
     Raises:
         ValueError: one is missing, or is no positive integer.
     """
-    kind, optional = config.get("model_type"), optional or {}
-    if missing := [key for key in keys if key not in config]:
+    kind = config.get("model_type")
+    if missing := [key for key in keys.values() if key not in config]:
         raise ValueError(f"the config of a {kind} has no {', '.join(missing)}")
-    given = [key for key in optional if config.get(key) is not None]
-    for key in (*keys, *given):
+    found = {**keys, **{name: key for name, key in (optional or {}).items() if config.get(key) is not None}}
+    for key in found.values():
         if type(config[key]) is not int or config[key] < (key != "type_vocab_size"):
             raise ValueError(f"{key} must be a positive integer in the config of a {kind}, got {config[key]!r}")
-    return [config[key] for key in keys] + [config[key] if key in given else optional[key] for key in optional]
+    return {name: config[key] for name, key in found.items()}
 
 
 def small(config: Mapping[str, Any], key: str) -> float:

@@ -7,23 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import Family, activation, numbers, refuse, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, small
 
 
 def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a GPT-2's config."""
-    layers, heads, model_dim, vocabulary, length, mlp_dim = numbers(
-        options, "n_layer", "n_head", "n_embd", "vocab_size", "n_positions", optional={"n_inner": None}
-    )
+    keys = {"num_layers": "n_layer", "num_heads": "n_head", "model_dim": "n_embd", "max_length": "n_positions"}
+    sizes = numbers(options, {**SIZES, **keys}, {"mlp_dim": "n_inner"})
     refuse(options, add_cross_attention=False, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     return Config(
         family="gpt2",
-        num_layers=layers,
-        num_heads=heads,
-        model_dim=model_dim,
-        mlp_dim=mlp_dim or 4 * model_dim,
-        vocabulary=vocabulary,
-        max_length=length,
+        **{"mlp_dim": 4 * sizes["model_dim"], **sizes},
         norm_epsilon=small(options, "layer_norm_epsilon"),
         activation=activation(options, "activation_function"),
     )

@@ -9,26 +9,18 @@ from typing import Any
 import numpy as np
 
 from jattn.interop._block import Config
-from jattn.interop.family import Family, activation, numbers, refuse, rotary, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, rotary, small
 
 
 def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a GPT-NeoX's config."""
-    layers, heads, model_dim, vocabulary, length, mlp_dim = numbers(
-        options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
-        "intermediate_size",
-    )  # fmt: skip
+    sizes = numbers(options, {**SIZES, "mlp_dim": "intermediate_size"})
     refuse(options, attention_bias=True)
     base = "rotary_emb_base" if "rotary_emb_base" in options else "rope_theta"
     tied = bool(options.get("tie_word_embeddings", False))
     return Config(
         family="gpt_neox",
-        num_layers=layers,
-        num_heads=heads,
-        model_dim=model_dim,
-        mlp_dim=mlp_dim,
-        vocabulary=vocabulary,
-        max_length=length,
+        **sizes,
         norm_epsilon=small(options, "layer_norm_eps"),
         activation=activation(options, "hidden_act", "gelu"),
         position=rotary(options, base, options.get("rotary_pct", 0.25)),

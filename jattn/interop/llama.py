@@ -9,15 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import Family, activation, numbers, refuse, rotary, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, rotary, small
 
 
 def llama(options: Mapping[str, Any]) -> Config:
     """The sizes in a Llama's config."""
-    layers, heads, model_dim, vocabulary, length, mlp_dim, kv_heads, head_dim = numbers(
-        options, "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings",
-        "intermediate_size", optional={"num_key_value_heads": None, "head_dim": None},
-    )  # fmt: skip
+    of_heads = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    sizes = numbers(options, {**SIZES, "mlp_dim": "intermediate_size"}, of_heads)
     refuse(options, **_DERIVED)
     if options["model_type"] == "llama":
         refuse(options, sliding_window=None)
@@ -25,14 +23,7 @@ def llama(options: Mapping[str, Any]) -> Config:
     bias, tied = bool(options.get("attention_bias", False)), bool(options.get("tie_word_embeddings", False))
     return Config(
         family=options["model_type"],
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        model_dim=model_dim,
-        mlp_dim=mlp_dim,
-        vocabulary=vocabulary,
-        max_length=length,
+        **sizes,
         norm="rms",
         norm_epsilon=small(options, "rms_norm_eps"),
         activation=activation(options, "hidden_act", "silu"),
@@ -48,9 +39,9 @@ def llama(options: Mapping[str, Any]) -> Config:
 
 def mistral(options: Mapping[str, Any]) -> Config:
     """The sizes in a Mistral's config: a Llama whose queries may see a window."""
-    (window,) = numbers(options, optional={"sliding_window": None})
-    _refuse_windows(options, "full_attention" if window is None else "sliding_attention")
-    return dataclasses.replace(llama(options), window=window)
+    window = numbers(options, {}, {"window": "sliding_window"})
+    _refuse_windows(options, "sliding_attention" if window else "full_attention")
+    return dataclasses.replace(llama(options), **window)
 
 
 def qwen2(options: Mapping[str, Any]) -> Config:
