@@ -10,6 +10,7 @@ On one accelerator, ``gradients`` computes the cotangents of query, key and valu
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
@@ -125,11 +126,7 @@ def accumulate(
     platform: str, args: AttentionArgs, row_max: Float[Array, "B T N"], sizes: BlockSizes
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
     """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a canonical call, for any ``row_max``."""
-
-    def one_head(q, k, v, head, plan, row_max):
-        return accumulate_head(platform, q, k, v, head, plan, row_max)
-
-    per_head = [jnp.moveaxis(row_max, 2, 1)]
+    one_head, per_head = functools.partial(accumulate_head, platform), [jnp.moveaxis(row_max, 2, 1)]
     plan = plan_args(platform, args, sizes)
     return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
 

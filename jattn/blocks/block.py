@@ -12,11 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jattn.blocks.block_lists import BlockList, Piece, block_lists, split_axis
-from jattn.core.attention import Head, check_mod, softmax_dtype
-from jattn.core.dropout import Dropout, drop
-from jattn.masks import MaskFunction
-from jattn.mods.arrays import AnyArray, Length, cdiv, mod_semantics, pad_end
-from jattn.score_mods import ScoreMod
+from jattn.core.attention import Head, apply_score_mod, evaluate_mask, softmax_dtype
+from jattn.core.dropout import drop
+from jattn.mods.arrays import AnyArray, Length, cdiv, pad_end
 
 
 class HeadArrays(NamedTuple):
@@ -44,38 +42,36 @@ class Block(NamedTuple):
     bias: Array | None
 
 
+class BlockPlan(NamedTuple):
+    """How to split a head: the block size, and ``visible_blocks``, ``all_seen`` and ``cut`` of ``jattn.blocks``."""
+
+    size: tuple[int, int]
+    any_visible: AnyArray
+    all_visible: AnyArray
+    all_seen: bool  # every query sees a key and every key is seen
+    pieces: tuple[Piece, ...] = ()  # of partial blocks, if they are cut; rows that are in none see nothing there
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockedHead:
     """One head split into blocks: the equations of a block, and the lists of full and partial blocks."""
 
     arrays: HeadArrays
-    dtype: DTypeLike  # the softmax's, of blocks and their results
-    size: tuple[int, int]
-    masks: tuple[MaskFunction, ...]
-    score_mod: ScoreMod | None
+    options: Head  # with batch and head as arrays
     scale: Array
-    batch: Array
-    head: Array
-    dropout: Dropout | None
+    plan: BlockPlan
+    dtype: DTypeLike  # the softmax's, of blocks and their results
     product_dtype: DTypeLike
-    precision: PrecisionLike
-    all_seen: bool  # every query sees a key and every key is seen
     lists: tuple[BlockList, BlockList]  # of the full and of the partial blocks
-    pieces: tuple[Piece, ...]  # of partial blocks, if they are cut; rows that are in none see nothing there
 
     def visible(self, i, j, piece: Piece | None = None) -> Array:
         """The visible pairs of a partial block, or of a piece of it, bool ``[rows, columns]``."""
         indices = self.indices(i, j, piece)
-        shape = indices[2].shape[0], indices[3].shape[1]
-        visible = jnp.ones(shape, bool)
-        for mask in self.masks:
-            with mod_semantics():
-                mask_values = mask(*indices)
-            check_mod("mask", mask_values, bool, shape)
-            mask_values = jnp.asarray(mask_values)
-            visible &= mask_values.reshape((1,) * (2 - mask_values.ndim) + mask_values.shape)
+        visible = jnp.ones((indices[2].shape[0], indices[3].shape[1]), bool)
+        for mask in self.options.masks:
+            visible &= evaluate_mask(mask, indices)
         for array in self.arrays.slot_masks:
-            visible &= _of_piece(take_block(array, i, j, self.size), piece)
+            visible &= _of_piece(take_block(array, i, j, self.plan.size), piece)
         return visible
 
     def scores(self, block: Block, i, j, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
@@ -87,9 +83,8 @@ class BlockedHead:
         if piece is not None:
             rows, columns = piece
             q, k, v, bias = q[rows], k[:, columns], v[:, columns], None if bias is None else _of_piece(bias, piece)
-        shape = q.shape[0], k.shape[1]
         visible = self.visible(i, j, piece) if masked else None
-        if visible is not None and not self.all_seen:
+        if visible is not None and not self.plan.all_seen:
             # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN is NaN.
             q = jnp.where(visible.any(axis=1)[:, None], q, 0.0)
             k, v = (jnp.where(visible.any(axis=0)[None, :], x, 0.0) for x in (k, v))
@@ -99,13 +94,8 @@ class BlockedHead:
             scores = self.product("qh,hk->qk", q, k) * self.scale
         if bias is not None:
             scores += bias
-        if self.score_mod is not None:
-            if visible is not None:
-                scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
-            with mod_semantics():
-                modified = self.score_mod(scores, *self.indices(i, j, piece))
-            check_mod("score_mod", modified, jnp.floating, shape)
-            scores = jnp.broadcast_to(modified, shape).astype(scores.dtype)
+        if self.options.score_mod is not None:
+            scores = apply_score_mod(self.options.score_mod, scores, visible, self.indices(i, j, piece))
         return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
 
     def softmax_sums(
@@ -114,17 +104,17 @@ class BlockedHead:
         """The contribution of the block, or of a piece of it, to ``acc`` and ``row_sum``."""
         exponentials = jnp.exp(scores - row_max[:, None])
         row_sum = jnp.sum(exponentials, axis=1)
-        return self.product("qk,dk->qd", drop(exponentials, self.dropout, self.indices(i, j, piece)), v), row_sum
+        return self.product("qk,dk->qd", self.drop(exponentials, i, j, piece), v), row_sum
 
     def by_piece(self, masked: bool, compute: Callable[[Piece | None], PyTree], untouched: PyTree) -> PyTree:
         """``compute(None)``; of a partial block that is cut, ``compute`` of every piece, for its rows, joined.
 
         ``untouched``: what is returned of rows that are in no piece, a tree of arrays ``[rows, ...]``.
         """
-        if not masked or not self.pieces:
+        if not masked or not self.plan.pieces:
             return compute(None)
-        results, end = [], 0
-        for piece in (*self.pieces, (slice(self.size[0], self.size[0]), None)):
+        results, end, rows = [], 0, self.plan.size[0]
+        for piece in (*self.plan.pieces, (slice(rows, rows), None)):
             if end < piece[0].start:
                 results.append(jax.tree.map(lambda x, rows=slice(end, piece[0].start): x[rows], untouched))
             if piece[1] is not None:
@@ -132,15 +122,19 @@ class BlockedHead:
             end = piece[0].stop
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
+    def drop(self, exponentials: Array, i, j, piece: Piece | None = None) -> Array:
+        """The exponentials, or weights, of the block after dropout."""
+        return drop(exponentials, self.options.dropout, self.indices(i, j, piece))
+
     def product(self, subscripts: str, x: Array, y: Array) -> Array:
         """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
-        return _product(subscripts, self.product_dtype, self.precision, x, y)
+        return _product(subscripts, self.product_dtype, self.options.precision, x, y)
 
     def take(self, i, j, *, transposable: bool = True) -> Block:
         """The slices of block ``(i, j)``, linear in the arrays."""
         index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False) if transposable else _index(0)
         arrays = self.arrays
-        bias = None if arrays.bias is None else take_block(arrays.bias, i, j, self.size)
+        bias = None if arrays.bias is None else take_block(arrays.bias, i, j, self.plan.size)
         q, k, v = (index(x, at).astype(self.dtype) for x, at in ((arrays.q, i), (arrays.k, j), (arrays.v, j)))
         return Block(q, k, v, bias)
 
@@ -148,17 +142,7 @@ class BlockedHead:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
         if piece is not None:
             rows, columns = rows[piece[0]], columns[piece[1]]
-        return self.batch, self.head, rows[:, None], columns[None, :]
-
-
-class BlockPlan(NamedTuple):
-    """How to split a head: the block size, and ``visible_blocks``, ``all_seen`` and ``cut`` of ``jattn.blocks``."""
-
-    size: tuple[int, int]
-    any_visible: AnyArray
-    all_visible: AnyArray
-    all_seen: bool
-    pieces: tuple[Piece, ...] = ()
+        return self.options.batch, self.options.head, rows[:, None], columns[None, :]
 
 
 def split_head(
@@ -183,22 +167,10 @@ def split_head(
         kv_positions=kv_positions,
         slot_masks=pad_slot_masks(head.slot_masks, (T, S), plan.size),
     )
-    return BlockedHead(
-        arrays=arrays,
-        dtype=dtype,
-        size=plan.size,
-        masks=head.masks,
-        score_mod=head.score_mod,
-        scale=jnp.asarray(q.shape[-1] ** -0.5 if head.scale is None else head.scale, dtype),
-        batch=jnp.asarray(head.batch),
-        head=jnp.asarray(head.head),
-        dropout=head.dropout,
-        product_dtype=product_dtype(platform, q),
-        precision=head.precision,
-        all_seen=plan.all_seen,
-        lists=block_lists(plan.any_visible, plan.all_visible),
-        pieces=plan.pieces,
-    )
+    scale = jnp.asarray(q.shape[-1] ** -0.5 if head.scale is None else head.scale, dtype)
+    options = dataclasses.replace(head, batch=jnp.asarray(head.batch), head=jnp.asarray(head.head))
+    lists = block_lists(plan.any_visible, plan.all_visible)
+    return BlockedHead(arrays, options, scale, plan, dtype, product_dtype(platform, q), lists)
 
 
 def _of_piece(array: Array, piece: Piece | None) -> Array:

@@ -9,6 +9,7 @@ Empty blocks are skipped and full blocks are computed without a mask (``jattn.bl
 plain functions, traced for a ``platform`` (``jattn.core.deferred``). ``backward`` attaches their derivatives.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -25,10 +26,7 @@ from jattn.core.attention import Head, row_maximum, softmax_dtype
 
 def forward(platform: str, args: AttentionArgs, sizes: BlockSizes) -> tuple[Array, Array, Array]:
     """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call."""
-
-    def one_head(q, k, v, head, plan):
-        return forward_head(platform, q, k, v, head, plan)
-
+    one_head = functools.partial(forward_head, platform)
     return plan_args(platform, args, sizes, forward=True).over_heads(one_head, args, out_axes=1)
 
 
@@ -48,7 +46,7 @@ def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: DTypeLike) -> 
     ``summed``: the product with the values also computes ``row_sum``, with a column of ones appended to the values. XLA
     for TPU otherwise computes every exponential twice, once for ``row_sum`` and once inside the product.
     """
-    rows, q, v, dtype = blocked.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
+    rows, q, v, dtype = blocked.plan.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
 
     def row_of_blocks(i):
         def visit(state, j, masked):

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jattn.blocks.block import BlockPlan, split_head
+from jattn.blocks.block import split_head
 from jattn.blocks.block_lists import Size, split_axis
 from jattn.blocks.online_softmax import join_rows, scan_blocks
 from jattn.blocks.plan import BlockSizes, plan_args
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
-from jattn.core.attention import Head, softmax_dtype
+from jattn.core.attention import softmax_dtype
 from jattn.core.vmap import canonical
 from jattn.mods.arrays import Length
 from jattn.mods.closure_convert import traced
@@ -122,79 +122,52 @@ def count_visible(args: AttentionArgs, sizes: BlockSizes) -> Int[Array, "B N T"]
 
 
 def _fold(
-    platform: str,
-    args: AttentionArgs,
-    step: Callable,
-    init: list[Array],
-    lse: Array,
-    per_sequence: list[Array],
-    size: Size,
+    platform: str, args: AttentionArgs, step: Callable, init: list[Array], lse: Array, per_sequence: list, size: Size
 ) -> list[Array]:
-    def one_head(q, k, v, head, plan, lse, *extra):
-        def with_extra(carry, log_weights, q_idx, kv_idx):
-            return step(*carry, log_weights, q_idx, kv_idx, *extra)
+    plan = plan_args(platform, args, size)
+    rows, columns = plan.blocks.size
 
-        return fold_head(platform, with_extra, init, q, k, head, plan, lse)
+    def one_head(q, k, v, head, own_plan, lse, *extra):
+        blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, own_plan)
+        block_lse = split_axis(lse.astype(blocked.arrays.q.dtype), 0, rows)
+        block_lse = jnp.where(block_lse == -jnp.inf, 0.0, block_lse)  # a row that sees nothing: exp(-inf - 0) = 0
 
-    per_head, plan = [jnp.moveaxis(lse, 2, 1)], plan_args(platform, args, size)
+        def visit(carry, i, j, masked, if_listed):
+            block, row_lse = blocked.take(i, j), block_lse[i][:, None]
+
+            def compute():
+                scores = blocked.scores(block, i, j, masked)[0]
+                log_weights = jnp.where(scores == -jnp.inf, scores, scores - row_lse)  # 0, also where the lse is NaN
+                q_idx = i * rows + jnp.arange(rows, dtype=i.dtype)
+                kv_idx = j * columns + jnp.arange(columns, dtype=j.dtype)
+                return step(*carry, log_weights, q_idx[:, None], kv_idx[None, :], *extra)
+
+            return if_listed(compute, carry)
+
+        return scan_blocks(visit, init, blocked)
+
+    per_head = [jnp.moveaxis(lse, 2, 1)]
     return plan.over_heads(one_head, args, out_axes=0, per_head=per_head, per_sequence=per_sequence)
 
 
 def _count_visible(platform: str, args: AttentionArgs, sizes: BlockSizes) -> Array:
-    def one_head(q, k, v, head, plan):
-        return count_visible_head(platform, q, k, head, plan)
+    """Evaluates masks in partial blocks only."""
+    plan = plan_args(platform, args, sizes)
+    rows, columns = plan.blocks.size
 
-    return plan_args(platform, args, sizes).over_heads(one_head, args, out_axes=0)
+    def one_head(q, k, v, head, own_plan):
+        no_features, head = jnp.zeros((k.shape[0], 0), k.dtype), dataclasses.replace(head, scale=1.0)
+        blocked = split_head(platform, q[:, :0], no_features, no_features, head, own_plan)
 
+        def visit(counts, i, j, masked, if_listed):
+            def compute():
+                return blocked.visible(i, j).sum(1, dtype=jnp.int32) if masked else jnp.full(rows, columns, jnp.int32)
 
-def fold_head(
-    platform: str,
-    step: Callable[[PyTree, Array, Array, Array], PyTree],
-    init: PyTree,
-    q: Array,
-    k: Array,
-    head: Head,
-    plan: BlockPlan,
-    lse: Float[Array, " T"],
-) -> PyTree[Array]:
-    """``carry = step(carry, log_weights, q_idx, kv_idx)`` over the blocks of one head.
+            return counts.at[i].add(if_listed(compute, jnp.zeros(rows, jnp.int32)))
 
-    ``log_weights`` is -inf where a weight is 0. Otherwise as ``jattn.fold_weights``.
-    """
-    blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, plan)
-    rows, columns = blocked.size
-    block_lse = split_axis(lse.astype(blocked.arrays.q.dtype), 0, rows)
-    block_lse = jnp.where(block_lse == -jnp.inf, 0.0, block_lse)  # a row that sees nothing: exp(-inf - 0) = 0
+        return join_rows(scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
 
-    def visit(carry, i, j, masked, if_listed):
-        block, row_lse = blocked.take(i, j), block_lse[i][:, None]
-
-        def compute():
-            scores = blocked.scores(block, i, j, masked)[0]
-            log_weights = jnp.where(scores == -jnp.inf, scores, scores - row_lse)  # 0, also where the lse is NaN
-            q_idx, kv_idx = i * rows + jnp.arange(rows, dtype=i.dtype), j * columns + jnp.arange(columns, dtype=j.dtype)
-            return step(carry, log_weights, q_idx[:, None], kv_idx[None, :])
-
-        return if_listed(compute, carry)
-
-    return scan_blocks(visit, init, blocked)
-
-
-def count_visible_head(platform: str, q: Array, k: Array, head: Head, plan: BlockPlan) -> Int[Array, " T"]:
-    """The number of keys that each query of one head sees. Evaluates the mask in partial blocks only."""
-    no_features = jnp.zeros((k.shape[0], 0), k.dtype)
-    head = dataclasses.replace(head, scale=1.0)
-    blocked = split_head(platform, q[:, :0], no_features, no_features, head, plan)
-
-    def visit(counts, i, j, masked, if_listed):
-        def compute():
-            if not masked:
-                return jnp.full(blocked.size[0], blocked.size[1], counts.dtype)
-            return blocked.visible(i, j).sum(1, dtype=counts.dtype)
-
-        return counts.at[i].add(if_listed(compute, jnp.zeros(blocked.size[0], counts.dtype)))
-
-    return join_rows(scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
+    return plan.over_heads(one_head, args, out_axes=0)
 
 
 def _result_length(kind: str, T: Length, S: Length) -> Length:

@@ -11,6 +11,8 @@ A row with no visible key has ``out = 0`` and ``lse = -inf``. Source: https://ar
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -227,18 +229,27 @@ def softmax_dtype(x: Array) -> Any:
 
 def visible_pairs(head: Head, indices: tuple) -> Bool[Array, "#T #S"] | None:
     """The visible pairs, broadcastable to ``[T,S]``; None without a mask."""
-    visible: Array | None = None
-    shape = indices[2].shape[0], indices[3].shape[1]
-    for mask in head.masks:
-        with mod_semantics():
-            mask_values = mask(*indices)
-        check_mod("mask", mask_values, bool, shape)
-        mask_values = jnp.asarray(mask_values)
-        mask_values = mask_values.reshape((1,) * (2 - mask_values.ndim) + mask_values.shape)
-        visible = mask_values if visible is None else visible & mask_values
-    for array in head.slot_masks:
-        visible = jnp.asarray(array) if visible is None else visible & array
-    return visible
+    parts = [evaluate_mask(mask, indices) for mask in head.masks] + [jnp.asarray(array) for array in head.slot_masks]
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def evaluate_mask(mask: MaskFunction, indices: tuple) -> Bool[Array, "#T #S"]:
+    """The values of a mask, checked."""
+    with mod_semantics():
+        visible = mask(*indices)
+    check_mod("mask", visible, bool, (indices[2].shape[0], indices[3].shape[1]))
+    visible = jnp.asarray(visible)
+    return visible.reshape((1,) * (2 - visible.ndim) + visible.shape)
+
+
+def apply_score_mod(score_mod: ScoreMod, scores: Array, visible: Array | None, indices: tuple) -> Array:
+    """What a score function makes of the visible scores, checked."""
+    if visible is not None:
+        scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
+    with mod_semantics():
+        modified = score_mod(scores, *indices)
+    check_mod("score_mod", modified, jnp.floating, scores.shape)
+    return jnp.broadcast_to(modified, scores.shape).astype(scores.dtype)
 
 
 def check_mod(name: str, result: ArrayLike, kind: type, shape: tuple[Length, ...]) -> None:
@@ -280,12 +291,7 @@ def finish_scores(scores: Array, visible: Array | None, head: Head, indices: tup
     if head.bias is not None:
         scores += head.bias.astype(dtype)
     if head.score_mod is not None:
-        if visible is not None:
-            scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
-        with mod_semantics():
-            modified = head.score_mod(scores, *indices)
-        check_mod("score_mod", modified, jnp.floating, scores.shape)
-        scores = jnp.broadcast_to(modified, scores.shape).astype(dtype)
+        scores = apply_score_mod(head.score_mod, scores, visible, indices)
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
 

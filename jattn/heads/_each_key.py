@@ -11,8 +11,8 @@ most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramá
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jattn.blocks.plan import BlockSizes, plan_args
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs, make_args, make_sinks
 from jattn.core.attention import Head, softmax_dtype
-from jattn.core.dropout import drop
 from jattn.core.merge import merge
 from jattn.core.shard import on_each_device
 from jattn.core.vmap import canonical
@@ -113,24 +112,13 @@ def _change(platform: str, args: AttentionArgs, by_query: tuple[Array, ...], off
 
     ``by_query``: outputs and log-sum-exps, and those without the largest key.
     """
-
-    def one_head(q, k, v_and_fill, head, plan, off, z, lse, u, rest):
-        return _change_of_head(platform, q, k, v_and_fill, head, plan, off, (z, lse, u, rest))
-
-    per_head = [off, *(jnp.moveaxis(x, 2, 1) for x in by_query)]
-    plan = plan_args(platform, args, sizes)
+    per_head, plan = [off, *(jnp.moveaxis(x, 2, 1) for x in by_query)], plan_args(platform, args, sizes)
+    one_head = functools.partial(_change_of_head, platform)
     return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
 
 
 def _change_of_head(
-    platform: str,
-    q: Array,
-    k: Array,
-    v_and_fill: Array,
-    head: Head,
-    plan: BlockPlan,
-    off: Array,
-    by_query: Sequence[Array],
+    platform: str, q: Array, k: Array, v_and_fill: Array, head: Head, plan: BlockPlan, off: Array, *by_query: Array
 ) -> Float[Array, "T D"]:
     blocked = split_head(platform, q, k, v_and_fill, head, plan)
     off_by_column = split_axis(off, 0, plan.size[1])
@@ -146,7 +134,7 @@ def _change_of_head(
             others, _ = blocked.scores(block._replace(k=fill), i, j, masked)
             by_weight, largest = _change_of_weights(scores, others, lse[:, None], rest[:, None])
             weighted = by_weight * off[None, :]
-            of_values = blocked.product("qk,dk->qd", drop(weighted, blocked.dropout, blocked.indices(i, j)), v)
+            of_values = blocked.product("qk,dk->qd", blocked.drop(weighted, i, j), v)
             from_u = jnp.where(largest, weighted, 0.0).sum(1, keepdims=True)
             from_z = jnp.where(largest, 0.0, weighted).sum(1, keepdims=True)
             return of_values - from_z * z - from_u * u
