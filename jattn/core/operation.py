@@ -101,17 +101,14 @@ class DeferredCall(Operation):
 
     @property
     def settings(self) -> Settings:
-        """Those of the call."""
         return self.called_under
 
     @property
     def linear(self) -> int:
-        """0."""
         return 0
 
     @property
     def without_rules(self) -> "DeferredCall":
-        """With ``CustomRules.fn`` itself as its function."""
         return dataclasses.replace(self, fn=self.fn.fn) if isinstance(self.fn, CustomRules) else self
 
     @functools.cached_property
@@ -138,12 +135,10 @@ class Transformed(Operation):
 
     @property
     def settings(self) -> Settings:
-        """Those of ``of``."""
         return self.of.settings
 
     @property
     def without_rules(self) -> Operation:
-        """The same transformation of ``of`` without custom rules."""
         return dataclasses.replace(self, of=self.of.without_rules)
 
 
@@ -156,7 +151,6 @@ class Jvp(Transformed):
 
     @property
     def linear(self) -> int:
-        """The number of tangents."""
         return len(self.at)
 
     def __call__(self, platform: str, *operands: Array) -> list[Array]:
@@ -175,7 +169,6 @@ class Jvp(Transformed):
         return of_inputs
 
     def transposed(self, results: Sequence[int]) -> "Jvp":
-        """As a ``Vjp``."""
         return Vjp(self.of, self.at, tuple(self.kept[i] for i in results))
 
 
@@ -185,7 +178,6 @@ class Vjp(Jvp):
 
     @property
     def linear(self) -> int:
-        """The number of cotangents it takes."""
         return len(self.kept)
 
     def __call__(self, platform: str, *operands: Array) -> list[Array]:
@@ -205,7 +197,6 @@ class Vjp(Jvp):
         return [pulled[i] for i in self.at]
 
     def transposed(self, results: Sequence[int]) -> Jvp:
-        """As a ``Jvp``."""
         return Jvp(self.of, tuple(self.at[i] for i in results), self.kept)
 
 
@@ -217,14 +208,12 @@ class Batched(Transformed):
 
     @property
     def linear(self) -> int:
-        """As of ``of``."""
         return self.of.linear
 
     def __call__(self, platform: str, *operands: Array) -> list[Array]:
         return jax.vmap(functools.partial(self.of, platform), self.axes)(*operands)
 
     def transposed(self, results: Sequence[int]) -> "Batched":
-        """The batch of the transpose."""
         return Batched(self.of.transposed(results), (*self.axes[: -self.linear], *(0,) * len(results)))
 
 

@@ -209,18 +209,15 @@ class ReducingKernel(Kernel):
         return self.unsupported_reason(dataclasses.replace(args, value=args.key))
 
     def slots(self, length: Length) -> None:
-        """None: each slot holds its own token."""
         return None
 
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
-        """As in ``ReducesWeights``."""
         self._check(self.reduction_reason(args, reduction))
         return deferred.call(_REDUCE, canonical(args), reduction, self, out=reduction.results(args))
 
     def map_parts(
         self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
-        """``jattn.core.shard.on_each_device``."""
         return on_each_device(fn, args, out_axes, *extra)
 
 

@@ -31,7 +31,6 @@ class Blockwise(ReducingKernel):
     block_sizes: tuple[int, int] | None = None
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
-        """``jattn.blocks.online_softmax.forward``."""
         return online_softmax.forward(platform, args, self.block_sizes)
 
     @property
@@ -46,7 +45,6 @@ class Blockwise(ReducingKernel):
         return deferred.call(backward.accumulate, canonical(args), row_max, self.block_sizes, out=out)
 
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
-        """As in ``jattn.kernels.ReducesWeights``."""
         return reduce_weights(args, reduction, self.block_sizes)
 
     def fold_weights(self, args: AttentionArgs, step: Callable, init: PyTree, lse: Array | None) -> PyTree[Array]:

@@ -48,7 +48,6 @@ class Cudnn(Kernel):
     kernel: Callable = fused
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        """What the fused kernel does not do."""
         head_dim = args.query.shape[-1]
         return [
             (head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"),
@@ -62,11 +61,9 @@ class Cudnn(Kernel):
 
     @property
     def is_simulated(self) -> bool:
-        """Whether another function stands for cuDNN."""
         return self.kernel is not fused
 
     def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
-        """An old JAX, ``jax.export``, or ``refusal``."""
         if jax.__version_info__ < OLDEST:
             return f"it is the default from JAX {'.'.join(map(str, OLDEST))} on"
         if deferred.is_exported():

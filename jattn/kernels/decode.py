@@ -48,13 +48,11 @@ class Decode(Kernel):
     chunk: int | None = None
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        """Symbolic lengths."""
         lengths = args.query.shape[1], args.key.shape[1]
         symbolic = not all(isinstance(length, int) for length in lengths)
         return [(symbolic, f"it needs lengths that are known while tracing, got {lengths}")]
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         (B, T, N, _), D = args.query.shape, args.value.shape[3]
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
             raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")

@@ -21,7 +21,6 @@ class Dense(Kernel):
     name: ClassVar[str] = "xla"
 
     def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         return _traced_or_compiled(_dense, args)
 
 

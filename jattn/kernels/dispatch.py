@@ -84,7 +84,6 @@ class Dispatch(ReducingKernel):
         )
 
     def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         if set(self.names) == {"blockwise"}:
             return self._run(args)
         (B, T, N, _), D = args.query.shape, args.value.shape[3]
@@ -93,13 +92,11 @@ class Dispatch(ReducingKernel):
         return deferred.call(_run, canonical(args), self, out=(out, lse))
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
-        """That of the kernel that is taken."""
         return self.kernel(platform, args).forward(platform, args)
 
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """That of the kernel that is taken."""
         return self.kernel(platform, args).backward(platform, args, results, cotangents)
 
     def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:

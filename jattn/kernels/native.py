@@ -56,7 +56,6 @@ class Native(Kernel):
     few: int = 16
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        """The first reason against the kernels, or None."""
         if self.width not in WIDTHS:
             return f"width must be one of {WIDTHS}, got {self.width!r}"
         if not _is_installed():
@@ -66,7 +65,6 @@ class Native(Kernel):
         return super().unsupported_reason(args)
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        """What the kernels do not do."""
         mod, dim = args.score_mod, max(args.query.shape[-1], args.value.shape[-1])
         return [
             (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
@@ -80,7 +78,6 @@ class Native(Kernel):
         ]
 
     def lowering_reason(self, platform: str) -> str | None:
-        """Also ``jax.export``."""
         exported = "jax.export does not take its calls" if deferred.is_exported() else None
         return super().lowering_reason(platform) or exported
 
@@ -97,7 +94,6 @@ class Native(Kernel):
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """As in FlashAttention-2."""
         (B, T, _, _), K = args.query.shape, args.key.shape[2]
         d_acc, d_row_sum = of_sums(results, cotangents)
         parts = max(min(PARTS, 4 * PARTS // (B * K), T // PART), 1)

@@ -32,7 +32,6 @@ class PallasKernel(ReducingKernel):
     interpret: Any
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        """What the kernels do on neither chip."""
         dim = max(args.query.shape[3], args.value.shape[3])
         yield dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"
         reason = reason_against(args.masks, args.score_mod)
@@ -40,7 +39,6 @@ class PallasKernel(ReducingKernel):
 
     @property
     def is_simulated(self) -> bool:
-        """Whether Pallas interprets the kernels."""
         return bool(self.interpret)
 
     @property
@@ -49,17 +47,14 @@ class PallasKernel(ReducingKernel):
         return importlib.import_module(f"jattn.kernels.{self.name}.kernel")
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
-        """By the kernels."""
         return self._kernel.forward(args, self)
 
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """As in FlashAttention-2."""
         return self._kernel.backward(args, results, cotangents, self)
 
     def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
-        """By the kernels."""
         return self._kernel.reduce(args, reduction, self)
 
 

@@ -61,15 +61,12 @@ class HeadParallel(OverMesh):
         return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         return self.map_parts(choose(args, self.implementation).run, args, ("btnd", "btn"))
 
     def slots(self, length: int) -> None:
-        """None: each slot holds its own token."""
         return None
 
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
-        """``jattn.kernels.dispatch.Dispatch.fold``, on one device's part."""
         return Dispatch().fold(args, reduction)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:

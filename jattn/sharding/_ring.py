@@ -49,7 +49,6 @@ class Ring(OverMesh):
         return None
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
-        """``out [B,T,N,D]``, ``lse [B,T,N]``."""
         plan = self.plan(args)
         return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
 

@@ -36,7 +36,6 @@ class PallasGPU(PallasKernel):
     interpret: Any = None
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        """What the kernels do not do."""
         oldest = ".".join(map(str, OLDEST))
         yield jax.__version_info__ < OLDEST, f"it needs JAX {oldest} or newer, not {jax.__version__}"
         yield from super().refusals(args)

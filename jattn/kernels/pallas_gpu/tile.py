@@ -33,16 +33,13 @@ class Operands:
         self.arrays: list[jax.Array] = []
 
     def scalars(self, array: jax.Array) -> int:
-        """Adds ``[B|1,N|1]``."""
         self.arrays.append(array)
         return len(self.arrays) - 1
 
     def vector(self, over: str, array: jax.Array) -> int:
-        """Adds ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``."""
         return self.scalars(pad_end(array, (*array.shape[:2], self.padded[over != QUERY])))
 
     def pairs(self, array: jax.Array) -> int:
-        """Adds ``[B|1,N|1,T,S]``."""
         array = pad_end(array, (*array.shape[:2], *self.padded))
         return self.scalars(array.swapaxes(2, 3) if self.by_key else array)
 
@@ -56,7 +53,6 @@ class Tile(pallas_tiles.Tile):
         self.shape = ROWS, at.plan.inner
 
     def compute(self, fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        """``fn(*arrays)``, by the operations that Mosaic's GPU compiler has."""
         return mosaic_ops.run(fn, *arrays)
 
     def product(self) -> jax.Array:
@@ -76,8 +72,6 @@ class Tile(pallas_tiles.Tile):
         return x if self.visible is None else jnp.where(self.visible, x, 0.0)
 
     def slots(self) -> tuple[jax.Array, jax.Array]:
-        """The slots of the queries and of the keys, int32, of ``shape``."""
-
         def slots(axis: int) -> jax.Array:
             iota = plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=plgpu.Layout.WGMMA)
             return iota + self.at.starts[axis]
@@ -89,11 +83,9 @@ class Tile(pallas_tiles.Tile):
         return int(of_queries == self.at.plan.by_key)
 
     def scalar(self, added: int) -> jax.Array:
-        """The head's entry of an array of ``Operands.scalars``."""
         return self.at.ins[added][self._of_head(added)]
 
     def vector(self, over: str, added: int) -> jax.Array:
-        """The tile's part of an array of ``Operands.vector``, of ``shape``."""
         axis = self.axis(over == QUERY)
         return jax.lax.broadcast_in_dim(self.line(added, axis), self.shape, [axis])
 
@@ -104,7 +96,6 @@ class Tile(pallas_tiles.Tile):
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
     def pairs(self, added: int) -> jax.Array:
-        """The tile's part of an array of ``Operands.pairs``."""
         at = (pl.ds(start, size) for start, size in zip(self.at.starts, self.shape, strict=True))
         ref = self.at.ins[added].at[(*self._of_head(added), *at)]
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)

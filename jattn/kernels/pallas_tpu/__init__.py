@@ -44,7 +44,6 @@ class PallasTPU(PallasKernel):
             )
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
-        """What the kernels do not do."""
         yield from super().refusals(args)
         T, S = args.query.shape[1], args.key.shape[1]
         sizes = self.block_sizes or (SMALL, SMALL)
@@ -53,7 +52,6 @@ class PallasTPU(PallasKernel):
         yield too_many, f"{rows} by {columns} blocks are too many for scalar memory"
 
     def reduction_reason(self, args: AttentionArgs, reduction: Reduction) -> str | None:
-        """The first reason against ``reduction``, or None."""
         length = args.query.shape[1] + args.key.shape[1]
         reason = super().reduction_reason(args, reduction)
         if reason is None and length > LONGEST and reduction.named("column_sum", "diagonal_sum"):

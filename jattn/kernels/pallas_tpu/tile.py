@@ -36,16 +36,13 @@ class Operands:
         return len(self.arrays) - 1
 
     def scalars(self, array: Array) -> int:
-        """Adds ``[B|1,N|1]``."""
         return self.add("scalars", array)
 
     def vector(self, over: str, array: Array) -> int:
-        """Adds ``[B|1,N|1,T]`` or ``[B|1,N|1,S]``."""
         kind, length = ("queries", self.padded[0]) if over == QUERY else ("key row", self.padded[1])
         return self.add(kind, pad_end(array[:, :, None], (*array.shape[:2], 1, length)))
 
     def pairs(self, array: Array) -> int:
-        """Adds ``[B|1,N|1,T,S]``."""
         return self.add("pairs", pad_end(array, (*array.shape[:2], *self.padded)))
 
     def block(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -158,7 +155,6 @@ class Tile(pallas_tiles.Tile):
         return x if not self.guarded else _where(_any(self.visible, 1), x)
 
     def product(self) -> Array:
-        """``q·k``, in float32."""
         return self.source.product(self.k, self.q, 1, 0)
 
     def slots(self) -> tuple[Array, Array]:
@@ -168,7 +164,6 @@ class Tile(pallas_tiles.Tile):
         return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
 
     def scalar(self, added: int) -> Array:
-        """The head's entry of an array of ``Operands.scalars``."""
         return self.source.operands.scalar(self.ins, added, *self.head)
 
     def vector(self, over: str, added: int) -> Array:
@@ -178,7 +173,6 @@ class Tile(pallas_tiles.Tile):
         return _column(self.ins[added][0, 0, :, self.keys])
 
     def pairs(self, added: int) -> Array:
-        """The tile's part of an array of ``Operands.pairs``."""
         return self.ins[added][0, 0, self.queries, self.keys].T
 
 

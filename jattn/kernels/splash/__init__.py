@@ -75,16 +75,13 @@ class Splash(Kernel):
         object.__setattr__(self, "block_sizes", sizes)
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        """The first reason against splash, or None."""
         return super().unsupported_reason(args) or mask_reason(args)
 
     @property
     def is_simulated(self) -> bool:
-        """Whether Pallas interprets the kernels."""
         return bool(self.interpret)
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        """What splash does not do, besides some masks."""
         mod = args.score_mod
         return [
             (args.value.shape[-1] == 0, "it takes no empty arrays"),
@@ -106,7 +103,6 @@ class Splash(Kernel):
         return importlib.import_module("jattn.kernels.splash.kernel")
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
-        """By splash."""
         plan = self._plan(args)
         (B, T, N, _), D = args.query.shape, args.value.shape[-1]
         least = jnp.finfo(jnp.float32).min
