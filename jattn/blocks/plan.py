@@ -78,7 +78,7 @@ def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward:
     )
     if args.sharded:
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
-    blocks = BlockPlan(size, any_visible, all_visible, all_seen(*mask_arguments(args)), pieces)
+    blocks = BlockPlan(size, any_visible, all_visible, is_all_seen(args), pieces)
     if args.sharded:
         return HeadsPlan(blocks, Loop.VMAP, Loop.VMAP)
     if platform == "cpu":
@@ -105,6 +105,11 @@ def mask_arguments(args: AttentionArgs) -> MaskArguments:
     lengths = (T, args.key.shape[1])
     q_positions, kv_positions = (None if x is None else x[:, None] for x in (args.query_positions, args.kv_positions))
     return args.masks, args.slot_masks, b, h, q_positions, kv_positions, lengths
+
+
+def is_all_seen(args: AttentionArgs) -> bool:
+    """``all_seen`` of a call."""
+    return all_seen(*mask_arguments(args))
 
 
 def block_table(args: AttentionArgs, size: Size) -> Tables:

@@ -74,12 +74,9 @@ def at_lowering(fn: Callable, *args: object) -> Any:
 
 
 def compiled(fn: Callable, *args: object) -> Any:
-    """``fn(*args)``, traced and differentiated by JAX as usual, and compiled once. Arguments as in ``call``."""
-    leaves, structure = jax.tree.flatten(args)
-    is_operand = [isinstance(leaf, jax.Array | np.ndarray | np.generic | float) for leaf in leaves]
-    static = tuple(OPERAND if dynamic else leaf for leaf, dynamic in zip(leaves, is_operand, strict=True))
-    operands = [leaf for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
-    return _jitted(DeferredCall(fn, structure, static, _settings()))(*operands)
+    """``fn(*args)`` of no traced arrays, compiled once. Arguments as in ``call``."""
+    function, operands = _deferred_call(fn, args)
+    return _jitted(function)(*operands)
 
 
 @functools.lru_cache(PROGRAMS)

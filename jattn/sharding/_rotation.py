@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import softmax_dtype
-from jattn.core.chunk import Chunk, take_pairs
+from jattn.core.chunk import Chunk, take, take_pairs
 from jattn.core.merge import merge
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
@@ -117,7 +117,7 @@ def _runs(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 def take_chunk(x: AnyArray, index: Index, size: int, axis: int) -> AnyArray:
     """The ``index``-th chunk of ``size`` along ``axis``."""
-    return x if x.shape[axis] == size else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), index * size, size, axis)
+    return take(x, Chunk(index * size, size), axis)
 
 
 def put_chunk(x: Array, chunk: Array, index: Index, axis: int) -> Array:

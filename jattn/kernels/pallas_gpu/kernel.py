@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks.backward import of_sums
+from jattn.blocks.plan import is_all_seen
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Reduction, Results
 from jattn.kernels.pallas_gpu import PallasGPU
@@ -21,7 +22,7 @@ from jattn.kernels.pallas_gpu.pipeline import WIDTH, Step, Steps, call, full, ze
 from jattn.kernels.pallas_gpu.reduction import BLOCK, reduce_rows
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.split_kv import choose_num_splits, merge_splits, pack_gqa, unpack_gqa
-from jattn.kernels.pallas_gpu.tile import LOG2E, GPUPlan, Place, Tile, is_all_seen, make_plan
+from jattn.kernels.pallas_gpu.tile import LOG2E, GPUPlan, Place, Tile, make_plan
 from jattn.kernels.pallas_tiles import LARGEST_DIM, Ref
 from jattn.mods.arrays import cdiv, pad_end
 from jattn.mods.tile_function import QUERY

@@ -11,8 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.blocks.block_mask import all_seen
-from jattn.blocks.plan import block_table, mask_arguments
+from jattn.blocks.plan import block_table, is_all_seen
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import pallas_tiles
 from jattn.kernels.pallas_gpu import mosaic_ops
@@ -140,11 +139,6 @@ class GPUPlan:
     def scores(self) -> pallas_tiles.Scores:
         """The scores, with their arrays among the operands."""
         return pallas_tiles.Scores.of(self.args, self.operands, is_all_seen(self.args))
-
-
-def is_all_seen(args: AttentionArgs) -> bool:
-    """Whether each query sees a key, and each key is seen."""
-    return all_seen(*mask_arguments(args))
 
 
 def make_plan(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import PallasKernel
-from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
+from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, check_block_sizes
 from jattn.mods.arrays import cdiv
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
@@ -37,11 +37,7 @@ class PallasTPU(PallasKernel):
     interpret: Any = False
 
     def __post_init__(self):
-        sizes = self.block_sizes
-        if sizes is not None and (len(sizes) != 2 or any(size < 1 or size % TILE for size in sizes)):
-            raise ValueError(
-                f"block_sizes must be two positive multiples of {TILE} (of queries, of keys), got {sizes!r}"
-            )
+        object.__setattr__(self, "block_sizes", check_block_sizes(self.block_sizes))
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         yield from super().refusals(args)

@@ -11,7 +11,6 @@ in ``masks.py``, the kernels in ``kernel.py``.
 import contextlib
 import dataclasses
 import importlib
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
@@ -25,12 +24,11 @@ from jaxtyping import Array
 from jattn.blocks.backward import of_sums
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Kernel, Results
-from jattn.kernels.pallas_tpu.schedule import block_sizes
+from jattn.kernels.pallas_tpu.schedule import block_sizes, check_block_sizes
 from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
 from jattn.mods.arrays import mod_semantics, pad_end
 from jattn.score_mods import SoftCap
 
-LANES = 128  # of a TPU's registers: block sizes are multiples of it
 LARGEST_BLOCK = 512
 
 
@@ -62,17 +60,7 @@ class Splash(Kernel):
     interpret: bool = False
 
     def __post_init__(self):
-        if self.block_sizes is None:
-            return
-        try:
-            sizes = tuple(operator.index(size) for size in self.block_sizes)
-        except TypeError:
-            sizes = ()
-        if len(sizes) != 2 or any(size < 1 or size % LANES for size in sizes):
-            raise ValueError(
-                f"block_sizes must be two positive multiples of {LANES} (of queries, of keys), got {self.block_sizes!r}"
-            )
-        object.__setattr__(self, "block_sizes", sizes)
+        object.__setattr__(self, "block_sizes", check_block_sizes(self.block_sizes))
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         return super().unsupported_reason(args) or mask_reason(args)
