@@ -68,6 +68,11 @@ def weights_as_flax(
     return weights, jnp.where(jnp.swapaxes(kept, -2, -3), weights / (1.0 - dropout_rate), 0.0)
 
 
+def own_options(module: Any) -> dict[str, Any]:
+    """The options of a module that an ``attention_fn`` takes by the same names."""
+    return {name: getattr(module, name) for name in ("dropout_rate", "broadcast_dropout", "dtype", "precision")}
+
+
 def call_options(given: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     """The options of a module's call, with the module's own ``score_mod`` unless another is given.
 

@@ -19,6 +19,7 @@ from jattn._flax import (
     decode_as_flax,
     head_dims,
     join_inputs,
+    own_options,
     refuse_extras,
     split_results,
     to_learn,
@@ -228,20 +229,12 @@ class MultiHeadDotProductAttention(nn.Module):
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
             is_causal: a token sees itself and earlier ones.
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
-            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            bias, head_gate, head_fill, frozen, patch: as in ``jattn.multi_head.attend_heads``.
             score_mod: replaces the attribute.
-            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output before ``out``.
-            head_fill, frozen: the output of a switched-off head, instead of 0; queries and keys (as sown in
-                ``attention_heads``) whose weights replace this call's. See ``jattn.heads.ablate``.
-            patch: queries, keys, values or patterns of other runs, as in ``attend_heads``. See ``jattn.heads.patch``.
             cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``). The
                 result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
-            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
-                ``names``, ``tokens`` and ``eligible``; sown in ``intermediates`` as ``attention_statistics``,
-                ``{name: [B,N]}``, at any length. The output stays bit-identical.
-            sow_heads: sow the inputs of ``jattn.heads`` as ``attention_heads``: ``query`` and ``key`` with positions
-                applied, ``value``, ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output stays
-                bit-identical.
+            sow_statistics, sow_heads: sow what ``return_statistics`` and ``return_heads`` of ``attend_heads`` give, as
+                ``attention_statistics`` and ``attention_heads``, for ``jattn.heads``. The output stays bit-identical.
 
         Raises:
             ValueError: ``attention_fn`` is not jattn's and does not support a given option.
@@ -341,14 +334,7 @@ class MultiHeadDotProductAttention(nn.Module):
         deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        return {
-            "dropout_rng": dropout_rng,
-            "dropout_rate": self.dropout_rate,
-            "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": deterministic,
-            "dtype": self.dtype,
-            "precision": self.precision,
-        }
+        return own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}
 
     @nn.nowrap
     def _own_score_mod(self) -> ScoreMod | None:

@@ -20,6 +20,7 @@ from jattn._flax import (
     head_dims,
     is_float_array,
     join_inputs,
+    own_options,
     refuse_extras,
     split_results,
     weights_as_flax,
@@ -269,20 +270,12 @@ class MultiHeadAttention(nnx.Module):
                 positions replaces that rule.
             is_causal: a token sees itself and earlier ones.
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
-            bias: added to the scores; broadcasts to ``[..., N, T, S]``.
+            bias, head_gate, head_fill, frozen, patch: as in ``jattn.multi_head.attend_heads``.
             score_mod: replaces the constructor's.
-            head_gate: ``[N]``, ``[B,N]`` or ``[B,T,N]``: factor on each head's output before ``out``.
-            head_fill, frozen: the output of a switched-off head, instead of 0; queries and keys (as sown in
-                ``attention_heads``) whose weights replace this call's. See ``jattn.heads.ablate``.
-            patch: queries, keys, values or patterns of other runs, as in ``attend_heads``. See ``jattn.heads.patch``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The
                 result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
-            sow_statistics: names of statistics of the heads (``jattn.heads.statistics``), or a dict of that function's
-                ``names``, ``tokens`` and ``eligible``; sown as ``nnx.Intermediate`` ``attention_statistics``,
-                ``{name: [B,N]}``, at any length. The output stays bit-identical.
-            sow_heads: sow the inputs of ``jattn.heads`` as ``attention_heads``: ``query`` and ``key`` with positions
-                applied, ``value``, ``lse`` ``[B,T,N]``, and each head's output ``z`` ``[B,T,N,D]``. The output stays
-                bit-identical.
+            sow_statistics, sow_heads: sow what ``return_statistics`` and ``return_heads`` of ``attend_heads`` give, as
+                ``attention_statistics`` and ``attention_heads``, for ``jattn.heads``. The output stays bit-identical.
 
         Raises:
             ValueError: no cache to decode from; ``attention_fn`` is not jattn's and does not support a given option.
@@ -362,14 +355,8 @@ class MultiHeadAttention(nnx.Module):
     def _keywords(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
         """The module's own options, by Flax's names for those of an ``attention_fn``."""
         deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
-        return {
-            "dropout_rng": None if deterministic else self._dropout_key(rngs),
-            "dropout_rate": self.dropout_rate,
-            "broadcast_dropout": self.broadcast_dropout,
-            "deterministic": deterministic,
-            "dtype": self.dtype,
-            "precision": self.precision,
-        }
+        dropout_rng = None if deterministic else self._dropout_key(rngs)
+        return own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}
 
     def _own_cache(self, key: Array) -> KVCache:
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
