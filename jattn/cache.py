@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.masks import Mask, Prefix, SlidingWindow
 from jattn.mods.pytree import pytree_dataclass, static_field
+from jattn.mods.validation import check_array
 
 
 @pytree_dataclass
@@ -201,6 +202,5 @@ def within_capacity(length: Any, capacity: int) -> Array:
 
 def _valid(valid: ArrayLike, shape: tuple[int, int]) -> Array:
     valid = jnp.asarray(valid)
-    if valid.shape != shape or valid.dtype != bool:
-        raise ValueError(f"valid must be bools [B, L] = {list(shape)}, got {valid.dtype} of shape {list(valid.shape)}")
+    check_array("valid", valid, f"bools [B, L] = {list(shape)}", np.bool_, shape)
     return valid

@@ -16,7 +16,7 @@ from jattn.core.dropout import Dropout
 from jattn.masks import Causal, MaskFunction, SlidingWindow
 from jattn.mods.arrays import AnyArray, Index, Length, arange
 from jattn.mods.pytree import known, pytree_dataclass, static_field
-from jattn.mods.validation import LARGEST, check_fits, check_signature, to_int32, to_number
+from jattn.mods.validation import LARGEST, check_array, check_fits, check_signature, to_int32, to_number
 from jattn.score_mods import ScoreMod
 
 
@@ -225,8 +225,7 @@ def _lengths(name: str, lengths: Any, batch: Length) -> AnyArray | None:
     if lengths is None:
         return None
     array = _array(name, lengths)
-    if array.shape != (batch,) or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers [B] = [{batch}], got {array.dtype} of shape {list(array.shape)}")
+    check_array(name, array, f"integers [B] = [{batch}]", jnp.integer, (batch,))
     return to_int32(name, array)
 
 
@@ -234,11 +233,8 @@ def _positions(name: str, positions: Any, batch: Length, length: Length) -> AnyA
     if positions is None:
         return None
     array = _array(name, positions)
-    if array.shape not in ((length,), (batch, length), (1, length)) or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(
-            f"{name} must be integers [{length}] or [B, length] = [{batch}, {length}], "
-            f"got {array.dtype} of shape {list(array.shape)}"
-        )
+    expected = f"integers [{length}] or [B, length] = [{batch}, {length}]"
+    check_array(name, array, expected, jnp.integer, (length,), (batch, length), (1, length))
     return to_int32(name, array if array.ndim == 2 else array[None])
 
 
@@ -295,18 +291,13 @@ def make_lse(given: ArrayLike, args: AttentionArgs, one_sequence: bool) -> Array
     """The argument ``lse`` as ``[B,T,N]``, checked, in the softmax's dtype."""
     lse = jnp.asarray(_array("lse", given))
     lse = lse[None] if one_sequence else lse
-    if lse.shape != args.query.shape[:3] or not jnp.issubdtype(lse.dtype, jnp.floating):
-        raise ValueError(
-            f"lse must be floats [B, T, N] = {list(args.query.shape[:3])}, got {lse.dtype} of shape {list(lse.shape)}"
-        )
+    rows = args.query.shape[:3]
+    check_array("lse", lse, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)
     return lse.astype(softmax_dtype(args.query))
 
 
 def make_sinks(sinks: ArrayLike, lse: Array) -> Array:
     """``sinks [N]`` broadcast to lse's shape ``[B,T,N]``, in its dtype."""
     sinks = jnp.asarray(_array("sinks", sinks))
-    if sinks.shape != lse.shape[2:] or not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise ValueError(
-            f"sinks must be floats [N] = {list(lse.shape[2:])}, got {sinks.dtype} of shape {list(sinks.shape)}"
-        )
+    check_array("sinks", sinks, f"floats [N] = {list(lse.shape[2:])}", jnp.floating, lse.shape[2:])
     return jnp.broadcast_to(sinks.astype(lse.dtype).reshape(1, 1, -1), lse.shape)

@@ -16,7 +16,7 @@ from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import Length, arange, namespace
-from jattn.mods.validation import to_int32
+from jattn.mods.validation import check_array, to_int32
 
 
 class _Block(NamedTuple):
@@ -207,10 +207,7 @@ def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:
 def eligible_rows(eligible: ArrayLike, B: Length, T: Length) -> Array:
     """The argument ``eligible``, checked: bool ``[T]`` or ``[B,T]``."""
     rows = jnp.asarray(eligible)
-    if rows.shape not in ((T,), (B, T)) or rows.dtype != bool:
-        raise ValueError(
-            f"eligible must be bool [B, T] = {[B, T]} or [T], got {rows.dtype} of shape {list(rows.shape)}"
-        )
+    check_array("eligible", rows, f"bool [B, T] = {[B, T]} or [T]", np.bool_, (T,), (B, T))
     return rows
 
 

@@ -58,6 +58,12 @@ def check_table(table: object, owner: str, argument: str, ranks: tuple[int, ...]
         raise TypeError(f"{owner}: {argument} must be {wanted} of rank {rank}, got {dtype} of shape {shape}")
 
 
+def check_array(name: str, x: AnyArray, expected: str, kind: Any, *shapes: tuple[Length, ...]) -> None:
+    """Raises unless ``x`` has a dtype of this kind and one of these shapes."""
+    if x.shape not in shapes or not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{name} must be {expected}, got {x.dtype} of shape {list(x.shape)}")
+
+
 def check_number(x: Any, owner: str, argument: str) -> None:
     """Raises unless ``x`` is an integer or an integer scalar array."""
     dtype = np.dtype(int) if isinstance(x, int) else getattr(x, "dtype", None)
