@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 class BlockPlan(NamedTuple):
-    """How to split a head: the block size, and ``visible_blocks``, ``all_seen`` and ``cut`` of ``jattn.blocks``."""
+    """How to split a head: the block size, and the tables and ``all_seen`` of its ``Visibility``, and ``cut``."""
 
     size: tuple[int, int]
     any_visible: AnyArray

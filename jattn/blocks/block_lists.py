@@ -44,7 +44,7 @@ def choose_blocks(
     cuts: bool = False,
     large_if_cut: bool = False,
 ) -> tuple[Size, Tables, tuple[Piece, ...]]:
-    """The block size, ``tables(size)``, which are the tables of ``visible_blocks``, and ``cut`` of the partial blocks.
+    """The block size, ``tables(size)``, those of ``Visibility.blocks``, and ``cut`` of the partial blocks.
 
     Large blocks keep products near the machine's peak rate and the loop short: at H = 64 on two cores, small blocks
     cost an eighth more per pair. Small blocks are chosen if they skip enough of the matrix to pay for that, as for a

@@ -7,6 +7,7 @@ disappear while tracing.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,65 +24,60 @@ from jattn.mods.pytree import as_part, holds_plain_function, known, pytree_datac
 from jattn.mods.validation import check_fits
 
 
-def visible_blocks(
-    masks: Sequence[MaskFunction],
-    slot_masks: Sequence[AnyArray],
-    b: Index,
-    h: Index,
-    q_positions: AnyArray | None,
-    kv_positions: AnyArray | None,
-    lengths: tuple[Length, Length],
-    size: Size,
-) -> Tables:
-    """``(any_visible, all_visible)`` under all masks together, each ``[..., blocks of T, blocks of S]``.
+class Visibility(NamedTuple):
+    """What decides which pairs of T queries and S keys are visible: all masks together.
 
     ``b``, ``h``: index arrays of the leading axes. Positions are ``[..., T]`` and ``[..., S]``, or None for the slots
-    themselves. ``slot_masks``: bool arrays ``[..., T|1, S|1]``. Leading axes broadcast; an axis on which nothing
-    depends stays 1.
+    themselves. ``slot_masks``: bool arrays ``[..., T|1, S|1]``. Leading axes broadcast.
     """
-    (T, S), (rows, columns) = lengths, size
-    b, h, q_positions, kv_positions, slot_masks = known((b, h, q_positions, kv_positions, list(slot_masks)))
-    b, h = (x[..., None, None] if np.ndim(x) else x for x in (b, h))
-    q_low, q_high = (x[..., :, None] for x in _ranges(q_positions, T, rows))
-    kv_low, kv_high = (x[..., None, :] for x in _ranges(kv_positions, S, columns))
-    # A block that extends past the end of a sequence is never full.
-    ends = [(arange(cdiv(length, step)) + 1) * step for length, step in zip(lengths, size, strict=True)]
-    all_visible = (ends[0] <= T)[:, None] & (ends[1] <= S)[None, :]
-    any_visible = all_visible | True
-    with mod_semantics():
-        for mask in masks:
-            mask_any, mask_all = bounds(mask, b, h, q_low, q_high, kv_low, kv_high)
-            any_visible, all_visible = any_visible & mask_any, all_visible & mask_all
-        for array in slot_masks:
-            blocks = [rows if array.shape[-2] != 1 else 1, columns if array.shape[-1] != 1 else 1]
-            pairs = split_axis(split_axis(array, -2, blocks[0], False), -1, blocks[1], False)
-            any_visible, all_visible = any_visible & pairs.any((-3, -1)), all_visible & pairs.all((-3, -1))
-        return any_visible, all_visible & any_visible
 
+    lengths: tuple[Length, Length]  # T and S
+    masks: Sequence[MaskFunction]
+    slot_masks: Sequence[AnyArray] = ()
+    b: Index = 0
+    h: Index = 0
+    q_positions: AnyArray | None = None
+    kv_positions: AnyArray | None = None
 
-def all_seen(
-    masks: Sequence[MaskFunction],
-    slot_masks: Sequence[AnyArray],
-    b: Index,
-    h: Index,
-    q_positions: AnyArray | None,
-    kv_positions: AnyArray | None,
-    lengths: tuple[Length, Length],
-) -> bool:
-    """Whether it is known while tracing that every query sees the key in its own slot; arguments as ``visible_blocks``.
+    def blocks(self, size: Size) -> Tables:
+        """``(any_visible, all_visible)``, each ``[..., blocks of T, blocks of S]``.
 
-    If so, every key is seen and every query sees a key, and no block has to guard against NaN in unseen ones. That
-    guard is a tenth of the work of partial blocks.
-    """
-    T, S = lengths
-    if not isinstance(T, int) or T != S or slot_masks or any(map(holds_plain_function, masks)):
-        return False
-    masks, b, h, q_positions, kv_positions = known((tuple(masks), b, h, q_positions, kv_positions))
-    b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
-    q, kv = (np.arange(T) if x is None else x for x in (q_positions, kv_positions))
-    with mod_semantics():
-        values = [mask(b, h, q, kv) for mask in masks]  # the pairs themselves; bounds may cost O(T) each
-    return all(isinstance(value, np.ndarray | np.generic) and bool(value.all()) for value in values)
+        An axis on which nothing depends stays 1.
+        """
+        (T, S), (rows, columns) = self.lengths, size
+        b, h, q_positions, kv_positions, slot_masks = known((*self[3:], list(self.slot_masks)))
+        b, h = (x[..., None, None] if np.ndim(x) else x for x in (b, h))
+        q_low, q_high = (x[..., :, None] for x in _ranges(q_positions, T, rows))
+        kv_low, kv_high = (x[..., None, :] for x in _ranges(kv_positions, S, columns))
+        # A block that extends past the end of a sequence is never full.
+        ends = [(arange(cdiv(length, step)) + 1) * step for length, step in zip(self.lengths, size, strict=True)]
+        all_visible = (ends[0] <= T)[:, None] & (ends[1] <= S)[None, :]
+        any_visible = all_visible | True
+        with mod_semantics():
+            for mask in self.masks:
+                mask_any, mask_all = bounds(mask, b, h, q_low, q_high, kv_low, kv_high)
+                any_visible, all_visible = any_visible & mask_any, all_visible & mask_all
+            for array in slot_masks:
+                blocks = [rows if array.shape[-2] != 1 else 1, columns if array.shape[-1] != 1 else 1]
+                pairs = split_axis(split_axis(array, -2, blocks[0], False), -1, blocks[1], False)
+                any_visible, all_visible = any_visible & pairs.any((-3, -1)), all_visible & pairs.all((-3, -1))
+            return any_visible, all_visible & any_visible
+
+    def all_seen(self) -> bool:
+        """Whether it is known while tracing that every query sees the key in its own slot.
+
+        If so, every key is seen and every query sees a key, and no block has to guard against NaN in unseen ones. That
+        guard is a tenth of the work of partial blocks.
+        """
+        T, S = self.lengths
+        if not isinstance(T, int) or T != S or self.slot_masks or any(map(holds_plain_function, self.masks)):
+            return False
+        masks, b, h, q_positions, kv_positions = known((tuple(self.masks), *self[3:]))
+        b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
+        q, kv = (np.arange(T) if x is None else x for x in (q_positions, kv_positions))
+        with mod_semantics():
+            values = [mask(b, h, q, kv) for mask in masks]  # the pairs themselves; bounds may cost O(T) each
+        return all(isinstance(value, np.ndarray | np.generic) and bool(value.all()) for value in values)
 
 
 def _ranges(positions: AnyArray | None, length: Length, size: int) -> tuple[AnyArray, AnyArray]:

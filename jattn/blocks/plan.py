@@ -12,18 +12,13 @@ from jaxtyping import Array, PyTree
 
 from jattn.blocks.block import BlockPlan
 from jattn.blocks.block_lists import Size, Tables, choose_blocks
-from jattn.blocks.block_mask import all_seen, visible_blocks
+from jattn.blocks.block_mask import Visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import Head
 from jattn.core.vmap import Loop, over_args
-from jattn.masks import MaskFunction
-from jattn.mods.arrays import AnyArray, Index, Length, arange
+from jattn.mods.arrays import arange
 
 BlockSizes = Any  # queries and keys per block, not checked before ``choose_blocks``; None: the default
-# The arguments of visible_blocks, except the block size.
-MaskArguments = tuple[
-    Sequence[MaskFunction], Sequence[AnyArray], Index, Index, AnyArray | None, AnyArray | None, tuple[Length, Length]
-]
 
 
 class HeadsPlan(NamedTuple):
@@ -78,7 +73,7 @@ def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward:
     )
     if args.sharded:
         any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
-    blocks = BlockPlan(size, any_visible, all_visible, is_all_seen(args), pieces)
+    blocks = BlockPlan(size, any_visible, all_visible, visibility(args).all_seen(), pieces)
     if args.sharded:
         return HeadsPlan(blocks, Loop.VMAP, Loop.VMAP)
     if platform == "cpu":
@@ -90,31 +85,23 @@ def plan_head(
     platform: str, q: Array, k: Array, head: Head, block_sizes: BlockSizes, *, forward: bool = False
 ) -> BlockPlan:
     """The plan of a single head."""
-    lengths = q.shape[0], k.shape[0]
-    options = (head.masks, head.slot_masks, head.batch, head.head, head.query_positions, head.kv_positions, lengths)
+    lengths, own = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
+    pairs = Visibility(lengths, head.masks, head.slot_masks, *own)
     size, tables, pieces = choose_blocks(
-        lambda size: visible_blocks(*options, size), *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
+        pairs.blocks, *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
     )
-    return BlockPlan(size, *tables, all_seen(*options), pieces)
+    return BlockPlan(size, *tables, pairs.all_seen(), pieces)
 
 
-def mask_arguments(args: AttentionArgs) -> MaskArguments:
-    """The arguments of ``visible_blocks``, with leading axes ``[B|1, N|1]``."""
+def visibility(args: AttentionArgs) -> Visibility:
+    """Which pairs of a call are visible, with leading axes ``[B|1, N|1]``."""
     B, T, N, _ = args.query.shape
     b, h = args.first_batch + arange(B)[:, None], args.first_head + arange(N)[None, :]
-    lengths = (T, args.key.shape[1])
-    q_positions, kv_positions = (None if x is None else x[:, None] for x in (args.query_positions, args.kv_positions))
-    return args.masks, args.slot_masks, b, h, q_positions, kv_positions, lengths
-
-
-def is_all_seen(args: AttentionArgs) -> bool:
-    """``all_seen`` of a call."""
-    return all_seen(*mask_arguments(args))
+    positions = (None if x is None else x[:, None] for x in (args.query_positions, args.kv_positions))
+    return Visibility((T, args.key.shape[1]), args.masks, args.slot_masks, b, h, *positions)
 
 
 def block_table(args: AttentionArgs, size: Size) -> Tables:
     """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
-    any_visible, all_visible = (
-        x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visible_blocks(*mask_arguments(args), size)
-    )
+    any_visible, all_visible = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visibility(args).blocks(size))
     return any_visible.any(1), all_visible.all(1)

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn.api import dot_product_attention
 from jattn.blocks.block_lists import tile
-from jattn.blocks.block_mask import visible_blocks
+from jattn.blocks.block_mask import Visibility
 from jattn.blocks.plan import block_table
 from jattn.core import shard
 from jattn.core.arguments import AttentionArgs, AttentionOptions
@@ -176,8 +176,8 @@ def ring_blocks(
         _order(length, devices, layout).reshape(devices * chunks, -1) for length in (query_length, kv_length)
     )
     lengths = rows.shape[1], columns.shape[1]
-    table = [[visible_blocks([mask], [], 0, 0, row, column, lengths, tile(*lengths))[0].sum() for column in columns]
-             for row in rows]  # fmt: skip
+    pairs = ((Visibility(lengths, [mask], q_positions=row, kv_positions=column) for column in columns) for row in rows)
+    table = [[one.blocks(tile(*lengths))[0].sum() for one in own] for own in pairs]
     blocks = np.array(table, int).reshape(devices, chunks, devices, chunks).sum((1, 3))
     own = np.arange(devices)
     return np.stack([blocks[own, (own - step) % devices] for step in range(devices)], 1)

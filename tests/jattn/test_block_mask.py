@@ -13,9 +13,8 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.blocks import block_lists as block_lists_module
-from jattn.blocks import block_mask
 from jattn.blocks.block_lists import LARGE, SMALL, block_lists, choose_blocks, split_axis, tile
-from jattn.blocks.block_mask import visible_blocks
+from jattn.blocks.block_mask import Visibility
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
 
 B, N, T, S = 2, 3, 7, 11
@@ -73,9 +72,8 @@ def by_blocks(visible, size=SIZE):
 
 
 def table(some_masks, slot_masks=(), positions=(None, None), size=SIZE):
-    return visible_blocks(
-        some_masks, slot_masks, np.arange(B)[:, None], np.arange(N)[None, :], *positions, (T, S), size
-    )
+    pairs = Visibility((T, S), some_masks, slot_masks, np.arange(B)[:, None], np.arange(N)[None, :], *positions)
+    return pairs.blocks(size)
 
 
 def compare(got, wanted):
@@ -213,14 +211,14 @@ class TestVisibleBlocks:
 
     @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
     def test_no_queries_or_no_keys(self, lengths):
-        got = visible_blocks([Causal()], [np.ones(lengths, bool)], 0, 0, None, None, lengths, SIZE)
+        got = Visibility(lengths, [Causal()], [np.ones(lengths, bool)]).blocks(SIZE)
         assert [x.shape for x in got] == [(-(-lengths[0] // 3), -(-lengths[1] // 4))] * 2
 
 
 class TestChooseBlocks:
     @staticmethod
     def see(mask, T, S):
-        return functools.partial(visible_blocks, mask, [], 0, 0, None, None, (T, S))
+        return Visibility((T, S), mask).blocks
 
     @pytest.mark.parametrize(
         "mask, length, wanted",
@@ -280,7 +278,7 @@ class TestChooseBlocks:
     def test_rows_that_no_partial_block_sees_are_in_no_piece(self):
         seen = np.zeros((1024, 1024), bool)
         seen[300:310, :20] = True
-        see = functools.partial(visible_blocks, [Dense(seen[None, None])], [], 0, 0, None, None, (1024, 1024))
+        see = Visibility((1024, 1024), [Dense(seen[None, None])]).blocks
         _, _, cut = choose_blocks(see, 1024, 1024, (512, 512), cuts=True)
         assert cut == ((slice(256, 512), slice(0, 256)),)
 
@@ -336,7 +334,7 @@ class TestBlockLists:
 class TestAllSeen:
     @staticmethod
     def known(some_masks, slot_masks=(), positions=(None, None), lengths=(S, S)):
-        return block_mask.all_seen(some_masks, slot_masks, np.arange(B)[:, None], np.arange(N), *positions, lengths)
+        return Visibility(lengths, some_masks, slot_masks, np.arange(B)[:, None], np.arange(N), *positions).all_seen()
 
     def test_where_every_query_sees_the_key_in_its_own_slot(self):
         q = np.stack([np.arange(S), np.arange(S)[::-1]])[:, None]
@@ -446,7 +444,7 @@ class TestBlockMask:
         found = jattn.block_mask(lambda b, h, q, kv: kv <= q, *lengths)
         may, must = masks.bounds(found, 0, 0, 0, 2, 0, 2)
         assert may and not must
-        got = visible_blocks([found], [], 0, 0, None, None, lengths, SIZE)
+        got = Visibility(lengths, [found]).blocks(SIZE)
         assert all(x.size == 0 for x in got)
 
     def test_attention_by_it(self):

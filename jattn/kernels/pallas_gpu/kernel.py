@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.blocks.backward import of_sums
-from jattn.blocks.plan import is_all_seen
+from jattn.blocks.plan import visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Reduction, Results
 from jattn.kernels.pallas_gpu import PallasGPU
@@ -54,7 +54,7 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
     rows = rows if grouped > ROWS else ROWS
     num_splits = choose_num_splits(B * heads * cdiv(grouped, rows), cdiv(args.key.shape[1], columns))
     q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
-    unseen = not is_all_seen(args)
+    unseen = not visibility(args).all_seen()
     if unseen and T > 1:  # 0 times NaN is NaN. Those who see such a value get NaN from its key.
         finite = _finite(k) & _finite(v)
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, jnp.zeros((), v.dtype))
@@ -92,7 +92,7 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
         out, lse = merge_splits(out, lse, num_splits, rows)
     lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
     # A constant, where it is one: XLA then removes the division by it, and with it a copy of the cotangent.
-    seen = jnp.ones_like(lse) if is_all_seen(args) else (lse != LEAST).astype(jnp.float32)
+    seen = jnp.ones_like(lse) if visibility(args).all_seen() else (lse != LEAST).astype(jnp.float32)
     out = out[:, :grouped, :, :D].astype(args.value.dtype)
     if heads != N:
         out, lse, seen = (unpack_gqa(x, T, N) for x in (out, lse, seen))
@@ -109,7 +109,7 @@ def backward(
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     H, D = args.query.shape[3], args.value.shape[3]
     q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
-    if not is_all_seen(args):  # a row that sees NaN has it in its row_max
+    if not visibility(args).all_seen():  # a row that sees NaN has it in its row_max
         q, k, v = (jnp.where(_finite(x), x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     d_acc = _padded(d_acc.astype(q.dtype))
     lines = [jnp.transpose(x, (0, 2, 1)) for x in (row_max * LOG2E, d_row_sum)]

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.blocks.plan import block_table, is_all_seen
+from jattn.blocks.plan import block_table, visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import pallas_tiles
 from jattn.kernels.pallas_gpu import mosaic_ops
@@ -138,7 +138,7 @@ class GPUPlan:
 
     def scores(self) -> pallas_tiles.Scores:
         """The scores, with their arrays among the operands."""
-        return pallas_tiles.Scores.of(self.args, self.operands, is_all_seen(self.args))
+        return pallas_tiles.Scores.of(self.args, self.operands, visibility(self.args).all_seen())
 
 
 def make_plan(

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jattn.blocks.block_lists import choose_size
-from jattn.blocks.plan import block_table, is_all_seen
+from jattn.blocks.plan import block_table, visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu.schedule import LARGE, SMALL, TILE, Table, block_sizes, schedule, split_entry
@@ -61,7 +61,7 @@ class TPUPlan:
         """The scores, with their arrays among the operands."""
         args = self.args
         q, k = self.queries(args.query, args.query.dtype), self.keys(args.key)
-        return Scores.of_padded(args, self.operands, q, k, is_all_seen(args))
+        return Scores.of_padded(args, self.operands, q, k, visibility(args).all_seen())
 
 
 def make_plan(args: AttentionArgs, sizes: tuple[int, int] | None, interpret: Interpret) -> TPUPlan:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jattn.blocks.block_lists import split_axis
-from jattn.blocks.block_mask import visible_blocks
+from jattn.blocks.block_mask import Visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
@@ -160,10 +160,9 @@ def head_masks(args: AttentionArgs, size: tuple[int, int]) -> tuple[tuple[HeadMa
     masks = []
     for head in range(N) if by_head else range(1):
         h = np.full((1, 1), head + (args.first_head if by_head else 0), np.int32)
-        arguments = (b, h, None, None, (T, S), size)
         with _at_once():
-            every, full = visible_blocks(parts.static, (), *arguments)
-            possible, _ = visible_blocks((*parts.static, *vectors), slot_masks, *arguments)
+            every, full = Visibility((T, S), parts.static, (), b, h).blocks(size)
+            possible, _ = Visibility((T, S), (*parts.static, *vectors), slot_masks, b, h).blocks(size)
         every, full, possible = (np.asarray(x).reshape(-1, *x.shape[-2:]) for x in (every, full, possible))
         masks.append(HeadMask(parts.static, int(h[0, 0]), (T, S), size, possible.any(0), full.all(0)))
     self_attention = parts.segments is None or parts.segments.kv_ids is None
