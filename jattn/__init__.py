@@ -8,12 +8,7 @@ The axes, in every docstring and annotation:
 
 Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
 
-A call of ``dot_product_attention`` (``api``) passes through these files, in order. ``core.arguments`` checks the
-arguments, ``kernels.dispatch`` picks an implementation, and ``core.shard`` runs it on each device's part of sharded
-arrays. ``core.vmap`` traces plain masks and score functions (``mods.closure_convert``) and maps one head over heads and
-sequences. For each head, the dense kernel (``kernels.dense``) computes ``core.attention``. The blockwise kernel
-(``kernels.blockwise``) is traced when it is lowered (``core.deferred``): ``blocks.block_mask`` finds the visible blocks
-from the ``masks``, and ``blocks.online_softmax`` visits them, one ``blocks.block`` at a time.
+docs/architecture.md lists the files that a call passes through, in order.
 """
 
 import importlib

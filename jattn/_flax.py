@@ -74,11 +74,7 @@ def own_options(module: Any) -> dict[str, Any]:
 
 
 def call_options(given: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
-    """The options of a module's call, with the module's own ``score_mod`` unless another is given.
-
-    Raises:
-        TypeError: a name is not one of ``CallOptions``.
-    """
+    """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
     unknown = sorted(given.keys() - known)
     if unknown:

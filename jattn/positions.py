@@ -49,7 +49,6 @@ class Llama3Scaling:
     original_length: int = 8192
 
     def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
-        """The scaled frequencies, and what cosine and sine are multiplied by."""
         turns = self.original_length * frequencies / (2 * math.pi)
         keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         keep = np.clip(keep, 0.0, 1.0)
@@ -72,7 +71,6 @@ class YarnScaling:
     attention_factor: float | None = None
 
     def __call__(self, frequencies: np.ndarray, base: float) -> tuple[np.ndarray, float]:
-        """The scaled frequencies, and what cosine and sine are multiplied by."""
         half = len(frequencies)
 
         def dimension(turns: float) -> float:

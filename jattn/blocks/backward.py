@@ -107,7 +107,11 @@ class _Tangents:
 
 
 def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
-    """The cotangents of ``acc`` and ``row_sum`` from those of ``out`` and ``row_sum``; None is zero."""
+    """The cotangents of ``acc`` and ``row_sum`` from those of ``out`` and ``row_sum``; None is zero.
+
+    With ``p = exp(score - row_max)`` they give ``d_value = sum_q p d_acc`` and
+    ``d_score = p (d_acc · value + d_row_sum)``: FlashAttention-2's backward pass (https://arxiv.org/abs/2307.08691).
+    """
     out, _, row_sum = results
     d_out, d_row_sum = cotangents
     d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else d_row_sum

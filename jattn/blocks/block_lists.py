@@ -53,9 +53,6 @@ def choose_blocks(
     ``cuts``: cut partial blocks. ``large_if_cut``: then keep large blocks wherever that leaves out enough of them. On
     an AVX-512 CPU 2048 causal tokens then take a fifth less time and 5 MiB more; gradients, which hold several arrays
     of a block's size, would win 3% and need several times as much.
-
-    Raises:
-        ValueError: ``block_sizes`` are not two positive integers.
     """
     if block_sizes is not None:
         rows, columns = _two_sizes(block_sizes)

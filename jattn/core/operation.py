@@ -25,9 +25,7 @@ class Settings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CustomRules:
-    """A function with some of its derivatives, or its results, computed by other functions.
-
-    All other derivatives are ``fn``'s.
+    """A function with some of its derivatives, or its results, computed by other functions; the rest is ``fn``'s.
 
     Args:
         fn: a function for ``jattn.core.deferred.call``, which also takes ``platform`` first.

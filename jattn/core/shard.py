@@ -237,10 +237,7 @@ def per_device(
     Args:
         out_axes: for each result (a pytree of them) the letters of its axes, as in ``AXES``; further axes are whole.
         extra: arrays, each with the letters of its axes.
-        multiple: the chunks of the sequence on each device.
-
-    Raises:
-        ValueError: a size is not a multiple of its devices (a length: of ``multiple`` times as many).
+        multiple: the chunks of the sequence on each device, as in ``MeshAxes.check``.
     """
     mesh_axes.check(args, multiple)
     whole_kv_heads = args.key.shape[2] % mesh_axes.parts("heads") != 0

@@ -41,13 +41,7 @@ _NAMES = {
 
 
 def read_gguf(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a GGUF file in float32, by Hugging Face's names, and its config.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is damaged, or of a family other than llama and qwen2.
-        ImportError: gguf is not installed.
-    """
+    """The tensors of a GGUF file in float32, by Hugging Face's names, and its config. Raises as ``load``."""
     reader = _open(file)
     from gguf import dequantize
 

@@ -12,10 +12,7 @@ from typing import Any
 def read_folder(folder: Path, exclude: re.Pattern[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of all ``*.safetensors`` in ``folder`` by name, except those that match ``exclude``; and the config.
 
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or two files hold the same tensor.
-        ImportError: safetensors is not installed.
+    Raises as ``load``.
     """
     try:
         from safetensors import SafetensorError, safe_open

@@ -55,8 +55,7 @@ def numbers(
 ) -> dict[str, Any]:
     """Positive integers by their names in ``Config``: those under ``keys``, and of ``optional`` those that are given.
 
-    Raises:
-        ValueError: one is missing, or is no positive integer.
+    Raises ``ValueError`` if one is missing, or is no positive integer.
     """
     kind = config.get("model_type")
     if missing := [key for key in keys.values() if key not in config]:

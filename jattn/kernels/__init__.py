@@ -128,11 +128,7 @@ class Kernel:
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """The cotangents of query, key and value, from those of ``out`` and ``row_sum``.
-
-        ``results``: what ``forward`` returned. ``cotangents``: of ``out``, in the softmax's dtype, and of ``row_sum``;
-        ``jattn.blocks.backward.of_sums`` turns them into those of ``acc`` and ``row_sum``.
-        """
+        """The cotangents of query, key and value, as in ``jattn.blocks.backward.differentiable``."""
         return backward.gradients_of_qkv(platform, args, results, cotangents, self._block_sizes)
 
     @property

@@ -56,15 +56,10 @@ def arguments(T: Length, S: Length, *score: DTypeLike) -> list[jax.ShapeDtypeStr
 def closure_convert(
     mod: PyTree, check: Callable[[Array], None], lengths: tuple[Length, Length], *score: DTypeLike
 ) -> PyTree:
-    """``mod`` with every plain function in it traced.
+    """A mask, or a score function of scores of dtype ``score``, with every plain function in it traced; None is None.
 
-    Masks that combine others, such as ``masks.And``, keep the ``bounds`` of their other parts.
-
-    Args:
-        mod: a mask, a score function, or None.
-        check: called with a function's result for T queries and S keys; raises if it is invalid.
-        lengths: T and S.
-        score: the dtype of the scores, for a score function.
+    Masks that combine others, such as ``masks.And``, keep the ``bounds`` of their other parts. ``check`` is called with
+    each function's result for ``lengths``, T queries and S keys, and raises if it is invalid.
     """
     if mod is None or not holds_plain_function(mod):
         return mod

@@ -120,8 +120,7 @@ class TileFunction:
 def make_tile_function(mod: Callable, score_dtype: DTypeLike | None = None) -> TileFunction:
     """``mod``, a mask, or a score function if ``score_dtype`` is given, traced for one pair.
 
-    Raises:
-        NotElementwise: an operation on pairs is not among ``ELEMENTWISE``.
+    Raises ``NotElementwise`` if an operation on pairs is not among ``ELEMENTWISE``.
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     types = [*([] if score_dtype is None else [jax.ShapeDtypeStruct((), score_dtype)]), *[index] * 4]

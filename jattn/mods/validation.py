@@ -17,11 +17,7 @@ LEAST, LARGEST = -(2**31), 2**31 - 1  # of int32
 
 
 def to_int32(argument: str, x: AnyArray) -> AnyArray:
-    """Integers of any width and sign as int32. NumPy arrays must fit; JAX arrays are clipped.
-
-    Raises:
-        ValueError: a NumPy array has values beyond int32, which JAX would silently truncate.
-    """
+    """Integers of any width and sign as int32. NumPy arrays must fit, or it raises; JAX arrays are clipped."""
     if x.dtype == np.int32:
         return x
     if isinstance(x, np.ndarray | np.generic):
@@ -137,13 +133,7 @@ def _plus(index: Index, by: Index) -> AnyArray:
 
 
 def check_fits(mod: object, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
-    """Calls ``mod.check(B, N, T, S)``, if it exists, with the numbers of sequences, heads, queries and keys.
-
-    T and S are None if positions are given; tables by position may then have any length.
-
-    Raises:
-        ValueError: ``mod`` does not fit; the message names the field, its shape and the expected shape.
-    """
+    """Calls ``mod.check(B, N, T, S)``, if it exists, as ``jattn.masks.Mask.check`` describes."""
     checks = getattr(mod, "check", None)
     if callable(checks):
         checks(B, N, T, S)

@@ -102,10 +102,7 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
 def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasGPU
 ) -> list[jax.Array]:
-    """The cotangents of query, key and value (``jattn.blocks.backward.differentiable``).
-
-    With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
-    """
+    """The cotangents of query, key and value, by the formulas of ``jattn.blocks.backward.of_sums``."""
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     H, D = args.query.shape[3], args.value.shape[3]
     q, k, v = (_padded(x) for x in (args.query, args.key, args.value))

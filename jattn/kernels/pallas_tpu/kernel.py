@@ -79,10 +79,7 @@ def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
 def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
 ) -> list[jax.Array]:
-    """The cotangents of query, key and value (``jattn.blocks.backward.differentiable``).
-
-    With ``p = exp(score - row_max)``: ``d_value = sum_q p d_acc``, ``d_score = p (d_acc · value + d_row_sum)``.
-    """
+    """The cotangents of query, key and value, by the formulas of ``jattn.blocks.backward.of_sums``."""
     row_max, sums = results[1], of_sums(results, cotangents)
     plan = functools.partial(make_plan, args, settings.block_sizes, settings.interpret)
     return [_d_query(plan(), row_max, sums), *_d_key_and_value(plan(), row_max, sums)]

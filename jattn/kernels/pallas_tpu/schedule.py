@@ -39,15 +39,11 @@ def check_block_sizes(sizes: Any) -> tuple[int, int] | None:
 
 
 def schedule(any_visible: Table, all_visible: Table, by_key: bool) -> Int32[Array | np.ndarray, "batch entries"]:
-    """The blocks to compute, in order, as int32 ``[B|1, entries]``; ``split_entry`` tells what an entry says.
+    """The blocks to compute, row by row (or column by column, ``by_key``), as ``split_entry`` reads them.
 
-    Args:
-        any_visible, all_visible: as ``jattn.blocks.plan.block_table`` returns them.
-        by_key: column by column instead of row by row.
-
-    Unlike ``jattn.blocks.block_lists.block_lists``, full and partial blocks are in one list, by row.
-    A row (or column) without blocks gets one entry that computes nothing, because its result has to be written. If the
-    number of blocks is known only at run time, there is an entry for every block, and those past the end do nothing.
+    Unlike ``jattn.blocks.block_lists.block_lists``, full and partial blocks are in one list. A row (or column) without
+    blocks gets one entry that computes nothing, because its result has to be written. If the number of blocks is known
+    only at run time, there is an entry for every block, and those past the end do nothing.
     """
     xp = namespace(any_visible, all_visible)
     if by_key:

@@ -111,12 +111,7 @@ class Splash(Kernel):
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """By splash.
-
-        With ``p = exp(score - row_max)``, ``acc = p v`` and ``row_sum = sum p`` make
-        ``d score = p * (d_acc v^T + d_row_sum)`` and ``dv = p^T d_acc``: flash's backward pass, with ``do = d_acc`` and
-        ``di = -d_row_sum``. The cotangents of the output and of the lse are in both.
-        """
+        """By splash, with ``do = d_acc`` and ``di = -d_row_sum`` (``of_sums``)."""
         plan = self._plan(args)
         row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
         query, key, value = args.query, args.key, args.value
