@@ -194,15 +194,12 @@ def _draw(ax: Axes, weights: np.ndarray, rows: Any, columns: Any, vmax: float, c
         box = ax.get_window_extent()
         points = 72 / ax.figure.dpi * float(min(box.width, box.height))
     cell = points / max(height, width)
-    _label(ax.xaxis, columns, width, cell, rotation=90 if _long(columns, cell) else 0)
+    long = columns is not None and 0.62 * _LARGEST * max(map(len, columns)) > cell
+    _label(ax.xaxis, columns, width, cell, rotation=90 if long else 0)
     _label(ax.yaxis, rows, height, cell)
     ax.tick_params(length=2, width=0.5, color="0.5")
     ax.spines[:].set(linewidth=0.5, color="0.5")
     return image
-
-
-def _long(labels: list[str] | None, cell: float) -> bool:
-    return labels is not None and 0.62 * _LARGEST * max(map(len, labels)) > cell
 
 
 def _label(axis: Axis, labels: list[str] | None, size: int, cell: float, rotation: int = 0) -> None:

@@ -55,7 +55,7 @@ def choose_blocks(
     of a block's size, would win 3% and need several times as much.
     """
     if block_sizes is not None:
-        rows, columns = _two_sizes(block_sizes)
+        rows, columns = two_sizes(block_sizes)
         rows, columns = (
             min(size, max(length, 1)) if isinstance(length, int) else size for size, length in ((rows, T), (columns, S))
         )
@@ -112,13 +112,15 @@ def cut(tables: Callable[[Size], Tables], size: Size, found: Tables) -> tuple[Pi
     return tuple(pieces) if needed <= WORTH * size[0] * size[1] else ()
 
 
-def _two_sizes(block_sizes: Any) -> Size:
+def two_sizes(block_sizes: Any, multiples_of: int = 1) -> Size:
+    """The argument ``block_sizes``, checked."""
     try:
         rows, columns = (int(operator.index(size)) for size in block_sizes)
     except (TypeError, ValueError):
         rows = columns = 0
-    if min(rows, columns) < 1:
-        raise ValueError(f"block_sizes must be two positive integers (of queries, of keys), got {block_sizes!r}")
+    if min(rows, columns) < 1 or rows % multiples_of or columns % multiples_of:
+        kind = "integers" if multiples_of == 1 else f"multiples of {multiples_of}"
+        raise ValueError(f"block_sizes must be two positive {kind} (of queries, of keys), got {block_sizes!r}")
     return rows, columns
 
 

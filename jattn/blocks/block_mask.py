@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jattn.blocks.block_lists import SMALL, Size, Tables, _two_sizes, split_axis, tile
+from jattn.blocks.block_lists import SMALL, Size, Tables, split_axis, tile, two_sizes
 from jattn.core.attention import check_mod
 from jattn.masks import Mask, MaskFunction, bounds
 from jattn.mods.arrays import AnyArray, Index, Length, arange, cdiv, mod_semantics
@@ -146,7 +146,7 @@ def block_mask(
     for position, index, argument, count in ((0, "b", "batch", batch), (1, "h", "num_heads", num_heads)):
         if count is None and depends_on(mask, position):
             raise ValueError(f"block_mask: mask depends on {index}; pass {argument}=, the number over which it varies")
-    size = tile(query_length, kv_length, SMALL) if block_sizes is None else _two_sizes(block_sizes)
+    size = tile(query_length, kv_length, SMALL) if block_sizes is None else two_sizes(block_sizes)
     q_blocks, kv_blocks = (
         split_axis(np.arange(length), 0, step, fill=-1)
         for length, step in zip((query_length, kv_length), size, strict=True)

@@ -47,12 +47,8 @@ def drop(weights: Array, dropout: Dropout | None, indices: tuple) -> Array:
     if dropout is None:
         return weights
     kept = dropout_keep(dropout_seeds(dropout, *indices[:2]), dropout.rate, *indices[2:])
-    return jnp.where(kept, weights * keep_factor(dropout.rate), 0.0)
-
-
-def keep_factor(rate: float) -> float:
-    """The factor on kept weights; 0 at a rate of 1, where none is kept."""
-    return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
+    factor = 1.0 / (1.0 - dropout.rate) if dropout.rate < 1.0 else 0.0  # at a rate of 1, none is kept
+    return jnp.where(kept, weights * factor, 0.0)
 
 
 def _word(index: ArrayLike) -> UInt[Array, ""]:

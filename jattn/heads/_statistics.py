@@ -153,7 +153,8 @@ def statistics(
 
     def of_part(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array | dict[str, Array]]:
         rows, columns = _pair_data(args, dict(zip(by_query, data, strict=True)), *slots)
-        reduced = _reduced(names)
+        # max_logit is computed from the reduction of max_weight.
+        reduced = tuple(dict.fromkeys("max_weight" if name == "max_logit" else name for name in names))
         kinds = tuple((name, _STATISTICS[name].reduction) for name in reduced)
         reduction = Reduction(lse, rows, columns, _Values(reduced), kinds, count_visible)
         sums = folding.fold(args, reduction)
@@ -185,11 +186,6 @@ def _pair_data(
         rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, slot_of])[:, q_slots]}
         columns |= {"token": tokens, "before": tokens[:, slot_of[xp.maximum(kv_slots - 1, 0)]]}
     return rows, columns
-
-
-def _reduced(names: Iterable[str]) -> tuple[str, ...]:
-    """The statistics to reduce: ``max_logit`` is computed from the reduction of ``max_weight``."""
-    return tuple(dict.fromkeys("max_weight" if name == "max_logit" else name for name in names))
 
 
 def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:

@@ -78,7 +78,8 @@ def from_tensors(
     }
     names: dict[str, list[str]] = {}
     for name in tensors:
-        names.setdefault(_without_prefix(name, family), []).append(name)
+        prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
+        names.setdefault(name.removeprefix(prefix), []).append(name)
     if twice := [" and ".join(own) for own in names.values() if len(own) > 1]:
         raise ValueError(f"tensors that are the same parameter: {', '.join(twice)}; leave one out with ignore=")
     tensors = {name: tensors[own[0]] for name, own in names.items()}
@@ -118,12 +119,6 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {name!r}; or pass family=")
     return FAMILIES[name]
-
-
-def _without_prefix(name: str, family: Family) -> str:
-    """The name without what models with a task head put before it."""
-    prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
-    return name.removeprefix(prefix)
 
 
 class Source(NamedTuple):

@@ -160,7 +160,8 @@ class Transformer(nnx.Module):
             if given is not None:
                 positions = jnp.asarray(given)
             elif cache is not None:
-                positions = jnp.maximum(cache_positions(cache, T, valid), 0)
+                of_one_layer = KVCache(cache.key[0], cache.value[0], cache.length, cache.rolling)
+                positions = jnp.maximum(of_one_layer.next_positions(T, valid), 0)
             else:
                 positions = jnp.arange(T) if valid is None else jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
             own = _rows(self.position_embed, positions)
@@ -231,11 +232,6 @@ def _length_after(cache: KVCache, tokens: int, valid: Array | None) -> Any:
 def _emptied(variable: Any) -> Any:
     """A variable of ``Module.sow``, or of ``nnx.capture``, without what was sown."""
     return variable.replace({} if isinstance(variable.get_value(), dict) else ())
-
-
-def cache_positions(cache: KVCache, tokens: int, valid: Array | None) -> Array:
-    """The positions of the next ``tokens`` tokens in a model's cache; as ``KVCache.next_positions``."""
-    return KVCache(cache.key[0], cache.value[0], cache.length, cache.rolling).next_positions(tokens, valid)
 
 
 def _rows(embed: nnx.Embed, indices: Array) -> Array:

@@ -1,7 +1,6 @@
 """Which implementation ``jattn.dot_product_attention`` runs: one table, read while tracing and at lowering."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -145,11 +144,7 @@ def _taken(args: AttentionArgs, platform: str, sharded: bool) -> str:
     if name != "blockwise":
         return name
     call = dataclasses.replace(canonical(args), sharded=sharded)
-    return deferred.at_lowering(functools.partial(_name_of_taken, lowered_for), call)
-
-
-def _name_of_taken(platform: str, args: AttentionArgs) -> str:
-    return Dispatch().kernel(platform, args).name
+    return deferred.at_lowering(lambda args: Dispatch().kernel(lowered_for, args).name, call)
 
 
 def _pays(name: str, args: AttentionArgs) -> bool:

@@ -104,11 +104,8 @@ class StaticFunction:
 
 def as_part(mod: PyTree) -> PyTree:
     """``mod`` as a child of a pytree: a plain function becomes a ``StaticFunction``, anything else is unchanged."""
-    return StaticFunction(mod) if isinstance(mod, functools.partial) or _is_leaf(mod) and callable(mod) else mod
-
-
-def _is_leaf(tree: PyTree) -> bool:
-    return jax.tree_util.all_leaves([tree])
+    is_plain = isinstance(mod, functools.partial) or callable(mod) and jax.tree_util.all_leaves([mod])
+    return StaticFunction(mod) if is_plain else mod
 
 
 def holds_plain_function(mod: PyTree) -> bool:

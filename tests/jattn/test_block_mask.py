@@ -308,7 +308,7 @@ class TestChooseBlocks:
     @pytest.mark.parametrize("given", [(3,), (1, 2, 3), 5, "ab", (2.0, 3.0), (None, 3)])
     def test_sizes_that_are_not_two_integers(self, given):
         with pytest.raises(ValueError, match=r"block_sizes must be two .* got"):
-            block_lists_module._two_sizes(given)
+            block_lists_module.two_sizes(given)
 
 
 class TestBlockLists:

@@ -1,6 +1,5 @@
 """Masks, score functions and their derivatives by the operations that Mosaic's GPU compiler has."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,27 +32,15 @@ def _bind(equation: JaxprEqn, inputs: Sequence[ArrayLike]) -> list[jax.Array]:
     arrays: list[Any] = [spread(x, result_type.shape) for x in inputs]
     own = FUNCTIONS.get(name)
     if name == "convert_element_type" and equation.params["new_dtype"] == bool:
-        own = _to_bool
+        own = lambda x: x != 0
     elif name == "integer_pow" and equation.params["y"] < 0:
-        own = functools.partial(_inverse_power, equation.params["y"])
+        own = lambda x: 1.0 / jax.lax.integer_pow(x, -equation.params["y"])
     return bind_equation(equation, arrays) if own is None else [own(*arrays)]
-
-
-def _to_bool(x: jax.Array) -> jax.Array:
-    return x != 0
-
-
-def _inverse_power(y: int, x: jax.Array) -> jax.Array:
-    return 1.0 / jax.lax.integer_pow(x, -y)
 
 
 def _floor(x: jax.Array) -> jax.Array:
     near = jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(near > x, near - 1.0, near)
-
-
-def _expm1(x: jax.Array) -> jax.Array:
-    return jnp.tanh(0.5 * x) * (jnp.exp(x) + 1.0)  # exp(x) - 1 loses the digits of a small x
 
 
 def _log1p(x: jax.Array) -> jax.Array:
@@ -73,7 +60,7 @@ FUNCTIONS: Mapping[str, Callable] = {
     "add_any": lambda x, y: x + y,  # of derivatives
     "ceil": lambda x: -_floor(-x),
     "copy": lambda x: x,
-    "expm1": _expm1,
+    "expm1": lambda x: jnp.tanh(0.5 * x) * (jnp.exp(x) + 1.0),  # exp(x) - 1 loses the digits of a small x
     "floor": _floor,
     "is_finite": lambda x: jnp.abs(x) < jnp.inf,
     "log1p": _log1p,

@@ -261,12 +261,9 @@ class _At:
     def index(self, *ids: jax.Array) -> tuple:
         """The block of the columns' arrays at a step of the pipeline."""
         column = jax.lax.shift_right_logical(self.entry(ids[-1]), jnp.int32(1))
-        return self.head[0], column, self._column_head(ids), jnp.int32(0)
-
-    def _column_head(self, ids: Sequence[jax.Array]) -> jax.Array:
-        if self.kernel.plan.by_key:
-            return self._query_head(ids)
-        return jax.lax.div(self.head[1], jnp.int32(self.kernel.group))
+        by_key, group = self.kernel.plan.by_key, jnp.int32(self.kernel.group)
+        column_head = self._query_head(ids) if by_key else jax.lax.div(self.head[1], group)
+        return self.head[0], column, column_head, jnp.int32(0)
 
     def _query_head(self, ids: Sequence[jax.Array]) -> jax.Array:
         return self.head[1] * self.kernel.group + ids[0] if self.kernel.by_group else self.head[1]

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jattn.blocks.block_lists import two_sizes
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import PallasKernel
-from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, check_block_sizes
+from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
 from jattn.mods.arrays import cdiv
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
@@ -37,7 +38,8 @@ class PallasTPU(PallasKernel):
     interpret: Any = False
 
     def __post_init__(self):
-        object.__setattr__(self, "block_sizes", check_block_sizes(self.block_sizes))
+        if self.block_sizes is not None:
+            object.__setattr__(self, "block_sizes", two_sizes(self.block_sizes, TILE))
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         yield from super().refusals(args)

@@ -1,8 +1,5 @@
 """Which blocks the kernels of ``pallas_tpu`` compute, in which order, and how large they are."""
 
-import operator
-from typing import Any
-
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
@@ -23,19 +20,6 @@ def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
     parts = [-(-length // largest) for length in (T, S)]
     rows, columns = (-(-length // (count * TILE)) * TILE for length, count in zip((T, S), parts, strict=True))
     return rows, columns
-
-
-def check_block_sizes(sizes: Any) -> tuple[int, int] | None:
-    """The argument ``block_sizes``, checked; None for the default."""
-    if sizes is None:
-        return None
-    try:
-        checked = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        checked = ()
-    if len(checked) != 2 or any(size < 1 or size % TILE for size in checked):
-        raise ValueError(f"block_sizes must be two positive multiples of {TILE} (of queries, of keys), got {sizes!r}")
-    return checked
 
 
 def schedule(any_visible: Table, all_visible: Table, by_key: bool) -> Int32[Array | np.ndarray, "batch entries"]:

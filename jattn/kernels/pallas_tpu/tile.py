@@ -170,15 +170,10 @@ class Tile(pallas_tiles.Tile):
         """The tile's part of an array of ``Operands.vector``: ``[1, queries]`` or ``[keys, queries]``."""
         if over == QUERY:
             return self.ins[added][0, 0, :, self.queries]
-        return _column(self.ins[added][0, 0, :, self.keys])
+        return jnp.broadcast_to(self.ins[added][0, 0, :, self.keys], (TILE, TILE)).T  # each row holds one value
 
     def pairs(self, added: int) -> Array:
         return self.ins[added][0, 0, self.queries, self.keys].T
-
-
-def _column(row: Array) -> Array:
-    """``[1, keys]`` as ``[keys, queries]``, each row of which holds one value."""
-    return jnp.broadcast_to(row, (TILE, TILE)).T
 
 
 def _any(visible: Array | None, axis: int) -> Array:

@@ -22,9 +22,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn.blocks.backward import of_sums
+from jattn.blocks.block_lists import two_sizes
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Kernel, Results
-from jattn.kernels.pallas_tpu.schedule import block_sizes, check_block_sizes
+from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
 from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
 from jattn.mods.arrays import mod_semantics, pad_end
 from jattn.score_mods import SoftCap
@@ -60,7 +61,8 @@ class Splash(Kernel):
     interpret: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "block_sizes", check_block_sizes(self.block_sizes))
+        if self.block_sizes is not None:
+            object.__setattr__(self, "block_sizes", two_sizes(self.block_sizes, TILE))
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         return super().unsupported_reason(args) or mask_reason(args)
