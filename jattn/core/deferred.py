@@ -220,7 +220,7 @@ ad.primitive_jvps[deferred_p] = _jvp
 def _transpose(
     cotangents: Sequence[ArrayLike | ad.Zero],
     *operands: ArrayLike | ad.UndefinedPrimal,
-    function: Operation,
+    function: Jvp | Batched,
     results: Types,
 ) -> list[Array | None]:
     primals, linear = operands[: -function.linear], operands[-function.linear :]

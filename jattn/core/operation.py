@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,40 +53,15 @@ class CustomRules:
         return [] if self.vjp is None or (self.alone and len(covered) < len(at)) else covered
 
 
-class Operation:
-    """A function ``(platform, *operands) -> list of arrays``."""
-
-    @property
-    def settings(self) -> Settings:
-        """Those under which it is traced."""
-        raise NotImplementedError
-
-    @property
-    def linear(self) -> int:
-        """The number of its last operands in which it is linear; 0 if it is not a derivative."""
-        raise NotImplementedError
-
-    @property
-    def without_rules(self) -> "Operation":
-        """The same operation without custom rules."""
-        raise NotImplementedError
-
-    def __call__(self, platform: str, *operands: Array) -> list[Array]:
-        raise NotImplementedError
-
-    def transposed(self, results: Sequence[int]) -> "Operation":
-        """The transpose of a linear operation, restricted to ``results``."""
-        raise NotImplementedError
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class DeferredCall(Operation):
+class DeferredCall:
     """``fn(platform, *args)`` as a function of the arrays among the leaves of ``args``."""
 
     fn: Callable
     structure: Any  # of args
     leaves: tuple[object, ...]
-    called_under: Settings
+    settings: Settings  # those of the call
+    linear: ClassVar[int] = 0
 
     def __call__(self, platform: str, *operands: Array) -> list[Array]:
         return jax.tree.leaves(self.fn(platform, *self.arguments(operands)))
@@ -97,22 +72,10 @@ class DeferredCall(Operation):
         leaves = [next(rest) if leaf is OPERAND else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.structure, leaves)
 
-    @property
-    def settings(self) -> Settings:
-        return self.called_under
-
-    @property
-    def linear(self) -> int:
-        return 0
-
-    @property
-    def without_rules(self) -> "DeferredCall":
-        return dataclasses.replace(self, fn=self.fn.fn) if isinstance(self.fn, CustomRules) else self
-
     @functools.cached_property
     def _value(self) -> tuple:
         arrays = (x if not isinstance(x, np.ndarray) else (x.shape, x.dtype, x.tobytes()) for x in self.leaves)
-        return self.fn, self.structure, tuple((type(x), x) for x in arrays), self.called_under
+        return self.fn, self.structure, tuple((type(x), x) for x in arrays), self.settings
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeferredCall) and self._value == other._value
@@ -126,22 +89,18 @@ class DeferredCall(Operation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transformed(Operation):
+class _Transformed:
     """A transformation of ``of``."""
 
-    of: Operation
+    of: "Operation"
 
     @property
     def settings(self) -> Settings:
         return self.of.settings
 
-    @property
-    def without_rules(self) -> Operation:
-        return dataclasses.replace(self, of=self.of.without_rules)
-
 
 @dataclasses.dataclass(frozen=True)
-class Jvp(Transformed):
+class Jvp(_Transformed):
     """The tangents of ``of``'s floating results ``kept``, linear in its last operands, those of the operands ``at``."""
 
     at: tuple[int, ...]
@@ -161,7 +120,7 @@ class Jvp(Transformed):
             operands = list(primals)
             for i, x in zip(at, inputs, strict=True):
                 operands[i] = x
-            floating = [x for x in self.of.without_rules(platform, *operands) if is_floating(x)]
+            floating = [x for x in _without_rules(self.of)(platform, *operands) if is_floating(x)]
             return [floating[i] for i in self.kept]
 
         return of_inputs
@@ -199,7 +158,7 @@ class Vjp(Jvp):
 
 
 @dataclasses.dataclass(frozen=True)
-class Batched(Transformed):
+class Batched(_Transformed):
     """``jax.vmap(of, axes)``."""
 
     axes: tuple[int | None, ...]
@@ -212,7 +171,20 @@ class Batched(Transformed):
         return jax.vmap(functools.partial(self.of, platform), self.axes)(*operands)
 
     def transposed(self, results: Sequence[int]) -> "Batched":
+        assert not isinstance(self.of, DeferredCall)  # which is not linear
         return Batched(self.of.transposed(results), (*self.axes[: -self.linear], *(0,) * len(results)))
+
+
+# A function ``(platform, *operands) -> list of arrays``, linear in its last ``linear`` operands. ``transposed`` is the
+# transpose of a linear one, restricted to ``results``.
+Operation = DeferredCall | Jvp | Batched
+
+
+def _without_rules(operation: Operation) -> Operation:
+    """The same operation without custom rules."""
+    if not isinstance(operation, DeferredCall):
+        return dataclasses.replace(operation, of=_without_rules(operation.of))
+    return dataclasses.replace(operation, fn=operation.fn.fn) if isinstance(operation.fn, CustomRules) else operation
 
 
 def is_floating(x: Array | jax.ShapeDtypeStruct) -> bool:
