@@ -18,7 +18,7 @@ from jattn.blocks.plan import visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Reduction, Results
 from jattn.kernels.pallas_gpu import PallasGPU
-from jattn.kernels.pallas_gpu.pipeline import WIDTH, Step, Steps, call, full, zeros
+from jattn.kernels.pallas_gpu.pipeline import WIDTH, Kernel, Step, Steps, full, zeros
 from jattn.kernels.pallas_gpu.reduction import BLOCK, reduce_rows
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.split_kv import choose_num_splits, merge_splits, pack_gqa, unpack_gqa
@@ -87,7 +87,8 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
         lse = jnp.where(seen, (row_max + jnp.log2(sums)) * (1.0 / LOG2E), float(LEAST))
         return [acc * _across(1.0 / sums, acc)], [lse]
 
-    (out,), (lse,) = call(plan, [q], [k, v], [v.shape[3]], 1, Steps(start, add, finish, pingpong=rows > ROWS))
+    steps = Steps(start, add, finish, pingpong=rows > ROWS)
+    (out,), (lse,) = Kernel(plan, plan.scores(), steps, [q], [k, v], [v.shape[3]], vectors=1).call()
     if num_splits > 1:
         out, lse = merge_splits(out, lse, num_splits, rows)
     lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
@@ -149,8 +150,7 @@ def _d_query(
     def finish(place: Place, carry: tuple) -> tuple:
         return [carry[0] * place.scale], []
 
-    ((d_query,), _) = call(plan, [q, d_acc], [k, v], [q.shape[3]], 0, Steps(start, add, finish), scores)
-    return d_query
+    return Kernel(plan, scores, Steps(start, add, finish), [q, d_acc], [k, v], [q.shape[3]]).call()[0][0]
 
 
 def _d_key_and_value(
@@ -184,8 +184,7 @@ def _d_key_and_value(
         return [*(carry[:1] if of == "value" else [carry[0] * place.scale]), *carry[1:]], []
 
     rows = [k] if of == "value" else [k, v]
-    results, _ = call(plan, rows, [q, d_acc], sizes, 0, Steps(start, add, finish), scores)
-    return results
+    return Kernel(plan, scores, Steps(start, add, finish), rows, [q, d_acc], sizes).call()[0]
 
 
 def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:

@@ -128,11 +128,9 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def call(
-    plan: GPUPlan, rows: Sequence[jax.Array], columns: Sequence[jax.Array], results: Sequence[int], vectors: int,
-    steps: Steps, scores: pallas_tiles.Scores | None = None, each_head: bool = False,
-) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
-    """The results of one kernel.
+@dataclasses.dataclass
+class Kernel:
+    """One kernel.
 
     Args:
         rows, columns: arrays ``[B,T|S,N|K,X]`` of the side that the rows of scores belong to, and of the other.
@@ -141,34 +139,6 @@ def call(
         vectors: how many float32 ``[B,N|K,T|S]`` they get; padded.
         each_head: whether keys get results for each query head, ``[B,N,S]``, and not their sum for each key head.
     """
-    scores = plan.scores() if scores is None else scores
-    (B, length, heads, _), dtype, (entries, counts) = rows[0].shape, rows[0].dtype, plan.lists
-    heads = plan.args.query.shape[2] if each_head else heads
-    kernel = _Kernel(plan, scores, steps, rows, columns, results, vectors, each_head)
-    padded = counts.shape[1] * plan.rows
-    length = length if plan.num_splits == 1 else padded
-    types = [jax.ShapeDtypeStruct((B, length, heads, size), dtype) for size in results]
-    types += [jax.ShapeDtypeStruct((B, heads, padded), jnp.float32)] * vectors
-    program = plgpu.kernel(
-        kernel.run,
-        out_type=types,
-        scratch_types=kernel.scratch,
-        grid=(heads, counts.shape[1], B),
-        grid_names=("head", "row", "sequence"),
-        num_threads=kernel.warpgroups + 1,
-        thread_name="warpgroup",
-        # The approximate tanh is off by 2^-11: too much for a score function.
-        compiler_params=plgpu.CompilerParams(approx_math=plan.args.score_mod is None),
-        interpret=plan.interpret or None,
-    )
-    with jax.enable_x64(False):  # Pallas' pipeline counts in int32
-        found = program(*rows, *columns, *plan.operands.arrays, jnp.asarray(entries), jnp.asarray(counts))
-    return list(found[: len(results)]), list(found[len(results) :])
-
-
-@dataclasses.dataclass
-class _Kernel:
-    """The arguments of ``call``, and the kernel's body, ``run``."""
 
     plan: GPUPlan
     scores: pallas_tiles.Scores
@@ -176,8 +146,8 @@ class _Kernel:
     rows: Sequence[jax.Array]
     columns: Sequence[jax.Array]
     results: Sequence[int]
-    vectors: int
-    each_head: bool
+    vectors: int = 0
+    each_head: bool = False
 
     def __post_init__(self):
         self.warpgroups = self.plan.rows // ROWS
@@ -195,6 +165,31 @@ class _Kernel:
             "turn": plgpu.Barrier(num_arrivals=self.warpgroups) if self.steps.pingpong else None,
             "factor": self._shared((self.warpgroups, ROWS, self.plan.inner)) if self.plan.interpret else None,
         }
+
+    def call(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The results and the vectors."""
+        plan, (B, length, heads, _), (entries, counts) = self.plan, self.rows[0].shape, self.plan.lists
+        heads = plan.args.query.shape[2] if self.each_head else heads
+        padded = counts.shape[1] * plan.rows
+        length = length if plan.num_splits == 1 else padded
+        types = [jax.ShapeDtypeStruct((B, length, heads, size), self.rows[0].dtype) for size in self.results]
+        types += [jax.ShapeDtypeStruct((B, heads, padded), jnp.float32)] * self.vectors
+        program = plgpu.kernel(
+            self.run,
+            out_type=types,
+            scratch_types=self.scratch,
+            grid=(heads, counts.shape[1], B),
+            grid_names=("head", "row", "sequence"),
+            num_threads=self.warpgroups + 1,
+            thread_name="warpgroup",
+            # The approximate tanh is off by 2^-11: too much for a score function.
+            compiler_params=plgpu.CompilerParams(approx_math=plan.args.score_mod is None),
+            interpret=plan.interpret or None,
+        )
+        with jax.enable_x64(False):  # Pallas' pipeline counts in int32
+            lists = jnp.asarray(entries), jnp.asarray(counts)
+            found = program(*self.rows, *self.columns, *plan.operands.arrays, *lists)
+        return list(found[: len(self.results)]), list(found[len(self.results) :])
 
     def _shared(self, shape: tuple[int, ...]) -> Ref:
         return plgpu.SMEM(shape, self.rows[0].dtype, transforms=self.transforms)
@@ -249,7 +244,7 @@ class _Kernel:
 class _At:
     """A kernel's body in one warpgroup."""
 
-    kernel: _Kernel
+    kernel: Kernel
     kept: dict[str, Ref]
     ins: Sequence[Ref]
     head: tuple[jax.Array, jax.Array]

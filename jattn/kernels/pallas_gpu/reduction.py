@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
-from jattn.kernels.pallas_gpu.pipeline import Step, Steps, call, full
+from jattn.kernels.pallas_gpu.pipeline import Kernel, Step, Steps, full
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Place, Tile
 from jattn.kernels.pallas_tiles import Ref
@@ -84,4 +84,4 @@ def _sums(
         return [], carry
 
     steps = Steps(start, add, finish)
-    return call(plan, [rows], [columns], [], len(names) + count, steps, scores, each_head=plan.by_key)[1]
+    return Kernel(plan, scores, steps, [rows], [columns], [], len(names) + count, each_head=plan.by_key).call()[1]
