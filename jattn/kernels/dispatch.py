@@ -20,6 +20,7 @@ from jattn.kernels.native import Native
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
+from jattn.mods.arrays import without_mesh
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -68,8 +69,7 @@ class Dispatch(ReducingKernel):
             return IMPLEMENTATIONS[name]
         several = args.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
         kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform] if name not in ("decode", "xla"))
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            # Without the current mesh, which would make the arrays of one device look sharded.
+        with without_mesh():
             return next(
                 kernel
                 for kernel in kernels

@@ -41,6 +41,11 @@ def arange(length: Length, dtype: DTypeLike | None = None) -> AnyArray:
     return np.arange(length, dtype=dtype) if isinstance(length, int) else jnp.arange(length, dtype=dtype)
 
 
+def without_mesh() -> contextlib.AbstractContextManager:
+    """Sets the current mesh aside: indices are no one device's, and one device's arrays would look sharded."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
 @contextlib.contextmanager
 def mod_semantics() -> Iterator[None]:
     """Promotion rules for masks and score functions: NumPy's, whatever the caller's are."""

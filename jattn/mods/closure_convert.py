@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
-from jattn.mods.arrays import Length, mod_semantics
+from jattn.mods.arrays import Length, mod_semantics, without_mesh
 from jattn.mods.jaxpr import HashableJaxpr, array_type, bind_equation, evaluate
 from jattn.mods.pytree import StaticFunction, holds_plain_function, is_function, pytree_dataclass, static_field
 
@@ -94,8 +94,7 @@ def depends_on(mod: Callable, index: int, *score: DTypeLike) -> bool:
         with mod_semantics():
             return mod(*args)
 
-    # Indices are no one device's, and a function traced outside of jax.shard_map is evaluated inside.
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with without_mesh():  # a function traced outside of jax.shard_map is evaluated inside
         program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
     dependent: set[Any] = {program.invars[index]}
     for equation in program.eqns:

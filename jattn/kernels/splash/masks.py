@@ -22,7 +22,7 @@ from jattn.blocks.block_mask import Visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
-from jattn.mods.arrays import cdiv, mod_semantics
+from jattn.mods.arrays import cdiv, mod_semantics, without_mesh
 from jattn.mods.closure_convert import depends_on
 from jattn.mods.mask import conjuncts
 from jattn.mods.pytree import known
@@ -211,13 +211,8 @@ def _is_known(mask: MaskFunction) -> bool:
 @contextlib.contextmanager
 def _at_once() -> Iterator[None]:
     """Evaluates what is known, also while tracing."""
-    with _of_no_device(), jax.ensure_compile_time_eval():
+    with without_mesh(), jax.ensure_compile_time_eval():
         yield
-
-
-def _of_no_device() -> contextlib.AbstractContextManager:
-    # Indices are no one device's, and a function traced outside of jax.shard_map is evaluated inside.
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _evaluate(mask: MaskFunction, head: int, q_idx: np.ndarray, kv_idx: np.ndarray) -> np.ndarray:
@@ -232,7 +227,7 @@ def _is_arithmetic(mask: MaskFunction) -> bool:
     if any(interval(part, one, one, one) is None for part in joined):
         return False
     try:
-        with _of_no_device():
+        with without_mesh():
             return not make_tile_function(mask).outside
     except NotElementwise:
         return False
