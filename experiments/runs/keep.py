@@ -11,29 +11,55 @@ import numpy as np
 from PIL import Image
 
 from experiments.runs.findings import Findings
+from experiments.runs.folder import Damaged, read_json
 
 COLOURS = 128  # per picture: a third of the bytes, no visible difference
 
 
 def keep(run: Path, folder: Path) -> Path:
-    """Rewrites ``folder/NAME`` from a finished ``run``; returns it.
+    """Writes ``folder/NAME`` from a finished ``run``, or rewrites what an earlier ``keep`` wrote there; returns it.
+
+    Other files in it stay. Each file is replaced by a complete one, so stopping halfway loses nothing.
 
     Raises:
         FileNotFoundError: the run has not finished.
+        FileExistsError: ``folder/NAME`` is something else: the run, a folder inside or around it, or a user's.
     """
     findings = Findings.load(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:  # the old folder stays until then
-        out = Path(beside) / findings.name
-        out.mkdir()
+    target = folder / findings.name
+    stale = set(_pictures_of_an_earlier_keep(run, target))
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:
+        out = Path(beside)
         for name in ("claims.json", "config.json"):
             shutil.copy(run / name, out / name)
-        (out / "summary.json").write_text(json.dumps(summary(findings), indent=1) + "\n")
-        for picture in sorted((run / "figures").glob("*.png")):
+        pictures = sorted((run / "figures").glob("*.png"))
+        for picture in pictures:
             small = Image.open(picture).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
             small.save(out / picture.name, optimize=True)
-        shutil.rmtree(folder / findings.name, ignore_errors=True)
-        return out.rename(folder / findings.name)
+        names = [picture.name for picture in pictures]
+        (out / "summary.json").write_text(json.dumps(summary(findings) | {"pictures": names}, indent=1) + "\n")
+        for file in sorted(out.iterdir(), key=lambda file: file.name != "summary.json"):  # it marks the folder: first
+            file.replace(target / file.name)
+    for name in stale - set(names):
+        (target / name).unlink(missing_ok=True)
+    return target
+
+
+def _pictures_of_an_earlier_keep(run: Path, target: Path) -> list[str]:
+    """The pictures that ``keep`` wrote into ``target``; raises ``FileExistsError`` if it holds anything else's."""
+    inner, outer = target.resolve(), run.resolve()
+    if inner == outer or inner in outer.parents or outer in inner.parents:
+        raise FileExistsError(f"expected a folder apart from the run's, got {str(target)!r} for {str(run)!r}")
+    if not target.exists() or target.is_dir() and not any(target.iterdir()):
+        return []
+    try:
+        earlier = read_json(target / "summary.json", dict, "the summary of a kept run")
+    except (OSError, Damaged):
+        earlier = {}
+    if earlier.get("name") != target.name or "environment" not in earlier:
+        raise FileExistsError(f"{str(target)!r} is not what an earlier keep wrote; choose another folder")
+    return [name for name in earlier.get("pictures", []) if Path(name).name == name and name.endswith(".png")]
 
 
 def summary(findings: Findings) -> dict[str, Any]:
