@@ -47,7 +47,7 @@ def keep(run: Path, folder: Path) -> Path:
 
 
 def _pictures_of_an_earlier_keep(run: Path, target: Path) -> list[str]:
-    """The pictures that ``keep`` wrote into ``target``; raises ``FileExistsError`` if it holds anything else's."""
+    """The pictures of an earlier ``keep``; raises ``FileExistsError`` if ``target`` holds anything but one."""
     inner, outer = target.resolve(), run.resolve()
     if inner == outer or inner in outer.parents or outer in inner.parents:
         raise FileExistsError(f"expected a folder apart from the run's, got {str(target)!r} for {str(run)!r}")
