@@ -24,8 +24,7 @@ def load(run: str) -> Saved:
         ValueError: there is no such run or checkpoint, or it cannot be read.
     """
     folder, checkpoints, step = named(run)
-    config = config_of(folder)
-    setup = Setup.of(dataclasses.replace(config, mesh=Mesh(), train=dataclasses.replace(config.train, start="")))
+    setup = Setup.of(dataclasses.replace(config_of(folder), mesh=Mesh()))
     try:
         return Saved(setup, step, checkpoints.load(step, setup.init())["params"])
     except Damaged as wrong:

@@ -14,6 +14,7 @@ from experiments.config import Config, Kind, differences, variants
 from experiments.measure import claims, evaluate, head_scores, language_model, sentence_encoder
 from experiments.measure.assemble import assemble
 from experiments.runs import devices
+from experiments.runs.checkpoint import saved_steps
 from experiments.runs.findings import Findings
 from experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
 from experiments.runs.history import Clock
@@ -44,7 +45,7 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         case Kind.LANGUAGE_MODEL:
             language_model.check(config)
         case Kind.TRAINING:
-            _check_training(config)
+            _check_training(config, out)
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():
@@ -58,12 +59,23 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         yield
 
 
-def _check_training(config: Config) -> None:
+def _check_training(config: Config, out: Path) -> None:
     claims.check(config, _known_metrics)
     devices.check(config)
-    for one in (config, *variants(config).values()):
-        if one.train.start:
-            Setup.of(one).init()  # or it cannot start there
+    for one, folder in _trainings(config, out).values():
+        if one.train.start and not saved_steps(folder / "checkpoints"):  # a run that resumes does not need its start
+            setup = Setup.of(one)
+            setup.start(setup.init())
+
+
+def _trainings(config: Config, out: Path) -> dict[str, tuple[Config, Path]]:
+    """The config and folder of the run, under "", of its controls and of the points of its sweep."""
+    itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
+    found = {"": (config, out)}
+    for name, variant in variants(config).items():
+        same = dataclasses.replace(variant, name=config.name) == itself  # this point of the sweep is the run itself
+        found[name] = found[""] if same else (variant, out / "controls" / name)
+    return found
 
 
 def _mark(config: Config, out: Path) -> None:
@@ -120,12 +132,9 @@ def _train(config: Config, out: Path) -> Findings | None:
     result = _result(trained)
     roles = evaluate.find_roles(trained.setup, result.trained, trained.params)
     results = {"": result._replace(groups=evaluate.ablate_groups(trained.setup, trained.params, roles.label))}
-    itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
-    for name, variant in variants(config).items():
-        if dataclasses.replace(variant, name=config.name) == itself:
-            results[name] = result  # this point of the sweep is the run itself
-        else:
-            results[name] = _result(train(variant, out / "controls" / name))
+    for name, (variant, folder) in _trainings(config, out).items():
+        if name:
+            results[name] = result if folder == out else _result(train(variant, folder))
     if not devices.is_first():
         return None
     return assemble(trained.setup, results, roles, trained.history, clock.stop())

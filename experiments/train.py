@@ -78,11 +78,7 @@ class Setup:
         return list(range(self.config.train.first_seed, self.config.train.first_seed + self.config.train.seeds))
 
     def init(self) -> State:
-        """The state of all seeds before training.
-
-        Raises:
-            ValueError: the parameters that ``train.start`` names are missing, or those of another model.
-        """
+        """The state of all seeds with random parameters; ``train.start`` is not read."""
 
         def of_one_seed(key: Array) -> State:
             key = jax.random.fold_in(key, INIT)
@@ -91,7 +87,14 @@ class Setup:
 
         every_seed = jax.vmap(of_one_seed)
         shardings = devices.of_state(self.mesh, jax.eval_shape(every_seed, self.keys))
-        state = jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
+        return jax.jit(lambda: every_seed(self.keys), out_shardings=shardings)()
+
+    def start(self, state: State) -> State:
+        """The state before the first step: ``state``, from ``init``, with the parameters that ``train.start`` names.
+
+        Raises:
+            ValueError: they are missing, or another model's.
+        """
         if not self.config.train.start:
             return state
         folder, checkpoints, step = named(self.config.train.start)
@@ -154,7 +157,8 @@ def train(config: Config, out: Path) -> Trained:
             start, state = checkpoints.restore(state, lambda *which: _agreed(history.check, *which), _say)
             history.rewind(start)
             if start == 0:
-                history.add_look(0, first_look(devices.on_one(setup.mesh, untrained)))
+                state = setup.start(state)
+                history.add_look(0, first_look(devices.on_one(setup.mesh, state["params"])))
             bar = progress.add_task(config.name, total=steps, completed=start, shown="")
             for begin in range(start, steps, every):
                 stopping.check()

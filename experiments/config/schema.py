@@ -101,7 +101,7 @@ class Train:
         checkpoint_every: Steps between checkpoints, a multiple of look_every.
         keep: Newest checkpoints to keep; 0 keeps all.
         start: A run's folder, or FOLDER@STEP for one of its checkpoints, whose parameters training starts from; empty:
-            random ones.
+            random ones. Read once: a run that resumes does not need it.
     """
 
     seeds: int = 5

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.report.plot_data import BLOCKS, head_codes, head_titles, pooled
+from experiments.report.plot_data import BLOCKS, WHEN, first_look, head_codes, head_titles, pooled
 from experiments.runs.findings import Findings, plain
 
 
@@ -38,13 +38,17 @@ def weights(findings: Findings, room: int) -> tuple[dict[str, Any], str]:
     found = [pooled(findings.example_weights[keep, example], side)[0] for example, keep in enumerate(kept)]
     top = float(max(array.max() for array in (*found, mean))) or 1.0
     views = [
-        {"name": f"example {example + 1}", "steps": findings.example_steps[keep].tolist()}
+        {
+            "name": f"example {example + 1}",
+            "steps": findings.example_steps[keep].tolist(),
+            "first": first_look(findings),
+        }
         | _labels([str(token) for token in findings.tokens[example]], names)
         | {"weights": packed(found[example], top, width)}
         for example, keep in enumerate(kept)
     ]
     ends = findings.look_steps[[0, -1]].tolist()
-    average = {"name": "mean over a batch", "steps": ends, "labels": names, "texts": names}
+    average = {"name": "mean over a batch", "steps": ends, "first": WHEN[0], "labels": names, "texts": names}
     views.append(average | {"weights": packed(mean, top, width)})
     return {"top": top, "width": width, "views": views}, _fitted_note(kept, steps, size, len(names), width)
 

@@ -173,8 +173,9 @@ function showScores() {
 function showFrame(frame) {
   state.frame = frame;
   $("step").value = frame;
-  const step = views[state.view].steps[frame];
-  $("now").textContent = frame === 0 && step === 0 ? "0 (untrained)" : String(step);
+  const { steps, first } = views[state.view];
+  const step = steps[frame];
+  $("now").textContent = frame === 0 && step === 0 ? `0 (${first})` : String(step);
   $("step").setAttribute("aria-valuetext", `training step ${step}`);
   showHeads();
   showScores();

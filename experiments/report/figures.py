@@ -24,6 +24,7 @@ from experiments.report.plot_data import (
     control_rows,
     divergence_matrices,
     drawn_profiles,
+    first_look,
     head_codes,
     head_maps,
     head_names,
@@ -180,7 +181,7 @@ def _width(heads: int) -> float:
 
 
 def heads_figure(findings: Findings) -> Figure:
-    """Every head of the first seed on the first example, untrained above trained (one head a layer: beside); pools."""
+    """Every head of the first seed on the first example, first look above last (one head a layer: beside); pools."""
     (first, last), tokens = pooled(findings.example_weights[[0, -1], 0])
     if len(tokens) == len(findings.tokens[0]):
         tokens = findings.tokens[0]
@@ -190,7 +191,7 @@ def heads_figure(findings: Findings) -> Figure:
     titles = []
     for layer in range(first.shape[0]):
         names = _names(findings)[layer * heads : (layer + 1) * heads]
-        titles += [name.partition("\n")[0] + "\nuntrained" for name in names] + names
+        titles += [name.partition("\n")[0] + f"\n{first_look(findings)}" for name in names] + names
     panel = (_width(columns) - 1.5) / columns - 0.15
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         title = f"{plain(findings.name)}: example 1, seed {findings.seeds[0]}"

@@ -134,6 +134,11 @@ def matched_divergence(findings: Findings) -> np.ndarray:
     return np.stack([both[:, at][:, :, at] for both, at in zip(findings.divergence, order, strict=True)])
 
 
+def first_look(findings: Findings) -> str:
+    """What the first look was of: an untrained model, or the one that training started from (``train.start``)."""
+    return "start" if findings.config.get("train", {}).get("start") else WHEN[0]
+
+
 def divergence_matrices(findings: Findings) -> list[Matrix]:
     """Heads by heads, untrained and trained."""
     matrices, codes = matched_divergence(findings), head_codes(findings)

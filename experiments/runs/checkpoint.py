@@ -38,14 +38,12 @@ class Checkpoints:
         self._folder, self._keep = folder, keep
         if devices.is_first():
             self._folder.mkdir(parents=True, exist_ok=True)
-            for unfinished in self._folder.glob("*.tmp"):
-                shutil.rmtree(unfinished)
         devices.everywhere(True)  # visible to all
 
     @property
     def steps(self) -> list[int]:
         """Steps of the existing checkpoints, oldest first."""
-        return sorted(int(folder.name) for folder in self._folder.iterdir() if folder.name.isdecimal())
+        return saved_steps(self._folder)
 
     @property
     def latest(self) -> int | None:
@@ -97,8 +95,8 @@ class Checkpoints:
     ) -> tuple[int, Any]:
         """The step and state of the newest intact checkpoint; 0 and ``like`` if nothing was saved yet.
 
-        Newer, unusable checkpoints are moved to ``damaged/`` next to the folder, to make room for new ones. All
-        processes call it together.
+        Newer, unusable checkpoints are moved to ``damaged/`` next to the folder, to make room for new ones; unfinished
+        ones are removed. All processes call it together.
 
         Args:
             like: A state of the same structure, shapes, dtypes and shardings.
@@ -108,6 +106,9 @@ class Checkpoints:
         Raises:
             Damaged: there are checkpoints, but none is usable.
         """
+        if devices.is_first():
+            for unfinished in self._folder.glob("*.tmp"):
+                shutil.rmtree(unfinished)
         steps, reason = self.steps[::-1], ""
         for number, step in enumerate(steps):
             try:
@@ -158,6 +159,11 @@ class Checkpoints:
         if not devices.everywhere(state is not None):
             raise Damaged(error or f"{folder}: the checkpoint cannot be read by another process")
         return state, words
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in ``folder``, oldest first; none if there is no such folder."""
+    return sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal()) if folder.is_dir() else []
 
 
 def named(run: str) -> tuple[Path, Checkpoints, int]:

@@ -1,8 +1,8 @@
 """What one run found: exactly what the report, the figures and the claims read.
 
-Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps of looks at the heads (the first is 0, the untrained
-model), ``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs), ``X`` steps of the
-examples' weights, ``I`` examples.
+Axes: ``R`` seeds, ``E`` logged steps, ``P`` steps of looks at the heads (the first is 0, before training),
+``L`` layers, ``N`` heads, ``T`` tokens, ``O`` offsets, ``A`` places (read-outs), ``X`` steps of the examples' weights,
+``I`` examples.
 """
 
 import dataclasses
@@ -20,7 +20,10 @@ from experiments.runs.folder import Damaged, read_json, write_atomically
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """One finished run. Arrays are NumPy; ``[R,2,...]`` arrays hold untrained, then trained."""
+    """One finished run. Arrays are NumPy; ``[R,2,...]`` arrays hold untrained, then trained.
+
+    Untrained models have random parameters, even if training started from others (``train.start``).
+    """
 
     name: str  # of the experiment, as in its config
     description: str  # one or two sentences for the top of the report

@@ -111,10 +111,13 @@ def test_a_checkpoint_of_another_version_is_one_line(saved, tmp_path):
         saved.load(4, {"other": jnp.zeros(3)})
 
 
-def test_a_save_that_was_cut_short_leaves_nothing(saved, tmp_path):
-    (tmp_path / "checkpoints" / "8.tmp" / "arrays").mkdir(parents=True)
+def test_a_save_that_was_cut_short_leaves_nothing_and_one_under_way_is_not_disturbed(saved, tmp_path):
+    """A reader, as ``compare``, may open the folder while its run saves; the run itself starts by restoring."""
+    unfinished = tmp_path / "checkpoints" / "8.tmp"
+    (unfinished / "arrays").mkdir(parents=True)
     again = Checkpoints(tmp_path / "checkpoints")
-    assert again.steps == [4, 6] and not (tmp_path / "checkpoints" / "8.tmp").exists()
+    assert again.steps == [4, 6] and unfinished.exists()
+    assert again.restore(state(), always_fits, lambda line: None)[0] == 6 and not unfinished.exists()
 
 
 SAVES = """

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from experiments import compare, config, load_run, replicate
 from experiments.__main__ import main
 from experiments.report import page
+from experiments.runs.findings import Findings
 
 CONFIG = """
 name: short
@@ -148,3 +150,27 @@ def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypat
     assert "train.start: expected the config's model, tokens, answers and seeds, got others" in capsys.readouterr().err
     assert main([*words, "--train.start", "nowhere"]) == 2
     assert "expected the folder of a run that trains, got 'nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_started_run_goes_on_without_its_start(finished, tmp_path, monkeypatch):
+    """Finished or stopped, also as a point of its sweep; what it calls untrained has random parameters."""
+    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    file, out = finished
+    gone, more = tmp_path / "gone", tmp_path / "more"
+    shutil.copytree(out, gone)
+    words = ["run", "--config", str(file), "--out", str(more), "--claims", "[]", "--sweep", "model.num_heads=2"]
+    assert main([*words, "--train.start", f"{gone}@2"]) == 0
+    found = Findings.load(more)
+    for name, values in Findings.load(out).statistics.items():
+        np.testing.assert_allclose(found.statistics[name][:, 0], values[:, 0], atol=1e-5, err_msg=name)
+        assert np.abs(found.statistics[name][:, 1] - values[:, 1]).max() > 1e-4, "both are trained, differently"
+    shutil.rmtree(gone)
+    shutil.rmtree(more / "checkpoints" / "4")
+    for _ in ("stopped at step 3", "finished"):
+        assert main([*words, "--train.start", f"{gone}@2"]) == 0
+        again = Findings.load(more)
+        np.testing.assert_array_equal(again.accuracy, found.accuracy)
+        np.testing.assert_array_equal(again.scores["entropy"], found.scores["entropy"])
+    shutil.rmtree(more / "checkpoints")
+    assert main([*words, "--train.start", f"{gone}@2"]) == 2, "nothing to resume from"

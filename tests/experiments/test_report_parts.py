@@ -231,6 +231,13 @@ def test_one_head_a_layer_stands_beside_its_untrained_self():
     assert [panel.get_title().endswith("untrained") for panel in panels] == [True, False] * 3
 
 
+def test_the_first_look_of_a_run_that_started_elsewhere_is_not_called_untrained():
+    found = synthetic(config={"train": {"start": "runs/other@200"}})
+    views = data.weights(found, 10**6)[0]["views"]
+    assert [view["first"] for view in views] == ["start", "start", "untrained"]
+    assert plot_data.first_look(found) == "start" and plot_data.first_look(synthetic()) == "untrained"
+
+
 def _ranked():
     """Roles of 108 heads: half mixed, a quarter weak, the rest of two roles, one of three heads."""
     names = ["mixed"] * 54 + ["weak x"] * 27 + ["x"] * 3 + ["y"] * 24
