@@ -108,8 +108,7 @@ class Plan:
                 good, expected = words and all(w.isdecimal() and int(w) > 1 for w in words), "whole numbers above 1"
                 chosen[option] = tuple(sorted({int(w) for w in words})) if good else ()
             else:
-                good, expected = set(words) <= set(known[option]), f"some of {', '.join(known[option])}"
-                good = good and (words or option == "peers")  # without peers, only jattn runs
+                good, expected = words and set(words) <= set(known[option]), f"some of {', '.join(known[option])}"
                 chosen[option] = tuple(name for name in known[option] if name in words)
             if not good:
                 raise ValueError(f"--{option}: expected {expected}, separated by commas, got {text!r}")

@@ -454,6 +454,10 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
             "--peers jax,flax",
             "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got",
         ),
+        (
+            "--peers=",
+            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got ''",
+        ),
         ("--cases diagonal", "--cases: expected some of full, causal, window, "),
         ("--cases ,", "--cases: expected some of full, "),
         ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
