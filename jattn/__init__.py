@@ -54,7 +54,7 @@ __all__ = [
     "unmerge",
 ]
 
-# Imported when they are first used: they need Flax or matplotlib.
+# Imported when they are first used: Flax's modules and matplotlib take a while.
 _LATER = ("interop", "linen", "nnx", "plots")
 
 

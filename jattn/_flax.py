@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from jattn.cache import KVCache, append, to_flax
+from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
 from jattn.core.attention import softmax_dtype
 from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
 
@@ -184,7 +184,8 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
         raise ValueError("a custom attention_fn decodes with Flax's mask arrays; pass the mask as an array")
     lead, tokens = key.shape[:-3], key.shape[-3]
     appended = append(cache, *(x.reshape(math.prod(lead), *x.shape[-3:]) for x in (key, value)))
-    key, value, _ = to_flax(appended, lead)
+    seen = KVCache(appended.key, nan_if_overflowed(appended, appended.value), appended.length)
+    key, value, _ = to_flax(seen, lead)
     written = jnp.arange(cache.capacity)[None, :] <= cache.next_positions(tokens)[:, None]
     written = jnp.broadcast_to(written, (*lead, 1, *written.shape))
     return key, value, written if mask is None else jnp.logical_and(mask, written), appended

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
@@ -18,9 +19,9 @@ from jattn.mods.validation import check_array
 class KVCache:
     """Keys ``[B,C,K,H]`` and values ``[B,C,K,D]`` of the tokens so far, in C slots; a pytree.
 
-    ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared.
-    It keeps its dtype. The token at position p is in slot p. In a ``rolling`` cache it is in slot ``p mod C`` and
-    replaces the token C positions before it. Other slots are never seen.
+    ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared,
+    of 32 or 64 bits. It keeps its dtype. The token at position p is in slot p. In a ``rolling`` cache it is in slot
+    ``p mod C`` and replaces the token C positions before it. Other slots are never seen.
     """
 
     key: Any
@@ -40,13 +41,16 @@ class KVCache:
 
     @property
     def overflowed(self) -> Array:
-        """Whether more tokens were appended than fit, bool like ``length``; outputs that see the last slot are NaN."""
-        return jnp.asarray(self.length > self.capacity) & (not self.rolling)
+        """Whether more tokens were appended than fit, bool like ``length``; the sequence's outputs are then NaN."""
+        return (self._length > self.capacity) & (not self.rolling)
 
     @property
     def _length(self) -> Array:
-        """``length`` as int32, like positions, whatever its dtype."""
-        return jnp.asarray(self.length).astype(jnp.int32)
+        """``length`` as int32, like positions. Fewer bits could not count on, and would wrap to a length that fits."""
+        length = jnp.asarray(self.length)
+        if not jnp.issubdtype(length.dtype, jnp.integer) or length.dtype.itemsize < 4:
+            raise TypeError(f"length of a cache must be integers of 32 or 64 bits, got {length.dtype}")
+        return length.astype(jnp.int32)
 
     @property
     def slot_positions(self) -> Array | None:
@@ -57,12 +61,27 @@ class KVCache:
         return last - (last - np.arange(self.capacity, dtype=np.int32)[None, :]) % self.capacity
 
     def next_positions(self, tokens: int, valid: ArrayLike | None = None) -> Array:
-        """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``; -1 if not ``valid``."""
-        length = self._length[..., None]
+        """The positions of the next ``tokens`` tokens, ``[tokens]`` or ``[B,tokens]``; -1 if not ``valid``.
+
+        Tokens that do not fit have the last slot's, which is NaN, so that a window on their position shows it.
+        """
+        length, last = self._length[..., None], np.iinfo(np.int32).max if self.rolling else self.capacity - 1
         if valid is None:
-            return length + np.arange(tokens, dtype=np.int32).reshape((1,) * (length.ndim - 1) + (tokens,))
+            following = np.arange(tokens, dtype=np.int32).reshape((1,) * (length.ndim - 1) + (tokens,))
+            return jnp.minimum(length + following, last)
         valid = _valid(valid, (self.key.shape[0], tokens))
-        return jnp.where(valid, jnp.reshape(length, (-1, 1)) + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, -1)
+        positions = jnp.reshape(length, (-1, 1)) + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+        return jnp.where(valid, jnp.minimum(positions, last), -1)
+
+
+def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
+    """The cache that was saved; ``cache`` says whether it is rolling, as any structure in ``flax.serialization``."""
+    return KVCache(*(jnp.asarray(saved[name]) for name in ("key", "value", "length")), cache.rolling)
+
+
+serialization.register_serialization_state(
+    KVCache, lambda cache: {"key": cache.key, "value": cache.value, "length": cache.length}, _restored
+)
 
 
 def init_cache(
@@ -107,8 +126,10 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid: bool ``[B,L]``: which tokens are real. The others (padding on either side) take no slot or position.
 
     Raises:
-        ValueError: shapes do not match, or the tokens exceed the capacity. Where ``jit`` hides the length, the last
-            slot becomes NaN instead, and with it every output that sees it; the result's ``overflowed`` tells.
+        ValueError: shapes do not match, or the tokens exceed the capacity. Where ``jit`` hides the length, the chunk's
+            values and the last slot become NaN instead. Modules and ``attend_heads`` then give NaN for this sequence,
+            now and from then on; the result's ``overflowed`` tells.
+        TypeError: ``cache.length`` has fewer than 32 bits, or is not of integers.
     """
     key, value = (jnp.asarray(x).astype(old.dtype) for x, old in ((key, cache.key), (value, cache.value)))
     B, L = key.shape[:2]
@@ -124,8 +145,11 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid = _valid(valid, (B, L))
         count = valid.sum(axis=1, dtype=jnp.int32)
         positions, length = cache.next_positions(L, valid), cache.length + count.astype(jnp.result_type(cache.length))
-    fits = None if cache.rolling else within_capacity(length, cache.capacity)
-    if valid is None and jnp.size(cache.length) == 1 and not cache.rolling:  # one slice, not a scatter by rows
+    if not cache.rolling:
+        fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
+        value = jnp.where(fits, value, jnp.nan)
+    # One slice, not a scatter by rows, which a longer chunk would not be.
+    if valid is None and jnp.size(cache.length) == 1 and not cache.rolling and L <= cache.capacity:
         first = jnp.reshape(cache._length, ())
         key, value = (
             jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=1)
@@ -139,10 +163,6 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         slots = jnp.where(positions >= jnp.maximum(first, 0), slots, cache.capacity)
         rows = np.arange(B)[:, None]
         key, value = (old.at[rows, slots].set(x, mode="drop") for old, x in ((cache.key, key), (cache.value, value)))
-    if fits is not None and cache.capacity:
-        value = jnp.asarray(value)
-        last = jnp.where(jnp.reshape(fits, (-1, 1, 1)), value[:, -1], jnp.nan)
-        value = value.at[:, -1].set(last)
     return KVCache(key, value, length, cache.rolling)
 
 
@@ -188,6 +208,11 @@ def to_flax(cache: KVCache, lead: tuple[int, ...]) -> tuple[Array, Array, Array]
     """Flax's three cache arrays, with batch axes ``lead``: the inverse of ``from_flax``."""
     key, value = (x.reshape(*lead, *x.shape[-3:]) for x in (cache.key, cache.value))
     return key, value, cache.length
+
+
+def nan_if_overflowed(cache: KVCache, x: Array) -> Array:
+    """``x [B, ...]``, with NaN for the sequences that no longer fit into the cache, whatever their masks show."""
+    return x if cache.rolling else jnp.where(jnp.reshape(cache.overflowed, (-1,) + (1,) * (x.ndim - 1)), jnp.nan, x)
 
 
 def within_capacity(length: Any, capacity: int) -> Array:

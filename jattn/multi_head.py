@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
-from jattn.cache import KVCache, append, visible_keys
+from jattn.cache import KVCache, append, nan_if_overflowed, visible_keys
 from jattn.core.arguments import AttentionOptions, ScoreOptions
 from jattn.core.shard import dot_general
 from jattn.heads import statistics
@@ -128,6 +128,7 @@ def attend_heads(
         z = through_gate(z, expand_gate(head_gate, z, lead), head_fill, lead)
     elif head_fill is not None:
         raise ValueError("head_fill without head_gate: the gate selects the heads to fill")
+    z = z if cache is None else nan_if_overflowed(cache, z)
     heads = {"query": query, "key": key, "value": value, "lse": lse, "z": z}
     extras = _extras(heads, pattern, lead, given, return_weights, return_statistics, return_heads)
     results = [z.reshape(*lead, *z.shape[-3:]), *extras, *([] if cache is None else [cache])]

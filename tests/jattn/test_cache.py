@@ -2,10 +2,12 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 
 import jattn
 from jattn import masks, score_mods
@@ -167,6 +169,70 @@ def test_overflow_is_an_error(layer, scalar):
     assert np.isnan(y).all() and cache.overflowed.all() and cache.overflowed.shape == cache.length.shape
 
 
+WINDOWS = {
+    "window": masks.SlidingWindow(2),
+    "not itself": masks.SlidingWindow(2) & masks.Prefix(4),
+    "array": np.arange(5) < 4,
+    "none": None,
+}
+
+
+@pytest.mark.slow_except("own lengths-window", "own lengths-not itself")
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("scalar", [False, True], ids=["own lengths", "one length"])
+def test_an_overflow_stays(layer, scalar, name):
+    """NaN for every later query of that sequence, also where its window or mask no longer shows the last slot."""
+    (params, x), mask = layer, WINDOWS[name]
+    step = jax.jit(lambda cache, x, valid: jattn.multi_head_attention(params, x, cache=cache, mask=mask, valid=valid))
+    cache = empty(5, scalar)
+    for t in range(12):
+        valid = None if scalar else jnp.array([[True], [t < 4]])  # the second sequence ends before it overflows
+        y, cache = step(cache, x[:, t : t + 1], valid)
+        assert np.isnan(y[0]).all() == (t >= 5) and np.isnan(y[1]).any() == (t >= 5 and scalar), t
+    assert cache.overflowed.tolist() == (True if scalar else [True, False])
+
+
+def test_an_overflow_stays_where_one_attends_oneself():
+    """``append`` and ``dot_product_attention`` by hand: tokens that do not fit stand at the last slot, which is NaN."""
+    cache, one = jattn.init_cache(2, 5, 1, 2), jnp.ones((2, 1, 1, 2))
+    valid = jnp.array([[True], [False]])
+
+    @jax.jit
+    def step(cache):
+        after = jattn.append(cache, one, one, valid=valid)
+        options = {"query_positions": cache.next_positions(1, valid), "mask": masks.SlidingWindow(2)}
+        key_value = after.key, after.value
+        return jattn.dot_product_attention(one, *key_value, key_value_seq_lengths=after.filled, **options), after
+
+    for t in range(11):
+        y, cache = step(cache)
+        assert np.isnan(y[0]).all() == (t >= 5) and np.isfinite(y[1]).all(), t
+    np.testing.assert_array_equal(cache.next_positions(2), [[4, 4], [0, 1]])
+    rolling = KVCache(cache.key, cache.value, jnp.array([9, 0]), rolling=True)
+    np.testing.assert_array_equal(rolling.next_positions(2), [[9, 10], [0, 1]])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("capacity", [4, 0])
+def test_a_chunk_longer_than_the_cache_overflows(batch, capacity):
+    """Also of one sequence, and at once: no query of the chunk has a finite output."""
+    cache, x = jattn.init_cache(batch, capacity, 1, 2), jnp.ones((batch, 5, 1, 2))
+    attend = lambda cache: jattn.multi_head.attend_heads(x, x, x, cache=cache, is_causal=True)
+    y, after = jax.jit(attend)(cache)
+    assert after.overflowed.all() and after.key.shape == cache.key.shape and after.length.tolist() == [5] * batch
+    assert np.isnan(after.value).all() and np.isnan(y).all()
+    with pytest.raises(ValueError, match=f"5 tokens do not fit into a cache of {capacity}"):
+        attend(cache)
+
+
+def test_a_chunk_of_which_a_part_fits_is_nan():
+    """One slice starts earlier than the chunk should, so what it writes does not belong there."""
+    x = jnp.arange(1.0, 9.0).reshape(1, 8, 1, 1)
+    cache = jattn.append(jattn.init_cache(1, 5, 1, 1), x[:, :3], x[:, :3])
+    after = jax.jit(jattn.append)(cache, x[:, 3:6], x[:, 3:6])
+    assert after.overflowed.all() and np.isnan(after.value[:, 3:]).all()
+
+
 def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
     """With one, JAX would take its slow path on every call, a tenth of a millisecond."""
     cache, x = empty(5), jnp.zeros((B, 1, K, H))
@@ -231,6 +297,29 @@ def test_lengths_of_any_integers_where_64_bits_are_enabled(dtype, rolling):
             if rolling:
                 np.testing.assert_array_equal(cache.slot_positions, [[4, 5, 6, 3]])
                 assert cache.slot_positions.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "float32", "bool"])
+def test_lengths_that_cannot_count_on_are_refused(dtype):
+    """int8 wraps at 128 tokens: a cache of 300 would start again at a slot in use."""
+    x = jnp.zeros((B, 60, K, H))
+    cache = KVCache(jnp.zeros((B, 300, K, H)), jnp.zeros((B, 300, K, H)), jnp.zeros(B, dtype))
+    for use in (lambda: jattn.append(cache, x, x), lambda: cache.overflowed, lambda: cache.filled):
+        with pytest.raises(TypeError, match=f"length of a cache must be integers of 32 or 64 bits, got {dtype}"):
+            use()
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_flax_saves_and_restores_a_cache(rolling):
+    tokens = jax.random.normal(jax.random.key(0), (2, 7, 1, 2))
+    fresh = jattn.init_cache(2, 4 if rolling else 8, 1, 2, dtype=jnp.bfloat16, rolling=rolling)
+    cache = jattn.append(fresh, tokens, tokens)
+    saved = serialization.to_bytes({"cache": cache})
+    restored = serialization.from_bytes({"cache": fresh}, saved)["cache"]
+    chex.assert_trees_all_equal(restored, cache)
+    chex.assert_trees_all_equal_dtypes(restored, cache)
+    one = tokens[:, :1]
+    chex.assert_trees_all_equal(jattn.append(restored, one, one), jattn.append(cache, one, one))
 
 
 def test_a_cache_of_fewer_bits(layer):

@@ -179,6 +179,20 @@ def test_too_many_tokens(system, x):
         call(more)
 
 
+@pytest.mark.slow_except("own-nnx")
+@SYSTEMS
+@pytest.mark.parametrize("own", [True, False], ids=["own", "flaxs"])
+def test_a_full_cache_stays_nan_where_the_mask_hides_its_end(system, own, x):
+    """With a window, and with a function of the user's, which gets a mask array."""
+    mask = masks.SlidingWindow(1) if own else np.arange(4) < 2
+    flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
+    options = {} if own else {"attention_fn": flaxs}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        got, _, _ = system.decode(system.own, x, [1] * T, lambda start, length: {"mask": mask}, length=4, **options)
+    np.testing.assert_array_equal(np.isnan(got).all((0, 2)), np.arange(T) >= 4)
+    assert np.isfinite(got[:, :4]).all()
+
+
 @pytest.mark.slow
 @SYSTEMS
 @pytest.mark.parametrize("rolling", [False, True])

@@ -289,6 +289,14 @@ def test_chunks_through_a_cache_are_the_full_pass(models, name):
     )
 
 
+def test_a_full_cache_stays_nan_behind_the_window(models):
+    model = models("mistral")
+    cache = model.init_cache(2, 16)
+    cache = dataclasses.replace(cache, length=jnp.array([30, 3]))  # no slot is in the window of position 30
+    found, cache = append(model, TOKENS[:, :1], cache)
+    assert np.isnan(found[0]).all() and np.isfinite(found[1]).all() and list(cache.overflowed) == [True, False]
+
+
 def test_learned_positions_go_on_in_a_cache():
     from tests.jattn.test_interop import GPT2, LENGTH, gpt2_tensors
     from tests.jattn.test_interop import TOKENS as tokens
