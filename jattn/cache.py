@@ -76,7 +76,8 @@ class KVCache:
 
 def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
     """The cache that was saved; ``cache`` says whether it is rolling, as any structure in ``flax.serialization``."""
-    return KVCache(*(jnp.asarray(saved[name]) for name in ("key", "value", "length")), cache.rolling)
+    key, value, length = (jnp.asarray(saved[name]) for name in ("key", "value", "length"))
+    return KVCache(key, value, length, cache.rolling)
 
 
 serialization.register_serialization_state(

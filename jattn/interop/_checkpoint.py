@@ -45,8 +45,10 @@ def load(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: the family is unknown; a file is damaged; tensors are missing, left over, of another shape, not
-            floating-point, or in two files. The message names all of them.
+        ValueError: the family is unknown; the config has a key that may change what the model computes and is not
+            known here; an output embedding differs from the input's, to which the config ties it; a file is damaged;
+            tensors are missing, left over, of another shape, not floating-point, or in two files. The message names all
+            of them.
         TypeError: ``ignore`` is a single string, or ``dtype`` is not floating.
         ImportError: safetensors, or for a GGUF file gguf, is not installed.
 
@@ -91,6 +93,8 @@ def from_tensors(
         for module in ("pooler", "head")
     }
     sizes = dataclasses.replace(sizes, **optional)
+    if config.get("tie_word_embeddings", sizes.tied):
+        _check_tied(tensors, family)
     model = nnx.eval_shape(lambda: Transformer(sizes, rngs=nnx.Rngs(0)))
     graph, abstract = nnx.split(model)
     flat = [(path, ".".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(abstract)]
@@ -109,7 +113,7 @@ def read_config(config: Mapping[str, Any]) -> Config:
     """The sizes in Hugging Face's ``config.json`` of one of ``FAMILIES``.
 
     Raises:
-        ValueError: another ``model_type``, a missing key, or an option that the model here does not support.
+        ValueError: another ``model_type``, a missing key, or one that the model here does not support or know.
     """
     return _family(config).config(config)
 
@@ -119,6 +123,24 @@ def _family(config: Mapping[str, Any]) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {name!r}; or pass family=")
     return FAMILIES[name]
+
+
+def _check_tied(tensors: Tensors, family: Family) -> None:
+    """Raises ``ValueError`` if there is an output embedding and it is not the input's."""
+    found = {
+        name: np.asarray(tensors[name])
+        for module in ("token_embed", "head")
+        for name in (f"{one}.weight" for one in family.modules.get(module, ()))
+        if name in tensors
+    }
+    if len(found) < 2:
+        return
+    (ours, embedding), (theirs, head) = found.items()
+    if not np.array_equal(embedding, head):
+        raise ValueError(
+            f"the config ties the embeddings (tie_word_embeddings), but {theirs} differs from {ours}; leave it out "
+            f"with ignore=, or set tie_word_embeddings to false in the config"
+        )
 
 
 class Source(NamedTuple):

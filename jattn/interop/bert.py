@@ -4,13 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import SIZES, Family, activation, numbers, refuse, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, small
 
 
 def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a BERT's config."""
     sizes = numbers(options, SIZES, {"mlp_dim": "intermediate_size", "token_types": "type_vocab_size"})
-    refuse(options, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
+    refuse(options, position_embedding_type="absolute", is_decoder=False)
+    # Of the pooler, TensorFlow's checkpoints list sizes that nothing reads.
+    pooler = (f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"))
+    refuse_others(
+        options, *SIZES.values(), "intermediate_size", "type_vocab_size", "layer_norm_eps", "hidden_act",
+        "position_embedding_type", "tie_word_embeddings", "directionality", *pooler,
+    )  # fmt: skip
     return Config(
         family="bert",
         **{"mlp_dim": 4 * sizes["model_dim"], "token_types": 2, **sizes},

@@ -17,6 +17,28 @@ SIZES: Mapping[str, str] = {
     "vocabulary": "vocab_size",
     "max_length": "max_position_embeddings",
 }
+# Keys of any config that do not change what the model computes: about training, generation, files and tools.
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path _num_labels
+    architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id
+    cross_attention_hidden_size custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob
+    id2label initializer_range is_decoder is_llama_config label2id language length_penalty mask_token_id max_length
+    max_new_tokens max_sequence_length min_length model_type n_ctx name_or_path no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_return_sequences output_attentions output_hidden_states output_past output_scores
+    pad_token_id prefix pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn repetition_penalty
+    resid_pdrop return_dict return_dict_in_generate sentence_transformers sep_token_id suppress_tokens
+    sbert_ce_default_activation_function task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attn use_return_dict
+    """.split()
+)
+# Those of the rotary positions, by kind.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROTARY = {"default": (), "linear": ("factor",), "llama3": _LLAMA3}
 
 
 def in_blocks(x: np.ndarray, widths: Sequence[int], head_dim: int) -> list[np.ndarray]:
@@ -35,7 +57,8 @@ class Family:
 
     Attributes:
         name: ``model_type`` in the config.
-        config: reads the config; raises ``ValueError`` for what the model does not support (``numbers``, ``refuse``).
+        config: reads the config; raises ``ValueError`` for what the model does not support (``numbers``, ``refuse``),
+            and for keys that it does not know, if it calls ``refuse_others``.
         fused: ``(x [...,in], widths, head_dim)``: how a fused projection is split. By default one after the other.
         inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, as PyTorch's Linear.
         prefixes: what models with a task head put before every name.
@@ -92,20 +115,27 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
     """Rotary positions as a config says; newer ones keep base, fraction and scaling in one entry.
 
     Raises:
-        ValueError: another scaling than ``linear`` and ``llama3``, two of them, or a number that is not positive.
+        ValueError: another scaling than ``linear`` and ``llama3``, two of them, an entry that neither has, such as one
+            for each type of layer, or a number that is not positive.
     """
     entries = [config.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise ValueError(f"rope_parameters and rope_scaling must be dicts, got {entries}")
     merged: dict[str, Any] = {**entries[1], **entries[0]}
-    kinds = {entry.get("rope_type", entry.get("type", "default")) for entry in entries} - {"default"}
-    if not kinds <= {"linear", "llama3"} or len(kinds) > 1:
+    named = [entry[key] for entry in entries for key in ("rope_type", "type") if key in entry]
+    kinds = [kind for at, kind in enumerate(named) if kind != "default" and kind not in named[:at]]
+    if len(kinds) > 1 or not all(isinstance(kind, str) and kind in _ROTARY for kind in kinds):
         raise ValueError(
-            f"rope_type is {' and '.join(map(repr, sorted(map(str, kinds))))} in this config, which the model "
-            f"here does not support"
+            f"rope_type is {' and '.join(map(repr, kinds))} in this config, which the model here does not support"
+        )
+    kind = kinds[0] if kinds else "default"
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROTARY[kind]}
+    if others := [key for key in merged if key not in known and merged[key] is not None]:
+        raise ValueError(
+            f"the rotary positions of this config have {', '.join(map(str, others))}, which rope_type {kind!r} does not"
         )
 
-    def number(name: str, default: float | None = None) -> float:
+    def number(name: str, default: Any = None) -> float:
         value = merged.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"{name} of the rotary positions must be a positive number, got {value!r}")
@@ -113,17 +143,34 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
 
     base, share = number("rope_theta", config.get(base_key, 10000.0)), number("partial_rotary_factor", fraction)
     scaling = None
-    if kinds == {"linear"}:
+    if kind == "linear":
         scaling = LinearScaling(number("factor"))
-    elif kinds:
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        factor, low, high, length = (number(name) for name in names)
+    elif kind == "llama3":
+        factor, low, high, length = (number(name) for name in _LLAMA3)
         scaling = Llama3Scaling(factor, low, high, int(length))
     return Rotary(base, share, scaling)
 
 
 def refuse(config: Mapping[str, Any], **supported: Any) -> None:
-    """Raises ``ValueError`` if a key is in the config with another value than the one supported."""
+    """Raises ``ValueError`` if a key is in the config with another value than the one supported.
+
+    A null counts as a key that is not there, unless the supported value is True or a name: it may mean false, or none.
+    """
     for key, value in supported.items():
-        if config.get(key, value) != value:
+        missing = config.get(key) is None and value is not True and not isinstance(value, str)
+        if not missing and config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r} in this config, which the model here does not support")
+
+
+def refuse_others(config: Mapping[str, Any], *known: str) -> None:
+    """Raises ``ValueError`` for keys that may change what the model computes: neither ``known`` nor ``HARMLESS``.
+
+    A null counts as a key that is not there. ``known`` are the keys that the family reads or checks itself.
+    """
+    refuse(config, is_encoder_decoder=False, add_cross_attention=False, pruned_heads={})
+    checked = {*known, *HARMLESS, "is_encoder_decoder", "add_cross_attention", "pruned_heads"}
+    if others := {key: value for key, value in config.items() if key not in checked and value is not None}:
+        raise ValueError(
+            f"the config of a {config.get('model_type')} has keys that are not known here and may change what the "
+            f"model computes: {others}; leave out those that do not"
+        )

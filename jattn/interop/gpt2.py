@@ -7,14 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import SIZES, Family, activation, numbers, refuse, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, small
 
 
 def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a GPT-2's config."""
     keys = {"num_layers": "n_layer", "num_heads": "n_head", "model_dim": "n_embd", "max_length": "n_positions"}
     sizes = numbers(options, {**SIZES, **keys}, {"mlp_dim": "n_inner"})
-    refuse(options, add_cross_attention=False, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    refuse(options, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+    summaries = (f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+    refuse_others(
+        options, *keys.values(), "vocab_size", "n_inner", "layer_norm_epsilon", "activation_function",
+        "tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", *summaries,
+    )  # fmt: skip
     return Config(
         family="gpt2",
         **{"mlp_dim": 4 * sizes["model_dim"], **sizes},

@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 
 from jattn.interop._block import Config
-from jattn.interop.family import SIZES, Family, activation, numbers, refuse, rotary, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, rotary, small
 
 
 def config(options: Mapping[str, Any]) -> Config:
     """The sizes in a GPT-NeoX's config."""
     sizes = numbers(options, {**SIZES, "mlp_dim": "intermediate_size"})
     refuse(options, attention_bias=True)
+    refuse_others(
+        options, *SIZES.values(), "intermediate_size", "attention_bias", "rotary_emb_base", "rotary_pct",
+        "rope_theta", "rope_parameters", "rope_scaling", "tie_word_embeddings", "layer_norm_eps", "hidden_act",
+        "use_parallel_residual",
+    )  # fmt: skip
     base = "rotary_emb_base" if "rotary_emb_base" in options else "rope_theta"
     tied = bool(options.get("tie_word_embeddings", False))
     return Config(

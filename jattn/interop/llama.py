@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import SIZES, Family, activation, numbers, refuse, rotary, small
+from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, rotary, small
 
 
 def llama(options: Mapping[str, Any]) -> Config:
@@ -20,6 +20,7 @@ def llama(options: Mapping[str, Any]) -> Config:
     if options["model_type"] == "llama":
         refuse(options, sliding_window=None)
         _refuse_windows(options)
+        refuse_others(options, *_READ, *_DERIVED)
     bias, tied = bool(options.get("attention_bias", False)), bool(options.get("tie_word_embeddings", False))
     return Config(
         family=options["model_type"],
@@ -41,28 +42,38 @@ def mistral(options: Mapping[str, Any]) -> Config:
     """The sizes in a Mistral's config: a Llama whose queries may see a window."""
     window = numbers(options, {}, {"window": "sliding_window"})
     _refuse_windows(options, "sliding_attention" if window else "full_attention")
+    refuse_others(options, *_READ, *_DERIVED)
     return dataclasses.replace(llama(options), **window)
 
 
 def qwen2(options: Mapping[str, Any]) -> Config:
     """The sizes in a Qwen2's config: a Llama with biases of query, key and value."""
-    refuse(options, use_sliding_window=False)
+    refuse(options, use_sliding_window=False, use_mrope=False)
     _refuse_windows(options)
+    # Without use_sliding_window, the other two say nothing.
+    refuse_others(options, *_READ, *_DERIVED, "use_sliding_window", "max_window_layers", "use_mrope")
     return dataclasses.replace(llama(options), qkv_bias=True)
 
 
+_READ = (
+    *SIZES.values(), "intermediate_size", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters", "rope_scaling",
+    "sliding_window", "layer_types",
+)  # fmt: skip
 # What derived models add under this family's name, and its value where it changes nothing.
 _DERIVED = {
     "partial_rotary_factor": 1.0, "attention_multiplier": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
     "logits_scaling": 1.0, "no_rope_layers": None, "qk_norm": False, "is_causal": True,
     "use_bidirectional_attention": False, "final_logit_softcapping": None, "attn_logit_softcapping": None,
+    "use_qk_norm": False, "qk_layernorm": False, "rope_interleaved": False, "alibi": False, "logit_scale": 1.0,
+    "scale_emb": 1.0,
 }  # fmt: skip
 
 
 def _refuse_windows(options: Mapping[str, Any], kind: str = "full_attention") -> None:
     """Raises ``ValueError`` unless all layers attend in one way."""
     layers = options.get("layer_types")
-    if layers is not None and set(layers) != {kind}:
+    if layers is not None and not (isinstance(layers, list | tuple) and all(one == kind for one in layers)):
         raise ValueError(f"layer_types is {layers!r} in this config, which the model here does not support")
 
 
