@@ -97,8 +97,8 @@ class Setup:
         """
         if not self.config.train.start:
             return state
-        folder, checkpoints, step = named(self.config.train.start)
         try:
+            folder, checkpoints, step = named(self.config.train.start)
             if _sizes(config_of(folder)) != _sizes(self.config):  # Orbax leaves threads behind when it refuses
                 raise ValueError(f"expected the config's model, tokens, answers and seeds, got others in {folder}")
             return state | {"params": checkpoints.load(step, state)["params"]}

@@ -149,7 +149,7 @@ def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypat
     assert main([*words, "--train.start", str(out), "--model.head_dim", "3"]) == 2
     assert "train.start: expected the config's model, tokens, answers and seeds, got others" in capsys.readouterr().err
     assert main([*words, "--train.start", "nowhere"]) == 2
-    assert "expected the folder of a run that trains, got 'nowhere'" in capsys.readouterr().err
+    assert "train.start: expected the folder of a run that trains, got 'nowhere'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
