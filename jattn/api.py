@@ -92,7 +92,8 @@ def dot_product_attention(
             such as a ``jattn.sharding.Ring``.
         return_residual: also return the log-sum-exp.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, as in ``jattn.score_mods``.
-        query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``.
+        query_positions, kv_positions: integers ``[T]`` or ``[B,T]``, ``[S]`` or ``[B,S]``, within int32 (traced ones
+            beyond are clipped).
         sinks: floats ``[N]``: a score for attending to nothing, part of the softmax's denominator and of the lse.
             Source: https://arxiv.org/abs/2309.17453 and gpt-oss's published code.
         dropout_rate, dropout_rng: the probability of dropping a weight, and the key, hashed with (b, h, q, kv).

@@ -12,6 +12,7 @@ that implementations can skip empty blocks, and their ``interval`` describes all
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jattn.mods.arrays import namespace
@@ -145,7 +146,8 @@ class Segments(Mask):
     """Packed sequences: a pair is visible if its two ids are equal. ``query_ids`` ``[T]`` or ``[B,T]``, integers.
 
     ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 is shared by all sequences. Usually combined:
-    ``Segments(ids) & Causal()``.
+    ``Segments(ids) & Causal()``. Ids may be hashes: JAX arrays of any integer type, also 64 bits in x64, are compared
+    exactly; NumPy arrays must fit int32.
     """
 
     query_ids: Any
@@ -159,6 +161,13 @@ class Segments(Mask):
                 object.__setattr__(self, name, to_int32(f"masks.Segments: {name}", ids))
 
     def check(self, B, N, T, S) -> None:
+        common = np.promote_types(self.query_ids.dtype, self._key_ids().dtype)
+        if common.kind == "f" or (common.itemsize > 4 and not jax.config.jax_enable_x64):
+            raise TypeError(
+                "masks.Segments: query_ids and kv_ids must have one integer type of at most 32 bits (64 with "
+                f"jax_enable_x64), or JAX would not compare them exactly; got {self.query_ids.dtype} and "
+                f"{self._key_ids().dtype}"
+            )
         check_sizes(self.query_ids, "masks.Segments", "query_ids", B=B, T=T)
         hint = "" if self.kv_ids is not None else "; keys of another length than the queries need kv_ids"
         check_sizes(self._key_ids(), "masks.Segments", "query_ids" if hint else "kv_ids", hint, B=B, S=S)

@@ -16,6 +16,7 @@ from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import Length, arange, namespace
+from jattn.mods.lookup import ranks
 from jattn.mods.validation import check_array, to_int32
 
 
@@ -218,7 +219,7 @@ def _tokens(tokens: ArrayLike, B: Length, T: Length, S: Length, one_sequence: bo
     # JAX would silently truncate NumPy's wide integers, and different tokens could become equal.
     tokens = jnp.asarray(to_int32("tokens", tokens) if isinstance(tokens, np.ndarray) else tokens).reshape(B, T)
     if tokens.dtype.itemsize > 4:  # a kernel has 32 bits; ranks are equal where tokens are
-        tokens = jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(tokens).astype(jnp.int32)
+        tokens = ranks(tokens)
     return tokens
 
 

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn.mods.pytree import pytree_dataclass
+from jattn.mods.validation import to_int32
 
 
 @pytree_dataclass
@@ -31,7 +33,7 @@ class TopQueries:
             tokens: integers ``[B,T]``.
 
         Raises:
-            ValueError: scores or tokens of another shape.
+            ValueError: scores or tokens of another shape, or tokens beyond int32.
         """
         *lead, N, k = self.score.shape
         if scores.ndim != len(lead) + 3 or [*scores.shape[:-3], scores.shape[-1]] != [*lead, N]:
@@ -42,7 +44,8 @@ class TopQueries:
             raise ValueError(f"tokens must be [B, T] = [{B}, {T}], as scores, got {list(jnp.shape(tokens))}")
         flat = jnp.moveaxis(scores.astype(self.score.dtype), -1, -3).reshape(*lead, N, B * T)
         best, index = jax.lax.top_k(flat, min(k, B * T))
-        token = jnp.full(B * T, -1, jnp.int32) if tokens is None else jnp.asarray(tokens, jnp.int32).reshape(-1)
+        tokens = np.full((B, T), -1) if tokens is None else tokens
+        token = jnp.ravel(to_int32("tokens", tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)))
         new = (index // T + self.seen, index % T, token[index]) if B * T else (index, index, index)  # nothing new
         score, order = jax.lax.top_k(jnp.concatenate([self.score, best], -1), k)
 

@@ -27,7 +27,7 @@ from jattn.kernels import SEVERAL_DEVICES, Kernel, Results
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.mods.arrays import mod_semantics, pad_end
-from jattn.mods.lookup import look_up_row
+from jattn.mods.lookup import look_up_row, ranks
 from jattn.mods.mask import conjuncts
 from jattn.score_mods import Alibi, SoftCap
 
@@ -184,10 +184,11 @@ def visible_slots(args: AttentionArgs) -> VisibleSlots:
             query_ids, query_inside = look_up_row(segments.query_ids, b, positions)
             key_ids, _ = look_up_row(segments._key_ids(), b, jnp.arange(S, dtype=jnp.int32)[None])
             high = jnp.where(query_inside, high, 0)
-            query_ids, key_ids = (
-                jnp.broadcast_to(jnp.asarray(ids), (B, length)).astype(jnp.int32)
-                for ids, length in ((query_ids, T), (key_ids, S))
-            )
+            ids = [jnp.broadcast_to(jnp.asarray(x), (B, n)) for x, n in ((query_ids, T), (key_ids, S))]
+            both = jnp.concatenate(ids, 1)
+            # 32 bits of either sign are as good as int32.
+            both = ranks(both) if both.dtype.itemsize > 4 else both.astype(jnp.int32)
+            query_ids, key_ids = both[:, :T], both[:, T:]
     if args.kv_lengths is not None:
         high = jnp.minimum(high, jnp.asarray(args.kv_lengths)[:, None])
     if args.query_lengths is not None:

@@ -4,6 +4,7 @@ Results are NumPy arrays if everything is static, so that a static mask stays st
 positions are arrays that broadcast, so one call answers for a grid of blocks. They may extend beyond the table.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,6 +32,11 @@ def look_up_row(table: AnyArray, b: Index, index: Index) -> tuple[AnyArray, AnyA
     return look_up(table, index) if table.ndim == 1 else look_up(table, b, index)
 
 
+def ranks(ids: AnyArray) -> jax.Array:
+    """int32 numbers of the shape of ``ids [B, length]``, equal where the ids of a row are, for kernels of 32 bits."""
+    return jax.vmap(lambda row: jnp.searchsorted(jnp.sort(row), row))(jnp.asarray(ids)).astype(jnp.int32)
+
+
 def shared(table: AnyArray, b: Index, h: Index) -> tuple[Index, Index]:
     """Batch and head indices into a 4-D table whose axes of size 1 are shared by all."""
     xp = namespace(b, h)  # not ``b * 0``: the result must not even formally depend on b
@@ -53,7 +59,8 @@ def range_in_row(ids: AnyArray, b: Index, low: Index, high: Index) -> tuple[AnyA
     count = cdiv(size, part)
     head, tail, between = start + xp.arange(part), end - 1 - xp.arange(part), xp.arange(count)
     extremes = []
-    for reduce, none in ((xp.min, info.max), (xp.max, info.min)):
+    for reduce, of_none in ((xp.min, info.max), (xp.max, info.min)):
+        none = np.array(of_none, ids.dtype)  # a Python number would be of JAX's default type, which may be too narrow
         parts = pad_end(ids, (*ids.shape[:-1], count * part), none).reshape(*ids.shape[:-1], count, part)
         pieces = [(ids, head, head < end)]
         if not isinstance(size, int) or size > part:

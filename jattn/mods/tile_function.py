@@ -174,15 +174,22 @@ def _over(depends: set[str]) -> str:
 
 def _check_elementwise(equation: JaxprEqn) -> None:
     name = equation.primitive.name
-    types: list[Any] = [x.aval for x in (*equation.invars, *equation.outvars)]
     if name.startswith("custom_"):  # its rule is traced for arrays of one number
         raise NotElementwise("a function with a derivative of its own (jax.custom_jvp) by query and key together")
     if name not in ELEMENTWISE and name not in _SAME_VALUE:
         raise NotElementwise(f"{name} by query and key together")
-    if any(x.size != 1 for x in types):
+    if any(x.size != 1 for x in _types(equation)):
         raise NotElementwise(f"{name} of arrays by query and key together")
-    if any(x.dtype.itemsize > 4 for x in types):
+    if _has_64_bits(equation):
         raise NotElementwise(f"{name} in 64 bits by query and key together")
+
+
+def _types(equation: JaxprEqn) -> list[Any]:
+    return [x.aval for x in (*equation.invars, *equation.outvars)]
+
+
+def _has_64_bits(equation: JaxprEqn) -> bool:
+    return any(x.dtype.itemsize > 4 for x in _types(equation))
 
 
 def _choose_outside(traced: TileFunction) -> None:
@@ -192,7 +199,7 @@ def _choose_outside(traced: TileFunction) -> None:
     for step in traced.steps:
         over = _over(traced.axes[step.outputs[0]])
         cheap = all(i in inside or i in simple or _over(traced.axes[i]) == HEAD for i in step.inputs)
-        elementwise = step.equation.primitive.name in ELEMENTWISE and cheap
+        elementwise = step.equation.primitive.name in ELEMENTWISE and cheap and not _has_64_bits(step.equation)
         if over == PAIR or (over != HEAD and elementwise):
             inside.update(step.outputs)
     wanted, seen = [traced.result], set[int]()

@@ -8,8 +8,10 @@ import inspect
 import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jattn.mods.arrays import AnyArray, Index, Length, namespace
 
@@ -17,16 +19,21 @@ LEAST, LARGEST = -(2**31), 2**31 - 1  # of int32
 
 
 def to_int32(argument: str, x: AnyArray) -> AnyArray:
-    """Integers of any width and sign as int32. NumPy arrays must fit, or it raises; JAX arrays are clipped."""
+    """Integers of any width and sign as int32, which must hold them, or it raises; traced ones are clipped."""
     if x.dtype == np.int32:
         return x
-    if isinstance(x, np.ndarray | np.generic):
-        low, high = x.min(initial=0), x.max(initial=0)
-        if low < LEAST or high > LARGEST:
+    traced = isinstance(x, jax.Array) and (isinstance(x, Tracer) or not x.is_fully_addressable)
+    if not traced and jnp.iinfo(x.dtype).max > LARGEST:
+        values = np.asarray(x)
+        if values.min(initial=0) < LEAST or values.max(initial=0) > LARGEST:
             raise ValueError(
-                f"{argument} must lie within int32, from {LEAST} to {LARGEST}, got values from {x.min()} to {x.max()}"
+                f"{argument} must lie within int32, from {LEAST} to {LARGEST}, got values from {values.min()} to "
+                f"{values.max()}"
             )
-        return x.astype(np.int32)
+    return _clipped(x) if isinstance(x, jax.Array) else x.astype(np.int32)
+
+
+def _clipped(x: jax.Array) -> jax.Array:
     info = jnp.iinfo(x.dtype)
     if info.max > LARGEST:
         x = jnp.clip(x, max(info.min, LEAST), LARGEST)
@@ -89,7 +96,7 @@ def number(x: AnyArray | int, least: int = LEAST) -> AnyArray | int:
     """An integer field, clipped to int32: a Python int if it is known, otherwise an int32 array."""
     if isinstance(x, int | np.integer | np.ndarray):
         return min(max(operator.index(x), least), LARGEST)
-    return jnp.maximum(to_int32("", x), least)
+    return jnp.maximum(_clipped(x), least)
 
 
 def at_most(kv_idx: Index, q_idx: Index, by: Index) -> AnyArray:

@@ -351,6 +351,15 @@ class TestRanges:
         for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
+    @pytest.mark.parametrize("dtype", [np.uint32, pytest.param(np.uint64, marks=pytest.mark.slow)])
+    def test_traced_ids_of_any_type(self, dtype):
+        ids = np.random.default_rng(0).choice(np.array([0, 3, -1, -2]).astype(dtype), (1, 30))
+        at = (0, np.array([0, 9, 40]), np.array([7, 60, 50]))
+        with mod_semantics(), jax.enable_x64(dtype == np.uint64):
+            found = jax.jit(range_in_row)(ids, *at)
+        for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
     def test_linear_memory(self):
         """Static and traced; one bool per block and position would take 128 MiB."""
         ids, low = np.repeat(np.arange(4096, dtype=np.int32), 64), np.arange(0, 2**18, 512)

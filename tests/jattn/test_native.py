@@ -76,6 +76,29 @@ def test_every_width_is_the_dense_formula(name, getkey):
         compare(values_and_gradients(Native(width), OPTIONS[name], qkv), wanted)
 
 
+def ids_of(kind):
+    """Ids that equal others if some of their bits are dropped."""
+    wide = jnp.asarray(IDS.astype(np.int64))
+    return {
+        "64 bits": (wide << 32, None),
+        "unsigned": (wide.astype(jnp.uint64) << 63, None),
+        "of two types": ((wide + 2**31).astype(jnp.uint32), wide - 2**31),  # no two are equal
+    }[kind]
+
+
+@needs_package
+@pytest.mark.parametrize("few", [0, pytest.param(T + 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["64 bits", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unsigned", "of two types"))]
+)
+def test_ids_of_64_bits(kind, few, getkey):
+    qkv = arrays(getkey())
+    with jax.enable_x64(True):
+        mask = masks.Segments(*ids_of(kind))
+        got = jax.jit(lambda mask: attend(*qkv, mask=mask, implementation=Native(few=few)))(mask)
+        compare(got, attend(*qkv, mask=mask, implementation="xla"))
+
+
 @needs_package
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("options", [{}, {"score_mod": score_mods.SoftCap(5.0)}, {"local_window_size": (1100, 0)}])

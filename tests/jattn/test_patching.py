@@ -508,6 +508,8 @@ def test_top_queries_with_fewer_queries_than_places():
         top.update(jnp.zeros((2, 3, 2)))
     with pytest.raises(ValueError, match=r"tokens must be \[B, T\] = \[2, 3\], as scores, got \[3, 2\]"):
         top.update(jnp.zeros((2, 3, 1)), jnp.zeros((3, 2), int))
+    with pytest.raises(ValueError, match="tokens must lie within int32, .* to 4294967296"):
+        top.update(jnp.zeros((1, 2, 1)), np.array([[0, 2**32]]))
     for wrong in ((0, 4), (3,), (3, 0)):
         with pytest.raises(ValueError, match="positive integers"):
             heads.top_queries(*wrong)

@@ -74,8 +74,8 @@ BLOCKS = {
     "segments shared by two sequences, keys of their own": (
         {"mask": masks.Segments(IDS[0, :140], IDS[0])}, {"B": 2, "T": 140, "S": 300},
     ),
-    "segments with ids at one end of int32, and lengths": (
-        {"mask": masks.Segments(IDS - 2**31), "key_value_seq_lengths": np.array([200]), "query_seq_lengths": np.array([290])},
+    "segments with ids at both ends of int32, and lengths": (
+        {"mask": masks.Segments(np.array([-(2**31), 2**31 - 2, 2**31 - 1])[IDS]), "key_value_seq_lengths": np.array([200]), "query_seq_lengths": np.array([290])},
         {"T": 300, "S": 300},
     ),
     "two segments": ({"mask": masks.Segments(IDS) & masks.Segments(IDS[0] % 2)}, {"T": 300, "S": 300}),
@@ -107,7 +107,7 @@ def test_values_lse_and_gradients_of_several_blocks(name):
 
 
 BLIND = {
-    "window without a prefix: rows that see nothing", "segments with ids at one end of int32, and lengths",
+    "window without a prefix: rows that see nothing", "segments with ids at both ends of int32, and lengths",
     "both lengths and causal",
 }  # fmt: skip
 

@@ -75,6 +75,17 @@ def test_look_ups_by_one_index_happen_outside():
     assert separated(MODS["causal"])[1] == set()
 
 
+def test_64_bits_stay_outside():
+    """A kernel's arrays have 32."""
+    with jax.enable_x64(True):
+        wide = jnp.array([2**33, 2**34, 0, -(2**33)])
+        mask = lambda b, h, q, kv: (jnp.asarray(q, jnp.int64) + wide[h] < 2**33 + 3) & (kv <= q)
+        np.testing.assert_array_equal(separated(mask)[0], of_all_pairs(mask))
+        at = np.arange(N), np.arange(L, dtype=np.int32)[None]
+        arrays = make_tile_function(mask).arrays(np.arange(B), *at, at[1])
+    assert [x.dtype for x in arrays] == [bool]
+
+
 @pytest.mark.parametrize(
     ("mod", "score", "operation"),
     [

@@ -24,6 +24,7 @@ from jattn.kernels import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
 from jattn.mods.arrays import cdiv, mod_semantics, without_mesh
 from jattn.mods.closure_convert import depends_on
+from jattn.mods.lookup import ranks
 from jattn.mods.mask import conjuncts
 from jattn.mods.pytree import known
 from jattn.mods.tile_function import NotElementwise, make_tile_function
@@ -236,8 +237,7 @@ def _is_arithmetic(mask: MaskFunction) -> bool:
 def ids_of(args: AttentionArgs) -> tuple[jax.Array, jax.Array] | None:
     """Ids ``[B,T]`` and ``[B,S]``, equal where ``Segments``, ``Padding`` and the lengths let a query see a key.
 
-    What a length hides gets two ids that no segment has, just below the least one. (They wrap around to the largest
-    integers, so ids must not reach from one end of int32 to the other.)
+    What a length hides gets one of two negative ids. Segments then have ranks, which are not negative.
     """
     parts = _split(args)
     (B, T), S = args.query.shape[:2], args.key.shape[1]
@@ -254,11 +254,13 @@ def ids_of(args: AttentionArgs) -> tuple[jax.Array, jax.Array] | None:
         kv_ids = q_ids if segments.kv_ids is None else _rows(segments.kv_ids, b)
     if not limits and args.query_lengths is None:
         return q_ids, kv_ids
-    unused = jnp.minimum(q_ids.min(), kv_ids.min()) - 2
+    if segments is not None:
+        both = ranks(jnp.concatenate([q_ids, kv_ids], 1))
+        q_ids, kv_ids = both[:, :T], both[:, T:]
     if args.query_lengths is not None:
-        q_ids = jnp.where(jnp.arange(T) < jnp.asarray(args.query_lengths)[:, None], q_ids, unused)
+        q_ids = jnp.where(jnp.arange(T) < jnp.asarray(args.query_lengths)[:, None], q_ids, -2)
     for limit in limits:
-        kv_ids = jnp.where(jnp.arange(S) < limit[:, None], kv_ids, unused + 1)
+        kv_ids = jnp.where(jnp.arange(S) < limit[:, None], kv_ids, -1)
     return q_ids, kv_ids
 
 
