@@ -35,7 +35,6 @@ STEP = 16  # head dims are padded to multiples of the widest vector
 PART = 1024  # keys of a task with few queries
 PARTS = 4  # of the queries that share a key head, at most: each holds gradients of all keys
 WIDTHS = (None, 4, 8, 16)
-LEAST = jnp.finfo(jnp.float32).min
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +81,22 @@ class Native(Kernel):
         return super().lowering_reason(platform) or exported
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
-        """``row_max`` is the lse, so that ``row_sum`` is 1, or 0 where a query sees nothing."""
+        """By the kernels."""
         (B, T, N, _), S, D = args.query.shape, args.key.shape[1], args.value.shape[3]
-        types, name = [(B, T, N, _padded(D)), (B, T, N)], "jattn_forward"
+        types, name = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], "jattn_forward"
         if T < self.few:
             name = "jattn_decode"
             types.append((B, -(-S // PART), N * T, _padded(D) + 2))  # each part's sums, maxima and sums of exponentials
-        out, lse, *_ = _call(name, args, self.width, [], types)
-        return out[..., :D].astype(args.value.dtype), lse, (lse != LEAST).astype(lse.dtype)
+        out, row_max, row_sum, *_ = _call(name, args, self.width, [], types)
+        return out[..., :D].astype(args.value.dtype), row_max, row_sum
 
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         (B, T, _, _), K = args.query.shape, args.key.shape[2]
+        if T < self.few:
+            # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
+            results = dataclasses.replace(self, few=0).forward(platform, args)
         d_acc, d_row_sum = of_sums(results, cotangents)
         parts = max(min(PARTS, 4 * PARTS // (B * K), T // PART), 1)
         qkv = args.query, args.key, args.value

@@ -17,7 +17,7 @@
 
 namespace ffi = xla::ffi;
 
-constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST = -3.4028234663852886e38f;  // the largest score of a query that sees nothing
 constexpr int KEYS = 64;                          // of a block: they and their values stay in the nearest cache
 constexpr int QUERIES = 256;                       // of a task, which read a block of keys tile by tile
@@ -45,18 +45,20 @@ struct Scores {
   // Rows of [B,T,N,...] and of [B,S,K,...].
   long row_of_query(int b, int t, int h) const { return ((long)b * T + t) * N + h; }
   long row_of_key(int b, int j, int kv) const { return ((long)b * S + j) * K + kv; }
-  // What queries are multiplied by: products are then scores in units of log2, or those divided by the cap.
-  float factor() const { return cap ? scale / cap : scale * LOG2E; }
+  // What queries are multiplied by: products are then scores, or those divided by the cap.
+  float factor() const { return cap ? scale / cap : scale; }
 };
+// The largest score of a query and the sum of exp(score - largest), kept apart: at large scores their logarithms' sum
+// would lose the smaller. NaN where the query sees one, and LEAST and 0 where it sees nothing.
 template <typename In>
 struct Forward {
   const In *q, *k, *v;
-  float *out, *lse;
+  float *out, *row_max, *row_sum;
 };
 template <typename In>
 struct Backward {
   const In *q, *k, *v;
-  const float *lse, *d_out, *d_sum;
+  const float *row_max, *d_out, *d_sum;
   float *d_q, *d_k, *d_v;
 };
 template <typename In>
@@ -180,13 +182,13 @@ static void forward_all(ffi::ThreadPool& pool, int width, const Scores& s, const
 
 static ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats numbers,
                           Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Result out,
-                          Result lse, int32_t width) {
+                          Result row_max, Result row_sum, int32_t width) {
   Scores s = scores_of(q, k, v, numbers, low, high, query_ids, key_ids, positions, slopes);
-  float *to = out->typed_data(), *to_lse = lse->typed_data();
+  float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
   if (q.element_type() == ffi::BF16)
-    forward_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v), to, to_lse});
+    forward_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v), to, to_max, to_sum});
   else
-    forward_all<float>(pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v), to, to_lse});
+    forward_all<float>(pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v), to, to_max, to_sum});
   return ffi::Error::Success();
 }
 
@@ -199,25 +201,25 @@ static void backward_all(ffi::ThreadPool& pool, int width, const Scores& s, cons
 }
 
 static ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats numbers,
-                           Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Floats lse,
+                           Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Floats row_max,
                            Floats d_out, Floats d_sum, Result d_q, Result d_k, Result d_v, int32_t width) {
   Scores s = scores_of(q, k, v, numbers, low, high, query_ids, key_ids, positions, slopes);
   const int parts = d_k->dimensions()[0];
-  const float *of_lse = lse.typed_data(), *of_out = d_out.typed_data(), *of_sum = d_sum.typed_data();
+  const float *of_max = row_max.typed_data(), *of_out = d_out.typed_data(), *of_sum = d_sum.typed_data();
   float *to_q = d_q->typed_data(), *to_k = d_k->typed_data(), *to_v = d_v->typed_data();
   if (q.element_type() == ffi::BF16)
     backward_all<Half>(pool, resolved(width), s,
-                       {data<Half>(q), data<Half>(k), data<Half>(v), of_lse, of_out, of_sum, to_q, to_k, to_v}, parts);
+                       {data<Half>(q), data<Half>(k), data<Half>(v), of_max, of_out, of_sum, to_q, to_k, to_v}, parts);
   else
     backward_all<float>(
-        pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v), of_lse, of_out, of_sum, to_q, to_k, to_v},
+        pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v), of_max, of_out, of_sum, to_q, to_k, to_v},
         parts);
   return ffi::Error::Success();
 }
 
 template <typename In>
-static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const Decode<In>& f, float* out, float* lse,
-                       float* scratch, int parts) {
+static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const Decode<In>& f, float* out, float* row_max,
+                       float* row_sum, float* scratch, int parts) {
   const long rows = (long)s.N * s.T, all = s.B * parts * rows;
   float *sums = scratch, *largest = sums + all * s.D, *totals = largest + all;
   parallel(pool, (long)s.B * parts, BY_WIDTH(width, decode_floats(s)), [&](long i, float* memory) {
@@ -227,20 +229,21 @@ static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const 
   });
   for (int b = 0; b < s.B; b++) {
     long at = (long)b * parts * rows;
-    BY_WIDTH(width, merge(s, sums + at * s.D, largest + at, totals + at, parts, out, lse, b));
+    BY_WIDTH(width, merge(s, sums + at * s.D, largest + at, totals + at, parts, out, row_max, row_sum, b));
   }
 }
 
 static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats numbers,
                          Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Result out,
-                         Result lse, Result scratch, int32_t width) {
+                         Result row_max, Result row_sum, Result scratch, int32_t width) {
   Scores s = scores_of(q, k, v, numbers, low, high, query_ids, key_ids, positions, slopes);
   const int parts = scratch->dimensions()[1];
-  float *to = out->typed_data(), *to_lse = lse->typed_data(), *other = scratch->typed_data();
+  float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
+  float* other = scratch->typed_data();
   if (q.element_type() == ffi::BF16)
-    decode_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v)}, to, to_lse, other, parts);
+    decode_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v)}, to, to_max, to_sum, other, parts);
   else
-    decode_all<float>(pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v)}, to, to_lse, other, parts);
+    decode_all<float>(pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v)}, to, to_max, to_sum, other, parts);
   return ffi::Error::Success();
 }
 
@@ -258,9 +261,10 @@ static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer 
       .Arg<Ints>()                                                                                                 \
       .Arg<Floats>()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, forward, SCORES.Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, forward,
+                              SCORES.Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jattn_backward, backward,
     SCORES.Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_decode, decode,
-                              SCORES.Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
+                              SCORES.Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));

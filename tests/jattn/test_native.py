@@ -34,6 +34,10 @@ OPTIONS = {
     "unbounded": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1), "query_positions": np.arange(T) - 2**31},
     "soft cap": {"score_mod": score_mods.SoftCap(5.0), "is_causal": True, "scale": 0.7},
     "alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)), "query_positions": np.arange(T)[::-1]},
+    "far alibi": {
+        "score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
+        "query_positions": np.arange(T) - 2**31 + 5,
+    },
 }
 
 
@@ -97,6 +101,24 @@ def test_ids_of_64_bits(kind, few, getkey):
         mask = masks.Segments(*ids_of(kind))
         got = jax.jit(lambda mask: attend(*qkv, mask=mask, implementation=Native(few=few)))(mask)
         compare(got, attend(*qkv, mask=mask, implementation="xla"))
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [5, T])
+def test_gradients_at_large_scores(queries, getkey):
+    """The weights that the backward pass computes again add up to 1, although scores are rounded to units and more."""
+    query, key, value = arrays(getkey(), queries, 70)
+    equal = jnp.ones_like(query), jnp.full_like(key, 1e8 / H)
+
+    def total(value, qk, width):
+        return attend(*qk, value, scale=1.0, implementation=Native(width)).sum()
+
+    for width in widths():
+        for qk in ((1e4 * query, 1e4 * key), equal):
+            d_value = jax.jit(jax.grad(total), static_argnums=2)(value, qk, width)
+            np.testing.assert_allclose(d_value.sum((1, 2)), N * queries, rtol=1e-5)
+    tangent = jax.jvp(lambda v: total(v, equal, None), (value,), (jnp.ones_like(value),))[1]
+    np.testing.assert_allclose(tangent, B * queries * N * D, rtol=1e-5)
 
 
 @needs_package
@@ -202,6 +224,20 @@ def test_calls_at_the_same_time(getkey):
     with ThreadPoolExecutor(8) as pool:
         for got in pool.map(lambda _: many(*qkv), range(24)):
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+@needs_package
+def test_in_a_scan(getkey):
+    qkv = arrays(getkey(), 20, 33)
+
+    def loss(implementation, *qkv):
+        def layer(query, scale):
+            out = attend(query, scale * qkv[1], qkv[2], implementation=implementation)
+            return out[..., :H], out.sum()
+
+        return jax.lax.scan(jax.checkpoint(layer), qkv[0], jnp.arange(1.0, 4.0))[1].sum()
+
+    compare(*(jax.grad(functools.partial(loss, name), (0, 1, 2))(*qkv) for name in ("native", "xla")))
 
 
 @needs_package
