@@ -205,6 +205,16 @@ def _explicit(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
     return mesh, [tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in spec]
 
 
+def replicated_on(args: AttentionArgs) -> MeshAxes | None:
+    """The mesh of a call that is whole on each of its devices: all axes are explicit, and types name none of them."""
+    mesh = jax.typeof(args.query).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    if mesh.empty or any(is_typed(x) for x in (args.query, args.key, args.value) if x is not None):
+        return None
+    kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    return MeshAxes(mesh) if kinds == {AxisType.Explicit} else None
+
+
 def may_be_sharded(args: AttentionArgs) -> bool:
     """Whether the arrays may lie on several devices: their types or the current mesh have axes that are not manual.
 

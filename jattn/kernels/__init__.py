@@ -20,7 +20,7 @@ from jattn.blocks.plan import BlockSizes
 from jattn.blocks.reduction import Reduction, reduce_weights
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
-from jattn.core.shard import is_typed, may_be_sharded, on_each_device
+from jattn.core.shard import is_typed, may_be_sharded, on_each_device, per_device, replicated_on
 from jattn.core.vmap import canonical
 from jattn.mods.arrays import Length
 
@@ -50,7 +50,14 @@ OPTIONS: Mapping[str, tuple[Callable[[AttentionArgs], bool], str]] = {
     "key positions": (lambda args: args.kv_positions is not None, "it takes no positions of keys"),
     "dropout": (lambda args: args.dropout is not None, "it takes no dropout"),
     "precision": (lambda args: args.precision is not None, "it has no precision setting"),
-    "several devices": (lambda args: may_be_sharded(args) and not is_typed(args.query), SEVERAL_DEVICES),
+    "several devices": (
+        lambda args: (
+            may_be_sharded(args)
+            and not (is_typed(args.query) or is_typed(args.key))  # else ``on_each_device`` raises what is wrong
+            and replicated_on(args) is None
+        ),
+        SEVERAL_DEVICES,
+    ),
 }
 
 
@@ -149,6 +156,9 @@ class Kernel:
     def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; O(T + S) memory besides inputs and outputs, forward and backward."""
         self._check(self.unsupported_reason(args))  # given as an object, it was not asked before
+        everywhere = replicated_on(args) if self.platform else None  # XLA cannot place a kernel on several devices
+        if everywhere is not None:
+            return per_device(self._run, args, everywhere, ("btnd", "btn"))
         return on_each_device(self._run, args, ("btnd", "btn"))
 
     def _run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:

@@ -22,8 +22,7 @@ from jaxtyping import Array
 from jattn.blocks.backward import of_sums
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
-from jattn.core.shard import may_be_sharded
-from jattn.kernels import SEVERAL_DEVICES, Kernel, Results
+from jattn.kernels import Kernel, Results
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.mods.arrays import mod_semantics, pad_end
@@ -73,7 +72,6 @@ class Native(Kernel):
                 "it takes no masks but Causal, SlidingWindow, Prefix, Padding and one Segments, joined by &, "
                 "Causal, Prefix and Padding joined by |, and others with an interval that is the same for all heads",
             ),
-            (may_be_sharded(args), SEVERAL_DEVICES),
         ]
 
     def lowering_reason(self, platform: str) -> str | None:

@@ -241,6 +241,21 @@ def test_in_a_scan(getkey):
 
 
 @needs_package
+@pytest.mark.parametrize("spec", [("batch", None, "heads"), pytest.param((), marks=pytest.mark.slow)])
+def test_on_a_mesh_of_explicit_axes(spec, getkey):
+    """Each device computes its part, or all where the types name no axes."""
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    qkv = arrays(getkey())
+    options = {"mask": masks.Segments(IDS) & masks.Causal(), "score_mod": OPTIONS["alibi"]["score_mod"]}
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, sharding) for x in qkv]
+        got = values_and_gradients("native", options, placed)
+    assert [x.sharding.spec for x in got[1]] == [jax.typeof(x).sharding.spec for x in placed]
+    compare(got, values_and_gradients("xla", options, qkv))
+
+
+@needs_package
 def test_what_it_is_not_lowered_for(getkey):
     qkv = arrays(getkey(), 20, 20)
     call = jax.jit(functools.partial(attend, implementation="native"))
