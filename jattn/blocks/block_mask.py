@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jattn.blocks.block_lists import SMALL, Size, Tables, split_axis, tile, two_sizes
 from jattn.core.attention import check_mod
 from jattn.masks import Mask, MaskFunction, bounds
-from jattn.mods.arrays import AnyArray, Index, Length, arange, cdiv, mod_semantics
+from jattn.mods.arrays import AnyArray, Index, Length, arange, calling, cdiv, mod_semantics
 from jattn.mods.closure_convert import depends_on
 from jattn.mods.lookup import count_pairs
 from jattn.mods.pytree import as_part, holds_plain_function, known, pytree_dataclass, static_field
@@ -75,7 +75,7 @@ class Visibility(NamedTuple):
         masks, b, h, q_positions, kv_positions = known((tuple(self.masks), *self[3:]))
         b, h = (x[..., None] if np.ndim(x) else x for x in (b, h))
         q, kv = (np.arange(T) if x is None else x for x in (q_positions, kv_positions))
-        with mod_semantics():
+        with calling("mask"):
             values = [mask(b, h, q, kv) for mask in masks]  # the pairs themselves; bounds may cost O(T) each
         return all(isinstance(value, np.ndarray | np.generic) and bool(value.all()) for value in values)
 
@@ -154,7 +154,7 @@ def block_mask(
 
     def evaluate_block(b, h, q_idx, kv_idx):
         real = (q_idx >= 0)[:, None] & (kv_idx >= 0)[None, :]
-        with mod_semantics():
+        with calling("mask"):
             visible = mask(b, h, q_idx[:, None], kv_idx[None, :])
             check_mod("mask", visible, bool, real.shape)
             visible = jnp.broadcast_to(visible, real.shape)

@@ -26,7 +26,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jattn.core.dropout import Dropout, drop
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import AnyArray, Index, Length, mod_semantics
+from jattn.mods.arrays import AnyArray, Index, Length, calling
 from jattn.mods.closure_convert import closure_convert, depends_on
 from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.mods.validation import check_signature, to_int32, to_number
@@ -235,9 +235,9 @@ def visible_pairs(head: Head, indices: tuple) -> Bool[Array, "#T #S"] | None:
 
 def evaluate_mask(mask: MaskFunction, indices: tuple) -> Bool[Array, "#T #S"]:
     """The values of a mask, checked."""
-    with mod_semantics():
+    with calling("mask"):
         visible = mask(*indices)
-    check_mod("mask", visible, bool, (indices[2].shape[0], indices[3].shape[1]))
+        check_mod("mask", visible, bool, (indices[2].shape[0], indices[3].shape[1]))
     visible = jnp.asarray(visible)
     return visible.reshape((1,) * (2 - visible.ndim) + visible.shape)
 
@@ -246,9 +246,9 @@ def apply_score_mod(score_mod: ScoreMod, scores: Array, visible: Array | None, i
     """What a score function makes of the visible scores, checked."""
     if visible is not None:
         scores = jnp.where(visible, scores, 1.0)  # stand-in: keeps an infinite derivative out
-    with mod_semantics():
+    with calling("score_mod"):
         modified = score_mod(scores, *indices)
-    check_mod("score_mod", modified, jnp.floating, scores.shape)
+        check_mod("score_mod", modified, jnp.floating, scores.shape)
     return jnp.broadcast_to(modified, scores.shape).astype(scores.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Small array helpers for NumPy and JAX, and the promotion rules under which masks and score functions run."""
+"""Small array helpers for NumPy and JAX, and the context in which masks and score functions are called."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,6 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+
+# What FlexAttention's functions trip over; noted on whatever they raise.
+CONVENTION = (
+    "with index arrays that broadcast (such as q_idx [T, 1] and kv_idx [1, S]), not with scalars as in FlexAttention: "
+    "write x[..., 0] for x[0], (a * b).sum(-1) for jnp.dot(a, b), jnp.where for if, and & | ~ for and, or, not"
+)
 
 Length = Any  # an int, or a symbolic dimension of jax.export
 if TYPE_CHECKING:  # type checkers know no operators that both kinds of arrays have
@@ -51,3 +57,18 @@ def mod_semantics() -> Iterator[None]:
     """Promotion rules for masks and score functions: NumPy's, whatever the caller's are."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@contextlib.contextmanager
+def calling(argument: str) -> Iterator[None]:
+    """Around a call of a user's mask or score function: ``mod_semantics``, and a note on an exception that it raises.
+
+    ``argument``: where the function was passed, ``"mask"`` or ``"score_mod"``.
+    """
+    try:
+        with mod_semantics():
+            yield
+    except Exception as error:
+        if not any(CONVENTION in note for note in getattr(error, "__notes__", ())):  # calls may be nested
+            error.add_note(f"jattn called {argument} {CONVENTION}")
+        raise

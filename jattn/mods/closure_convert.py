@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
-from jattn.mods.arrays import Length, mod_semantics, without_mesh
+from jattn.mods.arrays import Length, calling, without_mesh
 from jattn.mods.jaxpr import HashableJaxpr, array_type, bind_equation, evaluate
 from jattn.mods.pytree import StaticFunction, holds_plain_function, is_function, pytree_dataclass, static_field
 
@@ -69,12 +69,14 @@ def closure_convert(
             lambda x: closure_convert(x, check, lengths, *score) if callable(x) else x, mod, is_leaf=is_function
         )
 
+    argument = "score_mod" if score else "mask"
+
     def call_and_check(*args: Array) -> None:
-        with mod_semantics():
+        with calling(argument):
             check(mod(*args))
 
     def on_one_pair(*args: Array) -> Array:
-        with mod_semantics():
+        with calling(argument):
             return jnp.reshape(mod(*args), ())
 
     jax.eval_shape(call_and_check, *arguments(*lengths, *score))
@@ -91,7 +93,7 @@ def depends_on(mod: Callable, index: int, *score: DTypeLike) -> bool:
     """Whether the result of a mask or score function depends on its argument ``index``."""
 
     def on_one_pair(*args: Array) -> Array:
-        with mod_semantics():
+        with calling("score_mod" if score else "mask"):
             return mod(*args)
 
     with without_mesh():  # a function traced outside of jax.shard_map is evaluated inside

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jattn.mods.arrays import mod_semantics, namespace
+from jattn.mods.arrays import calling, namespace
 from jattn.mods.pytree import as_part, holds_plain_function, known, pytree_dataclass
 from jattn.mods.validation import check_fits
 
@@ -94,7 +94,7 @@ def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any,
     """
     if not isinstance(mask, Mask):
         return np.True_, np.False_
-    with mod_semantics():
+    with calling("mask.bounds"):
         return known(mask).bounds(b, h, q_min, q_max, kv_min, kv_max)
 
 
@@ -106,7 +106,7 @@ def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Inte
     """
     if not isinstance(mask, Mask) or holds_plain_function(mask):
         return None
-    with mod_semantics():
+    with calling("mask.interval"):
         return known(mask).interval(b, h, q_idx)
 
 

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int
 
-from jattn.mods.arrays import mod_semantics
+from jattn.mods.arrays import calling, mod_semantics
 from jattn.mods.jaxpr import bind_equation, evaluate
 from jattn.mods.pytree import known
 
@@ -126,7 +126,7 @@ def make_tile_function(mod: Callable, score_dtype: DTypeLike | None = None) -> T
     types = [*([] if score_dtype is None else [jax.ShapeDtypeStruct((), score_dtype)]), *[index] * 4]
 
     def on_one_pair(*args: Array) -> Array:
-        with mod_semantics():
+        with calling("mask" if score_dtype is None else "score_mod"):
             return jnp.reshape(mod(*args), ())
 
     closed = jax.make_jaxpr(on_one_pair)(*types)

@@ -22,7 +22,7 @@ from jattn.blocks.block_mask import Visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
-from jattn.mods.arrays import cdiv, mod_semantics, without_mesh
+from jattn.mods.arrays import calling, cdiv, without_mesh
 from jattn.mods.closure_convert import depends_on
 from jattn.mods.lookup import ranks
 from jattn.mods.mask import conjuncts
@@ -72,7 +72,7 @@ class HeadMask:
     def __call__(self, q_idx: Any, kv_idx: Any) -> jax.Array:
         """The visible pairs of traced indices, in the kernel."""
         visible: Any = kv_idx < self.lengths[1] if self._pads_keys else True
-        with mod_semantics():
+        with calling("mask"):
             for mask in self.static:
                 visible = mask(0, self.head, q_idx, kv_idx) & visible
         return jnp.broadcast_to(visible, jnp.broadcast_shapes(q_idx.shape, kv_idx.shape))
@@ -205,7 +205,7 @@ def _is_known(mask: MaskFunction) -> bool:
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):  # known() left only what is not
         return False
     one = np.zeros((1, 1), np.int32)
-    with _at_once(), mod_semantics():
+    with _at_once(), calling("mask"):
         return not isinstance(mask(np.int32(0), np.int32(0), one, one), Tracer)
 
 
@@ -217,7 +217,7 @@ def _at_once() -> Iterator[None]:
 
 
 def _evaluate(mask: MaskFunction, head: int, q_idx: np.ndarray, kv_idx: np.ndarray) -> np.ndarray:
-    with _at_once(), mod_semantics():
+    with _at_once(), calling("mask"):
         return np.asarray(mask(np.int32(0), np.int32(head), q_idx, kv_idx))
 
 
