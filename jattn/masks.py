@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jattn.mods.arrays import namespace
+from jattn.mods.check_bounds import check_bounds
 from jattn.mods.lookup import count_pairs, look_up, look_up_row, range_in_row, shared
 from jattn.mods.mask import And, Indices, Interval, Mask, MaskFunction, Not, Or, and_masks, bounds, interval, or_masks
 from jattn.mods.pytree import pytree_dataclass
@@ -34,7 +35,7 @@ from jattn.mods.validation import (
 
 __all__ = [
     "And", "Causal", "Dense", "Mask", "MaskFunction", "Not", "Or", "Padding", "Prefix", "Segments", "SlidingWindow",
-    "and_masks", "bounds", "interval", "or_masks",
+    "and_masks", "bounds", "check_bounds", "interval", "or_masks",
 ]  # fmt: skip
 
 

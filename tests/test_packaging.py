@@ -85,8 +85,8 @@ PUBLIC = """
     kernels.blockwise.Blockwise kernels.cudnn.Cudnn kernels.decode.Decode kernels.native.Native
     kernels.pallas_gpu.PallasGPU kernels.pallas_tpu.PallasTPU kernels.splash.Splash linen.MultiHeadAttention
     linen.MultiHeadDotProductAttention linen.SelfAttention linen.dot_product_attention
-    linen.dot_product_attention_weights masks.Causal masks.Mask nnx.MultiHeadAttention nnx.dot_product_attention
-    nnx.dot_product_attention_weights plots.attention_heatmap plots.head_grid positions.Rotary positions.sinusoidal
+    linen.dot_product_attention_weights masks.Causal masks.Mask masks.check_bounds nnx.MultiHeadAttention
+    nnx.dot_product_attention nnx.dot_product_attention_weights plots.attention_heatmap plots.head_grid positions.Rotary positions.sinusoidal
     score_mods.Alibi score_mods.alibi_slopes sharding.Ring sharding.head_parallel_attention sharding.ring_attention
 """.split()
 

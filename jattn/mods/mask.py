@@ -32,6 +32,8 @@ class Mask:
         ``any_visible`` is False only if no pair of the block is visible, and ``all_visible`` is True only if all pairs
         are: sound, but not always tight. NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so
         one call can describe a grid of blocks.
+
+        A wrong answer gives wrong numbers without an error: check yours with ``jattn.masks.check_bounds``.
         """
         return np.True_, np.False_
 
@@ -40,7 +42,8 @@ class Mask:
 
         None if what a query sees is not always one interval of keys. That must follow from the class and its static
         fields alone, not from the indices or from arrays. Unlike ``bounds``, an interval must be exact: kernels for a
-        few kinds of masks use it in place of ``__call__``, and so run with a mask class of your own.
+        few kinds of masks use it in place of ``__call__``, and so run with a mask class of your own. Check it with
+        ``jattn.masks.check_bounds``, too.
 
         int32, clipped where a sum overflows, or Python integers that are the same for all queries. ``-2**31`` and
         ``2**31 - 1`` mean no limit on that side, and keys there are not part of any interval. NumPy if everything is

@@ -25,6 +25,14 @@ RNG = np.zeros(2, np.uint32)
 Row = tuple[Callable[[], object], str]  # a call, and words that must all be in its error
 
 
+@jattn.pytree_dataclass
+class Integers(Causal):
+    """Its bounds are not bools."""
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max):
+        return 1, 0
+
+
 def call(*words: str, query=Q, key=KEY, value=VALUE, **options) -> Row:
     return lambda: jattn.dot_product_attention(query, key, value, **options), words
 
@@ -213,6 +221,11 @@ ROWS: dict[str, Row] = {
     "window of a word": of(lambda: SlidingWindow("a", 0), "SlidingWindow"),
     "window of floats, a mask": of(lambda: SlidingWindow(1.5, 0), "SlidingWindow", "float"),
     "segments beyond int32": of(lambda: Segments(np.array([0, 2**32])), "Segments", "int32"),
+    "bounds of a function": of(
+        lambda: masks.check_bounds(lambda b, h, q, k: q >= k, 4, 4), "check_bounds: mask must be", "Mask", "function"
+    ),
+    "bounds of a class": of(lambda: masks.check_bounds(Causal, 4, 4), "check_bounds: mask must be", "Causal"),
+    "bounds of integers": of(lambda: masks.check_bounds(Integers(), 4, 4), "Integers.bounds must return two bools", "(1, 0)"),
     "and of nothing": of(lambda: masks.and_masks(), "and_masks"),
     "or of nothing": of(lambda: masks.or_masks(), "or_masks"),
     "and of an array": of(lambda: Causal() & np.ones(3, bool), "ask"),

@@ -50,7 +50,6 @@ class Refused(Exception):
     """What the functions below raise."""
 
 
-
 @jattn.pytree_dataclass
 class Raises(jattn.masks.Mask):
     """A mask that jattn need not trace before it is used."""

@@ -1,7 +1,9 @@
 """Masks against brute force: which pairs are visible, and that ``bounds`` never wrongly calls a block empty or full."""
 
 import itertools
+import re
 import tracemalloc
+from collections.abc import Callable
 
 import chex
 import jax
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jattn
 from jattn import masks
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
 from jattn.mods.arrays import mod_semantics
@@ -72,20 +75,107 @@ def join(children):
 
 
 compositions = st.recursive(leaves, join, max_leaves=4)
-blocks = st.tuples(st.integers(0, T + 1), st.integers(1, 5), st.integers(0, S + 1), st.integers(1, 5))
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
-@given(compositions, blocks, st.integers(0, 1), st.integers(0, 2))
-def test_bounds_are_sound(composition, block, b, h):
-    """If ``may`` is false, no pair of the block is visible; if ``must`` is true, every pair is."""
+@settings(max_examples=100)
+@given(compositions)
+def test_bounds_of_compositions_are_sound(composition):
+    """And each pair means what the parts say."""
     mask, sees = composition
-    q_min, q_size, kv_min, kv_size = block
-    seen = brute_force(sees, b, h, range(q_min, q_min + q_size), range(kv_min, kv_min + kv_size))
-    may, must = masks.bounds(mask, b, h, q_min, q_min + q_size - 1, kv_min, kv_min + kv_size - 1)
-    assert may or not seen.any()
-    assert seen.all() or not must
+    rows, columns = np.arange(T + 2), np.arange(S + 2)
+    for b, h in ((0, 0), (1, 2)):
+        seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
+        np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+    masks.check_bounds(masks.and_masks(mask), T + 2, S + 2, batch=2, num_heads=3)
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_bounds_are_sound(name):
+    masks.check_bounds(MEANING[name][0], T + 2, S + 2, batch=2, num_heads=3)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "prefix"])
+def test_bounds_of_long_masks_are_sound(name):
+    masks.check_bounds(MEANING[name][0] & Prefix(70), 80, 75)
+
+
+@jattn.pytree_dataclass
+class Diagonal(masks.Mask):
+    """Visible if the positions are equal, with bounds that a test replaces."""
+
+    answers: Callable = jattn.static_field()
+    ends: Callable = jattn.static_field(default=lambda b, h, q_idx: None)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx == kv_idx
+
+    def bounds(self, *block):
+        return self.answers(*block)
+
+    def interval(self, b, h, q_idx):
+        return self.ends(b, h, q_idx)
+
+
+def overlap(b, h, q_min, q_max, kv_min, kv_max):
+    return (q_min <= kv_max) & (kv_min <= q_max)
+
+
+RIGHT = lambda *block: (overlap(*block), np.False_)
+# Each with sizes, and what the error says of the block and of the pair.
+WRONG = {
+    "empty": (
+        Diagonal(lambda b, h, q_min, q_max, kv_min, kv_max: (kv_min < q_max, np.False_)), (4, 5),
+        "Diagonal.bounds says any_visible=False of the block q_idx 0..0, kv_idx 0..0, but the pair b=0, h=0, q_idx=0, "
+        "kv_idx=0 is visible",
+    ),
+    "full": (
+        Diagonal(lambda *block: (overlap(*block), overlap(*block))), (4, 5),
+        "Diagonal.bounds says all_visible=True of the block q_idx 0..0, kv_idx 0..1, but the pair b=0, h=0, q_idx=0, "
+        "kv_idx=1 is not visible",
+    ),
+    "one head": (
+        Diagonal(lambda b, h, *block: (overlap(b, h, *block), (h == 2) & overlap(b, h, *block))), (4, 5),
+        "the block q_idx 0..0, kv_idx 0..1, but the pair b=0, h=2, q_idx=0, kv_idx=1 is not visible",
+    ),
+    "one sequence": (
+        Diagonal(lambda b, h, *block: (overlap(b, h, *block) & (b != 1), np.False_)), (4, 5),
+        "the block q_idx 0..0, kv_idx 0..0, but the pair b=1, h=0, q_idx=0, kv_idx=0 is visible",
+    ),
+    "far away": (
+        Diagonal(lambda b, h, q_min, *block: (overlap(b, h, q_min, *block) & (q_min < 90), np.False_)), (100, 120),
+        "the block q_idx 90..90, kv_idx 90..90, but the pair b=0, h=0, q_idx=90, kv_idx=90 is visible",
+    ),
+    "only across a multiple of 8": (
+        Diagonal(lambda b, h, *ends: (overlap(b, h, *ends) & (ends[0] // 8 == ends[1] // 8), np.False_)), (40, 40),
+        "any_visible=False of the block q_idx 7..8, kv_idx 7..7, but the pair b=0, h=0, q_idx=7, kv_idx=7 is visible",
+    ),
+    "an interval too long": (
+        Diagonal(RIGHT, lambda b, h, q_idx: (q_idx - 1, q_idx)), (4, 5),
+        "Diagonal.interval says that q_idx 1 sees the keys 0..1, but the pair b=0, h=0, q_idx=1, kv_idx=0 is not visible",
+    ),
+    "an interval too short": (
+        Diagonal(RIGHT, lambda b, h, q_idx: (q_idx + 1, q_idx)), (4, 5),
+        "Diagonal.interval says that q_idx 0 sees the keys 1..0, but the pair b=0, h=0, q_idx=0, kv_idx=0 is visible",
+    ),
+    "an interval of one head": (
+        Diagonal(RIGHT, lambda b, h, q_idx: (q_idx, q_idx + h // 2)), (4, 5),
+        "Diagonal.interval says that q_idx 0 sees the keys 0..1, but the pair b=0, h=2, q_idx=0, kv_idx=1 is not visible",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_bounds_and_intervals_are_found(name):
+    mask, lengths, message = WRONG[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        masks.check_bounds(mask, *lengths, batch=2, num_heads=3)
+
+
+def test_right_bounds_and_intervals_pass():
+    mask = Diagonal(RIGHT, lambda b, h, q_idx: (q_idx, q_idx))
+    for lengths in ((4, 5), (32, 33), (70, 40), (1, 1), (0, 3), (3, 0)):
+        masks.check_bounds(mask, *lengths)
 
 
 @pytest.mark.parametrize("name", MEANING)
