@@ -91,13 +91,14 @@ def head_grid(
     """Draws every head on one color scale.
 
     Args:
-        weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``.
+        weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``, the heads of one layer. Stack the layers
+            with ``np.stack``: concatenated, their heads would be numbered through.
         tokens: labels of the ``T`` queries, and of the keys if ``T == S``.
         key_tokens: labels of the ``S`` keys, if they differ.
         vmax: the weight at the dark end of the scale; by default the largest weight of any head.
         cmap: a matplotlib color map.
         columns: panels per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
-        titles: one per head, layer by layer; by default "layer l head n".
+        titles: one per head, layer by layer; by default "layer l head n", or "head n" for ``[N, T, S]``.
         title: text above the figure.
         panel_size: inches of a panel's longer side; by default it grows with the number of tokens.
 
