@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
 from jattn.core.attention import softmax_dtype
+from jattn.mods.keywords import unknown_keyword
 from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
 
 
@@ -76,9 +77,9 @@ def own_options(module: Any) -> dict[str, Any]:
 def call_options(given: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
-    unknown = sorted(given.keys() - known)
-    if unknown:
-        raise TypeError(f"unexpected keyword {', '.join(unknown)}; besides Flax's own: {', '.join(sorted(known))}")
+    for name in given.keys() - known:
+        meant = unknown_keyword(name, ["mask", "is_causal", *known])
+        raise TypeError(f"{meant}; besides Flax's own, a call takes {', '.join(sorted(known))}")
     return {**given, "score_mod": score_mod if given.get("score_mod") is None else given["score_mod"]}
 
 

@@ -22,6 +22,7 @@ from jattn.kernels import Implementation, dense
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import check_implementation, choose, explain_choice
 from jattn.masks import MaskFunction
+from jattn.mods.keywords import suggest_keywords
 from jattn.score_mods import ScoreMod
 
 
@@ -49,6 +50,7 @@ def dot_product_attention(
     implementation: str | Implementation | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
+@suggest_keywords
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

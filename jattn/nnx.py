@@ -29,6 +29,7 @@ from jattn.cache import KVCache, from_flax, to_flax
 from jattn.core import shard
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
+from jattn.mods.keywords import suggest_keywords
 from jattn.multi_head import CallOptions
 from jattn.score_mods import ScoreMod
 
@@ -140,6 +141,7 @@ class MultiHeadAttention(nnx.Module):
         ``layer = MultiHeadAttention(8, 64, rngs=nnx.Rngs(0)); y = layer(x, is_causal=True)``
     """
 
+    @suggest_keywords
     def __init__(
         self,
         num_heads: int,

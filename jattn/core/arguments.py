@@ -15,6 +15,7 @@ from jattn.core.chunk import Chunk, Slots, slot_indices, take, take_pairs
 from jattn.core.dropout import Dropout
 from jattn.masks import Causal, MaskFunction, SlidingWindow
 from jattn.mods.arrays import AnyArray, Index, Length, arange
+from jattn.mods.keywords import suggest_keywords
 from jattn.mods.pytree import known, pytree_dataclass, static_field
 from jattn.mods.validation import LARGEST, check_array, check_fits, check_signature, to_int32, to_number
 from jattn.score_mods import ScoreMod
@@ -117,6 +118,7 @@ class AttentionArgs:
         return dataclasses.replace(self, bias=bias, slot_masks=tuple(slot_masks), **parts)
 
 
+@suggest_keywords
 def make_args(
     query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
     key_value_seq_lengths=None, local_window_size=None, score_mod=None, query_positions=None, kv_positions=None,

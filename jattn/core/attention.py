@@ -28,6 +28,7 @@ from jattn.core.dropout import Dropout, drop
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import AnyArray, Index, Length, calling
 from jattn.mods.closure_convert import closure_convert, depends_on
+from jattn.mods.keywords import suggest_keywords
 from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.mods.validation import check_signature, to_int32, to_number
 from jattn.score_mods import ScoreMod
@@ -75,6 +76,7 @@ class Head:
         return self.batch, self.head, jnp.asarray(rows)[:, None], jnp.asarray(columns)[None, :]
 
 
+@suggest_keywords
 def attend(
     q: Float[Array, "T H"],
     k: Float[Array, "S H"],
@@ -141,6 +143,7 @@ def dense_weights(q: Array, k: Array, head: Head) -> tuple[Array, Array]:
     return _weights(q, k, visible_pairs(head, indices), head, indices)
 
 
+@suggest_keywords
 def make_head(
     q: AnyArray, k: AnyArray, v: AnyArray | None, head: Index | None = None, mask: MaskLike | None = None,
     bias: AnyArray | None = None, score_mod: ScoreMod | None = None, scale: ArrayLike | None = None,

@@ -72,6 +72,14 @@ class Mask:
     def __invert__(self):
         return Not(self)
 
+    @property
+    def ndim(self):
+        """None: Flax's ``combine_masks`` reads it first, and its error then says what to write instead."""
+        raise AttributeError(
+            f"{type(self).__name__} is a mask object, not an array, so it has no ndim: instead of combine_masks, join "
+            "masks by &, as in Causal() & masks.Dense(array)"
+        )
+
     def __bool__(self):
         raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not and, or")
 

@@ -10,8 +10,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import jattn
+import jattn.linen
+import jattn.nnx
 from jattn import heads, interop, masks, positions, score_mods, sharding
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
@@ -22,6 +25,7 @@ B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
 Q, KEY, VALUE = (np.zeros(shape, np.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 LSE, TOKENS = np.zeros((B, T, N), np.float32), np.zeros((B, T), np.int32)
 RNG = np.zeros(2, np.uint32)
+NNX = jattn.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
 Row = tuple[Callable[[], object], str]  # a call, and words that must all be in its error
 
 
@@ -144,7 +148,54 @@ ROWS: dict[str, Row] = {
         lambda: jattn.dot_product_attention(Q, KEY, VALUE, implementation=Blockwise(4)), "block_sizes", "4"
     ),
     "chunk 0": call("chunk", "0", implementation=Decode(0)),
-    "no such option": call("no_option", no_option=1),
+    "no such option": call("unexpected keyword argument 'no_option'", no_option=1),
+    # what others call these arguments
+    **{f"{name}=": call(f"unexpected keyword argument '{name}'; did you mean {meant}?", **{name: 1}) for name, meant in {
+        "causal": "is_causal",
+        "is_casual": "is_causal",
+        "attn_mask": "mask",
+        "block_mask": "mask",
+        "key_mask": "key_value_seq_lengths, or mask=mask[:, None, None, :]",
+        "attn_bias": "bias",
+        "dropout": "dropout_rate",
+        "dropout_p": "dropout_rate",
+        "softmax_scale": "scale",
+        "sm_scale": "scale",
+        "enable_gqa": "key and value with fewer heads than query, which need no flag",
+        "window_size": "local_window_size",
+        "softcap": "score_mod=jattn.score_mods.SoftCap(cap)",
+        "segment_ids": "mask=jattn.masks.Segments(ids)",
+        "key_value_seq_length": "key_value_seq_lengths",
+    }.items()},
+    "q=, k=, v=": of(lambda: jattn.dot_product_attention(q=Q, k=KEY, v=VALUE), "'q'; did you mean query?"),
+    "weights, causal=": of(lambda: jattn.attention_weights(Q, KEY, causal=True), "'causal'; did you mean is_causal?"),
+    "fold, sm_scale=": of(
+        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, sm_scale=1.0), "'sm_scale'; did you mean scale?"
+    ),
+    "explain, dropout=": of(lambda: jattn.explain(Q, KEY, VALUE, dropout=0.1), "did you mean dropout_rate?"),
+    "statistics, causal=": stat("did you mean is_causal?", causal=True),
+    "layer, causal=": layer("did you mean is_causal?", causal=True),
+    "one head, is_causal=": one("did you mean mask=jattn.masks.Causal()?", is_causal=True),
+    "one head, dropout_rate=": one("did you mean dropout=(rate, key)?", dropout_rate=0.1),
+    "one head, query=": of(lambda: jattn.attend(query=Q, key=KEY, value=VALUE), "'query'; did you mean q?"),
+    "one head in blocks, causal=": of(
+        lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], causal=True), "mask=jattn.masks.Causal()?"
+    ),
+    "nnx, dropout=": of(
+        lambda: jattn.nnx.MultiHeadAttention(4, 16, dropout=0.1, rngs=nnx.Rngs(0)), "did you mean dropout_rate?"
+    ),
+    "nnx, heads=": of(
+        lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"
+    ),
+    "nnx, causal=": of(lambda: NNX(TOKENS[..., None] * np.ones(16, "f"), causal=True), "did you mean is_causal?"),
+    "nnx, attention_mask=": of(lambda: NNX(np.ones((2, 3, 16), "f"), attention_mask=1), "did you mean mask?", "head_gate"),
+    "linen, causal=": of(
+        lambda: jattn.linen.MultiHeadAttention(4).init(jax.random.key(0), np.ones((2, 3, 16), "f"), causal=True),
+        "did you mean is_causal?",
+    ),
+    "nnx's function, causal=": of(
+        lambda: jattn.nnx.dot_product_attention(*map(jnp.asarray, (Q, KEY, VALUE)), causal=True), "did you mean is_causal?"
+    ),
     "return_residual a word": call("return_residual", return_residual="yes"),
     # one head
     **both("mask of floats", "mask must be bool", "float32", mask=np.ones((T, S), np.float32)),

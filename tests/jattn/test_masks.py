@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,6 +313,18 @@ def test_no_truth_value():
     for write in (lambda: Causal() and Prefix(3), lambda: not Causal(), lambda: Causal() or Prefix(1)):
         with pytest.raises(TypeError, match="&, | and ~"):
             write()
+
+
+@pytest.mark.parametrize("combine", [nnx.combine_masks, linen.combine_masks])
+def test_flaxs_combine_masks_refuses_mask_objects(combine):
+    array = np.ones((1, 1, T, S), bool)
+    for mask, name in ((Causal(), "Causal"), (Causal() & Prefix(3), "And")):
+        for pair in ((mask, array), (array, mask), (mask, mask)):
+            with pytest.raises(AttributeError, match=rf"{name} is a mask object, .* & masks\.Dense\(array\)"):
+                combine(*pair)
+    assert not hasattr(Causal(), "ndim")
+    joined = Causal() & Dense(array)  # what the error says to write
+    np.testing.assert_array_equal(joined(0, 0, np.arange(3)[:, None], np.arange(3)), np.tri(3, dtype=bool))
 
 
 def test_a_mask_as_an_argument_of_a_jitted_function():

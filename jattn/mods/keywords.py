@@ -1,0 +1,57 @@
+"""Unknown keyword arguments of public functions: which one was probably meant."""
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_CAUSAL = ("is_causal", "mask=jattn.masks.Causal()")
+_DROPOUT = ("dropout_rate", "dropout=(rate, key)")
+_WINDOW = ("local_window_size", "mask=jattn.masks.SlidingWindow(left, right)")
+_SOFT_CAP = ("score_mod=jattn.score_mods.SoftCap(cap)",)
+_KEY_MASK = ("key_value_seq_lengths, or mask=mask[:, None, None, :]", "mask")
+# What other functions call an argument, and what to write here. The first whose keyword the function has is shown.
+MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "q": ("query",), "k": ("key",), "v": ("value",), "query": ("q",), "key": ("k",), "value": ("v",),
+        "causal": _CAUSAL, "is_causal": _CAUSAL, "causal_mask": _CAUSAL, "use_causal_mask": _CAUSAL,
+        "attn_mask": ("mask",), "attention_mask": ("mask",), "mask_mod": ("mask",), "block_mask": ("mask",),
+        "key_mask": _KEY_MASK, "kv_mask": _KEY_MASK, "padding_mask": _KEY_MASK, "key_padding_mask": _KEY_MASK,
+        "dropout": _DROPOUT, "dropout_p": _DROPOUT, "dropout_prob": _DROPOUT, "dropout_rate": _DROPOUT,
+        "softmax_scale": ("scale",), "sm_scale": ("scale",), "scaling": ("scale",),
+        "attn_bias": ("bias",), "attention_bias": ("bias",),
+        "enable_gqa": ("key and value with fewer heads than query, which need no flag",),
+        "window_size": _WINDOW, "sliding_window": _WINDOW, "window": _WINDOW, "local_window_size": _WINDOW,
+        "softcap": _SOFT_CAP, "soft_cap": _SOFT_CAP, "logits_soft_cap": _SOFT_CAP,
+        "alibi_slopes": ("score_mod=jattn.score_mods.Alibi(slopes)",),
+        "segment_ids": ("mask=jattn.masks.Segments(ids)",),
+        "return_lse": ("return_residual",),
+    }
+)  # fmt: skip
+
+
+def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """``fn``, whose error for an unknown keyword argument also says which one was probably meant."""
+    known = inspect.signature(fn).parameters.keys()
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(unknown_keyword(name, known))
+        return fn(*args, **kwargs)
+
+    return checked
+
+
+def unknown_keyword(name: str, known: Collection[str]) -> str:
+    """The error for the keyword argument ``name``, which is not among the ``known`` ones."""
+    candidates = (*MEANT.get(name, ()), *difflib.get_close_matches(name, known, 1))
+    meant = (candidate for candidate in candidates if re.split(r"\W", candidate)[0] in known)
+    return f"unexpected keyword argument {name!r}" + "".join(f"; did you mean {one}?" for one in list(meant)[:1])
