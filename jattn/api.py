@@ -242,6 +242,10 @@ def explain(
     Takes the same arguments, or a ``jax.ShapeDtypeStruct`` for any array. ``platform``: ``"cpu"``, ``"gpu"`` or
     ``"tpu"``, which need not be there; by default it answers for all of them. Raises the same errors, except
     ``Unsupported``.
+
+    With a mask it also says how much of the score matrix the forward pass computes, mean of all sequences, and in
+    blocks of which size, if the implementation lets that be known. What traced arrays in a mask empty is known only
+    when the call runs; in an eager call, that is every array. Under ``jit``, NumPy arrays are known.
     """
     # return_residual does not affect the choice.
     leaves, structure = jax.tree.flatten(((query, key, value, bias, mask), dict(options)), is_leaf=callable)

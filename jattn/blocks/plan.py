@@ -8,15 +8,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from jattn.blocks.block import BlockPlan
-from jattn.blocks.block_lists import Size, Tables, choose_blocks
+from jattn.blocks.block_lists import Piece, Size, Tables, choose_blocks
 from jattn.blocks.block_mask import Visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import Head
 from jattn.core.vmap import Loop, over_args
-from jattn.mods.arrays import arange
+from jattn.mods.arrays import AnyArray, Length, arange, cdiv
 
 BlockSizes = Any  # queries and keys per block, not checked before ``choose_blocks``; None: the default
 
@@ -105,3 +106,26 @@ def block_table(args: AttentionArgs, size: Size) -> Tables:
     """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
     any_visible, all_visible = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visibility(args).blocks(size))
     return any_visible.any(1), all_visible.all(1)
+
+
+def describe_work(plan: BlockPlan, lengths: tuple[Length, Length]) -> str:
+    """How much of the ``[T,S]`` matrix a plan computes, as a predicate of the kernel that has it."""
+    any_visible, all_visible = plan.any_visible, plan.all_visible
+    if not isinstance(any_visible, np.ndarray) or not isinstance(all_visible, np.ndarray):
+        return "skips empty blocks; which they are depends on arrays that are known only when it runs"
+    (rows, columns), (T, S) = plan.size, lengths
+
+    def pairs(piece: Piece) -> AnyArray:
+        """How many of the pairs in this piece of each block lie within the matrix, ``[blocks of T, blocks of S]``."""
+        ends = [np.arange(cdiv(length, size)) * size for length, size in zip(lengths, plan.size, strict=True)]
+        counts = [
+            np.clip(length - starts, part.start, part.stop) - part.start
+            for length, starts, part in zip(lengths, ends, piece, strict=True)
+        ]
+        return counts[0][:, None] * counts[1]
+
+    whole = pairs((slice(0, rows), slice(0, columns)))
+    partial = sum(map(pairs, plan.pieces)) if plan.pieces else whole
+    computed = np.where(all_visible, whole, np.where(any_visible, partial, 0)).sum((-2, -1)).mean()
+    percent = 100 * computed / max(T * S, 1)
+    return f"computes {percent:.{0 if percent >= 10 else 1}f}% of the pairs in blocks of {rows} x {columns}"

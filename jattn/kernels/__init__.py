@@ -124,6 +124,10 @@ class Kernel:
         """A reason against taking the kernel unasked that is known only where the program is lowered, or None."""
         return None
 
+    def describe_work(self, platform: str, args: AttentionArgs) -> str | None:
+        """How much of the matrix its forward pass of a canonical call computes, as a predicate; None if not known."""
+        return None
+
     def prepare(self, args: AttentionArgs) -> "Kernel":
         """The kernel for one canonical call, with what it reads of static arrays while tracing."""
         return self

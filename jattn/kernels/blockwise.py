@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from jattn.blocks import backward, online_softmax
-from jattn.blocks.plan import BlockSizes
+from jattn.blocks.plan import BlockSizes, describe_work, plan_args
 from jattn.blocks.reduction import fold_blocks, reduce_weights
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
@@ -32,6 +32,11 @@ class Blockwise(ReducingKernel):
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         return online_softmax.forward(platform, args, self.block_sizes)
+
+    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+        """By the tables of its blocks."""
+        blocks = plan_args(platform, args, self.block_sizes, forward=True).blocks
+        return describe_work(blocks, (args.query.shape[1], args.key.shape[1]))
 
     @property
     def _block_sizes(self) -> BlockSizes:

@@ -20,6 +20,10 @@ class Dense(Kernel):
 
     name: ClassVar[str] = "xla"
 
+    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+        """All of it."""
+        return "computes all pairs"
+
     def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
         return _traced_or_compiled(_dense, args)
 

@@ -21,6 +21,7 @@ from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 from jattn.mods.arrays import without_mesh
+from jattn.mods.pytree import holds_plain_function
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -165,26 +166,57 @@ def explain_choice(args: AttentionArgs, implementation: object, platform: str | 
     """The choice on a platform, or on each, and the reasons against the others, one line each."""
     if platform is not None and platform not in PLATFORMS:
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
+    platforms = tuple(PLATFORMS) if platform is None else (platform,)
     if implementation is not None and not isinstance(implementation, str):
         reason = check_implementation(implementation).unsupported_reason(args)
-        return f"{type(implementation).__name__}: given, as an object" + ("" if reason is None else f", but {reason}")
-    platforms = tuple(PLATFORMS) if platform is None else (platform,)
+        said = f"{type(implementation).__name__}: given, as an object"
+        if reason is not None or not isinstance(implementation, Kernel):
+            return said + ("" if reason is None else f", but {reason}")
+        return "\n".join([said, *_work(implementation.prepare(canonical(args)), args, platforms, sharded)])
     reasons = {name: _reason(name, args, platforms) for name in IMPLEMENTATIONS}
     if implementation is not None:
         by_name(implementation)
         reason = reasons[implementation]
         on = {implementation: ()}
         lines = [f"{implementation}: " + ("taken by name" if reason is None else f"named, but {reason}")]
+        if reason is None:
+            lines += _work(IMPLEMENTATIONS[implementation].prepare(canonical(args)), args, platforms, sharded)
     else:
         on = {}
         for one in platforms:
             on.setdefault(_taken(args, one, sharded), []).append(one.upper())
         everywhere = len(on) == 1 and platform is None
         lines = [f"{name}: taken" + ("" if everywhere else f" on {' and '.join(on[name])}") for name in on]
+        for name, taken_on in on.items():
+            lines += _work(IMPLEMENTATIONS[name], args, [one.lower() for one in taken_on], sharded)
     for name, reason in reasons.items():
         if name not in on:
             lines.append(f"{name}: {reason or f'also possible, by name{_where_it_pays(name, args)}'}")
     return "\n".join(lines)
+
+
+def _work(kernel: Kernel, args: AttentionArgs, platforms: Sequence[str], sharded: bool) -> list[str]:
+    """How much of the matrix a kernel computes under the call's masks, one line for all platforms that agree."""
+    if not args.masks and not args.slot_masks:
+        return []
+    call = dataclasses.replace(canonical(args), sharded=sharded)
+    on: dict[str | None, list[str]] = {}
+    for platform in platforms:
+        if kernel.platform in (None, platform):
+            text = deferred.at_lowering(_describe_work, kernel, PLATFORMS[platform][0], call)
+            on.setdefault(text, []).append(platform.upper())
+    lines = []
+    for text, names in on.items():
+        if text is not None:
+            lines.append(f"{kernel.name} {text}" + ("" if len(on) == 1 else f" on {' and '.join(names)}"))
+            if " 100% " in text and any(map(holds_plain_function, args.masks)):
+                lines[-1] += "; block_mask finds the empty ones of a plain function"
+    return lines
+
+
+def _describe_work(kernel: Kernel, platform: str, args: AttentionArgs) -> str | None:
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return kernel.describe_work(platform, args)
 
 
 def _reason(name: str, args: AttentionArgs, platforms: tuple[str, ...]) -> str | None:

@@ -1,6 +1,7 @@
 """Which implementation runs on which platform: what ``explain`` says, and what lowered programs hold."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
+from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import IMPLEMENTATIONS, PLATFORMS
 from jattn.kernels.pallas_tpu import PallasTPU
 
@@ -58,9 +60,123 @@ def test_what_is_said_is_what_is_lowered(name):
 def test_all_platforms_at_once():
     lines = jattn.explain(X, X, X, is_causal=True).splitlines()
     assert lines[:2] == ["blockwise: taken on CPU and GPU", "splash: taken on TPU"]
-    assert sorted(line.partition(":")[0] for line in lines) == sorted(IMPLEMENTATIONS)
+    assert lines[2:5] == [
+        "blockwise computes 62% of the pairs in blocks of 512 x 512 on CPU",
+        "blockwise computes 75% of the pairs in blocks of 512 x 512 on GPU",
+        "splash computes 75% of the pairs in blocks of 512 x 512",
+    ]
+    assert sorted(line.partition(":")[0] for line in lines if ":" in line) == sorted(IMPLEMENTATIONS)
     small = X.update(shape=(1, 64, 4, 64))
     assert jattn.explain(small, small, small).splitlines()[0] == "xla: taken"
+
+
+LONG = jax.ShapeDtypeStruct((2, 2048, 2, 8), jnp.float32)
+IDS = np.stack([np.arange(2048) // 300, np.arange(2048) // 1500])
+TABLE = np.zeros((2, 1, 2048, 2048), bool)
+TABLE[0, 0, 700:900, 100:200] = TABLE[1, 0, ::3, 1500:] = True
+# For 2048 queries and keys of two sequences.
+STATIC = {
+    "causal": masks.Causal(),
+    "window": masks.SlidingWindow(100),
+    "segments": masks.Segments(IDS) & masks.Causal(),
+    "prefix": masks.Prefix(1030),
+    "table": masks.Dense(TABLE),
+    "nothing": masks.Prefix(0),
+    "everything": masks.Prefix(4096),
+}
+
+
+def said_of(name, *arguments, **options):
+    """The share of the pairs and the blocks that ``explain`` names for an implementation."""
+    (line,) = (line for line in jattn.explain(*arguments, **options).splitlines() if line.startswith(f"{name} "))
+    percent, rows, columns = re.fullmatch(
+        rf"{name} computes (.*)% of the pairs in blocks of (\d+) x (\d+)", line
+    ).groups()
+    return float(percent), int(rows), int(columns)
+
+
+@jattn.pytree_dataclass
+class Counted:
+    """A score function that notes how many scores it gets."""
+
+    sizes: list = jattn.static_field()
+
+    def __hash__(self):
+        return id(self.sizes)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        def note(score):
+            self.sizes.append(score.size)
+            return score
+
+        return jax.pure_callback(note, score, score, vmap_method="sequential")
+
+
+@pytest.mark.slow_except("causal", "segments")
+@pytest.mark.parametrize("name", STATIC)
+def test_how_much_is_computed_on_a_cpu(name):
+    """Compared with the scores that blockwise computes when it runs."""
+    percent, *_ = said_of("blockwise", LONG, LONG, LONG, mask=STATIC[name], implementation="blockwise", platform="cpu")
+    counted = Counted([])
+    attend = jax.jit(
+        lambda x: jattn.dot_product_attention(x, x, x, mask=STATIC[name], score_mod=counted, implementation="blockwise")
+    )
+    attend(jnp.zeros(LONG.shape)).block_until_ready()
+    assert percent == pytest.approx(100 * sum(counted.sizes) / (2 * 2 * 2048**2), abs=0.5)
+
+
+@pytest.mark.parametrize("length", [2048, 1500])
+@pytest.mark.parametrize("name", STATIC)
+def test_how_much_is_computed_elsewhere(name, length):
+    """Compared with the pairs of blocks in which a pair is visible. Blocks may extend past the end."""
+    mask, x = STATIC[name], LONG.update(shape=(2, length, 2, 8))
+    if length != 2048 and name in ("segments", "table"):
+        mask = masks.Segments(IDS[:, :length]) if name == "segments" else masks.Dense(TABLE[:, :, :length, :length])
+    at = np.arange(length)
+    visible = np.stack([np.broadcast_to(mask(b, 0, at[:, None], at), (length, length)) for b in (0, 1)])
+    options = {"mask": mask}
+    for kernel, platform in (("blockwise", "gpu"), ("splash", "tpu")):
+        if kernel == "splash" and name in ("segments", "table"):  # masks that differ by sequence
+            continue
+        percent, rows, columns = said_of(kernel, x, x, x, **options, implementation=kernel, platform=platform)
+        computed = 0
+        for one in visible:
+            for i in range(0, length, rows):
+                for j in range(0, length, columns):
+                    block = one[i : i + rows, j : j + columns]
+                    computed += block.size * block.any()
+        assert percent == pytest.approx(100 * computed / visible.size, abs=0.5), (kernel, name)
+
+
+def test_how_much_is_computed_where_that_is_not_known():
+    """Arrays of a mask are not static in an eager call, and not where they are traced."""
+    lines = lambda *x, **options: jattn.explain(*x, **options).splitlines()
+    unknown = "blockwise skips empty blocks; which they are depends on arrays that are known only when it runs"
+    x, traced = np.zeros(LONG.shape, np.float32), jax.ShapeDtypeStruct((2048, 2048), bool)
+    assert lines(x, x, x, mask=masks.Segments(IDS), platform="cpu")[1] == unknown
+    assert lines(LONG, LONG, LONG, mask=traced, platform="cpu")[1] == unknown
+    assert lines(LONG, LONG, LONG, mask=np.tri(2048, dtype=bool), platform="gpu")[1].startswith(
+        "blockwise computes 62% of"
+    )
+    assert (
+        lines(LONG, LONG, LONG, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "int32"), platform="cpu")[1] == unknown
+    )
+    function = lambda b, h, q, kv: q >= kv
+    assert lines(LONG, LONG, LONG, mask=function, platform="cpu")[1] == (
+        "blockwise computes 100% of the pairs in blocks of 1024 x 1024; block_mask finds the empty ones of a plain function"
+    )
+    assert lines(LONG, LONG, LONG, mask=function, platform="tpu")[1] == (
+        "splash computes the blocks of 512 x 512 that hold a visible pair"
+    )
+    mask = jattn.block_mask(function, 2048, 2048)
+    assert lines(LONG, LONG, LONG, mask=mask, platform="gpu")[1].startswith("blockwise computes 62% of")
+    by_sizes = lines(LONG, LONG, LONG, is_causal=True, implementation=Blockwise((128, 256)))
+    assert by_sizes == ["Blockwise: given, as an object", "blockwise computes 56% of the pairs in blocks of 128 x 256"]
+    short = LONG.update(shape=(1, 64, 2, 8))
+    assert lines(short, short, short, is_causal=True)[1] == "xla computes all pairs"
+    for implementation in (None, "blockwise", Blockwise()):  # without a mask there is nothing to skip
+        assert not any(" of the pairs" in line for line in lines(LONG, LONG, LONG, implementation=implementation))
+    assert not any("native " in line for line in lines(LONG, LONG, LONG, is_causal=True, implementation="native"))
 
 
 def test_a_kernel_of_another_platform():

@@ -22,7 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn.blocks.backward import of_sums
+from jattn.blocks.block import BlockPlan
 from jattn.blocks.block_lists import two_sizes
+from jattn.blocks.plan import describe_work
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
@@ -79,6 +81,15 @@ class Splash(Kernel):
             (mod is not None and type(mod) is not SoftCap, "it takes no score_mod but SoftCap"),
             (type(mod) is SoftCap and _soft_cap(args) is None, "the cap of a SoftCap must be a plain number"),
         ]
+
+    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+        """As of blockwise, for the mean of the heads. All pairs of plain functions would take too long to evaluate."""
+        masks = self._plan(args).masks
+        (rows, columns), lengths = masks[0].size, masks[0].lengths
+        if any(mask.holds_function for mask in masks):
+            return f"computes the blocks of {rows} x {columns} that hold a visible pair"
+        computed = np.stack([mask.computed for mask in masks])
+        return describe_work(BlockPlan((rows, columns), computed, computed, False), lengths)
 
     def prepare(self, args: AttentionArgs) -> "Splash":
         """With the plan, because static masks are read while tracing."""

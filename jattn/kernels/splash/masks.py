@@ -23,7 +23,7 @@ from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
 from jattn.mods.arrays import calling, cdiv, without_mesh
-from jattn.mods.closure_convert import depends_on
+from jattn.mods.closure_convert import Elementwise, depends_on
 from jattn.mods.lookup import ranks
 from jattn.mods.mask import conjuncts
 from jattn.mods.pytree import known
@@ -104,6 +104,20 @@ class HeadMask:
             if not seen[column].all():
                 seen[column] |= self.block(row, column).any(0)
         return seen.ravel()[: self.lengths[1]]
+
+    @property
+    def computed(self) -> np.ndarray:
+        """Which blocks hold a visible pair. Splash evaluates every pair of partial ones, so it skips all others."""
+        found = self.any_visible.copy()
+        for row, column in np.argwhere(found).tolist():
+            found[row, column] = self.block(row, column).any()
+        return found
+
+    @property
+    def holds_function(self) -> bool:
+        """Whether a plain function is among the masks."""
+        leaves = jax.tree.leaves(self.static, is_leaf=lambda x: isinstance(x, Elementwise))
+        return any(isinstance(leaf, Elementwise) for leaf in leaves)
 
     @property
     def has_diagonal(self) -> bool:
