@@ -65,7 +65,8 @@ def choose_blocks(
     large = tile(T, S)
     if cuts and large_if_cut:
         coarse = tables(large)
-        pieces = cut(tables, large, coarse) if coarse[0].size > 1 else ()  # a single block is rather divided
+        several = isinstance(coarse[0], np.ndarray) and coarse[0].size > 1  # a single block is rather divided
+        pieces = cut(tables, large, coarse) if several else ()
         if pieces:
             return large, coarse, pieces
     size, found = choose_size(tables, large, tile(T, S, SMALL))

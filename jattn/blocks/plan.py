@@ -128,4 +128,4 @@ def describe_work(plan: BlockPlan, lengths: tuple[Length, Length]) -> str:
     partial = sum(map(pairs, plan.pieces)) if plan.pieces else whole
     computed = np.where(all_visible, whole, np.where(any_visible, partial, 0)).sum((-2, -1)).mean()
     percent = 100 * computed / max(T * S, 1)
-    return f"computes {percent:.{0 if percent >= 10 else 1}f}% of the pairs in blocks of {rows} x {columns}"
+    return f"computes {percent:.{int(0 < percent < 10)}f}% of the pairs in blocks of {rows} x {columns}"

@@ -99,6 +99,14 @@ class TestExport:
         here = [ids[:length], *qkv(T=length)]
         chex.assert_trees_all_close(exported.call(*here), fn(*here), atol=1e-5)
 
+    def test_symbolic_lengths_in_blocks_of_the_default_size(self):
+        b, t = jax.export.symbolic_shape("b, t")
+        x = jax.ShapeDtypeStruct((b, t, N, H), jnp.float32)
+        fn = functools.partial(attend, is_causal=True, implementation="blockwise")
+        exported = jax.export.export(jax.jit(fn), platforms=["cpu"])(x, x, x)
+        assert "stablehlo.while" in exported.mlir_module()
+        assert "blockwise skips empty blocks" in jattn.explain(x, x, x, is_causal=True, implementation="blockwise")
+
     @pytest.mark.parametrize("lengths", [None, np.array([30, 96])])
     def test_gradients_in_x64(self, lengths):
         def total(q, lengths):
