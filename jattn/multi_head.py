@@ -86,7 +86,8 @@ def attend_heads(
             ``{"pattern": (gate, (query, key))}``: the same of the weights, with those of ``frozen=(query, key)``; the
             query, key and lse of ``return_heads`` are then still the call's own; None in place of either means the
             call's. ``{"each_key": (gate, fill)}``: ``z + sum_s (1 - gate_s) (z with key s alone replaced - z)``, in
-            O(T + S) memory, differentiable in this gate alone. Applied after ``frozen``.
+            O(T + S) memory, differentiable in this gate alone. Applied after ``frozen``. A head's output z is patched
+            by ``head_gate`` and ``head_fill``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
             given, ``query_positions`` affect ``position`` only.

@@ -75,13 +75,19 @@ def replace_both(
     return replaced[0], replaced[1]
 
 
+def checked_patch(patch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``patch`` itself; raises ``ValueError`` if it has an entry that is not one of ``PATCHED``."""
+    if unknown := sorted(patch.keys() - set(PATCHED)):
+        outputs = "; a head's output, z, is replaced by head_gate=gate and head_fill=z" if "z" in unknown else ""
+        raise ValueError(f"patch must have entries {', '.join(PATCHED)}, got {', '.join(unknown)}{outputs}")
+    return patch
+
+
 def patched(
     patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[int, ...]
 ) -> tuple[list[Array], PatternPatch | None, KeyPatch | None]:
     """The inputs through their gates, and the patches of ``"pattern"`` and ``"each_key"``, which change the output."""
-    if unknown := patch.keys() - set(PATCHED):
-        raise ValueError(f"patch must have entries {', '.join(PATCHED)}, got {', '.join(sorted(unknown))}")
-    results = dict(inputs)
+    patch, results = checked_patch(patch), dict(inputs)
     for name, x in inputs.items():
         if name not in patch:
             continue

@@ -8,6 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jattn.heads._gates import checked_patch
+
+_GATED = ("head_gate", "head_fill", "patch")  # a layer without them is one with a gate of 1
+
 
 def stack_options(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int) -> tuple[Any, Callable]:
     """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options."""
@@ -15,14 +19,13 @@ def stack_options(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int
         return (), lambda arrays: {}
     if len(per_layer) != num_layers:
         raise ValueError(f"per_layer must have options for each of {num_layers} layers, got {len(per_layer)}")
-    leaves, structures = zip(*(jax.tree.flatten(dict(options)) for options in per_layer), strict=True)
+    leaves, structures = zip(*(jax.tree.flatten(options) for options in _with_neutral(per_layer)), strict=True)
     if any(structure != structures[0] for structure in structures):
         other = next(structure for structure in structures if structure != structures[0])
         raise ValueError(
-            f"per_layer must have the same options for every layer, with the same masks and functions: a head_gate of "
-            f"ones changes nothing; got {structures[0]} and {other}"
+            f"per_layer must have the same masks and functions for every layer, got {structures[0]} and {other}"
         )
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves[0]]
+    is_array = [any(isinstance(leaf, jax.Array | np.ndarray) for leaf in own) for own in zip(*leaves, strict=True)]
     for leaf, *others in (own for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if not array):
         if any(other is not leaf and other != leaf for other in others):
             raise ValueError(
@@ -39,3 +42,33 @@ def stack_options(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int
         return structures[0].unflatten([next(rest) if array else leaf for leaf, array in both])
 
     return arrays, with_own
+
+
+def _with_neutral(per_layer: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The options of every layer, with gates of 1 for a layer that has no gate where another has one."""
+    given = [{name: x for name, x in own.items() if x is not None or name not in _GATED} for own in per_layer]
+    some = {name: x for own in given for name, x in own.items()}
+    patches = [own["patch"] for own in given if "patch" in own]
+    neutral: dict[str, Any] = {}
+    if "head_gate" in some:
+        neutral = dict(zip(("head_gate", "head_fill"), _neutral(some["head_gate"], some.get("head_fill")), strict=True))
+    if patches:
+        neutral["patch"] = {name: _neutral(*pair) for own in patches for name, pair in checked_patch(own).items()}
+    completed = []
+    for i, own in enumerate(given):
+        if missing := sorted(some.keys() - own.keys() - set(_GATED)):
+            raise ValueError(
+                f"per_layer must give {missing[0]} to every layer or to none, got none for layer {i}; a layer may lack "
+                f"only {', '.join(_GATED)}"
+            )
+        if "head_fill" in own and "head_gate" not in own:
+            raise ValueError(f"layer {i} of per_layer has head_fill without head_gate, which selects the heads to fill")
+        completed.append({**neutral, **own})
+        if patches:
+            completed[i]["patch"] = {**neutral["patch"], **own.get("patch", {})}
+    return completed
+
+
+def _neutral(gate: Any, fill: Any) -> tuple[Any, Any]:
+    """A gate of 1, and a finite fill of which it lets nothing through."""
+    return jnp.ones_like(gate), jax.tree.map(jnp.zeros_like, fill)

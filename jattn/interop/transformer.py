@@ -58,8 +58,9 @@ class Transformer(nnx.Module):
             valid: bool ``[B,T]``: False for padding, on either side, which no query sees and which has no position of
                 its own among learned ones.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
-            per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``). All
-                layers have the same, with arrays of one shape.
+            per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``). A layer
+                may lack ``head_gate``, ``head_fill`` or ``patch``: it then has gates of 1, which change nothing. Other
+                options are given to every layer or to none, with the same functions and arrays of one shape.
             cache: the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``, and tokens that
                 are not ``valid`` take no place in it.
             attention: options of every layer's attention call, such as ``sow_weights``; ``sow_parts`` sows
@@ -67,7 +68,7 @@ class Transformer(nnx.Module):
 
         Raises:
             ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
-                entry for each layer, or layers have different options; the cache is not one of this model's.
+                entry for each layer, or layers differ in other than gates; the cache is not one of this model's.
             TypeError: ``decode``, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from jattn import interop
+from jattn import interop, masks
 from jattn.interop._gguf import read_gguf
 from jattn.interop._products import FEW, LARGE, dot_general
 from jattn.interop.family import refuse, small
@@ -249,11 +249,38 @@ def test_layers_sow_and_take_options_of_their_own(models):
     assert alone.shape == (1, 4, WIDTH)
 
 
+def test_a_layer_without_a_gate_has_a_neutral_one(models):
+    """What only one layer has changes nothing in the others, as in a model that calls its layers one after another."""
+    model, rng = models("llama"), np.random.default_rng(0)
+    gates, values = rng.random((4, HEADS)).astype(np.float32), rng.normal(size=HEAD_DIM).astype(np.float32)
+    query, z = jnp.asarray(rng.normal(size=(2, 2, 13, HEADS, HEAD_DIM)), jnp.float32)
+    patch = {"value": (gates[0, :KV_HEADS], values), "pattern": (gates[1], (query, None))}
+    per_layer = [{"head_gate": gates[2]}, {"head_gate": gates[3], "head_fill": z, "patch": patch}, {}]
+    x = model.token_embed(TOKENS)
+    for i, own in enumerate(per_layer):
+        x = model.layer(i)(x, is_causal=True, **own)
+    run = nnx.jit(lambda model, per_layer: model(TOKENS, per_layer=per_layer))
+    close(run(model, per_layer), model.last_norm(x))
+    np.testing.assert_array_equal(run(model, [{}] * LAYERS), run(model, None))
+
+
 @pytest.mark.parametrize(
     ("per_layer", "message"),
     [
         ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
-        ([{"head_gate": np.ones(HEADS)}, *[{}] * (LAYERS - 1)], "the same options for every layer"),
+        (
+            [{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)],
+            "must give mask to every layer or to none, got none for layer 1",
+        ),
+        ([{}, *[{"head_fill": np.ones(4)}] * (LAYERS - 1)], "layer 1 of per_layer has head_fill without head_gate"),
+        (
+            [{}, *[{"patch": {"z": (np.ones(HEADS), np.ones(4))}}] * (LAYERS - 1)],
+            "got z; a head's output, z, is replaced by head_gate=gate",
+        ),
+        (
+            [{"mask": masks.Causal()}, *[{"mask": masks.Prefix(2)}] * (LAYERS - 1)],
+            "the same masks and functions for every layer",
+        ),
         ([{"is_causal": True}, *[{"is_causal": False}] * (LAYERS - 1)], "the same bool for every layer, got True"),
         ([{"head_gate": np.ones(HEADS)}, *[{"head_gate": np.ones((2, HEADS))}] * (LAYERS - 1)], "arrays of one shape"),
     ],

@@ -242,6 +242,7 @@ def test_patch_says_what_is_wrong(random_model):
     ones, pair = jnp.ones(N), (source[0]["query"], source[0]["key"])
     of_layers: Cases = [
         ({"patch": {"queries": 0, "keys": 0}}, "patch must have entries query, key, value, pattern, each_key, got keys, queries"),
+        ({"patch": {"z": (ones, 0.0)}}, "got z; a head's output, z, is replaced by head_gate=gate and head_fill=z"),
         ({"patch": {"key": (ones, 0.0)}}, r"the gate of patch\['key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]"),
         ({"patch": {"query": (ones, jnp.ones(7))}}, r"the fill of patch\['query'\] must broadcast to .*\[3, 5, 4, 3\], got \[7\]"),
         ({"patch": {"pattern": (ones, pair[::-1])}}, r"the patched query must have shape \[3, 5, 4, 3\], got \[3, 5, 2, 3\]"),
