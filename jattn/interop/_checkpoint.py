@@ -38,7 +38,8 @@ def load(
     """The model in a folder, from its ``config.json`` and all ``*.safetensors`` beside it, or in a GGUF file.
 
     Args:
-        source: a folder as saved by Hugging Face's ``save_pretrained``, or a file ``*.gguf``, which is dequantised.
+        source: a folder as saved by Hugging Face's ``save_pretrained``, or a file ``*.gguf``, which is dequantised. Of
+            an installed package, ``Path(importlib.util.find_spec(package).origin).parent`` is the folder.
         ignore: prefixes of the names of tensors to leave out, such as ``"cls."`` for BERT's training heads.
         dtype: the dtype of the parameters.
         family: how to read it; by default one of ``FAMILIES``, by the config's ``model_type``.

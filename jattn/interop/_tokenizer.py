@@ -14,6 +14,8 @@ _CONTROL, _WHOLE = 3, 4  # the types of tokens that text never has, and of those
 def tokenizer(source: str | Path) -> Any:
     """The tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
 
+    ``source`` is that of ``load``.
+
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a damaged file, or a kind of vocabulary or of splitting that is not known here.
