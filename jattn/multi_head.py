@@ -22,7 +22,7 @@ from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import Implementation, ReducesWeights
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import namespace
+from jattn.mods.arrays import Length, namespace
 from jattn.score_mods import ScoreMod
 
 Params = dict[str, dict[str, Array]]
@@ -176,7 +176,7 @@ def _with_positions_and_cache(
 def _extras(
     heads: dict[str, Array],
     pattern: Any,
-    lead: tuple[int, ...],
+    lead: tuple[Length, ...],
     options: dict[str, Any],
     return_weights: bool,
     return_statistics: Sequence[str] | Mapping[str, Any],
@@ -325,7 +325,7 @@ def _or_arange(positions: ArrayLike | None, x: Array) -> Array:
     return jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
 
 
-def _one_batch_axis(x: Any, lead: tuple[int, ...], trailing: int) -> Any:
+def _one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
     """An array ``[*lead, ...]`` with its batch axes joined; functions and arrays without batch axes are unchanged."""
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn.core.attention import softmax_dtype
+from jattn.mods.arrays import Length
 
 PatternPatch = tuple[Array, tuple[Array, Array]]  # a gate [B|1, T|1, N, 1], and another query and key
 KeyPatch = tuple[Array, Array]  # a gate [B|1, S|1, K], and other keys [B,S,K,H]
 PATCHED = ("query", "key", "value", "pattern", "each_key")
 
 
-def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "head_gate") -> Array:
+def expand_gate(gate: ArrayLike, x: Array, lead: tuple[Length, ...], name: str = "head_gate") -> Array:
     """A gate ``[N]``, ``[B,N]`` or ``[B,T,N]`` of ``x``, as ``[B|1, T|1, N, 1]``, without B if ``x`` has none."""
     gate = jnp.asarray(gate)
     *own_batch, T, N, _ = x.shape
@@ -38,7 +39,7 @@ def expand_gate(gate: ArrayLike, x: Array, lead: tuple[int, ...], name: str = "h
 
 
 def through_gate(
-    x: Array, gate: Array, fill: ArrayLike | None, lead: tuple[int, ...], name: str = "head_fill"
+    x: Array, gate: Array, fill: ArrayLike | None, lead: tuple[Length, ...], name: str = "head_fill"
 ) -> Array:
     """``x * gate + fill * (1 - gate)``, in at least float32: a gate's derivative sums over tokens and dimensions."""
     wide = x.astype(gate.dtype)
@@ -47,7 +48,7 @@ def through_gate(
     return (wide * gate + expand_fill(fill, x, lead, name).astype(gate.dtype) * (1 - gate)).astype(x.dtype)
 
 
-def expand_fill(fill: ArrayLike, x: Array, lead: tuple[int, ...], name: str) -> Array:
+def expand_fill(fill: ArrayLike, x: Array, lead: tuple[Length, ...], name: str) -> Array:
     """A fill that broadcasts to ``[*lead, T, N, D]``, in the shape of ``x``."""
     full = (*lead, *x.shape[-3:])
     try:
@@ -60,7 +61,7 @@ def expand_fill(fill: ArrayLike, x: Array, lead: tuple[int, ...], name: str) -> 
 
 
 def replace_both(
-    frozen: tuple[Array | None, Array | None], query: Array, key: Array, lead: tuple[int, ...], name: str = "frozen"
+    frozen: tuple[Array | None, Array | None], query: Array, key: Array, lead: tuple[Length, ...], name: str = "frozen"
 ) -> tuple[Array, Array]:
     """The frozen query and key, in the shapes and dtypes of those they replace; None replaces nothing."""
     replaced = []
@@ -84,7 +85,7 @@ def checked_patch(patch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def patched(
-    patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[int, ...]
+    patch: Mapping[str, Any], inputs: Mapping[str, Array], lead: tuple[Length, ...]
 ) -> tuple[list[Array], PatternPatch | None, KeyPatch | None]:
     """The inputs through their gates, and the patches of ``"pattern"`` and ``"each_key"``, which change the output."""
     patch, results = checked_patch(patch), dict(inputs)
@@ -106,5 +107,5 @@ def patched(
     return [*results.values()], pattern, each
 
 
-def _fits(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+def _fits(shape: tuple[Length, ...], full: tuple[Length, ...]) -> bool:
     return all(size in (1, whole) for size, whole in zip(shape, full, strict=True))

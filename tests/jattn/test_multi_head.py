@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import jattn
 from jattn.multi_head import project
@@ -103,6 +104,16 @@ def test_all_single_head_ablations_in_one_call(getkey):
     ablated = jax.jit(jax.vmap(lambda gate: jattn.multi_head_attention(params, x, head_gate=gate)))(gates)
     for n in range(N):
         np.testing.assert_allclose(ablated[n], by_hand(params, x, x, gate=gates[n]), atol=2e-5)
+
+
+def test_export_for_any_batch_and_length(getkey):
+    params, _, x = layer(getkey)
+    options = {"is_causal": True, "head_gate": np.arange(N), "patch": {"value": (np.zeros(K), np.ones(D))}}
+    run = jax.jit(lambda params, x: jattn.multi_head_attention(params, x, return_heads=True, **options))
+    sizes = export.symbolic_shape("batch, length")
+    exported = export.export(run, platforms=("cpu", "tpu"))(params, jax.ShapeDtypeStruct((*sizes, M), x.dtype))
+    for found, expected in zip(*map(jax.tree.leaves, (exported.call(params, x), run(params, x))), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_position_reaches_queries_and_keys(getkey):
