@@ -13,13 +13,18 @@ from jattn.heads._gates import checked_patch
 _GATED = ("head_gate", "head_fill", "patch")  # a layer without them is one with a gate of 1
 
 
-def stack_options(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int) -> tuple[Any, Callable]:
-    """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options."""
+def stack_options(
+    per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int, shared: Mapping[str, Any]
+) -> tuple[Any, Callable]:
+    """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options.
+
+    ``shared``: options that a layer has unless it has its own.
+    """
     if per_layer is None:
         return (), lambda arrays: {}
     if len(per_layer) != num_layers:
         raise ValueError(f"per_layer must have options for each of {num_layers} layers, got {len(per_layer)}")
-    leaves, structures = zip(*(jax.tree.flatten(options) for options in _with_neutral(per_layer)), strict=True)
+    leaves, structures = zip(*(jax.tree.flatten(options) for options in _with_neutral(per_layer, shared)), strict=True)
     if any(structure != structures[0] for structure in structures):
         other = next(structure for structure in structures if structure != structures[0])
         raise ValueError(
@@ -44,18 +49,20 @@ def stack_options(per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int
     return arrays, with_own
 
 
-def _with_neutral(per_layer: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_neutral(per_layer: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The options of every layer, with gates of 1 for a layer that has no gate where another has one."""
-    given = [{name: x for name, x in own.items() if x is not None or name not in _GATED} for own in per_layer]
+    gates = {name: shared[name] for name in _GATED if name in shared}
+    given: list[dict[str, Any]] = [
+        {name: x for name, x in {**gates, **own}.items() if x is not None or name not in _GATED} for own in per_layer
+    ]
     some = {name: x for own in given for name, x in own.items()}
-    patches = [own["patch"] for own in given if "patch" in own]
     neutral: dict[str, Any] = {}
     if "head_gate" in some:
-        neutral = dict(zip(("head_gate", "head_fill"), _neutral(some["head_gate"], some.get("head_fill")), strict=True))
-    if patches:
-        neutral["patch"] = {name: _neutral(*pair) for own in patches for name, pair in checked_patch(own).items()}
+        neutral["head_gate"], neutral["head_fill"] = _neutral(some["head_gate"], some.get("head_fill"))
+    patches = [checked_patch(own.get("patch", {})) for own in given]
+    patch = {name: _neutral(*pair) for own_patch in patches for name, pair in own_patch.items()}
     completed = []
-    for i, own in enumerate(given):
+    for i, (own, own_patch) in enumerate(zip(given, patches, strict=True)):
         if missing := sorted(some.keys() - own.keys() - set(_GATED)):
             raise ValueError(
                 f"per_layer must give {missing[0]} to every layer or to none, got none for layer {i}; a layer may lack "
@@ -63,9 +70,7 @@ def _with_neutral(per_layer: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             )
         if "head_fill" in own and "head_gate" not in own:
             raise ValueError(f"layer {i} of per_layer has head_fill without head_gate, which selects the heads to fill")
-        completed.append({**neutral, **own})
-        if patches:
-            completed[i]["patch"] = {**neutral["patch"], **own.get("patch", {})}
+        completed.append({**neutral, **own, **({"patch": {**patch, **own_patch}} if patch else {})})
     return completed
 
 

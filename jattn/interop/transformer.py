@@ -177,7 +177,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, KVCache | None]:
         """A scan over the layers. The cache goes from step to step, so that XLA writes into it in place."""
         config, L = self.config, self.config.num_layers
-        arrays, with_own = stack_options(per_layer, L)
+        arrays, with_own = stack_options(per_layer, L, options)
         # What was sown before is not a layer's business.
         graph, sown_before, state = nnx.split(self.layers, nnx.Intermediate, ...)
         nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -262,6 +262,9 @@ def test_a_layer_without_a_gate_has_a_neutral_one(models):
     run = nnx.jit(lambda model, per_layer: model(TOKENS, per_layer=per_layer))
     close(run(model, per_layer), model.last_norm(x))
     np.testing.assert_array_equal(run(model, [{}] * LAYERS), run(model, None))
+    shared = nnx.jit(lambda model: model(TOKENS, head_gate=gates[2], per_layer=[{}, *per_layer[1:]]))(model)
+    own = [{"head_gate": gates[2]}, per_layer[1], {"head_gate": gates[2]}]
+    np.testing.assert_array_equal(shared, run(model, own))
 
 
 @pytest.mark.parametrize(
