@@ -303,8 +303,9 @@ def coarse_weights(
 ) -> Array:
     """Each head's weights at low resolution, at any length: ``[B,N,size,size]`` (or ``[N,size,size]``), float32.
 
-    The sequence is split into ``size`` equal spans. Entry ``(i, j)`` is the share of their weight that the queries of
-    span i give to the keys of span j. Rows sum to 1, or to 0 if no query sees a key. O(T + S) memory (forward).
+    The sequence is split into ``size`` spans; index t is in span ``floor(t size / T)``. Entry ``(i, j)`` is the share
+    of their weight that the queries of span i give to the keys of span j. Rows sum to 1, or to 0 if no query
+    sees a key. O(T + S) memory (forward).
 
     Args:
         query, key: as in ``statistics``.
@@ -317,13 +318,21 @@ def coarse_weights(
     if not size > 0:
         raise ValueError(f"size must be positive, got {size}")
     T, S = jnp.shape(query)[-3], jnp.shape(key)[-3]
-    rows, columns = min(size, T), min(size, S)
+    q_ends, kv_ends = _span_ends(T, min(size, T)), _span_ends(S, min(size, S))
 
     def add(carry: Array, weights: Array, q_idx: Array, kv_idx: Array) -> Array:
-        of_row = jax.nn.one_hot(q_idx[:, 0] * rows // T, rows, axis=0, dtype=weights.dtype)
-        of_column = jax.nn.one_hot(kv_idx[0] * columns // S, columns, dtype=weights.dtype)
-        return carry + of_row @ weights @ of_column
+        of_row, of_column = (
+            ((ends[None, :-1] <= index) & (index < ends[None, 1:])).astype(weights.dtype)
+            for index, ends in ((q_idx, q_ends), (kv_idx.T, kv_ends))
+        )
+        return carry + of_row.T @ weights @ of_column
 
-    init = jnp.zeros((rows, columns), softmax_dtype(jnp.asarray(query)))
+    init = jnp.zeros((len(q_ends) - 1, len(kv_ends) - 1), softmax_dtype(jnp.asarray(query)))
     sums = fold_weights(add, init, query, key, bias=bias, mask=mask, **options)
     return sums / jnp.maximum(sums.sum(-1, keepdims=True), jnp.finfo(sums.dtype).tiny)
+
+
+def _span_ends(length: int, spans: int) -> np.ndarray:
+    """``[spans + 1]``: where each span begins, and the end of the last; index t is in span ``t * spans // length``."""
+    ends = -(np.arange(spans + 1, dtype=np.int64) * -length // max(spans, 1))  # a product may exceed 32 bits
+    return ends.astype(np.int32)

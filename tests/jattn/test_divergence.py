@@ -8,6 +8,7 @@ import pytest
 import jattn
 from jattn import heads, masks
 from jattn.heads import _divergence
+from jattn.heads._statistics import _span_ends
 
 B, T, S, N, K, H = 4, 7, 11, 6, 3, 5
 OPTIONS = {
@@ -179,6 +180,21 @@ def test_coarse_weights_of_rows_that_see_nothing_are_0(arrays):
     np.testing.assert_array_equal(
         found.sum(-1).round(5)[:, 0], [[1] * 7, [1] * 4 + [0] * 3, [0] * 7, [1] * 5 + [0] * 2]
     )
+
+
+@pytest.mark.parametrize(("length", "spans"), [(7, 7), (11, 4), (60_000, 40_000), (2**31 - 1, 3), (0, 0)])
+def test_spans_of_a_sequence_whose_length_times_their_number_exceeds_32_bits(length, spans):
+    ends = _span_ends(length, spans)
+    assert ends.dtype == np.int32 and ends[0] == 0 and ends[-1] == length
+    for i in [*range(min(spans, 3)), *range(max(spans - 3, 0), spans)]:
+        assert {int(t) * spans // length for t in (ends[i], ends[i + 1] - 1)} == {i}
+
+
+@pytest.mark.slow
+def test_coarse_weights_of_many_spans_miss_no_key():
+    found = np.asarray(heads.coarse_weights(jnp.zeros((1, 1, 1)), jnp.zeros((60_000, 1, 1)), 40_000))
+    expected = np.bincount(np.arange(60_000) * 40_000 // 60_000) / 60_000
+    np.testing.assert_allclose(found, expected[None, None], rtol=1e-3)
 
 
 @pytest.mark.parametrize("eligible", [np.ones((B, T)), np.ones((T, B), bool), np.ones(S, bool)])
