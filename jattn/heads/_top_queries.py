@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
 from jattn.mods.pytree import pytree_dataclass
@@ -13,10 +14,11 @@ from jattn.mods.validation import to_int32
 class TopQueries:
     """Each head's ``k`` best queries so far, best first. Start with ``top_queries``; ``update`` takes a batch.
 
-    score: ``[*,N,k]``; -inf where there has been none yet.
+    score: ``[*,N,k]``, float32; -inf where there has been none yet.
     sequence, position: ``[*,N,k]``: the sequence, counted over all batches, and the query in it; -1 for none.
     token: ``[*,N,k]``: the query's token; -1 for none, or if tokens were not given.
     seen: the number of sequences so far.
+    undefined: ``[*,N]``: how many scores were NaN so far. A NaN takes no place: it is not larger than a number.
     """
 
     score: Array
@@ -24,16 +26,19 @@ class TopQueries:
     position: Array
     token: Array
     seen: Array
+    undefined: Array
 
     def update(self, scores: Array, tokens: ArrayLike | None = None) -> "TopQueries":
         """The state after one more batch, in memory that does not grow with their number. Of ties, the first stays.
 
         Args:
-            scores: ``[*,B,T,N]``, such as an lse, or the norms of z. A score of -inf is never kept: padding.
+            scores: ``[*,B,T,N]``, such as an lse, or the norms of z; compared in float32, in which float64 numbers
+                and, under ``jax.jit``, integers beyond 2^24 may be ties. -inf is never kept: padding. NaN is counted
+                in ``undefined`` and never kept.
             tokens: integers ``[B,T]``.
 
         Raises:
-            ValueError: scores or tokens of another shape, or tokens beyond int32.
+            ValueError: scores or tokens of another shape; integer scores beyond 2^24, tokens beyond int32.
         """
         *lead, N, k = self.score.shape
         if scores.ndim != len(lead) + 3 or [*scores.shape[:-3], scores.shape[-1]] != [*lead, N]:
@@ -42,7 +47,16 @@ class TopQueries:
         B, T = scores.shape[-3:-1]
         if tokens is not None and jnp.shape(tokens) != (B, T):
             raise ValueError(f"tokens must be [B, T] = [{B}, {T}], as scores, got {list(jnp.shape(tokens))}")
+        if np.issubdtype(scores.dtype, np.integer) and not isinstance(scores, Tracer) and scores.size:
+            largest = max(abs(int(scores.min())), abs(int(scores.max())))
+            if largest > 2**24:
+                raise ValueError(
+                    f"scores are compared in float32, which holds every integer up to 2^24 = {2**24}, got {largest}; "
+                    f"subtract an offset, or pass floating-point numbers if ties do not matter"
+                )
         flat = jnp.moveaxis(scores.astype(self.score.dtype), -1, -3).reshape(*lead, N, B * T)
+        undefined = self.undefined + jnp.isnan(flat).sum(-1, dtype=jnp.int32)
+        flat = jnp.where(jnp.isnan(flat), -jnp.inf, flat)  # top_k would take it for the largest
         best, index = jax.lax.top_k(flat, min(k, B * T))
         tokens = np.full((B, T), -1) if tokens is None else tokens
         token = jnp.ravel(to_int32("tokens", tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)))
@@ -53,7 +67,7 @@ class TopQueries:
             return jnp.take_along_axis(jnp.concatenate([old, new], -1), order, -1)
 
         sequence, position, token = map(chosen, (self.sequence, self.position, self.token), new)
-        return TopQueries(score, sequence, position, token, self.seen + B)
+        return TopQueries(score, sequence, position, token, self.seen + B, undefined)
 
 
 def top_queries(k: int, *heads: int) -> TopQueries:
@@ -73,5 +87,5 @@ def top_queries(k: int, *heads: int) -> TopQueries:
     """
     if not heads or any(not isinstance(size, int) or size < 1 for size in (k, *heads)):
         raise ValueError(f"top_queries needs k and the numbers of heads, positive integers, got {(k, *heads)}")
-    none = jnp.full((*heads, k), -1, jnp.int32)
-    return TopQueries(jnp.full(none.shape, -jnp.inf, jnp.float32), none, none, none, jnp.zeros((), jnp.int32))
+    none, no_score = jnp.full((*heads, k), -1, jnp.int32), jnp.full((*heads, k), -jnp.inf, jnp.float32)
+    return TopQueries(no_score, none, none, none, jnp.zeros((), jnp.int32), jnp.zeros(heads, jnp.int32))

@@ -514,3 +514,21 @@ def test_top_queries_with_fewer_queries_than_places():
     for wrong in ((0, 4), (3,), (3, 0)):
         with pytest.raises(ValueError, match="positive integers"):
             heads.top_queries(*wrong)
+
+
+def test_nan_takes_no_place_among_the_top_queries_and_is_counted():
+    batches = jnp.array([[[[1.0], [jnp.nan], [2.0]]], [[[5.0], [7.0], [jnp.nan]]], [[[6.0], [jnp.inf], [-jnp.inf]]]])
+    top = heads.top_queries(3, 1)
+    for batch in batches:
+        top = top.update(batch)
+    assert top.score.tolist() == [[jnp.inf, 7.0, 6.0]]
+    assert top.sequence.tolist() == [[2, 1, 2]] and top.position.tolist() == [[1, 1, 0]]
+    assert top.undefined.tolist() == [2]
+
+
+def test_integers_that_float32_cannot_tell_apart_are_no_scores():
+    exact = jnp.array([[[2**24 - 1], [2**24], [-(2**24)]]])
+    assert heads.top_queries(2, 1).update(exact).position.tolist() == [[1, 0]]
+    for wrong in (exact.at[0, 1].add(1), exact.at[0, 2].add(-1)):
+        with pytest.raises(ValueError, match=r"every integer up to 2\^24 = 16777216, got 16777217"):
+            heads.top_queries(2, 1).update(wrong)
