@@ -14,7 +14,9 @@ _CONTROL, _WHOLE = 3, 4  # the types of tokens that text never has, and of those
 def tokenizer(source: str | Path) -> Any:
     """The tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
 
-    ``source`` is that of ``load``.
+    ``source`` is that of ``load``. That of a GGUF file puts a first and a last token around a text where the file says so (``add_bos_token``,
+    ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)`` leaves them out. As in llama.cpp,
+    a byte that the vocabulary has no token for is left out, too.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -55,7 +57,7 @@ def _check_kind(file: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
     found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -68,7 +70,25 @@ def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
         [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
     )
     found.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
+    ends = {end: _token_at(end, fields) for end in ("bos", "eos") if fields.get(f"ggml.add_{end}_token", False)}
+    if ends:
+        one, other = ([end for end in ("bos", text, "eos") if end == text or end in ends] for text in ("$A", "$B"))
+        found.post_processor = processors.TemplateProcessing(
+            single=one,
+            pair=one + other,
+            special_tokens=[{"id": end, "ids": [i], "tokens": [tokens[i]]} for end, i in ends.items()],
+        )
     return found
+
+
+def _token_at(end: str, fields: Mapping[str, Any]) -> int:
+    """The id of the token that stands at this end of a text."""
+    name = f"ggml.{end}_token_id"
+    if name not in fields:
+        raise ValueError(f"add_{end}_token is true, but there is no {end}_token_id")
+    if not 0 <= fields[name] < len(fields["ggml.tokens"]):
+        raise ValueError(f"{end}_token_id is {fields[name]}, of {len(fields['ggml.tokens'])} tokens")
+    return fields[name]
 
 
 def chatml(messages: Sequence[tuple[str, str]]) -> str:

@@ -575,7 +575,7 @@ def gguf_file(tmp_path_factory):
     return file, write_gguf(file)
 
 
-def write_gguf(file, scale=1.0):
+def write_gguf(file, scale=1.0, **tokenizer):
     """A small Llama as llama.cpp's converter writes it: rows of query and key permuted, 8-bit weights, a vocabulary."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(file, "llama")
@@ -594,6 +594,8 @@ def write_gguf(file, scale=1.0):
     writer.add_token_list(tokens)
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges(["a b", "ab c"])
+    for name, value in tokenizer.items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{name}", value)
     rng, kept = np.random.default_rng(5), {}
     quantized = gguf.GGMLQuantizationType.Q8_0
 
@@ -646,6 +648,25 @@ def test_the_vocabulary_of_a_gguf_file(gguf_file):
     encoded = tokenizer.encode("abcab 12<|endoftext|>")
     assert encoded.tokens == ["abc", "ab", "Ġ", "1", "2", "<|endoftext|>"]
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == "abcab 12<|endoftext|>"
+
+
+def test_a_gguf_file_says_which_tokens_stand_around_a_text(tmp_path):
+    files = iter(tmp_path / f"{i}.gguf" for i in range(5))
+
+    def tokenizer(**fields):
+        write_gguf(file := next(files), **fields)
+        return interop.tokenizer(file)
+
+    first = tokenizer(add_bos_token=True, bos_token_id=3, eos_token_id=0)
+    assert first.encode("ab").ids == [3, 9] and first.encode("ab", add_special_tokens=False).ids == [9]
+    assert first.encode("").ids == [3] and first.encode("ab", "a").ids == [3, 9, 3, 1]
+    both = tokenizer(add_bos_token=True, add_eos_token=True, bos_token_id=3, eos_token_id=0)
+    assert both.encode("ab").ids == [3, 9, 0] and both.decode(both.encode("ab").ids) == "cab"
+    assert tokenizer(add_bos_token=False, bos_token_id=3).encode("ab").ids == [9]
+    with pytest.raises(ValueError, match="add_bos_token is true, but there is no bos_token_id"):
+        tokenizer(add_bos_token=True)
+    with pytest.raises(ValueError, match="eos_token_id is 22, of 22 tokens"):
+        tokenizer(add_eos_token=True, eos_token_id=22)
 
 
 def test_gguf_options_that_are_not_known(tmp_path):
