@@ -59,8 +59,11 @@ class Config:
 
     def new_norm(self, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
         """A norm of the residual stream."""
-        kind: Any = {"layer": nnx.LayerNorm, "rms": nnx.RMSNorm}[self.norm]
-        return kind(self.model_dim, epsilon=self.norm_epsilon, rngs=rngs)
+        if self.norm == "rms":
+            return nnx.RMSNorm(self.model_dim, epsilon=self.norm_epsilon, rngs=rngs)
+        # As in PyTorch, the variance is the mean square of what is left without the mean. Flax's default, a difference
+        # of squares, loses all digits where the mean is large.
+        return nnx.LayerNorm(self.model_dim, epsilon=self.norm_epsilon, use_fast_variance=False, rngs=rngs)
 
 
 class Block(nnx.Module):

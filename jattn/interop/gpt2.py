@@ -25,6 +25,7 @@ def config(options: Mapping[str, Any]) -> Config:
         **{"mlp_dim": 4 * sizes["model_dim"], **sizes},
         norm_epsilon=small(options, "layer_norm_epsilon"),
         activation=activation(options, "activation_function"),
+        tied=bool(options.get("tie_word_embeddings", True)),
     )
 
 

@@ -54,9 +54,10 @@ class Transformer(nnx.Module):
         """The final hidden states ``[B,T,M]`` of ``tokens``, integers ``[B,T]``.
 
         Args:
-            tokens: ids below ``config.vocabulary``; if positions are learned, T is at most ``config.max_length``.
+            tokens: ids from 0 to ``config.vocabulary - 1``. An index outside of its table gives NaN, be it a token's,
+                a type's or a learned position's. If positions are learned, T is at most ``config.max_length``.
             valid: bool ``[B,T]``: False for padding, on either side, which no query sees and which has no position of
-                its own among learned ones.
+                its own among learned ones. Its indices may be any: outside of a table, the nearest row is read.
             token_types: integers ``[B,T]``, BERT's segments; 0 by default.
             per_layer: options of each layer's attention call, such as ``head_gate`` (``jattn.heads.ablate``). A layer
                 may lack ``head_gate``, ``head_fill`` or ``patch``: it then has gates of 1, which change nothing. Other
@@ -122,20 +123,26 @@ class Transformer(nnx.Module):
         return KVCache(key, value, one.length, rolling)
 
     def logits(self, hidden: Array) -> Array:
-        """``[..., M] -> [..., vocabulary]``: by ``output_embedding``."""
+        """``[..., M] -> [..., vocabulary]``: by ``output_embedding``, and raises as it does."""
         if self.head is not None:
             return self.head(hidden)
-        if not self.config.tied:
-            raise ValueError(
-                "this checkpoint has no output embedding (lm_head), and its config does not tie it to the input's"
-            )
-        embedding = self.token_embed.embedding[...]
+        embedding = self.output_embedding()
         dtype = jnp.result_type(hidden, embedding)
         return dot_general(hidden.astype(dtype), embedding.astype(dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
 
     def output_embedding(self) -> Array:
-        """``[vocabulary, M]``, a row for each logit; the input embedding if there is no other."""
-        return self.token_embed.embedding[...] if self.head is None else self.head.kernel[...].T
+        """``[vocabulary, M]``, a row for each logit; the input embedding if the config ties the two.
+
+        Raises:
+            ValueError: the checkpoint has no output embedding, and its config does not tie it to the input's.
+        """
+        if self.head is not None:
+            return self.head.kernel[...].T
+        if not self.config.tied:
+            raise ValueError(
+                "this checkpoint has no output embedding (lm_head), and its config does not tie it to the input's"
+            )
+        return self.token_embed.embedding[...]
 
     def pooled(self, hidden: Array) -> Array:
         """BERT's pooler, ``tanh(W x + b)`` of the first token: ``[B,T,M] -> [B,M]``.
@@ -155,7 +162,7 @@ class Transformer(nnx.Module):
     def _embedded(
         self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any, given: ArrayLike | None
     ) -> Array:
-        x = _rows(self.token_embed, tokens)
+        x = _rows(self.token_embed, tokens, valid)
         if self.position_embed is not None:
             T = tokens.shape[1]
             if given is not None:
@@ -165,11 +172,11 @@ class Transformer(nnx.Module):
                 positions = jnp.maximum(of_one_layer.next_positions(T, valid), 0)
             else:
                 positions = jnp.arange(T) if valid is None else jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
-            own = _rows(self.position_embed, positions)
-            x = x + own.reshape((1,) * (3 - own.ndim) + own.shape)
+            positions = positions.reshape((1,) * (2 - positions.ndim) + positions.shape)
+            x = x + _rows(self.position_embed, positions, valid)
         if self.type_embed is not None:
             types = jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types)
-            x = x + _rows(self.type_embed, types)
+            x = x + _rows(self.type_embed, types, valid)
         return x if self.embed_norm is None else self.embed_norm(x)
 
     def _through_layers(
@@ -235,9 +242,16 @@ def _emptied(variable: Any) -> Any:
     return variable.replace({} if isinstance(variable.get_value(), dict) else ())
 
 
-def _rows(embed: nnx.Embed, indices: Array) -> Array:
-    """The rows of a table in its own dtype; the module's call casts to that which it was made with."""
-    return jnp.take(embed.embedding[...], indices, axis=0)
+def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
+    """The rows of a table in its own dtype; the module's call casts to that which it was made with.
+
+    NaN for an index outside of the table, at either end; for padding the nearest row, so that gradients stay finite.
+    """
+    table = embed.embedding[...]
+    if valid is not None:
+        last = min(table.shape[0] - 1, jnp.iinfo(indices.dtype).max)
+        indices = jnp.where(valid, indices, indices.clip(0, last))
+    return table.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def _within(window: masks.Mask, mask: Any) -> Any:

@@ -238,6 +238,55 @@ def test_bert_with_fused_projections_and_other_token_types():
         model.pooled(other)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_norms_of_a_stream_with_a_large_mean(tiny_gpt2, family):
+    """The variance is not a difference of squares, which at a mean of 1000 leaves no digit."""
+    tensors, config = (dict(tiny_gpt2), GPT2) if family == "gpt2" else (bert_tensors(), BERT)
+    name = "wte.weight" if family == "gpt2" else "embeddings.word_embeddings.weight"
+    tensors[name] = tensors[name] + np.float32(1000)
+    expected = (
+        gpt2_reference(tensors, TOKENS)
+        if family == "gpt2"
+        else bert_reference(tensors, TOKENS, np.ones(TOKENS.shape, bool))
+    )
+    # The sum of embeddings is rounded to 2^-14, and layers carry that on. A difference of squares is off by more than 1.
+    np.testing.assert_allclose(interop.from_tensors(tensors, config)(TOKENS), expected, atol=0.02)
+
+
+def test_gpt2_without_an_output_embedding(tiny_gpt2):
+    model = interop.from_tensors(tiny_gpt2, GPT2 | {"tie_word_embeddings": False})
+    for use in (lambda: model.logits(jnp.ones((1, WIDTH))), model.output_embedding):
+        with pytest.raises(ValueError, match="no output embedding"):
+            use()
+    head = random(VOCABULARY, WIDTH)
+    own = interop.from_tensors(tiny_gpt2 | {"lm_head.weight": head}, GPT2 | {"tie_word_embeddings": False})
+    np.testing.assert_array_equal(own.output_embedding(), head)
+
+
+@pytest.mark.parametrize("index", [-(2**31), -VOCABULARY, -1, VOCABULARY, 2**31 - 1])
+def test_ids_outside_of_their_table_give_nan(index):
+    model, tokens = interop.from_tensors(bert_tensors(), BERT), jnp.arange(5)[None]
+    ids = jnp.array([[0, 0, index, 0, 0]])
+    calls = (
+        lambda **options: model._embedded(ids, token_types=None, given=None, cache=None, **options),
+        lambda **options: model._embedded(tokens, token_types=ids, given=None, cache=None, **options),
+        lambda **options: model._embedded(tokens, token_types=None, given=ids[0], cache=None, **options),
+    )
+    for embedded in calls:
+        assert np.isnan(embedded(valid=None)[0]).all(1).tolist() == [False, False, True, False, False]
+        assert np.isfinite(embedded(valid=ids == 0)).all()  # of padding
+
+
+def test_padding_may_have_any_id(tiny_gpt2):
+    model, valid = interop.from_tensors(tiny_gpt2, GPT2), np.arange(7) < np.array([[7], [4], [1]])
+    found = [model(np.where(valid, TOKENS, index), valid=valid) for index in (0, -1, 100)]
+    np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in found[:2]))
+    np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in found[1:]))
+    assert np.isfinite(found[1:]).all()
+    assert np.isnan(model(np.where(valid, TOKENS, -1))[1, 4:]).all()
+    np.testing.assert_array_equal(model(TOKENS.astype(np.int8), valid=valid), model(TOKENS, valid=valid))
+
+
 # checkpoints that do not fit
 
 
