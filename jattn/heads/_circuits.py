@@ -133,8 +133,11 @@ def _ranks(embed: Array, value: Array, out: Array, unembed: Array, pairs: tuple[
         read, write = kernels[0], kernels[1] @ unembed  # [M,D], [D,C]
 
         def rank(pair: tuple[Array, Array]) -> Array:
-            logits = _entry(embed, pair[0]).astype(read.dtype) @ read @ write
-            larger_less_smaller = jnp.sign(logits - _entry(logits, pair[1])).sum()
+            # Without the barrier, XLA may compute the target's logit twice, rounded in two ways. A product and a
+            # difference may become one operation with one rounding, so only a comparison knows what is equal.
+            logits = jax.lax.optimization_barrier(_entry(embed, pair[0]).astype(read.dtype) @ read @ write)
+            own = _entry(logits, pair[1])
+            larger_less_smaller = jnp.where(logits == own, 0.0, jnp.sign(logits - own)).sum()
             return (logits.shape[0] - 1 + larger_less_smaller) / 2
 
         return jax.lax.map(rank, pairs, batch_size=chunk)

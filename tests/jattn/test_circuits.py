@@ -32,6 +32,16 @@ def of_head(kernels, n):
     return ov, exact["query"][:, n] @ exact["key"][:, shared].T
 
 
+def test_ranks_of_heads_of_dimension_1_are_whole():
+    """With one feature, a logit is one product; fused with the comparison, it is not what it was compared with."""
+    rng = np.random.default_rng(0)
+    embed, value, out, unembed = (normal(rng, size) for size in ((9, 4), (4, 2, 1), (2, 1, 4), (4, 6)))
+    sources, targets = np.arange(9), np.arange(9) % 6
+    logits = np.einsum("em,mnd,ndw,wc->nec", *(np.asarray(x, np.float64) for x in (embed, value, out, unembed)))
+    expected = (logits > logits[:, sources, targets][..., None]).sum(-1)
+    np.testing.assert_array_equal(heads.target_rank(embed, value, out, unembed, sources, targets), expected)
+
+
 def test_circuits_are_the_products(kernels):
     ov = heads.ov_circuit(kernels["embed"], kernels["value"], kernels["out"], kernels["unembed"])
     qk = heads.qk_circuit(kernels["embed"], kernels["query"], kernels["key"])
