@@ -54,18 +54,22 @@ def _check_kind(file: Path, fields: Mapping[str, Any]) -> None:
             f"{file} has a tokenizer of kind {kind!r}, split as {split!r}; known are 'gpt2', split as "
             f"{' or '.join(map(repr, _DIGITS_ALONE))}"
         )
+    if fields.get("ggml.add_space_prefix", False):
+        raise ValueError(f"{file} has add_space_prefix, which is not known of a tokenizer of kind 'gpt2'")
 
 
 def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(f"of {len(tokens)} tokens, only {len(set(tokens))} differ")
     found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(fields.get("ggml.add_space_prefix", False)))
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[fields.get("ggml.pre", "gpt-2")] else []
     found.pre_tokenizer = pre_tokenizers.Sequence([*digits, by_bytes])
     found.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, fields.get("ggml.token_type", ()), strict=False))
+    kinds = list(zip(tokens, fields.get("ggml.token_type", [1] * len(tokens)), strict=True))
     found.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
     )

@@ -1,8 +1,13 @@
-"""``python -m tests.soak``: compares random calls of jattn with float64 NumPy, for a given time or number of cases."""
+"""``python -m tests.soak``: compares random calls of jattn with float64 NumPy, for a given time or number of cases.
+
+``--mode``: attention (``local``, ``native``, ``sharded``), what looks inside a model (``looking``), models of every family
+(``models``), GGUF files and tokenizers (``files``); by default ``all`` in turn, except ``sharded``.
+"""
 
 import argparse
 import collections
 import gc
+import importlib.util
 import json
 import platform
 import secrets
@@ -18,9 +23,14 @@ from rich.table import Table
 
 import jattn
 from tests.soak.draw import MODES
-from tests.soak.trial import EAGER, Trial
+from tests.soak.files import FileTrial
+from tests.soak.looking import LookTrial
+from tests.soak.models import ModelTrial
+from tests.soak.trial import EAGER, Difference, Trial
 
 console = Console(stderr=True, soft_wrap=True)
+TURN = ("local", "native", "looking", "models", "local", "files")
+OTHERS = {"looking": LookTrial, "models": ModelTrial, "files": FileTrial}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,6 +58,10 @@ def soak(asked: argparse.Namespace) -> dict[str, Any]:
     total, cases, index = asked.cases, 0, asked.first
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
     console.print(f"seed {asked.seed}, {asked.mode}")
+    has_native = importlib.util.find_spec("jattn_native") is not None
+    if asked.mode == "all" and not has_native:
+        console.print("jattn-native is not installed: none of its calls")
+    turn = [mode for mode in TURN if mode != "native" or has_native] if asked.mode == "all" else [asked.mode]
 
     def over() -> bool:
         return (total is not None and cases >= total) or (seconds is not None and time.monotonic() - began >= seconds)
@@ -55,22 +69,20 @@ def soak(asked: argparse.Namespace) -> dict[str, Any]:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("soak", total=1.0, state="")
         while not over():
-            trial = Trial(asked.seed, index, asked.mode)
-            covered = trial.structure.covers()
+            mode, number = turn[index % len(turn)], index // len(turn)
+            trial = make_trial(asked.seed, number, mode)
             for draw in range(asked.draws):
                 if over():
                     break
-                wrong, ratio = trial.case(draw)
+                wrong, ratio = run_case(trial, draw)
                 cases += 1
-                counts.update(covered)
-                kind = f"{trial.structure.dtype}, {trial.structure.implementation}"
-                worst[kind] = max(worst[kind], ratio if ratio < float("inf") else 0.0)
+                counts.update(trial.covers())
+                worst[trial.label] = max(worst[trial.label], ratio if ratio < float("inf") else 0.0)
                 if wrong:
-                    case = f"{asked.seed}:{index}:{draw}"
-                    failures.append({"case": case, "differences": [str(one) for one in wrong]})
-                    progress.console.print(
-                        f"FAILED {case} ({trial.structure.implementation}, {asked.mode}): {wrong[0]}", markup=False
-                    )
+                    again = f"python -m tests.soak --mode {mode} --replay {asked.seed}:{number}:{draw}"
+                    again += " --optimised" * asked.optimised
+                    failures.append({"case": again, "differences": [str(one) for one in wrong]})
+                    progress.console.print(f"FAILED {trial.label}: {wrong[0]}; {again}", markup=False)
                 done = max(
                     cases / total if total is not None else 0.0,
                     (time.monotonic() - began) / seconds if seconds is not None else 0.0,
@@ -89,15 +101,28 @@ def soak(asked: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def make_trial(seed: int, index: int, mode: str) -> Trial | LookTrial | ModelTrial | FileTrial:
+    """What is drawn as number ``index`` of a mode."""
+    return OTHERS[mode](seed, index) if mode in OTHERS else Trial(seed, index, mode)
+
+
+def run_case(trial: Trial | LookTrial | ModelTrial | FileTrial, draw: int) -> tuple[list[Difference], float]:
+    """The differences in a case, and the largest ratio of error to tolerance. Any error is a finding."""
+    try:
+        return trial.case(draw)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return [Difference(f"{type(error).__name__}: {text[:300]}", float("inf"))], 0.0
+
+
 def replay(case: str, mode: str) -> int:
     """Runs one case again and shows every difference."""
     seed, index, draw = map(int, case.split(":"))
-    trial = Trial(seed, index, mode)
-    structure = trial.structure
-    print(structure)
-    for before in range(min(draw, EAGER) if structure.eager else 0):  # an eager call may have used their programs
+    trial = make_trial(seed, index, mode)
+    print(getattr(trial, "structure", trial.label))
+    for before in range(min(draw, EAGER) if trial.eager else 0):  # an eager call may have used their programs
         trial.case(before)
-    wrong, ratio = trial.case(draw)
+    wrong, ratio = run_case(trial, draw)
     for one in wrong:
         print(one)
     print(f"{len(wrong)} results differ" if wrong else f"nothing differs; largest error over tolerance {ratio:.3g}")
@@ -135,11 +160,15 @@ def _asked(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of everything that is drawn; by default another one each time")
     parser.add_argument("--first", type=int, default=0, help="the number of the first structure")
     parser.add_argument("--draws", type=int, default=80, help="cases of each structure")
-    parser.add_argument("--mode", choices=sorted(MODES), default="local", help="sharded: on eight virtual devices")
+    parser.add_argument(
+        "--mode", choices=["all", *sorted(MODES), *OTHERS], default="all", help="sharded: on eight virtual devices"
+    )
     parser.add_argument("--replay", metavar="SEED:STRUCTURE:DRAW", help="run this case alone, and print what differs")
     parser.add_argument("--optimised", action="store_true", help="compile as users do, which takes longer")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to write what was found")
     asked = parser.parse_args(arguments)
+    if asked.replay is not None and asked.mode == "all":
+        parser.error("--replay needs the --mode that the failure named")
     if asked.minutes is None and asked.cases is None:
         asked.minutes = 10.0
     if asked.seed is None:

@@ -24,7 +24,8 @@ SHARDED = (
     "HeadParallel(2)", "HeadParallel(4)", "Ring(2, contiguous)", "Ring(4, contiguous)", "Ring(2, zigzag)",
     "Ring(4, zigzag)", "Ring(8, contiguous)",
 )  # fmt: skip
-MODES = {"local": LOCAL, "sharded": SHARDED}
+NATIVE = ("native", "Native(0)")  # the second never takes the kernel for few queries
+MODES = {"local": LOCAL, "native": NATIVE, "sharded": SHARDED}
 THEMES = ("plain", "plain", "large", "zeros", "equal rows", "tiny", "unseen are NaN", "unseen are infinite", "nowhere")
 
 
@@ -133,8 +134,9 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
     """Draws structure number ``index``."""
     rng = np.random.default_rng([seed, index])
     implementation = MODES[mode][index % len(MODES[mode])]
-    layer = implementation in ("nnx", "linen")
+    layer, native = implementation in ("nnx", "linen"), mode == "native"
     dtype = str(rng.choice(["float32"] * 3 + (["float64"] if layer else ["bfloat16", "float16", "float64"])))
+    dtype = "float32" if native and dtype == "float64" else dtype
     sizes = _sizes(rng, implementation)
     structure = Structure(
         index, implementation, dtype, x64=dtype == "float64" or bool(rng.random() < 0.2), sizes=sizes,
@@ -143,7 +145,7 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
     )  # fmt: skip
     structure.eager = mode == "local" and bool(rng.random() < 0.25)
     B, T, S, N, K, H, D = sizes
-    if mode == "local" and not layer and B == 1 and rng.random() < 0.5:
+    if mode != "sharded" and not layer and B == 1 and rng.random() < 0.5:
         structure.batched = False
     lead = (B,) if structure.batched else ()
     floats = functools.partial(Recipe, dtype=DTYPES[dtype])
@@ -165,17 +167,21 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
         recipes["value"] = floats("value", (*lead, S, K, D))
         recipes["out_cotangent"] = floats("cotangent", (*lead, T, N, D))
         recipes["lse_cotangent"] = softmax("cotangent", (*lead, T, N))
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not native:
         recipes["bias"] = (floats if rng.random() < 0.5 else softmax)("bias", _broadcast(rng, (B, N, T, S)))
     if rng.random() < 0.3:
         recipes["sinks"] = softmax("sinks", (N,))
     which = rng.random()
-    if which < 0.2:
+    if native:
+        structure.mask = _interval(rng, structure) if which < 0.75 else None
+    elif which < 0.2:
         recipes["mask"] = Recipe("bools", _broadcast(rng, (B, N, T, S)), np.bool_)
     elif which < 0.75:
         structure.mask = _mask(rng, structure, depth=2)
     if rng.random() < 0.4:
-        structure.mod = _mod(rng, structure, depth=2)
+        structure.mod = (
+            _mod_of(rng, structure, str(rng.choice(["alibi", "cap"]))) if native else _mod(rng, structure, 2)
+        )
     structure.is_causal = bool(rng.random() < 0.25)
     if not layer:
         _draw_options(rng, structure)
@@ -198,7 +204,7 @@ def _draw_options(rng: Random, structure: Structure) -> None:
         if rng.random() < 0.15:
             recipes[name] = Recipe(f"upto {length}", (B,), _integers(rng))
     for name, length in (("query_positions", T), ("kv_positions", S)):
-        if rng.random() < 0.35:
+        if rng.random() < 0.35 and not (structure.implementation in NATIVE and name == "kv_positions"):
             shapes = [(length,), (B, length), (1, length)]
             recipes[name] = Recipe("positions", shapes[rng.integers(3)], _integers(rng))
     if structure.statistics and T == S and rng.random() < 0.5:
@@ -220,6 +226,8 @@ def _sizes(rng: Random, implementation: str) -> tuple[int, ...]:
         T = 1
     elif which < 0.53 and implementation in LOCAL[:-2]:
         T, S = [(0, S), (T, 0)][rng.integers(2)]
+    if implementation in NATIVE and rng.random() < 0.3:  # several tiles
+        T, S = (int(rng.integers(1, 200)) for _ in range(2))
     if implementation.startswith("HeadParallel"):
         N, K = [(4, 4), (8, 4), (4, 2)][rng.integers(3)]
     if implementation.startswith("Ring"):
@@ -248,8 +256,26 @@ def _mask(rng: Random, structure: Structure, depth: int) -> Spec:
     if depth and rng.random() < 0.55:
         join = str(rng.choice(["and", "and", "or", "or", "not"]))
         return Spec(join, tuple(_mask(rng, structure, depth - 1) for _ in range(1 if join == "not" else 2)))
+    return _mask_of(
+        rng, structure, str(rng.choice(["causal", "window", "prefix", "padding", "segments", "dense", "function"]))
+    )
+
+
+def _interval(rng: Random, structure: Structure) -> Spec:
+    """A mask under which each query sees an interval of keys, of its segment or of all."""
+    kinds = ["causal", "window", "prefix", "padding", "segments"]
+    if rng.random() < 0.3:
+        parts = [_mask_of(rng, structure, str(kind)) for kind in rng.choice(["causal", "prefix", "padding"], 2)]
+        return Spec("or", tuple(parts))
+    parts = [_mask_of(rng, structure, str(kind)) for kind in rng.choice(kinds, rng.integers(1, 4), replace=False)]
+    found = parts[0]
+    for part in parts[1:]:
+        found = Spec("and", (found, part))
+    return found
+
+
+def _mask_of(rng: Random, structure: Structure, kind: str) -> Spec:
     B, T, S, N, *_ = structure.sizes
-    kind = str(rng.choice(["causal", "window", "prefix", "padding", "segments", "dense", "function"]))
     add = functools.partial(_add, structure)
     number = rng.random() < 0.5  # otherwise an array
     match kind:
@@ -277,8 +303,11 @@ def _mask(rng: Random, structure: Structure, depth: int) -> Spec:
 def _mod(rng: Random, structure: Structure, depth: int) -> Spec:
     if depth and rng.random() < 0.35:
         return Spec("then", tuple(_mod(rng, structure, depth - 1) for _ in range(2)))
+    return _mod_of(rng, structure, str(rng.choice(["alibi", "relative", "cap", "gain", "tilt"])))
+
+
+def _mod_of(rng: Random, structure: Structure, kind: str) -> Spec:
     N, dtype = structure.sizes[3], DTYPES[structure.softmax_dtype]
-    kind = str(rng.choice(["alibi", "relative", "cap", "gain", "tilt"]))
     add = functools.partial(_add, structure)
     match kind:
         case "alibi":

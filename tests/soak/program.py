@@ -14,6 +14,7 @@ import jattn.nnx
 from jattn import heads, masks, score_mods
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
+from jattn.kernels.native import Native
 from jattn.sharding import HeadParallel, Ring
 from tests.soak.draw import MASK_FUNCTIONS, MOD_FUNCTIONS, Arrays, Spec, Structure
 
@@ -69,6 +70,8 @@ def implementation_of(name: str) -> Any:
     match kind:
         case "Blockwise":
             return Blockwise((int(first), int(rest[0])))
+        case "Native":
+            return Native(few=int(first))
         case "Decode":
             return Decode(int(first))
         case "HeadParallel":

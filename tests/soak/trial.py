@@ -60,13 +60,9 @@ def differences(structure: Structure, found: dict[str, Any], wanted: Expected) -
         dtype = _dtype_of(structure, name)
         if x.shape != y.shape or (dtype is not None and x.dtype != dtype):
             wrong.append(Difference(f"{name}: {x.dtype}{list(x.shape)} instead of {dtype}{list(y.shape)}", np.inf))
-        elif x.size:
-            ratio = ratios(x, y, np.asarray(tolerance))
-            at = np.unravel_index(ratio.argmax(), ratio.shape)
-            worst = max(worst, float(ratio[at]))
-            if ratio[at] > 1:
-                numbers = (float(one[at]) for one in (x, y, np.broadcast_to(tolerance, y.shape)))
-                wrong.append(Difference(name, float(ratio[at]), tuple(map(int, at)), *numbers))
+        else:
+            more, ratio = _compared(name, x, y, np.asarray(tolerance))
+            wrong, worst = wrong + more, max(worst, ratio)
     return sorted(wrong, key=lambda one: -one.ratio), worst
 
 
@@ -78,13 +74,41 @@ def _dtype_of(structure: Structure, name: str) -> Any:
     return None if name.startswith("of support") else np.dtype(structure.softmax_dtype)
 
 
+def compare(found: dict[str, np.ndarray], wanted: Expected) -> tuple[list[Difference], float]:
+    """As ``differences``, of results of any float dtype."""
+    wrong, worst = [], 0.0
+    for name in sorted(found.keys() ^ wanted.keys()):
+        wrong.append(Difference(f"{name} is in {'the reference' if name in wanted else 'the result'} alone", np.inf))
+    for name in sorted(wanted.keys() & found.keys()):
+        difference, ratio = _compared(name, found[name], *map(np.asarray, wanted[name]))
+        wrong, worst = wrong + difference, max(worst, ratio)
+    return sorted(wrong, key=lambda one: -one.ratio), worst
+
+
+def _compared(name: str, x: np.ndarray, y: np.ndarray, tolerance: np.ndarray) -> tuple[list[Difference], float]:
+    if x.shape != y.shape:
+        return [Difference(f"{name}: shape {list(x.shape)} instead of {list(y.shape)}", np.inf)], 0.0
+    if not x.size:
+        return [], 0.0
+    ratio = ratios(x, y, tolerance)
+    at = np.unravel_index(ratio.argmax(), ratio.shape)
+    numbers = (float(one[at]) for one in (x, y, np.broadcast_to(tolerance, y.shape)))
+    wrong = [Difference(name, float(ratio[at]), tuple(map(int, at)), *numbers)] if ratio[at] > 1 else []
+    return wrong, float(ratio[at])
+
+
 class Trial:
     """A structure and its program, which is compiled when the first case runs."""
 
     def __init__(self, seed: int, index: int, mode: str):
         self.seed, self.structure = seed, draw_structure(seed, index, mode)
+        self.label, self.eager = f"{self.structure.dtype}, {self.structure.implementation}", self.structure.eager
         self._program: Callable | None = None
         self._jitted: Callable | None = None
+
+    def covers(self) -> list[str]:
+        """What is counted."""
+        return ["kind attention", *self.structure.covers()]
 
     def values(self, draw: int) -> Arrays:
         """Draws the arrays of a case."""
