@@ -1,6 +1,7 @@
 """``python -m experiments COMMAND``, of ``COMMANDS``: see ``python -m experiments run --help``."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +48,8 @@ def usage() -> argparse.ArgumentParser:
 
 
 def _as_command() -> int:
-    """``main`` for a command line: a closed pipe and Ctrl-C are not errors."""
+    """``main`` for a command line: a closed pipe and Ctrl-C are not errors; a full disk behind stdout is one line."""
+    status = 0
     try:
         status = main(sys.argv[1:])
         sys.stdout.flush()
@@ -57,6 +59,11 @@ def _as_command() -> int:
         return 0
     except KeyboardInterrupt:
         return fail("stopped", status=130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        drop_output()
+        return status or fail(f"output: {error.strerror}", status=1)
 
 
 if __name__ == "__main__":

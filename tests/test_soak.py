@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.soak import __main__ as soak
-from tests.soak import crash
+from tests.soak import crash, files, models
 from tests.soak.draw import Arrays, Recipe, Spec, Structure, draw_structure, draw_values
 from tests.soak.reference import expected, t5_bucket, visible_pairs
 from tests.soak.trial import Trial, differences
@@ -130,10 +130,42 @@ def test_a_small_structure_runs_and_a_wrong_result_is_found(tmp_path, monkeypatc
     monkeypatch.setattr(Trial, "run", off)
     assert soak.main(arguments) == 1
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    assert [one["case"].removesuffix(" --optimised") for one in found["failures"]] == [f"{again}:{draw}" for draw in range(4)]
+    assert [one["case"].removesuffix(" --optimised") for one in found["failures"]] == [
+        f"{again}:{draw}" for draw in range(4)
+    ]
     assert f"{again}:3" in capsys.readouterr().err
     assert soak.main([*arguments, "--replay", "0:78:3"]) == 1
     assert "d value[" in capsys.readouterr().out
+
+
+@pytest.mark.slow_except("files-0", "looking-6")
+@pytest.mark.parametrize(
+    ("mode", "index"),
+    [*(("looking", i) for i in range(8)), *(("models", i) for i in range(6)), *(("files", i) for i in range(5))],
+    ids=str,
+)
+def test_every_kind_of_trial_passes_and_sees_what_is_wrong(mode, index, monkeypatch):
+    trial = soak.make_trial(1, index, mode)
+    assert soak.run_case(trial, 0)[0] == [] and trial.covers()
+    if mode == "looking":
+        found = trial._jitted
+        trial._jitted = lambda arrays: {name: x + 0.25 for name, x in found(arrays).items()}
+    elif mode == "models":
+        monkeypatch.setattr(
+            models, "forward", lambda *args: {name: x + 0.01 * x.std() for name, x in right(*args).items()}
+        )
+    else:
+        return
+    assert soak.run_case(trial, 0)[0]
+
+
+right = models.forward
+
+
+def test_the_reference_of_a_tokenizer():
+    assert files.words("I'll  go\n\n 12ab!? x") == ["I", "'ll", " ", " go", "\n\n", " 12", "ab", "!?", " x"]
+    assert files.digits_apart("a12 b") == ["a", "1", "2", " b"]
+    assert [files.BYTES[byte] for byte in "é \n".encode()] == ["Ã", "©", "Ġ", "Ċ"]
 
 
 def test_what_counts_as_a_difference():

@@ -33,3 +33,12 @@ def test_options_are_read_before_jax_is_imported(words):
         "assert not {'jax', 'flax', 'matplotlib', 'scipy', 'orbax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+@pytest.mark.slow
+def test_output_to_a_full_disk_is_an_error_in_one_line():
+    with Path("/dev/full").open("wb") as full:
+        words = [sys.executable, "-m", "experiments", "list"]
+        process = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=200, text=True)
+    assert (process.returncode, process.stderr) == (1, "error: output: No space left on device\n")

@@ -206,7 +206,7 @@ def full_disk(commands: Commands, rng: np.random.Generator, out: Path) -> str:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         return _refused_or_done(commands, process, "files limited")
     taken = sum(file.stat().st_size + 8192 for file in out.rglob("*")) // 1024 + 64
-    with _small_disk(out, taken + int(rng.integers(8, 600))) as mounted:
+    with small_disk(out, taken + int(rng.integers(8, 600))) as mounted:
         if not mounted:
             return "no disk can be mounted here"
         return _refused_or_done(commands, commands.start(out), "a small disk")
@@ -222,7 +222,7 @@ def _refused_or_done(commands: Commands, process: subprocess.Popen[str], what: s
 
 
 @contextlib.contextmanager
-def _small_disk(folder: Path, kilobytes: int) -> Iterator[bool]:
+def small_disk(folder: Path, kilobytes: int) -> Iterator[bool]:
     """Mounts a small disk over ``folder`` with a copy of its files, and copies them back at the end."""
     folder.mkdir(exist_ok=True)
     disk = folder.with_name("disk")
@@ -268,14 +268,21 @@ def read_only(commands: Commands, rng: np.random.Generator, out: Path) -> str:
     out.mkdir(exist_ok=True)
     folders = [folder for folder in (out, out / "looks", out / "checkpoints") if folder.exists()]
     folder = folders[rng.integers(len(folders))]
-    before = ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if os.geteuid() == 0 else ()  # root may write
-    if before and shutil.which(before[0]) is None:
+    before = read_only_prefix()
+    if before is None:
         return "root may write everything here"
     folder.chmod(0o555)
     try:
         return _refused_or_done(commands, commands.start(out, before=before), f"{folder.name} read-only")
     finally:
         folder.chmod(0o755)
+
+
+def read_only_prefix() -> tuple[str, ...] | None:
+    """The words before a command that take root's right to write everything; None where nothing can."""
+    if os.geteuid() != 0:
+        return ()
+    return ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if shutil.which("setpriv") else None
 
 
 def damaged_file(commands: Commands, rng: np.random.Generator, out: Path) -> str:
