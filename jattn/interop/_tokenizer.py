@@ -14,9 +14,9 @@ _CONTROL, _WHOLE = 3, 4  # the types of tokens that text never has, and of those
 def tokenizer(source: str | Path) -> Any:
     """The tokenizer in a folder (``tokenizer.json``) or in a GGUF file: a ``tokenizers.Tokenizer``.
 
-    ``source`` is that of ``load``. That of a GGUF file puts a first and a last token around a text where the file says so (``add_bos_token``,
-    ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)`` leaves them out. As in llama.cpp,
-    a byte that the vocabulary has no token for is left out, too.
+    ``source`` is that of ``load``. The tokenizer of a GGUF file puts a first and a last token around a text where the
+    file says so (``add_bos_token``, ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)``
+    leaves them out. As in llama.cpp, a byte that the vocabulary has no token for is left out, too.
 
     Raises:
         FileNotFoundError: a file is missing.
