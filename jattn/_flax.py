@@ -8,12 +8,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jaxtyping import Array, ArrayLike
 
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
 from jattn.core.attention import softmax_dtype
 from jattn.mods.keywords import unknown_keyword
 from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
+
+
+def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
+    """The cache that was saved; ``cache`` says whether it is rolling, as any structure in ``flax.serialization``."""
+    key, value, length = (jnp.asarray(saved[name]) for name in ("key", "value", "length"))
+    return KVCache(key, value, length, cache.rolling)
+
+
+# Here and not beside the class, so that `import jattn` does not import Flax.
+serialization.register_serialization_state(
+    KVCache, lambda cache: {"key": cache.key, "value": cache.value, "length": cache.length}, _restored
+)
 
 
 def attend_as_flax(

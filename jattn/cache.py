@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
@@ -21,7 +20,8 @@ class KVCache:
 
     ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared,
     of 32 or 64 bits. It keeps its dtype. The token at position p is in slot p. In a ``rolling`` cache it is in slot
-    ``p mod C`` and replaces the token C positions before it. Other slots are never seen.
+    ``p mod C`` and replaces the token C positions before it. Other slots are never seen. ``flax.serialization`` saves
+    and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported.
     """
 
     key: Any
@@ -72,17 +72,6 @@ class KVCache:
         valid = _valid(valid, (self.key.shape[0], tokens))
         positions = jnp.reshape(length, (-1, 1)) + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
         return jnp.where(valid, jnp.minimum(positions, last), -1)
-
-
-def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
-    """The cache that was saved; ``cache`` says whether it is rolling, as any structure in ``flax.serialization``."""
-    key, value, length = (jnp.asarray(saved[name]) for name in ("key", "value", "length"))
-    return KVCache(key, value, length, cache.rolling)
-
-
-serialization.register_serialization_state(
-    KVCache, lambda cache: {"key": cache.key, "value": cache.value, "length": cache.length}, _restored
-)
 
 
 def init_cache(

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -95,3 +96,9 @@ PUBLIC = """
 def test_public_names_stay_where_they_are(path):
     module, _, name = f"jattn.{path}".rpartition(".")
     assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.slow
+def test_importing_jattn_does_not_import_flax():
+    code = "import sys, jattn; sys.exit(any(name.partition('.')[0] == 'flax' for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -10,6 +10,7 @@ import pytest
 from flax import serialization
 
 import jattn
+import jattn.nnx  # registers the cache with flax.serialization
 from jattn import masks, score_mods
 from jattn.cache import KVCache
 from jattn.positions import Rotary
