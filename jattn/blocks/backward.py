@@ -55,25 +55,17 @@ def differentiable(
             ``results``: what ``forward`` returned; ``cotangents``: of ``out``, in the softmax's dtype, and of
             ``row_sum`` (``of_sums``).
     """
-    leaves, structure = jax.tree.flatten(args)
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-    def unflatten(arrays: Iterable[Array]) -> PyTree:
-        rest = iter(arrays)
-        return structure.unflatten([next(rest) if array else x for x, array in zip(leaves, is_array, strict=True)])
-
+    leaves, (arrays, join) = jax.tree.leaves(args), _split_arrays(args)
     query, _, value = leaves[:3]
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     dtype = softmax_dtype(query)
     rows = jax.ShapeDtypeStruct(query.shape[:-1], dtype)
     out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
     change = jax.ShapeDtypeStruct(out.shape, dtype)
-    linear: Callable = _Tangents(accumulate)
-    if backward is not None:
-        linear = deferred.CustomRules(linear, vjp=backward, count=3, results=2, alone=alone)
 
     @jax.custom_jvp
     def compute(*arrays: Array) -> tuple[Array, Array, Array]:
-        return deferred.call(forward, unflatten(arrays), *static, out=(out, rows, rows))
+        return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
 
     def rule(arrays: Sequence[Array], input_tangents: Sequence[Array | SymbolicZero]) -> tuple[Results, Results]:
         z, row_max, row_sum = compute(*arrays)
@@ -86,24 +78,77 @@ def differentiable(
         rest = iter(given)
         tangents = [next(rest) if array else None for array in is_array]
         results = z, row_max, row_sum
-        d_out, d_row_sum = deferred.jvp(linear, (unflatten(arrays), results, *static), tangents, out=(change, rows))
+        linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]))
+        if backward is not None:
+            linear = deferred.CustomRules(linear, vjp=backward, count=3, results=2, alone=alone)
+        d_out, d_row_sum = deferred.jvp(linear, (join(arrays), results, *static), tangents, out=(change, rows))
         # The rule treats row_max as a constant: out and lse are the same for any value of it.
         return (z, row_max, row_sum), (d_out.astype(z.dtype), zeros, d_row_sum)
 
     compute.defjvp(rule, symbolic_zeros=True)
-    z, row_max, row_sum = compute(*(x for x, array in zip(leaves, is_array, strict=True) if array))
+    z, row_max, row_sum = compute(*arrays)
     return z, log_sum_exp(row_max, row_sum)
+
+
+def _split_arrays(tree: PyTree) -> tuple[list[Array], Callable[[Iterable[Array]], PyTree]]:
+    """The JAX arrays among the leaves, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    # Without the arrays: JAX's caches keep what closes over join, and traced arrays must not outlive their trace.
+    static = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+
+    def join(arrays: Iterable[Array]) -> PyTree:
+        rest = iter(arrays)
+        return structure.unflatten([next(rest) if array else x for x, array in zip(static, is_array, strict=True)])
+
+    return [x for x, array in zip(leaves, is_array, strict=True) if array], join
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tangents:
-    """Has the tangents of ``out`` and ``row_sum``, for results that ``forward`` returned."""
+    """Has the tangents of ``out`` and ``row_sum``, for results that ``forward`` returned.
+
+    ``rounded``: allow for the rounding of ``out``, in a pass of its own. Scores that move together change no weight,
+    but with a rounded ``out`` in the rule the tangent of their sum does not vanish. That hardly shows in the gradients
+    of query, key and value, but it does in those of biases and of what score functions capture, which sum over rows.
+    """
 
     accumulate: Callable
+    rounded: bool
 
     def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
-        acc, row_sum = self.accumulate(platform, args, results[1], *static)
-        return (acc - results[0].astype(acc.dtype) * row_sum[..., None]) * _inverse(results[2])[..., None], row_sum
+        out, row_max, inverse = results[0], lax.stop_gradient(results[1]), _inverse(results[2])
+        acc, row_sum = self.accumulate(platform, args, row_max, *static)
+        rest = row_sum
+        if self.rounded:
+            # If row_max moves by the tangent of the lse, hardly a tangent of row_sum is left to multiply out by.
+            moved = self._moved(platform, args, row_max, row_sum * inverse, (acc, row_sum), *static)
+            acc, rest = jax.tree.map(jnp.add, (acc, row_sum), moved)
+        return acc * inverse[..., None] - out.astype(acc.dtype) * (rest * inverse)[..., None], row_sum
+
+    def _moved(
+        self,
+        platform: str,
+        args: PyTree,
+        row_max: Array,
+        by: Array,
+        like: tuple[Array, Array],
+        *static: Hashable,
+    ) -> tuple[Array, Array]:
+        """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has that of ``by``."""
+        arrays, join = _split_arrays(args)
+
+        @jax.custom_jvp
+        def zeros(by: Array, row_max: Array, arrays: list[Array]) -> tuple[Array, Array]:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        @zeros.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple:
+            _, row_max, arrays = primals
+            sums = lambda row_max: self.accumulate(platform, join(arrays), row_max, *static)
+            return zeros(*primals), jax.jvp(sums, (row_max,), tangents[:1])[1]
+
+        return zeros(by, row_max, arrays)
 
 
 def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
@@ -118,7 +163,8 @@ def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tup
     if d_out is None:
         return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
     d_acc = d_out * _inverse(row_sum)[..., None]
-    return d_acc, d_row_sum - (d_acc * out.astype(d_acc.dtype)).sum(-1)
+    # Not d_acc times out, of which XLA would hold a second copy.
+    return d_acc, d_row_sum - (d_out * out.astype(d_acc.dtype)).sum(-1) * _inverse(row_sum)
 
 
 def _inverse(row_sum: Array) -> Array:
@@ -140,12 +186,11 @@ def accumulate_head(
 ) -> tuple[Array, Array]:
     """``acc [T,D]`` and ``row_sum [T]`` as at the top of this file, for any ``row_max [T]``.
 
-    In the softmax's dtype; differentiable in all but ``row_max``, in linear memory. If ``row_max`` is the lse over a
+    In the softmax's dtype; differentiable in linear memory. If ``row_max`` is the lse over a
     larger set of keys, the ``acc`` of all its subsets add up to the output, and their ``row_sum`` to 1.
     """
     blocked = split_head(platform, q, k, v, head, plan)
     dtype = blocked.arrays.q.dtype
-    row_max = jax.lax.stop_gradient(row_max)
     row_max = split_axis(jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype), 0, plan.size[0])
 
     def visit(sums, i, j, masked, if_listed):
