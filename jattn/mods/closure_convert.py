@@ -27,9 +27,9 @@ class Traced:
 
     def __call__(self, *args: ArrayLike) -> list[Array]:
         jaxpr = self.hashable.jaxpr
-        types = [array_type(variable) for variable in jaxpr.invars]
+        types = [array_type(variable) for variable in jaxpr.invars[len(self.captured) :]]
         cast = (jnp.asarray(x).astype(aval.dtype).reshape(aval.shape) for x, aval in zip(args, types, strict=True))
-        return evaluate(jaxpr, self.captured, list(cast), bind_equation)
+        return evaluate(jaxpr, (), [*self.captured, *cast], bind_equation)
 
 
 @pytree_dataclass
@@ -86,7 +86,9 @@ def closure_convert(
 def traced(fn: Callable, *types: jax.ShapeDtypeStruct) -> Traced:
     """``fn``, traced for arguments of these types."""
     program = jax.make_jaxpr(fn)(*types)
-    return Traced(list(program.consts), HashableJaxpr(program.jaxpr))
+    # Without its constants: caches of programs keep it, and traced arrays must not outlive their trace.
+    open_jaxpr = program.jaxpr.replace(constvars=[], invars=[*program.jaxpr.constvars, *program.jaxpr.invars])
+    return Traced(list(program.consts), HashableJaxpr(open_jaxpr))
 
 
 def depends_on(mod: Callable, index: int, *score: DTypeLike) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import re
 
 import chex
@@ -21,6 +22,7 @@ from jattn.kernels.decode import Decode
 B, T, N, K, H = 2, 12, 4, 2, 8
 ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 PLATFORMS = ["cpu", "cuda", "tpu"]
+needs_native = pytest.mark.skipif(importlib.util.find_spec("jattn_native") is None, reason="needs jattn-native")
 
 
 def floats(*shape, seed=0):
@@ -394,3 +396,33 @@ class TestHeads:
         with pytest.raises(ValueError, match="mask differs by batch.* pass batch="):
             jattn.attend(q, k, v, mask=masks.Padding(np.array([3, 4])))
         jattn.attend(q, k, v, mask=masks.Causal(), score_mod=score_mods.SoftCap(2.0))
+
+
+DEBUGGING = {
+    "checking_leaks": jax.checking_leaks,
+    "debug_nans": lambda: jax.debug_nans(True),
+    "disable_jit": jax.disable_jit,
+    "enable_checks": lambda: jax.enable_checks(True),
+}
+
+
+@pytest.mark.slow_except("blockwise-checking_leaks", "native-checking_leaks")
+@pytest.mark.parametrize("mode", DEBUGGING)
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", "blockwise", "decode", pytest.param("native", marks=needs_native)],
+)
+def test_jaxs_debugging_modes(mode, implementation):
+    """Forward, gradients and jvp, of what a score function captures, too."""
+
+    def loss(x, slopes):
+        own = lambda s, b, h, q_idx, kv_idx: s * slopes[h]
+        mod = score_mods.Alibi(slopes) if implementation == "native" else own
+        return attend(x, x, x, score_mod=mod, scale=slopes[0], is_causal=True, implementation=implementation).sum()
+
+    arguments = floats(1, T, 2, H), jnp.float32([0.5, 0.25])
+    gradient = jax.grad(loss, (0, 1))
+    with DEBUGGING[mode]():
+        loss(*arguments)
+        jax.jit(gradient)(*arguments)
+        jax.jit(lambda *x: jax.jvp(loss, x, x))(*arguments)
