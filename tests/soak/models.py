@@ -1,8 +1,8 @@
 """Draws configs and checkpoints of every family in ``jattn.interop``; forward passes against float64 NumPy.
 
-The reference follows the papers and reads the tensors by their published names. Its own result in float32 says how
-much rounding a config brings: the tolerance is a multiple of that. Nothing is compiled as a whole, so that each draw
-may be another config.
+The reference follows the papers and reads the tensors by their published names. How much rounding a config brings is
+what the reference itself changes by, in float32 and with every tensor rounded once; the tolerance is a multiple of that.
+Nothing is compiled as a whole, so that each draw may be another config.
 """
 
 from typing import Any
@@ -278,7 +278,7 @@ def rotated(x: np.ndarray, config: Options) -> np.ndarray:
     share = config.get("rotary_pct", 0.25) if config["model_type"] == "gpt_neox" else 1.0
     base = given.get("rope_theta", config.get("rotary_emb_base", config.get("rope_theta", 10000.0)))
     dims = int(x.shape[-1] * share)
-    frequency = base ** (-np.arange(0, dims, 2) / dims)
+    frequency = (base ** (-np.arange(0, dims, 2, dtype=x.dtype) / dims)).astype(x.dtype)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "linear":
         frequency = frequency / given["factor"]
@@ -287,13 +287,28 @@ def rotated(x: np.ndarray, config: Options) -> np.ndarray:
         low, high = given["low_freq_factor"], given["high_freq_factor"]
         kept = np.clip((turns - low) / (high - low), 0, 1)
         frequency = frequency * (kept + (1 - kept) / given["factor"])
-    angle = (np.arange(x.shape[1])[:, None] * frequency)[None, :, None]
-    cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
+    angle = (np.arange(x.shape[1], dtype=x.dtype)[:, None] * frequency.astype(x.dtype))[None, :, None]
+    cos, sin = np.cos(angle), np.sin(angle)
     a, b, rest = x[..., : dims // 2], x[..., dims // 2 : dims], x[..., dims:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 # ---- trials
+
+
+def bounded(
+    config: Options, tensors: Arrays, tokens: np.ndarray, valid: np.ndarray, types: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The results in float64, and how far each may be off."""
+    rng = np.random.default_rng(0)
+    exact, unit = {name: x.astype(np.float64) for name, x in tensors.items()}, np.finfo(np.float32).eps
+    nearby = [{name: x * (1 + unit * rng.uniform(-1, 1, x.shape)) for name, x in exact.items()} for _ in range(2)]
+    wanted, *rounded = (forward(config, of, tokens, valid, types) for of in (exact, tensors, *nearby))
+    off = {
+        name: 20 * np.max([abs(one[name] - x) for one in rounded], 0) + 2e-6 * (1 + abs(x))
+        for name, x in wanted.items()
+    }
+    return wanted, off
 
 
 class ModelTrial:
@@ -326,20 +341,13 @@ class ModelTrial:
             types = rng.integers(0, config.get("type_vocab_size", 2), (B, T))
             options["token_types"] = types
         cached = self.family != "bert" and rng.random() < 0.25
-        wanted, rounded = (
-            forward(config, {name: x.astype(dtype) for name, x in tensors.items()}, tokens, valid, types)
-            for dtype in (np.float64, np.float32)
-        )
+        wanted, off = bounded(config, tensors, tokens, valid, types)
         with jax.disable_jit():
             model = interop.from_tensors(stored(rng, config, tensors), config)
             model.layers.attention.implementation = self.implementation
             found = run(model, tokens, options, cached)
         real = {name: valid if x.ndim == 3 else valid[:, 0] for name, x in wanted.items()}
-        expected = {}
-        for name, x in wanted.items():
-            off = abs(rounded[name] - x)[real[name]]
-            size = abs(x)[real[name]].max(initial=0.0)
-            expected[name] = (x[real[name]], 20 * off.max(initial=0.0) + 2e-6 * (1 + size))
+        expected = {name: (x[real[name]], off[name][real[name]].max(initial=0.0)) for name, x in wanted.items()}
         return compare({name: np.asarray(x)[real[name]] for name, x in found.items()}, expected)
 
 
