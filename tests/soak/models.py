@@ -9,16 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from scipy.special import erf
 
 from jattn import interop
 from tests.soak.draw import Arrays, Random
+from tests.soak.forward import Options, forward, sizes
 from tests.soak.trial import Difference, compare
 
 FAMILIES = ("bert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2")
 VOCABULARY, LENGTH, T, B, INNER = 13, 9, 6, 2, 10
 IMPLEMENTATIONS = (None, "xla", "blockwise")
-Options = dict[str, Any]
 
 
 # ---- configs, and their tensors by published names
@@ -73,16 +72,6 @@ def draw_rotary(rng: Random, base_name: str) -> Options:
         scaling = {"type": "linear", "factor": scaling["factor"]}
     given = {"rope_scaling": scaling} if scaling else [{}, {"rope_scaling": None}][rng.integers(2)]
     return given | ({base_name: base} if rng.random() < 0.8 else {})
-
-
-def sizes(config: Options) -> tuple[int, ...]:
-    """Layers, heads, kv heads, head dim, width and inner width."""
-    if config["model_type"] == "gpt2":
-        heads, width = config["n_head"], config["n_embd"]
-        return config["n_layer"], heads, heads, width // heads, width, config.get("n_inner") or 4 * width
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    kv, dim = config.get("num_key_value_heads", heads), config.get("head_dim", width // heads)
-    return config["num_hidden_layers"], heads, kv, dim, width, config["intermediate_size"]
 
 
 def tied(config: Options) -> bool:
@@ -176,121 +165,6 @@ def stored(rng: Random, config: Options, tensors: Arrays) -> Arrays:
         outside = ("lm_head.", "embed_out.")
         found = {name if name.startswith(outside) else prefix + name: x for name, x in found.items()}
     return found
-
-
-# ---- the reference
-
-
-def forward(
-    config: Options, w: Arrays, tokens: np.ndarray, valid: np.ndarray, types: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Hidden states, logits and, of a BERT, what is pooled; in the dtype of the tensors ``w``."""
-    layers, heads, kv, dim, width, _ = sizes(config)
-    family, dtype = config["model_type"], next(iter(w.values())).dtype
-    epsilon = next(config[name] for name in ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps") if name in config)
-    rms = "rms_norm_eps" in config
-    act = ACTIVATIONS[
-        config.get("hidden_act", config.get("activation_function", "gelu" if family == "gpt_neox" else "silu"))
-    ]
-    T = tokens.shape[1]
-
-    def norm(name: str, x: np.ndarray) -> np.ndarray:
-        x = x if rms else x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + dtype.type(epsilon)) * w[f"{name}.weight"]
-        return x if rms else x + w[f"{name}.bias"]
-
-    def linear(name: str, x: np.ndarray) -> np.ndarray:
-        y = x @ w[f"{name}.weight"].T
-        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
-
-    seen = np.broadcast_to(valid[:, None, None, :], (len(tokens), 1, T, T))
-    if family != "bert":
-        seen = seen & np.tri(T, dtype=bool)
-    if config.get("sliding_window"):
-        seen = seen & ~np.tri(T, k=-config["sliding_window"], dtype=bool)
-
-    def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        q, k, v = (x.reshape(*x.shape[:2], -1, dim) for x in (q, k, v))
-        if family not in ("bert", "gpt2"):
-            q, k = rotated(q, config), rotated(k, config)
-        k, v = (x.repeat(heads // kv, 2) for x in (k, v))
-        scores = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) / dtype.type(np.sqrt(dim)), -np.inf)
-        high = scores.max(-1, keepdims=True)
-        p = np.exp(scores - np.where(np.isinf(high), 0, high))
-        p = p / np.maximum(p.sum(-1, keepdims=True), np.finfo(dtype).tiny)
-        return np.einsum("bnts,bsnd->btnd", p, v).reshape(*tokens.shape, heads * dim)
-
-    own = np.maximum(valid.cumsum(1) - 1, 0)  # learned positions count what is no padding
-    if family == "bert":
-        x = w["embeddings.word_embeddings.weight"][tokens] + w["embeddings.token_type_embeddings.weight"][types]
-        x = norm("embeddings.LayerNorm", x + w["embeddings.position_embeddings.weight"][own])
-        for i in range(layers):
-            at = f"encoder.layer.{i}"
-            q, k, v = (linear(f"{at}.attention.self.{name}", x) for name in ("query", "key", "value"))
-            x = norm(f"{at}.attention.output.LayerNorm", x + linear(f"{at}.attention.output.dense", attend(q, k, v)))
-            inner = act(linear(f"{at}.intermediate.dense", x))
-            x = norm(f"{at}.output.LayerNorm", x + linear(f"{at}.output.dense", inner))
-        return {"hidden": x, "pooled": np.tanh(linear("pooler.dense", x[:, 0]))}
-    if family == "gpt2":
-        x = w["wte.weight"][tokens] + w["wpe.weight"][own]
-        for i in range(layers):
-            q, k, v = np.split(linear(f"h.{i}.attn.c_attn", norm(f"h.{i}.ln_1", x)), 3, -1)
-            x = x + linear(f"h.{i}.attn.c_proj", attend(q, k, v))
-            x = x + linear(f"h.{i}.mlp.c_proj", act(linear(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))))
-        x, embedding = norm("ln_f", x), w["wte.weight"]
-    elif family == "gpt_neox":
-        x = embedding = w["embed_in.weight"]
-        x = x[tokens]
-        for i in range(layers):
-            at = f"layers.{i}"
-            qkv = linear(f"{at}.attention.query_key_value", norm(f"{at}.input_layernorm", x))
-            q, k, v = np.moveaxis(qkv.reshape(*tokens.shape, heads, 3, dim), 3, 0)
-            z = linear(f"{at}.attention.dense", attend(q, k, v))
-            read = norm(f"{at}.post_attention_layernorm", x if config.get("use_parallel_residual", True) else x + z)
-            x = x + z + linear(f"{at}.mlp.dense_4h_to_h", act(linear(f"{at}.mlp.dense_h_to_4h", read)))
-        x = norm("final_layer_norm", x)
-    else:
-        embedding = w["embed_tokens.weight"]
-        x = embedding[tokens]
-        for i in range(layers):
-            at = f"layers.{i}"
-            q, k, v = (linear(f"{at}.self_attn.{name}_proj", norm(f"{at}.input_layernorm", x)) for name in "qkv")
-            x = x + linear(f"{at}.self_attn.o_proj", attend(q, k, v))
-            y = norm(f"{at}.post_attention_layernorm", x)
-            gate, up = (linear(f"{at}.mlp.{name}_proj", y) for name in ("gate", "up"))
-            x = x + linear(f"{at}.mlp.down_proj", act(gate) * up)
-        x = norm("norm", x)
-    return {"hidden": x, "logits": x @ w.get("lm_head.weight", embedding).T}
-
-
-ACTIVATIONS = {
-    "gelu": lambda x: x * (1 + erf(x / np.sqrt(2))) / 2,
-    "gelu_new": lambda x: x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2,
-    "relu": lambda x: np.maximum(x, 0),
-    "silu": lambda x: x * (1 + np.tanh(x / 2)) / 2,
-}
-ACTIVATIONS["gelu_pytorch_tanh"] = ACTIVATIONS["gelu_new"]
-
-
-def rotated(x: np.ndarray, config: Options) -> np.ndarray:
-    """``[B,T,N,H]``, the pairs ``(i, i + half)`` of the first dimensions turned by position times frequency."""
-    given = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-    share = config.get("rotary_pct", 0.25) if config["model_type"] == "gpt_neox" else 1.0
-    base = given.get("rope_theta", config.get("rotary_emb_base", config.get("rope_theta", 10000.0)))
-    dims = int(x.shape[-1] * share)
-    frequency = (base ** (-np.arange(0, dims, 2, dtype=x.dtype) / dims)).astype(x.dtype)
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "linear":
-        frequency = frequency / given["factor"]
-    if kind == "llama3":  # long wavelengths are stretched, short ones are not, those between partly
-        turns = given["original_max_position_embeddings"] * frequency / (2 * np.pi)
-        low, high = given["low_freq_factor"], given["high_freq_factor"]
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        frequency = frequency * (kept + (1 - kept) / given["factor"])
-    angle = (np.arange(x.shape[1], dtype=x.dtype)[:, None] * frequency.astype(x.dtype))[None, :, None]
-    cos, sin = np.cos(angle), np.sin(angle)
-    a, b, rest = x[..., : dims // 2], x[..., dims // 2 : dims], x[..., dims:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 # ---- trials
