@@ -83,11 +83,13 @@ def run(
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
+    # A limit would also cut the files of JAX's cache of compiled programs, which it says in warnings.
+    variables = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if limit is not None else {}
+    variables |= environment(commands.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     with Path("/dev/full" if full else os.devnull).open("wb") as output:
         process = subprocess.Popen(
             [*before, sys.executable, "-m", "experiments", *arguments],
-            cwd=ROOT, env=environment(commands.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1"), text=True,
-            stdout=output, stderr=subprocess.PIPE, preexec_fn=limited,
+            cwd=ROOT, env=variables, text=True, stdout=output, stderr=subprocess.PIPE, preexec_fn=limited,
         )  # fmt: skip
         status, said = commands.ended(process)
     if status == 0 and not said:
