@@ -60,7 +60,14 @@ def play(commands: Commands, seed: int, number: int) -> str:
         written.chmod(0o755)
     else:
         came = run(commands, arguments, full=fault == "full output", limit=limit)
-    if found := difference(out, commands.whole):
+    found = difference(out, commands.whole)
+    if command == "replicate" and found in ("claims.json", "findings.json"):  # which it adds to, before the report
+        found = (
+            "metrics.jsonl"
+            if (out / "metrics.jsonl").read_bytes() != (commands.whole / "metrics.jsonl").read_bytes()
+            else ""
+        )
+    if found:
         raise Failure(f"{command}, {fault}: {came}; the run has another {found}")
     again = run(commands, arguments)
     if again != "done":
