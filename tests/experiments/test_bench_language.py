@@ -29,6 +29,7 @@ def test_goals_are_met_at_their_thresholds_and_not_beyond():
     assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 6
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_measured(tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file)

@@ -99,6 +99,7 @@ def test_losses_with_heads_off_are_those_of_plain_code(model, data):
         np.testing.assert_allclose(right[at], hit[place].mean(), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_path_is_what_it_is_by_hand(model, data):
     """Keys of the readers in layer 2 computed from a stream in which one head of layer 0 has another's output."""
     readers, group = [(2, 1), (2, 3)], [(0, 2), (1, 0)]

@@ -220,6 +220,7 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
         np.testing.assert_allclose(before_it, without, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_entropy_from_statistics_is_that_of_the_weights(getkey):
     transformer, params, batch = built("alibi", getkey())
     of_weights = lambda params: head_scores.entropy(

@@ -39,6 +39,7 @@ def finished(tmp_path_factory):
     return file, out
 
 
+@pytest.mark.slow
 def test_a_replication_is_judged_by_the_same_claims(finished, capsys, monkeypatch):
     monkeypatch.setattr(page, "write_figures", lambda *_: [])
     file, out = finished
@@ -80,6 +81,7 @@ def test_a_control_of_its_own_number_of_seeds_keeps_it():
     assert config.variants(again)["few"].train.first_seed == 77
 
 
+@pytest.mark.slow
 def test_a_look_shows_every_head_at_its_step(finished, capsys):
     _, out = finished
     assert main(["look", "--run", str(out), "--step", "2"]) == 0
@@ -91,6 +93,7 @@ def test_a_look_shows_every_head_at_its_step(finished, capsys):
     assert "expected the folder of a run that trains" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_differs_from_itself_by_nothing_and_heads_are_matched(finished):
     _, out = finished
     last, first = load_run.load(str(out)), load_run.load(f"{out}@1")
@@ -111,6 +114,7 @@ def test_a_model_differs_from_itself_by_nothing_and_heads_are_matched(finished):
     assert (compare.compare(last, first).distance > 0).any()
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_path):
     _, out = finished
     picture = tmp_path / "both.png"
@@ -129,12 +133,14 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
         (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
     words = [word for run in runs for word in ("--run", run.format(out=finished[1]))]
     assert main(["compare", *words]) == 2
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(page, "write_figures", lambda *_: [])
     file, out = finished

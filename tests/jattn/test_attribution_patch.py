@@ -49,6 +49,7 @@ def saturated(random_model):  # noqa: F811
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "z", "pattern"])
+@pytest.mark.slow_except("q", "pattern")
 def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
     layers, kernels, weight, run, x, other = saturated
 
@@ -85,6 +86,7 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
         )
 
 
+@pytest.mark.slow
 def test_in_earlier_layers_the_estimate_is_of_first_order(random_model):  # noqa: F811
     @jax.jit
     def every(layers, x, step):
@@ -106,6 +108,7 @@ def test_in_earlier_layers_the_estimate_is_of_first_order(random_model):  # noqa
     assert errors[1] < 1e-3 and 8 < errors[0] / errors[1] < 12  # of second order, relative to a change of first order
 
 
+@pytest.mark.slow
 def test_the_induction_model_is_found_cell_by_cell():
     """The cells are those of ``patch``. In layer 1 so are the effects; from layer 0 on, layer 1's softmax is linear."""
     layers, clean = induction_model(), through(induction_model(), embedded(CLEAN))[1]
@@ -179,6 +182,7 @@ def by_hand(query, key, value, fill, options):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow_except("a mask, a score function, a bias, positions, sinks, blocks")
 def test_the_effect_of_each_key_is_that_of_attention_with_it_replaced(inputs, case):
     options, gate = CASES[case], np.sin(np.arange(2 * S * K)).reshape(2, S, K)
     weight = np.cos(np.arange(2 * T * N * D)).reshape(2, T, N, D)

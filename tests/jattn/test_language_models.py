@@ -448,6 +448,7 @@ def test_drawing_from_the_likeliest_is_greedy(models, written):
         assert [list(x) for x in found] == [list(x) for x in written]
 
 
+@pytest.mark.slow
 def test_what_is_drawn_has_the_probabilities(models):
     """Of many equal prompts, drawn once: the share of each token, against the formula."""
     model, many = models("llama"), 4000
@@ -555,6 +556,7 @@ def test_products_with_weights_of_16_bits(rows, columns, trailing):
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.05)
 
 
+@pytest.mark.slow
 def test_a_model_of_16_bits_writes(models):
     tensors = tensors_of("llama")
     half = interop.from_tensors(tensors, CONFIGS["llama"], dtype=jnp.bfloat16)
@@ -721,6 +723,7 @@ if clauses which follow it. For example, this listcomp combines the elements of 
 the order of the for and if statements is the same in both of these snippets."""
 
 
+@pytest.mark.slow
 def test_smollm2_is_its_formula_and_reads_text(smollm2, smol, smol_tokenizer):
     """Logits, and a loss that is wrong by nats if the rows of query and key stay permuted."""
     tokens = np.array([smol_tokenizer.encode(TEXT).ids])

@@ -190,25 +190,37 @@ def test_equal_calls_have_equal_bits(getkey):
 @needs_package
 def test_under_transformations(getkey):
     qkv = arrays(getkey(), 20, 33)
+    many = [jnp.stack([x, 2 * x, -x]) for x in qkv]
 
     def loss(cap, implementation, *qkv):
         mod = score_mods.SoftCap(cap)
         return jnp.sin(attend(*qkv, score_mod=mod, implementation=implementation)).sum()
 
-    def product(implementation):
+    def forward_over_reverse(implementation):
         of = functools.partial(loss, 3.0, implementation)
         return jax.jvp(jax.grad(lambda q: of(q, *qkv[1:])), (qkv[0],), (jnp.ones_like(qkv[0]),))
 
-    compare(product("native"), product("xla"))  # forward over reverse
-    compare(*(jax.grad(loss)(jnp.float32(3.0), name, *qkv) for name in ("native", "xla")))  # another array's gradient
-    many = [jnp.stack([x, 2 * x, -x]) for x in qkv]
-    in_axes = 0, None, 0
-    for queries in (20, 4):
-        own = many[0][:, :, :queries], qkv[1], many[2]
-        mapped = jax.vmap(functools.partial(attend, implementation="native"), in_axes)(*own)
-        compare(mapped, jax.vmap(functools.partial(attend, implementation="xla"), in_axes)(*own))
-    kept = jax.checkpoint(functools.partial(loss, 3.0, "native"), policy=jax.checkpoint_policies.dots_saveable)
-    compare(jax.grad(kept)(*qkv), jax.grad(functools.partial(loss, 3.0, "xla"))(*qkv))
+    def of_another_array(implementation):
+        return jax.grad(loss)(jnp.float32(3.0), implementation, *qkv)
+
+    def mapped(queries, implementation):
+        one = functools.partial(attend, implementation=implementation)
+        return jax.vmap(one, (0, None, 0))(many[0][:, :, :queries], qkv[1], many[2])
+
+    def rematerialised(implementation):
+        of = functools.partial(loss, 3.0, implementation)
+        if implementation == "native":
+            of = jax.checkpoint(of, policy=jax.checkpoint_policies.dots_saveable)
+        return jax.grad(of)(*qkv)
+
+    for fn in (
+        forward_over_reverse,
+        of_another_array,
+        functools.partial(mapped, 20),
+        functools.partial(mapped, 4),
+        rematerialised,
+    ):
+        compare(*(jax.jit(functools.partial(fn, name))() for name in ("native", "xla")))
 
 
 @needs_package

@@ -63,6 +63,7 @@ def test_each_statistic_alone():
         assert_same(found[name], whole[name])
 
 
+@pytest.mark.slow
 def test_bfloat16():
     query, key = heads(dtype=jnp.bfloat16)
     lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1]
@@ -100,6 +101,7 @@ def test_an_lse_of_another_dtype_and_tokens_of_64_bits():
     assert (found["duplicate_token"] < 0.6).all()  # every second token is another
 
 
+@pytest.mark.slow
 def test_nan_stays_in_the_pairs_that_are_seen():
     query, key = heads(T, 400)
     key = key.at[:, 120].set(jnp.nan)

@@ -411,6 +411,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow_except("RMS norm, grouped queries, no biases, a head")
 def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     model: Any = interop.Transformer(interop.Config("test", **SIZES, **KINDS[kind]), rngs=nnx.Rngs(0))
     state = nnx.state(model, nnx.Param)  # biases and scales that are not 0 and 1
