@@ -20,6 +20,7 @@ def sampled(task, batch=16, key=3):
 
 
 @pytest.mark.parametrize("symbols", [2, 3])
+@pytest.mark.slow_except("2")
 def test_levels_of_chains_are_the_best_predictors_from_counts(symbols):
     batch = sampled(tasks.Markov(20, symbols), 4)
     tokens, after = batch.tokens[..., 0], batch.targets[..., 0]

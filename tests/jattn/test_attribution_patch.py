@@ -199,6 +199,7 @@ def test_the_effect_of_each_key_is_that_of_attention_with_it_replaced(inputs, ca
     np.testing.assert_allclose(-slope, np.einsum("skbtnd,btnd->bsk", each, weight), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_unseen_keys_may_hold_anything_and_an_open_gate_changes_no_bit(inputs):
     """In bfloat16."""
     query, *rest = (x[:1].astype(jnp.bfloat16) for x in inputs)

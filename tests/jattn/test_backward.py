@@ -61,7 +61,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_except("nothing", "plain function")
+@pytest.mark.slow_except("plain function")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_as_dense(accelerator, name):
     arrays = floats(B, T, N, H), floats(B, S, K, H, seed=1), floats(B, S, K, D, seed=2), floats(B, T, N, D, seed=3)

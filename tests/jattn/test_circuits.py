@@ -207,6 +207,7 @@ def test_contributions_add_up_to_the_layer_s_output():
     np.testing.assert_allclose(parts.sum(-2) + params["out"]["bias"][None, None], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kernels_of_16_bits(kernels):
     names = ("embed", "value", "out", "unembed")
     half = [kernels[name].astype(jnp.bfloat16) for name in names]

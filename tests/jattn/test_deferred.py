@@ -406,7 +406,7 @@ DEBUGGING = {
 }
 
 
-@pytest.mark.slow_except("blockwise-checking_leaks")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", DEBUGGING)
 @pytest.mark.parametrize(
     "implementation",

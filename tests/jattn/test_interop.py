@@ -404,6 +404,7 @@ def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
     assert len(heads.collect(sown, "attention_weights")) == 6
 
 
+@pytest.mark.slow
 def test_minilm_beside_transformers(minilm, sentences, embedded):
     transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
     torch = pytest.importorskip("torch")

@@ -327,6 +327,7 @@ def test_a_full_cache_stays_nan_behind_the_window(models):
     assert np.isnan(found[0]).all() and np.isfinite(found[1]).all() and list(cache.overflowed) == [True, False]
 
 
+@pytest.mark.slow
 def test_learned_positions_go_on_in_a_cache():
     from tests.jattn.test_interop import GPT2, LENGTH, gpt2_tensors
     from tests.jattn.test_interop import TOKENS as tokens
@@ -358,6 +359,7 @@ def test_padding_on_the_left_and_positions_that_are_given():
     assert len(interop.generate(model, [prompt], model.config.max_length - 5)[0]) == model.config.max_length - 5
 
 
+@pytest.mark.slow
 def test_a_full_cache_is_an_error_and_its_dtype_may_differ(models):
     model = models("llama")
     with pytest.raises(ValueError, match="13 tokens do not fit into a cache of 8"):
@@ -442,6 +444,7 @@ def test_prompts_in_chunks_and_a_stop(models, written, monkeypatch):
     assert found[0] == np.argmax(logits(model, long[None])[0, -1])
 
 
+@pytest.mark.slow
 def test_drawing_from_the_likeliest_is_greedy(models, written):
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
         found = interop.generate(models("llama"), PROMPTS, 6, temperature=0.7, key=jax.random.key(0), **options)
@@ -756,6 +759,7 @@ def test_smollm2_writes_what_transformers_writes(smol, smol_tokenizer):
     assert [tokenizer.decode(one) for one in together] == list(GREEDY.values())
 
 
+@pytest.mark.slow
 def test_smollm2_splits_digits_and_its_licence_as_llama_cpp_does(smol_tokenizer):
     assert smol_tokenizer.encode(" 2024").tokens == ["Ġ", "2", "0", "2", "4"]
     assert len(smol_tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")).ids) == 2215

@@ -48,14 +48,20 @@ def arrays(key, queries=T, keys=T, dtype=jnp.float32):
 
 def values_and_gradients(implementation, options, qkv):
     """Output, log-sum-exp, and the gradients of a loss that takes both."""
+    return of_each([implementation], options, qkv)[0]
 
-    def loss(*qkv):
+
+def of_each(implementations, options, qkv):
+    """``values_and_gradients`` of several, in one program."""
+
+    def loss(implementation, *qkv):
         out, lse = attend(*qkv, **options, return_residual=True, implementation=implementation)
         seen = lse > -1e30
         total = jnp.sin(out.astype(jnp.float32)).sum() + jnp.where(seen, jnp.where(seen, lse, 0.0) ** 2, 0.0).sum()
         return total, (out, lse)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*qkv)
+    both = jax.value_and_grad(loss, (1, 2, 3), has_aux=True)
+    return jax.jit(lambda *qkv: [both(implementation, *qkv) for implementation in implementations])(*qkv)
 
 
 def compare(got, wanted, tolerance=2e-5):
@@ -75,9 +81,9 @@ def widths():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_width_is_the_dense_formula(name, getkey):
     qkv = arrays(getkey())
-    wanted = values_and_gradients("xla", OPTIONS[name], qkv)
-    for width in widths():
-        compare(values_and_gradients(Native(width), OPTIONS[name], qkv), wanted)
+    wanted, *found = of_each(["xla", *map(Native, widths())], OPTIONS[name], qkv)
+    for one in found:
+        compare(one, wanted)
 
 
 def ids_of(kind):
@@ -122,16 +128,16 @@ def test_gradients_at_large_scores(queries, getkey):
 
 
 @needs_package
-@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("queries", [1, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"score_mod": score_mods.SoftCap(5.0)}, {"local_window_size": (1100, 0)}])
 def test_few_queries(queries, options, getkey):
     """More than one part of the keys, the last of which is not whole, and an empty one."""
     qkv = arrays(getkey(), queries, 2500)
     options |= {"query_positions": np.arange(queries) + 2300}
     options |= {"mask": masks.Padding(np.array([2300, 700]))} if options.get("score_mod") else {}
-    wanted = values_and_gradients("xla", options, qkv)
-    for width in widths():
-        compare(values_and_gradients(Native(width), options, qkv), wanted)
+    wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
+    for one in found:
+        compare(one, wanted)
 
 
 @needs_package

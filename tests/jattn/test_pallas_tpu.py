@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow_except("lengths, one of them 0", "full")
+@pytest.mark.slow_except("lengths, one of them 0")
 @pytest.mark.parametrize("name", CASES)
 def test_several_blocks(name):
     for ours, dense in zip(
@@ -82,6 +82,7 @@ def test_several_tiles_of_one_block(name):
         np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_error_in_bfloat16_is_at_most_twice_the_formulas():
     exact = results([x.astype(jnp.float32) for x in qkv(jnp.bfloat16)], "xla", is_causal=True)
     dense, ours = (results(qkv(jnp.bfloat16), name, is_causal=True) for name in ("xla", SMALL_BLOCKS))

@@ -50,7 +50,8 @@ def assert_same(found, expected, tolerance=1e-5):
 def test_the_same_as_blockwise(name):
     (query, key), options = CASES[name]
     found = jax.jit(lambda q, k: statistics(q, k, implementation=KERNEL, **options))(query, key)
-    assert_same(found, statistics(query, key, implementation=Blockwise(), **options))
+    wanted = jax.jit(lambda q, k: statistics(q, k, implementation=Blockwise(), **options))(query, key)
+    assert_same(found, wanted)
 
 
 @pytest.mark.slow

@@ -451,6 +451,7 @@ def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     assert len(residual) == 2 and residual[1]["input"].shape == (2, 6, 12)
 
 
+@pytest.mark.slow
 def test_a_transformer_that_scans_over_its_layers_takes_patches():
     model = interop.Transformer(interop.Config("test", **SIZES, num_kv_heads=2, position=ROTARY), rngs=nnx.Rngs(0))
     tokens, others = jax.random.randint(jax.random.key(0), (2, 2, 6), 0, 11)
