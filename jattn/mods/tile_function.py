@@ -96,7 +96,8 @@ class TileFunction:
         known = dict(zip(self.outside, outside, strict=True))
         indices = dict(zip(self.arguments[-2:], (q_idx, kv_idx), strict=True))
         scores = {} if score is None else {self.arguments[0]: score}
-        constants = {i: np.reshape(x, ()) for i, x in self.constants.items() if i not in known and np.size(x) == 1}
+        # Not the traced ones: a kernel must not capture them. What it needs of them is in outside.
+        constants = {i: np.reshape(x, ()) for i, x in self.constants.items() if _is_number(x)}
         return self._evaluate(self.result, constants | scores | indices | known, _bind_broadcast)
 
     def _evaluate(self, number: int, known: dict[int, Any], bind: Callable[[_Step, list[Any]], list[Any]]) -> Any:
@@ -195,7 +196,7 @@ def _has_64_bits(equation: JaxprEqn) -> bool:
 def _choose_outside(traced: TileFunction) -> None:
     """Fills ``outside``: the values over heads, and those that a kernel cannot compute, as far as it needs them."""
     inside = {*traced.arguments[-2:], *traced.arguments[:-4]}  # what the kernel computes itself
-    simple = {i for i, x in traced.constants.items() if isinstance(x, np.ndarray | np.generic) and np.size(x) == 1}
+    simple = {i for i, x in traced.constants.items() if _is_number(x)}
     for step in traced.steps:
         over = _over(traced.axes[step.outputs[0]])
         cheap = all(i in inside or i in simple or _over(traced.axes[i]) == HEAD for i in step.inputs)
@@ -213,6 +214,11 @@ def _choose_outside(traced: TileFunction) -> None:
             wanted += [] if step is None else step.inputs
         elif number not in simple:
             traced.outside[number] = _over(traced.axes[number])
+
+
+def _is_number(constant: Any) -> bool:
+    """Whether it is one number that is known while tracing."""
+    return isinstance(constant, np.ndarray | np.generic) and np.size(constant) == 1
 
 
 def spread(x: ArrayLike, shape: tuple[int, ...]) -> ArrayLike:

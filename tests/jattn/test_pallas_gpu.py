@@ -194,6 +194,15 @@ def test_is_lowered_for_nvidia_gpus_alone():
     assert text.count("mosaic_gpu_v2") == 3  # the log-sum-exp, the sums of queries, those of keys
 
 
+@NEW
+def test_one_head_with_a_traced_slope_is_lowered():
+    x = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+    attend = lambda slope: jattn.dot_product_attention(
+        x, x, x, score_mod=score_mods.Alibi(slope), implementation="pallas_gpu"
+    )
+    assert "mosaic_gpu_v2" in jax.jit(attend).trace(SLOPES[:1]).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_an_older_jax_is_refused():
     if jax.__version_info__ >= OLDEST:
         pytest.skip("this JAX is new enough")

@@ -127,6 +127,17 @@ def test_other_derivatives_are_blockwises():
         np.testing.assert_allclose(ours, dense, rtol=1e-4, atol=1e-4)
 
 
+def test_one_head_with_a_traced_slope():
+    q, k, v = (x[:1, :8, :1] for x in qkv())
+
+    def loss(slope, implementation):
+        mod = score_mods.Alibi(slope)
+        return (jattn.dot_product_attention(q, k, v, implementation=implementation, score_mod=mod) ** 2).sum()
+
+    ours, dense = (jax.jit(jax.grad(loss), static_argnums=1)(SLOPES[:1], x) for x in (SMALL_BLOCKS, "xla"))
+    np.testing.assert_allclose(ours, dense, rtol=1e-4, atol=1e-4)
+
+
 def test_is_lowered_for_tpus_alone():
     x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)  # loops of more than one step
 

@@ -75,6 +75,24 @@ def test_look_ups_by_one_index_happen_outside():
     assert separated(MODS["causal"])[1] == set()
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tile_captures_no_traced_number(shape):
+    """A kernel cannot."""
+
+    @jax.make_jaxpr
+    def trace(slope):
+        mod = score_mods.Alibi(slope) if shape else lambda s, b, h, q, kv: s * slope
+        parts = make_tile_function(mod, jnp.float32)
+        position = np.zeros((1, 1), np.int32)
+        outside = [x[0, 0] for x in parts.arrays(np.arange(B), np.arange(1), position, position)]
+        tile = jax.make_jaxpr(parts.on_tile)(jnp.zeros((L, L)), 0, 0, outside)
+        assert len(outside) == 1
+        assert not tile.consts
+        return outside
+
+    trace(jnp.ones(shape))
+
+
 def test_64_bits_stay_outside():
     """A kernel's arrays have 32."""
     with jax.enable_x64(True):
