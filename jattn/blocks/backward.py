@@ -41,6 +41,7 @@ def differentiable(
     *static: Hashable,
     backward: Callable | None = None,
     alone: bool = False,
+    lse: Callable | None = None,
 ) -> tuple[Array, Array]:
     """``(out, lse)`` of one head or of many, with the rule at the top of this file.
 
@@ -54,6 +55,8 @@ def differentiable(
             derivative, written by hand, where nothing else is differentiated, or also there if ``not alone``.
             ``results``: what ``forward`` returned; ``cotangents``: of ``out``, in the softmax's dtype, and of
             ``row_sum`` (``of_sums``).
+        lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
+            others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
     """
     leaves, (arrays, join) = jax.tree.leaves(args), _split_arrays(args)
     query, _, value = leaves[:3]
@@ -78,7 +81,7 @@ def differentiable(
         rest = iter(given)
         tangents = [next(rest) if array else None for array in is_array]
         results = z, row_max, row_sum
-        linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]))
+        linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]), lse)
         if backward is not None:
             linear = deferred.CustomRules(linear, vjp=backward, count=3, results=2, alone=alone)
         d_out, d_row_sum = deferred.jvp(linear, (join(arrays), results, *static), tangents, out=(change, rows))
@@ -111,13 +114,18 @@ class _Tangents:
     ``rounded``: allow for the rounding of ``out``, in a pass of its own. Scores that move together change no weight,
     but with a rounded ``out`` in the rule the tangent of their sum does not vanish. That hardly shows in the gradients
     of query, key and value, but it does in those of biases and of what score functions capture, which sum over rows.
+    So does an lse that is not that of the scores: then ``lse`` computes theirs, as in ``differentiable``.
     """
 
     accumulate: Callable
     rounded: bool
+    lse: Callable | None
 
     def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
         out, row_max, inverse = results[0], lax.stop_gradient(results[1]), _inverse(results[2])
+        if self.rounded and self.lse is not None:
+            arrays, join = _split_arrays(args)
+            row_max = self.lse(platform, join(lax.stop_gradient(arrays)), *static)
         acc, row_sum = self.accumulate(platform, args, row_max, *static)
         rest = row_sum
         if self.rounded:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from jattn.blocks import backward
+from jattn.blocks import backward, online_softmax
 from jattn.blocks.plan import BlockSizes
 from jattn.blocks.reduction import Reduction, reduce_weights
 from jattn.core import deferred
@@ -115,6 +115,8 @@ class Kernel:
     never_run: ClassVar[bool] = False
     # Its ``backward`` is used only where no array besides query, key and value has a gradient.
     backward_is_for_qkv_alone: ClassVar[bool] = False
+    # It multiplies the query by the scale and rounds it, so its log-sum-exp is not that of blockwise's scores.
+    rounds_query: ClassVar[bool] = False
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
         """Further pairs of a condition and the reason that it gives against the kernel, in the order that counts."""
@@ -166,7 +168,8 @@ class Kernel:
         return on_each_device(self._run, args, ("btnd", "btn"))
 
     def _run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        args, rule = canonical(args), {"backward": _backward, "alone": self.backward_is_for_qkv_alone}
+        args, lse = canonical(args), _lse if self.rounds_query else None
+        rule = {"backward": _backward, "alone": self.backward_is_for_qkv_alone, "lse": lse}
         return backward.differentiable(_forward, _accumulate, args, self.prepare(args), **rule)
 
     @property
@@ -199,6 +202,12 @@ def _forward(platform: str, args: AttentionArgs, kernel: Kernel) -> Results:
 
 def _accumulate(platform: str, args: AttentionArgs, row_max: Array, kernel: Kernel) -> tuple[Array, Array]:
     return backward.accumulate(platform, args, row_max, kernel._block_sizes)
+
+
+def _lse(platform: str, args: AttentionArgs, kernel: Kernel) -> Array:
+    """``[B,T,N]``, of blockwise's scores."""
+    no_value = dataclasses.replace(args, value=args.key[..., :0])
+    return online_softmax.log_sum_exp(*online_softmax.forward(platform, no_value, kernel._block_sizes)[1:])
 
 
 def _backward(platform: str, inputs: tuple, cotangents: Sequence[Array | None]) -> Sequence[Array]:

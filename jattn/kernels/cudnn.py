@@ -44,6 +44,7 @@ class Cudnn(Kernel):
     platform: ClassVar[str | None] = "gpu"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16)
     takes: ClassVar[frozenset[str]] = frozenset()
+    rounds_query: ClassVar[bool] = True
 
     kernel: Callable = fused
 

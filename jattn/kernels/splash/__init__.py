@@ -58,6 +58,7 @@ class Splash(Kernel):
     platform: ClassVar[str | None] = "tpu"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float32, jnp.bfloat16)
     takes: ClassVar[frozenset[str]] = frozenset({"mask array", "score_mod"})
+    rounds_query: ClassVar[bool] = True
 
     block_sizes: tuple[int, int] | None = None
     interpret: bool = False
