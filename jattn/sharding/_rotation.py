@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import PyTree
 
 from jattn.core.arguments import AttentionArgs
@@ -138,16 +139,21 @@ def ring_attend(ring: RingPlan, args: AttentionArgs) -> tuple[Array, Array]:
         return _forward(ring, join(floats, others))
 
     def forward(floats, others):
+        captured = any(x.perturbed for x in floats[3:])
+        floats, others = custom_vjp_primal_tree_values((floats, others))
         out, lse = compute(floats, others)
-        return (out, lse), (floats, others, out, lse)
+        rounded = captured and out.dtype != lse.dtype
+        return (out, lse), (floats, others, out, lse, () if rounded else None)  # residuals are arrays, or structure
 
     def backward(residuals, cotangents):
-        floats, others, *outputs = residuals
-        gradients = _backward(ring, join(floats, others), (*outputs, *cotangents), split, join)
+        floats, others, *outputs, rounded = residuals
+        pairs = zip(outputs, cotangents, strict=True)
+        cotangents = [jnp.zeros_like(x) if isinstance(y, SymbolicZero) else y for x, y in pairs]
+        gradients = _backward(ring, join(floats, others), (*outputs, *cotangents), rounded is not None, split, join)
         return [gradient.astype(x.dtype) for gradient, x in zip(gradients, floats, strict=True)], None
 
     run = jax.custom_vjp(compute)
-    run.defvjp(forward, backward)
+    run.defvjp(forward, backward, symbolic_zeros=True)
     floats, others = split(args)
     return run(floats, others)
 
@@ -199,8 +205,13 @@ def _forward(ring: RingPlan, args: AttentionArgs) -> tuple[Array, Array]:
     return out.astype(args.value.dtype), lse
 
 
-def _backward(ring: RingPlan, args: AttentionArgs, results: Sequence[Array], split, join) -> list[Array]:
-    """The gradients of ``split``'s floats; ``results``: out and lse, and the cotangents of both."""
+def _backward(
+    ring: RingPlan, args: AttentionArgs, results: Sequence[Array], rounded: bool, split: Callable, join: Callable
+) -> list[Array]:
+    """The gradients of ``split``'s floats; ``results``: out and lse, and the cotangents of both.
+
+    ``rounded``: multiply d_out by an output that is not rounded, as in ``jattn.blocks.backward``.
+    """
 
     def differentiate_group(gradients, args, h):
         t, G = args.query.shape[1] // ring.chunks, args.query.shape[2]
@@ -208,7 +219,8 @@ def _backward(ring: RingPlan, args: AttentionArgs, results: Sequence[Array], spl
         # The cotangents of the sums, at acc = out and row_sum = 1.
         seen = lse != -jnp.inf
         d_acc = jnp.where(seen[..., None], d_out.astype(lse.dtype), 0.0)
-        d_row_sum = jnp.where(seen, d_lse - jnp.sum(d_acc * out.astype(lse.dtype), -1), 0.0)
+        product = _product(ring, args, lse, d_acc) if rounded else jnp.sum(d_acc * out.astype(lse.dtype), -1)
+        d_row_sum = jnp.where(seen, d_lse - product, 0.0)
 
         def visit(state, key_sums, keys, source):
             floats, others = split(dataclasses.replace(args, **keys))
@@ -233,6 +245,22 @@ def _backward(ring: RingPlan, args: AttentionArgs, results: Sequence[Array], spl
 
     zeros = [jnp.zeros(x.shape, softmax_dtype(x)) for x in split(args)[0]]
     return _each_kv_head(ring, differentiate_group, zeros, args)
+
+
+def _product(ring: RingPlan, args: AttentionArgs, lse: Array, d_out: Array) -> Array:
+    """The sums ``[B,T,N]`` of ``d_out`` times an output computed anew: the keys rotate once more."""
+    t = args.query.shape[1] // ring.chunks
+
+    def visit(product, key_sums, keys, source):
+        def add_pair(product, i, j):
+            part = ring.part(dataclasses.replace(args, **keys), source, i, j)
+            acc, _ = ring.blockwise.sums(part, take_chunk(lse, i, t, 1))
+            added = take_chunk(product, i, t, 1) + jnp.sum(acc * take_chunk(d_out, i, t, 1), -1)
+            return put_chunk(product, added, i, 1)
+
+        return ring.over_pairs(add_pair, product), key_sums
+
+    return ring.rotate(visit, jnp.zeros_like(lse), _rotating(args))[0]
 
 
 def ring_fold(ring: RingPlan, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:

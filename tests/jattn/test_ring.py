@@ -10,6 +10,7 @@ import jattn
 from jattn import heads, masks
 from jattn.core.arguments import make_args
 from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
+from tests.jattn.test_backward import check_against_dense
 from tests.ring_cases import (
     CASES,
     Case,
@@ -86,6 +87,11 @@ def test_bfloat16_is_as_good_as_on_one_device():
     here, there = (call(CASES["causal"], given, how)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
     assert there.dtype == jnp.bfloat16
     assert off(there.astype(jnp.float32), exact) <= 1.5 * off(here.astype(jnp.float32), exact) <= 0.03
+
+
+@pytest.mark.slow
+def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output():
+    check_against_dense(Ring(mesh_of(2), "sequence"), jnp.bfloat16)
 
 
 @pytest.mark.slow
