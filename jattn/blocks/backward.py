@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jattn.blocks.block import BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
 from jattn.blocks.block_lists import block_lists, fold_row, split_axis
@@ -70,11 +70,12 @@ def differentiable(
     def compute(*arrays: Array) -> tuple[Array, Array, Array]:
         return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
 
-    def rule(arrays: Sequence[Array], input_tangents: Sequence[Array | SymbolicZero]) -> tuple[Results, Results]:
+    def rule(arrays: Sequence[Array], input_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
         z, row_max, row_sum = compute(*arrays)
         # With these names a remat policy can save everything that the rule needs besides the inputs.
         z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
-        given = [None if isinstance(x, SymbolicZero) or x.dtype == jax.dtypes.float0 else x for x in input_tangents]
+        is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in input_tangents]
+        given = [None if zero else jnp.asarray(x) for x, zero in zip(input_tangents, is_zero, strict=True)]
         zeros = jnp.zeros_like(row_max)
         if all(x is None for x in given):
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)

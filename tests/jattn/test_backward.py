@@ -239,3 +239,15 @@ def test_a_products_column_of_ones_sums_the_exponentials():
     assert not appends_a_column("cuda")
     assert not appends_a_column("cpu")
     assert not appends_a_column("tpu", dropout_rate=0.1, dropout_rng=jax.random.key(0))  # the sum is of all weights
+
+
+def test_a_tangent_may_be_a_plain_number():
+    """As ``jax.jvp`` gives it to the rule."""
+    q, k, v = (floats(1, 4, 1, 8, seed=i) for i in range(3))
+
+    def tangent(scale, implementation):
+        of = lambda scale: jattn.dot_product_attention(q, k, v, scale=scale, implementation=implementation)
+        return jax.jvp(of, (scale,), (1.0,))[1]
+
+    found, dense = (jax.jit(tangent, static_argnums=1)(jnp.float32(0.5), x) for x in ("blockwise", "xla"))
+    np.testing.assert_allclose(found, dense, rtol=0, atol=1e-5)
