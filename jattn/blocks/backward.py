@@ -70,16 +70,17 @@ def differentiable(
     def compute(*arrays: Array) -> tuple[Array, Array, Array]:
         return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
 
-    def rule(arrays: Sequence[Array], input_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
+    def rule(given: Sequence[ArrayLike], input_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
+        arrays = [jnp.asarray(x) for x in given]  # jax.jvp hands plain numbers on
         z, row_max, row_sum = compute(*arrays)
         # With these names a remat policy can save everything that the rule needs besides the inputs.
         z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
         is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in input_tangents]
-        given = [None if zero else jnp.asarray(x) for x, zero in zip(input_tangents, is_zero, strict=True)]
+        known = [None if zero else jnp.asarray(x) for x, zero in zip(input_tangents, is_zero, strict=True)]
         zeros = jnp.zeros_like(row_max)
-        if all(x is None for x in given):
+        if all(x is None for x in known):
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
-        rest = iter(given)
+        rest = iter(known)
         tangents = [next(rest) if array else None for array in is_array]
         results = z, row_max, row_sum
         linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]), lse)
