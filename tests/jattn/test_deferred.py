@@ -423,6 +423,9 @@ def test_jaxs_debugging_modes(mode, implementation):
     arguments = floats(1, T, 2, H), jnp.float32([0.5, 0.25])
     gradient = jax.grad(loss, (0, 1))
     with DEBUGGING[mode]():
-        loss(*arguments)
-        jax.jit(gradient)(*arguments)
-        jax.jit(lambda *x: jax.jvp(loss, x, x))(*arguments)
+        value = loss(*arguments)
+        gradients = jax.jit(gradient)(*arguments)
+        same, tangent = jax.jit(lambda *x: jax.jvp(loss, x, x))(*arguments)
+    np.testing.assert_allclose(same, value, rtol=1e-4)
+    directional = sum(np.vdot(x, y) for x, y in zip(arguments, gradients, strict=True))
+    np.testing.assert_allclose(tangent, directional, rtol=1e-3, atol=1e-3)
