@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
@@ -205,14 +206,20 @@ def _product(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, x: Arr
     return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=x.dtype)
 
 
-@_product.defjvp
 def _product_jvp(subscripts, dtype, precision, primals, tangents):
     # The tangents keep their dtype. If they were cast like the operands, the transposed products would be rounded to
-    # ``dtype`` block by block, before they are summed.
+    # ``dtype`` block by block, before they are summed. A tangent that is zero is not multiplied: that would be work for
+    # nothing, and XLA's CPU compiler (jaxlib 0.10 to 0.12) sums products with a single number, broadcast, wrongly.
     (x, y), (dx, dy) = primals, tangents
     einsum = functools.partial(jnp.einsum, subscripts, precision=precision, preferred_element_type=x.dtype)
     out = _product(subscripts, dtype, precision, x, y)
-    return out, einsum(dx, y.astype(dtype)) + einsum(x.astype(dtype), dy)
+    terms = [] if isinstance(dx, SymbolicZero) else [einsum(dx, y.astype(dtype))]
+    if not isinstance(dy, SymbolicZero):
+        terms.append(einsum(x.astype(dtype), dy))
+    return out, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(out)
+
+
+_product.defjvp(_product_jvp, symbolic_zeros=True)
 
 
 def product_dtype(platform: str, x: Array) -> DTypeLike:
