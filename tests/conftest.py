@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 import tempfile
 
 from jattn.core import deferred
@@ -30,8 +31,14 @@ hypothesis.settings.load_profile("same")
 COMPILED = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--without-native", action="store_true", help="as if jattn-native were not installed")
+
+
 def pytest_configure(config):
     """Caches compiled programs in a folder that all workers of this run share, and deletes it at the end."""
+    if config.getoption("--without-native"):
+        sys.modules["jattn_native"] = None  # type: ignore
     if hasattr(config, "workerinput"):
         folder = config.workerinput["compiled"]
     else:

@@ -216,6 +216,26 @@ def _backward(platform: str, inputs: tuple, cotangents: Sequence[Array | None]) 
 
 
 @dataclasses.dataclass(frozen=True)
+class PlainKernel(Kernel):
+    """A ``Kernel`` that overrides ``run`` alone: JAX differentiates it."""
+
+    def forward(self, platform: str, args: AttentionArgs) -> Results:
+        out, lse = self.run(args)
+        seen = lse != -jnp.inf
+        return out, jnp.where(seen, lse, jnp.finfo(lse.dtype).min), seen.astype(lse.dtype)
+
+    def backward(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        run = lambda *qkv: self.run(dataclasses.replace(args, **dict(zip(("query", "key", "value"), qkv, strict=True))))
+        (out, lse), pull = jax.vjp(run, args.query, args.key, args.value)
+        d_out, d_row_sum = cotangents
+        d_out = jnp.zeros_like(out) if d_out is None else d_out.astype(out.dtype)
+        # lse = row_max + log(row_sum), at a constant row_max
+        return pull((d_out, jnp.zeros_like(lse) if d_row_sum is None else d_row_sum * results[2]))
+
+
+@dataclasses.dataclass(frozen=True)
 class ReducingKernel(Kernel):
     """A ``Kernel`` that also reduces weights, by ``reduce``; the derivatives of the reductions are blockwise's."""
 

@@ -26,7 +26,7 @@ from jattn.core.attention import Head, finish_scores, row_maximum, softmax_dtype
 from jattn.core.chunk import Chunk, slot_indices
 from jattn.core.dropout import drop
 from jattn.core.vmap import canonical, over_args
-from jattn.kernels import Kernel
+from jattn.kernels import PlainKernel
 
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
 
@@ -40,7 +40,7 @@ class Accumulator(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode(Kernel):
+class Decode(PlainKernel):
     """``implementation=``: ``"decode"`` with your own chunk length, in keys. Its derivatives are JAX's."""
 
     name: ClassVar[str] = "decode"

@@ -11,11 +11,11 @@ from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import dense, dense_weights
 from jattn.core.deferred import compiled
 from jattn.core.vmap import canonical, over_args
-from jattn.kernels import Kernel
+from jattn.kernels import PlainKernel
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Kernel):
+class Dense(PlainKernel):
     """``implementation="xla"``; holds the ``[B,N,T,S]`` weights in memory. Its derivatives are JAX's."""
 
     name: ClassVar[str] = "xla"

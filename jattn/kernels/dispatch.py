@@ -9,7 +9,6 @@ from jaxtyping import Array
 
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
-from jattn.core.attention import softmax_dtype
 from jattn.core.vmap import canonical
 from jattn.kernels import PLATFORMS, Implementation, Kernel, ReducingKernel, Reduction, Results, Unsupported
 from jattn.kernels.blockwise import Blockwise
@@ -27,11 +26,11 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (Decode(), Blockwise(), Dense(), Cudnn(), Splash(), PallasTPU(), PallasGPU(), Native())
 }
-# What ``implementation=None`` takes on a platform: the first that supports the call, where it pays off (``_pays``).
-# Kernels that others run, too, come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is
-# passed over. native is taken by name only: what a call computes on a CPU does not depend on which packages are there.
+# What ``implementation=None`` takes on a platform: the first that pays off (``_pays``) and supports the call. Kernels
+# that others run, too, come before ours. A kernel that nobody has run on its hardware (``Kernel.never_run``) is passed
+# over.
 ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("decode", "blockwise", "xla"),
+    "cpu": ("native", "decode", "blockwise", "xla"),
     "cuda": ("cudnn", "pallas_gpu", "blockwise", "xla"),
     "rocm": ("blockwise", "xla"),
     "tpu": ("splash", "pallas_tpu", "blockwise", "xla"),
@@ -47,49 +46,27 @@ BLOCKWISE_MIN_SCORES = 2**26
 DECODE_MIN_KEYS = 2**20
 # "decode" up to this T * K: multiplying all query heads with all key heads then costs less than transposing the keys.
 DECODE_MAX_ROWS = 64
+# "native" from this T * S on, and with few queries from this S on (measured on CPU, forward and backward).
+NATIVE_MIN_PAIRS, NATIVE_MIN_KEYS = 2**14, 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch(ReducingKernel):
     """``implementation=None``: what each platform takes, resolved when the program is lowered.
 
-    ``names``: for each platform of ``ORDER`` what tracing shows. ``"blockwise"`` stands for all kernels in linear
-    memory: they keep the same sums for the backward pass, so it runs no forward pass again. Where arrays besides query,
-    key and value have gradients, all gradients are blockwise's.
+    Where arrays besides query, key and value have gradients, all gradients are blockwise's.
     """
 
     name: ClassVar[str] = "None"
     backward_is_for_qkv_alone: ClassVar[bool] = True
 
-    names: tuple[str, ...] = ("blockwise",) * len(ORDER)
-
-    def taken(self, platform: str, args: AttentionArgs, supports: Callable[[Kernel], str | None]) -> Kernel:
-        """The kernel for a canonical call in the program that is being lowered; ``supports`` gives a reason or None."""
-        name = dict(zip(ORDER, self.names, strict=True))[platform]
-        if name != "blockwise":
-            return IMPLEMENTATIONS[name]
-        several = args.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
-        kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform] if name not in ("decode", "xla"))
-        with without_mesh():
-            return next(
-                kernel
-                for kernel in kernels
-                if not (kernel.never_run or kernel.platform and several) and supports(kernel) is None
-            )
-
     def kernel(self, platform: str, args: AttentionArgs) -> Kernel:
-        """What is taken for attention."""
-        return self.taken(
-            platform, args, lambda kernel: kernel.unsupported_reason(args) or kernel.refusal_at_lowering(args)
-        )
+        """What is taken for attention, for a canonical call in the program that is being lowered."""
 
-    def run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
-        if set(self.names) == {"blockwise"}:
-            return self._run(args)
-        (B, T, N, _), D = args.query.shape, args.value.shape[3]
-        lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(args.query))
-        out = jax.ShapeDtypeStruct((B, T, N, D), args.value.dtype)
-        return deferred.call(_run, canonical(args), self, out=(out, lse))
+        def takes(kernel: Kernel) -> bool:
+            return (kernel.unsupported_reason(args) or kernel.refusal_at_lowering(args)) is None
+
+        return _first(platform, args, lambda kernel: _pays(kernel.name, args) and takes(kernel))
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         return self.kernel(platform, args).forward(platform, args)
@@ -103,18 +80,22 @@ class Dispatch(ReducingKernel):
         """That of the first kernel that reduces weights and supports this reduction."""
         empty = 0 in (*args.query.shape, *args.key.shape)
 
-        def reason(kernel: Kernel) -> str | None:
+        def takes(kernel: Kernel) -> bool:
             if not isinstance(kernel, ReducingKernel) or kernel.platform and empty:
-                return "it reduces no weights"
-            return kernel.reduction_reason(args, reduction)
+                return False
+            return kernel.reduction_reason(args, reduction) is None
 
-        kernel = self.taken(platform, args, reason)
+        kernel = _first(platform, args, takes)
         assert isinstance(kernel, ReducingKernel)
         return kernel.reduce(platform, args, reduction)
 
 
-def _run(platform: str, args: AttentionArgs, dispatch: Dispatch) -> tuple[jax.Array, jax.Array]:
-    return dispatch.kernel(platform, args).run(args)
+def _first(platform: str, args: AttentionArgs, takes: Callable[[Kernel], bool]) -> Kernel:
+    """The first of ``ORDER`` that takes the call."""
+    several = args.sharded or deferred.is_partitioned()  # a kernel of one platform is a kernel of one device
+    kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform])
+    with without_mesh():
+        return next(k for k in kernels if not (k.never_run or k.platform and several) and takes(k))
 
 
 def choose(args: AttentionArgs, named: str | None) -> Kernel:
@@ -124,40 +105,36 @@ def choose(args: AttentionArgs, named: str | None) -> Kernel:
         Unsupported: the named implementation does not support the call.
     """
     if named is None:
-        names = tuple(_first(args, platform) for platform in ORDER)
-        return IMPLEMENTATIONS["xla"] if set(names) == {"xla"} else Dispatch(names)
+        # Only where a platform may take something else: the derivatives of ``Dispatch`` to any order are blockwise's.
+        found = (name for name in ("decode", "blockwise", "native") if _pays(name, args))
+        other = next((name for name in found if IMPLEMENTATIONS[name].unsupported_reason(args) is None), None)
+        return IMPLEMENTATIONS["xla"] if other is None else Dispatch()
     reason = by_name(named).unsupported_reason(args)
     if reason is not None:
         raise Unsupported(f"implementation={named!r} cannot do this: {reason}; implementation=None picks one that can")
     return IMPLEMENTATIONS[named]
 
 
-def _first(args: AttentionArgs, platform: str) -> str:
-    """The first of ``ORDER`` that pays off and supports the call, without the kernels of a single platform."""
-    kernels = (IMPLEMENTATIONS[name] for name in ORDER[platform] if _pays(name, args))
-    return next(k.name for k in kernels if k.platform is None and k.unsupported_reason(args) is None)
-
-
 def _taken(args: AttentionArgs, platform: str, sharded: bool) -> str:
     """The name of what ``choose(args, None)`` takes on a platform of ``PLATFORMS``."""
-    lowered_for = PLATFORMS[platform][0]
-    name = _first(args, lowered_for)
-    if name != "blockwise":
-        return name
-    call = dataclasses.replace(canonical(args), sharded=sharded)
+    call, lowered_for = dataclasses.replace(canonical(args), sharded=sharded), PLATFORMS[platform][0]
+    if choose(args, None).name == "xla":
+        return "xla"
     return deferred.at_lowering(lambda args: Dispatch().kernel(lowered_for, args).name, call)
 
 
 def _pays(name: str, args: AttentionArgs) -> bool:
-    """Whether the implementation's loop pays off at these sizes."""
+    """Whether an implementation is expected to be faster at these sizes than those after it in ``ORDER``."""
     (B, T, N, _), (S, K) = args.query.shape, args.key.shape[1:3]
-    if name not in ("decode", "blockwise"):
+    if name == "xla":
         return True
     if not isinstance(T, int) or not isinstance(S, int):
         return False
     if name == "decode":
         keys = args.key.size if isinstance(B, int) else args.key.size // B
         return 0 < T < BLOCKWISE_MIN_LENGTH and K * T <= DECODE_MAX_ROWS and keys >= T * DECODE_MIN_KEYS
+    if name == "native":
+        return T * S >= (NATIVE_MIN_PAIRS if T >= BLOCKWISE_MIN_LENGTH else T * NATIVE_MIN_KEYS)
     many = isinstance(B, int) and B * N * T * S >= BLOCKWISE_MIN_SCORES
     return (T * S >= BLOCKWISE_MIN_PAIRS or many) and min(T, S) >= BLOCKWISE_MIN_LENGTH
 
@@ -230,14 +207,18 @@ def _where_it_pays(name: str, args: AttentionArgs) -> str:
     kernel = IMPLEMENTATIONS[name]
     on = f", on a {kernel.platform.upper()}" if kernel.platform else ""
     on += "; never run on hardware" if kernel.never_run else ""
-    if name not in ("decode", "blockwise") or _pays(name, args):
+    if name not in _WHERE_IT_PAYS or _pays(name, args):
         return on
-    if name == "decode":
-        return (
-            f"; faster on CPU for fewer than {BLOCKWISE_MIN_LENGTH} queries, T * K up to {DECODE_MAX_ROWS}, and "
-            f"{DECODE_MIN_KEYS} or more numbers in the keys per query"
-        )
-    return f"; faster from T * S = {BLOCKWISE_MIN_PAIRS}, saves memory from B * N * T * S = {BLOCKWISE_MIN_SCORES}"
+    return f"{on}; {_WHERE_IT_PAYS[name]}"
+
+
+_WHERE_IT_PAYS = {
+    "decode": f"faster on CPU for fewer than {BLOCKWISE_MIN_LENGTH} queries, T * K up to {DECODE_MAX_ROWS}, and "
+    f"{DECODE_MIN_KEYS} or more numbers in the keys per query",
+    "blockwise": f"faster from T * S = {BLOCKWISE_MIN_PAIRS}, saves memory from B * N * T * S = {BLOCKWISE_MIN_SCORES}",
+    "native": f"faster from T * S = {NATIVE_MIN_PAIRS}, or for fewer than {BLOCKWISE_MIN_LENGTH} queries from "
+    f"S = {NATIVE_MIN_KEYS}",
+}
 
 
 def check_implementation(implementation: object) -> Implementation:

@@ -20,9 +20,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn.blocks.backward import of_sums
+from jattn.blocks.plan import describe_work, plan_args
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Kernel, Results
+from jattn.kernels.dense import Dense
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.mods.arrays import mod_semantics, pad_end
@@ -32,8 +34,11 @@ from jattn.score_mods import Alibi, SoftCap
 
 STEP = 16  # head dims are padded to multiples of the widest vector
 PART = 1024  # keys of a task with few queries
+TILE, TABLE = 64, 4096  # queries and keys of a tile of the widest vectors; rows of a table of tiles, at most
+FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
 PARTS = 4  # of the queries that share a key head, at most: each holds gradients of all keys
 WIDTHS = (None, 4, 8, 16)
+_EXPORTED = "jax.export does not take its calls"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +79,17 @@ class Native(Kernel):
             ),
         ]
 
+    def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
+        return _EXPORTED if deferred.is_exported() else None
+
     def lowering_reason(self, platform: str) -> str | None:
-        exported = "jax.export does not take its calls" if deferred.is_exported() else None
-        return super().lowering_reason(platform) or exported
+        return super().lowering_reason(platform) or (_EXPORTED if deferred.is_exported() else None)
+
+    def describe_work(self, platform: str, args: AttentionArgs) -> str:
+        """By the tables of the largest tiles; those of narrow vectors leave out more."""
+        T, S = args.query.shape[1], args.key.shape[1]
+        tile = max(TILE, T // TABLE), max(TILE, S // TABLE)
+        return describe_work(plan_args("", args, tile).blocks, (T, S))
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         """By the kernels."""
@@ -92,6 +105,8 @@ class Native(Kernel):
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         (B, T, _, _), K = args.query.shape, args.key.shape[2]
+        if T < FEWEST:
+            return Dense().backward(platform, args, results, cotangents)
         if T < self.few:
             # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
             results = dataclasses.replace(self, few=0).forward(platform, args)

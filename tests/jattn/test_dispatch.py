@@ -1,6 +1,7 @@
 """Which implementation runs on which platform: what ``explain`` says, and what lowered programs hold."""
 
 import functools
+import importlib.util
 import re
 
 import jax
@@ -10,8 +11,9 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
+from jattn.core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
-from jattn.kernels.dispatch import IMPLEMENTATIONS, PLATFORMS
+from jattn.kernels.dispatch import IMPLEMENTATIONS, PLATFORMS, Dispatch
 from jattn.kernels.pallas_tpu import PallasTPU
 
 X = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
@@ -26,19 +28,20 @@ def pair_table(score, b, h, q, kv):
     return score + jnp.zeros((1024, 1024))[q, kv]
 
 
-# What is taken on a TPU; on CPUs and GPUs it is blockwise.
-ON_TPU = {
-    "full": ({}, "splash"),
-    "causal": ({"is_causal": True}, "splash"),
-    "soft cap": ({"score_mod": score_mods.SoftCap(30.0)}, "splash"),
-    "segments": ({"mask": masks.Segments(np.arange(1024) // 100)}, "splash"),
-    "function": ({"mask": lambda b, h, q, kv: (q - kv) % 3 == 0}, "splash"),
-    "score function": ({"score_mod": cap_by_head}, "blockwise"),
-    "bias": ({"bias": jnp.zeros((4, 1, 1024))}, "blockwise"),
-    "positions": ({"query_positions": np.arange(1024)}, "blockwise"),
-    "look-up by pair": ({"score_mod": pair_table}, "blockwise"),
-    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "blockwise"),
+# What is taken on a TPU, and whether a CPU takes "native" where that is installed; GPUs, and other CPUs, take blockwise.
+TAKEN = {
+    "full": ({}, "splash", True),
+    "causal": ({"is_causal": True}, "splash", True),
+    "soft cap": ({"score_mod": score_mods.SoftCap(30.0)}, "splash", True),
+    "segments": ({"mask": masks.Segments(np.arange(1024) // 100)}, "splash", True),
+    "function": ({"mask": lambda b, h, q, kv: (q - kv) % 3 == 0}, "splash", False),
+    "score function": ({"score_mod": cap_by_head}, "blockwise", False),
+    "bias": ({"bias": jnp.zeros((4, 1, 1024))}, "blockwise", False),
+    "positions": ({"query_positions": np.arange(1024)}, "blockwise", True),
+    "look-up by pair": ({"score_mod": pair_table}, "blockwise", False),
+    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "blockwise", False),
 }
+ON_CPU = "native" if importlib.util.find_spec("jattn_native") else "blockwise"
 KERNELS = {"splash": "splash_mha_fwd", "pallas_tpu": "jattn_forward"}
 
 
@@ -46,28 +49,87 @@ def lowered(fn, *types, platform="tpu"):
     return jax.export.export(jax.jit(fn), platforms=[platform])(*types).mlir_module()
 
 
-@pytest.mark.parametrize("name", ON_TPU)
+@pytest.mark.parametrize("name", TAKEN)
 def test_what_is_said_is_what_is_lowered(name):
-    options, expected = ON_TPU[name]
+    options, on_tpu, native = TAKEN[name]
     said = {platform: jattn.explain(X, X, X, platform=platform, **options).splitlines()[0] for platform in PLATFORMS}
+    on_cpu = ON_CPU if native else "blockwise"
     assert said == {
-        "cpu": "blockwise: taken on CPU", "gpu": "blockwise: taken on GPU", "tpu": f"{expected}: taken on TPU"
+        "cpu": f"{on_cpu}: taken on CPU", "gpu": "blockwise: taken on GPU", "tpu": f"{on_tpu}: taken on TPU"
     }  # fmt: skip
-    text = lowered(lambda *x: jattn.dot_product_attention(*x, **options), X, X, X)
-    assert {kernel for kernel, mark in KERNELS.items() if mark in text} == {expected} & set(KERNELS)
+    attend = lambda *x: jattn.dot_product_attention(*x, **options)
+    text = lowered(attend, X, X, X)
+    assert {kernel for kernel, mark in KERNELS.items() if mark in text} == {on_tpu} & set(KERNELS)
+    assert ("jattn_forward" in jax.jit(attend).lower(X, X, X).as_text()) == (on_cpu == "native")
 
 
 def test_all_platforms_at_once():
     lines = jattn.explain(X, X, X, is_causal=True).splitlines()
-    assert lines[:2] == ["blockwise: taken on CPU and GPU", "splash: taken on TPU"]
-    assert lines[2:5] == [
-        "blockwise computes 62% of the pairs in blocks of 512 x 512 on CPU",
-        "blockwise computes 75% of the pairs in blocks of 512 x 512 on GPU",
+    taken = {"native": "CPU", "blockwise": "GPU"} if ON_CPU == "native" else {"blockwise": "CPU and GPU"}
+    assert lines[: len(taken) + 1] == [
+        *(f"{name}: taken on {on}" for name, on in taken.items()),
+        "splash: taken on TPU",
+    ]
+    work = [line for line in lines if "computes" in line]
+    assert work[-2:] == [
+        "blockwise computes 75% of the pairs in blocks of 512 x 512" + " on GPU" * (ON_CPU != "native"),
         "splash computes 75% of the pairs in blocks of 512 x 512",
     ]
+    assert work[0] == (
+        "native computes 53% of the pairs in blocks of 64 x 64"
+        if ON_CPU == "native"
+        else "blockwise computes 62% of the pairs in blocks of 512 x 512 on CPU"
+    )
     assert sorted(line.partition(":")[0] for line in lines if ":" in line) == sorted(IMPLEMENTATIONS)
     small = X.update(shape=(1, 64, 4, 64))
     assert jattn.explain(small, small, small).splitlines()[0] == "xla: taken"
+
+
+def test_the_compiled_kernels_are_taken_where_they_pay():
+    """With the package, from 128 queries and keys on, and for few queries from 128 keys on; exported programs never."""
+    if ON_CPU != "native":
+        pytest.skip("jattn-native is not installed")
+
+    def taken(T, S, dtype="float32"):
+        query, key = (jax.ShapeDtypeStruct((1, n, 2, 64), dtype) for n in (T, S))
+        lines = jattn.explain(query, key, key, platform="cpu").splitlines()
+        return lines[0].removesuffix(" on CPU").removesuffix(": taken"), lines
+
+    assert taken(128, 128)[0] == taken(16, 1024)[0] == taken(1, 128)[0] == taken(1, 65536, "bfloat16")[0] == "native"
+    assert taken(127, 128)[0] == taken(1, 127)[0] == taken(0, 128)[0] == "xla"
+    said = (
+        "native: also possible, by name, on a CPU; faster from T * S = 16384, or for fewer than 16 queries from S = 128"
+    )
+    assert said in taken(16, 16)[1]
+    small, long = X.update(shape=(1, 128, 4, 64)), X
+    text = lowered(lambda *x: [jattn.dot_product_attention(*x[:3]), jattn.dot_product_attention(*x[3:])],
+                   *[small] * 3, *[long] * 3, platform="cpu")  # fmt: skip
+    assert "jattn_forward" not in text
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 96), (2, 160, 160), (1, 1, 200)])
+def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
+    """The dense formula, whose derivatives JAX takes, where the kernels would be taken on a CPU."""
+    dispatch, (B, T, S) = Dispatch(), shape
+    query, key, value, ct = (
+        jnp.asarray(np.random.default_rng(i).normal(size=(B, n, 2, 8)), jnp.float32) for i, n in enumerate((T, S, S, T))
+    )
+    args = make_args(query, key, value, is_causal=True)
+    assert dispatch.kernel("cuda", args).name == "xla"
+    given = (ct, ct[..., 0])
+
+    def both(query, key, value):
+        return jattn.dot_product_attention(
+            query, key, value, is_causal=True, implementation="xla", return_residual=True
+        )
+
+    (out, lse), pull = jax.vjp(both, query, key, value)
+    results = dispatch.forward("cuda", args)
+    np.testing.assert_allclose(results[0], out, atol=1e-6)
+    np.testing.assert_allclose(results[1] + np.log(results[2]), lse, atol=1e-6)
+    found = dispatch.backward("cuda", args, results, (ct, given[1] / results[2]))
+    for x, y in zip(found, pull(given), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 LONG = jax.ShapeDtypeStruct((2, 2048, 2, 8), jnp.float32)
@@ -153,16 +215,16 @@ def test_how_much_is_computed_where_that_is_not_known():
     lines = lambda *x, **options: jattn.explain(*x, **options).splitlines()
     unknown = "blockwise skips empty blocks; which they are depends on arrays that are known only when it runs"
     x, traced = np.zeros(LONG.shape, np.float32), jax.ShapeDtypeStruct((2048, 2048), bool)
-    assert lines(x, x, x, mask=masks.Segments(IDS), platform="cpu")[1] == unknown
-    assert lines(LONG, LONG, LONG, mask=traced, platform="cpu")[1] == unknown
+    assert lines(x, x, x, mask=masks.Segments(IDS), platform="gpu")[1] == unknown
+    assert lines(LONG, LONG, LONG, mask=traced, platform="gpu")[1] == unknown
     assert lines(LONG, LONG, LONG, mask=np.tri(2048, dtype=bool), platform="gpu")[1].startswith(
         "blockwise computes 62% of"
     )
     assert (
-        lines(LONG, LONG, LONG, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "int32"), platform="cpu")[1] == unknown
+        lines(LONG, LONG, LONG, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "int32"), platform="gpu")[1] == unknown
     )
     function = lambda b, h, q, kv: q >= kv
-    assert lines(LONG, LONG, LONG, mask=function, platform="cpu")[1] == (
+    assert lines(LONG, LONG, LONG, mask=function, platform="gpu")[1] == (
         "blockwise computes 100% of the pairs in blocks of 1024 x 1024; block_mask finds the empty ones of a plain function"
     )
     assert lines(LONG, LONG, LONG, mask=function, platform="tpu")[1] == (
@@ -176,7 +238,10 @@ def test_how_much_is_computed_where_that_is_not_known():
     assert lines(short, short, short, is_causal=True)[1] == "xla computes all pairs"
     for implementation in (None, "blockwise", Blockwise()):  # without a mask there is nothing to skip
         assert not any(" of the pairs" in line for line in lines(LONG, LONG, LONG, implementation=implementation))
-    assert not any("native " in line for line in lines(LONG, LONG, LONG, is_causal=True, implementation="native"))
+    if ON_CPU == "native":
+        assert lines(LONG, LONG, LONG, is_causal=True, implementation="native")[:2] == [
+            "native: taken by name", "native computes 52% of the pairs in blocks of 64 x 64"
+        ]  # fmt: skip
 
 
 def test_a_kernel_of_another_platform():
@@ -271,10 +336,10 @@ def test_what_xla_divides_is_blockwises():
             text(lambda *x, name=name: attend(*x, implementation=name))
 
 
-def test_here_it_is_blockwise_to_the_bit():
+def test_here_it_is_what_is_said_to_the_bit():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1024, 1, 8)), jnp.float32)
     found, expected = (
         jax.value_and_grad(lambda x, name=name: jattn.dot_product_attention(x, x, x, implementation=name).sum())(x)
-        for name in (None, "blockwise")
+        for name in (None, ON_CPU)
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
