@@ -1,9 +1,38 @@
 """Builds the kernels with the system's C++ compiler against the headers that come with jaxlib."""
 
+import shutil
+
 import jax
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+
+class Library(build_ext):
+    """A library that is loaded by its name and knows nothing of Python."""
+
+    def get_ext_filename(self, fullname):
+        return f"{fullname.replace('.', '/')}.so"
+
+    def build_extensions(self):
+        compiler = self.compiler.compiler_so_cxx[0]
+        if shutil.which(compiler) is None:
+            raise SystemExit(
+                f"jattn-native is compiled from C++, and there is no compiler {compiler!r}: install GCC 12 or newer or "
+                "Clang (Debian and Ubuntu: apt-get install g++; macOS: xcode-select --install), or name one in CXX"
+            )
+        super().build_extensions()
+
+
+class Wheel(bdist_wheel):
+    """One wheel for all Pythons of a platform."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
 
 setup(
+    cmdclass={"build_ext": Library, "bdist_wheel": Wheel},
     ext_modules=[
         Extension(
             "jattn_native._attention",
@@ -15,11 +44,12 @@ setup(
             extra_compile_args=[
                 "-std=c++17",
                 "-O3",
+                "-g0",
                 "-fno-math-errno",
                 "-fno-trapping-math",
                 "-ffp-contract=fast",
                 "-w",
             ],
         )
-    ]
+    ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jattn.kernels import native
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names of distributions, where they differ.
@@ -77,6 +79,12 @@ def test_what_is_declared_is_pinned(line):
         pin.partition("==")[0].lower().replace("_", "-") for pin, _, marker in pins if marker.strip() in ("", line)
     }
     assert names([*PROJECT["dependencies"], *extra("experiments", "gguf", "hf", "test", "dev")]) <= pinned
+
+
+def test_the_compiled_kernels_are_those_that_jattn_calls():
+    source = (ROOT / "native/jattn_native/__init__.py").read_text()
+    assert f'__version__ = "{native.VERSION}"\n' in source
+    assert extra("native") == [f"jattn-native=={native.VERSION}"]
 
 
 # Where docs have told users to find names, besides the top of jattn.

@@ -38,6 +38,7 @@ TILE, TABLE = 64, 4096  # queries and keys of a tile of the widest vectors; rows
 FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
 PARTS = 4  # of the queries that share a key head, at most: each holds gradients of all keys
 WIDTHS = (None, 4, 8, 16)
+VERSION = "0.1.0"  # of jattn-native, whose kernels take these operands
 _EXPORTED = "jax.export does not take its calls"
 
 
@@ -61,8 +62,8 @@ class Native(Kernel):
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         if self.width not in WIDTHS:
             return f"width must be one of {WIDTHS}, got {self.width!r}"
-        if not _is_installed():
-            return "it needs the package jattn-native"
+        if (missing := _why_missing()) is not None:
+            return missing
         if self.width is not None and self.width > _library().widest():
             return f"this CPU has vectors of {_library().widest()} floats, not {self.width}"
         return super().unsupported_reason(args)
@@ -240,9 +241,20 @@ def _is_installed() -> bool:
 
 
 @functools.cache
+def _why_missing() -> str | None:
+    """Why there are no kernels to call, if there are none."""
+    if not _is_installed():
+        return "it needs the package jattn-native"
+    found = importlib.import_module("jattn_native").__version__
+    if found != VERSION:
+        return f"it needs jattn-native {VERSION}, not {found}"
+    try:
+        _library()
+    except ImportError as reason:
+        return str(reason)
+    return None
+
+
 def _library() -> Any:
     """The kernels, which XLA knows from the first call on."""
-    library = importlib.import_module("jattn_native").library()
-    for name in ("jattn_forward", "jattn_backward", "jattn_decode"):
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return library
+    return importlib.import_module("jattn_native").library()

@@ -4,15 +4,31 @@ import ctypes
 import functools
 from pathlib import Path
 
+import jax
+import jaxlib
+
+# jattn takes this version alone: it knows the kernels' operands.
+__version__ = "0.1.0"
+
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, for XLA's foreign function interface, and ``widest``.
+    """``jattn_forward``, ``jattn_backward`` and ``jattn_decode``, which XLA then knows by these names, and ``widest``.
 
     Raises:
-        FileNotFoundError: the package was not built.
+        ImportError: the package was not built, or not for this machine or this jaxlib.
     """
-    found = sorted(Path(__file__).parent.glob("_attention*.so"))
-    if not found:
-        raise FileNotFoundError(f"no compiled kernels in {Path(__file__).parent}; install the package from its folder")
-    return ctypes.CDLL(str(found[-1]))
+    file = Path(__file__).parent / "_attention.so"
+    try:
+        kernels = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise ImportError(f"jattn-native cannot be loaded; reinstall it ({error})") from error
+    for name in ("jattn_forward", "jattn_backward", "jattn_decode"):
+        try:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(kernels, name)), platform="cpu")
+        except jax.errors.JaxRuntimeError as error:
+            raise ImportError(
+                f"jattn-native was not compiled for jaxlib {jaxlib.__version__}: pip install -U jattn-native jax, "
+                "or compile it: pip install --no-build-isolation --no-binary jattn-native jattn-native"
+            ) from error
+    return kernels

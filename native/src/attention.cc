@@ -15,6 +15,10 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+#error "GCC 12 or newer, or Clang, is needed: name one in CXX"
+#endif
+
 namespace ffi = xla::ffi;
 
 constexpr float LOG2E = 1.4426950408889634f;
@@ -71,24 +75,31 @@ namespace any_cpu {
 #include "kernel.inc"
 }
 #undef W
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef __x86_64__
 #define X86
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+// Functions up to END may use an instruction set.
+#ifdef __clang__
+#define BEGIN(set) PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
+#define END PRAGMA(clang attribute pop)
+#else
+#define BEGIN(set) PRAGMA(GCC push_options) PRAGMA(GCC target(set))
+#define END PRAGMA(GCC pop_options)
+#endif
+#define PRAGMA(...) _Pragma(#__VA_ARGS__)
+BEGIN("avx2,fma")
 #define W 8
 namespace avx2 {
 #include "kernel.inc"
 }
 #undef W
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
+END
+BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma")
 #define W 16
 namespace avx512 {
 #include "kernel.inc"
 }
 #undef W
-#pragma GCC pop_options
+END
 #endif
 
 // The widest vectors of this CPU, in floats.
