@@ -31,7 +31,7 @@ TARGETS = {
 
 
 def run(*command, cwd=None, check=True, **environment):
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert not check or done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done
 
