@@ -236,7 +236,10 @@ def test_calls_at_the_same_time(getkey):
 
     @jax.jit
     def many(*qkv):
-        return [attend(scale * qkv[0], *qkv[1:], implementation="native") for scale in range(1, 9)]
+        def total(scale, *qkv):
+            return attend(scale * qkv[0], *qkv[1:], implementation="native").sum()
+
+        return [jax.value_and_grad(total, (1, 2, 3))(scale, *qkv) for scale in range(1, 9)]
 
     wanted = many(*qkv)
     with ThreadPoolExecutor(8) as pool:
@@ -271,6 +274,20 @@ def test_on_a_mesh_of_explicit_axes(spec, getkey):
         got = values_and_gradients("native", options, placed)
     assert [x.sharding.spec for x in got[1]] == [jax.typeof(x).sharding.spec for x in placed]
     compare(got, values_and_gradients("xla", options, qkv))
+
+
+@needs_package
+def test_in_shard_map(getkey):
+    """Two devices of one process compute at the same time, on the same threads."""
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("batch")
+    qkv = arrays(getkey())
+
+    def gradients(*qkv):
+        return jax.grad(lambda qkv: jnp.sin(attend(*qkv, is_causal=True, implementation="native")).sum())(qkv)
+
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    compare(jax.jit(mapped)(*qkv), jax.jit(gradients)(*qkv))
 
 
 @needs_package
