@@ -1,4 +1,4 @@
-"""The package of compiled kernels: from its sources, for other compilers and processors, under sanitizers, by itself."""
+"""The package of compiled kernels: from its sources, by other compilers, for other processors, under sanitizers."""
 
 import os
 import re
