@@ -2,14 +2,16 @@
 
 The online softmax of ``jattn.blocks.online_softmax``, with the scores of a tile in the nearest cache. Backward as in
 FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few queries each key is read
-once for all heads. For masks under which a query sees an interval of slots, or those of its segment. Forward mode,
-higher orders and the gradients of arrays besides query, key and value are blockwise's.
+once for all heads. For masks under which a query sees an interval of keys, or those of its segment, and mask arrays.
+Bias and mask arrays are read where they are. Forward mode, higher orders and the gradients of arrays besides query, key
+and value are blockwise's.
 """
 
 import dataclasses
 import functools
 import importlib
 import importlib.util
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,14 +25,16 @@ from jattn.blocks.backward import of_sums
 from jattn.blocks.plan import describe_work, plan_args
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
-from jattn.kernels import Kernel, Results
+from jattn.core.dropout import Dropout, dropout_seeds
+from jattn.kernels import OPTIONS, Kernel, Results
 from jattn.kernels.dense import Dense
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
-from jattn.mods.arrays import mod_semantics, pad_end
+from jattn.mods.arrays import AnyArray, mod_semantics, pad_end
 from jattn.mods.lookup import look_up_row, ranks
 from jattn.mods.mask import conjuncts
-from jattn.score_mods import Alibi, SoftCap
+from jattn.mods.validation import LARGEST, LEAST
+from jattn.score_mods import Alibi, RelativeBias, SoftCap
 
 STEP = 16  # head dims are padded to multiples of the widest vector
 PART = 1024  # keys of a task with few queries
@@ -39,6 +43,7 @@ FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, a
 PARTS = 4  # of the queries that share a key head, at most: each holds gradients of all keys
 WIDTHS = (None, 4, 8, 16)
 VERSION = "0.1.0"  # of jattn-native, whose kernels take these operands
+FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
 _EXPORTED = "jax.export does not take its calls"
 
 
@@ -54,7 +59,7 @@ class Native(Kernel):
     name: ClassVar[str] = "native"
     platform: ClassVar[str | None] = "cpu"
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16, jnp.float32)
-    takes: ClassVar[frozenset[str]] = frozenset({"score_mod", "query positions", "precision"})
+    takes: ClassVar[frozenset[str]] = frozenset(OPTIONS) - {"symbolic shapes", "empty arrays", "several devices"}
 
     width: int | None = None
     few: int = 16
@@ -72,11 +77,18 @@ class Native(Kernel):
         mod, dim = args.score_mod, max(args.query.shape[-1], args.value.shape[-1])
         return [
             (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
-            (not (mod is None or isinstance(mod, SoftCap | Alibi)), "it takes no score_mod but SoftCap and Alibi"),
+            (
+                not (mod is None or isinstance(mod, SoftCap | Alibi | RelativeBias)),
+                "it takes no score_mod but SoftCap, Alibi and RelativeBias",
+            ),
+            (
+                isinstance(mod, RelativeBias) and _furthest(args, mod) > FURTHEST,
+                f"it takes no RelativeBias with a max_distance above {FURTHEST} in sequences that may be as long",
+            ),
             (
                 not _takes_masks(args),
                 "it takes no masks but Causal, SlidingWindow, Prefix, Padding and one Segments, joined by &, "
-                "Causal, Prefix and Padding joined by |, and others with an interval that is the same for all heads",
+                "Causal, Prefix and Padding joined by |, others with an interval, and arrays",
             ),
         ]
 
@@ -116,7 +128,8 @@ class Native(Kernel):
         qkv = args.query, args.key, args.value
         query, *others = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         types = [query, *((parts, *shape) for shape in others)]
-        given = [results[1], _pad_features(d_acc), d_row_sum]
+        row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
+        given = [row_max, _pad_features(d_acc), d_row_sum]
         d_query, d_key, d_value = _call("jattn_backward", args, self.width, given, types)
         sums = d_query, d_key.sum(0), d_value.sum(0)
         return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
@@ -139,86 +152,156 @@ def _call(
 ) -> Sequence[jax.Array]:
     """The results of a kernel, float32 of these ``shapes``."""
     _library()
-    mod, seen = args.score_mod, visible_slots(args)
     qkv = [_pad_features(x) for x in (args.query, args.key, args.value)]
     if any(x.dtype != jnp.bfloat16 for x in qkv):
         qkv = [x.astype(jnp.float32) for x in qkv]
-    none = jnp.zeros(0, jnp.int32)
-    numbers = [args.score_scale, mod.cap if isinstance(mod, SoftCap) else 0.0]
-    alibi = isinstance(mod, Alibi)
-    operands = [
-        *qkv,
-        jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers]),
-        seen.low,
-        seen.high,
-        none if seen.query_ids is None else seen.query_ids,
-        none if seen.key_ids is None else seen.key_ids,
-        _positions(args) if alibi else none,
-        _slopes(args, mod) if alibi else jnp.zeros(0, jnp.float32),
-        *(x.astype(jnp.float32) for x in given),
-    ]
+    operands = [*qkv, *(x.astype(jnp.float32) for x in given), *_score_operands(args)]
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
-    return kernel(*operands, width=np.int32(width or 0))
+    rate = 0.0 if args.dropout is None else args.dropout.rate
+    threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn.core.dropout
+    return kernel(*operands, width=np.int32(width or 0), dropped=threshold.view(np.int32))
 
 
-def _slopes(args: AttentionArgs, mod: Alibi) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(
-        jnp.asarray(mod.slopes, jnp.float32), jnp.asarray(args.first_head), args.query.shape[2]
-    )
+def _score_operands(args: AttentionArgs) -> list[jax.Array]:
+    """What scores depend on besides queries and keys, in the order in which ``scores_of`` in C++ reads it."""
+    mod, dropout, seen = args.score_mod, args.dropout, visible_keys(args)
+    relative = isinstance(mod, Alibi | RelativeBias) or dropout is not None
+    numbers = [
+        args.score_scale,
+        mod.cap if isinstance(mod, SoftCap) else 0.0,
+        0.0 if dropout is None or dropout.rate == 1.0 else 1.0 / (1.0 - dropout.rate),
+    ]
+    no_ints, no_floats = jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32)
+    optional = [
+        (args.kv_lengths, no_ints),
+        (seen.query_ids, no_ints),
+        (seen.key_ids, no_ints),
+        (_positions(args) if relative else None, no_ints),
+        (seen.key_positions, no_ints),
+        (_of_heads(mod.slopes, args) if isinstance(mod, Alibi) else None, no_floats),
+        (_by_distance(args, mod) if isinstance(mod, RelativeBias) else None, no_floats.reshape(0, 1)),
+        (_read_in_place(args.bias), no_floats.reshape(0, 1, 1, 1)),
+        (seen.mask, jnp.zeros((0, 1, 1, 1), bool)),
+        (None if dropout is None else _seeds(args, dropout), no_ints.reshape(0, 1, 2)),
+    ]
+    scalars = jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+    return [scalars, seen.low, seen.high, *(jnp.asarray(none if x is None else x) for x, none in optional)]
+
+
+def _read_in_place(bias: jax.Array | None) -> jax.Array | None:
+    return bias if bias is None or bias.dtype == jnp.bfloat16 else bias.astype(jnp.float32)
+
+
+def _of_heads(table: AnyArray, args: AttentionArgs) -> jax.Array:
+    """The call's heads of a table ``[N,...]``, float32."""
+    table = jnp.asarray(table, jnp.float32)
+    return jax.lax.dynamic_slice_in_dim(table, jnp.asarray(args.first_head), args.query.shape[2])
+
+
+def _furthest(args: AttentionArgs, mod: RelativeBias) -> int:
+    """The distance from which on all have one bias, or the largest that there is."""
+    by_slot = args.query_positions is None and args.kv_positions is None
+    return min(mod.max_distance, max(args.query.shape[1], args.key.shape[1])) if by_slot else mod.max_distance
+
+
+def _by_distance(args: AttentionArgs, mod: RelativeBias) -> jax.Array:
+    """The biases ``[N,2n+1]`` by the query's position minus the key's, from ``-n`` to ``n = _furthest(args, mod)``."""
+    n = _furthest(args, mod)
+    with mod_semantics():
+        by_head = jnp.asarray(mod.table)[mod.bucket(jnp.arange(n, -n - 1, -1, dtype=jnp.int32))].T
+    return _of_heads(by_head, args)
+
+
+def _seeds(args: AttentionArgs, dropout: Dropout) -> jax.Array:
+    """Dropout's seeds, ``[B|1,N|1,2]``, as int32."""
+    if dropout.broadcast:
+        return dropout_seeds(dropout, 0, 0).view(jnp.int32)[None, None]
+    b, h = args.first_batch + jnp.arange(args.query.shape[0]), args.first_head + jnp.arange(args.query.shape[2])
+    of_heads = jax.vmap(functools.partial(dropout_seeds, dropout), (None, 0))
+    return jax.vmap(of_heads, (0, None))(b, h).view(jnp.int32)
 
 
 def _positions(args: AttentionArgs) -> jax.Array:
     """The positions of the queries, int32 ``[B,T]``."""
-    B, T = args.query.shape[:2]
-    positions = jnp.arange(T)[None] if args.query_positions is None else jnp.asarray(args.query_positions)
-    return jnp.broadcast_to(positions, (B, T)).astype(jnp.int32)
+    positions = np.arange(args.query.shape[1])[None] if args.query_positions is None else args.query_positions
+    return _of_each(positions, args.query)
 
 
-class VisibleSlots(NamedTuple):
-    """A query sees the slots ``low <= s < high`` whose id is its own, or all of them if there are no ids."""
+def _of_each(positions: AnyArray, arrays: jax.Array) -> jax.Array:
+    """Positions ``[B|1,T]`` of queries or keys, int32 for each sequence."""
+    return jnp.broadcast_to(jnp.asarray(positions, jnp.int32), arrays.shape[:2])
 
-    low: jax.Array  # [B,T], int32
-    high: jax.Array  # [B,T]
+
+class Visible(NamedTuple):
+    """What the queries of a call see.
+
+    A query sees the keys at ``low <= position <= high`` whose id is its own and that the mask shows, or any id and all
+    keys if there are none. A key's position is its slot if there are none of them.
+    """
+
+    low: jax.Array  # [B|1,N|1,T], int32
+    high: jax.Array
     query_ids: jax.Array | None  # [B,T]
     key_ids: jax.Array | None  # [B,S]
+    key_positions: jax.Array | None  # [B,S]
+    mask: jax.Array | None  # bool [B|1,N|1,T|1,S]
 
 
-def visible_slots(args: AttentionArgs) -> VisibleSlots:
-    """What the queries of a supported call see."""
-    (B, T), S = args.query.shape[:2], args.key.shape[1]
-    positions, query_ids, key_ids = _positions(args), None, None
-    b = args.first_batch + jnp.arange(B, dtype=jnp.int32)[:, None]
-    low, high = jnp.zeros((B, T), jnp.int32), jnp.full((B, T), S, jnp.int32)
+def visible_keys(args: AttentionArgs) -> Visible:
+    """What the queries of a supported call see, of the keys within their lengths."""
+    (B, T, N, _), S = args.query.shape, args.key.shape[1]
     in_interval, by_id = _split(args.masks)
+    positions, b = _positions(args), args.first_batch + jnp.arange(B, dtype=jnp.int32)
+    kv_positions = None if args.kv_positions is None else _of_each(args.kv_positions, args.key)
+    rows_shown, mask = _mask_arrays(args)
+    ends: tuple[Any, Any] = LEAST, LARGEST
+    query_ids = key_ids = None
     with mod_semantics():
         if in_interval:
-            seen = interval(and_masks(*in_interval), b, jnp.asarray(args.first_head, jnp.int32), positions)
+            h = args.first_head + jnp.arange(N, dtype=jnp.int32)
+            seen = interval(and_masks(*in_interval), b[:, None, None], h[:, None], positions[:, None])
             assert seen is not None  # see _takes_masks
-            low, high = jnp.maximum(low, seen[0]), jnp.minimum(high - 1, seen[1]) + 1
+            ends = seen
+        low, high = (jnp.asarray(end, jnp.int32) for end in ends)
         for segments in by_id:
-            query_ids, query_inside = look_up_row(segments.query_ids, b, positions)
-            key_ids, _ = look_up_row(segments._key_ids(), b, jnp.arange(S, dtype=jnp.int32)[None])
-            high = jnp.where(query_inside, high, 0)
-            ids = [jnp.broadcast_to(jnp.asarray(x), (B, n)) for x, n in ((query_ids, T), (key_ids, S))]
-            both = jnp.concatenate(ids, 1)
-            # 32 bits of either sign are as good as int32.
-            both = ranks(both) if both.dtype.itemsize > 4 else both.astype(jnp.int32)
-            query_ids, key_ids = both[:, :T], both[:, T:]
-    if args.kv_lengths is not None:
-        high = jnp.minimum(high, jnp.asarray(args.kv_lengths)[:, None])
-    if args.query_lengths is not None:
-        high = jnp.where(jnp.arange(T)[None] < jnp.asarray(args.query_lengths)[:, None], high, 0)
-    return VisibleSlots(low.astype(jnp.int32), high.astype(jnp.int32), query_ids, key_ids)
+            slots = jnp.arange(S, dtype=jnp.int32)[None] if kv_positions is None else kv_positions
+            query_ids, query_inside = look_up_row(segments.query_ids, b[:, None], positions)
+            key_ids, key_inside = look_up_row(segments._key_ids(), b[:, None], slots)
+            query_ids, key_ids = _as_int32(*(jnp.broadcast_to(x, (B, n)) for x, n in ((query_ids, T), (key_ids, S))))
+            rows_shown.append(jnp.broadcast_to(query_inside, (B, T))[:, None])
+            if kv_positions is not None:  # no table has an id for LEAST
+                low, kv_positions = jnp.maximum(low, LEAST + 1), jnp.where(key_inside, kv_positions, LEAST)
+        for shown in rows_shown:
+            high = jnp.where(shown, high, LEAST)
+        low = jnp.where(high == LEAST, LARGEST, low)  # a key there is not part of an interval
+        low, high, _ = jnp.broadcast_arrays(low, high, jnp.zeros((1, 1, T)))
+    return Visible(low, high, query_ids, key_ids, kv_positions, mask)
+
+
+def _mask_arrays(args: AttentionArgs) -> tuple[list[AnyArray], jax.Array | None]:
+    """Those that are the same for all keys, ``[B|1,N|1,T|1]``, and the others, joined: ``[B|1,N|1,T|1,S]``."""
+    # The last one is that of the keys' lengths.
+    arrays = args.slot_masks if args.kv_lengths is None else args.slot_masks[:-1]
+    by_pair = [jnp.asarray(x) for x in arrays if x.shape[3] != 1]
+    rows_shown = [x[..., 0] for x in arrays if x.shape[3] == 1]
+    return rows_shown, functools.reduce(operator.and_, by_pair) if by_pair else None
+
+
+def _as_int32(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids of 32 bits that are equal where these are."""
+    both = jnp.concatenate([query_ids, key_ids], 1)
+    both = ranks(both) if both.dtype.itemsize > 4 else both.astype(jnp.int32)  # of either sign are as good
+    return both[:, : query_ids.shape[1]], both[:, query_ids.shape[1] :]
 
 
 def _takes_masks(args: AttentionArgs) -> bool:
-    """Whether ``visible_slots`` can tell what the masks show."""
+    """Whether ``visible_keys`` can tell what the masks show."""
     in_interval, by_id = _split(args.masks)
     if len(by_id) > 1:
         return False
     # Where the kernel is called, arrays in a mask may be traced that are not here.
-    return not in_interval or deferred.at_lowering(_has_interval, and_masks(*in_interval), args.query.shape[2])
+    return not in_interval or deferred.at_lowering(_has_interval, and_masks(*in_interval))
 
 
 def _split(masks: Sequence[MaskFunction]) -> tuple[list[MaskFunction], list[Segments]]:
@@ -228,11 +311,9 @@ def _split(masks: Sequence[MaskFunction]) -> tuple[list[MaskFunction], list[Segm
     return [part for part in parts if not isinstance(part, Segments)], segments
 
 
-def _has_interval(mask: MaskFunction, num_heads: int) -> bool:
-    """Whether the mask has an interval, the same for all heads."""
-    one = np.zeros((1, 1), np.int32)
-    seen = interval(mask, one, np.zeros((num_heads, 1, 1), np.int32), one)
-    return seen is not None and all(np.ndim(end) < 3 or np.shape(end)[0] == 1 for end in seen)
+def _has_interval(mask: MaskFunction) -> bool:
+    one = np.zeros((1, 1, 1), np.int32)
+    return interval(mask, one, one, one) is not None
 
 
 @functools.cache

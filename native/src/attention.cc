@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -31,6 +32,7 @@ constexpr int PART = 1024;  // keys of a task with few queries
 struct Half {  // bfloat16
   uint16_t bits;
 };
+static inline float as_float(float x) { return x; }
 static inline float as_float(Half x) {
   uint32_t bits = (uint32_t)x.bits << 16;
   float y;
@@ -38,17 +40,38 @@ static inline float as_float(Half x) {
   return y;
 }
 
-// Sizes as in the axis legend, and everything that scores depend on. A query sees the slots low <= s < high whose id is
-// its own. Pointers may be null: no ids, no ALiBi (slopes, and positions of the queries). cap 0: no soft cap.
+// An array [B|1,N|1,T|1,S|1], read where it is: an axis of 1 has a step of 0. It may be null.
+struct Pairs {
+  const void* data;
+  bool is_half;
+  long of_b, of_h, of_t, of_s;
+
+  long at(int b, int h, int t, int j) const { return b * of_b + h * of_h + t * of_t + j * of_s; }
+};
+
+// Sizes as in the axis legend, and everything that scores depend on. A query sees the keys low <= position <= high whose
+// id is its own and that the mask shows. Pointers may be null: of key_positions if a key's position is its slot.
 struct Scores {
   int B, T, S, N, K, H, D;
-  float scale, cap;
-  const int *low, *high, *query_ids, *key_ids, *positions;
-  const float* slopes;
+  float scale, cap, kept;                     // cap 0: no soft cap; kept: 1 / (1 - rate) of dropout
+  unsigned dropped;                           // pairs whose hash is less are
+  const int *low, *high, *lengths;            // [B|1,N|1,T], and [B]: the slots of the keys
+  long of_b, of_h;                            // the steps of low and high
+  const int *query_ids, *key_ids;             // [B,T], [B,S]
+  const int *positions, *key_positions;       // [B,T], [B,S]
+  const float *slopes, *relative;             // [N], and [N,2*distance+1]: by the query's position minus the key's
+  int distance;                               // those beyond have the last entry
+  Pairs bias, mask;
+  const unsigned* seeds;                      // [B|1,N|1,2], of dropout
+  long seeds_of_b, seeds_of_h;
 
   // Rows of [B,T,N,...] and of [B,S,K,...].
   long row_of_query(int b, int t, int h) const { return ((long)b * T + t) * N + h; }
   long row_of_key(int b, int j, int kv) const { return ((long)b * S + j) * K + kv; }
+  long ends(int b, int h, int t) const { return b * of_b + h * of_h + t; }
+  int slots(int b) const { return lengths ? std::max(std::min(lengths[b], S), 0) : S; }
+  int position_of_key(int b, int j) const { return key_positions ? key_positions[(long)b * S + j] : j; }
+  const unsigned* seed(int b, int h) const { return seeds + b * seeds_of_b + h * seeds_of_h; }
   // What queries are multiplied by: products are then scores, or those divided by the cap.
   float factor() const { return cap ? scale / cap : scale; }
 };
@@ -158,21 +181,41 @@ static void parallel(ffi::ThreadPool& pool, long count, long floats, const Work&
 }
 
 using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
 using Result = ffi::ResultBuffer<ffi::F32>;
 
-static const int* or_null(Ints& x) { return x.element_count() ? x.typed_data() : nullptr; }
+static Pairs pairs_of(const ffi::AnyBuffer& x) {
+  auto n = x.dimensions();
+  if (!x.element_count()) return {};
+  return {x.untyped_data(), x.element_type() == ffi::BF16, n[0] > 1 ? n[1] * n[2] * n[3] : 0, n[1] > 1 ? n[2] * n[3] : 0,
+          n[2] > 1 ? n[3] : 0, n[3] > 1};
+}
 
-// numbers: scale and cap. Empty arrays stand for those that there are not.
-static Scores scores_of(ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, Floats& numbers, Ints& low, Ints& high,
-                        Ints& query_ids, Ints& key_ids, Ints& positions, Floats& slopes) {
+// The operands after `rest` are those that jattn/kernels/native.py lists. Empty arrays stand for those that there are
+// not.
+static Scores scores_of(ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, ffi::RemainingArgs& rest,
+                        int32_t dropped) {
   auto query = q.dimensions(), key = k.dimensions();
   Scores s{(int)query[0], (int)query[1], (int)key[1], (int)query[2], (int)key[2], (int)query[3],
            (int)v.dimensions()[3]};
-  s.scale = numbers.typed_data()[0], s.cap = numbers.typed_data()[1];
-  s.low = low.typed_data(), s.high = high.typed_data();
-  s.query_ids = or_null(query_ids), s.key_ids = or_null(key_ids), s.positions = or_null(positions);
-  s.slopes = slopes.element_count() ? slopes.typed_data() : nullptr;
+  int i = 0;
+  auto next = [&] { return *rest.get<ffi::AnyBuffer>(i++); };
+  auto ints = [](const ffi::AnyBuffer& x) { return x.element_count() ? (const int*)x.untyped_data() : nullptr; };
+  auto floats = [&](const ffi::AnyBuffer& x) { return (const float*)ints(x); };
+  const float* numbers = floats(next());
+  s.scale = numbers[0], s.cap = numbers[1], s.kept = numbers[2], s.dropped = (unsigned)dropped;
+  auto low = next(), high = next();
+  auto ends = low.dimensions();
+  s.low = ints(low), s.high = ints(high);
+  s.of_b = ends[0] > 1 ? ends[1] * ends[2] : 0, s.of_h = ends[1] > 1 ? ends[2] : 0;
+  s.lengths = ints(next()), s.query_ids = ints(next()), s.key_ids = ints(next());
+  s.positions = ints(next()), s.key_positions = ints(next());
+  s.slopes = floats(next());
+  auto relative = next();
+  s.relative = floats(relative), s.distance = (int)(relative.dimensions()[1] / 2);
+  s.bias = pairs_of(next()), s.mask = pairs_of(next());
+  auto seeds = next();
+  s.seeds = (const unsigned*)ints(seeds);
+  s.seeds_of_b = seeds.dimensions()[0] > 1 ? seeds.dimensions()[1] * 2 : 0, s.seeds_of_h = seeds.dimensions()[1] > 1 ? 2 : 0;
   return s;
 }
 
@@ -191,10 +234,10 @@ static void forward_all(ffi::ThreadPool& pool, int width, const Scores& s, const
   });
 }
 
-static ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats numbers,
-                          Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Result out,
-                          Result row_max, Result row_sum, int32_t width) {
-  Scores s = scores_of(q, k, v, numbers, low, high, query_ids, key_ids, positions, slopes);
+static ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::RemainingArgs rest, Result out, Result row_max, Result row_sum, int32_t width,
+                          int32_t dropped) {
+  Scores s = scores_of(q, k, v, rest, dropped);
   float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
   if (q.element_type() == ffi::BF16)
     forward_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v), to, to_max, to_sum});
@@ -211,10 +254,10 @@ static void backward_all(ffi::ThreadPool& pool, int width, const Scores& s, cons
   });
 }
 
-static ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats numbers,
-                           Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Floats row_max,
-                           Floats d_out, Floats d_sum, Result d_q, Result d_k, Result d_v, int32_t width) {
-  Scores s = scores_of(q, k, v, numbers, low, high, query_ids, key_ids, positions, slopes);
+static ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats row_max,
+                           Floats d_out, Floats d_sum, ffi::RemainingArgs rest, Result d_q, Result d_k, Result d_v,
+                           int32_t width, int32_t dropped) {
+  Scores s = scores_of(q, k, v, rest, dropped);
   const int parts = d_k->dimensions()[0];
   const float *of_max = row_max.typed_data(), *of_out = d_out.typed_data(), *of_sum = d_sum.typed_data();
   float *to_q = d_q->typed_data(), *to_k = d_k->typed_data(), *to_v = d_v->typed_data();
@@ -244,10 +287,10 @@ static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const 
   }
 }
 
-static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats numbers,
-                         Ints low, Ints high, Ints query_ids, Ints key_ids, Ints positions, Floats slopes, Result out,
-                         Result row_max, Result row_sum, Result scratch, int32_t width) {
-  Scores s = scores_of(q, k, v, numbers, low, high, query_ids, key_ids, positions, slopes);
+static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         ffi::RemainingArgs rest, Result out, Result row_max, Result row_sum, Result scratch, int32_t width,
+                         int32_t dropped) {
+  Scores s = scores_of(q, k, v, rest, dropped);
   const int parts = scratch->dimensions()[1];
   float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
   float* other = scratch->typed_data();
@@ -258,24 +301,14 @@ static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
-#define SCORES                                                                                                     \
-  ffi::Ffi::Bind()                                                                                                 \
-      .Ctx<ffi::ThreadPool>()                                                                                      \
-      .Arg<ffi::AnyBuffer>()                                                                                       \
-      .Arg<ffi::AnyBuffer>()                                                                                       \
-      .Arg<ffi::AnyBuffer>()                                                                                       \
-      .Arg<Floats>()                                                                                               \
-      .Arg<Ints>()                                                                                                 \
-      .Arg<Ints>()                                                                                                 \
-      .Arg<Ints>()                                                                                                 \
-      .Arg<Ints>()                                                                                                 \
-      .Arg<Ints>()                                                                                                 \
-      .Arg<Floats>()
+#define QKV ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+#define SETTINGS Attr<int32_t>("width").Attr<int32_t>("dropped")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_forward, forward,
-                              SCORES.Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
+                              QKV.RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jattn_backward, backward,
-    SCORES.Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jattn_decode, decode,
-                              SCORES.Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("width"));
+    QKV.Arg<Floats>().Arg<Floats>().Arg<Floats>().RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jattn_decode, decode,
+    QKV.RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);

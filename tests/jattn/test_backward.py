@@ -143,6 +143,7 @@ def check_against_dense(implementation, dtype, captured="slope"):
         pytest.param("blockwise", "scale", marks=pytest.mark.slow),
         pytest.param("decode", "slope", marks=pytest.mark.slow),
         pytest.param(Native(few=0), "slope", marks=needs_native, id="native-slope"),
+        pytest.param(Native(few=0), "bias", marks=[needs_native, pytest.mark.slow], id="native-bias"),
         pytest.param(Cudnn(fused), "scale", id="cudnn-scale"),
         pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
     ],

@@ -36,10 +36,10 @@ TAKEN = {
     "segments": ({"mask": masks.Segments(np.arange(1024) // 100)}, "splash", True),
     "function": ({"mask": lambda b, h, q, kv: (q - kv) % 3 == 0}, "splash", False),
     "score function": ({"score_mod": cap_by_head}, "blockwise", False),
-    "bias": ({"bias": jnp.zeros((4, 1, 1024))}, "blockwise", False),
+    "bias": ({"bias": jnp.zeros((4, 1, 1024))}, "blockwise", True),
     "positions": ({"query_positions": np.arange(1024)}, "blockwise", True),
     "look-up by pair": ({"score_mod": pair_table}, "blockwise", False),
-    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "blockwise", False),
+    "dropout": ({"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)}, "blockwise", True),
 }
 ON_CPU = "native" if importlib.util.find_spec("jattn_native") else "blockwise"
 KERNELS = {"splash": "splash_mha_fwd", "pallas_tpu": "jattn_forward"}

@@ -1,9 +1,11 @@
 """The C++ kernels beyond the conformance table: lengths of many tiles, each width of vectors, and as users run them."""
 
 import functools
+import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,24 @@ attend = jattn.dot_product_attention
 
 B, T, N, K, H, D = 2, 300, 4, 2, 32, 48  # a task has 256 queries, a block 64 keys
 IDS = np.sort(np.random.default_rng(1).integers(0, 5, (B, T)), 1)
+RNG = np.random.default_rng(2)
+TABLE = RNG.normal(size=(32, N)).astype(np.float32)
+ROLLED = np.stack([np.roll(np.arange(T), 77) - 5, np.arange(T)[::-1]])  # slots of a rolling cache, the first five empty
+
+
+@jattn.pytree_dataclass
+class WindowOfHead(masks.Mask):
+    """A mask of a user's own, with an interval for each head and sequence."""
+
+    lengths: Any
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (kv_idx <= q_idx + b) & (kv_idx > q_idx - jnp.asarray(self.lengths)[h])
+
+    def interval(self, b, h, q_idx):
+        return q_idx + 1 - jnp.asarray(self.lengths)[h], q_idx + b
+
+
 OPTIONS = {
     "full": {},
     "causal": {"is_causal": True},
@@ -38,7 +58,59 @@ OPTIONS = {
         "score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
         "query_positions": np.arange(T) - 2**31 + 5,
     },
+    "a window of each head": {"mask": WindowOfHead(np.array([1, 40, 100, 500])) & masks.Segments(IDS)},
+    "relative bias": {"score_mod": score_mods.RelativeBias(TABLE), "is_causal": True},
+    "one-sided, by positions in no order": {
+        "score_mod": score_mods.RelativeBias(TABLE, bidirectional=False, max_distance=100),
+        "query_positions": RNG.permutation(T),
+        "kv_positions": ROLLED,
+    },
+    "relative bias, far positions": {
+        "score_mod": score_mods.RelativeBias(TABLE),
+        "query_positions": np.arange(T) + 2**31 - 1 - T,
+        "kv_positions": np.arange(T) - 2**31,
+    },
+    "rolling": {"local_window_size": (200, 0), "kv_positions": ROLLED, "key_value_seq_lengths": np.array([T, 250])},
+    "rolling alibi": {
+        "score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)),
+        "is_causal": True,
+        "query_positions": np.arange(T) + 2,
+        "kv_positions": ROLLED,
+    },
+    "packed, keys beyond the table": {"mask": masks.Segments(IDS) & masks.Causal(), "kv_positions": ROLLED * 2},
+    "keys at the ends of int32": {
+        "mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1) & masks.Padding(np.array([2**31 - 1])),
+        "kv_positions": np.where(np.arange(T) % 7 == 0, -(2**31), np.where(np.arange(T) % 7 == 1, 2**31 - 1, ROLLED)),
+    },
+    "dropout": {"dropout_rate": 0.3, "dropout_rng": jax.random.key(5), "is_causal": True, "kv_positions": ROLLED},
+    "dropout, all of it": {"dropout_rate": 1.0, "dropout_rng": jax.random.key(5), "broadcast_dropout": True},
+    "capped bias": {
+        "bias": np.where(RNG.random((B, 1, T, T)) < 0.2, -np.inf, RNG.normal(size=(B, 1, T, T))).astype(np.float32),
+        "score_mod": score_mods.SoftCap(2.0),
+    },
+    "rows of -inf, and of the least float": {
+        "bias": np.where(np.arange(T) % 9 == 0, -np.inf, np.where(np.arange(T) % 9 == 1, -3.4028235e38, 1))
+        .astype(np.float32)[:, None]
+        .repeat(T, 1)
+    },
 }
+AXES = ["".join(axes) for axes in itertools.product("B1", "N1", "T1", "S1")]
+
+
+def pair_options(axes, queries=T, keys=T):
+    """A bias of some axes, a mask array of the others, and other masks. The mask has empty, full and mixed blocks."""
+    full = B, N, queries, keys
+    shape = [1 if axis == "1" else size for axis, size in zip(axes, full, strict=True)]
+    of_mask = [1 if axis != "1" else size for axis, size in zip(axes, full, strict=True)]
+    b, h, q, kv = np.indices(of_mask)
+    block = (b + h + q * 4 // queries + kv // 70) % 4
+    lengths = np.array([keys - keys // 5, keys // 3])
+    return {
+        "bias": RNG.normal(size=shape).astype(np.float32),
+        "mask": np.where(block == 3, RNG.random(of_mask) < 0.5, block > 0),
+        "local_window_size": (keys, 3),
+        "key_value_seq_lengths": lengths,
+    }
 
 
 def arrays(key, queries=T, keys=T, dtype=jnp.float32):
@@ -79,11 +151,39 @@ def widths():
 
 @needs_package
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow_except(
+    "full", "window", "no rows", "packed", "far alibi", "soft cap", "a window of each head", "relative bias", "rolling",
+    "packed, keys beyond the table", "dropout", "rows of -inf, and of the least float",
+)  # fmt: skip
 def test_every_width_is_the_dense_formula(name, getkey):
     qkv = arrays(getkey())
     wanted, *found = of_each(["xla", *map(Native, widths())], OPTIONS[name], qkv)
     for one in found:
         compare(one, wanted)
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [T, 5])
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.slow_except("BNTS-300", "1NT1-300", "B11S-5")
+def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
+    qkv, options = arrays(getkey(), queries), pair_options(axes, queries)
+    wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
+    for one in found:
+        compare(one, wanted)
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [T, 5])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.slow_except("bfloat16-300", "bfloat16-5")
+def test_biases_of_other_dtypes(dtype, queries, getkey):
+    qkv, bias = arrays(getkey(), queries), pair_options("BNTS", queries)["bias"]
+    with jax.enable_x64(dtype == "float64"):
+        given = jnp.asarray(bias, dtype)
+        wanted = of_each(["xla"], {"bias": given.astype(jnp.float32)}, qkv)
+        for one in of_each(list(map(Native, widths())), {"bias": given}, qkv):
+            compare(one, wanted[0])
 
 
 def ids_of(kind):
@@ -129,12 +229,33 @@ def test_gradients_at_large_scores(queries, getkey):
 
 @needs_package
 @pytest.mark.parametrize("queries", [1, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"score_mod": score_mods.SoftCap(5.0)}, {"local_window_size": (1100, 0)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score_mod": score_mods.SoftCap(5.0)},
+        {"local_window_size": (1100, 0)},
+        {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
+        {"is_causal": True, "kv_positions": np.stack([np.roll(np.arange(2500), 999), np.arange(2500) * 2 - 100])},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"dropout_rate": 0.5, "dropout_rng": jax.random.key(2), "kv_positions": np.arange(2500)[::-1]},
+                {"mask": WindowOfHead(np.array([1, 40, 1000, 3000]))},
+            )
+        ),
+        {"mask": np.arange(2500) // 100 % 2 == np.array([0, 1])[:, None, None, None], "bias": RNG.normal(size=2500)},
+    ],
+)
 def test_few_queries(queries, options, getkey):
     """More than one part of the keys, the last of which is not whole, and an empty one."""
     qkv = arrays(getkey(), queries, 2500)
-    options |= {"query_positions": np.arange(queries) + 2300}
-    options |= {"mask": masks.Padding(np.array([2300, 700]))} if options.get("score_mod") else {}
+    options = {"query_positions": np.arange(queries) + 2300} | options
+    options |= (
+        {"mask": masks.Padding(np.array([2300, 700]))}
+        if isinstance(options.get("score_mod"), score_mods.SoftCap)
+        else {}
+    )
     wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
     for one in found:
         compare(one, wanted)
@@ -166,6 +287,39 @@ def test_what_nobody_sees_may_be_nan(queries, getkey):
         *(jnp.where(dead, jnp.nan, x) for x in clean[1:]),
     ]
     compare(values_and_gradients("native", options, poisoned), values_and_gradients("xla", options, clean))
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [4, T])
+@pytest.mark.parametrize("by", ["mask array", "positions"])
+def test_what_an_array_hides_may_be_nan(by, queries, getkey):
+    """Keys that a mask array or their positions hide, with a bias and dropout, too."""
+    clean, hidden = arrays(getkey(), queries), np.arange(T) // 10 % 3 == 0
+    options = {"mask": ~hidden & (np.arange(T) < 2 * np.arange(queries)[:, None] + 20)}
+    if by == "positions":
+        options = {"mask": masks.Prefix(T), "kv_positions": np.where(hidden, T, np.arange(T))}
+    options |= {"bias": pair_options("1NTS", queries)["bias"], "dropout_rate": 0.2, "dropout_rng": jax.random.key(1)}
+    poisoned = [clean[0], *(jnp.where(jnp.asarray(hidden)[:, None, None], jnp.nan, x) for x in clean[1:])]
+    wanted = values_and_gradients("xla", options, clean)
+    for width in widths():
+        compare(values_and_gradients(Native(width), options, poisoned), wanted)
+
+
+@needs_package
+@pytest.mark.parametrize("queries", [4, T])
+def test_gradients_of_other_arrays(queries, getkey):
+    """Of a bias and of a table of relative biases, beside those of query, key and value."""
+    qkv = arrays(getkey(), queries)
+    bias = jnp.asarray(pair_options("BN1S", queries)["bias"])
+
+    def loss(implementation, qkv, bias, table):
+        mod = score_mods.RelativeBias(table, max_distance=50)
+        options = {"bias": bias, "score_mod": mod, "is_causal": True, "implementation": implementation}
+        out, lse = attend(*qkv, **options, return_residual=True)
+        return jnp.sin(out).sum() + jnp.sin(lse).sum()
+
+    gradients = jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)
+    compare(gradients("native", qkv, bias, TABLE), gradients("xla", qkv, bias, TABLE))
 
 
 @needs_package

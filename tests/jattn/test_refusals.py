@@ -62,6 +62,7 @@ POSITIONS = {"query_positions": np.arange(T)}
 BIAS = {"bias": np.zeros((T, S), np.float32)}
 ARRAY = {"mask": np.ones((T, S), bool)}
 CAP = {"score_mod": score_mods.SoftCap(1.0)}
+FAR = {"score_mod": score_mods.RelativeBias(np.ones((8, N), np.float32), max_distance=2**21)}
 PAIRS = {"mask": masks.Dense(jnp.ones((T, S), bool))}
 LGAMMA = {"score_mod": lambda s, *_: jax.scipy.special.gammaln(s)}
 RELU = {"score_mod": lambda s, *_: jax.nn.relu(s)}
@@ -109,13 +110,12 @@ REFUSED = {
     "pallas_gpu, float32": ("pallas_gpu", Call(dtype=jnp.float32), "float16 and bfloat16, not float32"),
     "pallas_gpu, long": ("pallas_gpu", Call(T=2**19, S=2**19, H=64), "8192 by 8192 blocks are too many"),
     "native, float64": ("native", Call(dtype=jnp.float64, x64=True), "it takes float16, bfloat16 and float32, not float64"),
-    "native, bias": ("native", Call(BIAS), "it takes no bias"),
     "native, function": ("native", Call({"mask": lambda b, h, q, kv: q > kv}), "it takes no masks but Causal, "),
     "native, or": ("native", Call({"mask": masks.Causal() | masks.SlidingWindow(3)}), "it takes no masks but Causal, "),
     "native, two segments": ("native", Call({"mask": SEGMENTS & SEGMENTS}), "it takes no masks but .* one Segments"),
-    "native, score_mod": ("native", Call({"score_mod": lambda s, b, h, q, kv: 2 * s}), "it takes no score_mod but SoftCap and Alibi"),
-    "native, positions of keys": ("native", Call({"kv_positions": np.arange(S)}), "it takes no positions of keys"),
-    "native, dropout": ("native", Call(DROPOUT), "it takes no dropout"),
+    "native, score_mod": ("native", Call({"score_mod": lambda s, b, h, q, kv: 2 * s}), "it takes no score_mod but SoftCap, Alibi and RelativeBias"),
+    "native, distances": ("native", Call(POSITIONS | FAR), "no RelativeBias with a max_distance above 1048576"),
+    "native, no keys": ("native", Call(S=0), "it takes no empty arrays"),
     "native, width": (Native(5), Call(), r"width must be one of \(None, 4, 8, 16\), got 5"),
 }  # fmt: skip
 
@@ -185,6 +185,11 @@ def test_a_mask_class_of_ones_own_is_taken_by_its_interval(name):
     said = jattn.explain(*arrays, mask=RecentInterval(), implementation=name, platform=platform)
     assert said.startswith(f"{name}: taken by name"), said
     assert_refused(name, arrays, {"mask": Recent()}, "it (supports|takes) no masks but")
+
+
+@pytest.mark.parametrize("name", cases(["native"]))
+def test_distances_beyond_the_sequence_need_no_entry(name):
+    assert jattn.explain(*Call().arrays(name), **FAR, implementation=name).startswith(f"{name}: taken by name")
 
 
 @pytest.mark.parametrize("name", cases(KERNELS))
