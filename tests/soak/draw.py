@@ -167,20 +167,20 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
         recipes["value"] = floats("value", (*lead, S, K, D))
         recipes["out_cotangent"] = floats("cotangent", (*lead, T, N, D))
         recipes["lse_cotangent"] = softmax("cotangent", (*lead, T, N))
-    if rng.random() < 0.3 and not native:
+    if rng.random() < 0.3:
         recipes["bias"] = (floats if rng.random() < 0.5 else softmax)("bias", _broadcast(rng, (B, N, T, S)))
     if rng.random() < 0.3:
         recipes["sinks"] = softmax("sinks", (N,))
     which = rng.random()
-    if native:
-        structure.mask = _interval(rng, structure) if which < 0.75 else None
-    elif which < 0.2:
+    if which < 0.2:
         recipes["mask"] = Recipe("bools", _broadcast(rng, (B, N, T, S)), np.bool_)
     elif which < 0.75:
-        structure.mask = _mask(rng, structure, depth=2)
+        structure.mask = _interval(rng, structure) if native else _mask(rng, structure, depth=2)
     if rng.random() < 0.4:
         structure.mod = (
-            _mod_of(rng, structure, str(rng.choice(["alibi", "cap"]))) if native else _mod(rng, structure, 2)
+            _mod_of(rng, structure, str(rng.choice(["alibi", "relative", "cap"])))
+            if native
+            else _mod(rng, structure, 2)
         )
     structure.is_causal = bool(rng.random() < 0.25)
     if not layer:
@@ -204,7 +204,7 @@ def _draw_options(rng: Random, structure: Structure) -> None:
         if rng.random() < 0.15:
             recipes[name] = Recipe(f"upto {length}", (B,), _integers(rng))
     for name, length in (("query_positions", T), ("kv_positions", S)):
-        if rng.random() < 0.35 and not (structure.implementation in NATIVE and name == "kv_positions"):
+        if rng.random() < 0.35:
             shapes = [(length,), (B, length), (1, length)]
             recipes[name] = Recipe("positions", shapes[rng.integers(3)], _integers(rng))
     if structure.statistics and T == S and rng.random() < 0.5:
