@@ -18,41 +18,68 @@
 
 #include "xla.h"
 
-// What a query sees: an interval of keys, and of those the ones with its id.
+// What a query sees: keys in an interval of positions, and of those the ones with its id.
 enum class Mask { full, causal, window, ragged, segments };
+// What else there is.
+enum : unsigned {
+  SOFT_CAP = 1, ALIBI = 2, RELATIVE = 4, BIAS = 8, HIDDEN = 16, POSITIONS = 32, LENGTHS = 64, DROPOUT = 128,
+  HALVES = 256  // bfloat16
+};
 struct Case {
   const char* name;
   int B, T, S, N, K, H, D;
   Mask mask = Mask::full;
-  float cap = 0;
-  bool alibi = false, halves = false;
-  int parts = 1;
+  unsigned more = 0;
 };
 static const Case CASES[] = {
     {"one tile", 1, 5, 7, 1, 1, 16, 16},
     {"full", 2, 300, 133, 2, 2, 32, 48},
-    {"causal, shared keys", 1, 520, 520, 4, 2, 48, 32, Mask::causal, 0, false, false, 3},
-    {"window, soft cap", 1, 290, 290, 2, 1, 64, 64, Mask::window, 3},
-    {"ragged, alibi", 2, 140, 200, 2, 2, 32, 32, Mask::ragged, 0, true},
-    {"segments, everything", 2, 130, 130, 4, 2, 16, 32, Mask::segments, 5, true},
+    {"causal, shared keys", 1, 520, 520, 4, 2, 48, 32, Mask::causal},
+    {"one key head", 1, 1100, 300, 2, 1, 16, 16, Mask::causal},
+    {"window, soft cap", 1, 290, 290, 2, 1, 64, 64, Mask::window, SOFT_CAP},
+    {"ragged, alibi", 2, 140, 200, 2, 2, 32, 32, Mask::ragged, ALIBI | LENGTHS},
+    {"segments, soft cap, bias", 2, 130, 130, 4, 2, 16, 32, Mask::segments, SOFT_CAP | BIAS},
+    {"bias, mask array", 2, 150, 170, 4, 2, 32, 16, Mask::causal, BIAS | HIDDEN},
+    {"relative bias, positions", 2, 140, 150, 2, 2, 16, 32, Mask::ragged, RELATIVE | POSITIONS},
+    {"dropout", 2, 150, 140, 2, 1, 32, 32, Mask::causal, DROPOUT | POSITIONS | LENGTHS},
     {"largest head", 1, 70, 65, 1, 1, 256, 256, Mask::causal},
-    {"bfloat16", 1, 260, 260, 2, 1, 64, 64, Mask::causal, 0, false, true, 2},
+    {"bfloat16", 1, 260, 260, 2, 1, 64, 64, Mask::causal, HALVES | BIAS},
     {"few, parts of the keys", 2, 3, 2100, 4, 2, 64, 64},
-    {"few, ragged", 2, 2, 1500, 2, 1, 32, 48, Mask::ragged, 2, true},
-    {"few, segments", 1, 9, 300, 4, 4, 16, 16, Mask::segments},
-    {"few, bfloat16", 2, 1, 1100, 6, 2, 64, 64, Mask::window, 0, false, true},
+    {"few, ragged, soft cap", 2, 2, 1500, 2, 1, 32, 48, Mask::ragged, SOFT_CAP | ALIBI},
+    {"few, segments, dropout", 1, 9, 300, 4, 4, 16, 16, Mask::segments, DROPOUT | LENGTHS},
+    {"few, relative bias, mask array", 2, 3, 1100, 4, 2, 16, 16, Mask::window, RELATIVE | HIDDEN | POSITIONS},
+    {"few, bfloat16", 2, 1, 1100, 6, 2, 64, 64, Mask::window, HALVES | BIAS},
     {"no keys", 1, 20, 0, 1, 1, 16, 16},
 };
+constexpr uint32_t DROPPED = 1u << 30;  // of 2^32
+
+// jattn.core.dropout's hash.
+static uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352d, x = (x ^ (x >> 15)) * 0x846ca68b;
+  return x ^ (x >> 16);
+}
 
 struct Inputs {
-  Array q, k, v, numbers = Array::zeros({2}), low, high, query_ids, key_ids, positions, slopes, d_out, d_sum;
+  Array q, k, v, d_out, d_sum, numbers = Array::zeros({3}), low, high, lengths, query_ids, key_ids, positions;
+  Array key_positions, slopes, relative, bias, mask, seeds;
   std::vector<Array*> operands() {
-    return {&q, &k, &v, &numbers, &low, &high, &query_ids, &key_ids, &positions, &slopes};
+    return {&numbers,       &low,    &high,     &lengths, &query_ids, &key_ids, &positions,
+            &key_positions, &slopes, &relative, &bias,    &mask,      &seeds};
   }
-  bool sees(const Case& c, int b, int t, int j) const {
-    const long at = (long)b * c.T + t;
-    return low.ints[at] <= j && j < high.ints[at] &&
-           (c.mask != Mask::segments || query_ids.ints[at] == key_ids.ints[b * c.S + j]);
+  int position(const Case& c, int b, int j) const { return c.more & POSITIONS ? key_positions.ints[b * c.S + j] : j; }
+  bool sees(const Case& c, int b, int h, int t, int j) const {
+    const long ends = low.at(b, h, t, 0);
+    const int key = position(c, b, j);
+    return low.ints[ends] <= key && key <= high.ints[ends] && (!(c.more & LENGTHS) || j < lengths.ints[b]) &&
+           (c.mask != Mask::segments || query_ids.ints[b * c.T + t] == key_ids.ints[b * c.S + j]) &&
+           (!(c.more & HIDDEN) || mask.bytes[mask.at(b, h, t, j)]);
+  }
+  // 0, or what dropout multiplies by.
+  double kept(const Case& c, int b, int h, int t, int j) const {
+    if (!(c.more & DROPOUT)) return 1;
+    const uint32_t query = positions.ints[b * c.T + t], key = position(c, b, j);
+    const int* seed = &seeds.ints[(b * c.N + h) * 2];
+    return mix(mix(mix(seed[0] ^ query) ^ key) + mix(seed[1] ^ query)) >= DROPPED ? numbers.floats[2] : 0;
   }
 };
 
@@ -67,36 +94,50 @@ static Inputs inputs_of(const Case& c) {
   Inputs in;
   in.q = normal({c.B, c.T, c.N, c.H}), in.k = normal({c.B, c.S, c.K, c.H}), in.v = normal({c.B, c.S, c.K, c.D});
   in.d_out = normal({c.B, c.T, c.N, c.D}), in.d_sum = normal({c.B, c.T, c.N});
-  in.numbers.floats = {0.3f, c.cap};
-  in.low = in.high = Array::of_ints({c.B, c.T});
-  const bool segments = c.mask == Mask::segments;
+  in.numbers.floats = {0.3f, c.more & SOFT_CAP ? 3.0f : 0, 1 / 0.75f};
+  // Some arrays have an axis of 1; those that there are not, no elements.
+  auto if_any = [&](unsigned what, int size) { return (int64_t)(c.more & what ? size : 0); };
+  const bool by_head = c.mask == Mask::ragged, segments = c.mask == Mask::segments;
+  in.low = in.high = Array::of_ints({by_head ? c.B : 1, by_head ? c.N : 1, c.T, 1});
   in.query_ids = Array::of_ints({segments ? c.B : 0, c.T}), in.key_ids = Array::of_ints({segments ? c.B : 0, c.S});
-  in.positions = Array::of_ints({c.alibi ? c.B : 0, c.T}), in.slopes = Array::zeros({c.alibi ? c.N : 0});
-  for (int i = 0; i < c.B * c.T; i++) {
+  in.lengths = Array::of_ints({if_any(LENGTHS, c.B)});
+  in.positions = Array::of_ints({if_any(ALIBI | RELATIVE | DROPOUT, c.B), c.T});
+  in.key_positions = Array::of_ints({if_any(POSITIONS, c.B), c.S});
+  in.slopes = normal({if_any(ALIBI, c.N)});
+  in.relative = normal({if_any(RELATIVE, c.N), 2 * 20 + 1});
+  in.bias = normal({if_any(BIAS, c.B), c.N, 1, c.S}), in.mask = Array::of_bytes({if_any(HIDDEN, 1), c.N, c.T, c.S});
+  in.seeds = Array::of_ints({if_any(DROPOUT, c.B), c.N, 2});
+  for (size_t i = 0; i < in.low.ints.size(); i++) {
     const int t = i % c.T + std::max(c.S - c.T, 0);
     int &low = in.low.ints[i], &high = in.high.ints[i];
-    high = c.S;
-    if (c.mask == Mask::causal) high = std::min(t + 1, c.S);
-    if (c.mask == Mask::window) low = t - 70, high = t + 3;
+    low = INT_MIN, high = INT_MAX;
+    if (c.mask == Mask::causal) high = t;
+    if (c.mask == Mask::window) low = t - 70, high = t + 2;
     // Past both ends, empty, and nothing at all.
     if (c.mask == Mask::ragged) low = between(-40, c.S), high = between(0, c.S + 9);
     if (c.mask == Mask::ragged && i % 7 == 3) low = INT_MAX, high = INT_MIN;
-    if (segments) in.query_ids.ints[i] = i % 50 > 40 ? -5 : i / 20 * 3;
-    if (c.alibi) in.positions.ints[i] = i % 5 == 4 ? 2 * t : t;
   }
-  for (size_t i = 0; i < in.key_ids.ints.size(); i++) in.key_ids.ints[i] = i % 50 > 40 ? -9 : i / 20 * 3;
-  for (int n = 0; n < (int)in.slopes.floats.size(); n++) in.slopes.floats[n] = 0.02f * (n + 1);
+  for (size_t i = 0; i < in.query_ids.ints.size(); i++) in.query_ids.ints[i] = i % 50 > 40 ? -5 : (int)i / 20 * 3;
+  for (size_t i = 0; i < in.key_ids.ints.size(); i++) in.key_ids.ints[i] = i % 50 > 40 ? -9 : (int)i / 20 * 3;
+  for (size_t i = 0; i < in.positions.ints.size(); i++) in.positions.ints[i] = i % c.T * (i % 5 == 4 ? 2 : 1);
+  for (size_t i = 0; i < in.key_positions.ints.size(); i++) in.key_positions.ints[i] = (i + 37) % c.S;  // rolling
+  for (size_t i = 0; i < in.lengths.ints.size(); i++) in.lengths.ints[i] = i ? c.S - 11 : c.S + 5;
+  for (float& slope : in.slopes.floats) slope *= 0.03f;
+  for (auto& one : in.mask.bytes) one = random() % 3 > 0;
+  for (int& seed : in.seeds.ints) seed = (int)random();
+  if (c.more & HIDDEN) std::fill_n(in.mask.bytes.begin(), c.S, 0);  // a query that sees nothing
   for (int b = 0; b < c.B; b++)  // keys that nobody sees
     for (int j = 0; j < c.S; j++) {
       bool seen = false;
-      for (int t = 0; t < c.T; t++) seen |= in.sees(c, b, t, j);
+      for (int i = 0; i < c.T * c.N; i++) seen |= in.sees(c, b, i % c.N, i / c.N, j);
       for (Array* x : {&in.k, &in.v}) {
         const long size = x->dims[2] * x->dims[3];
         if (!seen) std::fill_n(x->floats.begin() + (b * c.S + j) * size, size, NAN);
       }
     }
-  if (c.halves)
+  if (c.more & HALVES)
     for (Array* x : {&in.q, &in.k, &in.v}) x->shorten();
+  if (c.more & HALVES && c.more & BIAS) in.bias.shorten();
   return in;
 }
 
@@ -104,10 +145,10 @@ struct Results {
   Array out, row_max, row_sum, d_q, d_k, d_v;
 };
 
-static Results results_of(const Case& c, int parts = 1) {
-  return {Array::zeros({c.B, c.T, c.N, c.D}), Array::zeros({c.B, c.T, c.N}), Array::zeros({c.B, c.T, c.N}),
-          Array::zeros({c.B, c.T, c.N, c.H}), Array::zeros({parts, c.B, c.S, c.K, c.H}),
-          Array::zeros({parts, c.B, c.S, c.K, c.D})};
+static Results results_of(const Case& c) {
+  return {Array::zeros({c.B, c.T, c.N, c.D}), Array::zeros({c.B, c.T, c.N}),
+          Array::zeros({c.B, c.T, c.N}),      Array::zeros({c.B, c.T, c.N, c.H}),
+          Array::zeros({1, c.B, c.S, c.K, c.H}), Array::zeros({1, c.B, c.S, c.K, c.D})};
 }
 
 static double product(const std::vector<float>& x, long i, const std::vector<float>& y, long j, int count) {
@@ -130,23 +171,27 @@ static Results formula(const Case& c, const Inputs& in) {
     double max = -3.4028234663852886e38, sum = 0;
     auto key = [&](int j) { return ((long)b * c.S + j) * c.K + h / (c.N / c.K); };
     for (int j = 0; j < c.S; j++) {
-      if (!in.sees(c, b, t, j)) continue;
+      if (!in.sees(c, b, h, t, j)) continue;
       score[j] = scale * product(in.q.floats, row, in.k.floats, key(j), c.H);
-      if (c.cap) {
-        const double bent = std::tanh(score[j] / c.cap);
-        score[j] = c.cap * bent, slope[j] = 1 - bent * bent;
+      if (c.more & BIAS) score[j] += in.bias.floats[in.bias.at(b, h, t, j)];
+      if (c.more & SOFT_CAP) {
+        const double cap = in.numbers.floats[1], bent = std::tanh(score[j] / cap);
+        score[j] = cap * bent, slope[j] = 1 - bent * bent;
       }
-      if (c.alibi) score[j] -= in.slopes.floats[h] * std::abs(in.positions.ints[b * c.T + t] - j);
+      const int distance = c.more & (ALIBI | RELATIVE) ? in.positions.ints[b * c.T + t] - in.position(c, b, j) : 0;
+      if (c.more & ALIBI) score[j] -= in.slopes.floats[h] * std::abs(distance);
+      if (c.more & RELATIVE) score[j] += in.relative.floats[h * 41 + 20 + std::min(std::max(distance, -20), 20)];
       max = std::max(max, score[j]);
     }
     r.row_max.floats[row] = max;
     for (int j = 0; j < c.S; j++) {
-      if (!in.sees(c, b, t, j)) continue;
-      const double p = std::exp(score[j] - r.row_max.floats[row]);
-      const double d = p * (product(in.d_out.floats, row, in.v.floats, key(j), c.D) + in.d_sum.floats[row]) * slope[j];
+      if (!in.sees(c, b, h, t, j)) continue;
+      const double p = std::exp(score[j] - r.row_max.floats[row]), kept = p * in.kept(c, b, h, t, j);
+      const double of_out = product(in.d_out.floats, row, in.v.floats, key(j), c.D);
+      const double d = (kept * of_out + p * in.d_sum.floats[row]) * slope[j];
       sum += p;
-      for (int i = 0; i < c.D; i++) out[row * c.D + i] += p * in.v.floats[key(j) * c.D + i];
-      for (int i = 0; i < c.D; i++) d_v[key(j) * c.D + i] += p * in.d_out.floats[row * c.D + i];
+      for (int i = 0; i < c.D; i++) out[row * c.D + i] += kept * in.v.floats[key(j) * c.D + i];
+      for (int i = 0; i < c.D; i++) d_v[key(j) * c.D + i] += kept * in.d_out.floats[row * c.D + i];
       for (int i = 0; i < c.H; i++) d_q[row * c.H + i] += scale * d * in.k.floats[key(j) * c.H + i];
       for (int i = 0; i < c.H; i++) d_k[key(j) * c.H + i] += scale * d * in.q.floats[row * c.H + i];
     }
@@ -162,25 +207,17 @@ struct Kernels {
 };
 
 static Results computed(const Kernels& kernels, Pool& pool, const Case& c, Inputs in, int width) {
-  Results r = results_of(c, c.parts);
+  Results r = results_of(c);
   for (Array* x : {&r.out, &r.row_max, &r.row_sum, &r.d_q, &r.d_k, &r.d_v})
     std::fill(x->floats.begin(), x->floats.end(), NAN);  // all of it is written
-  std::vector<Array*> args = in.operands(), rets = {&r.out, &r.row_max, &r.row_sum};
-  if (c.T < 16) {
-    Array scratch = Array::zeros({c.B, (c.S + 1023) / 1024, c.N * c.T, c.D + 2});
-    rets.push_back(&scratch);
-    call(kernels.decode, pool, args, rets, width);
-  } else {
-    call(kernels.forward, pool, args, rets, width);
-  }
-  args.insert(args.end(), {&r.row_max, &in.d_out, &in.d_sum});
-  call(kernels.backward, pool, args, {&r.d_q, &r.d_k, &r.d_v}, width);
-  for (Array* x : {&r.d_k, &r.d_v}) {  // the sum over the parts
-    const long size = x->floats.size() / c.parts;
-    for (int part = 1; part < c.parts; part++)
-      for (long i = 0; i < size; i++) x->floats[i] += x->floats[part * size + i];
-    x->floats.resize(size);
-  }
+  std::vector<Array*> args = {&in.q, &in.k, &in.v}, rest = in.operands(), rets = {&r.out, &r.row_max, &r.row_sum};
+  args.insert(args.end(), rest.begin(), rest.end());
+  Array scratch = Array::zeros({c.B, (c.S + 1023) / 1024, c.N * c.T, c.D + 2});
+  const bool few = c.T < 16;
+  if (few) rets.push_back(&scratch);
+  call(few ? kernels.decode : kernels.forward, pool, args, rets, width, DROPPED);
+  args.insert(args.begin() + 3, {&r.row_max, &in.d_out, &in.d_sum});
+  call(kernels.backward, pool, args, {&r.d_q, &r.d_k, &r.d_v}, width, DROPPED);
   return r;
 }
 

@@ -74,6 +74,7 @@ struct Array {
   std::vector<float> floats;
   std::vector<int> ints;
   std::vector<uint16_t> halves;
+  std::vector<uint8_t> bytes;
 
   static long count(const std::vector<int64_t>& dims) {
     long n = 1;
@@ -90,9 +91,20 @@ struct Array {
     x.ints.resize(count(dims)), x.dims = dims, x.dtype = XLA_FFI_DataType_S32;
     return x;
   }
+  static Array of_bytes(std::vector<int64_t> dims) {
+    Array x;
+    x.bytes.resize(count(dims)), x.dims = dims, x.dtype = XLA_FFI_DataType_PRED;
+    return x;
+  }
   void* data() {
     return dtype == XLA_FFI_DataType_F32 ? (void*)floats.data()
-           : dtype == XLA_FFI_DataType_S32 ? (void*)ints.data() : (void*)halves.data();
+           : dtype == XLA_FFI_DataType_S32 ? (void*)ints.data()
+           : dtype == XLA_FFI_DataType_PRED ? (void*)bytes.data() : (void*)halves.data();
+  }
+  // Where an array [B|1,N|1,T|1,S|1] has the pair's entry.
+  long at(int b, int h, int t, int j) const {
+    auto of = [&](int axis, long index) { return dims[axis] > 1 ? index : 0; };
+    return ((of(0, b) * dims[1] + of(1, h)) * dims[2] + of(2, t)) * dims[3] + of(3, j);
   }
   // To bfloat16; `floats` keeps what it stands for.
   void shorten() {
@@ -108,7 +120,7 @@ struct Array {
 };
 
 static void call(XLA_FFI_Handler* handler, Pool& pool, std::vector<Array*> args, std::vector<Array*> rets,
-                 int32_t width) {
+                 int32_t width, int32_t dropped) {
   XLA_FFI_Api api{};
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
   api.XLA_FFI_Error_Create = create_error, api.XLA_FFI_Error_Destroy = destroy_error;
@@ -122,10 +134,10 @@ static void call(XLA_FFI_Handler* handler, Pool& pool, std::vector<Array*> args,
   for (auto& buffer : buffers) pointers.push_back(&buffer);
   std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
-  XLA_FFI_Scalar scalar{XLA_FFI_DataType_S32, &width};
-  XLA_FFI_ByteSpan name{"width", 5}, *names = &name;
-  XLA_FFI_AttrType type = XLA_FFI_AttrType_SCALAR;
-  void* attr = &scalar;
+  XLA_FFI_Scalar scalars[] = {{XLA_FFI_DataType_S32, &dropped}, {XLA_FFI_DataType_S32, &width}};
+  XLA_FFI_ByteSpan names[] = {{"dropped", 7}, {"width", 5}}, *name_of[] = {&names[0], &names[1]};  // sorted
+  XLA_FFI_AttrType types[] = {XLA_FFI_AttrType_SCALAR, XLA_FFI_AttrType_SCALAR};
+  void* attrs[] = {&scalars[0], &scalars[1]};
   XLA_FFI_CallFrame frame{};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = &api, frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&pool);
@@ -133,6 +145,6 @@ static void call(XLA_FFI_Handler* handler, Pool& pool, std::vector<Array*> args,
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, (int64_t)args.size(), arg_types.data(), pointers.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, (int64_t)rets.size(), ret_types.data(),
                 pointers.data() + args.size()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 1, &type, &names, &attr};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, 2, types, name_of, attrs};
   if (XLA_FFI_Error* error = handler(&frame)) printf("%s\n", error->message.c_str()), exit(1);
 }
