@@ -38,9 +38,8 @@ from jattn.score_mods import Alibi, RelativeBias, SoftCap
 
 STEP = 16  # head dims are padded to multiples of the widest vector
 PART = 1024  # keys of a task with few queries
-TILE, TABLE = 64, 4096  # queries and keys of a tile of the widest vectors; rows of a table of tiles, at most
+TILE, TABLE = 64, 4096  # at most: queries and keys of a tile; rows of a table of tiles
 FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
-PARTS = 4  # of the queries that share a key head, at most: each holds gradients of all keys
 WIDTHS = (None, 4, 8, 16)
 VERSION = "0.1.0"  # of jattn-native, whose kernels take these operands
 FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
@@ -117,21 +116,18 @@ class Native(Kernel):
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        (B, T, _, _), K = args.query.shape, args.key.shape[2]
+        T = args.query.shape[1]
         if T < FEWEST:
             return Dense().backward(platform, args, results, cotangents)
         if T < self.few:
             # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
             results = dataclasses.replace(self, few=0).forward(platform, args)
         d_acc, d_row_sum = of_sums(results, cotangents)
-        parts = max(min(PARTS, 4 * PARTS // (B * K), T // PART), 1)
         qkv = args.query, args.key, args.value
-        query, *others = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
-        types = [query, *((parts, *shape) for shape in others)]
+        types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
         given = [row_max, _pad_features(d_acc), d_row_sum]
-        d_query, d_key, d_value = _call("jattn_backward", args, self.width, given, types)
-        sums = d_query, d_key.sum(0), d_value.sum(0)
+        sums = _call("jattn_backward", args, self.width, given, types)
         return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
 
 

@@ -26,6 +26,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LEAST = -3.4028234663852886e38f;  // the largest score of a query that sees nothing
 constexpr int KEYS = 64;                          // of a block: they and their values stay in the nearest cache
 constexpr int QUERIES = 256;                       // of a task, which read a block of keys tile by tile
+constexpr int ROWS = 128;      // of a step of the backward pass: what it holds of them takes half of 512 KiB
+constexpr int READS = 2;       // of a key, at most, by steps or tasks: more of them make a copy that is read faster pay
 constexpr int MAX_DIM = 256;
 constexpr int PART = 1024;  // keys of a task with few queries
 
@@ -65,9 +67,14 @@ struct Scores {
   const unsigned* seeds;                      // [B|1,N|1,2], of dropout
   long seeds_of_b, seeds_of_h;
 
-  // Rows of [B,T,N,...] and of [B,S,K,...].
+  bool by_head = false;
+
+  // Rows of [B,T,N,...], and of [B,S,K,...] or, by head, [B,K,S,...].
   long row_of_query(int b, int t, int h) const { return ((long)b * T + t) * N + h; }
-  long row_of_key(int b, int j, int kv) const { return ((long)b * S + j) * K + kv; }
+  long row_of_key(int b, int j, int kv) const {
+    return by_head ? ((long)b * K + kv) * S + j : ((long)b * S + j) * K + kv;
+  }
+  long step_of_keys() const { return by_head ? 1 : K; }
   long ends(int b, int h, int t) const { return b * of_b + h * of_h + t; }
   int slots(int b) const { return lengths ? std::max(std::min(lengths[b], S), 0) : S; }
   int position_of_key(int b, int j) const { return key_positions ? key_positions[(long)b * S + j] : j; }
@@ -224,9 +231,44 @@ static const In* data(ffi::AnyBuffer& x) {
   return reinterpret_cast<const In*>(x.untyped_data());
 }
 
+struct Free {
+  void operator()(void* x) const { free(x); }
+};
+template <typename X>
+using Array = std::unique_ptr<X[], Free>;
+template <typename X>
+static Array<X> array_of(long count) {
+  return Array<X>((X*)aligned_alloc(64, (count * sizeof(X) + 63) / 64 * 64));
+}
+
+// The rows of keys or values that queries see, as [B,K,S,width]. A head's rows in [B,S,K,width] lie in so many pages
+// that the processor has to look up where each is, again and again.
 template <typename In>
-static void forward_all(ffi::ThreadPool& pool, int width, const Scores& s, const Forward<In>& f) {
+static Array<In> by_head(ffi::ThreadPool& pool, const Scores& s, const In* x, int width) {
+  Array<In> to = array_of<In>((long)s.B * s.K * s.S * width);
+  parallel(pool, (long)s.B * s.K, 0, [&](long i, float*) {
+    const long b = i / s.K, kv = i % s.K;
+    int low = s.key_positions ? 0 : s.S, high = s.key_positions ? s.S - 1 : -1;
+    for (int h = kv * (s.N / s.K), end = s.of_h ? h + s.N / s.K : h + 1; h < end && !s.key_positions; h++)
+      for (int t = 0; t < s.T; t++) {
+        const long at = s.ends(b, h, t);
+        if (s.low[at] <= s.high[at]) low = std::min(low, s.low[at]), high = std::max(high, s.high[at]);
+      }
+    low = std::max(low, 0), high = std::min(high, s.slots(b) - 1);
+    for (long j = low; j <= high; j++)
+      memcpy(to.get() + (i * s.S + j) * width, x + ((b * s.S + j) * s.K + kv) * width, sizeof(In) * width);
+  });
+  return to;
+}
+
+template <typename In>
+static void forward_all(ffi::ThreadPool& pool, int width, Scores s, Forward<In> f) {
   const int tasks = (s.T + QUERIES - 1) / QUERIES;
+  Array<In> k, v;
+  if (s.K > 1 && tasks * (s.N / s.K) > READS) {
+    k = by_head(pool, s, f.k, s.H), v = by_head(pool, s, f.v, s.D);
+    f.k = k.get(), f.v = v.get(), s.by_head = true;
+  }
   parallel(pool, (long)s.B * s.N * tasks, BY_WIDTH(width, forward_floats(s)), [&](long i, float* memory) {
     long head = i / tasks;
     int t0 = (tasks - 1 - i % tasks) * QUERIES;  // under a causal mask the last take longest
@@ -246,28 +288,52 @@ static ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
+// The sum over parts of [parts,B,K,S,width] as [B,S,K,width].
+static void sum_by_row(ffi::ThreadPool& pool, const Scores& s, const float* parts, int count, float* to, int width) {
+  const long all = (long)s.B * s.K * s.S * width;
+  parallel(pool, (long)s.B * s.K, 0, [&](long i, float*) {
+    const long b = i / s.K, kv = i % s.K;
+    for (long j = 0; j < s.S; j++) {
+      float* row = to + ((b * s.S + j) * s.K + kv) * width;
+      const float* from = parts + (i * s.S + j) * width;
+      memcpy(row, from, sizeof(float) * width);
+      for (int p = 1; p < count; p++)
+        for (int c = 0; c < width; c++) row[c] += from[p * all + c];
+    }
+  });
+}
+
 template <typename In>
-static void backward_all(ffi::ThreadPool& pool, int width, const Scores& s, const Backward<In>& g, int parts) {
-  parallel(pool, (long)s.B * s.K * parts, BY_WIDTH(width, backward_floats(s)), [&](long i, float* memory) {
+static void backward_all(ffi::ThreadPool& pool, int width, Scores s, Backward<In> g) {
+  const long heads = (long)s.B * s.K, blocks = (s.T + ROWS - 1) / ROWS * (s.N / s.K);
+  const int parts = std::max<long>(1, std::min<long>(blocks, (2 * pool.num_threads() + heads - 1) / heads));
+  float *to_k = g.d_k, *to_v = g.d_v;
+  Array<In> k, v;
+  Array<float> d_k, d_v;
+  if (parts > 1 || (s.K > 1 && blocks > READS)) {
+    k = by_head(pool, s, g.k, s.H), v = by_head(pool, s, g.v, s.D);
+    d_k = array_of<float>(parts * heads * s.S * s.H), d_v = array_of<float>(parts * heads * s.S * s.D);
+    g.k = k.get(), g.v = v.get(), g.d_k = d_k.get(), g.d_v = d_v.get(), s.by_head = true;
+  }
+  parallel(pool, heads * parts, BY_WIDTH(width, backward_floats(s)), [&](long i, float* memory) {
     long head = i / parts;
     BY_WIDTH(width, backward(s, g, head / s.K, head % s.K, i % parts, parts, memory));
   });
+  if (s.by_head) sum_by_row(pool, s, d_k.get(), parts, to_k, s.H), sum_by_row(pool, s, d_v.get(), parts, to_v, s.D);
 }
 
 static ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats row_max,
                            Floats d_out, Floats d_sum, ffi::RemainingArgs rest, Result d_q, Result d_k, Result d_v,
                            int32_t width, int32_t dropped) {
   Scores s = scores_of(q, k, v, rest, dropped);
-  const int parts = d_k->dimensions()[0];
   const float *of_max = row_max.typed_data(), *of_out = d_out.typed_data(), *of_sum = d_sum.typed_data();
   float *to_q = d_q->typed_data(), *to_k = d_k->typed_data(), *to_v = d_v->typed_data();
   if (q.element_type() == ffi::BF16)
     backward_all<Half>(pool, resolved(width), s,
-                       {data<Half>(q), data<Half>(k), data<Half>(v), of_max, of_out, of_sum, to_q, to_k, to_v}, parts);
+                       {data<Half>(q), data<Half>(k), data<Half>(v), of_max, of_out, of_sum, to_q, to_k, to_v});
   else
-    backward_all<float>(
-        pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v), of_max, of_out, of_sum, to_q, to_k, to_v},
-        parts);
+    backward_all<float>(pool, resolved(width), s,
+                        {data<float>(q), data<float>(k), data<float>(v), of_max, of_out, of_sum, to_q, to_k, to_v});
   return ffi::Error::Success();
 }
 
