@@ -180,8 +180,8 @@ def models():
 
 
 @nnx.jit
-def logits(model, tokens):
-    return model.logits(model(tokens))
+def logits(model, tokens, **options):
+    return model.logits(model(tokens, **options))
 
 
 def close(found, expected, tolerance=1e-5):
@@ -239,13 +239,18 @@ def test_layers_sow_and_take_options_of_their_own(models):
     clean, weights = heads.collect(sown), heads.collect(sown, "attention_weights")
     assert [x.shape for x in weights] == [(2, HEADS, 13, 13)] * LAYERS
     assert [x["z"].shape for x in clean] == [(2, 13, HEADS, HEAD_DIM)] * LAYERS
-    ablated = nnx.jit(lambda model: heads.ablate(lambda layers: model(TOKENS, per_layer=layers), clean))(model)
     gates = np.ones((LAYERS, HEADS), np.float32)
     gates[1, 2] = 0.0
-    one = model(TOKENS, per_layer=[{"head_gate": gate} for gate in gates])
-    np.testing.assert_allclose(ablated[1, 2], one, atol=1e-5)
+
+    @nnx.jit
+    def without(model, clean):
+        one = model(TOKENS, per_layer=[{"head_gate": gate} for gate in gates])
+        return heads.ablate(lambda layers: model(TOKENS, per_layer=layers), clean), one
+
+    ablated, one = without(model, clean)
+    np.testing.assert_allclose(np.asarray(ablated)[1, 2], one, atol=1e-5)
     assert not np.allclose(one, hidden, atol=1e-3)
-    alone = model.layer(1)(jnp.ones((1, 4, WIDTH)), is_causal=True)
+    alone = nnx.eval_shape(lambda model: model.layer(1)(jnp.ones((1, 4, WIDTH)), is_causal=True), model)
     assert alone.shape == (1, 4, WIDTH)
 
 
@@ -256,11 +261,16 @@ def test_a_layer_without_a_gate_has_a_neutral_one(models):
     query, z = jnp.asarray(rng.normal(size=(2, 2, 13, HEADS, HEAD_DIM)), jnp.float32)
     patch = {"value": (gates[0, :KV_HEADS], values), "pattern": (gates[1], (query, None))}
     per_layer = [{"head_gate": gates[2]}, {"head_gate": gates[3], "head_fill": z, "patch": patch}, {}]
-    x = model.token_embed(TOKENS)
-    for i, own in enumerate(per_layer):
-        x = model.layer(i)(x, is_causal=True, **own)
+
+    @nnx.jit
+    def one_after_another(model, per_layer):
+        x = model.token_embed(TOKENS)
+        for i, own in enumerate(per_layer):
+            x = model.layer(i)(x, is_causal=True, **own)
+        return model.last_norm(x)
+
     run = nnx.jit(lambda model, per_layer: model(TOKENS, per_layer=per_layer))
-    close(run(model, per_layer), model.last_norm(x))
+    close(run(model, per_layer), one_after_another(model, per_layer))
     np.testing.assert_array_equal(run(model, [{}] * LAYERS), run(model, None))
     shared = nnx.jit(lambda model: model(TOKENS, head_gate=gates[2], per_layer=[{}, *per_layer[1:]]))(model)
     own = [{"head_gate": gates[2]}, per_layer[1], {"head_gate": gates[2]}]
@@ -351,9 +361,9 @@ def test_padding_on_the_left_and_positions_that_are_given():
     tokens = TOKENS[:, :6] % model.config.vocabulary
     expected = logits(model, tokens)
     padded, valid = np.concatenate([np.zeros((2, 3), int), tokens], 1), np.arange(9)[None] >= np.array([[3], [3]])
-    close(model.logits(model(padded, valid=valid))[:, 3:], expected)
+    close(logits(model, padded, valid=valid)[:, 3:], expected)
     close(append(model, padded, model.init_cache(2, 8), valid)[0][:, 3:], expected)
-    shifted = model.logits(model(tokens, input_positions=np.arange(6) + 2))
+    shifted = logits(model, tokens, input_positions=np.arange(6) + 2)
     assert not np.allclose(shifted, expected, atol=1e-3)
     prompt = tokens[0, :6]
     assert len(interop.generate(model, [prompt], model.config.max_length - 5)[0]) == model.config.max_length - 5
@@ -543,18 +553,21 @@ def test_one_parameter_twice_and_no_output_embedding():
 @pytest.mark.parametrize("trailing", [False, True])
 def test_products_with_weights_of_16_bits(rows, columns, trailing):
     rng = np.random.default_rng(rows)
-    x, weight = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((rows, 3, 40), (3, 40, columns)))
+    x, weight = (rng.normal(size=size).astype(jnp.bfloat16) for size in ((rows, 3, 40), (3, 40, columns)))
     other = weight.transpose(2, 0, 1) if trailing else weight
     dims = ((1, 2), (1, 2) if trailing else (0, 1)), ((), ())
     exact = np.einsum("rab,abc->rc", *(np.asarray(one, np.float64) for one in (x, weight)))
-    found, gradient = jax.value_and_grad(
-        lambda weight: dot_general(x, weight, dims, preferred_element_type=jnp.float32).sum(), allow_int=False
-    )(other)
+
+    @jax.jit
+    def products(x, weight):
+        total = lambda weight: dot_general(x, weight, dims, preferred_element_type=jnp.float32).sum()
+        return jax.value_and_grad(total)(weight), dot_general(x, weight, dims)
+
+    (found, gradient), out = products(x, other)
     np.testing.assert_allclose(found, exact.sum(), rtol=1e-3, atol=1e-3 * columns**0.5)
     expected = np.asarray(x, np.float64).sum(0)
     expected = np.broadcast_to(expected[None] if trailing else expected[..., None], other.shape)
     np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=0.03, atol=0.03)
-    out = dot_general(x, other, dims)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.05)
 
