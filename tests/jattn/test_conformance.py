@@ -289,7 +289,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     arrays = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, D)}
     found = {name: rng.normal(size=shape) for name, shape in arrays.items()}
     found["query"] = found["query"] * case.amplify
-    found = {name: np.array(jnp.asarray(x, case.dtype), np.float32) for name, x in found.items()}
+    found = {name: x.astype(case.dtype).astype(np.float32) for name, x in found.items()}
     found |= {name: case.options[name] for name in ("bias", "sinks") if name in case.options}
     return found if case.params is None else found | {"params": case.params}
 
@@ -308,38 +308,63 @@ def visible(case: Case) -> np.ndarray:
     return seen if callable(given.get("mask", len)) else seen & given["mask"]
 
 
-def reference(case: Case, seen: np.ndarray, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The formula, computed explicitly."""
+def reference(case: Case, given: dict[str, np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
+    """The formula, computed explicitly in float64: ``out`` and ``lse``, and the gradients of ``loss`` by hand."""
     B, T, S, N, K, H, D = case.shape
-    key, value = (jnp.repeat(given[name], N // K, axis=2) for name in ("key", "value"))
-    scale = case.options.get("scale", 1 / np.sqrt(H))
-    scores = scale * jnp.einsum("btnh,bsnh->bnts", given["query"], key)
-    if "bias" in given:
-        scores = scores + given["bias"][(None,) * (4 - given["bias"].ndim)]
+    given = {name: x.astype(np.float64) for name, x in given.items()}
+    query, key, value = given["query"], *(np.repeat(given[name], N // K, axis=2) for name in ("key", "value"))
+    scale, bias = case.options.get("scale", 1 / np.sqrt(H)), given.get("bias", np.zeros(()))
+    seen, scores = visible(case), scale * np.einsum("btnh,bsnh->bnts", query, key) + bias
+    h, q_idx, kv_idx = np.arange(N)[:, None, None], np.arange(T)[:, None], np.arange(S)[None, :]
+    score = lambda params, scores: case.score(params, scores, h, q_idx, kv_idx)
+    before = given.get("params"), np.where(seen, scores, 1.0)
     if case.score is not None:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            h, q, kv = np.arange(N)[:, None, None], np.arange(T)[:, None], np.arange(S)[None, :]
-            scores = case.score(given["params"], jnp.where(seen, scores, 1.0), h, q, kv)
-    seen = seen & (scores > -jnp.inf)
-    scores = jnp.where(seen, scores, 0.0)
-    high = jnp.max(scores, axis=-1, initial=-1e300, where=seen)
+        scores = in_float64(score, *before)
+        seen = seen & (scores > -np.inf)
+    sinks = given.get("sinks", np.full(N, -np.inf))[None, :, None]
+    high = np.maximum(np.max(scores, axis=-1, initial=-np.inf, where=seen), sinks)
+    high = np.where(high == -np.inf, 0.0, high)
+    exponentials = np.exp(np.where(seen, scores - high[..., None], -np.inf))
+    total = exponentials.sum(-1) + np.exp(sinks - high)
+    with np.errstate(divide="ignore"):
+        lse = high + np.log(total)
+    weights = exponentials / np.where(total == 0, 1.0, total)[..., None]
+    out = np.einsum("bnts,bsnd->btnd", weights, value)
+
+    of_out, of_lse = (factors(x.shape) for x in (out, lse.swapaxes(1, 2)))
+    of_lse = np.where(lse == -np.inf, 0.0, of_lse.swapaxes(1, 2))
+    of_weights = np.einsum("btnd,bsnd->bnts", of_out, value)
+    mean = (weights * of_weights).sum(-1)
+    of_scores = weights * (of_weights - mean[..., None] + of_lse[..., None])
+    gradients = {}
     if "sinks" in given:
-        sinks = given["sinks"]
-        high = jnp.maximum(high, sinks[None, :, None])
-    high = jax.lax.stop_gradient(jnp.where(high == -1e300, 0.0, high))
-    exponentials = jnp.where(seen, jnp.exp(jnp.where(seen, scores - high[..., None], 0.0)), 0.0)
-    total = exponentials.sum(-1)
-    if "sinks" in given:
-        total = total + jnp.exp(sinks[None, :, None] - high)
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    out = jnp.einsum("bnts,bsnd->btnd", exponentials / total[..., None], value)
-    return out, jnp.where(empty, -jnp.inf, high + jnp.log(total)).swapaxes(1, 2)
+        gradients["sinks"] = (np.exp(sinks - lse) * (of_lse - mean)).sum((0, 2))
+    if case.score is not None:
+        pull = lambda of_scores, *before: jax.vjp(score, *before)[1](of_scores)
+        gradients["params"], of_scores = in_float64(pull, of_scores, *before)
+    if "bias" in given:
+        shared = [axis for axis, size in enumerate((1,) * (4 - bias.ndim) + bias.shape) if size == 1]
+        gradients["bias"] = of_scores.sum(tuple(shared)).reshape(bias.shape)
+    grouped = lambda x: x.reshape(B, S, K, N // K, x.shape[-1]).sum(3)
+    gradients["query"] = scale * np.einsum("bnts,bsnh->btnh", of_scores, key)
+    gradients["key"] = grouped(scale * np.einsum("bnts,btnh->bsnh", of_scores, query))
+    gradients["value"] = grouped(np.einsum("bnts,btnd->bsnd", weights, of_out))
+    return (out, lse.swapaxes(1, 2)), gradients
+
+
+def in_float64(fn: Callable, *arguments: np.ndarray) -> Any:
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return jax.device_get(jax.jit(fn)(*arguments))
+
+
+def factors(shape: tuple[int, ...]) -> np.ndarray:
+    """A different factor for each entry, which float32 holds."""
+    return np.random.default_rng(9).normal(size=shape).astype(np.float32).astype(np.float64)
 
 
 def loss(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """A sum of both results with a different factor for each entry; leaves out the lse of rows that see nothing."""
-    weigh = [jnp.asarray(np.random.default_rng(9).normal(size=x.shape), jnp.float32) for x in (out, lse)]
+    """A sum of both results, weighted by ``factors``; leaves out the lse of rows that see nothing."""
+    weigh = [jnp.asarray(factors(x.shape), jnp.float32) for x in (out, lse)]
     parts = (out, jnp.where(lse == -jnp.inf, 0.0, lse))
     return sum(jnp.sum(x.astype(lse.dtype) * w.astype(lse.dtype)) for x, w in zip(parts, weigh, strict=True))
 
@@ -409,17 +434,13 @@ def values_and_gradients(fn: Callable, given: dict[str, jax.Array]):
 def expected(name: str, dtype: Any):
     """The reference for one case, computed once for all implementations."""
     case = dataclasses.replace(CASES[name], dtype=dtype)
-    with jax.enable_x64(True):
-        seen = visible(case)
-        exact = {name: jnp.asarray(x, jnp.float64) for name, x in inputs(case).items()}
-        run_it = jax.jit(lambda given: values_and_gradients(lambda x: reference(case, seen, x), given))
-        return jax.tree.map(np.asarray, run_it(exact))
+    return reference(case, inputs(case))
 
 
 def skip_where_unsupported(case: Case, variant: Variant) -> None:
     """Skips the case with the reason that the implementation gives, instead of letting it raise ``Unsupported``."""
     B, T, S, N, K, H, D = case.shape
-    q, k, v = (jnp.zeros(shape, case.dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, D)))
+    q, k, v = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, D)))
     mod = {} if case.mod is None else {"score_mod": case.mod(jnp.asarray(case.params))}  # it is differentiated
     texts = []
 
@@ -561,9 +582,17 @@ def test_visible_nan_shows_in_every_row_that_sees_it(variant, argument):
     skip_where_unsupported(case, variant)
     given = inputs(case)
     given[argument][0, 4] = np.nan
-    out, _ = run(case, variant, jax.tree.map(jnp.asarray, given))
+    out, _ = jax.jit(functools.partial(run, case, variant))(given)
     assert np.isnan(out[0, 4:]).all()
     assert np.isfinite(out[1]).all()
+
+
+@jax.jit
+def kept_and_weights(q, k):
+    """The entries ``[B,N,T,S]`` that dropout keeps, one head at a time, and the weights without it."""
+    dropout, where = Dropout(jax.random.key(3), 0.4), (jnp.arange(T)[:, None], jnp.arange(S)[None, :])
+    keep = lambda b, h: dropout_keep(dropout_seeds(dropout, b, h), 0.4, *where)
+    return jnp.stack([jnp.stack([keep(b, h) for h in range(N)]) for b in range(B)]), jattn.attention_weights(q, k)
 
 
 @pytest.mark.parametrize(
@@ -573,15 +602,14 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     """With ``value = identity``, the output equals the weights after dropout, which shows the kept entries."""
     case = Case(shape=(B, T, S, N, N, H, S))
     q, k = (jnp.asarray(x) for x in (inputs(case)["query"], inputs(case)["key"]))
-    v = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, N, S))
+    v = jnp.asarray(np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, N, S)))
     options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "implementation": variant.implementation}
     skip_where_unsupported(
         dataclasses.replace(case, options={"dropout_rate": 0.4, "dropout_rng": jax.random.key(3)}), variant
     )
-    dropped = jattn.dot_product_attention(q, k, v, **options).transpose(0, 2, 1, 3)
-    dropout, where = Dropout(jax.random.key(3), 0.4), (jnp.arange(T)[:, None], jnp.arange(S)[None, :])
-    kept = np.stack([[dropout_keep(dropout_seeds(dropout, b, h), 0.4, *where) for h in range(N)] for b in range(B)])
-    compare(dropped, jnp.where(kept, jattn.attention_weights(q, k) / 0.6, 0.0), 1e-6, "weights after dropout")
+    dropped = np.asarray(jattn.dot_product_attention(q, k, v, **options).transpose(0, 2, 1, 3))
+    kept, weights = kept_and_weights(q, k)
+    compare(dropped, np.where(kept, weights / 0.6, 0.0), 1e-6, "weights after dropout")
     # half of the keys, at their own positions, keep the same entries
     half = jattn.dot_product_attention(
         q, k[:, 5:], v[:, 5:], **options, kv_positions=np.arange(5, S), return_residual=True
@@ -600,12 +628,8 @@ def test_the_cases_in_kind_are_cases():
 def test_the_table_is_not_a_dummy():
     """The comparison detects a wrong mask, a wrong score and a wrong gradient in one entry."""
     case = CASES["causal, top-left"]
-    compiled = lambda fn, given: jax.jit(functools.partial(values_and_gradients, fn))(given)
-    (out, lse), gradients = compiled(lambda x: run(case, Variant("xla", "xla"), x), inputs(case))
-    off = dataclasses.replace(case, sees=lambda b, h, q, kv: kv < q + 2)
-    with jax.enable_x64(True):
-        exact = {name: jnp.asarray(x, jnp.float64) for name, x in inputs(case).items()}
-        (wrong, wrong_lse), _ = compiled(lambda x: reference(off, visible(off), x), exact)
+    (out, lse), gradients = caller(case, Variant("xla", "xla"))(inputs(case))
+    (wrong, wrong_lse), _ = reference(dataclasses.replace(case, sees=lambda b, h, q, kv: kv < q + 2), inputs(case))
     for got, expected in (
         (out, wrong),
         (lse, wrong_lse),
