@@ -19,8 +19,9 @@ from tests.jattn.cudnn_in_place import fused
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
 
 
-def qkv(getkey, B=B, T=T, S=S, N=N, K=K, H=H, dtype=jnp.float32):
-    return tuple(jax.random.normal(getkey(), shape, dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
+def qkv(B=B, T=T, S=S, N=N, K=K, H=H, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=size), dtype) for size in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 
 
 def test_the_signature_is_jax_nns_and_nine_more():
@@ -56,33 +57,37 @@ JAX_NN = {
 
 @pytest.mark.slow_except("bias and mask", "key lengths")
 @pytest.mark.parametrize("name", JAX_NN)
-def test_the_same_as_jax_nn(getkey, name):
+def test_the_same_as_jax_nn(name):
     options = JAX_NN[name]
-    q, k, v = qkv(getkey)
-    out, lse = jattn.dot_product_attention(q, k, v, **options, return_residual=True)
-    with jax.numpy_rank_promotion("allow"):
-        expected, expected_lse = jax.nn.dot_product_attention(q, k, v, **options, return_residual=True)
+    q, k, v = qkv()
+
+    @jax.jit
+    def both(q, k, v):
+        ours = jattn.dot_product_attention(q, k, v, **options, return_residual=True)
+        with jax.numpy_rank_promotion("allow"):
+            return *ours, *jax.nn.dot_product_attention(q, k, v, **options, return_residual=True)
+
+    out, lse, expected, expected_lse = jax.device_get(both(q, k, v))
     seen = np.isfinite(lse)  # rows that see nothing differ, as documented
     np.testing.assert_allclose(out, np.where(seen[..., None], expected, 0), atol=2e-6)
     np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-6)
 
 
-def test_unbatched(getkey):
-    q, k, v = (x[0] for x in qkv(getkey))
-    out, lse = jattn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
-    batched, batched_lse = jattn.dot_product_attention(q[None], k[None], v[None], is_causal=True, return_residual=True)
-    np.testing.assert_array_equal(out, batched[0])
-    np.testing.assert_array_equal(lse, batched_lse[0])
-    assert jattn.attention_weights(q, k).shape == (N, T, S)
+def test_unbatched():
+    batch = jax.device_get(qkv(B=1))
+    attend = jax.jit(lambda *qkv: jattn.dot_product_attention(*qkv, is_causal=True, return_residual=True))
+    for one, batched in zip(attend(*(x[0] for x in batch)), attend(*batch), strict=True):
+        np.testing.assert_array_equal(one, np.asarray(batched)[0])
+    assert jax.eval_shape(jattn.attention_weights, batch[0][0], batch[1][0]).shape == (N, T, S)
 
 
 @pytest.mark.slow_except("64-float32", "257-bfloat16")
 @pytest.mark.bits
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [33, 64, 128, 257, 512])
-def test_looking_changes_no_bit(getkey, dtype, length):
+def test_looking_changes_no_bit(dtype, length):
     """The output is bit-identical under jit: alone, with the lse, with the weights, and with statistics."""
-    q, k, v = qkv(getkey, B=1, T=length, S=length, N=2, K=2, H=16, dtype=dtype)
+    q, k, v = qkv(B=1, T=length, S=length, N=2, K=2, H=16, dtype=dtype)
     attend = lambda **options: jattn.dot_product_attention(q, k, v, is_causal=True, **options)
     weights = lambda: jattn.attention_weights(q, k, is_causal=True)
     alone = jax.jit(lambda: attend())()
@@ -96,8 +101,8 @@ def test_looking_changes_no_bit(getkey, dtype, length):
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_the_output(getkey):
-    q, k, v = qkv(getkey)
+def test_weights_are_those_of_the_output():
+    q, k, v = qkv()
     options = {
         "mask": lambda b, h, q, kv: (q + kv) % 3 > 0, "bias": jnp.linspace(-1, 1, S)[None], "sinks": jnp.arange(1.0, 7.0),
         "score_mod": jattn.score_mods.SoftCap(2.0), "key_value_seq_lengths": np.array([3, 0]),
@@ -111,20 +116,22 @@ def test_weights_are_those_of_the_output(getkey):
     assert (weights[1] == 0).all() and (share[1] == 0).all()
 
 
-def test_sinks_are_one_more_key_without_a_value(getkey):
-    q, k, v = qkv(getkey, K=N)
-    sinks = jnp.linspace(-1, 1, N)
-    bias = jnp.concatenate([jnp.zeros((1, N, T, S)), jnp.broadcast_to(sinks[None, :, None, None], (1, N, T, 1))], -1)
-    keys, values = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
-    expected, expected_lse = jattn.dot_product_attention(q, keys, values, bias, return_residual=True)
-    out, lse = jattn.dot_product_attention(q, k, v, sinks=sinks, return_residual=True)
+def test_sinks_are_one_more_key_without_a_value():
+    q, k, v = qkv(K=N)
+    sinks = np.linspace(-1, 1, N, dtype=np.float32)
+    bias = np.zeros((1, N, T, S + 1), np.float32)
+    bias[..., S] = sinks[:, None]
+    keys, values = (np.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
+    attend = jax.jit(functools.partial(jattn.dot_product_attention, return_residual=True))
+    expected, expected_lse = attend(q, keys, values, bias)
+    out, lse = attend(q, k, v, sinks=sinks)
     np.testing.assert_allclose(out, expected, atol=1e-6)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_dropout_in_the_mean_changes_nothing(getkey):
-    q, k, v = qkv(getkey, B=1)
+def test_dropout_in_the_mean_changes_nothing():
+    q, k, v = qkv(B=1)
     drop = jax.jit(lambda key: jattn.dot_product_attention(q, k, v, dropout_rate=0.3, dropout_rng=key))
     outs = jax.vmap(drop)(jax.random.split(jax.random.key(1), 2000))
     np.testing.assert_allclose(
@@ -134,8 +141,8 @@ def test_dropout_in_the_mean_changes_nothing(getkey):
 
 
 @pytest.mark.slow
-def test_traced_positions_compile_once(getkey):
-    q, k, v = qkv(getkey, T=1)
+def test_traced_positions_compile_once():
+    q, k, v = qkv(T=1)
     count = []
 
     @jax.jit
@@ -151,9 +158,9 @@ def test_traced_positions_compile_once(getkey):
 
 
 @pytest.mark.slow
-def test_composes(getkey):
+def test_composes():
     """jit, vmap over an outer axis with shared keys, grad of vmap, checkpoint, scan, forward mode."""
-    q, k, v = qkv(getkey)
+    q, k, v = qkv()
     many = jnp.stack([q, 2 * q])
     f = lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True)
     mapped = jax.jit(jax.vmap(f, in_axes=(0, None, None)))(many, k, v)

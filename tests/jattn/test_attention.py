@@ -1,5 +1,7 @@
 """Attention of one head, of many by vmap, merging, and the hash of dropout."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,33 +19,36 @@ from jattn.kernels.dense import Dense
 from tests import reference
 
 
-def qkv(getkey, T=7, S=11, N=6, K=3, H=5, D=13):
-    return tuple(jax.random.normal(getkey(), shape) for shape in ((T, N, H), (S, K, H), (S, K, D)))
+def qkv(T=7, S=11, N=6, K=3, H=5, D=13, heads=slice(None), dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    sizes = (T, N, H), (S, K, H), (S, K, D)
+    return tuple(jnp.asarray(rng.normal(size=size)[:, heads], dtype) for size in sizes)
 
 
 @pytest.mark.slow
-def test_one_head_is_the_formula(getkey):
-    q, k, v = (x[:, 0] for x in qkv(getkey))
+def test_one_head_is_the_formula():
+    q, k, v = qkv(heads=0)
     out, lse = jattn.attend(q, k, v)
     scores = np.asarray(q, np.float64) @ np.asarray(k, np.float64).T / np.sqrt(5)
     np.testing.assert_allclose(out, reference.softmax(scores) @ np.asarray(v), atol=1e-6)
     np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(1)), atol=1e-6)
 
 
-def test_several_masks_must_all_hold(getkey):
-    q, k, v = (x[:, 0] for x in qkv(getkey))
-    even = jnp.arange(11)[None, :] % 2 == 0
-    both, _ = jattn.attend(q, k, v, mask=(masks.Causal(), even))
-    joined, _ = jattn.attend(q, k, v, mask=lambda b, h, q, kv: (kv <= q) & (kv % 2 == 0))
+def test_several_masks_must_all_hold():
+    q, k, v = qkv(heads=0)
+    even = jnp.asarray(np.arange(11)[None, :] % 2 == 0)
+    attend = lambda mask: jax.jit(lambda *qkv: jattn.attend(*qkv, mask=mask))(q, k, v)
+    both, _ = attend((masks.Causal(), even))
+    joined, _ = attend(lambda b, h, q, kv: (kv <= q) & (kv % 2 == 0))
     np.testing.assert_array_equal(both, joined)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("N, K", [(6, 6), (6, 3), (6, 2), (5, 1)])
-def test_over_heads_is_a_loop_over_heads(getkey, N, K):
-    q, k, v = qkv(getkey, N=N, K=K)
-    bias = jax.random.normal(getkey(), (N, 7, 11))
-    shared = jax.random.normal(getkey(), (1, 7, 11))
+def test_over_heads_is_a_loop_over_heads(N, K):
+    q, k, v = qkv(N=N, K=K)
+    rng = np.random.default_rng(1)
+    bias, shared = (jnp.asarray(rng.normal(size=(heads, 7, 11)), jnp.float32) for heads in (N, 1))
 
     def fn(q, k, v, bias, shared):
         return jattn.attend(q, k, v, bias=bias + shared)
@@ -56,25 +61,24 @@ def test_over_heads_is_a_loop_over_heads(getkey, N, K):
         np.testing.assert_allclose(lse[:, n], one[1], atol=1e-6)
 
 
-def test_over_heads_puts_the_head_axis_where_it_is_told(getkey):
-    q, k, _ = qkv(getkey)
-    weights, lse = jattn.over_heads(lambda q, k, v: dense_weights(q, k, make_head(q, k, None)), out_axes=(0, 1))(
-        q, k, None
-    )
+def test_over_heads_puts_the_head_axis_where_it_is_told():
+    q, k, _ = qkv()
+    lifted = jattn.over_heads(lambda q, k, v: dense_weights(q, k, make_head(q, k, None)), out_axes=(0, 1))
+    weights, lse = jax.eval_shape(lifted, q, k, None)
     assert weights.shape == (6, 7, 11) and lse.shape == (7, 6)
 
 
-def test_over_heads_does_not_repeat_keys(getkey):
+def test_over_heads_does_not_repeat_keys():
     """With grouped queries, no intermediate repeats the keys for every query head."""
-    q, k, v = qkv(getkey, S=101, N=6, K=3, D=5)
+    q, k, v = qkv(S=101, N=6, K=3, D=5)
     jaxpr = jax.make_jaxpr(jattn.over_heads(jattn.attend))(q, k, v)
     sizes = [np.prod(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars]
     assert max(sizes) <= 6 * 7 * 101
     assert 6 * 101 * 5 not in sizes
 
 
-def test_over_heads_refuses_heads_that_do_not_group(getkey):
-    q, k, v = qkv(getkey, N=5, K=3)
+def test_over_heads_refuses_heads_that_do_not_group():
+    q, k, v = qkv(N=5, K=3)
     with pytest.raises(ValueError, match="5 query heads must be a multiple of the 3"):
         jattn.over_heads(jattn.attend)(q, k, v)
 
@@ -93,8 +97,8 @@ def test_over_heads_refuses_heads_that_do_not_group(getkey):
         ({"score_mod": lambda s, b, h, q, kv: s[None]}, ValueError, r"got shape \(1, 7, 11\)"),
     ],
 )
-def test_a_wrong_mod_is_named_at_trace_time(getkey, options, error, message):
-    q, k, v = (x[:, 0] for x in qkv(getkey))
+def test_a_wrong_mod_is_named_at_trace_time(options, error, message):
+    q, k, v = qkv(heads=0)
     with pytest.raises(error, match=message):
         jax.eval_shape(lambda q, k, v: jattn.attend(q, k, v, **options), q, k, v)
 
@@ -103,9 +107,10 @@ def part(rng, lse_low, empty):
     out = rng.normal(size=(3, 2)).astype(np.float32)
     lse = rng.uniform(lse_low, lse_low + 9, size=3).astype(np.float32)
     lse[:empty], out[:empty] = -np.inf, 0
-    return jnp.asarray(out), jnp.asarray(lse)
+    return out, lse
 
 
+merge = jax.jit(jattn.merge)
 parts = st.builds(
     lambda seed, low, empty: part(np.random.default_rng(seed), low, empty),
     st.integers(0, 99),
@@ -122,16 +127,16 @@ def assert_same(a, b):
 @pytest.mark.slow
 @given(parts, parts, parts)
 def test_merge_is_associative_and_commutative_with_a_unit(a, b, c):
-    assert_same(jattn.merge(*jattn.merge(*a, *b), *c), jattn.merge(*a, *jattn.merge(*b, *c)))
-    assert_same(jattn.merge(*a, *b), jattn.merge(*b, *a))
-    assert_same(jattn.merge(*a, jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)), a)
+    assert_same(merge(*merge(*a, *b), *c), merge(*a, *merge(*b, *c)))
+    assert_same(merge(*a, *b), merge(*b, *a))
+    assert_same(merge(*a, jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)), a)
     gradients = jax.grad(lambda a, b: sum(x.sum() for x in jattn.merge(*a, *b)[:1]), (0, 1))(a, b)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
 @pytest.mark.slow
-def test_merge_joins_attention_over_two_sets_of_keys(getkey):
-    q, k, v = (x[:, 0] for x in qkv(getkey))
+def test_merge_joins_attention_over_two_sets_of_keys():
+    q, k, v = qkv(heads=0)
     whole = jattn.attend(q, k, v, mask=masks.Causal())
     left = jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
     right = jattn.attend(q, k[4:], v[4:], mask=masks.Causal(), kv_positions=jnp.arange(4, 11))
@@ -148,8 +153,8 @@ def taken_out(whole, part):
 
 @given(parts, parts)
 def test_unmerge_undoes_merge(a, b):
-    whole, unit = jattn.merge(*a, *b), (jnp.zeros((3, 2)), jnp.full(3, -jnp.inf))
-    (left, lse), gradients = taken_out(whole, b)
+    whole, unit = merge(*a, *b), (np.zeros((3, 2), np.float32), np.full(3, -np.inf, np.float32))
+    (left, lse), gradients = jax.device_get(taken_out(whole, b))
     # The share that is left, from the two parts alone: the error grows as it falls.
     apart = np.where(lse == -np.inf, np.inf, np.float64(b[1]) - np.where(a[1] == -np.inf, 0.0, a[1]))
     rest = np.where(a[1] == -np.inf, 0.0, 1 / (1 + np.exp(np.minimum(apart, 99.0))))
@@ -159,15 +164,15 @@ def test_unmerge_undoes_merge(a, b):
     assert (abs(left - a[0])[known] <= 4 * error[known, None]).all()
     (same, same_lse), of_unit = taken_out(whole, unit)
     assert_same((same, same_lse), whole)
-    (nothing, none), of_all = taken_out(b, b)
+    (nothing, none), of_all = jax.device_get(taken_out(b, b))
     assert not nothing.any() and (none == -jnp.inf).all()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((gradients, of_unit, of_all)))
 
 
-def test_unmerge_takes_keys_out_of_attention(getkey):
+def test_unmerge_takes_keys_out_of_attention():
     """Values and derivatives are those of attention without these keys, also of a part of nearly no or all weight."""
     with jax.enable_x64(True):
-        q, k, v = (x[:, 0].astype(jnp.float64) for x in qkv(getkey))
+        q, k, v = qkv(heads=0, dtype=jnp.float64)
 
         @jax.jit
         def both(k, v, shift):  # of the scores of the keys that are taken out
@@ -189,11 +194,12 @@ def test_unmerge_takes_keys_out_of_attention(getkey):
             found, expected = both(k, v, shift)
             for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(one, other, atol=1e-9)
-    nan = jnp.full((1, 2), jnp.nan, jnp.bfloat16)
-    out, lse = jattn.unmerge(nan, jnp.array([jnp.nan]), jnp.zeros((1, 2)), jnp.zeros(1))
-    assert out.dtype == jnp.bfloat16 and jnp.isnan(out).all() and jnp.isnan(lse).all()  # a NaN is never hidden
+    nan, zeros = np.full((1, 2), np.nan), np.zeros((1, 2), np.float32)
+    out, lse = jax.jit(jattn.unmerge)(nan.astype(jnp.bfloat16), np.float32(nan[0, :1]), zeros, zeros[0, :1])
+    assert out.dtype == jnp.bfloat16 and np.isnan(out).all() and np.isnan(lse).all()  # a NaN is never hidden
 
 
+@functools.partial(jax.jit, static_argnames=("rate", "rows", "columns"))
 def keep(key, rate=0.3, b=0, h=0, rows=500, columns=400, start=0):
     seeds = dropout_seeds(Dropout(key, rate), b, h)
     return dropout_keep(seeds, rate, jnp.arange(rows)[:, None], start + jnp.arange(columns)[None, :])
@@ -224,18 +230,18 @@ def test_dropout_is_a_fair_coin_without_memory(make):
 
 def test_dropout_depends_on_the_indices_alone():
     key = jax.random.key(5)
-    np.testing.assert_array_equal(keep(key)[:, 100:150], keep(key, columns=50, start=100))
-    assert keep(key, rate=0.0).all()
-    assert not keep(key, rate=1.0).any()
+    np.testing.assert_array_equal(np.asarray(keep(key))[:, 100:150], keep(key, columns=50, start=100))
+    assert np.all(keep(key, rate=0.0))
+    assert not np.any(keep(key, rate=1.0))
     with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\], got 1.5"):
         keep(key, rate=1.5)
 
 
 @pytest.mark.slow
-def test_second_derivatives(getkey):
+def test_second_derivatives():
     """The log-sum-exp's derivative rule is itself differentiable: Hessian against finite differences in float64."""
     with jax.enable_x64(True):
-        q, k, v = (x[:, 0].astype(jnp.float64) for x in qkv(getkey, T=2, S=3, H=2, D=2))
+        q, k, v = qkv(T=2, S=3, H=2, D=2, heads=0, dtype=jnp.float64)
 
         def f(q):
             out, lse = jattn.attend(q, k, v, mask=lambda b, h, q, kv: kv <= q)
@@ -251,9 +257,10 @@ def test_second_derivatives(getkey):
 class TestTake:
     """Attention to a part of a call is that part of the whole call's."""
 
-    def args(self, getkey, **options):
+    def args(self, **options):
         B, T, S, N, K = 2, 7, 11, 6, 3
-        floats = lambda *shape: jax.random.normal(getkey(), shape)
+        rng = np.random.default_rng(0)
+        floats = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
         return make_args(
             floats(B, T, N, 5), floats(B, S, K, 5), floats(B, S, K, 4), floats(1, N, T, S),
             lambda b, h, q, kv: (q + kv + h + b) % 4 != 0, query_seq_lengths=np.array([5, 7]),
@@ -264,19 +271,30 @@ class TestTake:
     @pytest.mark.parametrize(
         "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
     )
-    @pytest.mark.parametrize("first", [2, jnp.int32(2)])
-    def test_rows_and_heads(self, getkey, positions, first):
-        args = self.args(getkey, **positions)
-        for rows in (Chunk(first, 4), jnp.array([2, 3, 4, 5])):
-            found = Dense().run(args.take(rows=rows, heads=Chunk(first - 1, 2)))
-            for part, whole in zip(found, Dense().run(args), strict=True):
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_rows_and_heads(self, positions, traced):
+        args = self.args(**positions)
+
+        def parts_and_whole(first):
+            every_row = Chunk(first, 4), jnp.array([2, 3, 4, 5])
+            of_rows = [Dense().run(args.take(rows=rows, heads=Chunk(first - 1, 2))) for rows in every_row]
+            return of_rows, Dense().run(args)
+
+        found = jax.jit(parts_and_whole)(2) if traced else jax.jit(lambda: parts_and_whole(2))()
+        of_rows, wholes = jax.device_get(found)
+        for parts in of_rows:
+            for part, whole in zip(parts, wholes, strict=True):
                 np.testing.assert_allclose(part, whole[:, 2:6, 2:6], atol=1e-6)
 
     @pytest.mark.parametrize(
         "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
     )
-    def test_columns_merge_to_the_whole(self, getkey, positions):
-        args = self.args(getkey, **positions)
-        front, back = (Dense().run(args.take(columns=columns)) for columns in (Chunk(0, 4), Chunk(4, 7)))
-        for merged, whole in zip(jattn.merge(*front, *back), Dense().run(args), strict=True):
+    def test_columns_merge_to_the_whole(self, positions):
+        @jax.jit
+        def merged_and_whole():
+            args = self.args(**positions)
+            front, back = (Dense().run(args.take(columns=columns)) for columns in (Chunk(0, 4), Chunk(4, 7)))
+            return jattn.merge(*front, *back), Dense().run(args)
+
+        for merged, whole in zip(*merged_and_whole(), strict=True):
             np.testing.assert_allclose(merged, whole, atol=1e-6)

@@ -25,21 +25,23 @@ CASES = {
     "packed segments": {"mask": masks.Segments(IDS) & masks.Causal()},
     "prefix": {"mask": masks.Causal() | masks.Prefix(4)},
     "a plain function": {"mask": lambda b, h, q, kv: (kv <= q) & ((q - kv) % (h + 1) == 0)},
-    "ALiBi": {"is_causal": True, "score_mod": score_mods.Alibi(jnp.geomspace(0.5, 0.01, N))},
+    "ALiBi": {"is_causal": True, "score_mod": score_mods.Alibi(np.geomspace(0.5, 0.01, N, dtype=np.float32))},
     "soft cap and sinks": {
         "is_causal": True,
         "score_mod": score_mods.SoftCap(2.0),
-        "sinks": jnp.linspace(-1.0, 1.0, N),
+        "sinks": np.linspace(-1.0, 1.0, N, dtype=np.float32),
     },
-    "a gate": {"is_causal": True, "head_gate": jnp.linspace(0.0, 2.0, N)},
+    "a gate": {"is_causal": True, "head_gate": np.linspace(0.0, 2.0, N, dtype=np.float32)},
 }
 CHUNKS = {"one by one": [1] * T, "prefill, then one by one": [6, *[1] * 7], "chunks": [5, 2, 1, 5], "at once": [T]}
 
 
 @pytest.fixture(scope="module")
 def layer():
-    params = jattn.init_multi_head(jax.random.key(0), M, N, num_kv_heads=K, head_dim=H, value_dim=D)
-    return params, jax.random.normal(jax.random.key(1), (B, T, M))
+    rng = np.random.default_rng(0)
+    sizes = {"query": (M, N, H), "key": (M, K, H), "value": (M, K, D), "out": (N, D, M)}
+    params = {name: {"kernel": jnp.float32(rng.normal(size=size) / M**0.5)} for name, size in sizes.items()}
+    return params, jnp.float32(rng.normal(size=(B, T, M)))
 
 
 def empty(capacity=T, scalar=False, **options):
@@ -57,7 +59,7 @@ def decode(layer, cache, chunks, step=None, **options):
 
     ``step`` is the result of ``stepper``, to decode more than once without compiling again.
     """
-    _, x = layer
+    x = np.asarray(layer[1])
     step, outputs, start = step or stepper(layer, **options), [], 0
     known = step._cache_size()
     for length in chunks:
@@ -65,7 +67,7 @@ def decode(layer, cache, chunks, step=None, **options):
         outputs.append(y)
         start += length
     assert step._cache_size() <= known + len(set(chunks))
-    return jnp.concatenate(outputs, axis=1), cache
+    return np.concatenate(outputs, axis=1), cache
 
 
 def full(layer, **options):
@@ -208,9 +210,10 @@ def test_an_overflow_stays_where_one_attends_oneself():
     for t in range(11):
         y, cache = step(cache)
         assert np.isnan(y[0]).all() == (t >= 5) and np.isfinite(y[1]).all(), t
-    np.testing.assert_array_equal(cache.next_positions(2), [[4, 4], [0, 1]])
-    rolling = KVCache(cache.key, cache.value, jnp.array([9, 0]), rolling=True)
-    np.testing.assert_array_equal(rolling.next_positions(2), [[9, 10], [0, 1]])
+    positions = jax.jit(lambda cache: cache.next_positions(2))
+    np.testing.assert_array_equal(positions(cache), [[4, 4], [0, 1]])
+    rolling = KVCache(cache.key, cache.value, jnp.int32([9, 0]), rolling=True)
+    np.testing.assert_array_equal(positions(rolling), [[9, 10], [0, 1]])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -228,17 +231,18 @@ def test_a_chunk_longer_than_the_cache_overflows(batch, capacity):
 
 def test_a_chunk_of_which_a_part_fits_is_nan():
     """One slice starts earlier than the chunk should, so what it writes does not belong there."""
-    x = jnp.arange(1.0, 9.0).reshape(1, 8, 1, 1)
-    cache = jattn.append(jattn.init_cache(1, 5, 1, 1), x[:, :3], x[:, :3])
-    after = jax.jit(jattn.append)(cache, x[:, 3:6], x[:, 3:6])
-    assert after.overflowed.all() and np.isnan(after.value[:, 3:]).all()
+    x, append = np.arange(1.0, 9.0, dtype=np.float32).reshape(1, 8, 1, 1), jax.jit(jattn.append)
+    cache = append(jattn.init_cache(1, 5, 1, 1), x[:, :3], x[:, :3])
+    after = append(cache, x[:, 3:6], x[:, 3:6])
+    assert after.overflowed.all() and np.isnan(np.asarray(after.value)[:, 3:]).all()
 
 
 def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
     """With one, JAX would take its slow path on every call, a tenth of a millisecond."""
     cache, x = empty(5), jnp.zeros((B, 1, K, H))
     assert not jax.make_jaxpr(jattn.append)(cache, x, jnp.zeros((B, 1, K, D))).effects
-    assert not jattn.append(empty(1, rolling=True), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D))).overflowed.any()
+    after = jax.jit(jattn.append)(empty(1, rolling=True), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)))
+    assert not np.any(after.overflowed)
 
 
 @pytest.mark.parametrize(
@@ -274,30 +278,38 @@ def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(l
         )
         return cache, (y[:, 0], weights[:, :, 0])
 
-    cache, (y, weights) = jax.lax.scan(step, empty(T), jnp.moveaxis(x, 1, 0))
+    cache, (y, weights) = jax.lax.scan(step, empty(T), np.moveaxis(x, 1, 0))
     expected, expected_weights = full(layer, is_causal=True, return_weights=True)
-    np.testing.assert_allclose(jnp.moveaxis(y, 0, 1), expected, atol=1e-5)
-    np.testing.assert_allclose(jnp.moveaxis(weights, 0, 2), expected_weights, atol=1e-5)
+    np.testing.assert_allclose(np.moveaxis(y, 0, 1), expected, atol=1e-5)
+    np.testing.assert_allclose(np.moveaxis(weights, 0, 2), expected_weights, atol=1e-5)
 
 
 @pytest.mark.parametrize("rolling", [False, True])
 @pytest.mark.parametrize("dtype", [pytest.param("int32", marks=pytest.mark.slow), "uint32", "int64"])
 def test_lengths_of_any_integers_where_64_bits_are_enabled(dtype, rolling):
     """For ``append`` and for attention to a cache; the lengths keep their dtype."""
-    tokens = jnp.arange(1.0, 8.0, dtype=jnp.float32).reshape(1, 7, 1, 1)
+    tokens, true = np.arange(1.0, 8.0, dtype=np.float32).reshape(1, 7, 1, 1), np.ones((1, 2), bool)
+
+    @jax.jit
+    def after_all(cache):
+        for part, valid in ((tokens[:, :5], None), (tokens[:, 5:5], None), (tokens[:, 5:], true)):
+            assert cache.next_positions(part.shape[1]).dtype == jnp.int32
+            cache = jattn.append(cache, jnp.asarray(part), jnp.asarray(part), valid=valid)
+            assert cache.length.dtype == dtype
+        return cache, cache.filled, cache.slot_positions if rolling else None
+
     with jax.enable_x64(True):
         for shape in ((), (1,)):
             cache = jattn.init_cache(1, 4 if rolling else 7, 1, 1, rolling=rolling)
-            cache = KVCache(cache.key, cache.value, jnp.zeros(shape, dtype), rolling)
-            for part, valid in ((tokens[:, :5], None), (tokens[:, 5:5], None), (tokens[:, 5:], jnp.ones((1, 2), bool))):
-                assert cache.next_positions(part.shape[1]).dtype == jnp.int32
-                cache = jattn.append(cache, part, part, valid=valid)
-                assert cache.length.dtype == dtype
-            assert (cache.length == 7).all() and cache.filled.dtype == jnp.int32
-            np.testing.assert_array_equal(cache.key.ravel(), [5, 6, 7, 4] if rolling else tokens.ravel())
+            cache, filled, slot_positions = after_all(KVCache(cache.key, cache.value, jnp.zeros(shape, dtype), rolling))
+            assert np.all(np.asarray(cache.length) == 7) and filled.dtype == jnp.int32
+            np.testing.assert_array_equal(np.ravel(cache.key), [5, 6, 7, 4] if rolling else tokens.ravel())
+            if not rolling:
+                with pytest.raises(ValueError, match="8 tokens do not fit into a cache of 7"):
+                    jattn.append(cache, jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1)))
             if rolling:
-                np.testing.assert_array_equal(cache.slot_positions, [[4, 5, 6, 3]])
-                assert cache.slot_positions.dtype == jnp.int32
+                np.testing.assert_array_equal(slot_positions, [[4, 5, 6, 3]])
+                assert slot_positions.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "float32", "bool"])
@@ -312,15 +324,15 @@ def test_lengths_that_cannot_count_on_are_refused(dtype):
 
 @pytest.mark.parametrize("rolling", [False, True])
 def test_flax_saves_and_restores_a_cache(rolling):
-    tokens = jax.random.normal(jax.random.key(0), (2, 7, 1, 2))
+    append, tokens = jax.jit(jattn.append), np.float32(np.random.default_rng(0).normal(size=(2, 7, 1, 2)))
     fresh = jattn.init_cache(2, 4 if rolling else 8, 1, 2, dtype=jnp.bfloat16, rolling=rolling)
-    cache = jattn.append(fresh, tokens, tokens)
+    cache = append(fresh, tokens, tokens)
     saved = serialization.to_bytes({"cache": cache})
     restored = serialization.from_bytes({"cache": fresh}, saved)["cache"]
     chex.assert_trees_all_equal(restored, cache)
     chex.assert_trees_all_equal_dtypes(restored, cache)
     one = tokens[:, :1]
-    chex.assert_trees_all_equal(jattn.append(restored, one, one), jattn.append(cache, one, one))
+    chex.assert_trees_all_equal(append(restored, one, one), append(cache, one, one))
 
 
 def test_a_cache_of_fewer_bits(layer):

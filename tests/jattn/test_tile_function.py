@@ -11,12 +11,12 @@ from jattn.mods.tile_function import HEAD, KEY, QUERY, NotElementwise, make_tile
 B, N, L = 2, 4, 6
 IDS = np.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]], np.int32)
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-BLOCKWISE_MIN_SCORES = np.random.default_rng(0).normal(size=(L, L)).astype(np.float32)
+SCORES = np.random.default_rng(0).normal(size=(L, L)).astype(np.float32)
 MODS = {
     "causal": masks.Causal(),
     "segments": masks.Segments(jnp.asarray(IDS)) & masks.Causal(),
     "window": masks.SlidingWindow(jnp.asarray(2), 1),
-    "lengths": masks.Padding(jnp.array([3, 5])) | masks.Prefix(2),
+    "lengths": masks.Padding(jnp.asarray(np.array([3, 5]))) | masks.Prefix(2),
     "not": ~masks.Prefix(3),
     "dilated": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q),
     "by head": lambda b, h, q, kv: q < h + b,
@@ -30,29 +30,33 @@ SCORE_MODS = {
 
 def of_all_pairs(mod, *score):
     """``[B,N,L,L]``, pair by pair."""
-    indices = [jnp.asarray(x, jnp.int32) for x in np.indices((B, N, L, L))]
-    scores = [jnp.broadcast_to(x, (B, N, L, L)) for x in score]
+    indices = np.indices((B, N, L, L), dtype=np.int32)
+    scores = [np.broadcast_to(x, (B, N, L, L)) for x in score]
     for _ in range(4):
         mod = jax.vmap(mod)
     with jax.numpy_rank_promotion("allow"):
-        return np.asarray(mod(*scores, *indices))
+        return np.asarray(jax.jit(mod)(*scores, *indices))
 
 
 def separated(mod, *score):
     """The same from tiles ``[keys, queries]`` of each head, and what is computed outside."""
     parts, positions = make_tile_function(mod, *(x.dtype for x in score)), np.arange(L, dtype=np.int32)
-    arrays = parts.arrays(jnp.arange(B), jnp.arange(N), positions[None], positions[None])
-    result = np.zeros((B, N, L, L), score[0].dtype if score else bool)
-    for b in range(B):
-        for h in range(N):
-            own = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
-            shaped = [
-                x if over == HEAD else x[None, :] if over == QUERY else x[:, None]
-                for x, over in zip(own, parts.outside.values(), strict=True)
-            ]
-            tile = parts.on_tile(score[0].T if score else None, positions[None, :], positions[:, None], shaped)
-            result[b, h] = np.broadcast_to(tile, (L, L)).T
-    return result, set(parts.outside.values())
+
+    @jax.jit
+    def every_tile(*score):
+        arrays = parts.arrays(jnp.arange(B), jnp.arange(N), positions[None], positions[None])
+        return jnp.stack([jnp.stack([one_tile(arrays, b, h, *score) for h in range(N)]) for b in range(B)])
+
+    def one_tile(arrays, b, h, *score):
+        own = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
+        shaped = [
+            x if over == HEAD else x[None, :] if over == QUERY else x[:, None]
+            for x, over in zip(own, parts.outside.values(), strict=True)
+        ]
+        tile = parts.on_tile(score[0].T if score else None, positions[None, :], positions[:, None], shaped)
+        return jnp.broadcast_to(tile, (L, L)).T
+
+    return np.asarray(every_tile(*score)), set(parts.outside.values())
 
 
 @pytest.mark.slow_except("causal", "lengths", "not", "dilated", "by head")
@@ -63,15 +67,13 @@ def test_a_mask_on_tiles(name):
 
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_a_score_function_on_tiles(name):
-    result, _ = separated(SCORE_MODS[name], jnp.asarray(BLOCKWISE_MIN_SCORES))
-    np.testing.assert_allclose(
-        result, of_all_pairs(SCORE_MODS[name], jnp.asarray(BLOCKWISE_MIN_SCORES)), rtol=1e-6, atol=1e-6
-    )
+    result, _ = separated(SCORE_MODS[name], SCORES)
+    np.testing.assert_allclose(result, of_all_pairs(SCORE_MODS[name], SCORES), rtol=1e-6, atol=1e-6)
 
 
 def test_look_ups_by_one_index_happen_outside():
     assert {QUERY, KEY} <= separated(MODS["segments"])[1]
-    assert separated(SCORE_MODS["alibi"], jnp.asarray(BLOCKWISE_MIN_SCORES))[1] == {HEAD}
+    assert separated(SCORE_MODS["alibi"], SCORES)[1] == {HEAD}
     assert separated(MODS["causal"])[1] == set()
 
 
@@ -96,11 +98,11 @@ def test_a_tile_captures_no_traced_number(shape):
 def test_64_bits_stay_outside():
     """A kernel's arrays have 32."""
     with jax.enable_x64(True):
-        wide = jnp.array([2**33, 2**34, 0, -(2**33)])
+        wide = jnp.asarray(np.array([2**33, 2**34, 0, -(2**33)]))
         mask = lambda b, h, q, kv: (jnp.asarray(q, jnp.int64) + wide[h] < 2**33 + 3) & (kv <= q)
         np.testing.assert_array_equal(separated(mask)[0], of_all_pairs(mask))
         at = np.arange(N), np.arange(L, dtype=np.int32)[None]
-        arrays = make_tile_function(mask).arrays(np.arange(B), *at, at[1])
+        arrays = jax.eval_shape(lambda: make_tile_function(mask).arrays(np.arange(B), *at, at[1]))
     assert [x.dtype for x in arrays] == [bool]
 
 
