@@ -102,19 +102,24 @@ def test_hops_go_to_what_followed_the_last_earlier_occurrence():
 
 def built(task, **changes):
     options = config.Model(num_layers=1, num_heads=2, model_dim=12, head_dim=6, **changes)
-    transformer, batch = model.make(options, task), jax.jit(lambda key: task.sample(key, 3))(jax.random.key(1))
-    params = jax.jit(transformer.init)(jax.random.key(0), batch.tokens)
-    return transformer, params, batch
+    transformer, batch, rng = model.make(options, task), sampled(task, 3, 1), np.random.default_rng(0)
+    shapes = jax.eval_shape(transformer.init, jax.random.key(0), batch.tokens)
+    return (
+        transformer,
+        jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / x.shape[0] ** 0.5, shapes),
+        batch,
+    )
 
 
 def test_relative_keys_are_a_vector_for_each_distance():
     transformer, params, batch = built(tasks.Markov(9, 2), position="relative_keys", norm=False)
     weights = jax.jit(lambda params: head_scores.weights_of(transformer, params, batch.tokens))(params)[:, 0]
-    own = jax.tree.map(np.asarray, params["params"])
+    own = params["params"]
     block = own["layer_0"]
     x = own["embed_0"]["embedding"][np.asarray(batch.tokens[..., 0])]
-    named = {name: np.einsum("btm,mnh->btnh", x, block["attention"][name]["kernel"]) for name in ("query", "key")}
-    asking = np.einsum("btm,mnh->btnh", x, block["relative_query"]["kernel"])
+    projected = lambda layer: np.einsum("btm,mnh->btnh", x, layer["kernel"]) + layer.get("bias", 0.0)
+    named = {name: projected(block["attention"][name]) for name in ("query", "key")}
+    asking = projected(block["relative_query"])
     scores = np.full((3, 2, 9, 9), -np.inf)
     for t in range(9):
         for s in range(t + 1):
@@ -138,13 +143,17 @@ def test_a_window_padding_and_later_tokens_are_seen_as_they_say():
 def test_only_what_is_asked_is_read_out_and_a_tied_read_out_is_the_embedding():
     transformer, params, batch = built(tasks.Recall(16, 20, 2), tied=True)
     assert "read_out" not in params["params"]
-    whole, asked = (jax.jit(transformer.apply)(params, batch.tokens, at=at) for at in (None, batch.at))
+
+    @jax.jit
+    def both(params):
+        asked = transformer.apply(params, batch.tokens, at=batch.at)
+        return transformer.apply(params, batch.tokens), asked, train.loss_of(asked, batch)
+
+    whole, asked, loss = jax.device_get(both(params))
     assert whole.shape == (3, 16, 1, 20) and asked.shape == (3, 2, 1, 20)
     np.testing.assert_allclose(asked, np.take_along_axis(whole, np.asarray(batch.at)[..., None, None], 1), atol=1e-5)
-    assert float(train.loss_of(asked, batch)) == pytest.approx(
-        float(-jax.nn.log_softmax(asked)[np.arange(3)[:, None], np.arange(2), 0, batch.targets[..., 0]].mean()),
-        rel=1e-5,
-    )
+    likelihood = reference.softmax(asked)[np.arange(3)[:, None], np.arange(2), 0, batch.targets[..., 0]]
+    assert float(loss) == pytest.approx(-np.log(likelihood).mean(), rel=1e-5)
 
 
 def result_of(scores, steps, **others):
@@ -214,7 +223,7 @@ def test_a_step_of_every_task_and_what_is_tracked_of_it(kind, changes):
     setup = train.Setup.of(settings)
     state, metrics = train.updates(setup)(setup.init(), jnp.arange(2))
     assert metrics["finite"].all()
-    tracked = train.look_at(setup)(state["params"])["scores"]
+    tracked = jax.eval_shape(train.look_at(setup), state["params"])["scores"]
     assert set(tracked) == {*setup.task.located, *head_scores.TRACKED}
     assert {f"above/{name}" for name in setup.task.levels} <= set(metrics)
     assert set(setup.task.roles) <= {*setup.task.places, *head_scores.ALL} and set(setup.task.roles) >= set(
