@@ -171,11 +171,12 @@ class TestPlacement:
 
     def test_divergence_of_arrays_with_explicit_axes(self):
         x = floats(4, 12, 4, 8)
-        wanted = heads.divergence(x, x, is_causal=True)
+        divergence = jax.jit(lambda x: heads.divergence(x, x, is_causal=True))
+        wanted = divergence(x)
         mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
         with jax.set_mesh(mesh):
             there = jax.device_put(x, jax.sharding.NamedSharding(mesh, PartitionSpec("data", None, "heads")))
-            found = heads.divergence(there, there, is_causal=True)
+            found = divergence(there)
         chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-6)
 
 
@@ -200,10 +201,14 @@ class TestRemat:
         return jax.jit(jax.grad(lambda x: jnp.sum(fn(x) ** 2))).lower(x).compile()
 
     @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
-    def test_memory_under_every_policy(self, heads):
+    @pytest.mark.parametrize("names", [
+        ("dots", "all but a name"),  # which keep most
+        pytest.param(("dots without batch", "nothing", "names"), marks=pytest.mark.slow),
+    ])  # fmt: skip
+    def test_memory_under_every_policy(self, names, heads):
         plain, *others = (
             self.compiled(policy, heads=heads).memory_analysis().temp_size_in_bytes
-            for policy in (None, *POLICIES.values())
+            for policy in (None, *(POLICIES[name] for name in names))
         )
         assert max(others) <= 2 * plain
 
@@ -386,8 +391,9 @@ class TestHeads:
                 "mask": {"mask": lambda b, h, q, kv: (q + kv + h) % 3 != 0},
                 "dropout": {"dropout": (0.5, jax.random.key(0))}}[name]  # fmt: skip
         options = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)} if name == "dropout" else slot
-        out, _ = jattn.over_heads(functools.partial(jattn.attend, **slot))(q, k, v)
-        np.testing.assert_allclose(out, attend(q, k, v, **options), atol=1e-6)
+        lifted = jattn.over_heads(functools.partial(jattn.attend, **slot))
+        (out, _), expected = jax.jit(lambda *qkv: (lifted(*qkv), attend(*qkv, **options)))(q, k, v)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
 
     def test_without_an_index_what_differs_is_refused(self):
         q, k, v = (x[0, :, 0] for x in qkv())
@@ -395,7 +401,7 @@ class TestHeads:
             jattn.attend(q, k, v, score_mod=score_mods.Alibi(ALIBI))
         with pytest.raises(ValueError, match="mask differs by batch.* pass batch="):
             jattn.attend(q, k, v, mask=masks.Padding(np.array([3, 4])))
-        jattn.attend(q, k, v, mask=masks.Causal(), score_mod=score_mods.SoftCap(2.0))
+        jax.eval_shape(lambda: jattn.attend(q, k, v, mask=masks.Causal(), score_mod=score_mods.SoftCap(2.0)))
 
 
 DEBUGGING = {
