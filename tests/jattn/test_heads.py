@@ -6,24 +6,30 @@ import numpy as np
 import pytest
 
 from jattn import heads
+from tests import reference
 
 T, VOCABULARY = 13, 5
 
 
-def causal_weights(key, length=T):
-    """A random causal head ``[T,T]``."""
-    scores = jax.random.normal(key, (length, length)) * 2
-    return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf))
+def causal_weights(rng, *lead, length=T):
+    """Random causal heads ``[*lead,T,T]``."""
+    scores = np.where(np.tri(length, dtype=bool), 2 * rng.normal(size=(*lead, length, length)), -np.inf)
+    return jnp.asarray(reference.softmax(scores), jnp.float32)
 
 
 def hard(targets, keys=T):
     """A head that puts all its weight on one key per query; -1 stands for key 0."""
-    return jax.nn.one_hot(jnp.maximum(jnp.asarray(targets), 0), keys)
+    return jnp.asarray(np.eye(keys, dtype=np.float32)[np.maximum(targets, 0)])
 
 
 def uniform_causal(length=T):
-    rows = jnp.tril(jnp.ones((length, length)))
-    return rows / rows.sum(1, keepdims=True)
+    rows = np.tri(length, dtype=np.float32)
+    return jnp.asarray(rows / rows.sum(1, keepdims=True))
+
+
+def score(statistic, *arguments):
+    """One score, compiled as one program."""
+    return np.asarray(jax.jit(statistic)(*arguments))
 
 
 def slow_mean(values):
@@ -74,12 +80,13 @@ def eligible(request):
 
 
 @pytest.mark.slow
-def test_statistics_equal_the_slow_reference(getkey, eligible):
+def test_statistics_equal_the_slow_reference(eligible):
+    rng = np.random.default_rng(0)
     for _ in range(3):
-        weights = causal_weights(getkey())
-        w, tokens = np.asarray(weights, np.float64), jax.random.randint(getkey(), (T,), 0, VOCABULARY)
+        weights = causal_weights(rng)
+        w, tokens = np.asarray(weights, np.float64), jnp.asarray(rng.integers(0, VOCABULARY, T))
         t, visible = np.asarray(tokens), np.tril(np.ones((T, T), bool))
-        targets = np.where(eligible, np.asarray(jax.random.randint(getkey(), (T,), 0, T)), -1)
+        targets = np.where(eligible, rng.integers(0, T, T), -1)
         rows = [q for q in range(1, T) if eligible[q]]
         pairs = [
             (
@@ -97,16 +104,17 @@ def test_statistics_equal_the_slow_reference(getkey, eligible):
 
 
 @pytest.mark.slow_except("none")
-def test_divergence_equals_the_slow_reference(getkey, eligible):
-    patterns = jnp.stack([causal_weights(getkey()) for _ in range(3)])
+def test_divergence_equals_the_slow_reference(eligible):
+    patterns = causal_weights(np.random.default_rng(0), 3)
     p = np.asarray(patterns, np.float64)
     expected = [[slow_divergence(one, other, eligible) for other in p] for one in p]
-    np.testing.assert_allclose(heads.pattern_divergence(patterns, eligible), expected, atol=1e-6)
+    np.testing.assert_allclose(score(heads.pattern_divergence, patterns, eligible), expected, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_defaults_take_every_query(getkey):
-    weights, tokens = causal_weights(getkey()), jax.random.randint(getkey(), (T,), 0, VOCABULARY)
+def test_defaults_take_every_query():
+    rng = np.random.default_rng(0)
+    weights, tokens = causal_weights(rng), jnp.asarray(rng.integers(0, VOCABULARY, T))
     every = jnp.ones(T, bool)
     for name, arguments in {
         "previous_token": (),
@@ -117,35 +125,38 @@ def test_defaults_take_every_query(getkey):
         statistic = getattr(heads, name)
         np.testing.assert_array_equal(statistic(weights, *arguments), statistic(weights, *arguments, every))
     np.testing.assert_array_equal(heads.entropy(weights), heads.entropy(weights, jnp.ones((T, T), bool), every))
-    patterns = jnp.stack([weights, causal_weights(getkey())])
+    patterns = jnp.stack([weights, causal_weights(rng)])
     np.testing.assert_array_equal(heads.pattern_divergence(patterns), heads.pattern_divergence(patterns, every))
 
 
 def test_heads_of_known_role():
-    tokens = jnp.array([3, 1, 4, 2, 3, 1, 4, 2, 3, 1, 4, 2, 3])  # period 4, so the continuation is 3 back
-    position = jnp.arange(T)
+    tokens = np.array([3, 1, 4, 2, 3, 1, 4, 2, 3, 1, 4, 2, 3])  # period 4, so the continuation is 3 back
+    position = np.arange(T)
     built = {
         "previous_token": hard(position - 1),
-        "induction": hard(jnp.where(position >= 4, position - 3, -1)),
-        "sink": hard(jnp.zeros(T, int)),
+        "induction": hard(np.where(position >= 4, position - 3, -1)),
+        "sink": hard(np.zeros(T, int)),
     }
-    scores = {
-        "previous_token": lambda weights: heads.previous_token(weights, position >= 4),
-        "induction": lambda weights: heads.induction(weights, tokens),
-        "sink": lambda weights: heads.first_token(weights, position >= 4),
-    }
+
+    @jax.jit
+    def scores(weights):
+        late = jnp.asarray(position >= 4)
+        return {
+            "previous_token": heads.previous_token(weights, late),
+            "induction": heads.induction(weights, jnp.asarray(tokens)),
+            "sink": heads.first_token(weights, late),
+        }
+
     for kind, weights in built.items():
-        for name, score in scores.items():
-            np.testing.assert_allclose(score(weights), name == kind, atol=1e-6, err_msg=f"{kind}, {name}")
+        for name, found in scores(weights).items():
+            np.testing.assert_allclose(found, name == kind, atol=1e-6, err_msg=f"{kind}, {name}")
 
 
 @pytest.mark.parametrize("shift", [pytest.param(-1, marks=pytest.mark.slow), 1])
 def test_induction_has_no_off_by_one(shift):
-    tokens = jnp.tile(jnp.arange(5), 3)
-    position = jnp.arange(15)
-    beside = jnp.where(position >= 5, position - 4 + shift, -1)
-    exact = hard(jnp.where(position >= 5, position - 4, -1), 15)
-    np.testing.assert_allclose([heads.induction(one, tokens) for one in (hard(beside, 15), exact)], [0, 1], atol=1e-6)
+    tokens, position = jnp.asarray(np.tile(np.arange(5), 3)), np.arange(15)
+    beside, exact = (hard(np.where(position >= 5, position - 4 + off, -1), 15) for off in (shift, 0))
+    np.testing.assert_allclose([score(heads.induction, one, tokens) for one in (beside, exact)], [0, 1], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -161,16 +172,16 @@ def test_induction_counts_every_continuation_and_no_query_without_one():
 
 
 def test_entropy_of_uniform_and_hard_heads():
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    np.testing.assert_allclose(heads.entropy(uniform_causal(), causal), 1.0, atol=1e-6)
-    np.testing.assert_allclose(heads.entropy(jnp.full((3, 7), 1 / 7)), 1.0, atol=1e-6)
-    np.testing.assert_allclose(heads.entropy(jnp.eye(T), causal), 0.0, atol=1e-6)
-    assert heads.entropy(jnp.ones((1, 1))) == 0.0  # only one visible key, so no row counts
+    causal = np.tri(T, dtype=bool)
+    np.testing.assert_allclose(score(heads.entropy, uniform_causal(), causal), 1.0, atol=1e-6)
+    np.testing.assert_allclose(score(heads.entropy, np.full((3, 7), 1 / 7, np.float32)), 1.0, atol=1e-6)
+    np.testing.assert_allclose(score(heads.entropy, np.eye(T, dtype=np.float32), causal), 0.0, atol=1e-6)
+    assert score(heads.entropy, np.ones((1, 1), np.float32)) == 0.0  # only one visible key, so no row counts
 
 
 @pytest.mark.slow
 def test_divergence_is_a_distance_in_the_unit_interval():
-    patterns = jnp.stack([jnp.eye(T), hard(jnp.arange(T) - 1), uniform_causal(), jnp.eye(T)])
+    patterns = jnp.stack([jnp.eye(T), hard(np.arange(T) - 1), uniform_causal(), jnp.eye(T)])
     found = heads.pattern_divergence(patterns, jnp.arange(T) >= 1)
     np.testing.assert_allclose(jnp.diagonal(found), 0.0, atol=1e-6)
     np.testing.assert_allclose(found, found.T, atol=1e-7)
@@ -180,15 +191,16 @@ def test_divergence_is_a_distance_in_the_unit_interval():
 
 
 def test_cross_attention_profile():
-    weights = jnp.zeros((2, 4)).at[0, 3].set(1.0).at[1, 0].set(1.0)
-    np.testing.assert_allclose(heads.offset_profile(weights), [1.0, 0.0, 0.0, 0.0, 1.0], atol=1e-6)
+    weights = hard([3, 0], 4)
+    np.testing.assert_allclose(score(heads.offset_profile, weights), [1.0, 0.0, 0.0, 0.0, 1.0], atol=1e-6)
 
 
-def test_statistics_lift_by_vmap_and_jit(getkey):
-    weights = jnp.stack([jnp.stack([causal_weights(getkey()) for _ in range(2)]) for _ in range(3)])  # [B,N,T,T]
-    tokens = jax.random.randint(getkey(), (3, T), 0, VOCABULARY)
+def test_statistics_lift_by_vmap_and_jit():
+    rng = np.random.default_rng(0)
+    weights, tokens = np.asarray(causal_weights(rng, 3, 2)), rng.integers(0, VOCABULARY, (3, T))  # [B,N,T,T], [B,T]
     lifted = jax.jit(jax.vmap(jax.vmap(heads.induction, (0, None)), (0, 0)))(weights, tokens)
-    sequential_vmap = [[heads.induction(w, t) for w in of_batch] for of_batch, t in zip(weights, tokens, strict=True)]
+    one = jax.jit(heads.induction)
+    sequential_vmap = [[one(w, t) for w in of_batch] for of_batch, t in zip(weights, tokens, strict=True)]
     np.testing.assert_allclose(lifted, sequential_vmap, atol=1e-6)
 
 
