@@ -33,17 +33,17 @@ class Model(nnx.Module):
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(nnx.Rngs(0))
+    return nnx.jit(lambda: Model(nnx.Rngs(0)))()
 
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(1), (B, T, M))
+    return jnp.float32(np.random.default_rng(1).normal(size=(B, T, M)))
 
 
 @pytest.fixture(scope="module")
 def clean(model, x):
-    _, sown = nnx.capture(lambda model: model(x, sow_heads=True), nnx.Intermediate)(model)
+    _, sown = nnx.jit(nnx.capture(lambda model: model(x, sow_heads=True), nnx.Intermediate))(model)
     return [layer["attention_heads"][0] for _, layer in sorted(sown["layers"].items())]
 
 

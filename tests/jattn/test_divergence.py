@@ -65,8 +65,10 @@ def slow(weights, eligible):
 def test_divergence_is_that_of_the_mean_patterns(arrays, name):
     eligible = np.random.default_rng(1).random((B, T)) > 0.2
     with jax.numpy_dtype_promotion("standard"):
-        found = jax.jit(lambda *both: heads.divergence(*both, eligible=eligible, **OPTIONS[name]))(*arrays)
-        weights = np.asarray(jattn.attention_weights(*arrays, **OPTIONS[name]), np.float64)
+        weights_of = lambda *both: jattn.attention_weights(*both, **OPTIONS[name])
+        divergence = lambda *both: heads.divergence(*both, eligible=eligible, **OPTIONS[name])
+        found, weights = jax.jit(lambda *both: (divergence(*both), weights_of(*both)))(*arrays)
+    weights = np.asarray(weights, np.float64)
     for one, expected in zip(found, slow(weights, eligible), strict=True):
         np.testing.assert_allclose(one, expected, atol=1e-6)
     if name == "padding":
@@ -81,8 +83,9 @@ def test_rows_that_do_not_fit_at_once_are_averaged_all_the_same():
     rng = np.random.default_rng(5)
     query, key = rng.normal(size=(2, 3, N, 2)), rng.normal(size=(2, keys // 2, 1, 2))
     query, key = query.astype(np.float32) * 2, key.astype(np.float32)
-    together = heads.divergence(query, key)
-    apart = [heads.divergence(query[:, t : t + 1], key) for t in range(3)]
+    divergence = jax.jit(heads.divergence)
+    together = divergence(query, key)
+    apart = [divergence(query[:, t : t + 1], key) for t in range(3)]
     for one, rows in zip(together, zip(*apart, strict=True), strict=True):
         np.testing.assert_allclose(one, np.mean(rows, 0), atol=1e-4)  # an extra row would change the mean by 0.01
     assert together[0].max() > 0.01
@@ -135,17 +138,17 @@ def test_a_half_without_rows_has_no_floor(arrays):
 
 
 def test_nothing_at_all_and_nothing_hidden(arrays):
-    query, key = arrays
+    (query, key), divergence = arrays, jax.jit(heads.divergence)
     for lead in ((0, T), (B, 0)):
-        between, floor = heads.divergence(np.zeros((*lead, N, H), np.float32), np.zeros((lead[0], S, K, H), np.float32))
+        none = np.zeros((*lead, N, H), np.float32), np.zeros((lead[0], S, K, H), np.float32)
+        between, floor = jax.device_get(divergence(*none))
         assert (between == 0).all() and np.isnan(floor).all()
-    empty = heads.statistics(
-        np.zeros((B, 0, N, H), np.float32), np.zeros((B, 0, K, H), np.float32), names=["offset_profile"]
-    )
+    none = np.zeros((B, 0, N, H), np.float32), np.zeros((B, 0, K, H), np.float32)
+    empty = jax.jit(lambda *none: heads.statistics(*none, names=["offset_profile"]))(*none)
     assert empty["offset_profile"].shape == (B, N, 0)
     spoiled = query.copy()
     spoiled[0, 3, 1] = np.nan
-    between, _ = heads.divergence(spoiled, key)
+    between, _ = jax.device_get(divergence(spoiled, key))
     assert np.isnan(between[1]).all() and np.isfinite(np.delete(np.delete(between, 1, 0), 1, 1)).all()
 
 

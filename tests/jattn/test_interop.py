@@ -1,9 +1,11 @@
 """Checkpoints in jattn's modules: a real sentence encoder and tiny random models, against the formulas in float64."""
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +29,11 @@ BERT = {
     "layer_norm_eps": 1e-12, "hidden_act": "gelu",
 }  # fmt: skip
 TOKENS = RNG.integers(0, VOCABULARY, (3, 7))
+
+
+@nnx.jit
+def run(model, tokens, **options):
+    return model(tokens, **options)
 
 
 def random(*shape):
@@ -173,10 +180,11 @@ def tiny_gpt2():
 def test_gpt2_in_every_layout(tiny_gpt2, layout):
     model = interop.from_tensors(LAYOUTS[layout](tiny_gpt2), GPT2)
     expected = gpt2_reference(tiny_gpt2, TOKENS)
-    hidden = model(TOKENS)
+    hidden = run(model, TOKENS)
+    found = nnx.jit(lambda model, hidden: model.logits(hidden))(model, hidden)
     np.testing.assert_allclose(hidden, expected, atol=2e-5)
     logits = expected @ tiny_gpt2["wte.weight"].astype(np.float64).T
-    np.testing.assert_allclose(model.logits(hidden), logits, atol=1e-4)
+    np.testing.assert_allclose(found, logits, atol=1e-4)
     assert (model.head is not None) == (layout == "with its head")
 
 
@@ -214,11 +222,11 @@ def test_bert(tmp_path):
 def test_a_checkpoint_of_16_bits(tmp_path, tiny_gpt2, dtype):
     from safetensors.flax import save_file
 
-    rounded = {name: jnp.asarray(x, dtype) for name, x in tiny_gpt2.items()}
+    rounded = {name: jnp.asarray(x.astype(dtype)) for name, x in tiny_gpt2.items()}
     save_file(rounded, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     expected = gpt2_reference({name: np.asarray(x, np.float32) for name, x in rounded.items()}, TOKENS)
-    np.testing.assert_allclose(interop.load(tmp_path)(TOKENS), expected, atol=2e-5)
+    np.testing.assert_allclose(run(interop.load(tmp_path), TOKENS), expected, atol=2e-5)
 
 
 def test_bert_with_fused_projections_and_other_token_types():
@@ -263,28 +271,34 @@ def test_gpt2_without_an_output_embedding(tiny_gpt2):
     np.testing.assert_array_equal(own.output_embedding(), head)
 
 
+@nnx.jit
+def of_tables(model, ids):
+    """What the ids give in each table, with all tokens valid and with those of id 0."""
+    embed, tokens = functools.partial(model._embedded, cache=None), jnp.asarray(np.arange(5)[None])
+    calls = (
+        functools.partial(embed, ids, token_types=None, given=None),
+        functools.partial(embed, tokens, token_types=ids, given=None),
+        functools.partial(embed, tokens, token_types=None, given=ids[0]),
+    )
+    return [(call(valid=None), call(valid=ids == 0)) for call in calls]
+
+
 @pytest.mark.parametrize("index", [-(2**31), -VOCABULARY, -1, VOCABULARY, 2**31 - 1])
 def test_ids_outside_of_their_table_give_nan(index):
-    model, tokens = interop.from_tensors(bert_tensors(), BERT), jnp.arange(5)[None]
-    ids = jnp.array([[0, 0, index, 0, 0]])
-    calls = (
-        lambda **options: model._embedded(ids, token_types=None, given=None, cache=None, **options),
-        lambda **options: model._embedded(tokens, token_types=ids, given=None, cache=None, **options),
-        lambda **options: model._embedded(tokens, token_types=None, given=ids[0], cache=None, **options),
-    )
-    for embedded in calls:
-        assert np.isnan(embedded(valid=None)[0]).all(1).tolist() == [False, False, True, False, False]
-        assert np.isfinite(embedded(valid=ids == 0)).all()  # of padding
+    model = interop.from_tensors(bert_tensors(), BERT)
+    for of_all, of_real in of_tables(model, np.array([[0, 0, index, 0, 0]], np.int32)):
+        assert np.isnan(np.asarray(of_all)[0]).all(1).tolist() == [False, False, True, False, False]
+        assert np.isfinite(of_real).all()  # of padding
 
 
 def test_padding_may_have_any_id(tiny_gpt2):
     model, valid = interop.from_tensors(tiny_gpt2, GPT2), np.arange(7) < np.array([[7], [4], [1]])
-    found = [model(np.where(valid, TOKENS, index), valid=valid) for index in (0, -1, 100)]
+    found = jax.device_get([run(model, np.where(valid, TOKENS, index), valid=valid) for index in (0, -1, 100)])
     np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in found[:2]))
     np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in found[1:]))
     assert np.isfinite(found[1:]).all()
-    assert np.isnan(model(np.where(valid, TOKENS, -1))[1, 4:]).all()
-    np.testing.assert_array_equal(model(TOKENS.astype(np.int8), valid=valid), model(TOKENS, valid=valid))
+    assert np.isnan(np.asarray(run(model, np.where(valid, TOKENS, -1)))[1, 4:]).all()
+    np.testing.assert_array_equal(run(model, TOKENS.astype(np.int8), valid=valid), run(model, TOKENS, valid=valid))
 
 
 # checkpoints that do not fit

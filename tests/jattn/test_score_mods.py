@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ SCORE = np.random.default_rng(0).normal(size=(150, 170)).astype(np.float32)
 
 def call(mod, score=SCORE, h=1):
     with mod_semantics():
-        return mod(jnp.asarray(score), 0, h, jnp.asarray(Q), jnp.asarray(KV))
+        return jax.jit(lambda *arguments: mod(arguments[0], 0, h, *arguments[1:]))(score, Q, KV)
 
 
 def test_alibi_slopes():
@@ -54,7 +55,7 @@ def test_relative_bias_buckets(bidirectional):
     expected = np.vectorize(bucket)(KV - Q)
     # bucket 16 would be for keys after the query at distance 0, so T5 never uses it
     assert len(np.unique(expected)) == (31 if bidirectional else 32)
-    np.testing.assert_array_equal(mod.bucket(jnp.asarray(KV - Q)), expected)
+    np.testing.assert_array_equal(jax.jit(mod.bucket)(KV - Q), expected)
     np.testing.assert_allclose(call(mod), SCORE + table[expected, 1], rtol=1e-6)
 
 
@@ -79,8 +80,8 @@ def test_distances_at_the_ends_of_int32(dtype):
     q, kv = ENDS.astype(dtype)[:, None], ENDS.astype(dtype)[None, :]
     table = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
     with mod_semantics():
-        found = score_mods.Alibi(np.array([9.0, 0.5], np.float32))(score, 0, 1, q, kv)
-        biased = score_mods.RelativeBias(table, False, 16)(score, 0, 1, q, kv)
+        mods = score_mods.Alibi(np.array([9.0, 0.5], np.float32)), score_mods.RelativeBias(table, False, 16)
+        found, biased = jax.device_get(jax.jit(lambda: [mod(score, 0, 1, q, kv) for mod in mods])())
     np.testing.assert_allclose(found, -0.5 * abs(offset), rtol=1e-7)
     np.testing.assert_array_equal(np.asarray(found)[abs(offset) < 10], -0.5 * abs(offset[abs(offset) < 10]))
     nearest = {-1: 1, -2: 2, -3: 3}
