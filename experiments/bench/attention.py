@@ -38,18 +38,19 @@ MEASURED = ("full", "causal")  # the cases measured for memory and compilation
 def about(plan: Plan) -> dict[str, Any]:
     """The environment, the shape of the problems, and which peers are missing."""
     contestants, missing = peers.contestants(tuple(plan.peers), plan.device)
-    shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": 1}
+    shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": plan.batch}
     found = {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
-    return found | {"before": last_kept(found["environment"], plan.out)}
+    return found | {"before": last_kept(found["environment"], shape, plan.out)}
 
 
-def last_kept(here: Mapping[str, str], out: Path) -> dict[str, Any]:
-    """The last results kept of this kind of machine, except those in ``out``: ``folder``, and jattn's ``shares``."""
+def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> dict[str, Any]:
+    """The last kept of this kind of machine and shape, except those in ``out``: ``folder``, and jattn's ``shares``."""
     kind = ("device", "cpu", "vectors", "cores")
     for folder in sorted(KEPT.glob(f"*/{SUITE.name}.json"), reverse=True):
         if folder.parent.resolve() != out.resolve():
             kept = SUITE.read(folder.parent)
-            if all(kept.about["environment"].get(name) == here[name] for name in kind):
+            same = all(kept.about["environment"].get(name) == here[name] for name in kind)
+            if same and kept.about["shape"] == shape:
                 return {"folder": folder.parent.name, "shares": attention_tables.shares(kept)}
     return {"folder": "", "shares": {}}
 
@@ -61,6 +62,7 @@ def environment(plan: Plan, names: list[str]) -> dict[str, str]:
         "cpu": timing.cpu_model(),
         "vectors": timing.vectors(),
         "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB",
+        "jattn-native": timing.native_version(),
     }
     return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
 
@@ -78,7 +80,7 @@ def _times(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
     memory = timing.memory_bytes(plan.device) / 3
     for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
         for passes in PASSES:
-            problem = Problem(case, length, dtype)
+            problem = Problem(case, length, dtype, batch=plan.batch)
             key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
             yield Job("times", key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds))
 
@@ -153,7 +155,7 @@ def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
     """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, if it fits."""
     lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
     for one, case in itertools.product(contestants, _plain(plan)):
-        problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one))
+        problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one), batch=plan.batch)
         if peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
             key = {"contestant": one.name, "case": case, "length": problem.length}
             yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
@@ -171,7 +173,7 @@ def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
     """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
     for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
-        problem = Problem(case, length, _dtype(plan, one))
+        problem = Problem(case, length, _dtype(plan, one), batch=plan.batch)
         if (
             isinstance(one, peers.InJax)
             and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None

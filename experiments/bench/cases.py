@@ -27,21 +27,22 @@ DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call of attention, T = S = ``length``; all contestants get the same inputs."""
+    """One call of attention, B = ``batch``, T = S = ``length``; all contestants get the same inputs."""
 
     case: str
     length: int
     dtype: str = "float32"
     num_heads: int = 8
     head_dim: int = 64
+    batch: int = 1
 
     def arrays(self) -> list[np.ndarray]:
-        """Query, key and value ``[1,T,N,H]`` in float32, and the case's extra argument, if any.
+        """Query, key and value ``[B,T,N,H]`` in float32, and the case's extra argument, if any.
 
         That is the document ids ``[T]`` or T5's table ``[32,N]``.
         """
         rng = np.random.default_rng(0)
-        shape = (1, self.length, self.num_heads, self.head_dim)
+        shape = (self.batch, self.length, self.num_heads, self.head_dim)
         arrays = [rng.standard_normal(shape, np.float32) for _ in range(3)]
         if self.case.startswith("segments"):
             arrays.append(document_ids(self.length))
@@ -67,7 +68,8 @@ class Problem:
 
     def flops(self, passes: str) -> float:
         """Operations of the products only: two forward, and five backward, which recomputes the scores."""
-        return {"forward": 4.0, "both": 14.0}[passes] * self.pairs() * self.head_dim * self.num_heads
+        heads = self.batch * self.num_heads
+        return {"forward": 4.0, "both": 14.0}[passes] * self.pairs() * self.head_dim * heads
 
 
 def document_ids(length: int) -> np.ndarray:
@@ -81,7 +83,8 @@ def document_ids(length: int) -> np.ndarray:
 class Plan:
     """What one run measures.
 
-    ``seconds``: the time that one row's calls take, all contestants together. ``cells``: of the chips suite, unparsed.
+    ``seconds``: the time that one row's calls take, all contestants together. ``batch``: B of the attention suite's
+    problems. ``cells``: of the chips suite, unparsed.
     """
 
     out: Path
@@ -92,9 +95,10 @@ class Plan:
     parts: Sequence[str] = PARTS
     seconds: float = 6.0
     cells: str = ""
+    batch: int = 1
 
     @classmethod
-    def read(cls, out: Path, device: str, seconds: float, cells: str = "", **lists: str) -> "Plan":
+    def read(cls, out: Path, device: str, seconds: float, cells: str = "", batch: int = 1, **lists: str) -> "Plan":
         """Parses command-line options; lists are separated by commas.
 
         Raises:
@@ -116,4 +120,6 @@ class Plan:
             raise ValueError(f"--device: expected one of {', '.join(DTYPES)}, got {device!r}")
         if not seconds > 0:
             raise ValueError(f"--seconds: expected > 0, got {seconds}")
-        return cls(out, device, seconds=seconds, cells=cells, **chosen)
+        if batch < 1:
+            raise ValueError(f"--batch: expected >= 1, got {batch}")
+        return cls(out, device, seconds=seconds, cells=cells, batch=batch, **chosen)

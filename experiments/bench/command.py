@@ -12,7 +12,7 @@ from experiments.runs.terminal import fail
 
 # The suites, one file each, and the options that they take.
 SUITES = {
-    "attention": ("peers", "device", "lengths", "cases", "parts", "seconds", "out", "resume", "redraw"),
+    "attention": ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
     "language": ("out", "seconds"),
@@ -32,7 +32,7 @@ def bench_command(arguments: Sequence[str]) -> int:
     out = Path(options.out or _folder(options))
     lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
     try:
-        plan = Plan.read(out, options.device, options.seconds, options.cells, **lists)
+        plan = Plan.read(out, options.device, options.seconds, options.cells, options.batch, **lists)
     except ValueError as wrong:
         return fail(str(wrong))
     return _run(options.suite, plan, options.redraw, options.resume)
@@ -40,7 +40,8 @@ def bench_command(arguments: Sequence[str]) -> int:
 
 def _folder(options: Any) -> Path | str:
     """Where whole results are kept, under the date; a part of them is not."""
-    kept = {"attention": options.device, "chips": "" if options.cells else "chips"}.get(options.suite)
+    attention = options.device + (f"-batch{options.batch}" if options.batch > 1 else "")
+    kept = {"attention": attention, "chips": "" if options.cells else "chips"}.get(options.suite)
     return Path(__file__).parents[1] / "results" / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 
@@ -76,12 +77,14 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; chips: compiled for TPUs; dispatch: short calls; language: SmolLM2; layers: Flax's modules; "
-        "looking: statistics; sharding: rings",
+        help="attention; chips: compiled for TPUs; dispatch: short calls; language: SmolLM2 beside transformers; "
+        "layers: Flax's modules and torch's; looking: statistics; sharding: rings",
     )
-    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=f"any of {', '.join(PEERS)}")
+    known = f"any of {', '.join(PEERS)}, beside a plain call of jattn"
+    parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=known)
     parser.add_argument("--device", type=str, default="cpu", help="cpu, gpu or tpu")
     parser.add_argument("--lengths", type=str, default=",".join(map(str, LENGTHS)), help="T = S, each above 1")
+    parser.add_argument("--batch", type=int, default=1, help="B of the problems")
     parser.add_argument("--cases", type=str, default=",".join(CASES), help="any of these")
     parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure: any of these")
     parser.add_argument("--cells", type=str, default="", help="of chips: any of their words, as v5e,128,causal")

@@ -43,7 +43,7 @@ class InJax:
 
     def matrices(self, problem: Problem) -> int:
         """How many matrices ``[T,S]`` it holds at once, up to a small factor."""
-        return 0 if problem.case in self.linear else problem.num_heads
+        return 0 if problem.case in self.linear else problem.batch * problem.num_heads
 
     def inputs(self, problem: Problem) -> list[jax.Array]:
         """The problem's arrays on the device, in its dtype; T5's table stays float32."""
@@ -71,7 +71,7 @@ class InJax:
 
 @dataclasses.dataclass(frozen=True)
 class InTorch:
-    """PyTorch's attention on ``[1,N,T,H]``, its kernels' layout; ``flex`` means FlexAttention."""
+    """PyTorch's attention on ``[B,N,T,H]``, its kernels' layout; ``flex`` means FlexAttention."""
 
     name: str
     device: str
@@ -83,7 +83,7 @@ class InTorch:
         return tuple(case for case in CASES if case != "t5" and (self.flex or case != "softcap"))
 
     def matrices(self, problem: Problem) -> int:
-        """Heads share a mask; ALiBi has an array per head."""
+        """All heads share a mask, and all of the batch ALiBi's array per head."""
         if self.flex or problem.case in ("full", "causal"):
             return 0
         return problem.num_heads if problem.case == "alibi" else 1
@@ -126,7 +126,7 @@ Contestant = InJax | InTorch
 
 def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], dict[str, str]]:
     """jattn and the available ``peers``, in column order; and one line per missing peer that says why."""
-    found: list[Contestant] = [InJax("jattn", _jattn(None), tuple(CASES), linear=tuple(CASES))]
+    found: list[Contestant] = [InJax("jattn", _jattn(None), tuple(CASES), linear=tuple(CASES))]  # the plain call
     missing = {}
     for peer in peers:
         reason = _missing(peer, device)
@@ -154,8 +154,6 @@ def versions(peers: tuple[str, ...]) -> dict[str, str]:
 
 
 def _missing(peer: str, device: str) -> str | None:
-    if peer == "jattn-kernels" and device == "cpu" and importlib.util.find_spec("jattn_native") is None:
-        return "jattn-native is not installed: pip install setuptools, then pip install --no-build-isolation ./native"
     if peer not in ("torch", "tokamax"):
         return None
     if importlib.util.find_spec(peer) is None:
@@ -202,10 +200,10 @@ def _jattn_xla(device: str) -> list[Contestant]:
 
 
 def _jattn_kernels(device: str) -> list[Contestant]:
-    """Our own kernels, where the default is another's."""
-    known = tuple(case for case in CASES if case != "t5")
+    """Our kernels that the plain call may not take: on a CPU those that it takes without jattn-native."""
     if device == "cpu":
-        return [InJax("jattn native", _jattn("native"), known, linear=known)]
+        return [InJax("jattn blockwise", _jattn("blockwise"), tuple(CASES), linear=tuple(CASES))]
+    known = tuple(case for case in CASES if case != "t5")
     return [InJax(f"jattn pallas_{device}", _jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
 
 

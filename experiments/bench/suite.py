@@ -101,7 +101,7 @@ class Suite:
         """Measures what ``out`` lacks, writes the results there, and returns all of them.
 
         Raises:
-            Refused: a resumable suite has results, and ``resume`` is false or their environment differs.
+            Refused: a resumable suite has results, and ``resume`` is false or their environment or shape differs.
             Failed: nothing was written.
             OSError: ``out`` is not writable.
         """
@@ -132,8 +132,9 @@ class Suite:
         if not resume:
             raise Refused(f"--out: {file} already holds results; --resume continues them")
         results = self.read(out)
-        if changed := differences(results.about["environment"], about["environment"]):
-            raise Refused(f"--out: {file} holds results of another environment: {'; '.join(changed)}")
+        for name, kind in (("environment", "another environment"), ("shape", "problems of another shape")):
+            if changed := differences(results.about.get(name, {}), about.get(name, {})):
+                raise Refused(f"--out: {file} holds results of {kind}: {'; '.join(changed)}")
         return results
 
     def read(self, out: Path) -> Results:

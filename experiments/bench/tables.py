@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+NOT_INSTALLED = "not installed"
+
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
@@ -23,6 +25,11 @@ class Asked:
             return "not measured"
         met = self.measured >= self.threshold if self.at_least else self.measured <= self.threshold
         return "met" if met else "not met"
+
+
+def has_native(environment: Mapping[str, str]) -> bool:
+    """Whether a plain call could take the kernels of jattn-native."""
+    return environment.get("jattn-native", NOT_INSTALLED) != NOT_INSTALLED
 
 
 def ratio(above: float | None, below: float | None) -> float | None:

@@ -5,6 +5,8 @@ Contestants are timed in turn, in one run, so that a busy machine slows all of t
 
 import dataclasses
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import time
@@ -18,6 +20,7 @@ import numpy as np
 
 import jattn
 from experiments.bench.suite import Refused
+from experiments.bench.tables import NOT_INSTALLED
 
 
 def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
@@ -68,8 +71,9 @@ def environment() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """``environment``, the state of jattn's source, and the processor."""
-    return environment() | {"jattn_source": source_digest(), "cpu": cpu_model(), "vectors": vectors()}
+    """``environment``, the state of jattn's source, its compiled kernels, and the processor."""
+    found = {"jattn_source": source_digest(), "jattn-native": native_version()}
+    return environment() | found | {"cpu": cpu_model(), "vectors": vectors()}
 
 
 def about(sizes: Any) -> dict[str, Any]:
@@ -95,6 +99,12 @@ def vectors() -> str:
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.exists() else set()
     return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in flags), "unknown")
+
+
+def native_version() -> str:
+    """The version of jattn-native, whose kernels a plain call takes on a CPU, or "not installed"."""
+    here = importlib.util.find_spec("jattn_native") is not None
+    return importlib.metadata.version("jattn-native") if here else NOT_INSTALLED
 
 
 def source_digest() -> str:

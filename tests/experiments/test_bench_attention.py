@@ -1,7 +1,9 @@
 """The attention and dispatch benchmarks: their arithmetic on made-up numbers, and whole runs on tiny problems."""
 
 import ast
+import importlib.metadata
 import importlib.util
+import itertools
 import json
 import sys
 import types
@@ -14,7 +16,7 @@ import pytest
 
 import experiments
 from experiments.__main__ import main as run_main
-from experiments.bench import attention, attention_figure, attention_tables, cases, dispatch, peers, timing
+from experiments.bench import attention, attention_figure, attention_tables, cases, dispatch, peers, tables, timing
 from experiments.bench.attention import SUITE
 from experiments.bench.cases import CASES, PASSES, Plan, Problem
 from experiments.bench.probe import probe
@@ -36,11 +38,15 @@ def tiny(monkeypatch, as_experiments_run):
     jax.config.update("jax_platforms", platforms)
 
 
-def made_up(**changes) -> dict:
+NATIVE = {"jattn-native": "0.1.0"}
+
+
+def made_up(environment=None, shape=None, **changes) -> dict:
     """Results without rows, except for those in ``changes``."""
     found = {
-        "environment": {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"},
-        "shape": {"batch": 1, "num_heads": 8, "head_dim": 64},
+        "environment": {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"}
+        | (environment or {}),
+        "shape": {"batch": 1, "num_heads": 8, "head_dim": 64} | (shape or {}),
         "missing": {},
         "times": [],
         "memory": [],
@@ -51,7 +57,7 @@ def made_up(**changes) -> dict:
 
 
 def row(case: str, length: int, passes: str = "forward", left_out=None, plain=None, **medians: float) -> dict:
-    names = {"jax_nn": "jax.nn", "jattn_native": "jattn native"}
+    names = {"jax_nn": "jax.nn", "jattn_blockwise": "jattn blockwise"}
     medians = {names.get(name, name): value for name, value in medians.items()}
     key = {"case": case, "length": length, "dtype": "float32", "passes": passes, "medians": medians}
     rest = {
@@ -93,6 +99,7 @@ def test_operations_are_counted_as_usual():
     assert full.flops("forward") == 4 * 1000**2 * 64 * 8
     assert full.flops("both") == 3.5 * full.flops("forward")
     assert causal.flops("forward") == full.flops("forward") / 2
+    assert Problem("full", 1000, batch=3).flops("both") == 3 * full.flops("both")
 
 
 def test_documents_are_eight_and_in_order():
@@ -102,11 +109,17 @@ def test_documents_are_eight_and_in_order():
     assert cases.document_ids(2).tolist() == [0, 1]
 
 
+def test_a_batch_is_of_different_sequences():
+    query, key, value, ids = Problem("segments", 12, num_heads=2, head_dim=4, batch=3).arrays()
+    assert query.shape == key.shape == value.shape == (3, 12, 2, 4) and ids.shape == (12,)
+    assert (query[0] != query[1]).any()
+
+
 # ---- contestants
 
 
 def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
-    """The outputs, converted to ``[1,T,N,H]`` from the contestant's layout."""
+    """The outputs, converted to ``[B,T,N,H]`` from the contestant's layout."""
     found = contestant.call(problem, passes)()
     found = [found] if passes == "forward" else list(found)
     if isinstance(contestant, peers.InTorch):
@@ -119,7 +132,7 @@ def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
 def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experiments_run):
     for module in (cases, peers):
         monkeypatch.setattr(module, "WINDOW", 7)
-    problem = Problem(case, 24, num_heads=2, head_dim=8)
+    problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
     jattn, *others = peers.contestants(cases.PEERS if case == "t5" else cases.PEERS[:3], "cpu")[0]
     expected = computed(jattn, problem, passes)
     assert np.abs(expected[0]).max() > 1e-3
@@ -139,7 +152,7 @@ def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_
         monkeypatch.setattr(module, "WINDOW", 7)
     monkeypatch.setattr(torch, "compile", lambda function: function)  # needs a C++ compiler
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    problem = Problem(case, 24, num_heads=2, head_dim=8)
+    problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
     tensors = [x.detach() for x in peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
     out = peers.torch_flex(problem, "cpu")(*tensors).numpy()
     expected = computed(peers.contestants((), "cpu")[0][0], problem, "forward")[0]
@@ -150,22 +163,36 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
     by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
-    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn native"]
+    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn blockwise"]
     for device in "gpu", "tpu":
         (kernels,) = peers.contestants(("jattn-kernels",), device)[0][1:]
         assert kernels.name == f"jattn pallas_{device}" and kernels.dtypes == ("bfloat16",)
     matrix = 3 * 4 * 4096**2
 
-    def why(name: str, case: str, memory: float, **dtype: str) -> str | None:
-        return peers.unsupported_reason(by_name[name], Problem(case, 4096, **dtype), memory)
+    def why(name: str, case: str, memory: float, batch: int = 1) -> str | None:
+        return peers.unsupported_reason(by_name[name], Problem(case, 4096, batch=batch), memory)
 
     assert why("jattn", "full", 0) is None and why("torch", "causal", 0) is None
     assert why("jax.nn", "full", 8 * matrix) is None
     assert why("jax.nn", "full", 8 * matrix - 1) == "would hold 2 GiB of scores"
-    assert why("torch", "window", matrix) is None and why("torch", "alibi", matrix) is not None
+    assert why("jax.nn", "full", 16 * matrix, batch=2) is None
+    assert why("jax.nn", "full", 16 * matrix - 1, batch=2) == "would hold 3 GiB of scores"
+    assert why("torch", "window", matrix, batch=2) is None and why("torch", "alibi", matrix) is not None
+    for name in "jattn", "jattn blockwise":
+        assert all(why(name, case, 0, batch=8) is None for case in CASES)
     assert why("jax.nn", "softcap", np.inf) == why("torch", "t5", np.inf) == "has no such case"
     fused = peers.InJax("cudnn", lambda: None, ("full",), dtypes=("bfloat16",))
     assert peers.unsupported_reason(fused, Problem("full", 8), np.inf) == "does not take float32"
+
+
+def test_on_a_cpu_the_peer_of_kernels_is_what_a_plain_call_is_without_the_package(monkeypatch, as_experiments_run):
+    named = []
+    monkeypatch.setattr(
+        peers.jattn, "dot_product_attention", lambda *arrays, implementation, **_: named.append(implementation)
+    )
+    for contestant in peers.contestants(("jattn-kernels",), "cpu")[0]:
+        contestant.attention(Problem("full", 8), None, None, None)
+    assert named == [None, "blockwise"]
 
 
 def test_torch_and_tokamax_are_imported_where_they_are_asked_for():
@@ -202,11 +229,12 @@ def test_ratios_are_those_of_the_rows():
             row("full", 8192, jattn=1000.0),
             row("causal", 8192, plain={"jattn": 1000.0}, jattn=600.0),
             row("window", 32768, plain={"jattn": 1400.0}, jattn=100.0),
-            row("alibi", 2048, plain={"jattn": 100.0, "jattn native": 10.0}, jattn=150.0, jattn_native=12.0),
+            row("alibi", 2048, plain={"jattn": 100.0, "jattn blockwise": 10.0}, jattn=150.0, jattn_blockwise=12.0),
             row("alibi", 4096, plain={"jattn": 100.0}, jattn=120.0),
             row("full", 1024, jattn=10.0, jax_nn=10.0),
             row("alibi", 512, "both", jattn=21.2, jax_nn=20.0),
-        ]
+        ],
+        environment={"contestants": "jattn, jax.nn, torch, jattn blockwise"},
     )
     said = answers(found)
     peer = "forward, n = 2048: time of {} / time of jattn"
@@ -217,7 +245,7 @@ def test_ratios_are_those_of_the_rows():
     assert said["causal / full, forward, n = 8192"] == (0.6, "met")
     assert said["window / full, forward, n = 32768"] == (100 / 1400, "met")
     assert said["jattn: alibi / causal, forward, n >= 2048"] == (1.5, "not met")
-    assert said["jattn native: alibi / causal, forward, n >= 2048"] == (1.2, "met")
+    assert said["jattn blockwise: alibi / causal, forward, n >= 2048"] == (1.2, "met")
     assert said["jattn: softcap / full, forward, n >= 2048"] == (None, "not measured")
     worst = "every case, n <= 1024: time of jattn / time of jax.nn (worst: alibi, forward and backward, n = 512)"
     assert said[worst] == (pytest.approx(1.06), "not met")
@@ -233,16 +261,59 @@ def test_shares_are_of_the_rate_in_the_same_row_and_the_worst_length_counts():
     assert answers(found)[question] == (pytest.approx(0.7), "met")
 
 
-def test_the_compiled_kernels_are_judged_by_their_worst_length():
-    times = {n: Problem("full", n).flops("forward") / 1e6 for n in (2048, 4096, 8192)}
+def plain_calls(speed: float, share: float, **environment: str) -> list[tuple[float | None, str]]:
+    """The answers on a machine where the worst length has this speed, compared with torch, and this share."""
+    rows = []
+    for case, passes in itertools.product(("full", "causal"), PASSES):
+        for n, better in ((1024, 0.5), (2048, 1.5), (4096, 1.0), (8192, 1.1)):
+            time = Problem(case, n).flops(passes) / 1e6 / share
+            rows.append(row(case, n, passes, jattn=time / better, torch=speed * time))
+    said = answers(made_up(times=rows, environment=environment))
+    return [said[question] for question in said if "n = 2048 to 8192" in question or "share" in question]
+
+
+@pytest.mark.parametrize(
+    "vectors, forward, both", [("avx512f", 2.0, 1.8), ("avx2", 1.1, 1.0), ("asimd", 1.1, 1.0), (None, 1.1, 1.0)]
+)
+def test_a_plain_call_with_the_compiled_kernels_is_judged_by_its_worst_length(vectors, forward, both):
+    environment = NATIVE if vectors is None else NATIVE | {"vectors": vectors}
+    for least in forward, both:
+        for speed, answer in ((least + 1e-6, "met"), (least - 1e-6, "not met")):
+            said = plain_calls(speed, 0.9, **environment)[:4]
+            assert [measured for measured, _ in said] == [pytest.approx(speed)] * 4
+            assert [one for _, one in said][least != forward :: 2] == [answer] * 2
+
+
+def test_shares_asked_of_a_plain_call_are_higher_with_the_compiled_kernels_and_avx512():
+    higher = NATIVE | {"vectors": "avx512f"}
+    # forward, full and causal, then both passes; "not met" below .88, .80, .75 and .65
+    for share, missed in ((0.89, 0), (0.87, 1), (0.79, 2), (0.74, 3), (0.64, 4)):
+        said = [answer for _, answer in plain_calls(3.0, share, **higher)[4:]]
+        assert said == ["not met"] * missed + ["met"] * (4 - missed)
+
+
+def test_nothing_more_is_asked_without_the_compiled_kernels():
+    for environment in {}, {"vectors": "avx512f", "jattn-native": "not installed"}:
+        assert plain_calls(3.0, 0.65, **environment) == [
+            (pytest.approx(0.65), "not met"),
+            (pytest.approx(0.65), "met"),
+        ]
+
+
+def test_a_batch_is_compared_with_the_faster_peer_at_each_length():
     rows = [
-        row("full", n, jattn=1.0, torch=2.5 * t, jattn_native=k * t)
-        for (n, t), k in zip(times.items(), (2, 1, 1.25), strict=True)
+        row("full", 128, "both", jattn=10.0, jax_nn=9.0, torch=20.0),
+        row("full", 256, "both", jattn=10.0, jax_nn=20.0, torch=10.0),
+        row("causal", 128, "both", jattn=10.0, jax_nn=20.0),
+        row("causal", 128, jattn=10.0, jax_nn=1.0, torch=1.0),
     ]
-    said = answers(made_up(times=rows))
-    speed = "native, full, forward, n = 2048 to 8192: time of torch / time of jattn native"
-    assert said[speed] == (pytest.approx(1.25), "met")
-    assert said["native, full, forward, n >= 4096: share of the matrix rate"] == (pytest.approx(0.8), "met")
+    question = "{}, forward and backward, n = {}: time of the faster of torch and jax.nn / time of jattn"
+    assert answers(made_up(times=rows, shape={"batch": 8})) == {
+        question.format("full", 128): (0.9, "not met"),
+        question.format("full", 256): (1.0, "met"),
+        question.format("causal", 128): (None, "not measured"),
+        question.format("causal", 256): (None, "not measured"),
+    }
 
 
 def test_shares_that_moved_are_told(tmp_path, monkeypatch):
@@ -254,15 +325,17 @@ def test_shares_that_moved_are_told(tmp_path, monkeypatch):
         found = made_up(environment=environment, times=[row("full", 8, jattn=time, torch=1.0)])
         (tmp_path / name / "attention.json").write_text(json.dumps(found))
     monkeypatch.setattr(attention, "KEPT", tmp_path)
-    before = attention.last_kept(here, tmp_path / "cpu-9")
-    assert before["folder"] == "cpu-2" and attention.last_kept(here, tmp_path / "cpu-2")["folder"] == "cpu-1"
+    shape = made_up()["shape"]
+    before = attention.last_kept(here, shape, tmp_path / "cpu-9")
+    assert before["folder"] == "cpu-2" and attention.last_kept(here, shape, tmp_path / "cpu-2")["folder"] == "cpu-1"
+    assert attention.last_kept(here, shape | {"batch": 8}, tmp_path)["shares"] == {}
     for time, lines in ((2.08, 0), (1.88, 1), (2.2, 1)):
         found = SUITE.parse(made_up(environment=here, before=before, times=[row("full", 8, jattn=time, torch=9.0)]))
         assert len(attention_tables.moved(found)) == lines
     assert "of the matrix rate, " in attention_tables.markdown(found) and " in cpu-2.\n" in attention_tables.markdown(
         found
     )
-    assert attention.last_kept(here | {"cores": "4"}, tmp_path)["shares"] == {}
+    assert attention.last_kept(here | {"cores": "4"}, shape, tmp_path)["shares"] == {}
 
 
 def test_memory_and_compilation_are_judged():
@@ -387,6 +460,32 @@ def test_a_picture_of_nothing_and_of_everything():
     assert drawn.get_suptitle().startswith("Causal attention, float32, B=1 N=8 H=64, a CPU, 2 cores")
 
 
+def test_a_batch_is_measured_and_kept_apart(tmp_path, tiny, capsys):
+    options = ["--peers", "jax", "--lengths", "8", "--cases", "causal", "--parts", "times", "--seconds", ".001"]
+    assert run_main(["bench", *options, "--batch", "2", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "attention.json").read_text())
+    assert found["shape"] == {"batch": 2, "num_heads": 8, "head_dim": 64}
+    assert found["environment"]["jattn-native"] == timing.native_version()
+    assert [row["flops"] for row in found["times"]] == [Problem("causal", 8, batch=2).flops(one) for one in PASSES]
+    assert (tmp_path / "attention.md").read_text().splitlines()[2].startswith("B=2 N=8 H=64, T = S = n.")
+    capsys.readouterr()
+    assert run_main(["bench", *options, "--out", str(tmp_path), "--resume"]) == 2
+    said = (
+        f"error: --out: {tmp_path / 'attention.json'} holds results of problems of another shape: batch was 2, now 1\n"
+    )
+    assert capsys.readouterr().err == said
+
+
+def test_the_package_of_the_compiled_kernels_is_told(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jattn_native" else real(name))
+    assert timing.native_version() == timing.machine()["jattn-native"] == "not installed"
+    assert not tables.has_native(timing.machine()) and not tables.has_native({})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 1.2")
+    assert timing.native_version() == "jattn-native 1.2" and tables.has_native({"jattn-native": "1.2"})
+
+
 def test_the_command_says_who_is_missing(tmp_path, tiny, monkeypatch, capsys):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
@@ -467,6 +566,8 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
         pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
         pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
+        ("--batch 0", "--batch: expected >= 1, got 0"),
+        ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds"),
         ("--redraw", "--out: expected a folder with attention.json, got "),
         ("--suite dispatch --lengths 8", "--lengths: --suite dispatch takes only --out"),
     ],
