@@ -4,6 +4,8 @@ Shared by all rows: ``environment``, ``sizes``, ``missing`` (contestant: why). T
 
 - ``writing``: ``medians`` (contestant: microseconds a token, one sequence, greedily, the prompt of four tokens
   included), and ``rounds`` of turns; ``sum`` adds up as many float32 numbers as the model has parameters, once;
+- ``prefill``: rows of ``length``, ``medians`` (contestant: microseconds from one prompt of so many tokens to the logits
+  of its last one and a filled cache, in float32), and ``rounds``;
 - ``once``: seconds to ``load``, to ``load converted`` to safetensors, for the ``tokenizer``, of the first tokens less
   that of later ones (``compilation`` of a chunk and a step), and of ``statistics`` of all heads with compilation.
 """
@@ -40,6 +42,7 @@ class Sizes:
 
     model: str = "smollm2"  # as of ``experiments generate``
     tokens: int = 64  # written in a turn
+    prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prompts to prefill
     shape: tuple[int, int] = (8, 257)  # of the batch whose heads are looked at
     seconds: float = 30.0  # of all turns together: five times --seconds, since a turn takes one or two
     rounds: int = 3  # at least
@@ -56,9 +59,11 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Once, then writing."""
+    """Once, then writing, then the prompts."""
     yield Job("once", {}, functools.partial(once, sizes))
     yield Job("writing", {}, functools.partial(writing, sizes))
+    for length in sizes.prompts:
+        yield Job("prefill", {"length": length}, functools.partial(prefill, sizes, length))
 
 
 def once(sizes: Sizes) -> dict[str, float]:
@@ -101,7 +106,8 @@ def writing(sizes: Sizes) -> dict[str, Any]:
         name: functools.partial(interop.generate, model, [prompt], sizes.tokens) for name, model in models.items()
     }
     if _has_peer():
-        calls[PEER] = _peer(file, prompt, sizes.tokens)
+        options = {"max_new_tokens": sizes.tokens, "min_new_tokens": sizes.tokens, "do_sample": False}
+        calls[PEER] = functools.partial(_peer(file).generate, _tensor(prompt), **options)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(models["float32"])))
     numbers, total = jnp.ones(count), jax.jit(jnp.sum)
     calls[READ] = lambda: jax.block_until_ready(total(numbers))
@@ -112,14 +118,47 @@ def writing(sizes: Sizes) -> dict[str, Any]:
     return found | {"medians": {name: round(x / per_token[name], 2) for name, x in found["medians"].items()}}
 
 
-def _peer(file: Path, prompt: list[int], tokens: int) -> Callable[[], Any]:
+def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
+    """A random prompt by each contestant, in turn: one pass over all of it."""
+    file = model_file(sizes.model)
+    model = interop.load(file)
+    prompt = np.random.default_rng(0).integers(0, model.config.vocabulary, length).tolist()
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, state)
+        hidden, cache = model(tokens, cache=model.init_cache(1, length))
+        return model.logits(hidden[:, -1]), cache
+
+    calls: dict[str, Callable] = {"jattn": lambda: jax.block_until_ready(forward(state, jnp.asarray([prompt])))}
+    if _has_peer():
+        calls[PEER] = functools.partial(_forward, _peer(file), _tensor(prompt))
+    for call in calls.values():
+        call()  # compiles
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+
+
+def _forward(model: Any, tokens: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(tokens, use_cache=True, logits_to_keep=1)
+
+
+def _peer(file: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(timing.cores())
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    return lambda: model.generate(torch.tensor([prompt]), **options)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options)
+
+
+def _tensor(prompt: list[int]) -> Any:
+    import torch
+
+    return torch.tensor([prompt])
 
 
 def _has_peer() -> bool:
@@ -144,11 +183,18 @@ def asked(results: Results) -> list[Asked]:
     return [
         Asked("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
         Asked("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
+        *(_asked_of_prefill(results, length) for length in Sizes().prompts),
         Asked("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
         Asked("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
         Asked("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
         Asked("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
     ]
+
+
+def _asked_of_prefill(results: Results, length: int) -> Asked:
+    medians = next((row["medians"] for row in results.of("prefill", length=length)), {})
+    question = f"a prompt of {length} tokens: time of transformers / time of jattn"
+    return Asked(question, ratio(medians.get(PEER), medians.get("jattn")), 1.0, True)
 
 
 def markdown(results: Results) -> str:
@@ -163,6 +209,7 @@ def markdown(results: Results) -> str:
         asked_table(asked(results)),
         "## Tokens, and sums, a second",
         table(["", "a second"], speeds),
+        *_prefill_table(results),
         "## Seconds, once",
         table(["", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in once.found.items()]),
         "## Measured on",
@@ -170,9 +217,16 @@ def markdown(results: Results) -> str:
     )
 
 
+def _prefill_table(results: Results) -> list[str]:
+    rows = results.of("prefill")
+    names = list(dict.fromkeys(name for row in rows for name in row["medians"]))
+    cells = [[row["length"], *(f"{row['medians'][name] / 1e6:.2f}" for name in names), row["rounds"]] for row in rows]
+    return ["## Seconds for a prompt", table(["tokens", *names, "rounds"], cells)] if rows else []
+
+
 SUITE = Suite(
     name="language",
-    parts={"once": (), "writing": ()},
+    parts={"once": (), "writing": (), "prefill": ("length",)},
     about=about,
     jobs=jobs,
     markdown=markdown,

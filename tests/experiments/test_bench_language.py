@@ -18,6 +18,7 @@ def made_up(**medians: float) -> dict:
         "environment": {"cores": "2"}, "sizes": {"model": "smollm2"}, "missing": {},
         "once": {"load": 15.0, "load converted": 6.0, "tokenizer": 2.0, "compilation": 3.0, "statistics": 20.0},
         "writing": {"medians": {"float32": 900.0, "bfloat16": 1000.0, "transformers": 900.0} | medians, "rounds": 3},
+        "prefill": [{"length": n, "medians": {"jattn": 2e6, "transformers": 2e6}, "rounds": 3} for n in (2048, 8192)],
     }  # fmt: skip
 
 
@@ -25,17 +26,32 @@ def test_goals_are_met_at_their_thresholds_and_not_beyond():
     at = [one.answer for one in language.asked(SUITE.parse(made_up()))]
     beyond = made_up(float32=901.0, bfloat16=1002.0)
     beyond["once"] = {name: seconds * 1.01 for name, seconds in beyond["once"].items()}
-    assert at == ["met"] * 6
-    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 6
+    for row in beyond["prefill"]:
+        row["medians"]["jattn"] *= 1.01
+    assert at == ["met"] * 8
+    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 8
+
+
+def test_prompts_are_asked_for_by_length_and_shown_where_they_are():
+    found = made_up()
+    del found["prefill"][0]
+    said = {one.question: one.answer for one in language.asked(SUITE.parse(found))}
+    question = "a prompt of {} tokens: time of transformers / time of jattn"
+    assert said[question.format(2048)] == "not measured" and said[question.format(8192)] == "met"
+    assert "| 8192 | 2.00 | 2.00 | 3 |" in language.markdown(SUITE.parse(found))
+    assert "Seconds for a prompt" not in language.markdown(SUITE.parse(found | {"prefill": []}))
 
 
 @pytest.mark.slow
 def test_a_tiny_model_is_measured(tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
-    results = SUITE.measure(Sizes(str(file), tokens=2, shape=(2, 9), seconds=1e-3, rounds=1, settle=0.0), tmp_path)
+    sizes = Sizes(str(file), tokens=2, prompts=(5, 9), shape=(2, 9), seconds=1e-3, rounds=1, settle=0.0)
+    results = SUITE.measure(sizes, tmp_path)
     found = json.loads((tmp_path / "language.json").read_text())
     assert {"float32", "bfloat16", "sum"} <= set(found["writing"]["medians"]) and found["once"]["load converted"] > 0
+    prompts = [(row["length"], set(row["medians"]) - {"transformers"}) for row in found["prefill"]]
+    assert prompts == [(5, {"jattn"}), (9, {"jattn"})]
     text = SUITE.write_report(results, tmp_path).read_text()
     assert "| bfloat16 |" in text and "compiling a chunk and a step" in text
     if "transformers" not in found["writing"]["medians"]:
