@@ -20,7 +20,7 @@ CASES = {
 PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed beside it, in one row
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
-PEERS = ("jax", "torch", "tokamax", "jattn-xla", "jattn-kernels")
+PEERS = ("jax", "torch", "tokamax", "jattn-xla", "jattn-kernels", "jattn-avx2")
 PARTS = ("times", "memory", "peak", "compile")
 DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 

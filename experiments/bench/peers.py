@@ -19,6 +19,7 @@ import numpy as np
 import jattn
 from experiments.bench import timing
 from experiments.bench.cases import CAP, CASES, WINDOW, Problem, document_ids
+from jattn.kernels.native import Native
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, alibi_slopes
 
@@ -207,16 +208,23 @@ def _jattn_kernels(device: str) -> list[Contestant]:
     return [InJax(f"jattn pallas_{device}", _jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
 
 
+def _jattn_avx2(device: str) -> list[Contestant]:
+    """The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that."""
+    narrow = InJax("jattn avx2", _jattn(Native(width=8)), tuple(CASES), linear=tuple(CASES))
+    return [narrow] if device == "cpu" else []
+
+
 _PEERS = {
     "jax": _jax_nn,
     "torch": _torch,
     "tokamax": _tokamax,
     "jattn-xla": _jattn_xla,
     "jattn-kernels": _jattn_kernels,
+    "jattn-avx2": _jattn_avx2,
 }
 
 
-def _jattn(implementation: str | None) -> Attention:
+def _jattn(implementation: str | Native | None) -> Attention:
     """``jattn.dot_product_attention`` with jattn's masks and score functions for the cases."""
 
     def attention(problem: Problem, query, key, value, *extra):

@@ -163,7 +163,8 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
     by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
-    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn blockwise"]
+    assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn blockwise", "jattn avx2"]
+    assert peers.contestants(("jattn-avx2",), "gpu")[0][1:] == []
     for device in "gpu", "tpu":
         (kernels,) = peers.contestants(("jattn-kernels",), device)[0][1:]
         assert kernels.name == f"jattn pallas_{device}" and kernels.dtypes == ("bfloat16",)
@@ -551,11 +552,11 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
         ),
         (
             "--peers jax,flax",
-            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got",
+            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got",
         ),
         (
             "--peers=",
-            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, separated by commas, got ''",
+            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''",
         ),
         ("--cases diagonal", "--cases: expected some of full, causal, window, "),
         ("--cases ,", "--cases: expected some of full, "),
