@@ -149,7 +149,7 @@ def _call(
     """The results of a kernel, float32 of these ``shapes``."""
     _library()
     qkv = [_pad_features(x) for x in (args.query, args.key, args.value)]
-    if any(x.dtype != jnp.bfloat16 for x in qkv):
+    if len({x.dtype for x in qkv}) > 1:
         qkv = [x.astype(jnp.float32) for x in qkv]
     operands = [*qkv, *(x.astype(jnp.float32) for x in given), *_score_operands(args)]
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

@@ -31,21 +31,32 @@ constexpr int READS = 2;       // of a key, at most, by steps or tasks: more of 
 constexpr int MAX_DIM = 256;
 constexpr int PART = 1024;  // keys of a task with few queries
 
-struct Half {  // bfloat16
+struct BFloat16 {
   uint16_t bits;
 };
-static inline float as_float(float x) { return x; }
-static inline float as_float(Half x) {
-  uint32_t bits = (uint32_t)x.bits << 16;
+struct Float16 {
+  uint16_t bits;
+};
+static inline float of_bits(uint32_t bits) {
   float y;
   memcpy(&y, &bits, 4);
   return y;
+}
+static inline float as_float(float x) { return x; }
+static inline float as_float(BFloat16 x) { return of_bits((uint32_t)x.bits << 16); }
+static inline float as_float(Float16 x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+  const float small = (float)(int)rest * 5.9604644775390625e-8f;  // below 2^-14 a multiple of 2^-24
+  const uint32_t large = rest < 0x7c00u ? (rest << 13) + (112u << 23) : rest << 13 | 0x7f800000u;  // or infinite, or NaN
+  uint32_t bits;
+  memcpy(&bits, &small, 4);
+  return of_bits(sign | (rest < 0x400u ? bits : large));
 }
 
 // An array [B|1,N|1,T|1,S|1], read where it is: an axis of 1 has a step of 0. It may be null.
 struct Pairs {
   const void* data;
-  bool is_half;
+  bool is_bfloat16;
   long of_b, of_h, of_t, of_s;
 
   long at(int b, int h, int t, int j) const { return b * of_b + h * of_h + t * of_t + j * of_s; }
@@ -231,6 +242,14 @@ static const In* data(ffi::AnyBuffer& x) {
   return reinterpret_cast<const In*>(x.untyped_data());
 }
 
+// `call` with a number of the array's type.
+template <typename Call>
+static void in_type_of(const ffi::AnyBuffer& x, const Call& call) {
+  if (x.element_type() == ffi::BF16) return call(BFloat16{});
+  if (x.element_type() == ffi::F16) return call(Float16{});
+  call(0.0f);
+}
+
 struct Free {
   void operator()(void* x) const { free(x); }
 };
@@ -281,10 +300,10 @@ static ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
                           int32_t dropped) {
   Scores s = scores_of(q, k, v, rest, dropped);
   float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
-  if (q.element_type() == ffi::BF16)
-    forward_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v), to, to_max, to_sum});
-  else
-    forward_all<float>(pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v), to, to_max, to_sum});
+  in_type_of(q, [&](auto x) {
+    using In = decltype(x);
+    forward_all<In>(pool, resolved(width), s, {data<In>(q), data<In>(k), data<In>(v), to, to_max, to_sum});
+  });
   return ffi::Error::Success();
 }
 
@@ -328,12 +347,11 @@ static ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   Scores s = scores_of(q, k, v, rest, dropped);
   const float *of_max = row_max.typed_data(), *of_out = d_out.typed_data(), *of_sum = d_sum.typed_data();
   float *to_q = d_q->typed_data(), *to_k = d_k->typed_data(), *to_v = d_v->typed_data();
-  if (q.element_type() == ffi::BF16)
-    backward_all<Half>(pool, resolved(width), s,
-                       {data<Half>(q), data<Half>(k), data<Half>(v), of_max, of_out, of_sum, to_q, to_k, to_v});
-  else
-    backward_all<float>(pool, resolved(width), s,
-                        {data<float>(q), data<float>(k), data<float>(v), of_max, of_out, of_sum, to_q, to_k, to_v});
+  in_type_of(q, [&](auto x) {
+    using In = decltype(x);
+    backward_all<In>(pool, resolved(width), s,
+                     {data<In>(q), data<In>(k), data<In>(v), of_max, of_out, of_sum, to_q, to_k, to_v});
+  });
   return ffi::Error::Success();
 }
 
@@ -360,10 +378,10 @@ static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer 
   const int parts = scratch->dimensions()[1];
   float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
   float* other = scratch->typed_data();
-  if (q.element_type() == ffi::BF16)
-    decode_all<Half>(pool, resolved(width), s, {data<Half>(q), data<Half>(k), data<Half>(v)}, to, to_max, to_sum, other, parts);
-  else
-    decode_all<float>(pool, resolved(width), s, {data<float>(q), data<float>(k), data<float>(v)}, to, to_max, to_sum, other, parts);
+  in_type_of(q, [&](auto x) {
+    using In = decltype(x);
+    decode_all<In>(pool, resolved(width), s, {data<In>(q), data<In>(k), data<In>(v)}, to, to_max, to_sum, other, parts);
+  });
   return ffi::Error::Success();
 }
 

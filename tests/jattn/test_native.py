@@ -267,14 +267,29 @@ def test_few_queries(queries, options, getkey):
 
 
 @needs_package
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [1, T])
-def test_bfloat16_is_computed_in_float32(queries, getkey):
-    qkv = arrays(getkey(), queries, dtype=jnp.bfloat16)
+def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
+    qkv = arrays(getkey(), queries, dtype=dtype)
     got = values_and_gradients("native", {}, qkv)
-    assert got[0][1][0].dtype == jnp.bfloat16 and all(x.dtype == jnp.bfloat16 for x in got[1])
+    assert got[0][1][0].dtype == dtype and all(x.dtype == dtype for x in got[1])
     wanted = values_and_gradients("xla", {}, [x.astype(jnp.float32) for x in qkv])
     compare(got[0][1][1], wanted[0][1][1])  # the lse is not rounded
     compare(got, wanted, 2e-2)
+
+
+@needs_package
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("queries", [2, 20])
+def test_every_number_of_16_bits_is_read(queries, dtype):
+    """The output of queries that see one key is its value."""
+    value = np.arange(2**16, dtype=np.uint16).view(dtype).reshape(16, 1, 16, 256)
+    ordinary = np.abs(value.astype(np.float32)) >= np.finfo(np.float32).tiny  # XLA takes smaller ones for 0
+    value = np.where(np.isfinite(value) & ordinary, value, 0)
+    query, key = (jnp.zeros((16, n, 16, 1), dtype) for n in (queries, 1))
+    for width in widths():
+        out = attend(query, key, jnp.asarray(value), implementation=Native(width))
+        np.testing.assert_array_equal(out, value.repeat(queries, 1), strict=True)
 
 
 @needs_package
