@@ -134,7 +134,8 @@ def _pays(name: str, args: AttentionArgs) -> bool:
         keys = args.key.size if isinstance(B, int) else args.key.size // B
         return 0 < T < BLOCKWISE_MIN_LENGTH and K * T <= DECODE_MAX_ROWS and keys >= T * DECODE_MIN_KEYS
     if name == "native":
-        return T * S >= (NATIVE_MIN_PAIRS if T >= BLOCKWISE_MIN_LENGTH else T * NATIVE_MIN_KEYS)
+        few = T < BLOCKWISE_MIN_LENGTH
+        return S >= NATIVE_MIN_KEYS if few else T * S >= NATIVE_MIN_PAIRS and S >= BLOCKWISE_MIN_LENGTH
     many = isinstance(B, int) and B * N * T * S >= BLOCKWISE_MIN_SCORES
     return (T * S >= BLOCKWISE_MIN_PAIRS or many) and min(T, S) >= BLOCKWISE_MIN_LENGTH
 
