@@ -1,7 +1,7 @@
 """Statistics of heads, and interventions: what each head does, how heads differ, and what each is needed for.
 
-From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``. From one matrix of weights:
-``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
+From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``, ``top_pairs``. From one matrix
+of weights: ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
 ``pattern_divergence``. From parameters: ``copying_score``, ``target_rank``, ``composition``, ``ov_circuit``,
 ``qk_circuit``, ``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``.
 Interventions: ``ablate``, ``patch`` and its estimate ``attribution_patch``, ``path_patch``, ``importance``, ``forbid``.
@@ -33,6 +33,7 @@ from jattn.heads._patching import attribution_patch, patch
 from jattn.heads._paths import path_patch, qk_attribution
 from jattn.heads._roles import MIXED, WEAK, Roles, roles
 from jattn.heads._statistics import OF_TOKENS, STATISTICS, coarse_weights, statistics
+from jattn.heads._top_pairs import TopPairs, top_pairs
 from jattn.heads._top_queries import TopQueries, top_queries
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "STATISTICS",
     "WEAK",
     "Roles",
+    "TopPairs",
     "TopQueries",
     "ablate",
     "attribution_patch",
@@ -68,5 +70,6 @@ __all__ = [
     "statistics",
     "target_rank",
     "target_weight",
+    "top_pairs",
     "top_queries",
 ]

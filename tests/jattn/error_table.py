@@ -248,6 +248,8 @@ ROWS: dict[str, Row] = {
     ),
     "statistics by name": stat("implementation", "'xla'", implementation="xla"),
     "lse of 3": stat("lse", lse=LSE[:, :3]),
+    "top pairs of 0.5": of(lambda: heads.top_pairs(Q, KEY, 0.5), "k must be a positive integer", "0.5"),
+    "top pairs by name": of(lambda: heads.top_pairs(Q, KEY, 2, implementation="xla"), "implementation", "'xla'"),
     "coarse of 0": of(lambda: heads.coarse_weights(Q, KEY, 0), "size", "0"),
     "ablate one dict": of(lambda: heads.ablate(len, {"z": Q}), "clean", "a dict for each layer", "one dict"),
     "ablate nothing": of(lambda: heads.ablate(len, []), "clean", "a dict for each layer"),

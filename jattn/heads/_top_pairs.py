@@ -1,0 +1,115 @@
+"""``top_pairs``: the keys of the largest weights of each query, and the largest weights of each head."""
+
+from typing import NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from jattn.core import shard
+from jattn.core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
+from jattn.core.attention import softmax_dtype
+from jattn.kernels.blockwise import Blockwise
+from jattn.masks import MaskFunction
+
+GROUP = 16  # neighbouring keys of which only the largest weight is compared first
+
+
+class TopPairs(NamedTuple):
+    """The ``k`` largest weights of each query, largest first.
+
+    weight: ``[B,N,T,k]`` (or ``[N,T,k]``), float32 (or float64); 0 where a query sees fewer keys.
+    key: ``[B,N,T,k]``, int32: the slots of their keys; -1 where a query sees fewer.
+    """
+
+    weight: Array
+    key: Array
+
+    def of_heads(self) -> tuple[Array, Array, Array]:
+        """The ``k`` largest weights of each head: ``(weight, query, key)``, each ``[B,N,k]`` (or ``[N,k]``).
+
+        Largest first, of equal weights the earlier query first. Where a head has fewer pairs, weight is 0 and the slots
+        are -1.
+        """
+        k = self.weight.shape[-1]
+        weight, key = (x.reshape(*x.shape[:-2], -1) for x in self)
+        order = jax.lax.top_k(jnp.where(key < 0, -1.0, weight), min(k, key.shape[-1]))[1]
+        weight, key = (jnp.take_along_axis(x, order, -1) for x in (weight, key))
+        return weight, jnp.where(key < 0, -1, order // k), key
+
+
+def top_pairs(
+    query: ArrayLike,
+    key: ArrayLike,
+    k: int,
+    *,
+    lse: ArrayLike | None = None,
+    implementation: Blockwise | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | MaskFunction | None = None,
+    **options: Unpack[ScoreOptions],
+) -> TopPairs:
+    """The ``k`` largest weights of each query of each head and their keys, at any length, in O(T k + S) memory.
+
+    Exact. Weights are compared by their logarithms, which do not underflow; of equal ones the earlier slot comes first.
+    NaN counts as the largest: a query that sees a NaN has weights NaN.
+
+    Args:
+        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
+        k: how many weights to keep of each query.
+        lse, implementation, bias, mask, options: those of ``jattn.fold_weights``: ``is_causal``, ``score_mod``, ...
+
+    Raises:
+        ValueError, TypeError: ``k`` is not a positive integer; as ``fold_weights``.
+
+    Example:
+        ``top = top_pairs(query, key, 4, is_causal=True)``; ``top.key[b, n, t]`` are the slots that query t looks at
+        most; ``weight, q, kv = top.of_heads()``.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a positive integer, got {k!r}")
+    if implementation is not None and not isinstance(implementation, Blockwise):
+        raise TypeError(f"implementation must be a jattn.kernels.blockwise.Blockwise, got {implementation!r}")
+    args = make_args(query, key, None, bias, mask, **options)
+    one_sequence = jnp.ndim(query) == 3
+    extra = [] if lse is None else [(make_lse(lse, args, one_sequence), "btn")]
+
+    def fold(args: AttentionArgs, lse: Array | None = None) -> tuple[Array, Array]:
+        shape = args.query.shape[1], k
+        init = jnp.full(shape, -jnp.inf, softmax_dtype(args.query)), jnp.full(shape, -1, jnp.int32)
+        return (implementation or Blockwise()).fold_weights(args, _keep, init, lse)
+
+    log_weights, slots = shard.on_each_device(fold, args, ("bn", "bn"), *extra)
+    weights = jnp.where(log_weights == jnp.inf, jnp.nan, jnp.exp(log_weights))
+    top = TopPairs(weights, slots)
+    return jax.tree.map(lambda x: x[0], top) if one_sequence else top
+
+
+def _keep(carry: tuple[Array, Array], log_weights: Array, q_idx: Array, kv_idx: Array) -> tuple[Array, Array]:
+    """A step of ``fold_weights``: the ``k`` largest of each row and of this block, with their slots ``[T,k]``."""
+    (best, slots), rows = carry, q_idx[:, 0]
+    k = best.shape[1]
+    log_weights = jnp.where(jnp.isnan(log_weights), jnp.inf, log_weights)
+    found, columns = _largest(log_weights, k)
+    # Blocks come in any order, so slots decide ties. The -1 of an empty place comes before the slots of hidden keys.
+    negated = -jnp.concatenate([best[rows], found], 1)
+    slot = jnp.concatenate([slots[rows], kv_idx[0, columns]], 1)
+    negated, slot = jax.lax.sort((negated, slot), num_keys=2)
+    return best.at[rows].set(-negated[:, :k]), slots.at[rows].set(slot[:, :k])
+
+
+def _largest(x: Array, k: int) -> tuple[Array, Array]:
+    """The ``k`` largest of each row, or all of a shorter one, of equal ones the first first, and their columns.
+
+    Only groups of columns that have one of the ``k`` largest maxima can hold any of them.
+    """
+    rows, columns = x.shape
+    if columns <= k * GROUP:
+        found, index = jax.lax.top_k(x, min(k, columns))
+        return found, index
+    x = jnp.pad(x, ((0, 0), (0, -columns % GROUP)), constant_values=-jnp.inf)
+    x = x.reshape(rows, -1, GROUP)
+    groups = jnp.sort(jax.lax.top_k(x.max(2), k)[1], 1)
+    within = jnp.take_along_axis(x, groups[:, :, None], 1).reshape(rows, k * GROUP)
+    found, index = jax.lax.top_k(within, k)
+    return found, jnp.take_along_axis(groups, index // GROUP, 1) * GROUP + index % GROUP
