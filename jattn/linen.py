@@ -54,6 +54,7 @@ def dot_product_attention(
     attn_weights_value_einsum: Callable[..., Array] | None = None,
     *,
     is_causal: bool = False,
+    sow_heads: bool = False,
     **extras: Any,
 ) -> Array:
     """``flax.linen.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
@@ -66,6 +67,7 @@ def dot_product_attention(
         query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``; K may divide N.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
         force_fp32_for_softmax: weights and output in float32. The softmax is always computed in at least float32.
         einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: custom products, such as quantized ones;
             with these, Flax's function runs, which takes no ``extras``.
@@ -81,16 +83,16 @@ def dot_product_attention(
             precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
             attn_weights_value_einsum,
         )  # fmt: skip
+    wanted = {"return_weights": module is not None and not sow_heads, "return_heads": module is not None and sow_heads}
     z = attend_as_flax(
         query, key, value, dtype=dtype, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
         dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        is_causal=is_causal, return_weights=module is not None, **extras,
+        is_causal=is_causal, **wanted, **extras,
     )  # fmt: skip
-    z, *weights = z if module is not None else (z,)
-    if force_fp32_for_softmax:
-        z = z.astype(softmax_dtype(z))
+    z, sown, _ = split_results(z, return_statistics=(), force_fp32=force_fp32_for_softmax, **wanted)
     if module is not None:
-        module.sow("intermediates", "attention_weights", weights[0].astype(z.dtype))
+        for name, value in sown.items():
+            module.sow("intermediates", name, value)
     return z
 
 
@@ -231,6 +233,7 @@ class MultiHeadDotProductAttention(nn.Module):
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
             bias, head_gate, head_fill, frozen, patch: as in ``jattn.multi_head.attend_heads``.
             score_mod: replaces the attribute.
+            scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``). The
                 result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
             sow_statistics, sow_heads: sow what ``return_statistics`` and ``return_heads`` of ``attend_heads`` give, as

@@ -6,7 +6,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, SupportsIndex, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class CallOptions(TypedDict, total=False):
 
     bias: ArrayLike | None
     score_mod: ScoreMod | None
+    scale: ArrayLike | None
+    local_window_size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None
     head_gate: ArrayLike | None
     head_fill: ArrayLike | None
     frozen: tuple[Array, Array] | None
@@ -91,7 +93,7 @@ def attend_heads(
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
             given, ``query_positions`` affect ``position`` only.
-        valid: bool ``[B,T]``, with ``cache``: which tokens of the chunk are real, as in ``append``.
+        valid: bool ``[B,T]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights. The output stays bit-identical.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
@@ -103,6 +105,11 @@ def attend_heads(
         ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z,
         the weights ``[B,N,T,S]``, the statistics ``{name: [B,N]}``, that dict and the new cache, as far as requested.
     """
+    if valid is not None and cache is None:
+        raise ValueError(
+            "valid says which tokens of a chunk enter a cache, and there is none; for padding pass "
+            "mask=valid[:, None, None, :] or key_value_seq_lengths"
+        )
     lead = query.shape[:-3]
     given: dict[str, Any] = {"bias": bias, "mask": mask, "implementation": implementation, **options}
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax

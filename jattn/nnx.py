@@ -52,6 +52,7 @@ def dot_product_attention(
     module: nnx.Module | None = None,
     promote_dtype: Callable = dtypes.promote_dtype,
     is_causal: bool = False,
+    sow_heads: bool = False,
     **extras: Any,
 ) -> Array:
     """``flax.nnx.dot_product_attention`` with the same arguments: the ``attention_fn`` for Flax's modules.
@@ -64,20 +65,23 @@ def dot_product_attention(
         query, key, value: ``[..., T, N, H]``, ``[..., S, K, H]``, ``[..., S, K, D]``.
         bias, mask: broadcast to ``[..., N, T, S]``; a mask of any dtype, or a ``Mask`` or a function of positions.
         module: sows the weights ``[..., N, T, S]`` as its ``attention_weights``.
+        sow_heads: the module sows ``attention_heads`` instead, in linear memory: query, key, value, lse and z.
         others: as in Flax.
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    wanted = {"return_weights": module is not None and not sow_heads, "return_heads": module is not None and sow_heads}
     z = attend_as_flax(
         query, key, value, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
         dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        is_causal=is_causal, return_weights=module is not None, **extras,
+        is_causal=is_causal, **wanted, **extras,
     )  # fmt: skip
+    z, sown, _ = split_results(z, return_statistics=(), **wanted)
     if module is not None:
-        z, weights = z
-        module.sow(nnx.Intermediate, "attention_weights", weights.astype(query.dtype))
+        for name, value in sown.items():
+            module.sow(nnx.Intermediate, name, value)
     return z
 
 
@@ -274,6 +278,7 @@ class MultiHeadAttention(nnx.Module):
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
             bias, head_gate, head_fill, frozen, patch: as in ``jattn.multi_head.attend_heads``.
             score_mod: replaces the constructor's.
+            scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The
                 result is then ``(output, cache)``, and ``is_causal`` and ``mask`` apply as given.
             sow_statistics, sow_heads: sow what ``return_statistics`` and ``return_heads`` of ``attend_heads`` give, as

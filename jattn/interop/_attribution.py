@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import heads
+from jattn.core.attention import softmax_dtype
 from jattn.interop.transformer import Transformer
 
 
@@ -14,7 +16,7 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
     """What each part of the model adds to a logit directly (``jattn.heads.logit_attribution``), from one forward pass.
 
     Args:
-        model: with norms before attention and MLP, and at the end.
+        model: with a norm at the end: norms of the stream itself, as in BERT, leave no sum of parts.
         tokens: integers ``[B,T]``.
         directions: ``[M]``, or what broadcasts to ``[B,T,M]``: rows of ``model.output_embedding()``, or differences of
             them, such as ``[B,1,M]``.
@@ -22,10 +24,11 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
 
     Returns:
         ``"embedding" [B,T]``, positions and token types included; ``"heads" [L,B,T,N]``; ``"mlp" [L,B,T]``;
-        ``"bias" [B,T]``, of all attention outputs and the last norm. Their sum is the logit.
+        ``"bias" [B,T]``, of all attention outputs and the last norm. Their sum is the logit, before the soft cap of a
+        model that has one. A norm of attention's output is held at its factor, as the last norm is.
 
     Raises:
-        ValueError: the model has norms after attention and MLP; directions of another shape.
+        ValueError: the model has norms of its stream itself; directions of another shape.
 
     Example:
         ``rows = model.output_embedding(); logit_parts(model, tokens, rows[right] - rows[wrong])["heads"][:, 0, -1]``
@@ -40,11 +43,20 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
     layers, out = sown["layers"], model.layers.attention.out
     z = layers["attention"]["attention_heads"][0]["z"]
     residual, stream = layers["residual_parts"][0], sown["last_stream"][0]
+    kernel = out.kernel[...]  # [L,N,D,M]
+    out_bias = jnp.zeros((1, 1, 1, 1)) if out.bias is None else out.bias[...][:, None, None]  # [L,1,1,M]
+    own_norm: Any = model.layers.attention_out_norm
+    if own_norm is not None:
+        dtype, own_scale = softmax_dtype(stream), own_norm.scale[...][:, None, None]
+        squares = jnp.square(residual["attention"].astype(dtype))
+        factor = jax.lax.rsqrt(squares.mean(-1, keepdims=True) + config.norm_epsilon)  # [L,B,T,1]
+        z, kernel = z.astype(dtype) * factor[..., None], kernel * own_scale
+        out_bias = (out_bias * own_scale).astype(dtype) * factor
     parts: dict[str, Any] = {
         "embedding": residual["input"][0],
-        "heads": (z, out.kernel[...]),
+        "heads": (z, kernel),
         "mlp": residual["mlp"],
-        "bias": jnp.zeros_like(stream) if out.bias is None else jnp.broadcast_to(out.bias[...].sum(0), stream.shape),
+        "bias": jnp.broadcast_to(out_bias.sum(0), stream.shape),
     }
     scale, bias = (None if x is None else x[...] for x in (norm.scale, getattr(norm, "bias", None)))
     return heads.logit_attribution(

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jattn.interop._products import dot_general
 from jattn.nnx import MultiHeadAttention
 from jattn.positions import Rotary
+from jattn.score_mods import SoftCap
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -40,17 +41,39 @@ class Config:
     token_types: int = 0
     causal: bool = True
     norm: str = "layer"  # or "rms"
-    norm_first: bool = True  # before attention and MLP, and at the end; otherwise after each, and after the embeddings
+    norm_first: bool = True  # before attention and MLP, and at the end
+    norm_outputs: bool = False  # of what attention and MLP add to the stream; also at the end. "rms" only
+    # With neither, norms of the stream itself: after the embeddings, after attention and after the MLP.
+    qk_norm: str | None = None  # of queries and keys, "rms": "head", of each head's; "all", of all heads' as one
     parallel: bool = False  # attention and MLP read the same input
     gated: bool = False  # the MLP is out(activation(gate(x)) * in(x))
     position: Rotary | None = None  # None: learned embeddings
     window: int | None = None  # the keys that a query sees, itself included
+    local: tuple[bool, ...] | None = None  # the layers that have the window; None: all
+    local_position: Rotary | None = None  # of these layers; None: position
+    scale: float | None = None  # of scores; None: 1 / sqrt(size_of_head)
+    score_cap: float | None = None  # the soft cap of scores
+    logit_cap: float | None = None  # the soft cap of logits
+    embed_scale: float | None = None  # what token embeddings are multiplied by
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
     pooler: bool = False  # BERT's, of the first token
     head: bool = False  # a separate output embedding
     tied: bool = True  # without one, the input embedding serves
+
+    def __post_init__(self):
+        if self.local is not None and len(self.local) != self.num_layers:
+            raise ValueError(f"local must say for each of {self.num_layers} layers, got {len(self.local)}")
+        if self.norm_outputs and self.norm != "rms":
+            raise ValueError(f"norm_outputs is for norm='rms', got {self.norm!r}")
+        if self.qk_norm not in (None, "head", "all"):
+            raise ValueError(f"qk_norm must be None, 'head' or 'all', got {self.qk_norm!r}")
+
+    @property
+    def is_local(self) -> tuple[bool, ...]:
+        """``local``, also where it is not given."""
+        return (True,) * self.num_layers if self.local is None else self.local
 
     @property
     def size_of_head(self) -> int:
@@ -65,9 +88,16 @@ class Config:
         # of squares, loses all digits where the mean is large.
         return nnx.LayerNorm(self.model_dim, epsilon=self.norm_epsilon, use_fast_variance=False, rngs=rngs)
 
+    def new_qk_norm(self, num_heads: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+        """A norm of queries or keys ``[B,T,N,H]``."""
+        features, axes = self.size_of_head, -1
+        if self.qk_norm == "all":
+            features, axes = num_heads * features, (-2, -1)
+        return nnx.RMSNorm(features, epsilon=self.norm_epsilon, reduction_axes=axes, feature_axes=axes, rngs=rngs)
+
 
 class Block(nnx.Module):
-    """Attention and an MLP, each added to the residual stream, with a norm before or after."""
+    """Attention and an MLP, each added to the residual stream, with norms as the config says."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, dot_general=dot_general, rngs=rngs)
@@ -77,6 +107,7 @@ class Block(nnx.Module):
             config.num_heads * config.size_of_head,
             num_kv_heads=config.num_kv_heads,
             position=config.position,
+            score_mod=None if config.score_cap is None else SoftCap(config.score_cap),
             use_bias=config.qkv_bias or config.out_bias,
             qkv_dot_general=dot_general,
             out_dot_general=dot_general,
@@ -87,34 +118,42 @@ class Block(nnx.Module):
         if not config.qkv_bias:
             for projection in (self.attention.query, self.attention.key, self.attention.value):
                 projection.bias = nnx.data(None)
-        self.attention_norm = config.new_norm(rngs)
+        if config.qk_norm is not None:
+            self.attention.query_ln = config.new_qk_norm(self.attention.num_heads, rngs)
+            self.attention.key_ln = config.new_qk_norm(self.attention.num_kv_heads, rngs)
+        outputs_alone = config.norm_outputs and not config.norm_first
+        self.attention_norm = nnx.data(None) if outputs_alone else config.new_norm(rngs)
         self.mlp_in = linear(config.model_dim, config.mlp_dim)
         self.mlp_out = linear(config.mlp_dim, config.model_dim)
-        self.mlp_norm = config.new_norm(rngs)
+        self.mlp_norm = nnx.data(None) if outputs_alone else config.new_norm(rngs)
         self.mlp_gate = linear(config.model_dim, config.mlp_dim) if config.gated else nnx.data(None)
-        self.norm_first, self.parallel, self.activation = config.norm_first, config.parallel, config.activation
+        self.attention_out_norm = config.new_norm(rngs) if config.norm_outputs else nnx.data(None)
+        self.mlp_out_norm = config.new_norm(rngs) if config.norm_outputs else nnx.data(None)
+        self.norm_sums = not (config.norm_first or config.norm_outputs)
+        self.parallel, self.activation, self.scale = config.parallel, config.activation, config.scale
 
     def __call__(self, x: Array, *, sow_parts: bool = False, **attention: Any) -> Any:
         """``[B,T,M] -> [B,T,M]``; ``attention``: options of the attention's call. With ``cache``, a pair with it.
 
-        ``sow_parts``: sow ``residual_parts``: the layer's ``input`` and the output of its ``mlp``, ``[B,T,M]``.
+        ``sow_parts``: sow ``residual_parts``: the layer's ``input``, the output of its attention before
+        ``attention_out_norm``, and what its ``mlp`` adds, all ``[B,T,M]``.
         """
         before = x
-        z = self.attention(self.attention_norm(x) if self.norm_first else x, **attention)
+        if self.scale is not None:
+            attention = {"scale": self.scale, **attention}
+        z = self.attention(x if self.norm_sums else _normed(self.attention_norm, x), **attention)
         z, cache = z if isinstance(z, tuple) else (z, None)
-        if self.parallel:
-            mlp = self.mlp(self.mlp_norm(x))
-            x = x + z + mlp
-        elif self.norm_first:
-            x = x + z
-            mlp = self.mlp(self.mlp_norm(x))
-            x = x + mlp
-        else:
-            x = self.attention_norm(x + z)
+        added = _normed(self.attention_out_norm, z)
+        if self.norm_sums:
+            x = _normed(self.attention_norm, x + added)
             mlp = self.mlp(x)
-            x = self.mlp_norm(x + mlp)
+            x = _normed(self.mlp_norm, x + mlp)
+        else:
+            y = x + added
+            mlp = _normed(self.mlp_out_norm, self.mlp(_normed(self.mlp_norm, x if self.parallel else y)))
+            x = y + mlp
         if sow_parts:
-            self.sow(nnx.Intermediate, "residual_parts", {"input": before, "mlp": mlp})
+            self.sow(nnx.Intermediate, "residual_parts", {"input": before, "attention": z, "mlp": mlp})
         return x if cache is None else (x, cache)
 
     def mlp(self, x: Array) -> Array:
@@ -123,3 +162,7 @@ class Block(nnx.Module):
         hidden = self.mlp_in(x)
         hidden = activation(hidden) if self.mlp_gate is None else activation(self.mlp_gate(x)) * hidden
         return self.mlp_out(hidden)
+
+
+def _normed(norm: nnx.LayerNorm | nnx.RMSNorm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)

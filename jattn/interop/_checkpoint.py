@@ -15,15 +15,25 @@ from jattn.interop._gguf import read_gguf
 from jattn.interop._safetensors import read_folder
 from jattn.interop.bert import BERT
 from jattn.interop.family import Family
+from jattn.interop.gemma import GEMMA2, GEMMA3
 from jattn.interop.gpt2 import GPT2
 from jattn.interop.gpt_neox import GPT_NEOX
-from jattn.interop.llama import LLAMA, MISTRAL, QWEN2
+from jattn.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from jattn.interop.olmo2 import OLMO2
+from jattn.interop.phi3 import PHI3
 from jattn.interop.transformer import Transformer
 
 Tensors = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2)
+}
+# Modules that a checkpoint may hold in one, by the end of the path in ``Family.layer``.
+FUSED = {
+    "attention.fused": ("attention.query", "attention.key", "attention.value"),
+    "mlp_fused": ("mlp_gate", "mlp_in"),
+}
 
 # Tensors in checkpoints that are not parameters: masks and tables that the code computes.
 BUFFERS = re.compile(
@@ -170,6 +180,8 @@ def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -
         shape = shape[::-1] if source.transposed else shape
         if x.shape == shape:
             x = x.T if source.transposed else x
+            if family.norm_offset and source.targets[0].endswith(".scale"):
+                x = np.asarray(x, np.float32) + np.float32(family.norm_offset)
             parts = [x] if len(flat) == 1 else family.fused(x, [one[-1] for one in flat], config.size_of_head)
         else:
             misshapen.append(f"{source.name} is {list(x.shape)}, expected {list(shape)}")
@@ -213,8 +225,8 @@ def _sources(tensors: Tensors, family: Family, config: Config, expected: Shapes)
     inputs_first = _inputs_first(tensors, family, config)
     tensorflow = {"weight": "gamma", "bias": "beta"}  # TensorFlow's names in a norm
     for path, layer, names in _modules(family, config):
-        fused = path.endswith(".fused")
-        paths = [path.replace("fused", name) for name in ("query", "key", "value")] if fused else [path]
+        parts = FUSED.get(path.removeprefix("layers."))
+        paths = [path] if parts is None else [f"layers.{one}" for one in parts]
         for part, leaves in (("weight", ("kernel", "embedding", "scale")), ("bias", ("bias",))):
             leaf = next((leaf for leaf in leaves if f"{paths[0]}.{leaf}" in expected), None)
             candidates = [f"{name}.{suffix}" for name in names for suffix in (part, tensorflow[part])]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 # llama.cpp pairs neighbouring features in rotary embeddings, others the two halves: its converter permutes the rows.
-_PERMUTED = {"llama": True, "qwen2": False}
+_PERMUTED = {"llama": True, "qwen2": False, "qwen3": False, "olmo2": False}
 _CONFIG = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
@@ -32,11 +32,15 @@ _NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
@@ -48,7 +52,7 @@ def read_gguf(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     family = fields.get("general.architecture")
     if family not in _PERMUTED:
-        raise ValueError(f"{file} holds a {family!r}; GGUF files of {' and '.join(_PERMUTED)} can be read")
+        raise ValueError(f"{file} holds a {family!r}; GGUF files of {', '.join(_PERMUTED)} can be read")
     config: dict[str, Any] = {"model_type": family}
     config |= {ours: fields[f"{family}.{name}"] for name, ours in _CONFIG.items() if f"{family}.{name}" in fields}
     if fields.get(f"{family}.rope.scaling.type", "none") != "none" or any(

@@ -22,7 +22,7 @@ HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path _num_labels
     architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cls_token_id
     cross_attention_hidden_size custom_pipelines decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob
@@ -53,7 +53,7 @@ class Family:
     ``modules`` maps the path of each module in ``Transformer`` to its possible names in a checkpoint; ``layer`` does so
     for the modules of a layer, with ``{}`` for its number. A module has a weight, and a bias or not. A module that a
     checkpoint lacks may be there in our model only if its ``Config`` says so. ``"attention.fused"`` stands for query,
-    key and value in one.
+    key and value in one, ``"mlp_fused"`` for the MLP's gate and input.
 
     Attributes:
         name: ``model_type`` in the config.
@@ -62,6 +62,8 @@ class Family:
         fused: ``(x [...,in], widths, head_dim)``: how a fused projection is split. By default one after the other.
         inputs_first: whether weights are usually stored ``[in,out]``; by default ``[out,in]``, as PyTorch's Linear.
         prefixes: what models with a task head put before every name.
+        norm_offset: added to the weights of norms: 1 if a checkpoint's norms multiply by ``1 + weight``. Here they
+            multiply by the scale.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Family:
     fused: Callable[[np.ndarray, Sequence[int], int], Sequence[np.ndarray]] = in_blocks
     inputs_first: bool = False
     prefixes: tuple[str, ...] = ()
+    norm_offset: float = 0.0
 
 
 def numbers(
@@ -99,6 +102,15 @@ def small(config: Mapping[str, Any], key: str) -> float:
             f"{key} must be a small number in the config of a {config.get('model_type')}, got {config[key]!r}"
         )
     return config[key]
+
+
+def positive(config: Mapping[str, Any], key: str) -> float:
+    """The positive number under a key, such as a soft cap. Raises ``ValueError`` if there is none."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        kind = config.get("model_type")
+        raise ValueError(f"{key} must be a positive number in the config of a {kind}, got {value!r}")
+    return float(value)
 
 
 def activation(config: Mapping[str, Any], key: str, default: str | None = None) -> str:
@@ -149,6 +161,15 @@ def rotary(config: Mapping[str, Any], base_key: str = "rope_theta", fraction: fl
         factor, low, high, length = (number(name) for name in _LLAMA3)
         scaling = Llama3Scaling(factor, low, high, int(length))
     return Rotary(base, share, scaling)
+
+
+def of_whole_heads(position: Rotary) -> Rotary:
+    """The same positions. Raises ``ValueError`` if they rotate only a part of each head."""
+    if position.fraction != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor is {position.fraction} in this config, which the model here does not support"
+        )
+    return position
 
 
 def refuse(config: Mapping[str, Any], **supported: Any) -> None:

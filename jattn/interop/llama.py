@@ -1,7 +1,8 @@
-"""The Llama family (Llama 2 and 3, SmolLM2), and Mistral and Qwen2, which differ from it in little.
+"""The Llama family (Llama 2 and 3, SmolLM2), and Mistral, Qwen2 and Qwen3, which differ from it in little.
 
 Sources: https://arxiv.org/abs/2302.13971, section 2.2; https://arxiv.org/abs/2310.06825, section 2 (the window);
-https://arxiv.org/abs/2407.10671, section 2.2 (biases of query, key and value). Names as in published checkpoints.
+https://arxiv.org/abs/2407.10671, section 2.2 (biases of query, key and value); https://arxiv.org/abs/2505.09388,
+section 2 (norms of queries and keys instead). Names as in published checkpoints.
 """
 
 import dataclasses
@@ -9,18 +10,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.interop._block import Config
-from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, rotary, small
+from jattn.interop.family import (
+    SIZES,
+    Family,
+    activation,
+    numbers,
+    of_whole_heads,
+    refuse,
+    refuse_others,
+    rotary,
+    small,
+)
 
 
 def llama(options: Mapping[str, Any]) -> Config:
     """The sizes in a Llama's config."""
     of_heads = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     sizes = numbers(options, {**SIZES, "mlp_dim": "intermediate_size"}, of_heads)
-    refuse(options, **_DERIVED)
+    refuse(options, **UNCHANGED)
     if options["model_type"] == "llama":
         refuse(options, sliding_window=None)
-        _refuse_windows(options)
-        refuse_others(options, *_READ, *_DERIVED)
+        refuse_windows(options)
+        refuse_others(options, *READ, *UNCHANGED)
     bias, tied = bool(options.get("attention_bias", False)), bool(options.get("tie_word_embeddings", False))
     return Config(
         family=options["model_type"],
@@ -29,7 +40,7 @@ def llama(options: Mapping[str, Any]) -> Config:
         norm_epsilon=small(options, "rms_norm_eps"),
         activation=activation(options, "hidden_act", "silu"),
         gated=True,
-        position=rotary(options),
+        position=of_whole_heads(rotary(options)),
         tied=tied,
         head=not tied,
         qkv_bias=bias,
@@ -41,27 +52,36 @@ def llama(options: Mapping[str, Any]) -> Config:
 def mistral(options: Mapping[str, Any]) -> Config:
     """The sizes in a Mistral's config: a Llama whose queries may see a window."""
     window = numbers(options, {}, {"window": "sliding_window"})
-    _refuse_windows(options, "sliding_attention" if window else "full_attention")
-    refuse_others(options, *_READ, *_DERIVED)
+    refuse_windows(options, "sliding_attention" if window else "full_attention")
+    refuse_others(options, *READ, *UNCHANGED)
     return dataclasses.replace(llama(options), **window)
 
 
 def qwen2(options: Mapping[str, Any]) -> Config:
     """The sizes in a Qwen2's config: a Llama with biases of query, key and value."""
     refuse(options, use_sliding_window=False, use_mrope=False)
-    _refuse_windows(options)
+    refuse_windows(options)
     # Without use_sliding_window, the other two say nothing.
-    refuse_others(options, *_READ, *_DERIVED, "use_sliding_window", "max_window_layers", "use_mrope")
+    refuse_others(options, *READ, *UNCHANGED, "use_sliding_window", "max_window_layers", "use_mrope")
     return dataclasses.replace(llama(options), qkv_bias=True)
 
 
-_READ = (
+def qwen3(options: Mapping[str, Any]) -> Config:
+    """The sizes in the config of a Qwen3 without experts: a Llama with norms of each head's queries and keys."""
+    refuse(options, use_sliding_window=False, mlp_bias=False)
+    refuse_windows(options)
+    refuse_others(options, *READ, *UNCHANGED, "use_sliding_window", "max_window_layers")
+    numbers(options, {"head_dim": "head_dim"})  # need not be model_dim / num_heads, so it must be said
+    return dataclasses.replace(llama(options), qk_norm="head")
+
+
+READ = (
     *SIZES.values(), "intermediate_size", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
     "tie_word_embeddings", "rms_norm_eps", "hidden_act", "rope_theta", "rope_parameters", "rope_scaling",
     "sliding_window", "layer_types",
 )  # fmt: skip
 # What derived models add under this family's name, and its value where it changes nothing.
-_DERIVED = {
+UNCHANGED = {
     "partial_rotary_factor": 1.0, "attention_multiplier": None, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
     "logits_scaling": 1.0, "no_rope_layers": None, "qk_norm": False, "is_causal": True,
     "use_bidirectional_attention": False, "final_logit_softcapping": None, "attn_logit_softcapping": None,
@@ -70,7 +90,7 @@ _DERIVED = {
 }  # fmt: skip
 
 
-def _refuse_windows(options: Mapping[str, Any], kind: str = "full_attention") -> None:
+def refuse_windows(options: Mapping[str, Any], kind: str = "full_attention") -> None:
     """Raises ``ValueError`` unless all layers attend in one way."""
     layers = options.get("layer_types")
     if layers is not None and not (isinstance(layers, list | tuple) and all(one == kind for one in layers)):
@@ -96,3 +116,5 @@ LLAMA = Family(
 )
 MISTRAL = dataclasses.replace(LLAMA, name="mistral", config=mistral)
 QWEN2 = dataclasses.replace(LLAMA, name="qwen2", config=qwen2)
+QK_NORMS = {"attention.query_ln": ("layers.{}.self_attn.q_norm",), "attention.key_ln": ("layers.{}.self_attn.k_norm",)}
+QWEN3 = dataclasses.replace(LLAMA, name="qwen3", config=qwen3, layer={**LLAMA.layer, **QK_NORMS})

@@ -1,4 +1,4 @@
-"""The Transformer of all families: one compiled layer, scanned over all."""
+"""The Transformer of all families: one compiled layer of each kind, scanned over all."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
@@ -20,7 +21,8 @@ class Transformer(nnx.Module):
     """A Transformer on ``jattn.nnx.MultiHeadAttention``, without dropout, of any family that ``Config`` can say.
 
     ``layers`` is one ``Block`` that holds the parameters of all layers, each with a leading axis ``[L]``. A call scans
-    over them, so it compiles a single layer; what the layers sow has that leading axis, too.
+    over them, so it compiles a single layer, or two where some have the window and others do not (``Config.local``);
+    what the layers sow has that leading axis, too.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -29,11 +31,12 @@ class Transformer(nnx.Module):
         self.token_embed = embed(config.vocabulary)
         self.position_embed = embed(config.max_length) if config.position is None else nnx.data(None)
         self.type_embed = embed(config.token_types) if config.token_types else nnx.data(None)
-        self.embed_norm = nnx.data(None) if config.norm_first else config.new_norm(rngs)
+        at_the_end = config.norm_first or config.norm_outputs
+        self.embed_norm = nnx.data(None) if at_the_end else config.new_norm(rngs)
         blocks = [nnx.split(Block(config, rngs=rngs)) for _ in range(config.num_layers)]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in blocks))
         self.layers = nnx.merge(blocks[0][0], stacked)
-        self.last_norm = config.new_norm(rngs) if config.norm_first else nnx.data(None)
+        self.last_norm = config.new_norm(rngs) if at_the_end else nnx.data(None)
         self.pooler = nnx.Linear(config.model_dim, config.model_dim, rngs=rngs) if config.pooler else nnx.data(None)
         self.head = (
             nnx.Linear(config.model_dim, config.vocabulary, use_bias=False, dot_general=dot_general, rngs=rngs)
@@ -64,12 +67,14 @@ class Transformer(nnx.Module):
                 options are given to every layer or to none, with the same functions and arrays of one shape.
             cache: the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``, and tokens that
                 are not ``valid`` take no place in it.
-            attention: options of every layer's attention call, such as ``sow_weights``; ``sow_parts`` sows
-                ``residual_parts`` of every layer, and ``last_stream``, the input of the last norm.
+            attention: options of every layer's attention call, such as ``sow_weights``; ``score_mod``, ``scale`` and
+                ``local_window_size`` replace the model's own. ``sow_parts`` sows ``residual_parts`` of every layer, and
+                ``last_stream``, the input of the last norm.
 
         Raises:
             ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
-                entry for each layer, or layers differ in other than gates; the cache is not one of this model's.
+                entry for each layer, or layers differ in other than gates; the cache is not one of this model's; a mask
+                function, which takes positions, with both ``valid`` and ``input_positions``.
             TypeError: ``decode``, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
@@ -122,13 +127,25 @@ class Transformer(nnx.Module):
         key, value = (jnp.zeros((config.num_layers, *x.shape), x.dtype) for x in (one.key, one.value))
         return KVCache(key, value, one.length, rolling)
 
+    def embed(self, tokens: Array) -> Array:
+        """The input ``[B,T,M]`` of the first layer, without padding and a cache."""
+        return self._embedded(tokens, None, None, None, None)
+
+    def unembed(self, x: Array) -> Array:
+        """The logits ``[B,T,vocabulary]`` of the last layer's output ``[B,T,M]``; raises as ``logits``."""
+        return self.logits(x if self.last_norm is None else self.last_norm(x))
+
     def logits(self, hidden: Array) -> Array:
-        """``[..., M] -> [..., vocabulary]``: by ``output_embedding``, and raises as it does."""
+        """``[..., M] -> [..., vocabulary]``: by ``output_embedding``, with the soft cap; raises as the former does."""
         if self.head is not None:
-            return self.head(hidden)
-        embedding = self.output_embedding()
-        dtype = jnp.result_type(hidden, embedding)
-        return dot_general(hidden.astype(dtype), embedding.astype(dtype), (((hidden.ndim - 1,), (1,)), ((), ())))
+            logits = self.head(hidden)
+        else:
+            embedding = self.output_embedding()
+            dtype = jnp.result_type(hidden, embedding)
+            axes = (((hidden.ndim - 1,), (1,)), ((), ()))
+            logits = dot_general(hidden.astype(dtype), embedding.astype(dtype), axes)
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def output_embedding(self) -> Array:
         """``[vocabulary, M]``, a row for each logit; the input embedding if the config ties the two.
@@ -155,14 +172,20 @@ class Transformer(nnx.Module):
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def layer(self, index: int) -> Block:
-        """A copy of one layer, on its own."""
+        """A copy of one layer, on its own, with its rotary positions; its window is an option of the call."""
         graph, state = nnx.split(self.layers)
-        return nnx.merge(graph, jax.tree.map(lambda x: x[range(self.config.num_layers)[index]], state))
+        index = range(self.config.num_layers)[index]
+        block = nnx.merge(graph, jax.tree.map(lambda x: x[index], state))
+        if self.config.is_local[index] and self.config.local_position is not None:
+            block.attention.position = self.config.local_position
+        return block
 
     def _embedded(
         self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any, given: ArrayLike | None
     ) -> Array:
         x = _rows(self.token_embed, tokens, valid)
+        if self.config.embed_scale is not None:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.position_embed is not None:
             T = tokens.shape[1]
             if given is not None:
@@ -185,32 +208,39 @@ class Transformer(nnx.Module):
         """A scan over the layers. The cache goes from step to step, so that XLA writes into it in place."""
         config, L = self.config, self.config.num_layers
         arrays, with_own = stack_options(per_layer, L, options)
-        # What was sown before is not a layer's business.
         graph, sown_before, state = nnx.split(self.layers, nnx.Intermediate, ...)
-        nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
         def one_layer(carry: Any, entry: Any) -> tuple[Any, Any]:
-            (x, held), (i, own_state, own_arrays) = carry, entry
-            block = nnx.merge(graph, nothing, own_state)
-            own = {**options, **with_own(own_arrays)}
-            if config.window is not None:
-                own["mask"] = _within(masks.SlidingWindow(config.window - 1, 0), own.get("mask"))
-            if cache is None:
-                if valid is not None:
-                    own["mask"] = _mask_padding(valid, own.get("mask"))
-                y = block(x, **own)
-            else:
-                key, value = (jax.lax.dynamic_index_in_dim(old, i, keepdims=False) for old in held)
-                y, new = block(x, **own, cache=KVCache(key, value, cache.length, cache.rolling), valid=valid)
-                held = tuple(
-                    jax.lax.dynamic_update_index_in_dim(old, part, i, 0)
-                    for old, part in zip(held, (new.key, new.value), strict=True)
-                )
-            # Parameters or a cache of more bits do not change the stream's dtype.
-            return (y.astype(x.dtype), held), nnx.state(block, nnx.Intermediate)
+            (x, held), (i, local, own_state, own_arrays) = carry, entry
+            cached = [jax.lax.dynamic_index_in_dim(old, i, keepdims=False) for old in held]
 
-        held = () if cache is None else (cache.key, cache.value)
-        (x, held), sown = jax.lax.scan(one_layer, (x, held), (jnp.arange(L), state, arrays))
+            def of_kind(local: bool) -> tuple[Array, tuple, Any]:
+                # What was sown before is not a layer's business. Sowing changes it in place, so each call has its own.
+                nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))
+                block = nnx.merge(graph, nothing, own_state)
+                if local and config.local_position is not None:
+                    block.attention.position = config.local_position
+                given = {**options, **with_own(own_arrays)}
+                if cache is None:
+                    y, new = block(x, **layer_options(config, given, local, valid)), ()
+                else:
+                    own = layer_options(config, given, local)
+                    y, new = block(x, **own, cache=KVCache(*cached, *rest), valid=valid)
+                    new = new.key, new.value
+                # Parameters or a cache of more bits do not change the stream's dtype.
+                return y.astype(x.dtype), new, nnx.state(block, nnx.Intermediate)
+
+            kinds = set(config.is_local)
+            # Two programs, so that in each the window is known to the kernels and empty blocks are not visited.
+            by_kind = [functools.partial(of_kind, kind) for kind in (True, False)]
+            y, new, sown = of_kind(kinds.pop()) if len(kinds) == 1 else jax.lax.cond(local, *by_kind)
+            places = zip(held, new, strict=True)
+            held = tuple(jax.lax.dynamic_update_index_in_dim(old, part, i, 0) for old, part in places)
+            return (y, held), sown
+
+        held, rest = ((), ()) if cache is None else ((cache.key, cache.value), (cache.length, cache.rolling))
+        entries = jnp.arange(L), np.array(config.is_local), state, arrays
+        (x, held), sown = jax.lax.scan(one_layer, (x, held), entries)
         if jax.tree.leaves(sown):
             nnx.update(self.layers, sown)
         if cache is None:
@@ -254,15 +284,25 @@ def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
     return table.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def _within(window: masks.Mask, mask: Any) -> Any:
-    if mask is None:
-        return window
-    return masks.and_masks(window, mask if callable(mask) else masks.Dense(jnp.asarray(mask, bool)))
+def layer_options(config: Config, given: Mapping[str, Any], local: bool, valid: Array | None = None) -> dict[str, Any]:
+    """The options of a layer's attention call: those ``given``, its window, and padding in the mask."""
+    window = {"local_window_size": (config.window - 1, 0)} if local and config.window is not None else {}
+    options = {**window, **given}
+    if valid is not None:
+        options["mask"] = _mask_padding(valid, given.get("mask"), given.get("input_positions"))
+    return options
 
 
-def _mask_padding(valid: Array, mask: Any) -> Any:
+def _mask_padding(valid: Array, mask: Any, positions: Any) -> Any:
     """``mask``, if any, joined with one that shows only the valid keys, ``valid [B,T]``."""
     if callable(mask):
+        if positions is not None:
+            raise ValueError(
+                "input_positions: a mask function takes positions, but valid= slots; pass an array as mask"
+            )
         return masks.and_masks(mask, lambda b, h, q_idx, kv_idx: valid[b, kv_idx])
     valid_keys = valid[:, None, None, :]
-    return valid_keys if mask is None else valid_keys & jnp.asarray(mask, bool)
+    if mask is None:
+        return valid_keys
+    mask = jnp.asarray(mask, bool)
+    return valid_keys & mask.reshape((1,) * (4 - mask.ndim) + mask.shape)

@@ -43,6 +43,8 @@ def test_the_modules_and_the_function_agree(getkey, x):
         "mask": masks.Causal() | masks.Prefix(2),
         "bias": jax.random.normal(getkey(), (1, N, T, T)),
         "head_gate": jnp.arange(1.0, N + 1),
+        "scale": 0.3,
+        "local_window_size": (3, 2),
     }
     score_mod = jattn.score_mods.SoftCap(3.0)
     expected = jattn.multi_head_attention(

@@ -60,6 +60,54 @@ PUBLISHED = {
         "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "Qwen3": SAVED | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_window_layers": 28,
+        "max_position_embeddings": 40960, "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Gemma 2": SAVED | {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+        "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+        "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+        "sliding_window": 4096, "vocab_size": 256000,
+    },
+    "Gemma 3": SAVED | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False,
+        "attention_dropout": 0.0, "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+    "Gemma 3, by a newer version": SAVED | {
+        "_sliding_window_pattern": 6, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None, "dtype": "bfloat16",
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 640,
+        "intermediate_size": 2048, "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 18, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "sliding_window": 512, "tie_word_embeddings": True,
+        "rope_parameters": {"full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
+                            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+        "use_bidirectional_attention": False, "vocab_size": 262144,
+    },
+    "Phi-3": SAVED | {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0,
+        "embd_pdrop": 0.0, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False, "vocab_size": 32064,
+    },
+    "OLMo 2": SAVED | {
+        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False, "attention_dropout": 0.0,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
+    },
     "Pythia": SAVED | {
         "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "attention_bias": True,
         "attention_dropout": 0.0, "classifier_dropout": 0.1, "hidden_act": "gelu", "hidden_dropout": 0.0,
@@ -93,7 +141,10 @@ def test_published_configs_are_read(name):
     config = PUBLISHED[name]
     sizes = interop.read_config(config)
     assert sizes.family == config["model_type"] and sizes.vocabulary == config["vocab_size"]
-    assert sizes.window == (4096 if name == "Mistral 7B" else None)
+    assert sizes.window == (None if "Qwen" in name else config.get("sliding_window"))
+    if name.startswith("Gemma 3"):
+        assert [i for i, local in enumerate(sizes.is_local) if not local] == list(range(5, sizes.num_layers, 6))
+        assert (sizes.local_position.base, sizes.position.base) == (1e4, 1e6)
 
 
 OTHERS = {

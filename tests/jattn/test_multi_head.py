@@ -156,6 +156,10 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
             lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)),
             r"head_gate must be \[N\] = \[4\]",
         ),
+        (
+            lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
+            r"valid says .* enter a cache, and there is none; for padding pass mask=valid",
+        ),
         pytest.param(
             lambda: jattn.multi_head.attend_heads(
                 *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)

@@ -1,4 +1,4 @@
-"""The forward pass of every family in ``jattn.interop`` in NumPy, from its papers, on tensors by their published names."""
+"""The forward pass of six families in ``jattn.interop`` in NumPy, from their papers, on tensors by their published names."""
 
 from typing import Any
 

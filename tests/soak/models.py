@@ -1,4 +1,4 @@
-"""Draws configs and checkpoints of every family in ``jattn.interop``; forward passes against float64 NumPy.
+"""Draws configs and checkpoints of six families in ``jattn.interop``; forward passes against float64 NumPy.
 
 The reference follows the papers and reads the tensors by their published names. How much rounding a config brings is
 what the reference itself changes by, in float32 and with every tensor rounded once; the tolerance is a multiple of that.

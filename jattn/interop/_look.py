@@ -1,0 +1,85 @@
+"""``look``: what every layer of a ``Transformer`` computes from, with the options that give its weights again."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike
+
+from jattn import heads
+from jattn.interop.transformer import Transformer, layer_options
+
+
+def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str, Any]]:
+    """What the heads of every layer read and wrote, and the options by which their weights are computed again.
+
+    One forward pass, compiled once per model and shape.
+
+    Args:
+        model: of any family.
+        tokens: integers ``[B,T]``.
+        options: of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
+
+    Returns:
+        A dict for each layer: ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``, ``lse [B,T,N]`` and ``z
+        [B,T,N,H]`` as by ``sow_heads``, and those of the options ``is_causal``, ``mask``, ``local_window_size``,
+        ``score_mod``, ``scale``, ``bias``, ``query_positions`` and ``kv_positions`` of ``heads.statistics`` and
+        ``fold_weights`` that the layer has. The padding of ``valid`` is in the mask.
+
+    Raises:
+        ValueError: a ``patch`` of the ``"pattern"``, which mixes the weights of two queries and keys; as the model.
+        TypeError: ``cache``, or an option that the model does not take.
+
+    Example::
+
+        for layer in look(model, tokens, valid=valid):
+            options = {name: x for name, x in layer.items() if name not in ("query", "key", "value", "lse", "z")}
+            heads.statistics(layer["query"], layer["key"], lse=layer["lse"], **options)
+    """
+    if options.get("cache") is not None:
+        raise TypeError("cache: look sees whole sequences; pass all tokens, and valid= for padding")
+    config, per_layer = model.config, options.get("per_layer") or [{}] * model.config.num_layers
+    shared = {name: x for name, x in options.items() if name not in ("per_layer", "valid", "token_types")}
+    every = [{"is_causal": config.causal, "scale": config.scale, **shared, **own} for own in per_layer]
+    if any("pattern" in (own.get("patch") or {}) for own in every):
+        raise ValueError("a patch of the pattern mixes the weights of two queries and keys; no options give them again")
+    for name in {"valid", "token_types"} & options.keys():
+        options[name] = None if options[name] is None else jnp.asarray(options[name])
+    leaves, structure = jax.tree.flatten(options)
+    is_array = tuple(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+    fixed = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
+    graph, state = nnx.split(model)
+    arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+    sown = _sown(graph, structure, fixed, is_array, state, jnp.asarray(tokens), arrays)
+    valid = options.get("valid")
+    valid = None if valid is None else jnp.asarray(valid, bool)
+    own_options = (layer_options(config, own, local, valid) for own, local in zip(every, config.is_local, strict=True))
+    return [{**own, **_score_options(model, given)} for own, given in zip(sown, own_options, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _sown(
+    graph: Any, structure: Any, fixed: tuple, is_array: tuple[bool, ...], state: Any, tokens: Array, arrays: list[Array]
+) -> list[dict[str, Array]]:
+    rest = iter(arrays)
+    both = zip(fixed, is_array, strict=True)
+    options = structure.unflatten([next(rest) if array else leaf for leaf, array in both])
+    watch = nnx.capture(lambda model: model(tokens, sow_heads=True, **options), nnx.Intermediate)
+    return heads.collect(watch(nnx.merge(graph, state))[1])
+
+
+def _score_options(model: Transformer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of ``fold_weights`` that a layer has, from those of its attention call."""
+    mask, positions = given.get("mask"), given.get("input_positions")
+    found = {
+        "mask": mask if mask is None or callable(mask) else jnp.asarray(mask, bool),
+        "score_mod": model.layers.attention.score_mod if given.get("score_mod") is None else given["score_mod"],
+        "query_positions": positions,
+        "kv_positions": positions,
+        **{name: given.get(name) for name in ("is_causal", "local_window_size", "scale", "bias")},
+    }
+    return {name: x for name, x in found.items() if x is not None}
