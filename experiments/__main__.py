@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from experiments.bench.command import bench_command
 from experiments.commands import keep_command, list_command, report_command, run_command
-from experiments.compare import compare_command, look_command
+from experiments.compare import compare_command
 from experiments.generate import generate_command
+from experiments.look import look_command
 from experiments.runs.terminal import drop_output, fail
 
 COMMANDS = {

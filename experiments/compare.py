@@ -1,60 +1,17 @@
-"""``look`` and ``compare``: a run's heads at a step, and the heads of two models side by side."""
+"""``compare``: the heads of two models side by side."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Column, Table
+from rich.table import Table
 
 from experiments import config
-from experiments.runs.findings import plain
-from experiments.runs.folder import Damaged
+from experiments.look import page_of_runs
 from experiments.runs.terminal import Terminal, fail
 
 MANY = 40  # rows of heads that a terminal shows
-
-
-def look_command(arguments: Sequence[str]) -> int:
-    """Shows what a run's heads did at a step of its training."""
-    parser = config.Parser(prog="python -m experiments look", description=look_command.__doc__)
-    parser.add_argument("--run", type=str, required=True, help="folder of a run, which may still train")
-    parser.add_argument("--step", type=int | None, default=None, help="one of its looks; default: the last")
-    options = parser.parse_args(arguments)
-    from experiments.runs.history import History
-    from experiments.train import config_of
-
-    folder = Path(options.run)
-    if not (folder / "metrics.jsonl").is_file():
-        return fail(f"--run: expected the folder of a run that trains, got {options.run!r}")
-    try:
-        steps, scores = History(folder, writes=False).scores()
-        first_seed = config_of(folder).train.first_seed
-    except (Damaged, OSError, ValueError) as wrong:
-        return fail(f"--run: {wrong}")
-    except IndexError:
-        return fail(f"--run: {options.run!r} has not looked at its heads yet")
-    step = int(steps[-1]) if options.step is None else options.step
-    if step not in steps:
-        near = int(steps[np.abs(steps - step).argmin()])
-        return fail(f"--step: expected a step of its looks, from {steps[0]} to {steps[-1]}, such as {near}, got {step}")
-    at = list(steps).index(step)
-    names = [Column(plain(name).replace(" ", "\n"), no_wrap=True, min_width=4) for name in scores]
-    table = Table(
-        "seed",
-        "layer",
-        "head",
-        *names,
-        title=f"{folder.name}, step {step}",
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-    )
-    for seed, layer, head in np.ndindex(*(next(iter(scores.values())).shape[i] for i in (0, 2, 3))):
-        numbers = (f"{values[seed, at, layer, head]:.2f}" for values in scores.values())
-        table.add_row(str(first_seed + seed), str(layer), str(head), *numbers)
-    Terminal().print(table)
-    return 0
 
 
 def compare_command(arguments: Sequence[str]) -> int:
@@ -62,7 +19,9 @@ def compare_command(arguments: Sequence[str]) -> int:
     parser = config.Parser(prog="python -m experiments compare", description=compare_command.__doc__)
     said = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
     parser.add_argument("--run", type=str, required=True, action="append", help=said)
-    parser.add_argument("--out", type=str | None, default=None, help="PNG of the first seed's heads, side by side")
+    parser.add_argument(
+        "--out", type=str | None, default=None, help="the first seed's heads, side by side: a PNG, or an HTML page"
+    )
     options = parser.parse_args(arguments)
     if len(options.run) != 2:
         return fail(f"--run: expected two runs, got {len(options.run)}")
@@ -76,7 +35,10 @@ def compare_command(arguments: Sequence[str]) -> int:
     _show(found, both[0].setup.seeds[0], *options.run)
     if options.out:
         try:
-            _draw(found, Path(options.out), *options.run)
+            if Path(options.out).suffix == ".html":
+                page_of_runs(both, options.run, Path(options.out))
+            else:
+                _draw(found, Path(options.out), *options.run)
         except (OSError, ValueError) as wrong:
             return fail(f"--out: {wrong}")
         print(f"picture: {options.out}")

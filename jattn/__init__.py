@@ -48,17 +48,21 @@ __all__ = [
     "over_heads",
     "positions",
     "pytree_dataclass",
+    "report",
     "score_mods",
     "sharding",
     "static_field",
+    "survey",
     "unmerge",
 ]
 
 # Imported when they are first used: Flax's modules and matplotlib take a while.
-_LATER = ("interop", "linen", "nnx", "plots")
+_LATER = ("interop", "linen", "nnx", "plots", "reports")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in ("report", "survey"):
+        return getattr(importlib.import_module(f"{__name__}.reports"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,75 +1,75 @@
-"""The numbers that the page's scripts show: the heads' weights and scores as JSON, sized to fit in a page.
+"""A run's heads for the explorer of the page: their weights on each example, step by step, and their scores.
 
 Axes as in ``experiments.runs.findings``.
 """
 
-import base64
+from collections.abc import Sequence
 from math import isqrt
-from typing import Any
 
 import numpy as np
 
 from experiments.report.plot_data import BLOCKS, WHEN, first_look, head_codes, head_titles, pooled
-from experiments.runs.findings import Findings, plain
+from experiments.runs.findings import Findings
+from jattn.reports.packing import Frame
+from jattn.reports.page import Head, Numbers, View
 
 
-def explorer(findings: Findings) -> dict[str, Any]:
-    """Everything but the weights: the first seed's heads and their scores."""
-    titles = [title.partition(" · ")[::2] for title in head_titles(findings)]
-    # One row per look, score and head, of the first seed.
-    scores = [[v[0, look].ravel() for v in findings.scores.values()] for look in range(len(findings.look_steps))]
-    return {
-        "layers": findings.ablated.shape[1],
-        "heads": [{"code": c, "title": t, "role": r} for c, (t, r) in zip(head_codes(findings), titles, strict=True)],
-        "scores": {
-            "names": [plain(name) for name in findings.scores],
-            "steps": findings.look_steps.tolist(),
-            "values": _numbers(scores),
-        },
-    }
+def heads(findings: Findings) -> list[Head]:
+    """The names of the heads, by layer."""
+    layers, count = findings.ablated.shape[1:3]
+    titles = [title.partition(" · ")[0] for title in head_titles(findings)]
+    places = [layer for layer in range(layers) for _ in range(count)]
+    return [Head(*entry) for entry in zip(head_codes(findings), titles, places, strict=True)]
 
 
-def weights(findings: Findings, room: int) -> tuple[dict[str, Any], str]:
-    """The attention weights in at most ``room`` bytes, and a note on how they were reduced."""
-    steps, examples, layers, heads, size = findings.example_weights.shape[:5]
-    side, width = fitting(min(steps, 2) * examples + 2, layers * heads, size, room)
-    kept = kept_steps(steps, examples, room // (layers * heads * side**2 * width) - 2)
-    mean, names = pooled(findings.mean_weights, side)
-    found = [pooled(findings.example_weights[keep, example], side)[0] for example, keep in enumerate(kept)]
-    top = float(max(array.max() for array in (*found, mean))) or 1.0
-    views = [
-        {
-            "name": f"example {example + 1}",
-            "steps": findings.example_steps[keep].tolist(),
-            "first": first_look(findings),
-        }
-        | _labels([str(token) for token in findings.tokens[example]], names)
-        | {"weights": packed(found[example], top, width)}
-        for example, keep in enumerate(kept)
+def numbers(findings: Findings) -> list[Numbers]:
+    """The scores of the first seed's heads, one set a look at the heads."""
+    roles = [title.partition(" · ")[2] for title in head_titles(findings)]
+    every = [
+        [values[0, look].ravel() for values in findings.scores.values()] for look in range(len(findings.look_steps))
     ]
+    return [Numbers(np.array(one).reshape(len(one), len(roles)), roles) for one in every]
+
+
+def views(findings: Findings, room: int) -> tuple[list[View], str]:
+    """The weights in about ``room`` bytes before they are compressed, and a note on how they were reduced."""
+    steps, examples, layers, heads, size = findings.example_weights.shape[:5]
+    side = fitting(min(steps, 2) * examples + 2, layers * heads, size, room)
+    kept = kept_steps(steps, examples, room // (2 * layers * heads * side**2) - 2)
+    mean, names = pooled(findings.mean_weights, side)
+    first = first_look(findings)
+    found = []
+    for example, keep in enumerate(kept):
+        weights, _ = pooled(findings.example_weights[keep, example], side)
+        labels, texts = _labels([str(token) for token in findings.tokens[example]], names)
+        frames = _frames(findings, weights, findings.example_steps[keep].tolist(), first)
+        found.append(View(f"example {example + 1}", labels, labels, frames, texts))
     ends = findings.look_steps[[0, -1]].tolist()
-    average = {"name": "mean over a batch", "steps": ends, "first": WHEN[0], "labels": names, "texts": names}
-    views.append(average | {"weights": packed(mean, top, width)})
-    return {"top": top, "width": width, "views": views}, _fitted_note(kept, steps, size, len(names), width)
+    found.append(View("mean over a batch", names, names, _frames(findings, mean, ends, WHEN[0]), names))
+    return found, _fitted_note(kept, steps, size, len(names))
 
 
-def _labels(tokens: list[str], names: list[str]) -> dict[str, list[str]]:
+def _frames(findings: Findings, weights: np.ndarray, steps: Sequence[int], first: str) -> list[Frame]:
+    """A frame a step of ``weights [X,L,N,T,T]``, with the scores of the nearest look."""
+    nearest = [int(abs(findings.look_steps - step).argmin()) for step in steps]
+    titles = [f"0 ({first})" if step == 0 and i == 0 else str(step) for i, step in enumerate(steps)]
+    flat = weights.reshape(len(steps), -1, *weights.shape[-2:])
+    entries = zip(titles, flat, steps, nearest, strict=True)
+    return [Frame(title, own, step=step, numbers=look) for title, own, step, look in entries]
+
+
+def _labels(tokens: list[str], names: list[str]) -> tuple[list[str], list[str]]:
     """Labels for the edge of the picture and the read-out: tokens, or names of blocks and their tokens."""
     if len(names) == len(tokens):
-        return {"labels": tokens, "texts": [f"{name}: {token}" for name, token in zip(names, tokens, strict=True)]}
+        return tokens, [f"{name}: {token}" for name, token in zip(names, tokens, strict=True)]
     block = -(-len(tokens) // len(names))
     parts = [" ".join(tokens[i * block : (i + 1) * block]) for i in range(len(names))]
-    return {"labels": names, "texts": [_cropped(f"{name}: {part}") for name, part in zip(names, parts, strict=True)]}
+    return names, [_cropped(f"{name}: {part}") for name, part in zip(names, parts, strict=True)]
 
 
-def fitting(frames: int, heads: int, size: int, room: int) -> tuple[int, int]:
-    """The side of the pictures, in blocks, and the bytes per weight that make all frames fit into ``room`` bytes.
-
-    Two bytes if they fit, else one; if that is still too much, larger blocks.
-    """
-    side = min(size, BLOCKS)
-    width = 2 if frames * heads * side**2 * 2 <= room else 1
-    return max(min(side, isqrt(max(room, 0) // (frames * heads * width))), 1), width
+def fitting(frames: int, heads: int, size: int, room: int) -> int:
+    """The side of the pictures, in blocks, that makes all frames fit into ``room`` bytes, at two a weight."""
+    return max(min(size, BLOCKS, isqrt(max(room, 0) // (2 * frames * heads))), 1)
 
 
 def kept_steps(steps: int, examples: int, room: int) -> list[list[int]]:
@@ -83,12 +83,7 @@ def kept_steps(steps: int, examples: int, room: int) -> list[list[int]]:
     return [sorted({round(i) for i in np.linspace(0, steps - 1, count)}) for count in (first, *[rest] * others)]
 
 
-def packed(weights: np.ndarray, top: float, width: int) -> str:
-    """Weights as fractions of ``top`` in base64: two bytes each, correct to four decimals or more, or one."""
-    return base64.b64encode(np.rint(weights / top * (256**width - 1)).astype(f"<u{width}").tobytes()).decode()
-
-
-def _fitted_note(kept: list[list[int]], steps: int, size: int, drawn: int, width: int) -> str:
+def _fitted_note(kept: list[list[int]], steps: int, size: int, drawn: int) -> str:
     notes = []
     if len(kept[-1]) < steps:
         others = f", every other example {len(kept[-1])}" if len(kept) > 1 else ""
@@ -98,17 +93,8 @@ def _fitted_note(kept: list[list[int]], steps: int, size: int, drawn: int, width
             f"The {size} tokens are drawn in blocks of {-(-size // drawn)}: queries of a block are averaged, its keys "
             "summed, so that a row still sums to 1."
         )
-    if width == 1:
-        notes.append("Weights are rounded to 1/255 of the largest.")
     return " ".join(notes)
 
 
 def _cropped(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def _numbers(array: Any) -> Any:
-    """Nested lists with four significant digits; non-finite values become null."""
-    if np.ndim(array):
-        return [_numbers(row) for row in array]
-    return float(f"{array:.4g}") if np.isfinite(array) else None

@@ -40,17 +40,25 @@ function setUpFigure(figure) {
 
 const cursors = []; // {line, x(step)}
 function setUpCursors() {
-  const [first, last] = extent(data.scores.steps);
+  const [first, last] = extent(views[0].steps);
   for (const span of document.querySelectorAll("[id^=training-steps] path")) {
     const box = span.getBBox(), line = svg("line", { class: "cursor", y1: box.y, y2: box.y + box.height });
     span.ownerSVGElement.append(line);
     cursors.push({ line, x: (step) => box.x + ((step - first) / (last - first || 1)) * box.width });
   }
+  onFrame.push((step) => { for (const { line, x } of cursors) { line.setAttribute("x1", x(step)); line.setAttribute("x2", x(step)); } });
   const chart = document.querySelector("#training svg");
   if (!chart) return;
   chart.style.cursor = "pointer";
   chart.addEventListener("click", (event) => {
     const box = chart.querySelector("[id^=training-steps] path").getBoundingClientRect();
-    showFrame(nearest(views[state.view].steps, first + ((event.clientX - box.x) / box.width) * (last - first)));
+    showFrame(nearest(view().steps, first + ((event.clientX - box.x) / box.width) * (last - first)));
   });
 }
+
+settingUp.push(() => {
+  document.querySelectorAll(".drawn figure").forEach(setUpFigure);
+  setUpCursors();
+  const table = document.querySelector("#heads-table table");
+  if (table) setUpSorting(table);
+});

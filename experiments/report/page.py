@@ -1,11 +1,10 @@
 """The report of one run: a single self-contained HTML file, and its figures as PNG and SVG.
 
-Text, tables and figures are written here and need no JavaScript; the scripts show the heads' weights step by step, from
-the numbers embedded in the page (``data``), and read out marks. ``page.html`` is the template with ``{{slots}}``.
+Text, tables and figures are written here and need no JavaScript; ``jattn.reports`` shows the heads' weights, step by
+step, and their scores; ``figures.js`` reads out the marks of figures. ``sections.html`` has ``{{slots}}``.
 """
 
 import html
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from experiments.report.curves import in_unit
-from experiments.report.data import explorer, weights
+from experiments.report.data import heads, numbers, views
 from experiments.report.figures import write_figures
 from experiments.report.plot_data import control_rows
 from experiments.report.svg import inline, shades
 from experiments.runs.findings import Findings, plain
 from experiments.runs.folder import write_atomically
+from jattn.reports.page import Page
 
 HERE = Path(__file__).parent
-SCRIPTS = ("page.js", "explorer.js", "figures.js")  # concatenated in this order
 PAGE_BUDGET = 4_980_000  # letters of the page, nearly all of one byte
-WEIGHT_BUDGET = 3_000_000  # bytes of attention weights in it, if the rest leaves that much
+WEIGHT_BUDGET = 12_000_000  # bytes of attention weights before they are compressed, to a third or less
 
 
 def write_report(findings: Findings, out: Path) -> Path:
@@ -33,30 +32,32 @@ def write_report(findings: Findings, out: Path) -> Path:
     drawn.pop("heads", None)  # the page shows them at every step
     matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
     slots = {
-        "title": _text(plain(findings.name)),
-        "description": _text(findings.description),
-        "summary": _text(_summary(findings)),
-        "claims": _claims(findings),
-        "heads": _heads(findings),
         "first_seed": _text(findings.seeds[0]),
         "matched_note": matched if len(findings.seeds) > 1 else "",
         "controls": _controls(findings),
         "about": _about(findings),
-        "shades": shades(),
-        "script": "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
     for name, path in drawn.items():
         slots[f"{name}_figure"] = f"<figure>{inline(path.read_text(encoding='utf-8'), name)}</figure>"
-    page = _with_figures((HERE / "page.html").read_text(encoding="utf-8"), drawn)
-    heads = explorer(findings)
-    left = PAGE_BUDGET - len(page) - len(json.dumps(heads, separators=(",", ":"))) - sum(map(len, slots.values()))
-    shown, slots["weights_note"] = weights(findings, min(WEIGHT_BUDGET, left * 3 // 4))  # base64: 3 bytes in 4 letters
-    # With "<", a token could end the script element.
-    text = json.dumps(heads | shown, separators=(",", ":"), allow_nan=False)
-    slots["data"] = text.replace("<", "\\u003c")
-    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)  # one pass: values are not substituted again
+    sections = _with_figures((HERE / "sections.html").read_text(encoding="utf-8"), drawn)
+    after = re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], sections)  # one pass: values may have braces
+    lead = f'<p>{_text(findings.description)}</p><p class="soft">{_text(_summary(findings))}</p>'
+    shown, note = views(findings, WEIGHT_BUDGET)
+    page = Page(
+        plain(findings.name),
+        heads(findings),
+        [plain(name) for name in findings.scores],
+        numbers(findings),
+        shown,
+        note=f"Seed {findings.seeds[0]}. {note}",
+        numbers_note=f"Scores of seed {findings.seeds[0]} at the step shown above.",
+        before=lead + _claims(findings) + _heads(findings),
+        after=after,
+        style=f":root {{ {shades()} }}\n" + (HERE / "style.css").read_text(encoding="utf-8"),
+        script=(HERE / "figures.js").read_text(encoding="utf-8"),
+    )
     path = out / "report.html"
-    write_atomically(path, page.encode())
+    write_atomically(path, page.html(PAGE_BUDGET).encode())
     return path
 
 

@@ -67,11 +67,8 @@ def ablate(
         raise ValueError(f"kind='resample' needs at least 2 sequences, got z of shape {list(clean[0]['z'].shape)}")
     options: list[dict[str, Any]] = [{} for _ in clean]
     for layer, option in zip(clean, options, strict=True):
-        z = layer["z"]
-        if kind == "mean":
-            option["head_fill"] = z.mean(tuple(range(z.ndim - 2)))
-        elif kind == "resample":
-            option["head_fill"] = jnp.roll(z, 1, 0)
+        if kind != "zero":
+            option["head_fill"] = fill_of(layer["z"], kind)
         if freeze_weights:
             option["frozen"] = layer["query"], layer["key"]
 
@@ -83,6 +80,13 @@ def ablate(
         return run_each(run_with, group_gates(groups, shape), batch_size)
     one_off = 1.0 - jnp.eye(shape[0] * shape[1]).reshape(-1, *shape)
     return with_axes(run_each(run_with, one_off, batch_size), shape)
+
+
+def fill_of(z: Array, kind: str) -> Array:
+    """The output of switched-off heads, which broadcasts to their outputs ``z [B,T,N,D]``."""
+    if kind == "zero":
+        return jnp.zeros_like(z)
+    return z.mean(tuple(range(z.ndim - 2))) if kind == "mean" else jnp.roll(z, 1, 0)
 
 
 def check_layers(argument: str, layers: Sequence[Mapping[str, Array]], needed: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from experiments import compare, config, load_run, replicate
 from experiments.__main__ import main
 from experiments.report import page
 from experiments.runs.findings import Findings
+from tests.web_page import embedded, weights_of
 
 CONFIG = """
 name: short
@@ -86,6 +87,14 @@ def test_a_look_shows_every_head_at_its_step(finished, capsys):
     _, out = finished
     assert main(["look", "--run", str(out), "--step", "2"]) == 0
     shown = capsys.readouterr().out
+    page = (out / "heads.html").read_text(encoding="utf-8")
+    assert f"page: {out / 'heads.html'}" in shown and "<title>out, step 2</title>" in page
+    views = embedded(page)["views"]
+    assert (
+        len(views) == 4
+        and len(views[0]["queries"]) == 12
+        and weights_of(page, 0, 0).sum(-1) == pytest.approx(1, abs=1e-3)
+    )
     assert "step 2" in shown and len(re.findall(r"^ *[78] +0 +[01] +0\.\d\d ", shown, re.MULTILINE)) == 4
     assert main(["look", "--run", str(out), "--step", "9"]) == 2
     assert "expected a step of its looks, from 0 to 4, such as 4, got 9" in capsys.readouterr().err
@@ -119,6 +128,9 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
     _, out = finished
     picture = tmp_path / "both.png"
     assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(picture)]) == 0
+    assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(tmp_path / "both.html")]) == 0
+    frames = embedded((tmp_path / "both.html").read_text(encoding="utf-8"))["views"][0]["frames"]
+    assert [frame["title"] for frame in frames] == [f"{out}@1", str(out)]
     shown = capsys.readouterr().out
     assert "of 4 heads differ by more than the noise floor" in shown
     assert re.findall(r"^│ (\d+) +│ 0 +│ [01] +│", shown, re.MULTILINE) == ["7", "7", "8", "8"]

@@ -1,70 +1,48 @@
 """The report in a real browser: what a reader does, and what the page then shows."""
 
-import html
-import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-
 import numpy as np
 import pytest
 
 from experiments.report import figures, page, plot_data
 from tests.experiments.test_report import HEADS, LAYERS, synthetic
+from tests.web_page import drive
 
 # What a reader does: moves the slider, points at cells, presses keys, opens a head, clicks the chart.
-RECORDER = """<script>
-const problems = [];
-addEventListener("error", (event) => problems.push(String(event.message)));
-addEventListener("securitypolicyviolation", (event) => problems.push(event.blockedURI));
-console.error = console.warn = (...words) => problems.push(words.join(" "));
-</script>"""
-DRIVER = """<script>
-const text = (id) => document.getElementById(id).textContent;
-const canvases = [...document.querySelectorAll("#grid canvas")], large = document.querySelector("#large canvas");
-const hover = (canvas, query, key) => {
-  const box = canvas.getBoundingClientRect(), { edge, top, cell } = canvas.place;
-  const at = { clientX: box.left + edge + (key + .5) * cell, clientY: box.top + top + (query + .5) * cell };
-  canvas.dispatchEvent(new PointerEvent("pointermove", at));
-  return [text("head"), text("query"), text("key"), text("weight")];
-};
-const press = (canvas, key) => canvas.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
-const slider = document.getElementById("step"), verdict = { cells: [] };
+SCRIPT = """
+const slider = document.getElementById("step");
+const step = async (frame) => { slider.value = frame; slider.dispatchEvent(new Event("input")); await wait(30); };
+verdict.cells = [];
 for (let frame = 0; frame <= Number(slider.max); frame++) {
-  slider.value = frame;
-  slider.dispatchEvent(new Event("input"));
-  canvases.forEach((canvas, head) => [[0, 4], [3, 1]].forEach(([query, key]) =>
-    verdict.cells.push([text("now"), frame, head, query, key, ...hover(canvas, query, key)])));
+  await step(frame);
+  small.forEach((button, head) => { button.click(); [[0, 4], [3, 1]].forEach(([query, key]) => {
+    hover(large, query, key); verdict.cells.push([said("now"), frame, head, query, key, ...readout()]); }); });
 }
 verdict.slider = slider.type;
-canvases[3].dispatchEvent(new Event("focus"));
-press(canvases[3], "ArrowUp"); press(canvases[3], "ArrowRight");
-verdict.keys = [text("head"), text("query"), text("key"), text("weight")];
-press(canvases[3], "Enter");
-verdict.opened = hover(large, 1, 2);
-verdict.chosen = document.querySelectorAll("figure.chosen").length;
+small[3].click();
+press(large, "ArrowUp"); press(large, "ArrowRight");
+verdict.keys = readout();
+verdict.chosen = document.querySelectorAll("#grid [aria-pressed=true]").length;
 const chart = document.querySelector("#training svg"), box = chart.querySelector("[id^=training-steps]").getBoundingClientRect();
 const click = (share) => chart.dispatchEvent(new MouseEvent("click", { clientX: box.left + share * box.width }));
 const marked = () => [...chart.querySelectorAll(".cursor")].map((line) => (line.getBoundingClientRect().x - box.left) / box.width);
-click(0.45);
-verdict.middle = [text("now"), ...marked()];
-click(0.01);
-verdict.clicked = text("now");
+click(0.45); await wait(30);
+verdict.middle = [said("now"), ...marked()];
+verdict.scores = [...document.querySelectorAll("#heads-numbers tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
+click(0.01); await wait(30);
+verdict.clicked = said("now");
 const view = document.getElementById("view");
-const show = (index) => { view.value = index; view.dispatchEvent(new Event("change")); };
 verdict.offered = [...view.options].map((option) => option.textContent);
-show(1);
-verdict.second = [text("now"), ...hover(canvases[2], 3, 1)];
-slider.value = 3;
-slider.dispatchEvent(new Event("input"));
-press(canvases[2], "ArrowLeft");
-verdict.second_keys = [text("now"), text("head"), text("query"), text("key"), text("weight")];
-show(2);
-verdict.mean = [text("now"), ...hover(canvases[0], 2, 3)];
-document.getElementById("play").click(); // from the last step it starts anew
-verdict.played = text("now");
+choose("view", 1); await wait(30);
+small[2].click(); hover(large, 3, 1);
+verdict.second = [said("now"), ...readout()];
+await step(3);
+press(large, "ArrowLeft");
+verdict.second_keys = [said("now"), ...readout()];
+choose("view", 2); await wait(30);
+small[0].click(); hover(large, 2, 3);
+verdict.mean = [said("now"), ...readout()];
+document.getElementById("play").click(); await wait(30); // from the last step it starts anew
+verdict.played = said("now");
 document.getElementById("play").click();
 const tips = (id) => [...document.querySelectorAll(`#${id} svg title`)].map((mark) => mark.textContent);
 for (const id of ["statistics", "ablation", "divergence", "map", "controls"]) verdict[id] = tips(id);
@@ -90,45 +68,14 @@ const widths = (items) => items.map((item) => item.getBoundingClientRect().width
 verdict.drawn = [drawn.length, Math.min(...widths(drawn)) > 300 && // a narrow page scrolls a figure in its section
   Math.max(...widths(drawn.map((svg) => svg.closest(".drawn")))) <= innerWidth];
 verdict.too_wide = document.documentElement.scrollWidth - innerWidth;
-verdict.problems = problems;
-const made = document.body.appendChild(document.createElement("pre"));
-made.id = "verdict";
-made.textContent = JSON.stringify(verdict);
-</script>"""
-
-
-def browse(page, folder):
-    """The page's final HTML in Chromium, and the messages on its console."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome found: the report cannot be opened")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
-    command = [browser, "--headless", *flags, "--enable-logging=stderr", "--v=0", "--window-size=500,900", "--dump-dom"]
-    command.append(page.as_uri())
-    # In its own session, so that its child processes end with it.
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, encoding="utf-8", start_new_session=True, **pipes) as process:
-        try:
-            dom, log = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return dom, [line for line in log.splitlines() if "CONSOLE" in line]
+"""
 
 
 @pytest.mark.slow
 def test_the_page_works_in_a_browser(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = synthetic()
-    path = page.write_report(findings, tmp_path)
-    text = path.read_text(encoding="utf-8").replace("<head>", "<head>" + RECORDER, 1)
-    copy = tmp_path / "driven.html"
-    copy.write_text(text.replace("</body>", DRIVER + "</body>"), encoding="utf-8")
-    dom, console = browse(copy, tmp_path)
-    assert console == []
-    verdict = json.loads(html.unescape(re.search(r'<pre id="verdict">(.*?)</pre>', dom, re.DOTALL)[1]))
-    assert verdict["problems"] == []
+    verdict = drive(page.write_report(findings, tmp_path), SCRIPT, tmp_path)
 
     assert len(verdict["cells"]) == 4 * LAYERS * HEADS * 2
     steps = ["0 (untrained)", "5", "10", "20"]
@@ -143,8 +90,9 @@ def test_the_page_works_in_a_browser(monkeypatch, tmp_path):
     assert verdict["slider"] == "range"  # the browser handles its arrow keys
     assert verdict["keys"][:3] == ["layer 1 head 1", "2: $x", "2: $x"]
     assert abs(float(verdict["keys"][3]) - last[1, 1, 2, 2]) < 6e-5
-    assert verdict["opened"][0] == "layer 1 head 1" and verdict["chosen"] == 1
-    assert abs(float(verdict["opened"][3]) - last[1, 1, 1, 2]) < 6e-5
+    assert verdict["chosen"] == 1
+    at_ten = ["layer 1 head 1", "mirror", "0.100", "0.400", "0.100"]
+    assert verdict["scores"][3] == at_ten and len(verdict["scores"]) == LAYERS * HEADS
     assert verdict["clicked"] == "0 (untrained)"
     step, *marked = verdict["middle"]
     assert step == "10" and marked == pytest.approx([0.5] * 4, abs=0.01)  # the nearest step, in each panel

@@ -1,6 +1,5 @@
 """Calculations for the report: blocks, the budget for weights, the map of the heads and the matrices."""
 
-import base64
 import dataclasses
 import itertools
 import re
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments.report import curves, data, figures, layers, page, plot_data
-from tests.experiments.test_report import embedded, synthetic
-from tests.experiments.test_report_page import browse
+from tests.experiments.test_report import read, synthetic
+from tests.web_page import browse, embedded, weights_of
 
 
 def test_blocks_average_queries_and_sum_keys():
@@ -49,14 +48,13 @@ def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
 @pytest.mark.parametrize(
     ("size", "room", "expected"),
     [
-        (64, 10 * 64**2 * 2, (64, 2)),
-        (64, 10 * 64**2 * 2 - 1, (64, 1)),  # first fewer digits
-        (64, 10 * 64**2 - 1, (63, 1)),  # then fewer blocks
-        (1000, 10 * 128**2 * 2, (128, 2)),
-        (64, -1, (1, 1)),
+        (64, 10 * 64**2 * 2, 64),
+        (64, 10 * 64**2 * 2 - 1, 63),
+        (1000, 10 * 128**2 * 2, 128),
+        (64, -1, 1),
     ],
 )
-def test_weights_that_do_not_fit_lose_digits_then_tokens(size, room, expected):
+def test_weights_that_do_not_fit_are_drawn_in_larger_blocks(size, room, expected):
     assert data.fitting(5, 2, size, room) == expected
 
 
@@ -159,17 +157,20 @@ def large(layers, heads, size, examples, steps, seeds=10):
 def test_the_largest_page_stays_under_five_megabytes(monkeypatch, tmp_path):
     drawn = tmp_path / "divergence.svg"
     drawn.write_text(f'<svg viewBox="0 0 9 9" width="9" height="9"><title>{"1.25 " * 100_000}</title></svg>')
-    findings, steps = large(6, 12, 64, 3, 50), []
-    for files in ([], [drawn]):
+    findings, dropped = large(6, 12, 64, 3, 50), []
+    for budget, files in ((page.PAGE_BUDGET, []), (1_300_000, []), (1_300_000, [drawn])):
+        monkeypatch.setattr(page, "PAGE_BUDGET", budget)
         monkeypatch.setattr(page, "write_figures", lambda *_, files=files: files)
         path = page.write_report(findings, tmp_path)
-        assert 2.5e6 < path.stat().st_size < 5e6
-        data, text = embedded(path), path.read_text(encoding="utf-8")
-        assert all({0, 49} <= set(view["steps"]) for view in data["views"])
-        assert len(data["views"][0]["labels"]) == 64 and data["width"] == 1
-        assert "Weights are rounded to 1/255 of the largest." in text
-        steps.append(len(data["views"][0]["steps"]))
-    assert steps[0] > steps[1]  # what the figures take, the weights leave
+        assert 0.2 * budget < path.stat().st_size < budget + 10_000
+        data = embedded(read(path))
+        kept = [[frame["step"] for frame in view["frames"]] for view in data["views"]]
+        assert all({0, 49} <= set(steps) for steps in kept)
+        frame = data["views"][0]["frames"][0]
+        assert len(data["views"][0]["queries"]) == 64
+        assert (frame["bits"] == 8) == ("Weights are rounded to 1/255 of the largest." in frame["note"])
+        dropped.append(frame["dropped"] + (16 - frame["bits"]) / 1e6)
+    assert dropped[0] < dropped[1] <= dropped[2]  # what the figures take, the weights leave
 
 
 def test_many_offsets_are_drawn_as_fewer_points(monkeypatch):
@@ -191,14 +192,14 @@ def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = large(1, 2, 300, 2, 2, seeds=1)
     path = page.write_report(findings, tmp_path)
-    data = embedded(path)
-    first, mean = data["views"][0], data["views"][-1]
-    assert first["labels"][:2] == ["0-2", "3-5"] and len(first["labels"]) == 100
+    text = read(path)
+    views = embedded(text)["views"]
+    first, mean = views[0], views[-1]
+    assert first["keys"][:2] == ["0-2", "3-5"] and len(first["queries"]) == 100
     assert first["texts"][1] == "3-5: token3 token4 token5" and mean["texts"][1] == "3-5"
-    packed = np.frombuffer(base64.b64decode(first["weights"]), "<u2") / 65535 * data["top"]
     found = findings.example_weights[1, 0, 0, 1, 3:6, 6:9].sum() / 3
-    assert abs(packed.reshape(2, 1, 2, 100, 100)[1, 0, 1, 1, 2] - found) < 1e-5
-    assert "The 300 tokens are drawn in blocks of 3" in path.read_text(encoding="utf-8")
+    assert abs(weights_of(text, 0, 1)[1, 1, 2] - found) < 1e-5
+    assert "The 300 tokens are drawn in blocks of 3" in text
     svg = (tmp_path / "figures" / "heads.svg").read_text(encoding="utf-8")
     assert ">0-2<" in svg and "token" not in svg
 
@@ -233,8 +234,8 @@ def test_one_head_a_layer_stands_beside_its_untrained_self():
 
 def test_the_first_look_of_a_run_that_started_elsewhere_is_not_called_untrained():
     found = synthetic(config={"train": {"start": "runs/other@200"}})
-    views = data.weights(found, 10**6)[0]["views"]
-    assert [view["first"] for view in views] == ["start", "start", "untrained"]
+    views, _ = data.views(found, 10**6)
+    assert [view.frames[0].title for view in views] == ["0 (start)", "0 (start)", "0 (untrained)"]
     assert plot_data.first_look(found) == "start" and plot_data.first_look(synthetic()) == "untrained"
 
 

@@ -1,0 +1,85 @@
+"""A model's clean run, layer by layer, and the roles of its heads."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jattn import heads
+from jattn.interop import Transformer
+from jattn.reports._language_model import Layer, embed, look, parts_of
+
+PATTERNS = ("previous_token", "current_token", "first_token", *heads.OF_TOKENS)
+NAMES = ("entropy", "max_weight", "distance", *PATTERNS)
+LEVEL = 0.05  # of the roles
+
+Item = TypeVar("Item")
+Track = Callable[[Iterable, str], Iterator]
+
+
+class Clean(NamedTuple):
+    """What one run shows."""
+
+    streams: list[Array]  # [B,T,M]: the input of each layer, and the output of the last
+    seen: list[dict[str, Array]]  # of each layer, what its attention sows
+    statistics: dict[str, np.ndarray]  # [L,N], the mean over sequences
+
+
+def track(items: Iterable[Item], what: str, show: bool) -> Iterator[Item]:
+    """Yields the items. On a terminal, a line of stderr says how many are done."""
+    every = list(items)
+    show = show and sys.stderr.isatty()
+    for done, item in enumerate(every):
+        if show:
+            print(f"\r\x1b[K{what}: {done} of {len(every)}", end="", file=sys.stderr, flush=True)
+        yield item
+    if show:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def run_clean(layers: Iterable[Layer], x: Array, tokens: Array) -> Clean:
+    """A run from the embedded tokens ``x``, with statistics by ``tokens``."""
+    streams, seen, statistics = [x], [], []
+    for layer in layers:
+        x, own, of_layer = look(layer, x, tokens, NAMES)
+        streams.append(x)
+        seen.append(own)
+        statistics.append(of_layer)
+    if len(shapes := {own["z"].shape for own in seen}) > 1:
+        raise ValueError(f"the layers of the model must have outputs z of one shape, got {sorted(shapes)}")
+    return Clean(streams, seen, {name: np.stack([own[name] for own in statistics]) for name in NAMES})
+
+
+def roles_of(
+    model: nnx.Module, clean: Clean, tokens: Array, twins: Callable[[int], nnx.Module] | None, track: Track
+) -> tuple[heads.Roles | None, str]:
+    """The role of each head and what it was tested against; None if the model has no twins."""
+    if twins is None and isinstance(model, Transformer):
+        config = model.config
+        twins = lambda seed: Transformer(config, rngs=nnx.Rngs(seed))
+    if twins is None:
+        return None, "no roles: pass twins=, a function of a seed to the model with random parameters"
+
+    def statistics(model: nnx.Module, what: str, by: Array = tokens, of: Array = tokens) -> dict[str, np.ndarray]:
+        whole, layers = parts_of(model)
+        found = run_clean(track(layers, what), embed(whole, of), by).statistics
+        return {name: found[name] for name in PATTERNS}
+
+    of_heads = clean.statistics["entropy"].size
+    count = math.ceil((math.ceil(len(PATTERNS) / LEVEL) - 1) / of_heads)
+    each = [statistics(twins(seed), f"twin {seed + 1} of {count}") for seed in range(count)]
+    null = {name: np.stack([twin[name] for twin in each]) for name in PATTERNS}
+    shuffled = jnp.asarray(np.random.default_rng(0).permuted(np.asarray(tokens), axis=1))
+    usual = statistics(model, "shuffled tokens", of=shuffled)
+    of_tokens = statistics(model, "judged by shuffled tokens", by=shuffled)
+    usual |= {name: of_tokens[name] for name in heads.OF_TOKENS}
+    found = heads.roles({name: clean.statistics[name] for name in PATTERNS}, null, level=LEVEL, baseline=usual)
+    return found, (
+        f"role: null, {null[PATTERNS[0]].size} heads of models with random parameters ({count}); baseline, this model "
+        f"on shuffled tokens; of {' and '.join(heads.OF_TOKENS)}, its clean run judged by shuffled tokens"
+    )

@@ -1,0 +1,82 @@
+"""What the metric loses without a head: exactly, from the head's layer on, and estimated for all heads at once."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn import heads
+from jattn.heads._ablation import fill_of
+from jattn.reports._language_model import Layer, Metric, Whole, measured, step
+
+ROWS = 2048  # tokens of all sequences at once; more do not make a matrix product faster
+
+
+def estimated(
+    whole: Whole, layers: Sequence[Layer], x: Array, z: Sequence[Array], tokens: Array, metric: Metric, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[L,N]``: the first-order estimate of ``exactly`` for all heads, from one forward and one backward pass.
+
+    And the sum of its absolute values over positions, by which heads are chosen: effects that cancel between positions
+    to first order may be large.
+    """
+
+    def run(per_layer: Sequence[dict[str, Any]]) -> Array:
+        y = x
+        for layer, options in zip(layers, per_layer, strict=True):
+            y = step(layer, y, options)
+        return measured(whole, y, tokens, metric)
+
+    fills = [{"z": jnp.broadcast_to(fill_of(own, kind), own.shape)} for own in z]
+    estimates = np.asarray(heads.attribution_patch(run, fills, by="head_position"))
+    return estimates.sum(-1), abs(estimates).sum(-1)
+
+
+def heads_at_once(num_heads: int, tokens: Array) -> int:
+    """The number of heads of a layer that run at once, so that all batches of a layer are nearly of one size."""
+    most = max(1, ROWS // tokens.size)
+    return math.ceil(num_heads / math.ceil(num_heads / most))
+
+
+def batches(chosen: np.ndarray, at_once: int) -> list[tuple[int, list[int]]]:
+    """``chosen [L,N]`` as pairs of a layer and those of its heads that run at once."""
+    of_layers = [np.flatnonzero(row).tolist() for row in chosen]
+    return [
+        (layer, own[at : at + at_once]) for layer, own in enumerate(of_layers) for at in range(0, len(own), at_once)
+    ]
+
+
+def exactly(
+    whole: Whole,
+    layers: Sequence[Layer],
+    streams: Sequence[Array],
+    z: Sequence[Array],
+    tokens: Array,
+    metric: Metric,
+    kind: str,
+    chosen: Iterable[tuple[int, list[int]]],
+) -> np.ndarray:
+    """``[L,N]``: the metric with each chosen head switched off, NaN for the others.
+
+    A head changes nothing in earlier layers, so the model runs from its layer on. All batches are padded to one size
+    with groups of no heads, so that they share their programs.
+    """
+    N = z[0].shape[-2]
+    at_once = heads_at_once(N, tokens)
+    found = np.full((len(layers), N), np.nan)
+    for first, of_layer in chosen:
+
+        def run(per_layer: Sequence[dict[str, Any]], first: int = first) -> Array:
+            x = step(layers[first], streams[first], per_layer[0])
+            for layer in layers[first + 1 :]:
+                x = step(layer, x, {})
+            return measured(whole, x, tokens, metric)
+
+        groups: list[Any] = [[(0, head)] for head in of_layer]
+        groups += [[]] * (at_once - len(groups))
+        values = heads.ablate(run, [{"z": z[first]}], kind, groups=groups)
+        found[first, of_layer] = np.asarray(values)[: len(of_layer)]
+    return found

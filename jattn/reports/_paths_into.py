@@ -1,0 +1,79 @@
+"""The strongest paths into a head: which earlier heads its queries and its keys depend on."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike
+
+from jattn import heads
+from jattn.reports._language_model import Layer, look
+
+
+class Paths(NamedTuple):
+    """How much the score of one head changes if it reads each earlier head's output from another sequence."""
+
+    into: tuple[int, int]  # the layer and the head that reads
+    pattern: str  # its score is that of this statistic
+    score: float  # with nothing changed
+    query: np.ndarray  # [layers before, N]: the change if its queries read the other output; negative: a lower score
+    key: np.ndarray  # [layers before, N]: if its keys do
+
+    def strongest(self, count: int = 5) -> list[tuple[str, int, int, float]]:
+        """The paths with the largest changes: ``("query" or "key", layer, head, change)``."""
+        paths = [
+            (by, layer, head, float(change[layer, head]))
+            for by, change in (("query", self.query), ("key", self.key))
+            for layer, head in np.ndindex(*change.shape)
+        ]
+        return sorted(paths, key=lambda path: -abs(path[-1]))[:count]
+
+
+def paths_into(
+    layer: Layer,
+    stream: Array,
+    z: Sequence[Array],
+    out: list[Array],
+    tokens: Array,
+    into: tuple[int, int],
+    pattern: str,
+    at_once: int,
+) -> Paths:
+    """``Paths`` by ``heads.path_patch``.
+
+    Args:
+        layer: that of the head that reads.
+        stream: its input.
+        z, out: outputs ``[B,T,N,D]`` and kernels ``[N,D,M]`` of the layers before.
+        tokens: ``[B,T]``, at least two sequences.
+        into: the layer and the head.
+        pattern: a statistic.
+        at_once: the number of paths.
+    """
+    own = [{"z": x} for x in z]
+    score, query, key = _changes(layer, stream, own, out, tokens, into[1], pattern, at_once)
+    return Paths(into, pattern, float(score), np.asarray(query), np.asarray(key))
+
+
+@functools.partial(jax.jit, static_argnames=("pattern", "at_once"))
+def _changes(
+    layer: Layer, stream: Array, own: list, out: list, tokens: Array, head: ArrayLike, pattern: str, at_once: int
+) -> list[Array]:
+    other = [{"z": jnp.roll(x["z"], 1, 0)} for x in own]
+
+    def score(patch: dict | None = None) -> Array:
+        return look(layer, stream, tokens, (pattern,), patch)[2][pattern][head]
+
+    def through(into: str) -> Callable[[Array], Array]:
+        def read(changed: Array) -> Array:
+            there = look(layer, changed, tokens, (pattern,))[1][into]
+            return score({into: (jnp.zeros(there.shape[-2]), there)})
+
+        return read
+
+    clean = score()
+    scores = [heads.path_patch(through(by), stream, own, other, out, batch_size=at_once) for by in ("query", "key")]
+    return [clean, *(changed - clean for changed in scores)]

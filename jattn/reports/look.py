@@ -1,0 +1,115 @@
+"""What a report shows of a layer, from queries and keys: weights while they are few, else each query's largest."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn import heads
+from jattn.api import dot_product_attention, fold_weights
+from jattn.reports.layers import Layer
+
+DENSE = 2**23  # weights of a report; beyond it, only the largest of each query are kept
+TOP = 2**21  # of these, over all queries and heads
+MOST, LEAST = 32, 2  # of one query
+BLOCKS = 64  # queries and keys of a coarse picture
+OF_TEXT = ("previous_token", "current_token", "duplicate_token", "induction", "distance")  # of self-attention only
+NAMES = ("entropy", "max_weight", "first_token", *OF_TEXT)
+
+
+class Looked(NamedTuple):
+    """What all heads of some sequences do; NumPy arrays, ``h`` the heads of all layers.
+
+    weights: ``[B,h,T,S]``, or None: then the largest weights of each query and their keys, ``top [B,h,T,k]`` and
+        ``keys [B,h,T,k]``, and ``coarse [B,h,BLOCKS,BLOCKS]``.
+    length: S.
+    numbers: statistics, ``{name: [h]}``, means over all queries.
+    """
+
+    weights: np.ndarray | None
+    top: np.ndarray | None
+    keys: np.ndarray | None
+    coarse: np.ndarray | None
+    length: int
+    numbers: dict[str, np.ndarray]
+
+
+def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int], of_text: bool) -> Looked:
+    """Looks at every layer; ``lengths`` are the numbers of tokens, ``ids [B,T]`` or None say which are equal.
+
+    Raises:
+        ValueError: a layer's weights do not sum to 1.
+    """
+    B, _, T, S = layers[0].shape
+    rows = B * sum(layer.shape[1] for layer in layers) * T
+    k = 0 if rows * S <= DENSE else min(max(TOP // rows, LEAST), MOST, S)
+    names = [name for name in NAMES if of_text or name not in OF_TEXT]
+    names = tuple(name for name in names if ids is not None or name not in heads.OF_TOKENS)
+    eligible = np.arange(T) < np.asarray(lengths)[:, None]
+    tokens = None if ids is None or not set(names) & set(heads.OF_TOKENS) else ids
+    found = []
+    for layer in layers:
+        arrays, static = _split(layer.options)
+        parts = _look(layer.query, layer.key, layer.lse, tokens, eligible, arrays, static=static, k=k, names=names)
+        parts = jax.tree.map(np.asarray, parts)
+        _check_sums(layer, parts.pop("sums"))
+        found.append(parts)
+    together = {name: np.concatenate([parts[name] for parts in found], 1) for name in found[0] if name != "numbers"}
+    numbers = {name: np.concatenate([_mean(*parts["numbers"][name]) for parts in found]) for name in names}
+    return Looked(*(together.get(name) for name in ("weights", "top", "keys", "coarse")), length=S, numbers=numbers)
+
+
+def _split(options: Any) -> tuple[dict[str, Any], tuple]:
+    """Options that a compiled function takes as arguments, and those that it is compiled for."""
+    arrays = {
+        name: value
+        for name, value in options.items()
+        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
+    }
+    return arrays, tuple(sorted((name, value) for name, value in options.items() if name not in arrays))
+
+
+@functools.partial(jax.jit, static_argnames=("static", "k", "names"))
+def _look(query, key, lse, tokens, eligible, arrays, *, static, k, names) -> dict[str, Any]:
+    options = {**arrays, **dict(static)}
+    if lse is None:
+        no_value = jnp.zeros((*key.shape[:-1], 0), key.dtype)
+        lse = dot_product_attention(query, key, no_value, return_residual=True, **options)[1]
+    found = heads.statistics(query, key, lse=lse, tokens=tokens, names=names, eligible=eligible, **options)
+    numbers = {name: (found[name], found["support"][name]) for name in names}
+    T, S = query.shape[1], key.shape[1]
+    if not k:
+        weights = fold_weights(_put, jnp.zeros((T, S)), query, key, lse=lse, **options)
+        return {"weights": weights, "sums": weights.sum(-1), "numbers": numbers}
+    sums = fold_weights(_add, jnp.zeros(T), query, key, lse=lse, **options)
+    top = heads.top_pairs(query, key, k, lse=lse, **options)
+    coarse = heads.coarse_weights(query, key, BLOCKS, **options)
+    return {"top": top.weight, "keys": top.key, "coarse": coarse, "sums": sums, "numbers": numbers}
+
+
+def _put(carry: Array, weights: Array, q_idx: Array, kv_idx: Array) -> Array:
+    return carry.at[q_idx, kv_idx].set(weights.astype(carry.dtype), mode="drop")
+
+
+def _add(carry: Array, weights: Array, q_idx: Array, kv_idx: Array) -> Array:
+    return carry.at[q_idx[:, 0]].add(weights.sum(1).astype(carry.dtype))
+
+
+def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``[N]``: the mean over the queries of all sequences, of means ``[B,N]`` over so many each; NaN over none."""
+    sums = np.where(counts > 0, values * counts.astype(np.float64), 0.0).sum(0)
+    return np.where(counts.sum(0) > 0, sums / np.maximum(counts.sum(0), 1), np.nan)
+
+
+def _check_sums(layer: Layer, sums: np.ndarray) -> None:
+    """Weights computed under another mask than the call's do not fit its log-sum-exp."""
+    most = float(np.nan_to_num(sums).max(initial=0.0))  # NaN in the input is shown, as it is in the output
+    if most > 1.05:
+        raise ValueError(
+            f"{layer.name}: the weights of a query sum to {most:.3g}, because its lse is of a call with "
+            "other options; pass those of the model: is_causal=True, mask=, score_mod=, scale=, ..."
+        )

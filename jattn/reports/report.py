@@ -1,0 +1,167 @@
+"""``report``: what every head of a model does, as one offline page."""
+
+import dataclasses
+import functools
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import ArrayLike
+
+from jattn.heads import Roles
+from jattn.reports.layers import Layer, read_layers
+from jattn.reports.look import Looked, look
+from jattn.reports.page import Head
+from jattn.reports.roles import label
+from jattn.reports.sides import page_of
+from jattn.reports.tokens import read_tokens
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Report:
+    """A page of heads. The last line of a notebook's cell, it shows itself, in a frame that can reach nothing else.
+
+    title, heads, queries, keys, looked: what it shows, before it is packed into a page. ``numbers`` are the statistics
+    and the further columns ``{name: [h]}``, ``roles`` the heads' labels. ``others`` are reports to show beside it.
+    """
+
+    title: str
+    heads: Sequence[Head]
+    queries: Sequence[Sequence[str]]
+    keys: Sequence[Sequence[str]]
+    cross: bool
+    looked: Looked
+    numbers: Mapping[str, np.ndarray]
+    roles: Sequence[str]
+    note: str
+    others: Sequence["Report"] = ()
+
+    @functools.cached_property
+    def html(self) -> str:
+        """The whole file."""
+        return page_of(self, self.others).html()
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the file and returns its path."""
+        path = Path(path)
+        path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        inside = html.escape(self.html, quote=True)
+        name = html.escape(self.title, quote=True)
+        return (
+            f'<iframe title="{name}" sandbox="allow-scripts allow-downloads" style="width:100%;height:900px;border:0" '
+            f'srcdoc="{inside}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        beside = "".join(f", beside {other.title!r}" for other in self.others)
+        return f"Report({self.title!r}, {len(self.heads)} heads, {len(self.queries)} sequences{beside})"
+
+
+def report(
+    heads: Any,
+    tokens: Any = None,
+    path: str | Path | None = None,
+    *,
+    key_tokens: Any = None,
+    tokenizer: Any = None,
+    columns: Mapping[str, ArrayLike] | None = None,
+    roles: Roles | None = None,
+    null: Report | Sequence[Report] | None = None,
+    compare: Report | Sequence[Report] | None = None,
+    title: str = "Attention heads",
+    **options: Any,
+) -> Report:
+    """What every head of a model does, as one offline HTML file: pictures, the text, statistics, roles.
+
+    All is computed from ``(query, key, lse)`` in pieces. Few weights are all kept; of long sequences, a coarse picture
+    and each query's largest weights. The file stays under 6 MB, and it says what is left out.
+
+    Args:
+        heads: what a model has sown under ``sow_heads`` or ``sow_weights``; a list of layers, as ``heads.collect``
+            and ``interop.look`` return; or ``{name: layer}``. A layer is ``(query, key)``, ``(query, key, lse)``, a
+            dict of these with options of its own, or weights ``[B,N,T,S]``. Shapes are ``query [B,T,N,H]``,
+            ``key [B,S,K,H]``, ``lse [B,T,N]``, all of them with B or without.
+        tokens: of the queries, and of the keys in self-attention: ids ``[B,T]`` or ``[T]``, or a list of strings for
+            each sequence, which may be shorter than T if padding follows.
+        path: where to write the file; None for nowhere.
+        key_tokens: of the keys, if they are another text (cross-attention).
+        tokenizer: turns ids into text, by its ``decode``: of ``tokenizers`` or ``transformers``.
+        columns: further numbers of each head, ``{name: [L,N]}``, for the table.
+        roles: of ``heads.roles``; the labels ``[L,N]``.
+        null: reports of heads that cannot have a role: of models with random parameters, on the same tokens. Each head
+            then gets a role of ``heads.roles``, by its statistics against theirs. Five patterns take 99 such heads.
+        compare: another report, or several, to show beside this one, under their titles. Of models with as many heads
+            in each layer and the same tokens, each head is shown beside its match: within a layer, by assignment on
+            their statistics and patterns.
+        title: of the page, and of this model where it is compared.
+        options: of all layers' weights, as in ``heads.fold_weights``: ``is_causal``, ``mask``, ``score_mod``, ...
+
+    Returns:
+        A ``Report``: ``html``, ``save(path)``; it shows itself in a notebook.
+
+    Raises:
+        ValueError: heads, tokens or columns of another form or shape; weights that sum to more than 1 by the given lse.
+        TypeError: an unknown option.
+
+    Example:
+        ``jattn.report(sown, tokens, "heads.html", tokenizer=tokenizer, is_causal=True)``
+    """
+    layers = read_layers(heads, options)
+    B, _, T, S = layers[0].shape
+    cross = key_tokens is not None or T != S
+    queries, ids = read_tokens("tokens", tokens, tokenizer, B, T)
+    keys = queries if not cross else read_tokens("key_tokens", key_tokens, tokenizer, B, S)[0]
+    lengths = [len(text) for text in queries]
+    looked = look(layers, None if cross else ids, lengths, not cross)
+    numbers = dict(looked.numbers)
+    names = _heads(layers)
+    counts = [layer.shape[1] for layer in layers]
+    labels = [""] * len(names) if roles is None else _flat("roles", roles.label, counts).tolist()
+    if nulls := _reports("null", null):
+        if roles is not None:
+            raise ValueError("roles and null are both given; roles are what null would give")
+        labels = label(numbers, [one.looked.numbers for one in nulls])
+    for name, values in (columns or {}).items():
+        if name in numbers:
+            raise ValueError(f"columns has {name!r}, which is a statistic of the page; give it another name")
+        numbers[str(name)] = _flat(f"columns[{name!r}]", values, counts).astype(np.float64)
+    judged = "Roles are judged against heads that cannot have them (jattn.heads.roles)." if nulls else ""
+    others = _reports("compare", compare)
+    made = Report(title, names, queries, keys, cross, looked, numbers, labels, judged, others)
+    if path is not None:
+        made.save(path)
+    return made
+
+
+def _reports(name: str, given: Any) -> tuple[Report, ...]:
+    several = () if given is None else (given,) if isinstance(given, Report) else given
+    if not (isinstance(several, list | tuple) and all(isinstance(one, Report) for one in several)):
+        raise TypeError(
+            f"{name} must be a Report, as jattn.report returns, or a list of them; got {type(given).__name__}"
+        )
+    return tuple(several)
+
+
+def _heads(layers: Sequence[Layer]) -> list[Head]:
+    names = []
+    for number, layer in enumerate(layers):
+        short = f"L{number}" if layer.name == f"layer {number}" else layer.name
+        names += [Head(f"{short}H{n}", f"{layer.name} head {n}", number) for n in range(layer.shape[1])]
+    return names
+
+
+def _flat(name: str, values: Any, counts: Sequence[int]) -> np.ndarray:
+    """``[L,N]``, or a list of each layer's, as ``[h]``."""
+    rows = [np.asarray(row) for row in values] if np.iterable(values) else []
+    if [row.shape for row in rows] != [(count,) for count in counts]:
+        shapes = sorted({f"[{count}]" for count in counts})
+        raise ValueError(
+            f"{name} must have a number for each head, {len(counts)} layers of {' or '.join(shapes)}, got "
+            f"{[list(row.shape) for row in rows]}"
+        )
+    return np.concatenate(rows)

@@ -1,0 +1,89 @@
+"""The page of a report, and of those beside it: which frames are of one text, which heads match."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.reports.matching import matched
+from jattn.reports.packing import Frame
+from jattn.reports.page import Numbers, Page, View
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """One report of a page. ``match [h]``: its head for each head of the page, -1 for none; None: its own."""
+
+    report: Any
+    number: int
+    match: np.ndarray | None
+
+    def text(self, i: int) -> tuple | None:
+        """What is seen of sequence i, if there is one."""
+        one = self.report
+        return (list(one.queries[i]), list(one.keys[i]), one.cross) if i < len(one.queries) else None
+
+    def name(self, i: int) -> str:
+        """The beginning of the text, by which a reader finds it."""
+        tokens = self.report.queries[i][:40]
+        spaced = any(token.startswith(" ") for token in tokens)
+        text = " ".join(("" if spaced else " ").join(tokens).replace(" ##", "").split())
+        return f"{i + 1}: {text[:48]}{'…' * (len(text) > 48)}"
+
+    def in_order(self, array: np.ndarray, none: Any) -> np.ndarray:
+        """``[h,...]`` of the report as ``[h,...]`` of the page."""
+        if self.match is None:
+            return array
+        there = (self.match >= 0).reshape(-1, *[1] * (array.ndim - 1))
+        return np.where(there, array[np.maximum(self.match, 0)], none)
+
+    def frame(self, i: int) -> Frame:
+        one, looked = self.report, self.report.looked
+        T, S = len(one.queries[i]), len(one.keys[i])
+        codes = None
+        if self.match is not None:
+            codes = [one.heads[m].code if m >= 0 else "–" for m in self.match]
+        common: dict[str, Any] = {"title": one.title, "numbers": self.number, "heads": codes}
+        if looked.weights is not None:
+            return Frame(weights=self.in_order(looked.weights[i], 0)[:, :T, :S], **common)
+        top, keys, coarse = (self.in_order(array[i], 0) for array in (looked.top, looked.keys, looked.coarse))
+        # Blocks of what was seen with padding: as many as the sequence reaches into.
+        span = (looked.top.shape[2] / coarse.shape[1], looked.length / coarse.shape[2])
+        coarse = coarse[:, : math.ceil(T / span[0]), : math.ceil(S / span[1])]
+        keys = np.maximum(keys[:, :T], 0)
+        return Frame(weights=None, top=top[:, :T], keys=keys, coarse=coarse, span=span, **common)
+
+    def numbers(self, columns: Sequence[str]) -> Numbers:
+        one = self.report
+        none = np.full(len(one.heads), np.nan)
+        values = [self.in_order(np.asarray(one.numbers.get(name, none)), np.nan) for name in columns]
+        roles = self.in_order(np.array(one.roles, object), "").tolist()
+        return Numbers(np.array(values).reshape(len(columns), len(roles)), roles)
+
+
+def page_of(report: Any, others: Sequence[Any]) -> Page:
+    """The page. A text that several reports show is one view, with a frame of each."""
+    first = _Side(report, 0, None)
+    sides = [first, *(_Side(other, n, matched(report, other)) for n, other in enumerate(others, 1))]
+    views = []
+    for i in range(len(report.queries)):
+        frames = [side.frame(i) for side in sides if side.text(i) == first.text(i)]
+        views.append(View(first.name(i), report.queries[i], report.keys[i], frames, cross=report.cross))
+    for side in sides[1:]:
+        for i in range(len(side.report.queries)):
+            if side.text(i) != first.text(i):
+                queries, keys, cross = side.report.queries[i], side.report.keys[i], side.report.cross
+                name = f"{side.report.title}: {side.name(i)}"
+                views.append(View(name, queries, keys, [side.frame(i)], cross=cross))
+    columns = list(dict.fromkeys(name for side in sides for name in side.report.numbers))
+    notes = ["Means over all queries for which a statistic is defined.", *(side.report.note for side in sides)]
+    return Page(
+        report.title,
+        report.heads,
+        [name.replace("_", " ") for name in columns],
+        [side.numbers(columns) for side in sides],
+        views,
+        numbers_note=" ".join(dict.fromkeys(note for note in notes if note)),
+    )

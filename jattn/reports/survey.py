@@ -1,0 +1,253 @@
+"""``survey``: a model's heads on its clean input, each in turn without it, and what they add to the logits."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, ArrayLike
+
+from jattn import heads
+from jattn.heads._ablation import KINDS
+from jattn.interop import Transformer
+from jattn.reports._attribution import attribution, out_kernels
+from jattn.reports._clean_run import PATTERNS, Clean, roles_of, run_clean, track
+from jattn.reports._effects import batches, estimated, exactly, heads_at_once
+from jattn.reports._language_model import Layer, Metric, embed, measured, next_token_loss, parts_of
+from jattn.reports._paths_into import Paths, paths_into
+from jattn.reports.report import Report, report
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """The result of ``survey``: NumPy arrays ``[L,N]``, unless it says otherwise."""
+
+    tokens: np.ndarray  # [B,T]
+    metric: float  # of the model as it is
+    effect: np.ndarray  # the metric with the head switched off, minus that
+    exact: np.ndarray  # bool: whether the effect comes from a run without the head; otherwise it is an estimate
+    estimate: np.ndarray | None  # of all effects; None if all are exact
+    statistics: Mapping[str, np.ndarray]  # of heads.statistics, the mean over sequences
+    roles: heads.Roles | None
+    attribution: np.ndarray | None  # to the logit
+    paths: Paths | None  # into the chosen head
+    layers: Sequence[Mapping[str, Any]]  # of each layer, query, key, lse, and options of its weights that are known
+    notes: tuple[str, ...]  # how the numbers came about, and what is left out
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """All that is known of each head: arrays with an entry for each head."""
+        L, N = self.effect.shape
+        columns = {"layer": np.repeat(np.arange(L), N), "head": np.tile(np.arange(N), L)}
+        columns |= {"effect": self.effect.ravel(), "exact": self.exact.ravel()}
+        if self.roles is not None:
+            columns |= {"role": self.roles.label.ravel(), "score": self.roles.score.ravel()}
+        if self.attribution is not None:
+            columns["attribution"] = self.attribution.ravel()
+        return columns | {name: values.ravel() for name, values in self.statistics.items()}
+
+    def table(self, rows: int = 20) -> str:
+        """The heads with the largest effects as text, one a line; then paths and notes. ``~`` marks an estimate."""
+        columns = {name: own for name, own in self.columns().items() if name not in PATTERNS}
+        effects, exact = columns["effect"], columns.pop("exact")
+        columns["effect"] = np.array([f"{'' if own else '~'}{x:+.4f}" for x, own in zip(effects, exact, strict=True)])
+        order = np.argsort(-abs(effects), kind="stable")[:rows]
+        lines = [list(columns), *([_cell(values[at]) for values in columns.values()] for at in order)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        if self.paths is not None:
+            (layer, head), pattern = self.paths.into, self.paths.pattern
+            text.append(f"head {head} of layer {layer}: {pattern} {self.paths.score:.3f}; paths by the change:")
+            text += [f"  its {by} from {at}.{of}: {change:+.3f}" for by, at, of, change in self.paths.strongest()]
+        return "\n".join([*text, *self.notes])
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each head.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas  # type: ignore
+        except ImportError:
+            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; columns() has the same arrays") from None
+        return pandas.DataFrame(self.columns())
+
+    def report(self, path: str | Path | None = None, *, tokenizer: Any = None, **options: Any) -> Report:
+        """``jattn.report`` of these heads, with their effects, attribution and roles.
+
+        Args:
+            path: the file to write, if any.
+            tokenizer: of the model; it gives the tokens their text.
+            options: of ``jattn.report``. A survey does not know the mask of a model that is not of ``jattn.interop``:
+                pass ``is_causal=True``, or ``mask=``, as the model's attention has it.
+        """
+        columns = {"effect": self.effect}
+        if self.attribution is not None:
+            columns["attribution"] = self.attribution
+        options = {"tokens": self.tokens, "tokenizer": tokenizer, "columns": columns, "roles": self.roles, **options}
+        return report(self.layers, path=path, **options)
+
+
+def survey(
+    model: nnx.Module,
+    tokens: ArrayLike,
+    *,
+    metric: Metric | None = None,
+    kind: str = "mean",
+    exact: int | None = 32,
+    twins: Callable[[int], nnx.Module] | None = None,
+    directions: Array | None = None,
+    into: tuple[int, int] | None = None,
+    progress: bool = True,
+) -> Survey:
+    """Runs a language model on clean tokens, and says of every head where it looks and what it is needed for.
+
+    - Statistics: ``heads.statistics`` by these tokens, the mean over sequences.
+    - Roles: ``heads.roles``, with the heads of models with random parameters as the null. The baseline is the model on
+      shuffled tokens; for ``duplicate_token`` and ``induction``, it is the clean run judged by shuffled tokens, because
+      a shuffled sequence still repeats tokens, and an induction head follows them.
+    - Effects: the metric with a head off (``heads.ablate``), minus the metric. All are estimated
+      (``heads.attribution_patch``). Those are measured whose estimates of single positions are the largest in sum.
+    - Attribution: ``heads.logit_attribution``, the mean over tokens.
+    - Paths: ``heads.path_patch``, from each earlier head into the queries and the keys of the head ``into``.
+
+    Args:
+        model: a ``jattn.interop.Transformer``, or any ``jattn.reports.LanguageModel``.
+        tokens: integers ``[B,T]``: sequences of one length, without padding.
+        metric: a function of one sequence's logits ``[T,V]`` and tokens ``[T]`` to a floating scalar. Its mean over
+            sequences counts. By default ``jattn.reports.next_token_loss``, in nats. Estimates take its gradient.
+        kind: the output of a head that is off, as in ``heads.ablate``: ``"mean"``, ``"zero"`` or ``"resample"``.
+        exact: the number of heads whose effect is measured, each by a run from its layer on; None for all.
+        twins: a function of a seed to the model with random parameters. A ``Transformer`` needs none.
+        directions: of the attribution, ``[M]`` or what broadcasts to ``[B,T,M]``; by default the next token's row of
+            the output embedding.
+        into: a layer and a head. Its paths take other outputs from the previous sequence of the batch.
+        progress: show on a terminal's stderr what is running.
+
+    Raises:
+        TypeError: the model is not an ``nnx.Module``, or lacks ``embed``, ``layers`` or ``unembed``.
+        ValueError: tokens that are not integers ``[B,T]`` with T at least 2; an unknown kind; a metric that is not a
+            scalar, or not finite on the clean run; a layer that sows no heads; no metric for a model that is not
+            causal; paths into a head that does not exist or has none, or of a single sequence.
+
+    Example:
+        ``found = jattn.survey(interop.load(file), tokens); print(found.table())``
+    """
+    tokens = _checked(tokens, kind, exact)
+    metric = _metric(model, metric)
+    whole, layers = parts_of(model)
+    tracked = functools.partial(track, show=progress)
+    clean = run_clean(tracked(layers, "looking"), embed(whole, tokens), tokens)
+    kernels = out_kernels(model)
+    if into is not None:
+        _check_path(into, clean, tokens, kernels)
+    value = float(measured(whole, clean.streams[-1], tokens, metric))
+    if not math.isfinite(value):
+        raise ValueError(f"metric must be finite on the clean run, got {value}; are all tokens in the vocabulary?")
+    roles, of_roles = roles_of(model, clean, tokens, twins, tracked)
+    z = [own["z"] for own in clean.seen]
+    shares, of_shares = attribution(model, z, clean.streams[-1], tokens, directions)
+    shape = clean.statistics["entropy"].shape
+    estimate, chosen = None, np.ones(shape, bool)
+    if exact is not None and exact < chosen.size:
+        estimate, size = estimated(whole, layers, clean.streams[0], z, tokens, metric, kind)
+        chosen = _largest(size, exact)
+    at_once = heads_at_once(shape[1], tokens)
+    each = tracked(batches(chosen, at_once), "heads off")
+    effect = exactly(whole, layers, clean.streams, z, tokens, metric, kind, each) - value
+    of_effects = _note(kind, value, effect, estimate)
+    paths = None
+    if into is not None and kernels is not None:
+        before, pattern = slice(into[0]), _pattern(clean, roles, into)
+        paths = paths_into(
+            layers[into[0]], clean.streams[into[0]], z[before], list(kernels[before]), tokens, into, pattern, at_once
+        )
+    return Survey(
+        np.asarray(tokens), value, effect if estimate is None else np.where(chosen, effect, estimate), chosen, estimate,
+        clean.statistics, roles, shares, paths, _for_report(model, layers, clean), (of_effects, of_roles, of_shares),
+    )  # fmt: skip
+
+
+def _checked(tokens: ArrayLike, kind: str, exact: int | None) -> Array:
+    """The tokens; raises ``ValueError`` for these arguments."""
+    found = jnp.asarray(tokens)
+    if found.ndim != 2 or not jnp.issubdtype(found.dtype, jnp.integer) or not found.shape[0] or found.shape[1] < 2:
+        raise ValueError(
+            f"tokens must be integers [B, T] with T at least 2, got {found.dtype} of shape {list(found.shape)}"
+        )
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind == "resample" and found.shape[0] < 2:
+        raise ValueError(f"kind='resample' needs at least 2 sequences, got tokens of shape {list(found.shape)}")
+    if exact is not None and exact < 0:
+        raise ValueError(f"exact must be a number of heads, or None for all, got {exact}")
+    return found
+
+
+def _metric(model: nnx.Module, metric: Metric | None) -> Metric:
+    """The metric; raises ``ValueError`` if there is none and the model does not predict the next token."""
+    if metric is None and isinstance(model, Transformer) and not model.config.causal:
+        raise ValueError(f"a {model.config.family} is not causal and predicts no next token: pass metric=")
+    return next_token_loss if metric is None else metric
+
+
+def _check_path(into: tuple[int, int], clean: Clean, tokens: Array, kernels: Array | None) -> None:
+    """Raises ``ValueError`` if there are no paths into this head."""
+    L, N = clean.statistics["entropy"].shape
+    if not (0 < into[0] < L and 0 <= into[1] < N):
+        raise ValueError(
+            f"into must be a layer from 1 to {L - 1}, which has heads before it, and a head below {N}, got {into}"
+        )
+    if tokens.shape[0] < 2:
+        raise ValueError("into needs at least 2 sequences: paths take other outputs from another sequence")
+    if kernels is None:
+        raise ValueError(
+            "into needs the model's out_kernels, and heads whose output is added to the stream as it is, without a norm"
+        )
+
+
+def _largest(size: np.ndarray, count: int) -> np.ndarray:
+    """bool, where the ``count`` largest values are."""
+    chosen = np.zeros(size.size, bool)
+    chosen[np.argsort(-size, axis=None, kind="stable")[:count]] = True
+    return chosen.reshape(size.shape)
+
+
+def _pattern(clean: Clean, roles: heads.Roles | None, head: tuple[int, int]) -> str:
+    """The pattern of the head's role, or its largest score."""
+    role = "" if roles is None else str(roles.label[head]).removeprefix(heads.WEAK)
+    return role if role in PATTERNS else max(PATTERNS, key=lambda name: clean.statistics[name][head])
+
+
+def _note(kind: str, value: float, effect: np.ndarray, estimate: np.ndarray | None) -> str:
+    """How the effects came about; with estimates, how these fit what was measured."""
+    note = f"effect: the metric with the head off ({kind}) minus {value:.4f}"
+    if estimate is None:
+        return note
+    there = ~np.isnan(effect)
+    note += f"; ~ is an estimate, {there.sum()} of {there.size} heads are measured"
+    if there.sum() < 3:
+        return note
+    ranks, of_estimates = (np.argsort(np.argsort(x[there])) for x in (effect, estimate))
+    return f"{note}, their rank correlation with the estimates is {np.corrcoef(ranks, of_estimates)[0, 1]:.2f}"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, np.floating) else str(value)
+
+
+def _for_report(model: nnx.Module, layers: Sequence[Layer], clean: Clean) -> list[dict[str, Any]]:
+    """Of each layer, what ``jattn.report`` draws from."""
+    options: dict[str, Any] = {}
+    if isinstance(model, Transformer):
+        options = {"scale": model.config.scale, "score_mod": model.layers.attention.score_mod}
+    every = [
+        {name: own[name] for name in ("query", "key", "lse")} | options | {"mask": layer.mask}
+        for layer, own in zip(layers, clean.seen, strict=True)
+    ]
+    return [{name: x for name, x in own.items() if x is not None} for own in every]
