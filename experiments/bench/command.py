@@ -18,6 +18,7 @@ SUITES = {
     "language": ("out", "seconds"),
     "layers": ("device", "out", "seconds"),
     "looking": ("device", "out", "seconds"),
+    "reports": ("out", "resume", "redraw"),
     "sharding": ("out",),
 }
 
@@ -78,7 +79,7 @@ def _parser() -> config.Parser:
         type=str,
         default="attention",
         help="attention; chips: compiled for TPUs; dispatch: short calls; language: SmolLM2 beside transformers; "
-        "layers: Flax's modules and torch's; looking: statistics; sharding: rings",
+        "layers: Flax's modules and torch's; looking: statistics; reports: pages of heads; sharding: rings",
     )
     known = f"any of {', '.join(PEERS)}, beside a plain call of jattn"
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=known)

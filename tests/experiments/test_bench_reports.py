@@ -1,0 +1,84 @@
+"""The reports benchmark: its goals and table on made-up numbers, and a tiny page, made and opened."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.__main__ import main as run_main
+from experiments.bench import pages, reports
+from experiments.bench.reports import LIMITS, OURS, SUITE
+
+MIB = 2**20
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def made_up(worse: float = 1.0) -> dict:
+    """Numbers exactly at their thresholds, or so many times as large."""
+    rows = [
+        {"text": text, "tool": OURS, "bytes": megabytes * 1e6 * worse, "seconds": 1.0, "before": 100 * MIB,
+         "peak": (100 + 1024 * worse) * MIB, "paint": 1e3 * (seconds or 1.0) * worse, "ready": 900.0, "marks": 9,
+         "requests": 0}
+        for text, (megabytes, seconds) in LIMITS.items()
+    ]  # fmt: skip
+    return {"environment": {"cores": "2"}, "missing": {"bertviz head_view": "not installed"}, "pages": rows}
+
+
+def test_goals_are_met_at_their_thresholds_and_not_beyond():
+    assert [one.answer for one in reports.asked(SUITE.parse(made_up()))] == ["met"] * 6
+    assert [one.answer for one in reports.asked(SUITE.parse(made_up(1.01)))] == ["not met"] * 6
+    assert [one.answer for one in reports.asked(SUITE.parse(made_up() | {"pages": []}))] == ["not measured"] * 6
+
+
+def test_the_table_says_what_failed_and_what_a_page_requests():
+    found = made_up()
+    online = {"paint": None, "ready": 500.0, "marks": 0, "requests": 3}
+    served = {"paint": 400.0, "ready": 2500.0, "marks": 8, "requests": 0}
+    size = {"bytes": 2e6, "seconds": 2.0, "before": 0.0, "peak": MIB}
+    found["pages"] += [
+        {"text": "a", "tool": "bertviz head_view", **size, **online, "served": served},
+        {"text": "b", "tool": "bertviz head_view", "failed": "to make: MemoryError"},
+        {"text": "c", "tool": "bertviz head_view", **size, "failed": "to open: not ready after 90 s"},
+        {"text": "d", "tool": OURS, **size, "requests": 0},
+    ]
+    text = reports.markdown(SUITE.parse(found))
+    view = "bertviz head_view"
+    assert f"| a | {view} | 2.00 | 2.0 | 1 | - (0.40) | 0.50 (2.50) | requests 3 files, draws nothing |" in text
+    assert f"| b | {view} | - | - | - | - | - | failed to make: MemoryError |" in text
+    assert f"| c | {view} | 2.00 | 2.0 | 1 | - | - | failed to open: not ready after 90 s |" in text
+    assert f"| d | {OURS} | 2.00 | 2.0 | 1 | - | - | works |" in text
+
+
+@pytest.mark.slow
+def test_a_page_is_made_and_opened(tmp_path):
+    query, key = (jax.random.normal(jax.random.key(i), (1, 5, 2, 4)) for i in (0, 1))
+    text = pages.Text([{"query": query, "key": key, "is_causal": True}], [list("abcde")])
+    file = tmp_path / "page.html"
+    made = pages.make(text, OURS, file)
+    assert made["bytes"] == file.stat().st_size > 0 and made["peak"] >= made["before"] > 0
+    ((words, (weights,)),) = pages._sequences(text)
+    assert words == list("abcde") and weights.shape == (2, 5, 5) and np.allclose(weights.sum(-1), 1.0)
+    found = reports.open_page(file)
+    if any(map(shutil.which, BROWSERS)):
+        assert 0 < found["paint"] and 0 < found["ready"] and found["marks"] > 2
+    assert found["requests"] == 0
+
+
+@pytest.mark.slow
+def test_a_page_that_requests_its_code(tmp_path):
+    if not any(map(shutil.which, BROWSERS)):
+        pytest.skip("no chromium, chromium-browser or google-chrome found")
+    file, scripts = tmp_path / "page.html", tmp_path / "scripts"
+    file.write_text('<p>text</p><script src="https://code.invalid/x/1.2/draw.min.js"></script>')
+    alone = reports.open_page(file)
+    assert (alone["requests"], alone["marks"]) == (1, 0) and alone["paint"] > 0
+    scripts.mkdir()
+    (scripts / "draw.min.js").write_text('document.body.append(document.createElement("canvas"))')
+    served = reports.open_page(file, scripts)
+    assert (served["requests"], served["marks"]) == (0, 1)
+
+
+def test_options_that_it_does_not_take(capsys):
+    assert run_main(["bench", "--suite", "reports", "--lengths", "8"]) == 2
+    assert "--suite reports takes only --out and --resume and --redraw" in capsys.readouterr().err
