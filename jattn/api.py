@@ -216,11 +216,13 @@ def fold_weights(
         return step(carry, jnp.exp(log_weights), q_idx, kv_idx)
 
     init = jax.tree.map(jnp.asarray, init)
+    leaves, structure = jax.tree.flatten(init)
 
-    def fold(args: AttentionArgs, lse: Array | None = None) -> Any:
-        return (implementation or Blockwise()).fold_weights(args, step_on_logs, init, lse)
+    def fold(args: AttentionArgs, *data: Array) -> Any:  # on a mesh, what is sharded must be an argument
+        start, given = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
+        return (implementation or Blockwise()).fold_weights(args, step_on_logs, start, given[0] if given else None)
 
-    extra = [] if lse is None else [(lse, "btn")]
+    extra = [*((leaf, "") for leaf in leaves), *([] if lse is None else [(lse, "btn")])]
     carries = shard.on_each_device(fold, args, jax.tree.map(lambda x: "bn", init), *extra)
     return jax.tree.map(lambda x: x[0], carries) if one_sequence else carries
 

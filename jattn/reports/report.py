@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import ArrayLike
 
 from jattn.heads import Roles
-from jattn.reports.layers import Layer, read_layers
-from jattn.reports.look import Looked, look
+from jattn.reports._layers import Layer, read_layers
+from jattn.reports._look import Looked, look
+from jattn.reports._roles import label
+from jattn.reports._sides import page_of
+from jattn.reports._tokens import read_tokens
 from jattn.reports.page import Head
-from jattn.reports.roles import label
-from jattn.reports.sides import page_of
-from jattn.reports.tokens import read_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

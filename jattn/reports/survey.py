@@ -74,7 +74,7 @@ class Survey:
         try:
             import pandas  # type: ignore
         except ImportError:
-            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; columns() has the same arrays") from None
+            raise ImportError("to_pandas needs pandas: pip install jattn[pandas]; or see columns()") from None
         return pandas.DataFrame(self.columns())
 
     def report(self, path: str | Path | None = None, *, tokenizer: Any = None, **options: Any) -> Report:

@@ -3,7 +3,6 @@
 import base64
 import functools
 import re
-import sys
 import zlib
 
 import jax
@@ -14,11 +13,10 @@ from flax import linen, nnx
 
 import jattn
 from jattn import heads, reports
-from jattn.reports import matching, packing
+from jattn.reports import _look, _matching, packing
 from jattn.reports.report import _reports
 from tests.web_page import embedded, weights_of
 
-look_file = sys.modules["jattn.reports.look"]  # its name is also the function's
 L, B, T, N, K, H = 2, 2, 7, 4, 2, 5
 WORDS = ["the", "cat", "</script>", "sat", "<b>", "the", "cat"]
 
@@ -238,9 +236,9 @@ def test_heads_beside_others_are_matched():
     }
     one = jattn.report(layers, [WORDS] * B, is_causal=True, title="one")
     other = jattn.report(swapped, [WORDS] * B, is_causal=True, title="other")
-    assert matching.matched(one, other).tolist() == [1, 3, 0, 2, 6, 4, 7, 5]
+    assert _matching.matched(one, other).tolist() == [1, 3, 0, 2, 6, 4, 7, 5]
     exchanged = dict(zip(layers, reversed(layers.values()), strict=True))
-    across = matching.matched(one, jattn.report(exchanged, [WORDS] * B, is_causal=True))
+    across = _matching.matched(one, jattn.report(exchanged, [WORDS] * B, is_causal=True))
     assert sorted(across[:N]) == list(range(N))  # within layers, though the other layer has the same heads
     both = jattn.report(layers, [WORDS] * B, is_causal=True, title="one", compare=other)
     np.testing.assert_allclose(weights_of(both.html, 0, 1), weights_of(both.html, 0, 0), atol=4e-5)
@@ -337,8 +335,8 @@ def test_nan_is_said():
 
 
 def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
-    monkeypatch.setattr(look_file, "DENSE", 0)
-    monkeypatch.setattr(look_file, "BLOCKS", 4)
+    monkeypatch.setattr(_look, "DENSE", 0)
+    monkeypatch.setattr(_look, "BLOCKS", 4)
     words = [[f"w{i}" for i in range(9)], [f"w{i}" for i in range(5)]]
     layers = qk(T=9, S=9)
     report = jattn.report(layers, words, is_causal=True)

@@ -125,6 +125,8 @@ def test_looking_at_typed_arrays():
         close(jax.tree.map(np.asarray, found), look(*given[:2]))
         assert "all-gather" not in look.lower(query, key).compile().as_text()
         assert all(jax.typeof(x).sharding.spec[:2] == ("data", "heads") for x in jax.tree.leaves(found))
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):  # where every new array has a type, too
+        close(jax.tree.map(np.asarray, look(query, key)), np.asarray(found))
 
 
 def test_explain_says_what_each_device_has():

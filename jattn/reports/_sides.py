@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.reports.matching import matched
+from jattn.reports._matching import matched
 from jattn.reports.packing import Frame
 from jattn.reports.page import Numbers, Page, View
 
