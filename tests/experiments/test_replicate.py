@@ -128,13 +128,13 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
     _, out = finished
     picture = tmp_path / "both.png"
     assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(picture)]) == 0
-    assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(tmp_path / "both.html")]) == 0
-    frames = embedded((tmp_path / "both.html").read_text(encoding="utf-8"))["views"][0]["frames"]
-    assert [frame["title"] for frame in frames] == [f"{out}@1", str(out)]
     shown = capsys.readouterr().out
     assert "of 4 heads differ by more than the noise floor" in shown
     assert re.findall(r"^│ (\d+) +│ 0 +│ [01] +│", shown, re.MULTILINE) == ["7", "7", "8", "8"]
     assert picture.stat().st_size > 1000
+    assert main(["compare", "--run", f"{out}@1", "--run", str(out), "--out", str(tmp_path / "both.html")]) == 0
+    frames = embedded((tmp_path / "both.html").read_text(encoding="utf-8"))["views"][0]["frames"]
+    assert [frame["title"] for frame in frames] == [f"{out}@1", str(out)]
 
 
 @pytest.mark.parametrize(
