@@ -1,6 +1,7 @@
 """What a report shows of a layer, from queries and keys: weights while they are few, else each query's largest."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,18 +17,19 @@ from jattn.reports._layers import Layer
 DENSE = 2**23  # weights of a report; beyond it, only the largest of each query are kept
 TOP = 2**21  # of these, over all queries and heads
 MOST, LEAST = 32, 2  # of one query
-BLOCKS = 64  # queries and keys of a coarse picture
+ROWS = 600_000  # queries of all heads that are drawn; of more sequences, only the first are
+BLOCKS, FEWEST, CELLS = 64, 16, 2**20  # along a side of a coarse picture, at most and at least; of all pictures
 OF_TEXT = ("previous_token", "current_token", "duplicate_token", "induction", "distance")  # of self-attention only
 NAMES = ("entropy", "max_weight", "first_token", *OF_TEXT)
 
 
 class Looked(NamedTuple):
-    """What all heads of some sequences do; NumPy arrays, ``h`` the heads of all layers.
+    """What all heads of some sequences do; NumPy arrays, ``h`` the heads of all layers, B the sequences that are drawn.
 
     weights: ``[B,h,T,S]``, or None: then the largest weights of each query and their keys, ``top [B,h,T,k]`` and
-        ``keys [B,h,T,k]``, and ``coarse [B,h,BLOCKS,BLOCKS]``.
+        ``keys [B,h,T,k]``, and ``coarse [B,h,Q,K]``.
     length: S.
-    numbers: statistics, ``{name: [h]}``, means over all queries.
+    numbers: statistics, ``{name: [h]}``, means over all queries of all sequences.
     """
 
     weights: np.ndarray | None
@@ -45,8 +47,12 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
         ValueError: a layer's weights do not sum to 1.
     """
     B, _, T, S = layers[0].shape
-    rows = B * sum(layer.shape[1] for layer in layers) * T
-    k = 0 if rows * S <= DENSE else min(max(TOP // rows, LEAST), MOST, S)
+    of_one = T * sum(layer.shape[1] for layer in layers)
+    drawn, k, side = B, 0, 1
+    if B * of_one * S > DENSE:
+        drawn = min(B, max(ROWS // of_one, 1))
+        k = min(max(TOP // (drawn * of_one), LEAST), MOST, S)
+        side = min(max(math.isqrt(CELLS * T // (drawn * of_one)), FEWEST), BLOCKS)
     names = [name for name in NAMES if of_text or name not in OF_TEXT]
     names = tuple(name for name in names if ids is not None or name not in heads.OF_TOKENS)
     eligible = np.arange(T) < np.asarray(lengths)[:, None]
@@ -54,11 +60,14 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
     found = []
     for layer in layers:
         arrays, static = _split(layer.options)
-        parts = _look(layer.query, layer.key, layer.lse, tokens, eligible, arrays, static=static, k=k, names=names)
+        parts = _look(
+            layer.query, layer.key, layer.lse, tokens, eligible, arrays, static=static, k=k, side=side, names=names
+        )
         parts = jax.tree.map(np.asarray, parts)
         _check_sums(layer, parts.pop("sums"))
         found.append(parts)
-    together = {name: np.concatenate([parts[name] for parts in found], 1) for name in found[0] if name != "numbers"}
+    drawn_of = [name for name in found[0] if name != "numbers"]
+    together = {name: np.concatenate([parts[name][:drawn] for parts in found], 1) for name in drawn_of}
     numbers = {name: np.concatenate([_mean(*parts["numbers"][name]) for parts in found]) for name in names}
     return Looked(*(together.get(name) for name in ("weights", "top", "keys", "coarse")), length=S, numbers=numbers)
 
@@ -73,8 +82,8 @@ def _split(options: Any) -> tuple[dict[str, Any], tuple]:
     return arrays, tuple(sorted((name, value) for name, value in options.items() if name not in arrays))
 
 
-@functools.partial(jax.jit, static_argnames=("static", "k", "names"))
-def _look(query, key, lse, tokens, eligible, arrays, *, static, k, names) -> dict[str, Any]:
+@functools.partial(jax.jit, static_argnames=("static", "k", "side", "names"))
+def _look(query, key, lse, tokens, eligible, arrays, *, static, k, side, names) -> dict[str, Any]:
     options = {**arrays, **dict(static)}
     if lse is None:
         no_value = jnp.zeros((*key.shape[:-1], 0), key.dtype)
@@ -87,7 +96,7 @@ def _look(query, key, lse, tokens, eligible, arrays, *, static, k, names) -> dic
         return {"weights": weights, "sums": weights.sum(-1), "numbers": numbers}
     sums = fold_weights(_add, jnp.zeros(T), query, key, lse=lse, **options)
     top = heads.top_pairs(query, key, k, lse=lse, **options)
-    coarse = heads.coarse_weights(query, key, BLOCKS, **options)
+    coarse = heads.coarse_weights(query, key, side, **options)
     return {"top": top.weight, "keys": top.key, "coarse": coarse, "sums": sums, "numbers": numbers}
 
 

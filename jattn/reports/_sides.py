@@ -59,7 +59,7 @@ class _Side:
         one = self.report
         none = np.full(len(one.heads), np.nan)
         values = [self.in_order(np.asarray(one.numbers.get(name, none)), np.nan) for name in columns]
-        roles = self.in_order(np.array(one.roles, object), "").tolist()
+        roles = self.in_order(np.array([role.replace("_", " ") for role in one.roles], object), "").tolist()
         return Numbers(np.array(values).reshape(len(columns), len(roles)), roles)
 
 

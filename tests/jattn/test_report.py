@@ -348,6 +348,18 @@ def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
     assert second["side"] == [3, 3]  # five tokens reach into three blocks of 2.25
 
 
+def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
+    monkeypatch.setattr(_look, "DENSE", 0)
+    monkeypatch.setattr(_look, "ROWS", 2 * L * N * 9 - 1)
+    layers = qk(T=9, S=9)
+    report = jattn.report(layers, [[f"w{i}" for i in range(9)]] * B, is_causal=True)
+    assert len(embedded(report.html)["views"]) == len(report.queries) == 1
+    assert "Drawn are the first 1 of 2 sequences; the numbers are of all." in report.html
+    q, k = layers["layer 0"]
+    found = heads.statistics(q, k, is_causal=True, names=["max_weight"])["max_weight"]
+    np.testing.assert_allclose(report.numbers["max_weight"][:N], np.asarray(found).mean(0), rtol=1e-5)
+
+
 def test_it_runs_outside_of_compiled_functions():
     with pytest.raises(TypeError, match="layer 0 is traced: call report outside of jax.jit"):
         jax.jit(lambda q, k: jattn.report({0: (q, k)}))(*qk()["layer 0"])
