@@ -4,16 +4,8 @@ import pytest
 
 from experiments.__main__ import main as run_main
 from experiments.model_files import PACKAGES, model_file
-from tests.jattn.test_language_models import write_gguf
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_gguf(file)
-    return str(file)
 
 
 def test_it_prints_the_text_and_what_follows(tiny, capsys):

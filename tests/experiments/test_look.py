@@ -5,17 +5,9 @@ import pytest
 
 from experiments.__main__ import main
 from jattn import attention_weights, interop
-from tests.jattn.test_language_models import write_gguf
 from tests.web_page import embedded, weights_of
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_gguf(file)
-    return str(file)
 
 
 def test_the_page_shows_the_heads_on_the_text(tiny, tmp_path, capsys):

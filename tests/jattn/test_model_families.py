@@ -12,7 +12,7 @@ from flax import nnx
 import jattn
 from jattn import heads, interop, masks
 from jattn.score_mods import SoftCap
-from tests.jattn.test_language_models import append, close, greedy, logits
+from tests.jattn.test_language_models import append, by_transformers, close, greedy, logits
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, WINDOW = 37, 3, 4, 2, 8, 20, 24, 5
 COMMON = {
@@ -121,26 +121,13 @@ def test_every_family_gives_the_logits_that_were_kept(models, name):
     assert (models(name).head is None) == (name in TIED)
 
 
-def by_transformers(name):
-    torch = pytest.importorskip("torch", reason="compared where PyTorch and transformers are installed")
-    transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
-    config = dict(CONFIGS[name])
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(config.pop("model_type"), **config, attn_implementation="eager")
-    )
-    tensors = {key: torch.tensor(x) for key, x in tensors_of(name).items()}
-    if name in TIED:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    missing, left = theirs.load_state_dict(tensors, strict=False)
-    assert not left and not [key for key in missing if "inv_freq" not in key and "embed_scale" not in key]
-    with torch.no_grad():
-        return theirs.eval()(torch.tensor(TOKENS)).logits.numpy()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_transformers(models, name):
-    close(logits(models(name), TOKENS), by_transformers(name))
+    tensors = tensors_of(name)
+    if name in TIED:
+        tensors = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors, TOKENS, ("inv_freq", "embed_scale")))
 
 
 # layers with a window and layers without
