@@ -1,6 +1,6 @@
 """The OLMo 2 family: norms of what attention and MLP add, and of the queries and keys of all heads as one.
 
-Source: https://arxiv.org/abs/2501.00656, section 2.1; names as in published checkpoints.
+Source: https://arxiv.org/abs/2501.00656, on its architecture; names as in published checkpoints.
 """
 
 import dataclasses
