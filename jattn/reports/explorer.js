@@ -248,7 +248,7 @@ async function setUpExplorer() {
   const counts = Array.from({ length: heads[heads.length - 1].layer + 1 }, (_, l) => heads.filter(({ layer }) => layer === l).length);
   across = Math.max(...counts);
   const even = counts.every((count) => count === across);
-  if (counts.length === 1 || !even) across = Math.min(heads.length, 8);
+  if (counts.length === 1 || !even) across = heads.length <= 4 ? Math.min(heads.length, 2) : Math.min(heads.length, 8);
   $("grid").style.setProperty("--across", across);
   fillLists();
   recall();
