@@ -32,7 +32,7 @@ pytest = $(python) -m pytest -n auto --dist worksteal
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment in configs/ into runs/, and again on ten fresh seeds (three hours)"
+	@echo "make experiments   run every experiment (jattn list) into runs/, and again on ten fresh seeds (three hours)"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
 	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
@@ -42,14 +42,14 @@ help:
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
 
 train: $(VENV)/.installed-experiments
-	$(python) -m experiments run --config configs/copy.yaml --out runs/copy $(ARGS)
+	$(python) -m jattn_experiments run copy --out runs/copy $(ARGS)
 
 # A stopped experiment resumes. The experiments on real models need their weights and readers.
 experiments: $(VENV)/.installed-test
-	@for config in configs/*.yaml; do \
+	@for config in jattn_experiments/configs/*.yaml; do \
 		echo "== $$config"; \
 		case $$config in *minilm_heads*|*smollm2*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
-		$(python) -m experiments run --config $$config $$fresh $(ARGS) || exit 1; \
+		$(python) -m jattn_experiments run --config $$config $$fresh $(ARGS) || exit 1; \
 	done
 
 test: $(VENV)/.installed-test
@@ -65,7 +65,7 @@ test-chips:
 	@$(MAKE) --no-print-directory chips VENV=.venv-chips
 
 chips: $(VENV)/.installed-chips
-	$(python) -m experiments bench --suite chips --resume $(ARGS)
+	$(python) -m jattn_experiments bench --suite chips --resume $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(python) -m tests.soak $(ARGS)

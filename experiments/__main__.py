@@ -1,71 +1,8 @@
-"""``python -m experiments COMMAND``, of ``COMMANDS``: see ``python -m experiments run --help``."""
+"""``python -m experiments`` in a checkout is the command ``jattn``."""
 
-import argparse
-import errno
 import sys
-from collections.abc import Sequence
 
-from experiments.bench.command import bench_command
-from experiments.commands import keep_command, list_command, report_command, run_command
-from experiments.compare import compare_command
-from experiments.generate import generate_command
-from experiments.look import look_command
-from experiments.runs.terminal import drop_output, fail
-
-COMMANDS = {
-    "run": run_command,
-    "list": list_command,
-    "report": report_command,
-    "keep": keep_command,
-    "look": look_command,
-    "compare": compare_command,
-    "bench": bench_command,
-    "generate": generate_command,
-}
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs one command; returns the exit status."""
-    command, *rest = arguments or ["--help"]
-    if command in ("-h", "--help"):
-        usage().print_help()
-        return 0
-    if command not in COMMANDS:
-        return fail(f"no command {command!r}; expected one of {', '.join(COMMANDS)}")
-    return COMMANDS[command](rest)
-
-
-def usage() -> argparse.ArgumentParser:
-    """The parser of the whole program, which lists the commands; each has its own parser."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments",
-        description="Experiments that show what attention heads learn, and benchmarks.",
-        epilog="COMMAND --help explains the options of a command.",
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=str(command.__doc__).splitlines()[0])
-    return parser
-
-
-def _as_command() -> int:
-    """``main`` for a command line: a closed pipe and Ctrl-C are not errors; a full disk behind stdout is one line."""
-    status = 0
-    try:
-        status = main(sys.argv[1:])
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        drop_output()
-        return 0
-    except KeyboardInterrupt:
-        return fail("stopped", status=130)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        drop_output()
-        return status or fail(f"output: {error.strerror}", status=1)
-
+from jattn_experiments.__main__ import as_command
 
 if __name__ == "__main__":
-    sys.exit(_as_command())
+    sys.exit(as_command())

@@ -38,7 +38,7 @@ def test_every_kind_of_thing_is_there():
 @pytest.fixture
 def changed(tmp_path) -> Path:
     """A copy of the repository with all changes applied."""
-    for folder in ("jattn", "experiments", "tests"):
+    for folder in ("jattn", "jattn_experiments", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # or `git apply` uses a parent's repository

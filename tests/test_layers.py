@@ -1,10 +1,10 @@
-"""Import rules: in jattn, imports only point down; in experiments, they follow a table.
+"""Import rules: in jattn, imports only point down; in jattn_experiments, they follow a table.
 
 Both tables are in docs/architecture.md. The modules of jattn are listed by layer and, in a layer, by row. A module may
 import modules of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle.
 Imports inside functions and for type checking count as well, since they are dependencies too.
 
-The packages of experiments are listed with what each may import. Import cycles are forbidden there, too.
+The packages of jattn_experiments are listed with what each may import. Import cycles are forbidden there, too.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 JATTN = Path(__file__).parents[1] / "jattn"
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[1] / "jattn_experiments"
 DOCS = Path(__file__).parents[1] / "docs"
 
 # The script that draws the tables also reads them.
@@ -63,7 +63,7 @@ def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
             continue
         for line, name in imports(file, package):
             top, _, rest = name.partition(".")
-            if top in ("experiments", "tests"):
+            if top in ("jattn_experiments", "tests"):
                 found.append(f"{path}:{line}: imports {name}, which is not part of the library")
             if top != package.name:
                 continue

@@ -41,7 +41,7 @@ def imported(folder):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"jattn", "experiments", "tests"}
+    return found - set(sys.stdlib_module_names) - {"jattn", "jattn_experiments", "tests"}
 
 
 def modules(*requirements):
@@ -62,9 +62,9 @@ def test_the_wheel_needs_what_jattn_imports_and_nothing_else():
 
 def test_the_experiments_declare_what_they_import():
     needed = modules(*extra("experiments"))
-    assert needed <= imported("experiments") | {"jsonargparse"}, "declared and imported nowhere"
+    assert needed <= imported("jattn_experiments") | {"jsonargparse"}, "declared and imported nowhere"
     declared = modules(*PROJECT["dependencies"], *extra("experiments", "hf"))
-    assert imported("experiments") - OPTIONAL <= declared, "imported and declared nowhere"
+    assert imported("jattn_experiments") - OPTIONAL <= declared, "imported and declared nowhere"
 
 
 def test_the_tests_declare_what_they_import():

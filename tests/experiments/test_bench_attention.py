@@ -14,13 +14,22 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-import experiments
-from experiments.__main__ import main as run_main
-from experiments.bench import attention, attention_figure, attention_tables, cases, dispatch, peers, tables, timing
-from experiments.bench.attention import SUITE
-from experiments.bench.cases import CASES, PASSES, Plan, Problem
-from experiments.bench.probe import probe
-from experiments.bench.suite import Refused, Results, Suite
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.bench import (
+    attention,
+    attention_figure,
+    attention_tables,
+    cases,
+    dispatch,
+    peers,
+    tables,
+    timing,
+)
+from jattn_experiments.bench.attention import SUITE
+from jattn_experiments.bench.cases import CASES, PASSES, Plan, Problem
+from jattn_experiments.bench.probe import probe
+from jattn_experiments.bench.suite import Refused, Results, Suite
+from jattn_experiments.runs.folder import RESULTS
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
 without_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="there may be a TPU")
@@ -325,7 +334,7 @@ def test_shares_that_moved_are_told(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         found = made_up(environment=environment, times=[row("full", 8, jattn=time, torch=1.0)])
         (tmp_path / name / "attention.json").write_text(json.dumps(found))
-    monkeypatch.setattr(attention, "KEPT", tmp_path)
+    monkeypatch.setattr(attention, "RESULTS", tmp_path)
     shape = made_up()["shape"]
     before = attention.last_kept(here, shape, tmp_path / "cpu-9")
     assert before["folder"] == "cpu-2" and attention.last_kept(here, shape, tmp_path / "cpu-2")["folder"] == "cpu-1"
@@ -537,7 +546,7 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
     monkeypatch.setattr(dispatch, "SECONDS", 1e-3)
     assert run_main(["bench", "--suite", "dispatch", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("| 8 |") == 4
-    committed = next((Path(experiments.__file__).parent / "results").glob("cpu-*/dispatch.json"))
+    committed = next(RESULTS.glob("cpu-*/dispatch.json"))
     found, before = (json.loads(file.read_text()) for file in (tmp_path / "dispatch.json", committed))
     assert found.keys() == before.keys() and found["rows"][0].keys() == before["rows"][0].keys()
     assert found["environment"].keys() == before["environment"].keys()

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.__main__ import main
-from experiments.bench import chip_compiler, chips
-from experiments.bench.chip_compiler import CASES, Compiler, dense_arrays
-from experiments.bench.chips import AXES, SUITE, Sizes
-from experiments.bench.suite import Refused, Results, Row
+from jattn_experiments.__main__ import main
+from jattn_experiments.bench import chip_compiler, chips
+from jattn_experiments.bench.chip_compiler import CASES, Compiler, dense_arrays
+from jattn_experiments.bench.chips import AXES, SUITE, Sizes
+from jattn_experiments.bench.suite import Refused, Results, Row
 
 LINEAR = """
   %p = bf16[1,64,2,16]{3,1,2,0:T(8,128)(2,1)} parameter(0)

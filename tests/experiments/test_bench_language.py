@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from experiments.__main__ import main as run_main
-from experiments.bench import language
-from experiments.bench.language import SUITE, Sizes
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.bench import language
+from jattn_experiments.bench.language import SUITE, Sizes
 from tests.jattn.test_language_models import write_gguf
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import jattn.nnx
-from experiments.__main__ import main as run_main
-from experiments.bench import layers, timing
-from experiments.bench.layers import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.bench import layers, timing
+from jattn_experiments.bench.layers import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
 
 SMALL = {"layers": 1, "width": 8, "num_heads": 4, "lengths": (6,), "slots": 16, "tokens": (16, 5)}
 TINY = Sizes(**SMALL, seconds=1e-3, rounds=1, settle=0.0)

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from experiments import config
-from experiments.__main__ import main as run_main
-from experiments.bench import looking
-from experiments.bench.looking import ALL, ENTROPY, FORWARD, LOOKED, STEPS, SUITE, Sizes
+from jattn_experiments import config
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.bench import looking
+from jattn_experiments.bench.looking import ALL, ENTROPY, FORWARD, LOOKED, STEPS, SUITE, Sizes
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
 

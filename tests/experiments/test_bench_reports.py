@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.__main__ import main as run_main
-from experiments.bench import pages, reports
-from experiments.bench.reports import LIMITS, OURS, SUITE
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.bench import pages, reports
+from jattn_experiments.bench.reports import LIMITS, OURS, SUITE
 
 MIB = 2**20
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments.__main__ import main
-from experiments.bench import sharding
-from experiments.bench.sharding import SUITE
+from jattn_experiments.__main__ import main
+from jattn_experiments.bench import sharding
+from jattn_experiments.bench.sharding import SUITE
 
 
 @pytest.mark.slow

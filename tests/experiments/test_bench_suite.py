@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
-import experiments
-from experiments.bench.cases import Plan
-from experiments.bench.command import SUITES
-from experiments.bench.suite import Failed, Job, Refused, Suite
+from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.command import SUITES
+from jattn_experiments.bench.suite import Failed, Job, Refused, Suite
 
-RESULTS = Path(experiments.__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 KEPT = [file for name in SUITES for file in sorted(RESULTS.glob(f"*/{name}.json"))]
 
 
 @pytest.mark.parametrize("file", KEPT, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path):
-    suite: Suite = importlib.import_module(f"experiments.bench.{file.stem}").SUITE
+    suite: Suite = importlib.import_module(f"jattn_experiments.bench.{file.stem}").SUITE
     results = suite.read(file.parent)
     assert results.rows and all(row.found for row in results.rows)
     keys = [(row.part, json.dumps(dict(row.key))) for row in results.rows]
@@ -75,4 +74,4 @@ def test_a_suite_that_fails_leaves_the_results_of_before(tmp_path):
 def test_sizes_are_those_of_the_command_line():
     plan = Plan(Path("out"), seconds=0.5)
     for name in ("layers", "looking"):
-        assert importlib.import_module(f"experiments.bench.{name}").SUITE.sizes(plan).seconds == 0.5
+        assert importlib.import_module(f"jattn_experiments.bench.{name}").SUITE.sizes(plan).seconds == 0.5

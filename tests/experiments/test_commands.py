@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.__main__ import COMMANDS, main
+from jattn_experiments.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,13 +22,13 @@ def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m experiments {command}")
+    assert capsys.readouterr().out.startswith(f"usage: jattn {command}")
 
 
 @pytest.mark.parametrize("words", [["run", "--help"], ["run", "--train.stepz", "1"], ["bench", "--parts", "energy"]])
 def test_options_are_read_before_jax_is_imported(words):
     code = (
-        "import sys\nfrom experiments.__main__ import main\n"
+        "import sys\nfrom jattn_experiments.__main__ import main\n"
         f"try:\n    main({words})\nexcept SystemExit:\n    pass\n"
         "assert not {'jax', 'flax', 'matplotlib', 'scipy', 'orbax'} & set(sys.modules)"
     )
@@ -39,6 +39,6 @@ def test_options_are_read_before_jax_is_imported(words):
 @pytest.mark.slow
 def test_output_to_a_full_disk_is_an_error_in_one_line():
     with Path("/dev/full").open("wb") as full:
-        words = [sys.executable, "-m", "experiments", "list"]
+        words = [sys.executable, "-m", "jattn_experiments", "list"]
         process = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=200, text=True)
     assert (process.returncode, process.stderr) == (1, "error: output: No space left on device\n")

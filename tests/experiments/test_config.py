@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config, tasks
+from jattn_experiments import config, tasks
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted(config.CONFIGS.glob("*.yaml"))
 
 
 def load(tmp_path, *texts_and_options):
@@ -256,7 +256,21 @@ def test_a_missing_config_is_named(capsys):
     with pytest.raises(SystemExit) as stopped:
         config.load([])
     assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: name: missing; give --config FILE\n"
+    assert capsys.readouterr().err == "error: name: missing; expected a NAME from jattn list, or a YAML file\n"
+
+
+def test_an_experiment_is_named_or_a_file(capsys, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("train: {steps: 70}")
+    for words in (["copy", str(mine)], ["copy", "--config", str(mine)], ["--config=copy", f"--config={mine}"]):
+        loaded = config.load(words)
+        assert (loaded.config.name, loaded.config.train.steps, str(loaded.out)) == ("copy", 70, "runs/copy"), words
+    with pytest.raises(SystemExit):
+        config.load(["cpy"])
+    assert re.match(r"error: config: expected a YAML file or one of copy, .*, got 'cpy'\n$", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        config.load([str(tmp_path / "none.yaml")])
+    assert "none.yaml" in capsys.readouterr().err
 
 
 def test_help_explains_every_field(capsys):
@@ -273,7 +287,7 @@ def test_help_explains_every_field(capsys):
     names = [f"{section}.{field.name}" for section, kind in sections.items() for field in dataclasses.fields(kind)]
     for name in [*names, "name", "description", "controls", "sweep", "claims", "check", *config.Processes._fields]:
         # an option, then its explanation before the type in brackets
-        assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Z\"c]\w+.*?\(", text, re.S), name
+        assert re.search(rf"--{re.escape(name)}[ ,][^(]*?\s{{2,}}[A-Za-z\"]\w+.*?\(", text, re.S), name
 
 
 def test_differences_name_the_key_and_both_values(tmp_path):

@@ -14,10 +14,10 @@ import chex
 import numpy as np
 import pytest
 
-from experiments import config, run, train
-from experiments.runs.checkpoint import Checkpoints
-from experiments.runs.findings import Findings
-from experiments.runs.history import History
+from jattn_experiments import config, run, train
+from jattn_experiments.runs.checkpoint import Checkpoints
+from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.history import History
 from tests.experiments.processes import environment
 
 TINY = """
@@ -42,7 +42,7 @@ def tiny(tmp_path_factory):
 
 def start(file, out, *words):
     return subprocess.Popen(
-        [sys.executable, "-m", "experiments", "run", "--config", str(file), "--out", str(out), *words],
+        [sys.executable, "-m", "jattn_experiments", "run", "--config", str(file), "--out", str(out), *words],
         cwd=Path(__file__).parents[2],
         env=environment(file.parent / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1"),
         text=True,

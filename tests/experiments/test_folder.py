@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.__main__ import main as run_main
-from experiments.runs.checkpoint import Checkpoints
-from experiments.runs.findings import Findings
-from experiments.runs.folder import Busy, Damaged, owned
-from experiments.runs.history import Clock, History
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.runs.checkpoint import Checkpoints
+from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import Busy, Damaged, owned
+from jattn_experiments.runs.history import Clock, History
 from tests.experiments.processes import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ SAVES = """
 import resource, sys
 from pathlib import Path
 import jax.numpy as jnp
-from experiments.runs.checkpoint import Checkpoints
+from jattn_experiments.runs.checkpoint import Checkpoints
 checkpoints, state = Checkpoints(Path(sys.argv[1])), {f"{i}": jnp.arange(300.0) for i in range(60)}
 for size in (500, 900, 1500, 2500, 4000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -212,7 +212,7 @@ def test_a_folder_has_one_owner(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    code = f"from pathlib import Path; from experiments.runs.folder import owned\nwith owned(Path({str(tmp_path)!r})): print('in', flush=True); input()"
+    code = f"from pathlib import Path; from jattn_experiments.runs.folder import owned\nwith owned(Path({str(tmp_path)!r})): print('in', flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"in\n"
     with pytest.raises(Busy, match=f"of process {process.pid}$"), owned(tmp_path):

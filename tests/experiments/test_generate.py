@@ -1,9 +1,9 @@
-"""``python -m experiments generate`` with a tiny model: what it prints, and its errors."""
+"""``jattn generate`` with a tiny model: what it prints, and its errors."""
 
 import pytest
 
-from experiments.__main__ import main as run_main
-from experiments.model_files import PACKAGES, model_file
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.model_files import PACKAGES, model_file
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
 

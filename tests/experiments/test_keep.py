@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.__main__ import main
-from experiments.runs.keep import keep
+from jattn_experiments.__main__ import main
+from jattn_experiments.runs.keep import keep
 from tests.experiments.test_report import synthetic
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.__main__ import main
-from experiments.config import Claim, Config, Evaluate, LanguageModel, Mesh, Model, Task, Train
-from experiments.measure import language_model, paths, sequences
-from experiments.run import prepared
-from experiments.runs.findings import Findings
 from jattn import heads, interop
+from jattn_experiments.__main__ import main
+from jattn_experiments.config import Claim, Config, Evaluate, LanguageModel, Mesh, Model, Task, Train
+from jattn_experiments.measure import language_model, paths, sequences
+from jattn_experiments.run import prepared
+from jattn_experiments.runs.findings import Findings
 from tests.jattn.test_language_models import CONFIGS, VOCABULARY, tensors_of
 
 FIRST = "<s>"

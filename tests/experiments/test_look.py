@@ -1,10 +1,10 @@
-"""``python -m experiments look`` with a tiny language model: its page, and its errors. Of runs: test_replicate.py."""
+"""``jattn look`` with a tiny language model: its page, and its errors. Of runs: test_replicate.py."""
 
 import numpy as np
 import pytest
 
-from experiments.__main__ import main
 from jattn import attention_weights, interop
+from jattn_experiments.__main__ import main
 from tests.web_page import embedded, weights_of
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")

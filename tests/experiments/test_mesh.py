@@ -5,12 +5,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import config, run, train
-from experiments.__main__ import main as run_main
-from experiments.measure import evaluate
-from experiments.runs import devices
-from experiments.runs.checkpoint import Checkpoints
 from jattn.sharding import from_zigzag, to_zigzag
+from jattn_experiments import config, run, train
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.measure import evaluate
+from jattn_experiments.runs import devices
+from jattn_experiments.runs.checkpoint import Checkpoints
 
 TINY = """
 name: tiny

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import config, model, tasks, train
-from experiments.measure import claims, head_scores
-from experiments.measure.evaluate import Measured
 from jattn import heads
+from jattn_experiments import config, model, tasks, train
+from jattn_experiments.measure import claims, head_scores
+from jattn_experiments.measure.evaluate import Measured
 
 POSITIONS = ["none", "sinusoidal", "learned", "rotary", "alibi", "relative"]
 TASK = tasks.CopyString(symbols=5, shortest=3, longest=5, farthest=6)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config, model, onset, tasks, train
-from experiments.measure import claims, head_scores
 from jattn import heads
+from jattn_experiments import config, model, onset, tasks, train
+from jattn_experiments.measure import claims, head_scores
 from tests import reference
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")

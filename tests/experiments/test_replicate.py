@@ -7,10 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments import compare, config, load_run, replicate
-from experiments.__main__ import main
-from experiments.report import page
-from experiments.runs.findings import Findings
+from jattn_experiments import compare, config, load_run, replicate
+from jattn_experiments.__main__ import main
+from jattn_experiments.report import page
+from jattn_experiments.runs.findings import Findings
 from tests.web_page import embedded, weights_of
 
 CONFIG = """

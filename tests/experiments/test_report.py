@@ -7,8 +7,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from experiments.report import curves, figures, page, plot_data
-from experiments.runs.findings import Findings
+from jattn_experiments.report import curves, figures, page, plot_data
+from jattn_experiments.runs.findings import Findings
 from tests.web_page import embedded, weights_of
 
 SEEDS, LAYERS, HEADS, TOKENS, EXAMPLES = 3, 2, 2, 5, 2

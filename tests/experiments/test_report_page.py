@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.report import figures, page, plot_data
+from jattn_experiments.report import figures, page, plot_data
 from tests.experiments.test_report import HEADS, LAYERS, synthetic
 from tests.web_page import drive
 

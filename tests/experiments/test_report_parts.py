@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.report import curves, data, figures, layers, page, plot_data
+from jattn_experiments.report import curves, data, figures, layers, page, plot_data
 from tests.experiments.test_report import read, synthetic
 from tests.web_page import browse, embedded, weights_of
 

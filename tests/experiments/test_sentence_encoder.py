@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from experiments.__main__ import main
-from experiments.config import Claim, Config, SentenceEncoder, Train
-from experiments.measure import sentence_encoder
-from experiments.run import prepared
-from experiments.runs.findings import Findings
+from jattn_experiments.__main__ import main
+from jattn_experiments.config import Claim, Config, SentenceEncoder, Train
+from jattn_experiments.measure import sentence_encoder
+from jattn_experiments.run import prepared
+from jattn_experiments.runs.findings import Findings
 from tests.jattn.test_interop import BERT, VOCABULARY, bert_tensors
 
 GROUPS = [["a cat sleeps", "the cat naps now"], ["rain comes", "a storm comes"], ["he eats", "he eats now"]]
@@ -128,7 +128,7 @@ def test_what_a_pretrained_model_has_not(config, tmp_path, change, message):
 
 
 def test_groups_of_one_sentence(folder, capsys):
-    arguments = ["run", "--config", "configs/minilm_heads.yaml", "--pretrained.groups", '[["a", "b"], ["c"]]']
+    arguments = ["run", "minilm_heads", "--pretrained.groups", '[["a", "b"], ["c"]]']
     with pytest.raises(SystemExit):
         main(arguments)
     assert "pretrained.groups: expected at least 2 groups of at least 2 sentences" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.runs import stopping
+from jattn_experiments.runs import stopping
 from tests.experiments.processes import TINY, environment
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
 def start(folder, out, steps=12, **options):
     """Starts the command with light compilation."""
     words = ["run", "--config", str(folder / "tiny.yaml"), "--out", str(out), "--train.steps", str(steps)]
-    command = [sys.executable, "-m", "experiments", *words]
+    command = [sys.executable, "-m", "jattn_experiments", *words]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | options
     variables = environment(folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1", TERM="xterm")
     return subprocess.Popen(command, cwd=ROOT, env=variables, **options)
@@ -167,7 +167,7 @@ def test_who_stops_reading_stops_no_report(whole):
     (whole / "report.html").unlink()
     reads, writes = os.pipe()
     os.close(reads)
-    words = [sys.executable, "-m", "experiments", "report", "--run", str(whole)]
+    words = [sys.executable, "-m", "jattn_experiments", "report", "--run", str(whole)]
     process = subprocess.run(words, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, timeout=200, text=True)
     os.close(writes)
     assert (process.returncode, process.stderr) == (0, "")

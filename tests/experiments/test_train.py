@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import config, run, train
-from experiments.__main__ import main as run_main
-from experiments.measure import assemble, claims, evaluate, language_model
-from experiments.report import page
-from experiments.runs.checkpoint import Checkpoints
-from experiments.runs.findings import Findings
-from experiments.runs.history import History
+from jattn_experiments import config, run, train
+from jattn_experiments.__main__ import main as run_main
+from jattn_experiments.measure import assemble, claims, evaluate, language_model
+from jattn_experiments.report import page
+from jattn_experiments.runs.checkpoint import Checkpoints
+from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.history import History
 from tests.experiments.processes import environment
 
 TINY = """
@@ -44,7 +44,7 @@ def tiny(tmp_path):
 
 
 def start(file, out, cache):
-    code = "import sys; from experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
+    code = "import sys; from jattn_experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
     return subprocess.Popen(
         [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
         cwd=Path(__file__).parents[2],
@@ -299,7 +299,7 @@ def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
 
 @pytest.mark.slow
 def test_a_config_of_the_project_asks_for_metrics_that_there_are():
-    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+    for file in config.CONFIGS.glob("*.yaml"):
         settings = config.read(file)
         if settings.kind is config.Kind.LANGUAGE_MODEL:
             language_model.check(settings)
@@ -350,4 +350,4 @@ def test_an_out_that_is_a_file_is_refused(tiny, capsys):
 def test_list_shows_every_config(capsys):
     assert run_main(["list"]) == 0
     shown = capsys.readouterr().out
-    assert "configs/copy.yaml" in shown and "configs/copy_string.yaml" in shown
+    assert "copy" in shown.split() and "copy_string" in shown.split()

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from experiments.measure import sentence_encoder
 from jattn import heads, interop
+from jattn_experiments.measure import sentence_encoder
 from tests import reference
 from tests.soak import loading
 
@@ -382,9 +382,9 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def sentences(minilm):
-    from experiments.config import read
+    from jattn_experiments.config import CONFIGS, read
 
-    options = read(Path(__file__).parents[2] / "configs" / "minilm_heads.yaml").pretrained
+    options = read(CONFIGS / "minilm_heads.yaml").pretrained
     return sentence_encoder.read_sentences(options, minilm)
 
 

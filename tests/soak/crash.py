@@ -68,7 +68,7 @@ class Commands:
         if command == "run":
             words = ["--config", str(self.folder / "tiny.yaml"), "--out", str(out)]
         return subprocess.Popen(
-            [*before, sys.executable, "-m", "experiments", command, *words],
+            [*before, sys.executable, "-m", "jattn_experiments", command, *words],
             cwd=ROOT, env=variables, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             preexec_fn=_signals_as_in_a_terminal,
         )  # fmt: skip

@@ -95,7 +95,7 @@ def run(
     variables |= environment(commands.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     with Path("/dev/full" if full else os.devnull).open("wb") as output:
         process = subprocess.Popen(
-            [*before, sys.executable, "-m", "experiments", *arguments],
+            [*before, sys.executable, "-m", "jattn_experiments", *arguments],
             cwd=ROOT, env=variables, text=True, stdout=output, stderr=subprocess.PIPE, preexec_fn=limited,
         )  # fmt: skip
         status, said = commands.ended(process)

@@ -1,0 +1,221 @@
+"""The attention benchmark: jattn and its peers in turn on the same problems, each number saved once measured.
+
+Shared by all rows: ``environment``, ``shape``, ``missing`` (peer: why it is unavailable). The parts:
+
+- ``times``: rows of ``case``, ``length``, ``dtype``, ``passes``, ``medians`` (contestant: microseconds), ``left_out``
+  (contestant: why), ``matrix`` (microseconds of a product of two square matrices, timed in the same turns), its
+  ``matrix_flops``, the row's ``flops``, ``rounds`` of turns, and the ``seconds`` allotted; ``plain`` (contestant of
+  jattn: microseconds of the case that ``PLAIN`` names, in the same turns);
+- ``memory``: ``bytes`` of temporaries that XLA plans for one head, by ``contestant``, ``case``, ``length``, ``passes``;
+- ``peak``: peak ``bytes`` of a fresh process, minus those of one that only makes the inputs;
+- ``compile``: median ``seconds`` of three fresh processes.
+
+If something could not be measured, ``bytes`` or ``seconds`` is null and ``reason`` says why.
+"""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn_experiments.bench import attention_figure, attention_tables, peers, timing
+from jattn_experiments.bench.cases import DTYPES, PASSES, PLAIN, Plan, Problem
+from jattn_experiments.bench.probe import probe
+from jattn_experiments.bench.suite import Job, Suite
+from jattn_experiments.runs.folder import RESULTS
+
+ROUNDS, SETTLE, MATRIX = 3, 0.01, 2048
+PEAK_LENGTH, COMPILED_LENGTHS, COMPILATIONS = 8192, (2048, 32768), 3
+MEASURED = ("full", "causal")  # the cases measured for memory and compilation
+
+
+def about(plan: Plan) -> dict[str, Any]:
+    """The environment, the shape of the problems, and which peers are missing."""
+    contestants, missing = peers.contestants(tuple(plan.peers), plan.device)
+    shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": plan.batch}
+    found = {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
+    return found | {"before": last_kept(found["environment"], shape, plan.out)}
+
+
+def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> dict[str, Any]:
+    """The last kept of this kind of machine and shape, except those in ``out``: ``folder``, and jattn's ``shares``."""
+    kind = ("device", "cpu", "vectors", "cores")
+    for folder in sorted(RESULTS.glob(f"*/{SUITE.name}.json"), reverse=True):
+        if folder.parent.resolve() != out.resolve():
+            kept = SUITE.read(folder.parent)
+            same = all(kept.about["environment"].get(name) == here[name] for name in kind)
+            if same and kept.about["shape"] == shape:
+                return {"folder": folder.parent.name, "shares": attention_tables.shares(kept)}
+    return {"folder": "", "shares": {}}
+
+
+def environment(plan: Plan, names: list[str]) -> dict[str, str]:
+    """What is measured, and on what: versions, hardware, and a digest of jattn's source."""
+    about = timing.environment() | {"contestants": ", ".join(names), "jattn_source": timing.source_digest()}
+    about |= {
+        "cpu": timing.cpu_model(),
+        "vectors": timing.vectors(),
+        "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB",
+        "jattn-native": timing.native_version(),
+    }
+    return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
+
+
+def jobs(plan: Plan) -> Iterator[Job]:
+    """All jobs of the plan, part by part."""
+    contestants = peers.contestants(tuple(plan.peers), plan.device)[0]
+    makers = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
+    for part in plan.parts:
+        yield from makers[part](plan, contestants)
+
+
+def _times(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Short lengths first, so that a stopped run has most rows."""
+    memory = timing.memory_bytes(plan.device) / 3
+    for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
+        for passes in PASSES:
+            problem = Problem(case, length, dtype, batch=plan.batch)
+            key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
+            yield Job("times", key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds))
+
+
+def time_row(
+    problem: Problem, passes: str, contestants: list[peers.Contestant], memory: float, seconds: float
+) -> dict[str, Any]:
+    """Times all contestants that can do the problem in ``memory`` bytes, and the product of two matrices."""
+    calls: dict[str, Callable] = {}
+    left_out = {}
+    for contestant in contestants:
+        reason = peers.unsupported_reason(contestant, problem, memory)
+        if reason is None:
+            try:
+                call = contestant.call(problem, passes)
+                call()  # compiles
+                calls[contestant.name] = call
+            except Exception as error:
+                if contestant.name == "jattn":
+                    raise
+                reason = _first_line(error)
+        if reason is not None:
+            left_out[contestant.name] = reason
+    plain = {}
+    for contestant in contestants if problem.case in PLAIN else ():
+        if contestant.name in calls and contestant.name.startswith("jattn"):
+            beside = dataclasses.replace(problem, case=PLAIN[problem.case])
+            if peers.unsupported_reason(contestant, beside, memory) is None:
+                plain[contestant.name] = contestant.call(beside, passes)
+                plain[contestant.name]()
+    matrix = matrix_product(problem.dtype)
+    matrix()
+    every = [*calls.values(), *plain.values(), matrix]
+    medians, rounds = timing.in_turn(every, seconds, least=ROUNDS, settle=SETTLE)
+    *medians, product = (round(median, 2) for median in medians)
+    found: dict[str, Any] = {"medians": dict(zip(calls, medians, strict=False)), "left_out": left_out}
+    found |= {"plain": dict(zip(plain, medians[len(calls) :], strict=True))}
+    found |= {"rounds": rounds, "seconds": seconds}
+    return found | {"flops": problem.flops(passes), "matrix": product, "matrix_flops": 2.0 * MATRIX**3}
+
+
+def matrix_product(dtype: str) -> Callable[[], Any]:
+    """A call of the product of two square matrices: the machine's current rate."""
+    matrix = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype)
+    product = jax.jit(lambda a, b: a @ b)
+    return lambda: jax.block_until_ready(product(matrix, matrix))
+
+
+def _memory(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Temporaries of one head; compiled but not run, so at any length."""
+    for one, case, passes in itertools.product(contestants, _plain(plan), (*PASSES, "hvp")):
+        for length in plan.lengths if isinstance(one, peers.InJax) else ():
+            problem = Problem(case, length, _dtype(plan, one), num_heads=1)
+            key = {"contestant": one.name, "case": case, "passes": passes, "length": length}
+            yield Job("memory", key, functools.partial(temporaries, one, problem, passes))
+
+
+def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[str, Any]:
+    """Bytes that XLA plans besides inputs and outputs."""
+    arrays = problem.arrays()
+    shapes = [jax.ShapeDtypeStruct(x.shape, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
+    try:
+        compiled = jax.jit(contestant.function(problem, passes)).lower(*shapes).compile()
+    except Exception as error:
+        if contestant.name == "jattn":
+            raise
+        return {"bytes": None, "reason": _first_line(error)}
+    return {"bytes": compiled.memory_analysis().temp_size_in_bytes}
+
+
+def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, if it fits."""
+    lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
+    for one, case in itertools.product(contestants, _plain(plan)):
+        problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one), batch=plan.batch)
+        if peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+            key = {"contestant": one.name, "case": case, "length": problem.length}
+            yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
+
+
+def _peak_bytes(plan: Plan, contestant: peers.Contestant, problem: Problem) -> dict[str, Any]:
+    ask = functools.partial(probe, "peak", plan.device, list(plan.peers), contestant.name, problem)
+    try:
+        return {"bytes": ask("both") - ask("inputs")}
+    except RuntimeError as error:
+        return {"bytes": None, "reason": str(error)}
+
+
+def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+    """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
+    lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
+    for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
+        problem = Problem(case, length, _dtype(plan, one), batch=plan.batch)
+        if (
+            isinstance(one, peers.InJax)
+            and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None
+        ):
+            key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
+            yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
+
+
+def _compile_seconds(plan: Plan, contestant: peers.Contestant, problem: Problem, passes: str) -> dict[str, Any]:
+    ask = functools.partial(probe, "compile", plan.device, list(plan.peers), contestant.name, problem, passes)
+    try:
+        return {"seconds": statistics.median(ask() for _ in range(COMPILATIONS))}
+    except RuntimeError as error:
+        return {"seconds": None, "reason": str(error)}
+
+
+def _plain(plan: Plan) -> list[str]:
+    return [case for case in MEASURED if case in plan.cases]
+
+
+def _dtype(plan: Plan, contestant: peers.Contestant) -> str:
+    return next(dtype for dtype in DTYPES[plan.device] if dtype in contestant.dtypes)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+SUITE = Suite(
+    name="attention",
+    parts={
+        "times": ("case", "length", "dtype", "passes"),
+        "memory": ("contestant", "case", "passes", "length"),
+        "peak": ("contestant", "case", "length"),
+        "compile": ("contestant", "case", "length", "passes"),
+    },
+    about=about,
+    jobs=jobs,
+    markdown=attention_tables.markdown,
+    shown=attention_tables.shown,
+    draw=attention_figure.write_figure,
+    start=lambda plan: timing.use(plan.device),
+    resumable=True,
+)

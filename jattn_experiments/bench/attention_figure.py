@@ -1,0 +1,90 @@
+"""The figure of the attention benchmark: time and memory over length."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from jattn_experiments.bench import attention_tables
+from jattn_experiments.bench.suite import Results
+from jattn_experiments.report.style import DASHES, DPI, FAINT, PALETTE, STYLE, WIDTH
+
+MARKERS = "osD^vP"
+
+
+def write_figure(results: Results, file: Path) -> None:
+    """Writes the figure as a PNG."""
+    with matplotlib.rc_context(STYLE):
+        attention_figure(results).savefig(file, dpi=DPI, facecolor="white")
+
+
+def attention_figure(results: Results) -> Figure:
+    """Forward, forward and backward, and the latter's temporaries; causal if that was measured."""
+    case = _case(results)
+    figure = Figure(figsize=(WIDTH, 3.6))
+    axes = figure.subplots(1, 3)
+    dtype = next((row["dtype"] for row in results.of("times")), "float32")
+    for ax, (passes, title) in zip(axes, attention_tables.PASSES.items(), strict=False):
+        rows = sorted(results.of("times", case=case, passes=passes, dtype=dtype), key=lambda row: row["length"])
+        for name in attention_tables.contestants_of(results):
+            _line(ax, results, name, {row["length"]: row["medians"].get(name) for row in rows})
+        bound = {row["length"]: row["flops"] / row["matrix_flops"] * row["matrix"] for row in rows}
+        ax.plot(list(bound), list(bound.values()), ":", color=FAINT, label="at the rate of a large matrix product")
+        _finish(ax, title, list(bound), _time)
+    for name in attention_tables.contestants_of(results):
+        _line(axes[2], results, name, attention_tables.temporaries(results, name, case, "both"))
+    lengths = sorted({row["length"] for row in results.of("memory")})
+    _finish(axes[2], "one head's temporaries, both passes", lengths, _size, base=16)
+    about, shape = results.about["environment"], results.about["shape"]
+    machine = about["cpu"] + f", {about['cores']} cores" if about["device"].startswith("cpu") else about["device"]
+    sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}"
+    figure.suptitle(f"{case.capitalize()} attention, {dtype}, {sizes}, {machine}", fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(len(labels), 1))
+    return figure
+
+
+def _case(results: Results) -> str:
+    cases = [row["case"] for row in results.of("times") + results.of("memory")]
+    return "causal" if "causal" in cases else next(iter(cases), "full")
+
+
+def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]) -> None:
+    """The contestant's line, in the same style in every panel; omits lengths without a value."""
+    known = {length: value for length, value in values.items() if value}
+    index = attention_tables.contestants_of(results).index(name)
+    ink = {"color": PALETTE[index % len(PALETTE)], "dashes": DASHES[index % len(DASHES)]}
+    ink |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "zorder": 10 - index}
+    ax.plot(list(known), list(known.values()), label=name, linewidth=2.2 if index == 0 else 1.5, **ink)
+
+
+def _finish(ax: Axes, title: str, lengths: list[int], unit: Any, base: int = 10) -> None:
+    ax.set_title(title)
+    ax.set_xlabel("T = S")
+    if not lengths:
+        ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes, color=FAINT)
+        return
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=base)
+    ax.xaxis.set_major_locator(FixedLocator(lengths[:: 2 if len(lengths) > 5 else 1]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _time(microseconds: float) -> str:
+    for size, name in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= size:
+            return f"{microseconds / size:g} {name}"
+    return f"{microseconds:g} µs"
+
+
+def _size(size: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.3g} B"

@@ -1,0 +1,258 @@
+"""Compiles attention for TPUs and a GPU that are not there.
+
+In ``ENVIRONMENT``, ``python -m jattn_experiments.bench.chip_compiler`` reads cells from stdin, one JSON object a line,
+and answers each with one line: what came of it. It is a process of its own because compilers read their environment
+when they are loaded, and one that aborts takes its process along. Nothing is executed.
+"""
+
+import atexit
+import functools
+import json
+import math
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import jattn
+from jattn.kernels.pallas_gpu import PallasGPU
+from jattn.masks import Causal, Segments
+from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
+from jattn_experiments.bench.cases import CAP, WINDOW
+
+# Without a TPU, libtpu must not ask the cloud which one there is, and another process may have it loaded, too.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+}
+TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}  # the smallest that there are
+# XLA's description of an H100 (SXM): its limits, which programs depend on.
+H100 = """
+platform_name: "CUDA"  device_description_str: "NVIDIA H100 80GB HBM3"  dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"  device_vendor: "NVIDIA Corporation"  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 84942979072
+  pcie_bandwidth: 34359738368  device_address_bits: 64  ecc_enabled: true
+  driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"  dnn_version: "9.10.0"
+}
+"""
+GPUS = ("h100",)
+CASES = {
+    "full": "every query sees every key",
+    "causal": "`is_causal=True`",
+    "window": f"`local_window_size=({WINDOW}, 0)`",
+    "segments": "packed documents, causal; their ids `[T]` an argument of the compiled function",
+    "alibi-softcap": f"ALiBi, then a soft cap of {CAP:g}, as `score_mod`, causal",
+    "function": "plain functions as `mask` (every fourth earlier key) and as `score_mod` (with an array of the heads)",
+}
+NUM_HEADS = 8
+LIMIT = 900.0  # seconds for one cell
+
+
+class Compiler:
+    """The process that compiles. It starts at the first cell, again after one that ended it, and ends with this one."""
+
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", __name__), limit: float = LIMIT):
+        self.command, self.limit = command, limit
+        self.process: subprocess.Popen | None = None
+        atexit.register(self.close)
+
+    def __call__(self, **cell: Any) -> dict[str, Any]:
+        """What came of a cell, as ``compiled`` returns it; failed if the process ended or took too long."""
+        if self.process is None:
+            self._start()
+        process, begin = self.process, time.perf_counter()
+        try:
+            process.stdin.write(json.dumps(cell).encode() + b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], self.limit)
+            answer = process.stdout.readline() if ready else b""
+        except BrokenPipeError:
+            ready, answer = True, b""
+        if answer:
+            return json.loads(answer)
+        reason = self._end() if ready else f"took more than {self.limit:g} seconds"
+        self.close()
+        return _found("failed", reason, seconds=time.perf_counter() - begin)
+
+    def _start(self) -> None:
+        self.errors = tempfile.TemporaryFile()
+        checkout, environment = Path(__file__).parents[2], os.environ | ENVIRONMENT
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(self.command, cwd=checkout, env=environment, **pipes)
+
+    def _end(self) -> str:
+        status = self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+        return f"the compiler ended with status {status}: {said[:300]}"
+
+    def kill(self) -> None:
+        """Ends the process, from another thread: the cell that it compiles has failed. It would not hear Ctrl-C."""
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.errors.close()
+            self.process = None
+
+
+def _found(result: str, reason: str | None, seconds: float, **sizes: int) -> dict[str, Any]:
+    none = {"temporaries": None, "kernels": None, "spills": None}
+    return {"result": result, "reason": reason, "seconds": round(seconds, 1), **none, **sizes}
+
+
+def compiled(implementation: str, chip: str, head_dim: int, length: int, case: str, passes: str) -> dict[str, Any]:
+    """``result``, its ``reason``, ``seconds`` of processor time, a program's ``temporaries``, ``kernels``, ``spills``.
+
+    The result is "compiled", "refused" by jattn, or "failed": the compiler raised, as it does where a kernel's blocks
+    exceed the chip's memory, or the program holds an array of T * S elements. Temporaries are in bytes. Kernels are
+    calls of Mosaic or cuDNN. Spills are the bytes that a thread of a GPU kernel stores for want of registers: the most
+    among those that this process had not compiled before.
+    """
+    begin = time.process_time()
+    sharding = SingleDeviceSharding(_device(chip))
+    try:
+        function, arrays = problem(
+            implementation, head_dim, length, case, passes, PallasGPU() if chip in GPUS else None
+        )
+        types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arrays]
+        with tempfile.TemporaryDirectory() as notes:
+            os.environ |= {"MOSAIC_GPU_DUMP_TO": notes, "MOSAIC_GPU_DUMP_PTXAS": "1"}
+            program = jax.jit(function).lower(*types).compile()
+            spills = [int(SPILLED.findall(path.read_text())[0]) for path in Path(notes).glob("*.ptxas")]
+    except jattn.Unsupported as refused:
+        return _found("refused", _first_line(refused), time.process_time() - begin)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        return _found("failed", reason, time.process_time() - begin)
+    text = program.as_text()
+    dense = dense_arrays(text, length**2)
+    sizes = {
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "kernels": len(KERNEL.findall(text)),
+        "spills": max(spills, default=None),
+    }
+    reason = f"holds T * S elements: {', '.join(dense[:3])}" if dense else None
+    return _found("failed" if dense else "compiled", reason, time.process_time() - begin, **sizes)
+
+
+def problem(
+    implementation: str, head_dim: int, length: int, case: str, passes: str, folds: Any = None
+) -> tuple[Callable, list[tuple[tuple[int, ...], Any]]]:
+    """The function to compile, and the shape and dtype of each of its arguments.
+
+    These are query, key and value ``[1,T,8,head_dim]`` in bfloat16, and what the case adds. The gradient is that of
+    ``sum(sin(out))`` by the three. "fold" computes every statistic of ``jattn.heads`` from query, key and the
+    log-sum-exp; its gradient is that of the entropy, as in a penalty on it, by these three.
+
+    ``folds``: the ``implementation=`` of statistics.
+    """
+    heads = ((1, length, NUM_HEADS, head_dim), jnp.bfloat16)
+    arrays = [heads, heads, heads]
+    if implementation == "fold":
+        arrays[2] = ((1, length, NUM_HEADS), jnp.float32)
+    arrays += {"segments": [((length,), jnp.int32)], "function": [((NUM_HEADS,), jnp.float32)]}.get(case, [])
+
+    def attention(query, key, value, *extra):
+        return jattn.dot_product_attention(query, key, value, implementation=implementation, **options(case, *extra))
+
+    def fold(query, key, lse, *extra):
+        names = None if passes == "forward" else ("entropy",)
+        found = jattn.heads.statistics(query, key, lse=lse, names=names, implementation=folds, **options(case, *extra))
+        return found if passes == "forward" else found["entropy"]
+
+    forward = fold if implementation == "fold" else attention
+    if passes == "forward":
+        return forward, arrays
+    return jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)), arrays
+
+
+def options(case: str, *extra: jax.Array) -> dict[str, Any]:
+    """The case as arguments of ``jattn.dot_product_attention``."""
+    match case:
+        case "causal":
+            return {"is_causal": True}
+        case "window":
+            return {"local_window_size": (WINDOW, 0)}
+        case "segments":
+            return {"mask": Segments(extra[0]) & Causal()}
+        case "alibi-softcap":
+            return {"is_causal": True, "score_mod": then(Alibi(alibi_slopes(NUM_HEADS)), SoftCap(CAP))}
+        case "function":
+            strength = extra[0]
+            return {
+                "mask": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q),
+                "score_mod": lambda score, b, h, q, kv: score - strength[h] * jnp.log1p(abs(q - kv)),
+            }
+    return {}
+
+
+KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__cudnn)')
+SPILLED = re.compile(r"(\d+) bytes spill stores")
+# An array's type in the text of a program: f32[8,128], pred[], s32[<=8].
+ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,<=]+)\]")
+
+
+def dense_arrays(text: str, pairs: int) -> list[str]:
+    """The arrays in the text of an optimized program that have at least ``pairs`` elements, the largest first.
+
+    Without those of type ``s8[n]``: they are a view of another array's bytes, which XLA copies piece by piece.
+    """
+    sizes = {}
+    for found in ARRAY.finditer(text):
+        lengths = [int(one.strip("<=")) for one in found[2].split(",") if one]
+        if found[1] != "s8" or len(lengths) > 1:
+            sizes[found[0]] = math.prod(lengths)
+    return sorted((array for array, size in sizes.items() if size >= pairs), key=lambda array: -sizes[array])
+
+
+@functools.cache
+def _device(chip: str) -> Any:
+    if chip in GPUS:
+        gpu = topologies.get_topology_desc(chip, platform="cuda", target_config=H100, topology="1x1x1")
+        return gpu.devices[0]
+    return topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]
+
+
+def answers(questions: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+    """What came of each cell, one JSON object a line."""
+    for line in questions:
+        yield compiled(**json.loads(line))
+
+
+if __name__ == "__main__":
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for answer in answers(sys.stdin):
+        print(json.dumps(answer), file=said, flush=True)

@@ -1,0 +1,242 @@
+"""The chips suite: jattn compiled for chips that are not there: what compiles, what is refused, the memory planned.
+
+Nothing is executed, so it measures no speed and no numbers. Shared by all rows: ``environment``, ``shape``. The
+``cells`` have ``implementation``, ``chip``, ``head_dim``, ``length``, ``case``, ``passes``, and what
+``chip_compiler.compiled`` finds: ``result``, ``reason``, ``seconds``, ``temporaries``, ``kernels``, ``spills``.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jattn.kernels.dispatch import IMPLEMENTATIONS
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.chip_compiler import CASES, GPUS, NUM_HEADS, TOPOLOGIES, Compiler
+from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
+from jattn_experiments.bench.tables import listed, report, table
+
+# What names a cell. No value stands in two lists, so that --cells may mix them.
+AXES: dict[str, tuple[Any, ...]] = {
+    "implementation": ("splash", "pallas_tpu", "cudnn", "pallas_gpu", "fold", "blockwise"),
+    "chip": (*TOPOLOGIES, *GPUS),
+    "head_dim": (64, 128, 256),
+    "length": (8192, 8191),
+    "case": tuple(CASES),
+    "passes": ("forward", "gradient"),
+}
+RESULTS = ("compiled", "refused", "failed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The values of each axis."""
+
+    axes: Mapping[str, tuple[Any, ...]]
+
+    @classmethod
+    def read(cls, cells: str) -> "Sizes":
+        """Reads words separated by commas: those of an axis restrict it, an axis without words is taken whole.
+
+        Raises:
+            Refused: a word is no value of any axis.
+        """
+        words = {word.strip() for word in cells.split(",") if word.strip()}
+        chosen = {name: tuple(x for x in values if str(x) in words) for name, values in AXES.items()}
+        known = [str(x) for values in AXES.values() for x in values]
+        if not words <= set(known):
+            raise Refused(f"--cells: expected some of {', '.join(known)}, separated by commas, got {cells!r}")
+        return cls({name: chosen[name] or values for name, values in AXES.items()})
+
+
+COMPILERS = {"libtpu": "the TPU's", "jax_cuda13_plugin": "the GPU's"}
+
+
+def start(plan: Plan) -> None:
+    """Looks for the compilers. Raises ``Refused`` without them."""
+    for module, whose in COMPILERS.items():
+        if importlib.util.find_spec(module) is None:
+            raise Refused(
+                f"--suite chips: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
+                "under Python 3.12 or newer so does `pip install '.[experiments,chips]'`"
+            )
+    timing.use("cpu")  # this process leaves a TPU alone, should there be one
+
+
+def about(sizes: Sizes) -> dict[str, Any]:
+    """The versions, and the shape of the problems."""
+    facts = timing.environment()
+    environment = {name: facts[name] for name in ("python", "jax", "jattn")}
+    environment |= {name: importlib.metadata.version(name) for name in COMPILERS}
+    environment |= {"jattn_source": timing.source_digest()}
+    return {"environment": environment, "shape": {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS}}
+
+
+class Ahead:
+    """``found = ahead(index)`` of cells asked for in order: a process on each core compiles the next ones meanwhile."""
+
+    def __init__(self, cells: Sequence[Mapping[str, Any]], workers: int):
+        self.cells, self.begun = cells, {}
+        self.threads = concurrent.futures.ThreadPoolExecutor(workers)
+        self.compilers = [Compiler() for _ in range(workers)]
+        self.idle: queue.SimpleQueue[Compiler] = queue.SimpleQueue()
+        for compiler in self.compilers:
+            self.idle.put(compiler)
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        """What came of that cell."""
+        for i in range(index, min(index + 2 * len(self.compilers), len(self.cells))):
+            if i not in self.begun:
+                self.begun[i] = self.threads.submit(self._compile, self.cells[i])
+        try:
+            return self.begun.pop(index).result()
+        except BaseException:  # such as Ctrl-C
+            self.threads.shutdown(wait=False, cancel_futures=True)
+            for compiler in self.compilers:
+                compiler.kill()
+            raise
+
+    def _compile(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        compiler = self.idle.get()
+        try:
+            return compiler(**cell)
+        finally:
+            self.idle.put(compiler)
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """A job for each cell."""
+    cells = [dict(zip(sizes.axes, values, strict=True)) for values in itertools.product(*sizes.axes.values())]
+    platforms = {name: kernel.platform for name, kernel in IMPLEMENTATIONS.items()}
+    cells = [
+        cell
+        for cell in cells
+        if platforms.get(cell["implementation"]) in (None, "gpu" if cell["chip"] in GPUS else "tpu")
+    ]
+    ahead = Ahead(cells, timing.cores())
+    for index, key in enumerate(cells):
+        yield Job("cells", key, functools.partial(ahead, index))
+
+
+def line(row: Row) -> str:
+    """A cell in one line."""
+    return " ".join(str(value) for value in row.key.values()) + f": {_said(row)} ({row['seconds']:g} s)"
+
+
+def _said(row: Row) -> str:
+    if row["result"] != "compiled":
+        return f"{row['result']}: {row['reason']}"
+    kernels = f", kernels: {row['kernels']}" if row["kernels"] else ""
+    spills = f", spills: {row['spills']}" if row.found.get("spills") else ""
+    return f"compiled, {_mebibytes(row)} MiB{kernels}{spills}"
+
+
+def _mebibytes(row: Row) -> str:
+    return f"{row['temporaries'] / 2**20:.1f}"
+
+
+def wrong(results: Results) -> str | None:
+    """How many cells failed, and the first of them; None if none did."""
+    failed = [row for row in results.of("cells") if row["result"] == "failed"]
+    return f"{len(failed)} of {len(results.rows)} cells failed; the first: {line(failed[0])}" if failed else None
+
+
+def counts(results: Results) -> str:
+    """How many cells of each implementation and chip came to each result, as a Markdown table."""
+    rows = []
+    for name, chip in itertools.product(*(_values(results.of("cells"), axis) for axis in ("implementation", "chip"))):
+        cells = results.of("cells", implementation=name, chip=chip)
+        if not cells:
+            continue
+        found = [sum(row["result"] == result for row in cells) for result in RESULTS]
+        rows.append([name, chip, *found, f"{sum(row['seconds'] for row in cells) / len(cells):.1f}"])
+    return table(["", "chip", *RESULTS, "seconds a cell"], rows)
+
+
+def markdown(results: Results) -> str:
+    """``chips.md``."""
+    parts = [
+        "# Compiled for chips that were not there",
+        "Each cell is one call of jattn, compiled by the chip's own compiler: libtpu, or XLA's and NVIDIA's for GPUs. "
+        "Nothing was executed: this shows what compiles, what fits into VMEM or shared memory, and that no array has "
+        "T * S elements; no speed and no numbers. Written by "
+        "`jattn bench --suite chips` (`make test-chips`).",
+        counts(results),
+        "## The cases",
+        listed({name: text for name, text in CASES.items() if name in _values(results.rows, "case")}),
+        "`fold` computes all statistics of `jattn.heads.statistics`, and the gradient of the entropy; the others "
+        "`jattn.dot_product_attention`, and the gradient of `sum(sin(out))` by query, key and value.",
+    ]
+    for name in _values(results.rows, "implementation"):
+        rows = results.of("cells", implementation=name)
+        parts += [f"## {name}: temporaries, MiB", *_memory(rows), *_reasons(rows), *_spills(rows)]
+    return report(*parts, "## Compiled with", listed(results.about["environment"] | results.about["shape"]))
+
+
+def _memory(rows: list[Row]) -> list[str]:
+    """MiB, or the result: a line per case, head_dim and length, a column per chip and passes; if any was compiled."""
+    if not any(row["result"] == "compiled" for row in rows):
+        return ["None was compiled."]
+    cells = {tuple(row.key[axis] for axis in (*ACROSS, *DOWN)): row for row in rows}
+    across = list(itertools.product(*(_values(rows, axis) for axis in ACROSS)))
+    lines = []
+    for down in itertools.product(*(_values(rows, axis) for axis in DOWN)):
+        found = [cells.get((*column, *down)) for column in across]
+        said = [_mebibytes(x) if x and x["result"] == "compiled" else x["result"] if x else "-" for x in found]
+        lines.append([*down, *said])
+    return [table(["case", "head_dim", "T = S", *(" ".join(column) for column in across)], lines)]
+
+
+ACROSS, DOWN = ("chip", "passes"), ("case", "head_dim", "length")
+
+
+def _reasons(rows: list[Row]) -> list[str]:
+    """Each reason with the number of its cells and the first of them; nothing if there is none."""
+    lines = []
+    for result in ("refused", "failed"):
+        reasons = [row for row in rows if row["result"] == result]
+        for reason in dict.fromkeys(row["reason"] for row in reasons):
+            cells = [row for row in reasons if row["reason"] == reason]
+            first = " ".join(str(value) for value in list(cells[0].key.values())[1:])
+            lines.append([result, len(cells), first, reason.replace("|", "\\|")])
+    return [table(["", "cells", "the first", "reason"], lines)] if lines else []
+
+
+def _spills(rows: list[Row]) -> list[str]:
+    """The cells whose kernels spill registers, with the bytes of a thread; nothing if none was asked about."""
+    asked = [row for row in rows if row.found.get("spills") is not None]  # earlier results have none
+    lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in asked if row["spills"]]
+    if not asked:
+        return []
+    said = f"Of {len(asked)} cells with new kernels, {len(lines)} spill registers, by so many bytes a thread:"
+    return (
+        [said, table(["case", "head_dim", "T = S", "passes", "bytes"], lines)]
+        if lines
+        else [said[: said.rfind(",")] + "."]
+    )
+
+
+def _values(rows: list[Row], axis: str) -> list[Any]:
+    """Those values of an axis that there are, in its order."""
+    return [value for value in AXES[axis] if any(row.key[axis] == value for row in rows)]
+
+
+SUITE = Suite(
+    name="chips",
+    parts={"cells": tuple(AXES)},
+    about=about,
+    jobs=jobs,
+    markdown=markdown,
+    shown=counts,
+    sizes=lambda plan: Sizes.read(plan.cells),
+    start=start,
+    line=line,
+    wrong=wrong,
+    resumable=True,
+)

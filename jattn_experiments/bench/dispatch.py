@@ -1,0 +1,96 @@
+"""The dispatch benchmark: the cost of short jitted calls compared with ``jax.nn``'s, forward and with gradients.
+
+Shared by all rows: ``environment``, ``shape``, ``dtype``. The ``rows`` have ``length``, ``mask``, ``passes``, the
+medians ``jattn`` and ``jax_nn`` in microseconds, ``rounds`` of turns, and the ``ratio``: above 1, jattn is slower.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+from jattn_experiments.bench import tables, timing
+from jattn_experiments.bench.cases import PASSES, Plan
+from jattn_experiments.bench.suite import Job, Results, Suite
+
+LENGTHS = (64, 512)
+SECONDS = 4.0  # per row, all contestants together
+SHAPE = {"batch": 1, "num_heads": 8, "head_dim": 64}
+
+
+def about(plan: Plan) -> dict[str, Any]:
+    """The environment, and the shape and dtype of the problems."""
+    return {"environment": timing.environment(), "shape": SHAPE, "dtype": "float32"}
+
+
+def jobs(plan: Plan) -> Iterator[Job]:
+    """A row per length, mask and passes."""
+    for length, mask, passes in itertools.product(LENGTHS, ("full", "causal"), PASSES):
+        key = {"length": length, "mask": mask, "passes": passes}
+        yield Job("rows", key, functools.partial(row, **key))
+
+
+def row(length: int, mask: str, passes: str) -> dict[str, Any]:
+    """Times both contestants."""
+    shape = (SHAPE["batch"], length, SHAPE["num_heads"], SHAPE["head_dim"])
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
+    contestants = [
+        _call(fn, mask == "causal", passes) for fn in (jattn.dot_product_attention, jax.nn.dot_product_attention)
+    ]
+    calls = [functools.partial(_finish, contestant, arrays) for contestant in contestants]
+    for call in calls:
+        call()
+    (ours, theirs), rounds = timing.in_turn(calls, SECONDS, least=10)
+    return {"jattn": ours, "jax_nn": theirs, "rounds": rounds, "ratio": ours / theirs}
+
+
+def _call(attention: Callable, is_causal: bool, passes: str) -> Callable:
+    def forward(query, key, value):
+        return attention(query, key, value, is_causal=is_causal)
+
+    if passes == "forward":
+        return jax.jit(forward)
+    return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)))
+
+
+def _finish(call: Callable, arrays: Sequence[jax.Array]) -> None:
+    jax.block_until_ready(call(*arrays))
+
+
+def table(results: Results) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        [
+            row["length"],
+            row["mask"],
+            row["passes"],
+            f"{row['jattn']:.0f}",
+            f"{row['jax_nn']:.0f}",
+            f"{row['ratio']:.3f}",
+        ]
+        for row in results.of("rows")
+    ]
+    return tables.table(["T = S", "mask", "passes", "jattn µs", "jax.nn µs", "ratio"], lines)
+
+
+def markdown(results: Results) -> str:
+    """``dispatch.md``."""
+    return tables.report(
+        "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32.",
+        table(results),
+        ", ".join(f"{name} {value}" for name, value in results.about["environment"].items()),
+    )
+
+
+SUITE = Suite(
+    name="dispatch",
+    parts={"rows": ("length", "mask", "passes")},
+    about=about,
+    jobs=jobs,
+    shown=table,
+    markdown=markdown,
+)

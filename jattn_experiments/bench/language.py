@@ -1,0 +1,236 @@
+"""The language benchmark: what a language model on jattn's modules takes to load, to write and to be looked into.
+
+Shared by all rows: ``environment``, ``sizes``, ``missing`` (contestant: why). The parts:
+
+- ``writing``: ``medians`` (contestant: microseconds a token, one sequence, greedily, the prompt of four tokens
+  included), and ``rounds`` of turns; ``sum`` adds up as many float32 numbers as the model has parameters, once;
+- ``prefill``: rows of ``length``, ``medians`` (contestant: microseconds from one prompt of so many tokens to the logits
+  of its last one and a filled cache, in float32), and ``rounds``;
+- ``once``: seconds to ``load``, to ``load converted`` to safetensors, for the ``tokenizer``, of the first tokens less
+  that of later ones (``compilation`` of a chunk and a step), and of ``statistics`` of all heads with compilation.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn import heads, interop
+from jattn.interop._gguf import read_gguf
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.suite import Job, Results, Suite
+from jattn_experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
+from jattn_experiments.model_files import model_file
+
+DTYPES, PEER, READ = ("float32", "bfloat16"), "transformers", "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of one run."""
+
+    model: str = "smollm2"  # as of ``experiments generate``
+    tokens: int = 64  # written in a turn
+    prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prompts to prefill
+    shape: tuple[int, int] = (8, 257)  # of the batch whose heads are looked at
+    seconds: float = 30.0  # of all turns together: five times --seconds, since a turn takes one or two
+    rounds: int = 3  # at least
+    settle: float = 0.01  # seconds of rest before every turn
+
+
+def about(sizes: Sizes) -> dict[str, Any]:
+    """What all rows share."""
+    missing = {} if _has_peer() else {PEER: "not installed, or PyTorch or gguf is not"}
+    found = timing.about(sizes) | {"missing": missing}
+    if not missing:
+        found["environment"] |= {name: importlib.metadata.version(name) for name in ("torch", PEER)}
+    return found
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """Once, then writing, then the prompts."""
+    yield Job("once", {}, functools.partial(once, sizes))
+    yield Job("writing", {}, functools.partial(writing, sizes))
+    for length in sizes.prompts:
+        yield Job("prefill", {"length": length}, functools.partial(prefill, sizes, length))
+
+
+def once(sizes: Sizes) -> dict[str, float]:
+    """What is waited for before the first token, and the statistics of all heads."""
+    file = model_file(sizes.model)
+    model, load = _timed(lambda: interop.load(file))
+    with tempfile.TemporaryDirectory() as folder:
+        _convert(file, Path(folder))
+        _, converted = _timed(lambda: interop.load(folder))
+    _, tokenizer = _timed(lambda: interop.tokenizer(file))
+    prompt = _prompt(model)
+    first, later = (_timed(lambda: interop.generate(model, [prompt], 2))[1] for _ in range(2))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocabulary, sizes.shape))
+    look = nnx.capture(lambda model: model(tokens, sow_statistics={"tokens": tokens}), nnx.Intermediate)
+    _, statistics = _timed(lambda: heads.collect(nnx.jit(look)(model)[1], "attention_statistics"))
+    return {
+        "load": load,
+        "load converted": converted,
+        "tokenizer": tokenizer,
+        "compilation": first - later,
+        "statistics": statistics,
+    }
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Writes a GGUF file's model as the folder of a saved model, in float32."""
+    from safetensors.numpy import save_file
+
+    tensors, config = read_gguf(file)
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def writing(sizes: Sizes) -> dict[str, Any]:
+    """Tokens by each contestant, in turn."""
+    file = model_file(sizes.model)
+    models = {dtype: interop.load(file, dtype=dtype) for dtype in DTYPES}
+    prompt = _prompt(models["float32"])
+    calls: dict[str, Callable] = {
+        name: functools.partial(interop.generate, model, [prompt], sizes.tokens) for name, model in models.items()
+    }
+    if _has_peer():
+        options = {"max_new_tokens": sizes.tokens, "min_new_tokens": sizes.tokens, "do_sample": False}
+        calls[PEER] = functools.partial(_peer(file).generate, _tensor(prompt), **options)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(models["float32"])))
+    numbers, total = jnp.ones(count), jax.jit(jnp.sum)
+    calls[READ] = lambda: jax.block_until_ready(total(numbers))
+    for call in calls.values():
+        call()  # compiles
+    found = timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+    per_token = {name: 1 if name == READ else sizes.tokens for name in calls}
+    return found | {"medians": {name: round(x / per_token[name], 2) for name, x in found["medians"].items()}}
+
+
+def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
+    """A random prompt by each contestant, in turn: one pass over all of it."""
+    file = model_file(sizes.model)
+    model = interop.load(file)
+    prompt = np.random.default_rng(0).integers(0, model.config.vocabulary, length).tolist()
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def forward(state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, state)
+        hidden, cache = model(tokens, cache=model.init_cache(1, length))
+        return model.logits(hidden[:, -1]), cache
+
+    calls: dict[str, Callable] = {"jattn": lambda: jax.block_until_ready(forward(state, jnp.asarray([prompt])))}
+    if _has_peer():
+        calls[PEER] = functools.partial(_forward, _peer(file), _tensor(prompt))
+    for call in calls.values():
+        call()  # compiles
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+
+
+def _forward(model: Any, tokens: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(tokens, use_cache=True, logits_to_keep=1)
+
+
+def _peer(file: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(timing.cores())
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options)
+
+
+def _tensor(prompt: list[int]) -> Any:
+    import torch
+
+    return torch.tensor([prompt])
+
+
+def _has_peer() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", PEER, "accelerate"))
+
+
+def _prompt(model: interop.Transformer) -> list[int]:
+    return [1 + i % (model.config.vocabulary - 1) for i in (6402, 1979, 252, 654)]  # Once upon a time
+
+
+def _timed(call: Callable) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    result = jax.block_until_ready(call())
+    return result, time.perf_counter() - begin
+
+
+def asked(results: Results) -> list[Asked]:
+    """Every goal, for the default sizes on a CPU, and its measured number."""
+    medians = next((row["medians"] for row in results.of("writing")), {})
+    seconds = next((row.found for row in results.of("once")), {})
+    ours, half = (medians.get(dtype) for dtype in DTYPES)
+    return [
+        Asked("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
+        Asked("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
+        *(_asked_of_prefill(results, length) for length in Sizes().prompts),
+        Asked("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
+        Asked("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
+        Asked("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
+        Asked("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
+    ]
+
+
+def _asked_of_prefill(results: Results, length: int) -> Asked:
+    medians = next((row["medians"] for row in results.of("prefill", length=length)), {})
+    question = f"a prompt of {length} tokens: time of transformers / time of jattn"
+    return Asked(question, ratio(medians.get(PEER), medians.get("jattn")), 1.0, True)
+
+
+def markdown(results: Results) -> str:
+    """``language.md``."""
+    (writing,), (once,) = results.of("writing"), results.of("once")
+    speeds = [[name, f"{1e6 / median:.1f}"] for name, median in writing["medians"].items()]
+    return report(
+        "# A language model, measured",
+        "SmolLM2-135M-Instruct from its GGUF file. Medians of turns; one sequence, greedily. `sum`: adding up as many "
+        "float32 numbers as the model has parameters. Written by `jattn bench --suite language`.",
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Tokens, and sums, a second",
+        table(["", "a second"], speeds),
+        *_prefill_table(results),
+        "## Seconds, once",
+        table(["", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in once.found.items()]),
+        "## Measured on",
+        listed(results.about["environment"] | results.about["sizes"] | results.about["missing"]),
+    )
+
+
+def _prefill_table(results: Results) -> list[str]:
+    rows = results.of("prefill")
+    names = list(dict.fromkeys(name for row in rows for name in row["medians"]))
+    cells = [[row["length"], *(f"{row['medians'][name] / 1e6:.2f}" for name in names), row["rounds"]] for row in rows]
+    return ["## Seconds for a prompt", table(["tokens", *names, "rounds"], cells)] if rows else []
+
+
+SUITE = Suite(
+    name="language",
+    parts={"once": (), "writing": (), "prefill": ("length",)},
+    about=about,
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(seconds=5 * plan.seconds),
+    start=lambda plan: timing.use("cpu"),
+)

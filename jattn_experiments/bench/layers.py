@@ -1,0 +1,320 @@
+"""The layers benchmark: jattn's Flax modules compared with Flax's, in a training step and a decoding step.
+
+On a CPU also a training step of PyTorch's layers, of the same shapes.
+
+Shared by all rows: ``environment``, ``sizes``. The parts:
+
+- ``times``: ``step``, ``length`` (tokens attended to), ``medians`` (contestant: microseconds), ``rounds`` of turns,
+  ``apart`` (how much jattn's results differ, as a share of the largest number);
+- ``memory``: ``contestant``, ``length`` of a training step, ``temporaries`` in bytes that XLA plans, and ``peak``
+  bytes of a fresh process minus those of one that only builds the model and its inputs.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jattn.nnx
+from jattn.multi_head import attend_heads
+from jattn_experiments.bench import peers, probe, timing
+from jattn_experiments.bench.suite import Failed, Job, Results, Suite
+from jattn_experiments.bench.tables import Asked, asked_table, has_native, listed, ratio, report, table
+
+MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
+COLUMNS = {
+    "jattn": "jattn",
+    "flax": "Flax",
+    "torch": "torch",
+    "pallas_gpu": "pallas_gpu",
+    "native": "native",  # in results from before it was the plain call
+    "sum": "sum of the cache",
+}
+TRAIN, DECODE, MODULE = "training step", "decode, function", "decode, module"
+RATE = 0.1  # of gradient descent
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of one run; batch 1, float32, off the CPU bfloat16 in decoding."""
+
+    layers: int = 6
+    width: int = 512
+    num_heads: int = 8
+    lengths: tuple[int, ...] = (256, 1024, 4096)  # of training; memory is measured at the longest
+    num_kv_heads: int = 2  # in decoding; in training num_heads
+    slots: int = 65536  # of the cache
+    tokens: tuple[int, ...] = (65536, 4096)  # in it, including the decoded one; modules decode with the most
+    seconds: float = 6.0  # per row, all contestants together
+    rounds: int = 3  # at least
+    settle: float = 0.01  # seconds of rest before every turn
+    device: str = "cpu"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the CPU."""
+        return self.device == "cpu"
+
+    @property
+    def tolerance(self) -> float:
+        """How much results may differ, as a share of the largest number: accelerators round the inputs of products."""
+        return 1e-4 if self.on_cpu else 2e-2
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A jitted ``step(state, *inputs) -> (output, state)`` that donates its state."""
+
+    step: Callable
+    state: Any
+    inputs: tuple
+
+    def __call__(self) -> Any:
+        """Runs one step; returns its output when done."""
+        output, self.state = jax.block_until_ready(self.step(self.state, *self.inputs))
+        return output
+
+
+class Block(nnx.Module):
+    """A layer of a causal transformer: ``[1, n, width]`` to the same shape."""
+
+    def __init__(self, attention: Callable, sizes: Sizes, rngs: nnx.Rngs):
+        width = sizes.width
+        self.attention_norm, self.mlp_norm = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.attention = attention(num_heads=sizes.num_heads, in_features=width, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+def about(sizes: Sizes) -> dict[str, Any]:
+    """What all rows share."""
+    found = timing.about(sizes)
+    found["environment"] |= peers.versions(("torch",)) if sizes.on_cpu else {}
+    return found
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """Training with either module, its memory, then decoding with the function and with either module."""
+
+    def times(step: str, length: int, row: Callable, *which: Any) -> Job:
+        return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *which))
+
+    for length in sizes.lengths:
+        yield times(TRAIN, length, modules_row, TRAIN, length, trainer)
+    for name in MODULES if sizes.on_cpu else ():  # a fresh process cannot share an accelerator
+        key = {"contestant": name, "length": max(sizes.lengths)}
+        yield Job("memory", key, functools.partial(memory_row, sizes, **key))
+    for tokens in sizes.tokens:
+        yield times(DECODE, tokens, function_row, tokens)
+    yield times(MODULE, max(sizes.tokens), modules_row, MODULE, max(sizes.tokens), decoder)
+
+
+def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[str, Any]:
+    """Times a step with either module; both must agree on its output and its change of state. Torch's need not."""
+    calls = {name: build(sizes, length, name) for name in MODULES}
+    before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
+    outputs = [one() for one in calls.values()]
+    changes = [jax.tree.map(jnp.subtract, one.state, old) for one, old in zip(calls.values(), before, strict=True)]
+    apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance) for pair in (outputs, changes))
+    if step == TRAIN and sizes.on_cpu and importlib.util.find_spec("torch"):
+        calls["torch"] = torch_trainer(sizes, length)
+        calls["torch"]()
+    return _timed(sizes, calls, apart)
+
+
+def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
+    """Gradient descent on a transformer's mean squared error; either module gets the same parameters."""
+    rngs = nnx.Rngs(0)
+    graph, params = nnx.split(nnx.Sequential(*(Block(MODULES[name], sizes, rngs) for _ in range(sizes.layers))))
+    x, target = (jax.random.normal(jax.random.key(i), (1, length, sizes.width)) for i in range(2))
+    loss = lambda params, x, target: jnp.mean((nnx.merge(graph, params)(x) - target) ** 2)
+
+    def step(params, x, target):
+        value, gradients = jax.value_and_grad(loss)(params, x, target)
+        return value, jax.tree.map(lambda param, gradient: param - RATE * gradient, params, gradients)
+
+    return Contestant(jax.jit(step, donate_argnums=0), params, (x, target))
+
+
+def torch_trainer(sizes: Sizes, length: int) -> Callable[[], float]:
+    """A step of ``trainer`` with PyTorch's layers, whose parameters and inputs are its own; returns the loss."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(timing.cores())
+    torch.manual_seed(0)
+    shape = {"d_model": sizes.width, "nhead": sizes.num_heads, "dim_feedforward": 4 * sizes.width}
+    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(**shape, **options) for _ in range(sizes.layers))
+    x, target = (torch.randn(1, length, sizes.width) for _ in range(2))
+    mask = nn.Transformer.generate_square_subsequent_mask(length)  # required, but `is_causal` replaces it
+    descent = torch.optim.SGD(layers.parameters(), RATE)
+
+    def step():
+        descent.zero_grad()
+        y = x
+        for layer in layers:
+            y = layer(y, mask, is_causal=True)
+        loss = nn.functional.mse_loss(y, target)
+        loss.backward()
+        descent.step()
+        return loss.item()
+
+    return step
+
+
+def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
+    """One token against a cache, compared with summing all its slots, which takes the time to read them."""
+    cache, chunk = decode_inputs(sizes, tokens)
+    query, key, value = chunk
+    held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
+    expected = jax.nn.dot_product_attention(query, *held)
+
+    def step(implementation, cache, *chunk):
+        z, after = attend_heads(*chunk, cache=cache, implementation=implementation)
+        return z, dataclasses.replace(after, length=cache.length)  # so that the next call does the same work
+
+    calls, implementations = {}, {"jattn": None} | ({"pallas_gpu": "pallas_gpu"} if sizes.device == "gpu" else {})
+    for name, implementation in implementations.items():
+        own = jax.tree.map(jnp.copy, cache)  # which the step donates
+        calls[name] = Contestant(jax.jit(functools.partial(step, implementation), donate_argnums=0), own, chunk)
+    apart = max(agree(f"{DECODE}, {tokens} tokens", one(), expected, sizes.tolerance) for one in calls.values())
+    sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
+    read = lambda: jax.block_until_ready(sums(calls["jattn"].state.key, calls["jattn"].state.value))
+    read()  # compiles; nothing to compare
+    return _timed(sizes, calls | {"sum": read}, apart)
+
+
+def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
+    """A random cache without the last of ``tokens``, and that token's query, key and value."""
+    head_dim, few = sizes.width // sizes.num_heads, sizes.num_kv_heads
+    shapes = ((sizes.slots, few), (sizes.slots, few), (1, sizes.num_heads), (1, few), (1, few))
+    dtype = jnp.float32 if sizes.on_cpu else jnp.bfloat16
+    key, value, *chunk = (jax.random.normal(jax.random.key(i), (1, *x, head_dim), dtype) for i, x in enumerate(shapes))
+    return jattn.KVCache(key, value, jnp.full(1, tokens - 1, jnp.int32)), tuple(chunk)
+
+
+def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
+    """One token through a module with ``decode=True``; its state is its cache, from ``decode_inputs``."""
+    cache, (query, _, _) = decode_inputs(sizes, tokens)
+    own = {"num_kv_heads": sizes.num_kv_heads, "dtype": query.dtype, "decode": True}
+    module = MODULES[name](sizes.num_heads, sizes.width, **own, rngs=nnx.Rngs(0))
+    module.init_cache((1, sizes.slots, sizes.width), query.dtype)
+    module.cached_key[...], module.cached_value[...], module.cache_index[...] = cache.key, cache.value, cache.length[0]
+    graph, state, params = nnx.split(module, nnx.Cache, ...)
+
+    def step(state, params, x):
+        module = nnx.merge(graph, state, params)
+        index = module.cache_index[...]
+        y = module(x)
+        module.cache_index[...] = index  # so that the next call does the same work
+        return y, nnx.state(module, nnx.Cache)
+
+    return Contestant(jax.jit(step, donate_argnums=0), state, (params, query.reshape(1, 1, sizes.width)))
+
+
+def agree(what: str, ours: Any, theirs: Any, tolerance: float = 1e-4) -> float:
+    """The largest difference, as a share of the largest number in ``theirs``; ``Failed`` above ``tolerance``."""
+    both = [jnp.concatenate([x.ravel().astype(jnp.float32) for x in jax.tree.leaves(x)]) for x in (ours, theirs)]
+    apart = float(jnp.abs(both[0] - both[1]).max() / jnp.abs(both[1]).max())
+    if not apart <= tolerance:  # or NaN
+        raise Failed(f"{what}: results differ by {apart:.1e} of the largest number, expected at most {tolerance:g}")
+    return apart
+
+
+def _timed(sizes: Sizes, calls: dict[str, Callable], apart: float) -> dict[str, Any]:
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle) | {"apart": apart}
+
+
+def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:
+    """Memory of one training step, from two fresh processes."""
+    question = {"contestant": contestant, "length": length, "sizes": dataclasses.asdict(sizes)}
+    try:
+        at_rest, stepping = (probe.ask("layers", question | {"step": step}) for step in (False, True))
+    except RuntimeError as error:
+        raise Failed(f"memory of {contestant}: {error}") from None
+    return {"temporaries": stepping[1], "peak": stepping[0] - at_rest[0]}
+
+
+def answer(question: dict[str, Any]) -> tuple[float, float]:
+    """Peak bytes of this process, which builds the model and, with ``step``, runs one; the step's temporaries."""
+    one, temporaries = trainer(Sizes(**question["sizes"]), question["length"], question["contestant"]), 0
+    if question["step"]:
+        one.step = one.step.lower(one.state, *one.inputs).compile()
+        temporaries = one.step.memory_analysis().temp_size_in_bytes
+        one()
+    return probe.peak_resident(), temporaries
+
+
+def asked(results: Results) -> list[Asked]:
+    """Every goal, for the default sizes on a CPU, and its measured number."""
+    known = {(row["step"], row["length"], name): x for row in results.of("times") for name, x in row["medians"].items()}
+    known |= {("peak", row["length"], row["contestant"]): row["peak"] for row in results.of("memory")}
+    share = lambda above, below, *what: ratio(known.get((*what, above)), known.get((*what, below)))
+    train, token = f"{TRAIN}, n =", "one token, 65536 in the cache:"
+    most = 1.3 if has_native(results.about["environment"]) else 1.5
+    return [
+        Asked(f"{train} 256: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 256), 1.0, False),
+        Asked(f"{train} 1024: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 1024), 0.5, False),
+        Asked(f"{train} 4096: time of Flax / time of jattn", share("flax", "jattn", TRAIN, 4096), 2.5, True),
+        Asked(f"{train} 4096: peak resident memory, jattn / Flax", share("jattn", "flax", "peak", 4096), 0.2, False),
+        Asked(f"{token} function / sum of the cache (aim: 1.1)", share("jattn", "sum", DECODE, 65536), most, False),
+        Asked(f"{token} time of jattn's module / of Flax's", share("jattn", "flax", MODULE, 65536), 1.0, False),
+    ]
+
+
+def markdown(results: Results) -> str:
+    """``layers.md``."""
+    times = []
+    columns = {name: title for name, title in COLUMNS.items() if any(name in r["medians"] for r in results.of("times"))}
+    for r in results.of("times"):
+        cells = [f"{r['medians'][name] / 1e3:.2f}" if name in r["medians"] else "-" for name in columns]
+        times.append([r["step"], r["length"], *cells, r["rounds"], f"{r['apart']:.0e}"])
+    memory = [
+        [COLUMNS[r["contestant"]], r["length"], *(f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))]
+        for r in results.of("memory")
+    ]
+    of_torch = " torch: with `nn.TransformerEncoderLayer`, its own parameters." if "torch" in columns else ""
+    return report(
+        "# Layers, measured",
+        "Medians of calls in turn, float32, batch 1. Training: a step of gradient descent of a causal transformer."
+        f"{of_torch} Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of all the cache's slots. "
+        "`apart`: how far results differ, as a share of the largest number. Written by `jattn bench "
+        "--suite layers`.",
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Milliseconds",
+        table(["step", "n", *columns.values(), "rounds", "apart"], times),
+        "## Memory of a training step, MiB",
+        "The peak, of which a fifth is asked, is the resident memory of a fresh process that does one step, "
+        "compilation included, less that of one that only builds the model and its inputs.",
+        table(["", "n", "XLA's temporaries", "peak"], memory),
+        "## Measured on",
+        listed(results.about["environment"] | results.about["sizes"]),
+    )
+
+
+SUITE = Suite(
+    name="layers",
+    parts={"times": ("step", "length"), "memory": ("contestant", "length")},
+    about=about,
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(seconds=plan.seconds, device=plan.device),
+    start=lambda plan: timing.use(plan.device),
+)
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(json.loads(sys.argv[1]))))

@@ -1,0 +1,156 @@
+"""The looking benchmark: the cost of head statistics relative to attention, and of tracking relative to training.
+
+Shared by all rows: ``environment``, ``sizes``. The parts:
+
+- ``statistics``: ``medians`` (contestant: microseconds) of one head, causal, and ``rounds`` of turns; ``temporaries``
+  in bytes that XLA plans for all statistics; ``matrix``: whether the compiled program has a ``[T,S]`` array;
+- ``tracking``: per experiment, ``medians`` of ``interval`` steps with and without a look; ``own`` is its interval.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn
+from jattn import heads
+from jattn_experiments import config, train
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.suite import Job, Results, Suite
+from jattn_experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
+
+FORWARD, ALL, ENTROPY = "blockwise forward", "all statistics", "entropy alone"
+KNOWN = " (lse known)"
+STEPS, LOOKED = "steps", "steps and a look"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of one run; float32."""
+
+    length: int = 32768
+    head_dim: int = 64
+    configs: tuple[str, ...] = ("copy", "copy_string", "shift_bank", "induction", "skills")
+    seconds: float = 6.0  # per row, all contestants together
+    rounds: int = 3  # at least
+    settle: float = 0.01  # seconds of rest before every turn
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """The statistics, then tracking in each experiment."""
+    yield Job("statistics", {}, functools.partial(statistics, sizes))
+    for name in sizes.configs:
+        yield Job("tracking", {"config": name}, functools.partial(tracking, sizes, name))
+
+
+def statistics(sizes: Sizes) -> dict[str, Any]:
+    """Statistics of one causal head, and its blockwise forward pass."""
+    n = sizes.length
+    query, key, value = (jax.random.normal(jax.random.key(i), (n, 1, sizes.head_dim)) for i in range(3))
+    tokens = jax.random.randint(jax.random.key(3), (n,), 0, n // 4)
+
+    def forward(query, key, value):
+        options = {"is_causal": True, "implementation": "blockwise", "return_residual": True}
+        return jattn.dot_product_attention(query, key, value, **options)
+
+    def of(names, query, key, lse=None):
+        return heads.statistics(query, key, tokens=tokens, names=names, lse=lse, is_causal=True)
+
+    lse = jax.jit(forward)(query, key, value)[1]
+    calls = {
+        FORWARD: (forward, query, key, value),
+        ALL: (functools.partial(of, None), query, key),
+        ENTROPY: (functools.partial(of, ["entropy"]), query, key),
+        ALL + KNOWN: (functools.partial(of, None), query, key, lse),
+        ENTROPY + KNOWN: (functools.partial(of, ["entropy"]), query, key, lse),
+    }
+    compiled = {name: jax.jit(fn).lower(*inputs).compile() for name, (fn, *inputs) in calls.items()}
+    ready = [functools.partial(_finish, compiled[name], inputs) for name, (_, *inputs) in calls.items()]
+    return {
+        **_timed(sizes, dict(zip(calls, ready, strict=True))),
+        "temporaries": compiled[ALL].memory_analysis().temp_size_in_bytes,
+        "matrix": f"{n},{n}]" in compiled[ALL].as_text(),
+    }
+
+
+def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
+    """Training steps of the config NAME, with and without a look at the heads.
+
+    Runs the default interval of steps; ``own`` is the file's interval.
+    """
+    setup = train.Setup.of(config.read(config.CONFIGS / f"{name}.yaml"))
+    state, interval = setup.init(), config.Train().look_every
+    steps = jnp.arange(interval)
+    calls = {
+        STEPS: functools.partial(_finish, train.updates(setup), (state, steps)),
+        LOOKED: functools.partial(_finish, train.chunk(setup), (state, steps)),
+    }
+    return {"interval": interval, "own": setup.config.train.look_every, **_timed(sizes, calls)}
+
+
+def _timed(sizes: Sizes, calls: dict[str, Callable]) -> dict[str, Any]:
+    for call in calls.values():
+        call()  # compiles
+    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+
+
+def _finish(call: Callable, inputs: Any) -> None:
+    jax.block_until_ready(call(*inputs))
+
+
+def asked(results: Results) -> list[Asked]:
+    """Every goal, for the default sizes on a CPU, and its measured number."""
+    (one,) = results.of("statistics")
+    share = lambda medians, above, below: ratio(medians.get(above), medians.get(below))
+    what = f"one head, n = {results.about['sizes']['length']}, causal:"
+    times = [(f"{what} {name} / {FORWARD}", share(one["medians"], name, FORWARD)) for name in (ALL, ENTROPY)]
+    return [
+        *(Asked(*line, limit, False) for line, limit in zip(times, (3.0, 1.3), strict=True)),
+        Asked(f"{what} temporaries of all statistics", one["temporaries"] / 2**20, 64.0, False, "MiB"),
+        Asked(f"{what} [T,S] arrays in the compiled program", float(one["matrix"]), 0.0, False),
+        *(
+            Asked(f"{row['config']}: time of a look / of {row['interval']} steps", _cost(row["medians"]), 0.1, False)
+            for row in results.of("tracking")
+        ),
+    ]
+
+
+def _cost(medians: dict[str, float]) -> float:
+    return medians[LOOKED] / medians[STEPS] - 1.0
+
+
+def markdown(results: Results) -> str:
+    """``looking.md``."""
+    (one,) = results.of("statistics")
+    tracked = []
+    for row in results.of("tracking"):
+        times = [f"{row['medians'][name] / 1e3:.1f}" for name in (STEPS, LOOKED)]
+        own = _cost(row["medians"]) * row["interval"] / row["own"]
+        tracked.append([row["config"], *times, f"{row['own']} steps", f"{own:.3f}", row["rounds"]])
+    return report(
+        "# Looking, measured",
+        "Medians of calls in turn, float32. Written by `jattn bench --suite looking`.",
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Statistics of one head",
+        table(["", "milliseconds"], [[name, f"{median / 1e3:.1f}"] for name, median in one["medians"].items()]),
+        "## Tracking, milliseconds",
+        table(["experiment", STEPS, LOOKED, "its own interval", "cost at that", "rounds"], tracked),
+        "## Measured on",
+        listed(results.about["environment"] | results.about["sizes"]),
+    )
+
+
+SUITE = Suite(
+    name="looking",
+    parts={"tracking": ("config",), "statistics": ()},
+    about=timing.about,
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(seconds=plan.seconds),
+    start=lambda plan: timing.use(plan.device),
+)

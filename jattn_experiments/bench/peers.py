@@ -1,0 +1,324 @@
+"""The contestants of the attention benchmark, and how each is called.
+
+Every peer is called in the way that suits it best: torch gets its own layout of heads and precomputed masks, and no
+peer is given a case that it has no argument for.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn.kernels.native import Native
+from jattn.masks import Causal, Segments
+from jattn.score_mods import Alibi, RelativeBias, SoftCap, alibi_slopes
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.cases import CAP, CASES, WINDOW, Problem, document_ids
+
+Attention = Callable[..., jax.Array]  # (problem, query, key, value, *what the case adds) -> output
+
+
+@dataclasses.dataclass(frozen=True)
+class InJax:
+    """A contestant that is a function of JAX arrays.
+
+    Attributes:
+        cases: Supported cases.
+        linear: Those for which it holds no matrix of scores, mask or bias.
+        dtypes: Supported dtypes.
+    """
+
+    name: str
+    attention: Attention
+    cases: tuple[str, ...]
+    linear: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def matrices(self, problem: Problem) -> int:
+        """How many matrices ``[T,S]`` it holds at once, up to a small factor."""
+        return 0 if problem.case in self.linear else problem.batch * problem.num_heads
+
+    def inputs(self, problem: Problem) -> list[jax.Array]:
+        """The problem's arrays on the device, in its dtype; T5's table stays float32."""
+        arrays = problem.arrays()
+        return [jnp.asarray(x, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
+
+    def function(self, problem: Problem, passes: str) -> Callable:
+        """A new function of ``inputs`` to jit: "forward", "both" or "hvp", a Hessian-vector product."""
+
+        def forward(*arrays):
+            return self.attention(problem, *arrays)
+
+        if passes == "forward":
+            return forward
+        gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), problem.differentiated())
+        if passes == "both":
+            return gradient
+        return lambda *arrays: jax.jvp(gradient, arrays, arrays)[1]
+
+    def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
+        """Computes the passes and returns when they are done: the output, or the gradients."""
+        arrays, function = self.inputs(problem), jax.jit(self.function(problem, passes))
+        return lambda: jax.block_until_ready(function(*arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class InTorch:
+    """PyTorch's attention on ``[B,N,T,H]``, its kernels' layout; ``flex`` means FlexAttention."""
+
+    name: str
+    device: str
+    flex: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        return tuple(case for case in CASES if case != "t5" and (self.flex or case != "softcap"))
+
+    def matrices(self, problem: Problem) -> int:
+        """All heads share a mask, and all of the batch ALiBi's array per head."""
+        if self.flex or problem.case in ("full", "causal"):
+            return 0
+        return problem.num_heads if problem.case == "alibi" else 1
+
+    def inputs(self, problem: Problem) -> list[Any]:
+        """Query, key and value as tensors that require gradients."""
+        import torch
+
+        def tensor(x: np.ndarray) -> torch.Tensor:
+            x = np.ascontiguousarray(np.swapaxes(x, 1, 2))
+            x = torch.from_numpy(x).to(self.device, getattr(torch, problem.dtype))
+            return x.requires_grad_()
+
+        return [tensor(x) for x in problem.arrays()[:3]]
+
+    def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
+        """Computes the passes and returns when they are done: the output, or the gradients."""
+        import torch
+
+        torch.set_num_threads(timing.cores())
+        if self.device == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32, as JAX uses for float32 on a GPU
+        tensors = self.inputs(problem)
+        attention = torch_flex(problem, self.device) if self.flex else torch_sdpa(problem, self.device)
+
+        def run():
+            with torch.no_grad() if passes == "forward" else contextlib.nullcontext():
+                found = attention(*tensors)
+                if passes == "both":
+                    found = torch.autograd.grad(torch.sin(found).sum(), tensors)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            return found
+
+        return run
+
+
+Contestant = InJax | InTorch
+
+
+def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], dict[str, str]]:
+    """jattn and the available ``peers``, in column order; and one line per missing peer that says why."""
+    found: list[Contestant] = [InJax("jattn", _jattn(None), tuple(CASES), linear=tuple(CASES))]  # the plain call
+    missing = {}
+    for peer in peers:
+        reason = _missing(peer, device)
+        if reason:
+            missing[peer] = reason
+        else:
+            found += _PEERS[peer](device)
+    return found, missing
+
+
+def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) -> str | None:
+    """Why the contestant is left out of the problem, or None. ``memory``: limit for its matrices, in bytes."""
+    if problem.case not in contestant.cases:
+        return "has no such case"
+    if problem.dtype not in contestant.dtypes:
+        return f"does not take {problem.dtype}"
+    need = 3 * 4 * contestant.matrices(problem) * problem.length**2  # scores, weights, and one of their gradients
+    return f"would hold {need / 2**30:.0f} GiB of scores" if need > memory else None
+
+
+def versions(peers: tuple[str, ...]) -> dict[str, str]:
+    """The version of each peer's package, if installed."""
+    here = [peer for peer in peers if peer in ("torch", "tokamax") and importlib.util.find_spec(peer)]
+    return {peer: importlib.metadata.version(peer) for peer in here}
+
+
+def _missing(peer: str, device: str) -> str | None:
+    if peer not in ("torch", "tokamax"):
+        return None
+    if importlib.util.find_spec(peer) is None:
+        old = peer == "tokamax" and sys.version_info < (3, 12)
+        return f"{peer} is not installed: pip install '.[bench]'" + (" under Python 3.12 or newer" if old else "")
+    if peer == "torch" and device == "tpu":
+        return "torch is not measured on a TPU"
+    if peer == "torch" and device == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "torch is installed without a GPU that it can use"
+    return None
+
+
+_WITHOUT_CAP = tuple(case for case in CASES if case != "softcap")
+_FUSED = ("full", "causal", "window")
+
+
+def _jax_nn(device: str) -> list[Contestant]:
+    found: list[Contestant] = [InJax("jax.nn", _like_jax_nn(_jax_nn_attention("xla")), _WITHOUT_CAP)]
+    if device == "gpu":
+        fused = _like_jax_nn(_jax_nn_attention("cudnn"))
+        found.append(InJax("jax.nn cudnn", fused, _FUSED, linear=_FUSED, dtypes=("bfloat16",)))
+    return found
+
+
+def _torch(device: str) -> list[Contestant]:
+    if device == "gpu":
+        return [InTorch("torch", "cuda"), InTorch("torch flex", "cuda", flex=True)]
+    return [InTorch("torch", "cpu")]
+
+
+def _tokamax(device: str) -> list[Contestant]:
+    import tokamax
+
+    # Without an accelerator it uses the dense formula.
+    linear = (*_FUSED, "softcap") if device != "cpu" else ()
+    return [InJax("tokamax", _like_jax_nn(tokamax.dot_product_attention), tuple(CASES), linear)]
+
+
+def _jattn_xla(device: str) -> list[Contestant]:
+    return [InJax("jattn xla", _jattn("xla"), tuple(CASES))]
+
+
+def _jattn_kernels(device: str) -> list[Contestant]:
+    """Our kernels that the plain call may not take: on a CPU those that it takes without jattn-native."""
+    if device == "cpu":
+        return [InJax("jattn blockwise", _jattn("blockwise"), tuple(CASES), linear=tuple(CASES))]
+    known = tuple(case for case in CASES if case != "t5")
+    return [InJax(f"jattn pallas_{device}", _jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
+
+
+def _jattn_avx2(device: str) -> list[Contestant]:
+    """The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that."""
+    narrow = InJax("jattn avx2", _jattn(Native(width=8)), tuple(CASES), linear=tuple(CASES))
+    return [narrow] if device == "cpu" else []
+
+
+_PEERS = {
+    "jax": _jax_nn,
+    "torch": _torch,
+    "tokamax": _tokamax,
+    "jattn-xla": _jattn_xla,
+    "jattn-kernels": _jattn_kernels,
+    "jattn-avx2": _jattn_avx2,
+}
+
+
+def _jattn(implementation: str | Native | None) -> Attention:
+    """``jattn.dot_product_attention`` with jattn's masks and score functions for the cases."""
+
+    def attention(problem: Problem, query, key, value, *extra):
+        options: dict[str, Any] = {"is_causal": problem.case in ("causal", "alibi")}
+        match problem.case:
+            case "window":
+                options["local_window_size"] = (WINDOW, 0)
+            case "segments":  # NumPy ids, so that empty blocks are known when compiling
+                options["mask"] = Segments(document_ids(problem.length)) & Causal()
+            case "segments-traced":
+                options["mask"] = Segments(extra[0]) & Causal()
+            case "alibi":
+                options["score_mod"] = Alibi(alibi_slopes(problem.num_heads))
+            case "softcap":
+                options["score_mod"] = SoftCap(CAP)
+            case "t5":
+                options["score_mod"] = RelativeBias(extra[0])
+        return jattn.dot_product_attention(query, key, value, implementation=implementation, **options)
+
+    return attention
+
+
+def _jax_nn_attention(implementation: str) -> Callable:
+    def attention(*arrays, **options):
+        return jax.nn.dot_product_attention(*arrays, implementation=implementation, **options)
+
+    return attention
+
+
+def _like_jax_nn(function: Callable) -> Attention:
+    """A function with ``jax.nn.dot_product_attention``'s arguments: masks and biases are arrays, built inside."""
+
+    def attention(problem: Problem, query, key, value, *extra):
+        options: dict[str, Any] = {"is_causal": problem.case in ("causal", "alibi")}
+        positions = jnp.arange(problem.length)
+        offset = positions[None, :] - positions[:, None]  # kv - q
+        match problem.case:
+            case "window":
+                options["local_window_size"] = (WINDOW, 0)
+            case "segments" | "segments-traced":
+                options["mask"] = ((extra[0][:, None] == extra[0][None, :]) & (offset <= 0))[None, None]
+            case "alibi":
+                slopes = jnp.asarray(alibi_slopes(problem.num_heads))[:, None, None]
+                options["bias"] = (-slopes * abs(offset).astype(slopes.dtype)[None])[None].astype(query.dtype)
+            case "softcap":
+                options["logits_soft_cap"] = CAP
+            case "t5":
+                bias = extra[0][RelativeBias(extra[0]).bucket(offset)]  # [T,S,N]
+                options["bias"] = jnp.moveaxis(bias, -1, 0)[None].astype(query.dtype)
+        return function(query, key, value, **options)
+
+    return attention
+
+
+def torch_sdpa(problem: Problem, device: str) -> Callable:
+    """``scaled_dot_product_attention``; what it has no argument for is an array added to the scores, built here."""
+    import torch
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    if problem.case in ("full", "causal"):
+        return lambda *tensors: attention(*tensors, is_causal=problem.case == "causal")
+    position = np.arange(problem.length, dtype=np.float32)
+    offset = position[None, :] - position[:, None]
+    if problem.case == "alibi":
+        added = np.where(offset <= 0, alibi_slopes(problem.num_heads)[:, None, None] * offset, -np.inf)[None]
+    elif problem.case == "window":
+        added = np.where((offset <= 0) & (offset >= -WINDOW), np.float32(0), -np.inf)
+    else:
+        ids = document_ids(problem.length)
+        added = np.where((offset <= 0) & (ids[None, :] == ids[:, None]), np.float32(0), -np.inf)
+    mask = torch.from_numpy(added).to(device, getattr(torch, problem.dtype))
+    return lambda *tensors: attention(*tensors, attn_mask=mask)
+
+
+def torch_flex(problem: Problem, device: str) -> Callable:
+    """FlexAttention, compiled: masks and score functions are functions of indices, as in jattn."""
+    import torch
+    from torch.nn.attention import flex_attention
+
+    slopes = torch.from_numpy(alibi_slopes(problem.num_heads)).to(device)
+    ids = torch.from_numpy(document_ids(problem.length)).to(device)
+    mask_mods = {
+        "causal": lambda b, h, q, kv: kv <= q,
+        "window": lambda b, h, q, kv: (kv <= q) & (kv >= q - WINDOW),
+        "segments": lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv]),
+    }
+    score_mods = {
+        "alibi": lambda score, b, h, q, kv: score - slopes[h] * (q - kv),
+        "softcap": lambda score, b, h, q, kv: CAP * torch.tanh(score / CAP),
+    }
+    mask_mod = mask_mods.get({"alibi": "causal", "segments-traced": "segments"}.get(problem.case, problem.case))
+    options: dict[str, Any] = {"score_mod": score_mods.get(problem.case)}
+    if mask_mod is not None:
+        lengths = (problem.length, problem.length)
+        options["block_mask"] = flex_attention.create_block_mask(mask_mod, None, None, *lengths, device=device)
+    compiled = torch.compile(flex_attention.flex_attention)
+    return lambda *tensors: compiled(*tensors, **options)

@@ -1,0 +1,177 @@
+"""The base of the suites: jobs that measure rows, the file that stores the rows, and its report.
+
+A suite is a module here with a ``SUITE``. Its results are stored in ``NAME.json``: what all rows share, then the rows
+of each part, one per line. ``NAME.md`` and the figure, if any, are functions of these results.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jattn_experiments.bench.cases import Plan
+from jattn_experiments.config import differences
+from jattn_experiments.runs.folder import write_atomically
+
+
+class Refused(ValueError):
+    """The options cannot be satisfied; one line that names the option."""
+
+
+class Failed(RuntimeError):
+    """Contestants disagree, or a fresh process failed; one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement. ``row[name]`` is a field of ``key`` or ``found``.
+
+    Attributes:
+        part: The list of results it belongs to.
+        key: What was measured: a case, a length, a contestant, ...
+        found: The results: times, bytes, ...
+    """
+
+    part: str
+    key: Mapping[str, Any]
+    found: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.key[name] if name in self.key else self.found[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A row to measure: ``measure()`` returns ``found``."""
+
+    part: str
+    key: Mapping[str, Any]
+    measure: Callable[[], Mapping[str, Any]]
+
+
+@dataclasses.dataclass
+class Results:
+    """All rows, and what they share: ``environment``, and the sizes or shape of the problems."""
+
+    about: dict[str, Any]
+    rows: list[Row]
+
+    def of(self, part: str, **key: Any) -> list[Row]:
+        """The rows of a part with these key values."""
+        return [row for row in self.rows if row.part == part and key.items() <= row.key.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A benchmark.
+
+    Attributes:
+        name: Name of its files.
+        parts: The lists of its results, each with the names of a row's key; a part without a key is one row.
+        about: What all rows of a run of these sizes share.
+        jobs: The measurements.
+        markdown: The text of the report.
+        shown: What to show in the terminal.
+        draw: Writes the figure, if any.
+        sizes: Maps command-line options to the sizes of a run.
+        start: Chooses the devices, before JAX does.
+        line: A row in one line, printed as soon as it is measured, if given.
+        wrong: One line about results that make the command fail, or None.
+        resumable: Whether every row is saved as soon as it is measured, and results are never overwritten. Otherwise
+            the results are written at the end and replace older ones.
+    """
+
+    name: str
+    parts: Mapping[str, tuple[str, ...]]
+    about: Callable[[Any], dict[str, Any]]
+    jobs: Callable[[Any], Iterable[Job]]
+    markdown: Callable[[Results], str]
+    shown: Callable[[Results], str]
+    draw: Callable[[Results, Path], None] | None = None
+    sizes: Callable[[Plan], Any] = lambda plan: plan
+    start: Callable[[Plan], None] = lambda plan: None
+    line: Callable[[Row], str] | None = None
+    wrong: Callable[[Results], str | None] = lambda results: None
+    resumable: bool = False
+
+    def measure(self, sizes: Any, out: Path, resume: bool = False) -> Results:
+        """Measures what ``out`` lacks, writes the results there, and returns all of them.
+
+        Raises:
+            Refused: a resumable suite has results, and ``resume`` is false or their environment or shape differs.
+            Failed: nothing was written.
+            OSError: ``out`` is not writable.
+        """
+        out.mkdir(parents=True, exist_ok=True)
+        results = self._begin(self.about(sizes), out, resume)
+        done = [(row.part, row.key) for row in results.rows]
+        jobs = [job for job in self.jobs(sizes) if (job.part, job.key) not in done]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, transient=True) as progress:
+            task = progress.add_task("", total=len(jobs))
+            for job in jobs:
+                progress.update(task, description=" ".join(str(value) for value in (job.part, *job.key.values())))
+                row = Row(job.part, job.key, job.measure())
+                results.rows.append(row)
+                if self.resumable:
+                    self.write(results, out)
+                if self.line is not None:
+                    progress.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
+                progress.advance(task)
+        self.write(results, out)
+        return results
+
+    def _begin(self, about: dict[str, Any], out: Path, resume: bool) -> Results:
+        """The existing results, if they may be continued, or empty ones."""
+        file = self._file(out)
+        if not self.resumable or not file.exists():
+            return Results(about, [])
+        if not resume:
+            raise Refused(f"--out: {file} already holds results; --resume continues them")
+        results = self.read(out)
+        for name, kind in (("environment", "another environment"), ("shape", "problems of another shape")):
+            if changed := differences(results.about.get(name, {}), about.get(name, {})):
+                raise Refused(f"--out: {file} holds results of {kind}: {'; '.join(changed)}")
+        return results
+
+    def read(self, out: Path) -> Results:
+        """The results in ``out``. Raises ``Refused`` if there are none."""
+        file = self._file(out)
+        try:
+            return self.parse(json.loads(file.read_text()))
+        except OSError:
+            raise Refused(f"--out: expected a folder with {file.name}, got {str(out)!r}") from None
+        except ValueError as wrong:
+            raise Refused(f"--out: {file} is not valid JSON: {wrong}") from None
+
+    def parse(self, found: Mapping[str, Any]) -> Results:
+        """The results in a parsed file."""
+        rows = []
+        for part, names in self.parts.items():
+            for one in found[part] if names else [found[part]]:
+                key = {name: one[name] for name in names}
+                rows.append(Row(part, key, {name: value for name, value in one.items() if name not in key}))
+        return Results({name: value for name, value in found.items() if name not in self.parts}, rows)
+
+    def write(self, results: Results, out: Path) -> None:
+        """Writes the results to ``out`` atomically."""
+        lines = [f' "{name}": {json.dumps(value)}' for name, value in results.about.items()]
+        for part, names in self.parts.items():
+            rows = [json.dumps({**row.key, **row.found}) for row in results.of(part)]
+            listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
+            lines.append(f' "{part}": {listed if names else rows[0]}')
+        write_atomically(self._file(out), ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+    def write_report(self, results: Results, out: Path) -> Path:
+        """Writes the text and the figure next to the results; returns the text's path."""
+        text = out / f"{self.name}.md"
+        write_atomically(text, self.markdown(results).encode())
+        if self.draw is not None:
+            self.draw(results, out / f"{self.name}.png")
+        return text
+
+    def _file(self, out: Path) -> Path:
+        return out / f"{self.name}.json"

@@ -1,0 +1,192 @@
+"""The commands ``run``, ``list``, ``report`` and ``keep``: their options, one-line errors and exit status.
+
+JAX, Orbax and matplotlib take seconds to import, so they are imported only after the options are read.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.table import Table
+
+from jattn_experiments import config
+from jattn_experiments.runs import stopping
+from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import RESULTS, Busy, Damaged
+from jattn_experiments.runs.terminal import Terminal, fail
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Trains an experiment and reports on it."""
+    asked = config.load(arguments)
+    settings, processes = asked.config, asked.processes
+    with stopping.stoppable():
+        try:
+            return _run(asked)
+        except BaseException as error:
+            if (number := stopping.asked()) is None:
+                raise
+            warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves coroutines behind
+            # a library may have converted the exception
+            said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
+            status = fail(f"{said}; rerun to resume", status=128 + number)
+    if processes is not None:
+        _leave(status)
+    return status
+
+
+def _run(asked: config.Asked) -> int:
+    # slow to import: a wrong option or --help need not wait for JAX and Orbax
+    from jattn_experiments.replicate import replicate, with_replication
+    from jattn_experiments.run import DifferentConfig, prepared, run
+    from jattn_experiments.runs import devices
+
+    settings, out, processes = asked.config, asked.out, asked.processes
+    if asked.replicate and settings.kind is not config.Kind.TRAINING:
+        return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
+    with contextlib.ExitStack() as stack:
+        try:
+            devices.start(settings, processes)
+            stack.enter_context(prepared(settings, out))
+        except DifferentConfig as different:
+            return fail(*different.args)
+        except (Busy, Damaged) as refused:
+            return fail(f"--out: {refused}")
+        except ValueError as wrong:
+            return fail(str(wrong))
+        except OSError as wrong:
+            return fail(f"--out: {wrong}")
+        try:
+            findings = run(settings, out)
+            if asked.replicate:
+                replicate(settings, out, asked.replicate, asked.replicate_seed)
+            if findings is None:  # the first process has them
+                return 0
+            findings = with_replication(findings, out)
+            report = _write_report(findings, out)
+        except DifferentConfig as different:  # of the replication
+            return fail(*different.args)
+        except Busy as refused:
+            return fail(f"--out: {refused}")
+        except Exception as error:
+            stopping.check()
+            status = _say_why(error, out)
+            if processes is not None:
+                _leave(status)
+            return status
+    _show(findings)
+    print(f"report: {report}")
+    failed = [claim["name"] for claim in findings.claims if not _holds(claim)]
+    return fail(f"claims that fail: {', '.join(failed)}", status=1) if asked.check and failed else 0
+
+
+def _holds(claim: dict[str, Any]) -> bool:
+    return claim["holds"] and claim.get("replication", claim)["holds"]
+
+
+def list_command(arguments: Sequence[str]) -> int:
+    """Prints the experiments that come with jattn: ``jattn run NAME``."""
+    if arguments and arguments[0] not in ("-h", "--help"):
+        return fail(f"list takes no options, got {arguments[0]!r}")
+    config.Parser(prog="jattn list", description=list_command.__doc__).parse_args(arguments)
+    table = Table("config", "description", box=None)
+    for file in sorted(config.CONFIGS.glob("*.yaml")):
+        try:
+            experiment = config.read(file)
+            table.add_row(file.stem, experiment.description)
+        except ValueError as wrong:
+            table.add_row(file.stem, f"not valid: {wrong}")
+    Terminal().print(table)
+    return 0
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """Rewrites the report of a finished run."""
+    parser = config.Parser(prog="jattn report", description=report_command.__doc__)
+    parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
+    out = Path(parser.parse_args(arguments).run)
+    try:
+        findings = Findings.load(out)
+    except FileNotFoundError:
+        return fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
+    except (Damaged, OSError) as wrong:
+        return fail(f"--run: {wrong}")
+    except TypeError:
+        return fail(f"--run: {str(out)!r} was written by another version; rerun its config")
+    try:
+        report = _write_report(findings, out)
+    except OSError as wrong:
+        return fail(f"--run: {wrong}")
+    _show(findings)
+    print(f"report: {report}")
+    return 0
+
+
+def keep_command(arguments: Sequence[str]) -> int:
+    """Saves the parts of a finished run to keep in the repository."""
+    parser = config.Parser(prog="jattn keep", description=keep_command.__doc__)
+    parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
+    parser.add_argument("--to", type=str, default=str(RESULTS), help="folder of results")
+    options = parser.parse_args(arguments)
+    from jattn_experiments.runs.keep import keep
+
+    try:
+        print(f"kept: {keep(Path(options.run), Path(options.to))}")
+    except FileNotFoundError:
+        return fail(f"--run: expected the folder of a finished run, got {options.run!r}")
+    except Damaged as wrong:
+        return fail(f"--run: {wrong}")
+    except TypeError:
+        return fail(f"--run: {options.run!r} was written by another version; rerun its config")
+    except OSError as wrong:
+        return fail(f"--to: {wrong}")
+    return 0
+
+
+def _say_why(error: Exception, out: Path) -> int:
+    """Prints why a run ended, in one line for expected errors; returns the exit status."""
+    from jattn_experiments.train import Diverged
+
+    if isinstance(error, Diverged):
+        return fail(str(error), status=1)
+    if isinstance(error, Damaged):
+        return fail(f"--out: {error}")
+    if isinstance(error, OSError):  # usually a full disk
+        return fail(f"--out: {out}: {error}; rerun to resume from the last checkpoint", status=1)
+    from jax.errors import JaxRuntimeError
+
+    if isinstance(error, JaxRuntimeError) and _are_many():  # usually another process that died
+        line = str(error).splitlines()[0]
+        return fail(f"stopped: {line}; restart all processes to resume from the last checkpoint", status=1)
+    traceback.print_exception(error)
+    return 1
+
+
+def _are_many() -> bool:
+    import jax
+
+    return jax.process_count() > 1
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends one of several processes immediately: Python's normal exit waits for the others, and they for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _write_report(findings: Findings, out: Path) -> Path:
+    from jattn_experiments.report.page import write_report
+
+    return write_report(findings, out)
+
+
+def _show(findings: Findings) -> None:
+    from jattn_experiments.report.tables import show  # imports SciPy, also slow
+
+    show(findings)

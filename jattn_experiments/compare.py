@@ -1,0 +1,171 @@
+"""``compare``: the heads of two models side by side."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from jattn_experiments import config
+from jattn_experiments.look import page_of_runs
+from jattn_experiments.runs.terminal import Terminal, fail
+
+MANY = 40  # rows of heads that a terminal shows
+
+
+def compare_command(arguments: Sequence[str]) -> int:
+    """Compares the heads of two models: two runs, or two checkpoints of one."""
+    parser = config.Parser(prog="jattn compare", description=compare_command.__doc__)
+    said = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
+    parser.add_argument("--run", type=str, required=True, action="append", help=said)
+    parser.add_argument(
+        "--out", type=str | None, default=None, help="the first seed's heads, side by side: a PNG, or an HTML page"
+    )
+    options = parser.parse_args(arguments)
+    if len(options.run) != 2:
+        return fail(f"--run: expected two runs, got {len(options.run)}")
+    from jattn_experiments import load_run
+
+    try:
+        both = [load_run.load(run) for run in options.run]
+        found = compare(*both)
+    except (ValueError, OSError) as wrong:
+        return fail(f"--run: {wrong}")
+    _show(found, both[0].setup.seeds[0], *options.run)
+    if options.out:
+        try:
+            if Path(options.out).suffix == ".html":
+                page_of_runs(both, options.run, Path(options.out))
+            else:
+                _draw(found, Path(options.out), *options.run)
+        except (OSError, ValueError) as wrong:
+            return fail(f"--out: {wrong}")
+        print(f"picture: {options.out}")
+    return 0
+
+
+class Comparison(NamedTuple):
+    """Heads of two models, on the same sequences; R seeds, both models' first ones."""
+
+    match: np.ndarray  # [R,L,N] the second model's head for each of the first's
+    distance: np.ndarray  # [R,L,N] between their mean patterns: Jensen-Shannon over ln 2
+    floor: np.ndarray  # [R,L,N] of one head, between two halves of the sequences: the larger of both heads'
+    scores: dict[str, np.ndarray]  # name -> [R,2,L,N], of the first's heads and of those matched
+    patterns: np.ndarray  # [2,L,N,T,T] the first seed's mean patterns, matched
+
+
+def compare(first: Any, second: Any) -> Comparison:
+    """The heads of two saved models (``jattn_experiments.load_run``), matched within each layer by their mean patterns.
+
+    Both look at sequences of the first's task. A distance is a difference only above the floor.
+
+    Raises:
+        ValueError: the models have other layers or heads, or read other tokens.
+    """
+    import jax
+    from scipy.optimize import linear_sum_assignment
+
+    from jattn import heads
+    from jattn_experiments.measure import head_scores
+    from jattn_experiments.measure.evaluate import LOOK_BATCH, noise_floor
+    from jattn_experiments.train import LOOK_DATA, PROBE_DATA
+
+    setups = [one.setup for one in (first, second)]
+    task, others = setups[0].task, setups[1].task
+    for name, a, b in (
+        ("layers x heads", *((s.config.model.num_layers, s.config.model.num_heads) for s in setups)),
+        ("tokens", task.vocabulary, others.vocabulary),
+        ("length", task.max_length, others.max_length),
+    ):
+        if a != b:
+            raise ValueError(f"expected models of the same {name}, got {a} and {b}")
+    seeds = min(len(setup.seeds) for setup in setups)
+
+    def of_seed(model: Any, params: Any, key: Any) -> tuple[Any, ...]:
+        probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
+        weights = head_scores.weights_of(model, params, probe.tokens)
+        flat = weights.reshape(len(weights), -1, *weights.shape[3:])
+        batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
+        scores = head_scores.scores(model, task, params, batch)[0]
+        return (
+            weights.mean(0),
+            noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), probe.real[0]),
+            scores,
+            probe.real[0],
+        )
+
+    measured = []
+    for setup, one in zip(setups, (first, second), strict=True):
+        of_model = jax.jit(lambda params, key, model=setup.model: of_seed(model, params, key))
+        each = [of_model(jax.tree.map(lambda leaf, r=r: leaf[r], one.params), setups[0].keys[r]) for r in range(seeds)]
+        measured.append(jax.tree.map(lambda *leaves: np.stack(leaves), *each))
+    (ours, our_floor, our_scores, real), (theirs, their_floor, their_scores, _) = measured
+    layers, count = ours.shape[1:3]
+    between = jax.jit(jax.vmap(heads.pattern_divergence))
+    match, distance = np.empty((seeds, layers, count), int), np.empty((seeds, layers, count))
+    for layer in range(layers):
+        each = np.asarray(between(np.concatenate([ours[:, layer], theirs[:, layer]], 1), real))[:, :count, count:]
+        for r in range(seeds):
+            match[r, layer] = linear_sum_assignment(each[r])[1]
+            distance[r, layer] = each[r, np.arange(count), match[r, layer]]
+    matched = lambda values: np.take_along_axis(values, match.reshape(*match.shape, *(1,) * (values.ndim - 3)), 2)
+    floors = [floor.reshape(seeds, layers, count) for floor in (our_floor, their_floor)]
+    return Comparison(
+        match=match,
+        distance=distance,
+        floor=np.maximum(floors[0], matched(floors[1])),
+        scores={name: np.stack([our_scores[name], matched(their_scores[name])], 1) for name in our_scores},
+        patterns=np.stack([ours[0], matched(theirs)[0]]),
+    )
+
+
+def _show(found: Comparison, first_seed: int, first: str, second: str) -> None:
+    title = f"{first} and {second}: heads matched by their patterns"
+    table = Table(
+        "seed",
+        "layer",
+        "head",
+        "matched",
+        "distance",
+        "noise floor",
+        "what changed most",
+        title=title,
+        title_justify="left",
+    )
+    rows = list(np.ndindex(found.match.shape))
+    for at in rows[:MANY]:
+        (name, before, after) = max(
+            ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in found.scores.items()),
+            key=lambda row: abs(row[1] - row[2]),
+        )
+        distance, floor = found.distance[at], found.floor[at]
+        shown = f"[bold]{distance:.3f}[/]" if distance > floor else f"{distance:.3f}"
+        which = (str(first_seed + at[0]), *map(str, at[1:]), str(found.match[at]))
+        table.add_row(*which, shown, f"{floor:.3f}", f"{name}: {before:.2f} to {after:.2f}")
+    if len(rows) > MANY:
+        table.caption = f"and {len(rows) - MANY} more heads"
+    Terminal().print(table)
+    above = int((found.distance > found.floor).sum())
+    said = f"{above} of {len(rows)} heads differ by more than the noise floor"
+    print(f"{said}; median distance {np.median(found.distance):.3f}")
+
+
+def _draw(found: Comparison, file: Path, first: str, second: str) -> None:
+    """The first seed's mean patterns: a column per head, the first model's above the second's."""
+    from matplotlib.figure import Figure
+
+    layers, count = found.patterns.shape[1:3]
+    figure = Figure(figsize=(1.6 * layers * count + 0.4, 4), layout="constrained")
+    axes = figure.subplots(2, layers * count, squeeze=False)
+    for row, (name, patterns) in enumerate(zip((first, second), found.patterns, strict=True)):
+        for column, (layer, head) in enumerate(np.ndindex(layers, count)):
+            one, own = axes[row, column], head if row == 0 else found.match[0, layer, head]
+            one.imshow(patterns[layer, head], cmap="Greys", vmin=0, vmax=1)
+            one.set(xticks=[], yticks=[])
+            one.set_title(
+                f"layer {layer} head {own}" + (f"\n{found.distance[0, layer, head]:.2f} apart" if row else ""),
+                fontsize=8,
+            )
+        axes[row, 0].set_ylabel(name, fontsize=8)
+    figure.savefig(file, dpi=120)

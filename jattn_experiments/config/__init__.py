@@ -1,0 +1,21 @@
+"""Configs of experiments: the schema, the rules for its values, and how it is read."""
+
+from jattn_experiments.config.controls import variants as variants
+from jattn_experiments.config.load import CONFIGS as CONFIGS
+from jattn_experiments.config.load import Asked as Asked
+from jattn_experiments.config.load import differences as differences
+from jattn_experiments.config.load import load as load
+from jattn_experiments.config.load import read as read
+from jattn_experiments.config.parser import Parser as Parser
+from jattn_experiments.config.parser import Processes as Processes
+from jattn_experiments.config.parser import of_plain as of_plain
+from jattn_experiments.config.schema import Claim as Claim
+from jattn_experiments.config.schema import Config as Config
+from jattn_experiments.config.schema import Evaluate as Evaluate
+from jattn_experiments.config.schema import Kind as Kind
+from jattn_experiments.config.schema import LanguageModel as LanguageModel
+from jattn_experiments.config.schema import Mesh as Mesh
+from jattn_experiments.config.schema import Model as Model
+from jattn_experiments.config.schema import SentenceEncoder as SentenceEncoder
+from jattn_experiments.config.schema import Task as Task
+from jattn_experiments.config.schema import Train as Train

@@ -1,0 +1,284 @@
+"""The config as frozen dataclasses: task, model, training, evaluation, devices and claims."""
+
+import dataclasses
+import enum
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is learned: the options of all tasks, of which ``jattn_experiments.tasks`` takes those of the kind.
+
+    Attributes:
+        kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
+            "induction" (what followed the previous occurrence), "skills" (fixed distances and values), or one of
+            published papers: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
+            (how often a token occurs) or "hop" (induction several times).
+        symbols: Number of distinct values to copy; recall: size of the vocabulary.
+        length: Tokens in a sequence (copy: twice the number of keys); copy_string has its own lengths.
+        shortest: Shortest string of copy_string in training; shortest period of induction; shortest sequence of
+            histogram.
+        longest: Longest string of copy_string in training; longest period of induction.
+        farthest: copy_string: longest string in the curve over length.
+        offsets: shift_bank: distances back to copy from.
+        pairs: recall: keys and values in a sequence.
+        hops: hop: most hops.
+        prior: markov: what rows of transitions are drawn from; doubly_stochastic takes two symbols.
+    """
+
+    kind: str = "copy"
+    symbols: int = 16
+    length: int = 32
+    shortest: int = 4
+    longest: int = 20
+    farthest: int = 40
+    offsets: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 4, 7])
+    pairs: int = 4
+    hops: int = 2
+    prior: Literal["dirichlet", "doubly_stochastic"] = "dirichlet"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The transformer.
+
+    Attributes:
+        num_layers: Layers, with one attention each.
+        num_heads: Query heads per layer.
+        num_kv_heads: Key/value heads; null means num_heads.
+        model_dim: Width of the residual stream.
+        head_dim: Dimension of a query/key head.
+        value_dim: Dimension of a value head; null means head_dim.
+        mlp_dim: Hidden width of the MLP after each attention; 0: no MLP.
+        norm: Whether attention, MLP and read-out have layer norms before them.
+        position: How positions are encoded; "relative": a learned bias over distances, "relative_keys": a learned
+            vector for each distance, whose product with a query is added to its score.
+        rotary_base: rotary: base of the wavelengths.
+        embed_scale: Standard deviation of the initial embeddings.
+        kernel_scale: Standard deviation of the initial kernels; null means LeCun's.
+        causal: Whether a query sees the tokens up to its own only, or all.
+        window: Tokens that a query sees, up to its own; null means all.
+        tied: Whether the read-out is the embedding of the tokens.
+    """
+
+    num_layers: int = 1
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    model_dim: int = 64
+    head_dim: int = 16
+    value_dim: int | None = None
+    mlp_dim: int = 0
+    norm: bool = True
+    position: Literal["none", "sinusoidal", "learned", "rotary", "alibi", "relative", "relative_keys"] = "learned"
+    rotary_base: float = 10000.0
+    embed_scale: float = 1.0
+    kernel_scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    tied: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Training: AdamW with warm-up, cosine decay and clipping.
+
+    Attributes:
+        seeds: Number of seeds, trained at once.
+        first_seed: The first seed; the others follow it.
+        steps: Updates.
+        batch: Sequences per update.
+        learning_rate: Peak learning rate.
+        final_rate: Learning rate at the end, as a fraction of the peak.
+        warmup: Steps of linear warm-up.
+        b2: Decay of Adam's second moment.
+        weight_decay: AdamW's weight decay.
+        clip: Maximum global gradient norm.
+        entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
+        entropy_after: Share of the steps (0 to 1) after which that penalty begins; heads choose sooner without it.
+        place_weights: Loss weight of each place; null means 1 each.
+        log_every: Steps averaged in each line of metrics.
+        look_every: Steps between looks at the heads.
+        checkpoint_every: Steps between checkpoints, a multiple of look_every.
+        keep: Newest checkpoints to keep; 0 keeps all.
+        start: A run's folder, or FOLDER@STEP for one of its checkpoints, whose parameters training starts from; empty:
+            random ones. Read once: a run that resumes does not need it.
+    """
+
+    seeds: int = 5
+    first_seed: int = 0
+    steps: int = 800
+    batch: int = 32
+    learning_rate: float = 3e-3
+    final_rate: float = 0.1
+    warmup: int = 50
+    b2: float = 0.99
+    weight_decay: float = 1e-4
+    clip: float = 1.0
+    entropy_penalty: float = 0.0
+    entropy_after: float = 0.0
+    place_weights: list[float] | None = None
+    log_every: int = 10
+    look_every: int = 50
+    checkpoint_every: int = 200
+    keep: int = 2
+    start: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Evaluation.
+
+    Attributes:
+        batch: Fresh sequences per seed.
+        lengths: copy_string: lengths in the curve over length.
+        look_length: shift_bank: tokens per sequence when looking at heads, if the weights of whole sequences do
+            not fit; null means task.length. Loss and accuracy always use whole sequences.
+    """
+
+    batch: int = 1024
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    look_length: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """The devices that train together: data x heads x sequence.
+
+    Attributes:
+        data: Devices that split the sequences of a batch.
+        heads: Devices that split the heads of each attention, and their parameters.
+        sequence: Devices that split the tokens of each sequence.
+    """
+
+    data: int = 1
+    heads: int = 1
+    sequence: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.data * self.heads * self.sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceEncoder:
+    """A pretrained sentence encoder, examined instead of trained.
+
+    Attributes:
+        folder: Folder of a saved BERT-family model, with config.json, *.safetensors and tokenizer.json.
+        package: Installed package that contains the folder; empty if none.
+        groups: Groups of sentences with the same meaning.
+    """
+
+    folder: str = ""
+    package: str = ""
+    groups: list[list[str]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A pretrained language model, examined instead of trained.
+
+    Attributes:
+        model: "smollm2", a GGUF file, or the folder of a saved model that jattn.interop loads; empty if none.
+        first: Token that every sequence begins with.
+        seed: Of the random tokens, the choice of text and the matched groups.
+        sequences: Sequences of random tokens that heads are chosen on, as many others that they are tested on, and
+            as many of text from the Python documentation (pydoc_data of the standard library).
+        period: Random tokens before they repeat; every sequence has 1 + 2 * period tokens.
+        group: Heads in a group: those with the largest score.
+        matched: Random groups that each group is compared with, matched in layer and output norm.
+    """
+
+    model: str = ""
+    first: str = ""
+    seed: int = 0
+    sequences: int = 4
+    period: int = 128
+    group: int = 10
+    matched: int = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One claim: a metric, its threshold, and how many seeds must pass.
+
+    Attributes:
+        name: Short name.
+        statement: The claim in words.
+        metric: A metric of the run; of a control, as CONTROL:METRIC; of a point of the sweep, as
+            OPTION=VALUE:METRIC.
+        minus: Another one, which is taken away from it on each seed; null for none.
+        needed: Number of seeds that must pass.
+        at_least: Lower bound on the metric; give this or at_most.
+        at_most: Upper bound on the metric.
+    """
+
+    name: str
+    statement: str
+    metric: str
+    needed: int
+    minus: str | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+class Kind(enum.Enum):
+    """What a run does with its config."""
+
+    TRAINING = "trains a transformer on a task"
+    SENTENCE_ENCODER = "examines a saved sentence encoder"
+    LANGUAGE_MODEL = "examines a saved language model, beside a toy model that it trains"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One experiment.
+
+    Attributes:
+        name: Name of the experiment; the run folder is runs/NAME unless --out says otherwise.
+        description: One or two sentences for the top of the report.
+        task: What is learned.
+        model: The transformer.
+        train: Training.
+        evaluate: Evaluation.
+        mesh: The devices that train together; a run can resume on another mesh.
+        pretrained: A sentence encoder to examine; task, model, train and evaluate must then be left out.
+        language: A language model to examine; task, model, train and evaluate are those of a toy model, which is
+            trained and examined beside it.
+        controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
+        sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
+            drawn over it.
+        claims: What the run should show.
+    """
+
+    name: str
+    description: str = ""
+    task: Task = dataclasses.field(default_factory=Task)
+    model: Model = dataclasses.field(default_factory=Model)
+    train: Train = dataclasses.field(default_factory=Train)
+    evaluate: Evaluate = dataclasses.field(default_factory=Evaluate)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    pretrained: SentenceEncoder = dataclasses.field(default_factory=SentenceEncoder)
+    language: LanguageModel = dataclasses.field(default_factory=LanguageModel)
+    controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    claims: list[Claim] = dataclasses.field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        """What a run does: it examines the saved model of the section that is given, or else trains."""
+        if self.pretrained != SentenceEncoder():
+            return Kind.SENTENCE_ENCODER
+        return Kind.LANGUAGE_MODEL if self.language != LanguageModel() else Kind.TRAINING
+
+
+SECTIONS = {
+    "task": Task,
+    "model": Model,
+    "train": Train,
+    "evaluate": Evaluate,
+    "mesh": Mesh,
+    "pretrained": SentenceEncoder,
+    "language": LanguageModel,
+}

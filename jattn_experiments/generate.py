@@ -1,0 +1,93 @@
+"""``jattn generate``: a language model on jattn's modules continues a text, and prints as it writes."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jattn_experiments import config
+from jattn_experiments.model_files import model_file
+from jattn_experiments.runs.terminal import fail
+
+END = "<|im_end|>"
+
+
+def generate_command(arguments: Sequence[str]) -> int:
+    """Continues a text with a language model: SmolLM2, or any that jattn.interop loads."""
+    options = _parser().parse_args(arguments)
+    if not options.text:
+        return fail('text: expected what to continue, as in generate "Once upon a time"')
+    if options.tokens < 1:
+        return fail(f"--tokens: expected at least 1, got {options.tokens}")
+    if not 0 <= options.seed < 2**32:
+        return fail(f"--seed: expected 0 to 2^32 - 1, got {options.seed}")
+    if options.dtype not in ("float32", "bfloat16", "float16"):
+        return fail(f"--dtype: expected float32, bfloat16 or float16, got {options.dtype!r}")
+    try:
+        source = model_file(options.model)
+    except ValueError as wrong:
+        return fail(f"--model: {wrong}")
+    # slow to import: a wrong option need not wait for JAX
+    import jax
+
+    from jattn import interop
+
+    started = time.perf_counter()
+    try:
+        tokenizer, model = interop.tokenizer(source), interop.load(source, dtype=options.dtype)
+    except (ValueError, OSError, ImportError) as wrong:
+        return fail(f"--model: {wrong}")
+    loaded = time.perf_counter()
+    text = interop.chatml([("system", options.system), ("user", options.text)]) if options.chat else options.text
+    ends = [tokenizer.token_to_id(token) for token in (END, "<|endoftext|>", "</s>")]
+    drawing = {name: options[name] for name in ("temperature", "top_k", "top_p")}
+    try:
+        steps = interop.stream(
+            model,
+            [tokenizer.encode(text).ids],
+            options.tokens,
+            stop=[end for end in ends if end is not None],
+            key=jax.random.key(options.seed),
+            **drawing,
+        )
+    except ValueError as wrong:
+        return fail(str(wrong))
+    print(text if not options.chat else "", end="", flush=True)
+    tokens: list[int] = []
+    for part in _parts(tokenizer, steps, tokens):
+        print(part, end="", flush=True)
+    now = time.perf_counter()
+    print(f"\n\n{len(tokens)} tokens in {now - loaded:.1f} s with compilation; loaded in {loaded - started:.1f} s")
+    return 0
+
+
+def _parts(tokenizer: Any, steps: Iterator[Any], tokens: list[int]) -> Iterator[str]:
+    """The text of each token, as far as it is whole characters; appends to ``tokens``."""
+    shown = ""
+    for (token,) in steps:
+        tokens.append(int(token))
+        text = tokenizer.decode(tokens)
+        # Half of a character is decoded as a replacement, which the next token may change.
+        part = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(shown) :]
+        shown += part
+        yield part
+    if tokens and (rest := tokenizer.decode(tokens)[len(shown) :]):
+        yield rest
+
+
+def _parser() -> config.Parser:
+    parser = config.Parser(prog="jattn generate", description=generate_command.__doc__)
+    parser.add_argument("text", type=str, nargs="?", default="", help="what to continue, or with --chat to answer")
+    parser.add_argument("--model", type=str, default="smollm2", help="smollm2, a GGUF file or a folder")
+    parser.add_argument("--tokens", type=int, default=100, help="how many to write at most")
+    parser.add_argument("--chat", action="store_true", help="as a conversation (ChatML)")
+    parser.add_argument(
+        "--system", type=str, default="You are a helpful AI assistant.", help="with --chat: comes first"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0: the likeliest token; above, tokens are drawn"
+    )
+    parser.add_argument("--top_k", type=int | None, default=None, help="draw from so many likeliest tokens")
+    parser.add_argument("--top_p", type=float | None, default=None, help="draw from the likeliest of this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--dtype", type=str, default="float32", help="of the weights: float32, bfloat16 or float16")
+    return parser

@@ -1,0 +1,150 @@
+"""``look``: the heads of a run, or of any language model on any text, as one page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Column, Table
+
+from jattn_experiments import config
+from jattn_experiments.model_files import model_file
+from jattn_experiments.runs.findings import plain
+from jattn_experiments.runs.folder import Damaged
+from jattn_experiments.runs.terminal import Terminal, fail
+
+EXAMPLES = 4  # sequences of a run's page
+
+
+def look_command(arguments: Sequence[str]) -> int:
+    """Shows a run's heads at a step of its training, or a language model's heads on a text."""
+    options = _parser().parse_args(arguments)
+    if (options.run is None) == (options.model is None):
+        return fail("give --run, the folder of a run, or --model and --text: one of the two")
+    return _look_at_run(options) if options.model is None else _look_at_models(options)
+
+
+def _parser() -> config.Parser:
+    parser = config.Parser(prog="jattn look", description=look_command.__doc__)
+    parser.add_argument("--run", type=str | None, default=None, help="folder of a run, which may still train")
+    parser.add_argument("--step", type=int | None, default=None, help="one of its looks; default: the last")
+    said = "smollm2, a GGUF file or a folder; given twice, both stand side by side"
+    parser.add_argument("--model", type=str, default=None, action="append", help=said)
+    parser.add_argument("--text", type=str | None, default=None, help="file of the text that the model reads")
+    parser.add_argument("--tokens", type=int, default=512, help="how many of the text at most")
+    parser.add_argument(
+        "--out", type=str | None, default=None, help="the page; default: heads.html, of a run in its folder"
+    )
+    return parser
+
+
+def _look_at_run(options: Any) -> int:
+    """The scores of a look in the terminal, and the page of the last checkpoint up to it."""
+    from jattn_experiments.runs.history import History
+    from jattn_experiments.train import config_of
+
+    folder = Path(options.run)
+    if not (folder / "metrics.jsonl").is_file():
+        return fail(f"--run: expected the folder of a run that trains, got {options.run!r}")
+    try:
+        steps, scores = History(folder, writes=False).scores()
+        first_seed = config_of(folder).train.first_seed
+    except (Damaged, OSError, ValueError) as wrong:
+        return fail(f"--run: {wrong}")
+    except IndexError:
+        return fail(f"--run: {options.run!r} has not looked at its heads yet")
+    step = int(steps[-1]) if options.step is None else options.step
+    if step not in steps:
+        near = int(steps[np.abs(steps - step).argmin()])
+        return fail(f"--step: expected a step of its looks, from {steps[0]} to {steps[-1]}, such as {near}, got {step}")
+    _show(
+        f"{folder.name}, step {step}",
+        first_seed,
+        {name: values[:, list(steps).index(step)] for name, values in scores.items()},
+    )
+    from jattn_experiments import load_run
+    from jattn_experiments.runs.checkpoint import saved_steps
+
+    kept = [one for one in saved_steps(folder / "checkpoints") if one <= step]
+    if not kept:
+        print(f"no page: the run has no checkpoint up to step {step}; train.keep=0 keeps every one")
+        return 0
+    run = f"{folder}@{kept[-1]}"
+    try:
+        page = page_of_runs(
+            [load_run.load(run)], [f"{folder.name}, step {kept[-1]}"], Path(options.out or folder / "heads.html")
+        )
+    except (ValueError, OSError) as wrong:
+        return fail(f"--out: {wrong}" if isinstance(wrong, OSError) else f"--run: {wrong}")
+    print(f"page: {page}")
+    return 0
+
+
+def _show(title: str, first_seed: int, scores: dict[str, np.ndarray]) -> None:
+    """The scores ``[R,L,N]`` of every head."""
+    names = [Column(plain(name).replace(" ", "\n"), no_wrap=True, min_width=4) for name in scores]
+    style: dict[str, Any] = {"title_justify": "left", "box": None, "padding": (0, 1, 0, 0)}
+    table = Table("seed", "layer", "head", *names, title=title, **style)
+    for seed, layer, head in np.ndindex(*next(iter(scores.values())).shape):
+        numbers = (f"{values[seed, layer, head]:.2f}" for values in scores.values())
+        table.add_row(str(first_seed + seed), str(layer), str(head), *numbers)
+    Terminal().print(table)
+
+
+def page_of_runs(saved: Sequence[Any], names: Sequence[str], path: Path) -> Path:
+    """The heads of saved models' first seeds (``jattn_experiments.load_run``) on sequences of the first one's task."""
+    import jax
+
+    import jattn
+    from jattn_experiments.train import PROBE_DATA
+
+    setup = saved[0].setup.looking
+    tokens = setup.task.probe(jax.random.fold_in(setup.keys[0], PROBE_DATA), EXAMPLES).tokens
+    labels = [setup.task.labels(example) for example in np.asarray(tokens).tolist()]
+    made: list[Any] = []
+    for one, name in reversed(list(zip(saved, names, strict=True))):
+        params = jax.tree.map(lambda leaf: leaf[0], one.params)
+        _, kept = one.setup.model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
+        made.append(jattn.report(kept["intermediates"], labels, title=str(name), compare=made))
+    return made[-1].save(path)
+
+
+def _look_at_models(options: Any) -> int:
+    """The page of one or more language models on a text."""
+    if options.text is None:
+        return fail("--text: expected a file of the text that the model reads")
+    if options.tokens < 1:
+        return fail(f"--tokens: expected at least 1, got {options.tokens}")
+    try:
+        text = Path(options.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as wrong:
+        return fail(f"--text: {wrong}")
+    try:
+        sources = [model_file(name) for name in options.model]
+    except ValueError as wrong:
+        return fail(f"--model: {wrong}")
+    # slow to import: a wrong option need not wait for JAX
+    import jattn
+    from jattn import interop
+
+    made: list[Any] = []
+    for name, source in reversed(list(zip(options.model, sources, strict=True))):
+        try:
+            tokenizer, model = interop.tokenizer(source), interop.load(source)
+        except (ValueError, OSError, ImportError) as wrong:
+            return fail(f"--model: {wrong}")
+        ids = np.array([tokenizer.encode(text).ids[: options.tokens]])
+        if not ids.size:
+            return fail(f"--text: {options.text!r} has no tokens")
+        print(f"{name}: {ids.shape[1]} tokens, {model.config.num_layers * model.config.num_heads} heads", flush=True)
+        try:
+            heads = interop.look(model, ids)
+        except ValueError as wrong:
+            return fail(f"--model: {wrong}")
+        made.append(jattn.report(heads, ids, tokenizer=tokenizer, title=Path(name).stem, compare=made))
+    try:
+        page = made[-1].save(options.out or "heads.html")
+    except OSError as wrong:
+        return fail(f"--out: {wrong}")
+    print(f"page: {page}")
+    return 0

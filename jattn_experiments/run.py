@@ -1,0 +1,161 @@
+"""One experiment end to end: trains it and its controls, measures, judges the claims, saves the findings."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jattn_experiments import tasks
+from jattn_experiments.config import Config, Kind, differences, variants
+from jattn_experiments.measure import claims, evaluate, head_scores, language_model, sentence_encoder
+from jattn_experiments.measure.assemble import assemble
+from jattn_experiments.runs import devices
+from jattn_experiments.runs.checkpoint import saved_steps
+from jattn_experiments.runs.findings import Findings
+from jattn_experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
+from jattn_experiments.runs.history import Clock
+from jattn_experiments.train import Setup, Trained, train
+
+
+class DifferentConfig(Exception):
+    """The folder holds a run of another config; one line per differing key."""
+
+
+@contextlib.contextmanager
+def prepared(config: Config, out: Path) -> Iterator[None]:
+    """Marks ``out`` as a run of ``config`` before training starts; within it, other runs are locked out.
+
+    Several processes of one run count as one owner: the first holds the lock.
+
+    Raises:
+        ValueError: a claim names an unknown metric; a pretrained model, the model to start from or devices of the mesh
+            are missing.
+        Busy: another run works in ``out``.
+        DifferentConfig: ``out`` holds a run of another config.
+        Damaged: ``config.json`` in ``out`` is not a config.
+        OSError: ``out`` is not writable.
+    """
+    match config.kind:
+        case Kind.SENTENCE_ENCODER:
+            sentence_encoder.check(config)
+        case Kind.LANGUAGE_MODEL:
+            language_model.check(config)
+        case Kind.TRAINING:
+            _check_training(config, out)
+    with contextlib.ExitStack() as stack:
+        refused = None
+        if devices.is_first():
+            try:
+                stack.enter_context(owned(out))
+                _mark(config, out)
+            except (Busy, DifferentConfig, Damaged, OSError) as error:
+                refused = error
+        if not devices.everywhere(refused is None):
+            raise refused or Busy("the first process could not lock the folder")
+        yield
+
+
+def _check_training(config: Config, out: Path) -> None:
+    claims.check(config, _known_metrics)
+    devices.check(config)
+    for one, folder in _trainings(config, out).values():
+        if one.train.start and not saved_steps(folder / "checkpoints"):  # a run that resumes does not need its start
+            setup = Setup.of(one)
+            setup.start(setup.init())
+
+
+def _trainings(config: Config, out: Path) -> dict[str, tuple[Config, Path]]:
+    """The config and folder of the run, under "", of its controls and of the points of its sweep."""
+    itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
+    found = {"": (config, out)}
+    for name, variant in variants(config).items():
+        same = dataclasses.replace(variant, name=config.name) == itself  # this point of the sweep is the run itself
+        found[name] = found[""] if same else (variant, out / "controls" / name)
+    return found
+
+
+def _mark(config: Config, out: Path) -> None:
+    """Writes ``config.json``, or compares ``config`` with the existing one."""
+    file = out / "config.json"
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    if not file.exists():
+        write_atomically(file, json.dumps(plain, indent=1).encode())
+        return
+    saved = read_json(file, dict, "the config of a run")
+    if different := differences(*(_of_any_mesh(one) for one in (saved, plain))):
+        raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
+
+
+def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
+    """A config without what does not affect its numbers, so a run can resume on more or fewer devices."""
+    return {name: value for name, value in plain.items() if name != "mesh"}
+
+
+def _known_metrics(config: Config) -> list[str]:
+    task = tasks.make(config.task)
+    scores = {claims.BEST: (*task.located, *head_scores.ALL), claims.TURN: (*task.located, *head_scores.TRACKED)}
+    return claims.known_metrics(config, task.places, task.located, scores, task.roles, task.levels)
+
+
+def run(config: Config, out: Path) -> Findings | None:
+    """Trains ``config`` and its controls in a prepared ``out``, or resumes; writes and returns the findings.
+
+    A saved model is only examined. With several processes, the first returns findings and the others None.
+
+    Raises:
+        Diverged: the loss of a seed is not finite.
+        Damaged: a stopped run left ``out`` incomplete.
+        OSError: ``out`` is not writable.
+        Stopped: a signal arrived.
+    """
+    match config.kind:
+        case Kind.SENTENCE_ENCODER:
+            findings = sentence_encoder.run(config)
+        case Kind.LANGUAGE_MODEL:
+            findings = language_model.run(config, out)
+        case Kind.TRAINING:
+            findings = _train(config, out)
+    if findings is None:
+        return None
+    write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
+    findings.save(out)
+    return findings
+
+
+def _train(config: Config, out: Path) -> Findings | None:
+    clock = Clock(out)
+    trained = train(config, out)
+    result = _result(trained)
+    roles = evaluate.find_roles(trained.setup, result.trained, trained.params)
+    results = {"": result._replace(groups=evaluate.ablate_groups(trained.setup, trained.params, roles.label))}
+    for name, (variant, folder) in _trainings(config, out).items():
+        if name:
+            results[name] = result if folder == out else _result(train(variant, folder))
+    if not devices.is_first():
+        return None
+    return assemble(trained.setup, results, roles, trained.history, clock.stop())
+
+
+def _result(run: Trained) -> claims.Result:
+    setup = run.setup
+    trained, untrained = evaluate.measure(setup, run.params, run.untrained)
+    nothing = np.zeros(0), {}
+    look_steps, tracked = run.history.scores() if devices.is_first() else nothing
+    metric_steps, metrics = run.history.metrics() if devices.is_first() else nothing
+    return claims.Result(
+        config=setup.config,
+        places=setup.task.places,
+        seeds=setup.seeds,
+        parameters=evaluate.num_parameters(run.params),
+        trained=trained,
+        untrained=untrained,
+        groups={},
+        look_steps=look_steps,
+        tracked=tracked,
+        metric_steps=metric_steps,
+        metrics=metrics,
+    )
