@@ -34,6 +34,14 @@ from jattn.masks import MaskFunction
 from jattn.multi_head import CallOptions, common_dtype
 from jattn.score_mods import ScoreMod
 
+__all__ = [
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "SelfAttention",
+    "dot_product_attention",
+    "dot_product_attention_weights",
+]
+
 
 def dot_product_attention(
     query: Array,

@@ -33,6 +33,8 @@ from jattn.mods.keywords import suggest_keywords
 from jattn.multi_head import CallOptions
 from jattn.score_mods import ScoreMod
 
+__all__ = ["MultiHeadAttention", "dot_product_attention", "dot_product_attention_weights"]
+
 Metadata = Mapping[str, Any]
 NOTHING: Metadata = MappingProxyType({})
 

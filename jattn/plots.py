@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["attention_heatmap", "head_grid"]
+
 try:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis

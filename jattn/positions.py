@@ -10,6 +10,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from jattn.mods.validation import to_int32
 
+__all__ = ["LinearScaling", "Llama3Scaling", "Rotary", "YarnScaling", "sinusoidal"]
+
 
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
     """``table[p, 2i] = sin(p / 10000^(2i/dim))``, ``table[p, 2i+1] = cos(...)``; float32 ``[length, dim]``.

@@ -19,6 +19,8 @@ from jattn.mods.arrays import AnyArray, Index, Length
 from jattn.mods.pytree import as_part, pytree_dataclass, static_field
 from jattn.mods.validation import LARGEST, check_fits, to_int32
 
+__all__ = ["Alibi", "RelativeBias", "ScoreMod", "SoftCap", "Then", "alibi_slopes", "then"]
+
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 

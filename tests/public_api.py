@@ -1,0 +1,72 @@
+"""The public names of jattn, as ``tests/public_api.txt`` lists them: ``python -m tests.public_api`` writes the list."""
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LIST = Path(__file__).with_suffix(".txt")
+MODULES = [
+    "jattn",
+    "jattn.masks",
+    "jattn.score_mods",
+    "jattn.positions",
+    "jattn.heads",
+    "jattn.sharding",
+    "jattn.nnx",
+    "jattn.linen",
+    "jattn.interop",
+    "jattn.plots",
+    "jattn.reports",
+]
+
+
+def public_names() -> dict[str, Any]:
+    """Every public function, class and constant by its full name; a method by ``module.Class.method``."""
+    found: dict[str, Any] = {}
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.ismodule(value):
+                continue
+            found[f"{module_name}.{name}"] = value
+            if inspect.isclass(value):
+                found |= {f"{module_name}.{name}.{method}": function for method, function in _methods(value)}
+    return found
+
+
+def _methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that a class brings, not those that override a method of another class."""
+    inherited = {name for base in kind.__mro__[1:] for name in vars(base)}
+    for name, value in vars(kind).items():
+        own = isinstance(value, property | classmethod) or f"{kind.__name__}." in getattr(value, "__qualname__", "")
+        if own and not name.startswith("_") and name not in inherited:
+            yield name, getattr(kind, name)
+
+
+def listing() -> str:
+    """One line a name, with the names of its parameters and which of them have defaults."""
+    return "".join(f"{name}{_parameters(value)}\n" for name, value in sorted(public_names().items()))
+
+
+def _parameters(value: Any) -> str:
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return ""
+    signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
+    plain = [
+        parameter.replace(
+            annotation=inspect.Parameter.empty,
+            default=inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else ...,
+        )
+        for name, parameter in signature.parameters.items()
+        if name != "self"
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)).replace(
+        "=Ellipsis", "=..."
+    )
+
+
+if __name__ == "__main__":
+    LIST.write_text(listing())
