@@ -47,21 +47,34 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def listing() -> str:
-    """One line a name, with the names of its parameters and which of them have defaults."""
-    return "".join(f"{name}{_parameters(value)}\n" for name, value in sorted(public_names().items()))
+    """One line a name: its mark, its parameters, and which of them have defaults. New names are experimental."""
+    known = marks()
+    lines = (
+        f"{known.get(name, 'experimental'):<13}{name}{_parameters(value)}" for name, value in public_names().items()
+    )
+    return "\n".join(sorted(lines, key=lambda line: line.split()[1])) + "\n"
+
+
+def marks() -> dict[str, str]:
+    """``"stable"`` or ``"experimental"`` for every name in the list."""
+    words = (line.split() for line in LIST.read_text(encoding="utf-8").splitlines())
+    return {name.partition("(")[0]: mark for mark, name, *_ in words}
 
 
 def _parameters(value: Any) -> str:
     if not (inspect.isclass(value) or inspect.isroutine(value)):
         return ""
-    signature = inspect.signature(value.__init__ if inspect.isclass(value) else value)
+    function = value
+    if inspect.isclass(value):  # whose own signature a metaclass may hide
+        function = value.__new__ if issubclass(value, tuple) else value.__init__
+    signature = inspect.signature(function)
     plain = [
         parameter.replace(
             annotation=inspect.Parameter.empty,
             default=inspect.Parameter.empty if parameter.default is inspect.Parameter.empty else ...,
         )
         for name, parameter in signature.parameters.items()
-        if name != "self"
+        if name not in ("self", "_cls")
     ]
     return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)).replace(
         "=Ellipsis", "=..."

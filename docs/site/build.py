@@ -1,0 +1,217 @@
+"""Builds the site: ``make docs``, or ``python docs/site/build.py`` with ``jattn[docs]`` installed.
+
+The pages are those of docs/, with what only a site has from docs/site/pages; one page for every public name; the tables
+of every kept benchmark; and the reports of the kept runs. They are arranged in build/site-source, from which Sphinx
+builds build/site. A warning, a broken link or a public name without a page fails the build. Nothing is executed.
+"""
+
+import inspect
+import os
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+SOURCE, OUT = ROOT / "build" / "site-source", ROOT / "build" / "site"
+sys.path.insert(0, str(ROOT))
+
+from tests.public_api import MODULES, marks, public_names
+
+# The entries at the top of the contents, and the pages below each.
+CONTENTS = {
+    "start": [],
+    "guides": [
+        "what-to-call",
+        "step-by-step",
+        "masks",
+        "flax",
+        "long-context",
+        "language-model",
+        "your-own-model",
+        "scale",
+        "accelerators",
+    ],
+    "looking-inside": ["report", "survey"],
+    "recipes/index": ["recipes/*", "answers"],
+    "experiments": ["published", "reports"],
+    "benchmarks": ["results/*/*"],
+    "reference": [*(f"reference/{module}" for module in MODULES), "architecture", "extending", "project/*"],
+}
+IMAGES = {".png", ".svg"}
+LINK = re.compile(r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)\s]+)(?P<after>\))")
+FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+class Pages(NamedTuple):
+    """The pages by the file they come from, and what is missing."""
+
+    of_file: dict[Path, str]  # the name of a page is its path without suffix
+    problems: list[str]
+
+
+def main() -> int:
+    """Builds the site; returns the exit status."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    (SOURCE / "extra").mkdir(parents=True)
+    problems = stage()
+    write_reference()
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        return 1
+    from sphinx.cmd.build import build_main
+
+    shutil.rmtree(OUT, ignore_errors=True)
+    return build_main(["-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE), str(SOURCE), str(OUT)])
+
+
+def repository() -> str:
+    """The address under which files that have no page are shown."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return f"{project['urls']['Repository']}/blob/main"
+
+
+def page_files() -> dict[Path, str]:
+    """Every Markdown file that becomes a page, with the page's name."""
+    found = {file: file.stem for file in (HERE / "pages").glob("*.md")}
+    found |= {file: str(file.relative_to(ROOT / "docs").with_suffix("")) for file in (ROOT / "docs").glob("*.md")}
+    found |= {file: f"recipes/{file.stem}" for file in (ROOT / "docs" / "recipes").glob("*.md")}
+    results = ROOT / "experiments" / "results"
+    found |= {file: f"results/{file.parent.name}/{file.stem}" for file in results.glob("*/*.md")}
+    return found | {ROOT / f"{name}.md": f"project/{name.lower()}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
+
+
+def stage() -> list[str]:
+    """Writes every page to ``SOURCE`` with its links put right; returns what is broken."""
+    pages, problems = page_files(), []
+    for file, page in pages.items():
+        text = file.read_text(encoding="utf-8")
+        text = _outside_code(text, lambda part, file=file: _relink(part, file, pages, problems))
+        if page in CONTENTS:
+            text += contents(CONTENTS[page], set(pages.values()))
+        if file.parent.parent.name == "results":
+            text = _with_machine(text, file)
+        target = SOURCE / f"{page}.md"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    for report in kept_reports():
+        shutil.copy(report, SOURCE / "extra" / f"report-{report.parent.name}.html")
+    return problems
+
+
+def kept_reports() -> list[Path]:
+    """The offline reports of the runs that are kept."""
+    return sorted((ROOT / "experiments" / "results").glob("*/report.html"))
+
+
+def _outside_code(text: str, change: Any) -> str:
+    """``text`` with ``change`` applied to all but its fenced blocks."""
+    parts, end = [], 0
+    for fence in FENCE.finditer(text):
+        parts += [change(text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, change(text[end:])])
+
+
+def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) -> str:
+    """Links between files as links between pages; to a file without a page, where the repository shows it."""
+
+    def new(link: re.Match) -> str:
+        target, hash_, anchor = link["target"].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return link[0]
+        if target.startswith("page:"):  # of the site alone
+            return f"{link['before']}{_relative(target[5:], file, pages)}.md{hash_}{anchor}{link['after']}"
+        path = (file.parent / target).resolve()
+        if not path.exists():
+            problems.append(f"{file.relative_to(ROOT)}: no such file: {target}")
+        if path in pages:
+            return f"{link['before']}{_relative(pages[path], file, pages)}.md{hash_}{anchor}{link['after']}"
+        if path.name == "README.md" and path.parent == ROOT:
+            return f"{link['before']}{_relative('index', file, pages)}.md{link['after']}"
+        if path.suffix in IMAGES:
+            name = _image(path)
+            return f"{link['before']}{_relative(name, file, pages)}{link['after']}"
+        if path.name == "report.html":
+            return f"{link['before']}{_relative(f'report-{path.parent.name}.html', file, pages)}{link['after']}"
+        where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        return f"{link['before']}{repository()}/{where}{hash_}{anchor}{link['after']}"
+
+    return LINK.sub(new, text)
+
+
+def _relative(target: str, file: Path, pages: dict[Path, str]) -> str:
+    return os.path.relpath(target, Path(pages[file]).parent)
+
+
+def _image(path: Path) -> str:
+    """Copies an image; returns its place in the source."""
+    if path.is_relative_to(ROOT / "docs"):
+        name = str(path.relative_to(ROOT / "docs"))
+    else:
+        name = f"results/{path.parent.name}/{path.name}"
+    (SOURCE / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, SOURCE / name)
+    return name
+
+
+def _with_machine(text: str, file: Path) -> str:
+    """Results name their folder in the title, which holds machine and date."""
+    return re.sub(r"\A# (.*)", rf"# \1: {file.parent.name}", text)
+
+
+def contents(patterns: list[str], pages: set[str]) -> str:
+    """The pages below an entry, for Sphinx."""
+    lines = []
+    for pattern in patterns:
+        if "*" not in pattern:
+            lines.append(f"/{pattern}")
+            continue
+        named = {page for several in CONTENTS.values() for page in several} | CONTENTS.keys()
+        lines += [f"/{page}" for page in sorted(pages - named) if Path(page).match(pattern)]
+    return "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(lines) + "\n```\n" if lines else ""
+
+
+def write_reference() -> None:
+    """A page for every public name, and one for every module."""
+    names, stable = public_names(), marks()
+    folder = SOURCE / "reference"
+    folder.mkdir(exist_ok=True)
+    own = [name for name in names if name.rpartition(".")[0] in MODULES]
+    for name in own:
+        methods = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == name]
+        (folder / f"{name}.rst").write_text(_name_page(name, names[name], methods, stable[name]))
+    for module in MODULES:
+        inside = [name for name in own if name.rpartition(".")[0] == module]
+        (folder / f"{module}.rst").write_text(_module_page(module, inside, names, stable))
+
+
+def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
+    if inspect.isclass(value):
+        directive = f".. autoclass:: {name}\n" + (f"   :members: {', '.join(methods)}\n" if methods else "")
+    else:
+        directive = f".. {'autofunction' if inspect.isroutine(value) else 'autodata'}:: {name}\n"
+    note = "" if mark == "stable" else f"*{mark.capitalize()}*: see :doc:`/reference`.\n\n"
+    return f"{name}\n{'=' * len(name)}\n\n{note}{directive}"
+
+
+def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
+    about = inspect.getdoc(sys.modules[module]) or ""
+    rows = []
+    for name in inside:
+        first = (inspect.getdoc(names[name]) or "").partition("\n\n")[0].replace("\n", " ")
+        if not (inspect.isclass(names[name]) or inspect.isroutine(names[name])):
+            first = "A constant." if "Callable" not in type(names[name]).__name__ else "A type."
+        mark = "" if stable[name] == "stable" else f" *({stable[name]})*"
+        rows.append(f"   * - :doc:`{name.rpartition('.')[2]} <{name}>`\n     - {first}{mark}\n")
+    table = ".. list-table::\n   :widths: 30 70\n\n" + "".join(rows)
+    tree = ".. toctree::\n   :hidden:\n\n" + "".join(f"   {name.rpartition('.')[2]} <{name}>\n" for name in inside)
+    return f"{module}\n{'=' * len(module)}\n\n{about}\n\n{table}\n{tree}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Sphinx's settings for jattn's site; ``build.py`` prepares the pages and calls it."""
+
+import inspect
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import jattn
+from tests.public_api import public_names
+
+project = "jattn"
+author = "The jattn authors"
+copyright = "The jattn authors, Apache-2.0"
+version = release = jattn.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
+nb_execution_mode = "off"  # the tests run the pages
+myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+exclude_patterns = ["Thumbs.db"]
+highlight_language = "none"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings give types and shapes in the letters of the axes
+autodoc_class_signature = "mixed"
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Example", "example")]
+
+html_theme = "furo"
+html_title = f"jattn {release}"
+html_static_path = [str(Path(__file__).parent / "static")]
+html_css_files = ["site.css"]
+html_js_files = ["search.js"]
+html_copy_source = False
+html_show_sphinx = False
+html_extra_path = ["extra"]
+templates_path = [str(Path(__file__).parent / "templates")]
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+
+def _reachable(mapping: dict[str, str]) -> dict[str, tuple[str, None]]:
+    """The object lists that can be read now: a build without a network has no links to other projects."""
+    found = {}
+    for name, address in mapping.items():
+        try:
+            with urllib.request.urlopen(f"{address}/objects.inv", timeout=5):
+                found[name] = (address, None)
+        except (urllib.error.URLError, TimeoutError):
+            pass
+    return found
+
+
+intersphinx_mapping = _reachable(
+    {
+        "python": "https://docs.python.org/3",
+        "numpy": "https://numpy.org/doc/stable",
+        "jax": "https://docs.jax.dev/en/latest",
+        "flax": "https://flax.readthedocs.io/en/latest",
+    }
+)
+
+# Where a name is defined, and the public name that its page has.
+_PUBLIC = {
+    f"{value.__module__}.{value.__qualname__}": name
+    for name, value in public_names().items()
+    if (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__.startswith("jattn.")
+}
+
+
+def _public_reference(app, env, node, contnode):
+    """Resolves a reference to where a name is defined; an unknown name of jattn is an error."""
+    target = node.get("reftarget", "")
+    if not target.startswith("jattn."):
+        return None
+    domain = env.get_domain("py")
+    if name := _PUBLIC.get(target):
+        return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+    from sphinx.util import logging
+
+    logging.getLogger(__name__).warning("no page for %r", target, location=node)
+    return None
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("missing-reference", _public_reference)
