@@ -1,6 +1,7 @@
 """Draws the figures of these pages: ``python docs/pictures.py``, with ``jattn[plots]`` installed."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -74,7 +75,41 @@ def block_tables() -> None:
     figure.savefig(HERE / "block-tables.png", dpi=150)
 
 
+def _blocks(document: str) -> dict:
+    """The names that the Python blocks of a page leave behind."""
+    found: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", (HERE / document).read_text(), re.MULTILINE | re.DOTALL):
+        exec(block, found)
+    return found
+
+
+def mods() -> None:
+    """Every mask and score function of masks.md, made by the blocks of that page."""
+    page = _blocks("masks.md")
+    q, kv = np.arange(16)[:, None], np.arange(16)
+    figure = Figure(figsize=(9, 7.4), layout="constrained")
+    for axes, (title, mask) in zip(figure.subplots(3, 4).flat, page["masks"].items(), strict=True):
+        _matrix(axes, np.broadcast_to(mask(0, 0, q, kv), (16, 16)), title, vmin=0, vmax=1.4)
+    figure.savefig(HERE / "masks.png", dpi=110)
+    drawn = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    for axes, (title, score_mod) in zip(figure.subplots(2, 3).flat, page["scores"].items(), strict=True):
+        scores = drawn if score_mod is None else np.asarray(score_mod(jnp.asarray(drawn), 0, 0, q, kv))
+        image = _matrix(axes, scores, title, cmap="RdBu_r", vmin=-4, vmax=4)
+    figure.colorbar(image, ax=figure.axes, shrink=0.6, label="score")
+    figure.savefig(HERE / "score-mods.png", dpi=110)
+
+
+def _matrix(axes, values, title, cmap="Blues", **scale):
+    image = axes.pcolormesh(values, cmap=cmap, edgecolors="lightgray", linewidth=0.3, **scale)
+    axes.set_title(title, fontsize=8)
+    axes.set(aspect="equal", xticks=[], yticks=[])
+    axes.invert_yaxis()
+    return image
+
+
 if __name__ == "__main__":
+    mods()
     why_scale()
     head_0()
     block_tables()

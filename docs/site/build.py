@@ -5,7 +5,9 @@ of every kept benchmark; and the reports of the kept runs. They are arranged in 
 builds build/site. A warning, a broken link or a public name without a page fails the build. Nothing is executed.
 """
 
+import importlib
 import inspect
+import json
 import os
 import re
 import shutil
@@ -41,6 +43,8 @@ CONTENTS = {
     "benchmarks": ["results/*/*"],
     "reference": [*(f"reference/{module}" for module in MODULES), "architecture", "extending", "project/*"],
 }
+# Languages of blocks that only our own tests know.
+LANGUAGES = {"check": "bash", "layers": "text", "experiments": "text", "output": "text"}
 IMAGES = {".png", ".svg"}
 LINK = re.compile(r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)\s]+)(?P<after>\))")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -69,10 +73,28 @@ def main() -> int:
     return build_main(["-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE), str(SOURCE), str(OUT)])
 
 
-def repository() -> str:
-    """The address under which files that have no page are shown."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return f"{project['urls']['Repository']}/blob/main"
+def project_urls() -> dict[str, str]:
+    """The project's addresses, which pyproject.toml states once."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+
+
+def links_outward(text: str, file: Path) -> str:
+    """Links of ``file`` as they are read from elsewhere: to the site's pages, or to the repository."""
+    pages, urls = page_files(), project_urls()
+
+    def new(link: re.Match) -> str:
+        target, hash_, anchor = link["target"].partition("#")
+        if not target or re.match(r"[a-z]+:", target):
+            return link[0]
+        path = (file.parent / target).resolve()
+        where = f"{urls['Documentation']}/{pages[path]}.html" if path in pages else _in_repository(path)
+        return f"{link['before']}{where}{hash_}{anchor}{link['after']}"
+
+    return LINK.sub(new, text)
+
+
+def _in_repository(path: Path) -> str:
+    return f"{project_urls()['Repository']}/blob/main/{path.relative_to(ROOT)}"
 
 
 def page_files() -> dict[Path, str]:
@@ -82,7 +104,9 @@ def page_files() -> dict[Path, str]:
     found |= {file: f"recipes/{file.stem}" for file in (ROOT / "docs" / "recipes").glob("*.md")}
     results = ROOT / "experiments" / "results"
     found |= {file: f"results/{file.parent.name}/{file.stem}" for file in results.glob("*/*.md")}
-    return found | {ROOT / f"{name}.md": f"project/{name.lower()}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
+    return found | {
+        ROOT / f"{name}.md": f"project/{name.lower()}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
+    }
 
 
 def stage() -> list[str]:
@@ -94,7 +118,10 @@ def stage() -> list[str]:
         if page in CONTENTS:
             text += contents(CONTENTS[page], set(pages.values()))
         if file.parent.parent.name == "results":
-            text = _with_machine(text, file)
+            first, _, rest = text.partition("\n")  # the folder's name has machine and date
+            title = first[2:] if first.startswith("# ") else file.stem.capitalize()
+            text = f"# {title}: {file.parent.name}\n\n{rest if first.startswith('# ') else text}"
+        text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", _list_modules())
         target = SOURCE / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -109,10 +136,11 @@ def kept_reports() -> list[Path]:
 
 
 def _outside_code(text: str, change: Any) -> str:
-    """``text`` with ``change`` applied to all but its fenced blocks."""
+    """``text`` with ``change`` applied to all but its fenced blocks; these get languages that Pygments knows."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):
-        parts += [change(text[end : fence.start()]), fence[0]]
+        block = re.sub(r"\A( *[`~]+)(\w+)", lambda start: start[1] + LANGUAGES.get(start[2], start[2]), fence[0])
+        parts += [change(text[end : fence.start()]), block]
         end = fence.end()
     return "".join([*parts, change(text[end:])])
 
@@ -138,8 +166,7 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
             return f"{link['before']}{_relative(name, file, pages)}{link['after']}"
         if path.name == "report.html":
             return f"{link['before']}{_relative(f'report-{path.parent.name}.html', file, pages)}{link['after']}"
-        where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        return f"{link['before']}{repository()}/{where}{hash_}{anchor}{link['after']}"
+        return f"{link['before']}{_in_repository(path)}{hash_}{anchor}{link['after']}"
 
     return LINK.sub(new, text)
 
@@ -159,9 +186,27 @@ def _image(path: Path) -> str:
     return name
 
 
-def _with_machine(text: str, file: Path) -> str:
-    """Results name their folder in the title, which holds machine and date."""
-    return re.sub(r"\A# (.*)", rf"# \1: {file.parent.name}", text)
+def _list_reports() -> str:
+    rows = []
+    for report in kept_reports():
+        config = json.loads((report.parent / "config.json").read_text(encoding="utf-8"))
+        name, size = report.parent.name, report.stat().st_size / 1e6
+        about = config["description"].partition(". ")[0].rstrip(".")
+        rows.append(f'| <a href="report-{name}.html">{name}</a> | {about}. | {size:.1f} MB |\n')
+    return "\n| run | | |\n|---|---|---|\n" + "".join(rows) + "\n"
+
+
+def _list_modules() -> str:
+    rows = [
+        f"| [`{module}`](reference/{module}.rst) | {_first_line(importlib.import_module(module))} |\n"
+        for module in MODULES
+    ]
+    return "\n| module | |\n|---|---|\n" + "".join(rows) + "\n"
+
+
+def _first_line(value: Any) -> str:
+    line = (inspect.getdoc(value) or "").partition("\n")[0]
+    return line.removeprefix("jattn: ").replace("``", "`")
 
 
 def contents(patterns: list[str], pages: set[str]) -> str:
@@ -200,7 +245,7 @@ def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
 
 
 def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
-    about = inspect.getdoc(sys.modules[module]) or ""
+    about = inspect.getdoc(importlib.import_module(module)) or ""
     rows = []
     for name in inside:
         first = (inspect.getdoc(names[name]) or "").partition("\n\n")[0].replace("\n", " ")

@@ -1,6 +1,7 @@
 """Sphinx's settings for jattn's site; ``build.py`` prepares the pages and calls it."""
 
 import inspect
+import operator
 import sys
 import urllib.error
 import urllib.request
@@ -8,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
+
+from sphinx.util import logging
 
 import jattn
 from tests.public_api import public_names
@@ -28,7 +31,7 @@ extensions = [
 nb_execution_mode = "off"  # the tests run the pages
 myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
-exclude_patterns = ["Thumbs.db"]
+exclude_patterns = ["extra"]
 highlight_language = "none"
 
 autodoc_member_order = "bysource"
@@ -42,11 +45,9 @@ html_theme = "furo"
 html_title = f"jattn {release}"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
-html_js_files = ["search.js"]
 html_copy_source = False
 html_show_sphinx = False
-html_extra_path = ["extra"]
-templates_path = [str(Path(__file__).parent / "templates")]
+html_extra_path = [str(ROOT / "build" / "site-source" / "extra")]
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -80,6 +81,14 @@ _PUBLIC = {
 }
 
 
+def _where(name: str) -> object:
+    """The object of a dotted name of jattn, public or not; None if there is none."""
+    try:
+        return operator.attrgetter(name.partition(".")[2])(jattn)
+    except AttributeError:
+        return None
+
+
 def _public_reference(app, env, node, contnode):
     """Resolves a reference to where a name is defined; an unknown name of jattn is an error."""
     target = node.get("reftarget", "")
@@ -88,9 +97,8 @@ def _public_reference(app, env, node, contnode):
     domain = env.get_domain("py")
     if name := _PUBLIC.get(target):
         return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
-    from sphinx.util import logging
-
-    logging.getLogger(__name__).warning("no page for %r", target, location=node)
+    if _where(target) is None:
+        logging.getLogger(__name__).warning("there is no %r", target, location=node)
     return None
 
 
