@@ -1,12 +1,13 @@
 """jattn: attention you can look inside, at any length, on any device, without changing a bit of its output.
 
-The axes, in every docstring and annotation:
+The axes, in every docstring and annotation::
 
     B batch            T query length     S key/value length
     N query heads      K kv heads         G = N/K query heads share a kv head
     H query/key dim    D value dim        M model dim
 
-Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores.
+Layout is ``[B,T,N,H]``, as in ``jax.nn`` and Flax. ``lse`` is the log-sum-exp of a row of scores. Examples take
+``import jax``, ``import jax.numpy as jnp``, ``import numpy as np`` and ``import jattn`` as given.
 
 docs/architecture.md lists the files that a call passes through, in order.
 """

@@ -110,6 +110,14 @@ def dot_product_attention(
     Raises:
         ValueError, TypeError: an argument has the wrong shape or dtype; the message names it.
         Unsupported: the named ``implementation`` does not support this call; the message gives the reason.
+
+    Example:
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))  # [B,T,N,H]
+        >>> out, lse = jattn.dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+        >>> out.shape, lse.shape
+        ((1, 4, 2, 8), (1, 4, 2))
+        >>> np.allclose(out[:, 0], value[:, 0], atol=1e-4)  # the first query sees the first key alone
+        True
     """
     _check_value(value)
     with_lse = flag("return_residual", return_residual)
@@ -143,6 +151,12 @@ def attention_weights(
 
     Same arguments and errors. Rows sum to 1, to 0 if the query sees nothing, and to less than 1 with ``sinks``. Memory
     O(N·T·S). The output is bit-identical whether or not the weights are computed.
+
+    Example:
+        >>> query = key = jnp.zeros((1, 4, 2, 8))  # equal scores
+        >>> weights = jattn.attention_weights(query, key, is_causal=True)
+        >>> weights.shape, weights[0, 0, 1].tolist()
+        ((1, 2, 4, 4), [0.5, 0.5, 0.0, 0.0])
     """
     args = make_args(query, key, None, bias, mask, **options)
     weights, lse = shard.on_each_device(dense.weights, args, ("bnts", "btn"))
@@ -193,17 +207,15 @@ def fold_weights(
         ValueError, TypeError: as ``dot_product_attention``; ``lse`` has the wrong shape; a step changes its carry's
             shapes or dtypes.
 
-    Example: column sums, and the entropy of each row::
+    Example:
+        The weight that each key receives. A sum over keys would be ``carry.at[q_idx[:, 0]].add(weights.sum(1))``.
 
-        def received(carry, weights, q_idx, kv_idx):
-            return carry.at[kv_idx[0]].add(weights.sum(0))
-
-        def entropy(carry, weights, q_idx, kv_idx):
-            logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
-            return carry.at[q_idx[:, 0]].add(-(weights * logs).sum(1))
-
-        fold_weights(received, jnp.zeros(S), query, key)  # [B,N,S]
-        fold_weights(entropy, jnp.zeros(T), query, key)  # [B,N,T]
+        >>> def received(carry, weights, q_idx, kv_idx):
+        ...     return carry.at[kv_idx[0]].add(weights.sum(0))
+        >>> query, key = jax.random.normal(jax.random.key(0), (2, 1, 4, 2, 8))
+        >>> sums = jattn.fold_weights(received, jnp.zeros(4), query, key)  # [B,N,S]
+        >>> np.allclose(sums, jattn.attention_weights(query, key).sum(2), atol=1e-4)
+        True
     """
     if implementation is not None and not isinstance(implementation, Blockwise):
         raise TypeError(f"implementation must be a jattn.kernels.blockwise.Blockwise, got {implementation!r}")
@@ -248,6 +260,11 @@ def explain(
     With a mask it also says how much of the score matrix the forward pass computes, mean of all sequences, and in
     blocks of which size, if the implementation lets that be known. What traced arrays in a mask empty is known only
     when the call runs; in an eager call, that is every array. Under ``jit``, NumPy arrays are known.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)
+        >>> jattn.explain(x, x, x, is_causal=True, platform="tpu").splitlines()[:2]
+        ['splash: taken on TPU', 'splash computes 56% of the pairs in blocks of 512 x 512']
     """
     # return_residual does not affect the choice.
     leaves, structure = jax.tree.flatten(((query, key, value, bias, mask), dict(options)), is_leaf=callable)

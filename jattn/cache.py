@@ -22,6 +22,15 @@ class KVCache:
     of 32 or 64 bits. It keeps its dtype. The token at position p is in slot p. In a ``rolling`` cache it is in slot
     ``p mod C`` and replaces the token C positions before it. Other slots are never seen. ``flax.serialization`` saves
     and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported.
+
+    Example:
+        >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, rolling=True)
+        >>> tokens = jnp.ones((1, 5, 2, 8))
+        >>> cache = jattn.append(cache, tokens, tokens)
+        >>> cache.capacity, cache.length.tolist(), cache.filled.tolist(), cache.overflowed.tolist()
+        (4, [5], [4], [False])
+        >>> cache.slot_positions.tolist(), cache.next_positions(2).tolist()  # token 4 has replaced token 0
+        ([[4, 1, 2, 3]], [[5, 6]])
     """
 
     key: Any
@@ -94,6 +103,11 @@ def init_cache(
 
     Raises:
         TypeError: ``dtype`` is not floating.
+
+    Example:
+        >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, dtype=jnp.bfloat16)
+        >>> cache.key.shape, cache.key.dtype.name, cache.length.tolist()
+        ((1, 4, 2, 8), 'bfloat16', [0])
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of a cache must be floating, got {jnp.dtype(dtype)}, which truncates keys and values")
@@ -120,6 +134,13 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
             values and the last slot become NaN instead. Modules and ``attend_heads`` then give NaN for this sequence,
             now and from then on; the result's ``overflowed`` tells.
         TypeError: ``cache.length`` has fewer than 32 bits, or is not of integers.
+
+    Example:
+        >>> tokens = jnp.ones((2, 3, 2, 8))  # of two sequences, the second of which has two tokens
+        >>> valid = np.array([[True, True, True], [True, True, False]])
+        >>> cache = jattn.append(jattn.init_cache(2, 4, 2, 8), tokens, tokens, valid=valid)
+        >>> cache.length.tolist(), cache.key[:, :, 0, 0].tolist()
+        ([3, 2], [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     """
     key, value = (jnp.asarray(x).astype(old.dtype) for x, old in ((key, cache.key), (value, cache.value)))
     B, L = key.shape[:2]

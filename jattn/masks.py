@@ -41,7 +41,16 @@ __all__ = [
 
 @pytree_dataclass
 class Causal(Mask):
-    """A query sees its own position and earlier ones: ``kv <= q``."""
+    """A query sees its own position and earlier ones: ``kv <= q``.
+
+    Example:
+        >>> i = np.arange(4)
+        >>> print(jattn.masks.Causal()(0, 0, i[:, None], i).astype(int))
+        [[1 0 0 0]
+         [1 1 0 0]
+         [1 1 1 0]
+         [1 1 1 1]]
+    """
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx <= q_idx
@@ -59,6 +68,17 @@ class SlidingWindow(Mask):
 
     As ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Integers or integer scalar
     arrays; 2^31 - 1 or more means unbounded.
+
+    Raises:
+        TypeError: a side is not an integer or an integer scalar array.
+
+    Example:
+        >>> i = np.arange(4)
+        >>> print(jattn.masks.SlidingWindow(2, right=1)(0, 0, i[:, None], i).astype(int))
+        [[1 1 0 0]
+         [1 1 1 0]
+         [1 1 1 1]
+         [0 1 1 1]]
     """
 
     left: Any
@@ -90,6 +110,18 @@ class Prefix(Mask):
     """Every query sees the first ``length`` keys: ``kv < length``. ``Causal() | Prefix(n)`` is a prefix language model.
 
     ``length``: an integer or integer scalar array, shared by all sequences (``Padding`` has one per sequence).
+
+    Raises:
+        TypeError: ``length`` is neither.
+
+    Example:
+        >>> mask, i = jattn.masks.Causal() | jattn.masks.Prefix(2), np.arange(4)
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 1 0 0]
+         [1 1 0 0]
+         [1 1 1 0]
+         [1 1 1 1]]
+
     Source: T5, https://arxiv.org/abs/1910.10683, section 3.2.1.
     """
 
@@ -114,6 +146,15 @@ class Padding(Mask):
     """Hides keys past the end of their sequence: ``kv < lengths[b]``.
 
     ``lengths``: integers ``[B]``; a B of 1 is shared by all sequences.
+
+    Raises:
+        TypeError: ``lengths`` is not an array of integers of rank 1.
+
+    Example:
+        >>> mask, b = jattn.masks.Padding(np.array([2, 3])), np.arange(2)
+        >>> print(mask(b[:, None], 0, 0, np.arange(4)).astype(int))  # a row per sequence
+        [[1 1 0 0]
+         [1 1 1 0]]
     """
 
     lengths: Any
@@ -149,6 +190,17 @@ class Segments(Mask):
     ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 is shared by all sequences. Usually combined:
     ``Segments(ids) & Causal()``. Ids may be hashes: JAX arrays of any integer type, also 64 bits in x64, are compared
     exactly; NumPy arrays must fit int32.
+
+    Raises:
+        TypeError: ids are not an array of integers of rank 1 or 2.
+
+    Example:
+        >>> mask, i = jattn.masks.Segments(np.array([0, 0, 1, 1])) & jattn.masks.Causal(), np.arange(4)
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 0 0 0]
+         [1 1 0 0]
+         [0 0 1 0]
+         [0 0 1 1]]
     """
 
     query_ids: Any
@@ -195,6 +247,17 @@ class Dense(Mask):
 
     A bool array passed as ``mask=`` to ``dot_product_attention`` is indexed by slot instead; the two differ only if
     positions are given. ``bounds`` is exact and uses a summed-area table.
+
+    Raises:
+        TypeError: ``array`` is not an array of bools of rank 2, 3 or 4.
+
+    Example:
+        >>> hidden, i = np.array([[0, 0, 0], [0, 0, 0], [0, 1, 0]], bool), np.arange(3)
+        >>> mask = jattn.masks.Causal() & ~jattn.masks.Dense(hidden)  # without the pair (2, 1)
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 0 0]
+         [1 1 0]
+         [1 0 1]]
     """
 
     array: Any

@@ -241,7 +241,7 @@ def init_multi_head(
     Args:
         key: a JAX random key.
         model_dim: M, of the input and the output.
-        num_heads: N.
+        num_heads: N, the number of query heads.
         num_kv_heads: K, a divisor of N; N by default.
         head_dim: H, of query and key; ``model_dim / num_heads`` by default.
         value_dim: D; ``head_dim`` by default.
@@ -249,6 +249,11 @@ def init_multi_head(
 
     Raises:
         ValueError: a number is not a positive integer, or does not divide as required.
+
+    Example:
+        >>> params = jattn.init_multi_head(jax.random.key(0), 8, num_heads=2, num_kv_heads=1)
+        >>> {name: part["kernel"].shape for name, part in params.items()}
+        {'query': (8, 2, 4), 'key': (8, 1, 4), 'value': (8, 1, 4), 'out': (2, 4, 8)}
     """
     sizes = {"model_dim": model_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
              "value_dim": value_dim, "kv_model_dim": kv_model_dim}  # fmt: skip
@@ -299,8 +304,14 @@ def multi_head_attention(
     Returns:
         ``y [B,T,M]``, with ``return_weights`` ``(y, weights)``, with ``cache`` ``(y, cache)``, with both all three.
 
+    Raises:
+        ValueError: the input's features are not the kernels'; also as ``dot_product_attention``.
+
     Example:
-        ``params = init_multi_head(jax.random.key(0), 64, 8); y = multi_head_attention(params, x, is_causal=True)``
+        >>> params, x = jattn.init_multi_head(jax.random.key(0), 8, num_heads=2), jnp.ones((1, 4, 8))
+        >>> y, weights = jattn.multi_head_attention(params, x, is_causal=True, return_weights=True)
+        >>> y.shape, weights.shape
+        ((1, 4, 8), (1, 2, 4, 4))
     """
     x_kv, precision = x if x_kv is None else x_kv, options.get("precision")
     query = project(params["query"], x, precision)

@@ -16,6 +16,17 @@ __all__ = ["LinearScaling", "Llama3Scaling", "Rotary", "YarnScaling", "sinusoida
 def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
     """``table[p, 2i] = sin(p / 10000^(2i/dim))``, ``table[p, 2i+1] = cos(...)``; float32 ``[length, dim]``.
 
+    Raises:
+        ValueError: ``length`` is negative or ``dim`` is less than 1.
+
+    Example:
+        >>> table = jattn.positions.sinusoidal(8, 4)
+        >>> table.shape, table[0].tolist()
+        ((8, 4), [0.0, 1.0, 0.0, 1.0])
+        >>> products = table @ table.T  # depend on the distance alone
+        >>> np.allclose(products[0, 3], products[4, 7], atol=1e-2)
+        True
+
     Source: Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 3.5.
     """
     if length < 0 or dim < 1:
@@ -28,7 +39,17 @@ def sinusoidal(length: int, dim: int) -> Float[Array, "T M"]:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: every frequency divided by ``factor``. Source: https://arxiv.org/abs/2306.15595."""
+    """``scaling=`` of ``Rotary``: position interpolation, every frequency divided by ``factor``.
+
+    Example:
+        >>> rotary = jattn.positions.Rotary(scaling=jattn.positions.LinearScaling(4.0))
+        >>> x = jax.random.normal(jax.random.key(0), (2, 1, 8))
+        >>> scaled, plain = rotary(x, jnp.array([4, 8])), jattn.positions.Rotary()(x, jnp.array([1, 2]))
+        >>> np.allclose(scaled, plain, atol=1e-4)
+        True
+
+    Source: https://arxiv.org/abs/2306.15595.
+    """
 
     factor: float
 
@@ -39,9 +60,16 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high ones, and interpolates between.
+    """``scaling=`` of ``Rotary``: divides low frequencies by ``factor``, keeps high ones, and interpolates between.
 
     Low: fewer than ``low_freq_factor`` turns within ``original_length``; high: more than ``high_freq_factor``.
+
+    Example:
+        >>> scaling = jattn.positions.Llama3Scaling(factor=8.0, original_length=512)
+        >>> rotary, scaled = jattn.positions.Rotary(), jattn.positions.Rotary(scaling=scaling)
+        >>> (rotary.frequencies(16)[0] / scaled.frequencies(16)[0]).round(2).tolist()
+        [1.0, 1.0, 1.0, 1.71, 8.0, 8.0, 8.0, 8.0]
+
     Source: Llama 3.1's published code (``apply_scaling``).
     """
 
@@ -59,10 +87,20 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """ "NTK by parts": frequencies of more than ``beta_fast`` turns are kept, below ``beta_slow`` turns divided.
+    """``scaling=`` of ``Rotary``: YaRN's "NTK by parts", which divides low frequencies by ``factor``.
 
-    Between, it interpolates linearly in the dimension. Cosine and sine are multiplied by ``0.1 ln(factor) + 1`` (and so
-    scores by its square), or by ``attention_factor`` if given.
+    Frequencies of more than ``beta_fast`` turns within ``original_length`` are kept, those below ``beta_slow`` turns
+    divided. Between, it interpolates linearly in the dimension. Cosine and sine are multiplied by
+    ``0.1 ln(factor) + 1`` (and so scores by its square), or by ``attention_factor`` if given.
+
+    Example:
+        >>> scaling = jattn.positions.YarnScaling(factor=4.0, original_length=512)
+        >>> frequencies, attention_factor = jattn.positions.Rotary(scaling=scaling).frequencies(16)
+        >>> (jattn.positions.Rotary().frequencies(16)[0] / frequencies).round(2).tolist()
+        [1.0, 1.23, 1.6, 2.29, 4.0, 4.0, 4.0, 4.0]
+        >>> round(attention_factor, 3)
+        1.139
+
     Source: YaRN, https://arxiv.org/abs/2309.00071, section 3.
     """
 
@@ -95,10 +133,23 @@ class Rotary:
 
     Feature ``i`` is paired with ``i + dim/2`` (the convention of GPT-NeoX, Llama's checkpoints on the hub and Flax).
     ``fraction``: the leading share of the head dim that is rotated; the rest is unchanged. ``scaling``:
-    ``LinearScaling``, ``Llama3Scaling`` or ``YarnScaling``. Source: RoFormer, https://arxiv.org/abs/2104.09864.
+    ``LinearScaling``, ``Llama3Scaling`` or ``YarnScaling``.
 
     ``Rotary()(x, positions)``: ``x [..., T, N, H]``, ``positions`` integers ``[T]`` or ``[..., T]``; returns x's shape
     and dtype, computed in at least float32.
+
+    Raises:
+        ValueError: ``base`` is at most 1, ``fraction`` is not in (0, 1], or, at a call, shapes do not match.
+
+    Example:
+        >>> query, key = jax.random.normal(jax.random.key(0), (2, 4, 1, 8))  # [T,N,H]
+        >>> rotary, positions = jattn.positions.Rotary(), jnp.arange(4)
+        >>> now = jattn.attention_weights(rotary(query, positions), rotary(key, positions))
+        >>> later = jattn.attention_weights(rotary(query, positions + 9), rotary(key, positions + 9))
+        >>> np.allclose(now, later, atol=1e-2)  # scores depend on distances alone
+        True
+
+    Source: RoFormer, https://arxiv.org/abs/2104.09864.
     """
 
     base: float = 10000.0

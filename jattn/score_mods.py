@@ -27,7 +27,15 @@ ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """The slopes ``[N]`` of ALiBi: ``2^(-8i/N)``, i = 1..N, for N a power of two.
 
-    For other N: the slopes of the next lower power of two, then every second slope of the next higher one.
+    For other N: the slopes of the next lower power of two, then every second slope of the next higher one. float32.
+
+    Raises:
+        ValueError: ``num_heads`` is less than 1.
+
+    Example:
+        >>> jattn.score_mods.alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
+
     Source: https://arxiv.org/abs/2108.12409, section 3, and its published code.
     """
     if num_heads < 1:
@@ -42,6 +50,16 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 class Alibi:
     """``score - slopes[h] * |q - kv|``: the further away, the lower. ``slopes`` floats ``[N]`` (``alibi_slopes(N)``).
 
+    Raises:
+        TypeError: ``slopes`` is not a float array of rank 1.
+
+    Example:
+        >>> alibi, i = jattn.score_mods.Alibi(np.array([0.5, 0.25], np.float32)), np.arange(3)
+        >>> print(alibi(np.zeros((3, 3)), 0, 0, i[:, None], i))  # of head 0
+        [[ 0.  -0.5 -1. ]
+         [-0.5  0.  -0.5]
+         [-1.  -0.5  0. ]]
+
     Source: https://arxiv.org/abs/2108.12409, section 3 (causal there; the absolute distance makes it symmetric).
     """
 
@@ -51,6 +69,7 @@ class Alibi:
         _check_float_table("Alibi", "slopes", self.slopes, "[N]", rank=1)
 
     def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` unless there are N slopes."""
         _check_heads("Alibi", "slopes", self.slopes, "[N]", N)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
@@ -68,6 +87,20 @@ class RelativeBias:
     ``bidirectional``: half of the buckets are for keys after the query; otherwise all of those share bucket 0.
     ``max_distance``: distances from here on share the last bucket. The first half of the buckets hold one distance
     each, the second half logarithmic ranges.
+
+    Raises:
+        TypeError: ``table`` is not a float array of rank 2.
+        ValueError: too few buckets to hold a single distance, or ``max_distance`` lies within those.
+
+    Example:
+        >>> mod, i = jattn.score_mods.RelativeBias(jnp.arange(8.0)[:, None]), np.arange(3)
+        >>> print(mod(np.zeros((3, 3)), 0, 0, i[:, None], i))  # here a bucket's bias is its number
+        [[0. 5. 6.]
+         [1. 0. 5.]
+         [2. 1. 0.]]
+        >>> mod.bucket(np.array([-1, 0, 1])).tolist()
+        [1, 0, 5]
+
     Source: https://arxiv.org/abs/1910.10683, section 2.1, and its published code.
     """
 
@@ -86,6 +119,7 @@ class RelativeBias:
             )
 
     def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` unless the table has N columns."""
         _check_heads("RelativeBias", "table", self.table, "[num_buckets, N]", N)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
@@ -94,7 +128,7 @@ class RelativeBias:
         return score + jnp.asarray(self.table)[:, h][self.bucket(_offset(q_idx, kv_idx))]
 
     def bucket(self, offset):
-        """The bucket of each ``offset = kv - q``."""
+        """The bucket of each ``offset = kv - q``, integers of offset's shape."""
         buckets, first = self.table.shape[0], 0
         if self.bidirectional:
             buckets //= 2
@@ -112,6 +146,15 @@ class RelativeBias:
 @pytree_dataclass
 class SoftCap:
     """``cap * tanh(score / cap)``: bounds scores by ``cap``, a positive number or scalar array.
+
+    Raises:
+        TypeError: ``cap`` is neither.
+        ValueError: ``cap`` is not positive, where that is known.
+
+    Example:
+        >>> mod = jattn.score_mods.SoftCap(50.0)
+        >>> [round(float(x), 2) for x in mod(jnp.array([1.0, 50.0, 1000.0]), 0, 0, 0, 0)]
+        [1.0, 38.08, 50.0]
 
     Source: Gemma 2, https://arxiv.org/abs/2408.00118, section 2.
     """
@@ -132,7 +175,14 @@ class SoftCap:
 
 @pytree_dataclass
 class Then:
-    """One score function after another; write ``then(first, second, ...)``."""
+    """One score function after another; write ``then(first, second, ...)``.
+
+    Example:
+        >>> double, cap = lambda score, b, h, q_idx, kv_idx: 2 * score, jattn.score_mods.SoftCap(1.0)
+        >>> mod = jattn.score_mods.then(double, cap)
+        >>> isinstance(mod, jattn.score_mods.Then), mod.second == cap
+        (True, True)
+    """
 
     first: ScoreMod
     second: ScoreMod
@@ -142,6 +192,7 @@ class Then:
             object.__setattr__(self, name, as_part(getattr(self, name)))
 
     def check(self, B, N, T, S) -> None:
+        """Raises what the ``check`` of either raises."""
         check_fits(self.first, B, N, T, S)
         check_fits(self.second, B, N, T, S)
 
@@ -150,7 +201,20 @@ class Then:
 
 
 def then(*mods: ScoreMod) -> ScoreMod:
-    """``mods`` applied in order: ``then(f, g)`` is ``g(f(score, ...), ...)``."""
+    """``mods`` applied in order: ``then(f, g)`` is ``g(f(score, ...), ...)``.
+
+    Raises:
+        TypeError: one of them is not callable, or is a class.
+        ValueError: there are none.
+
+    Example:
+        >>> double, cap = lambda score, b, h, q_idx, kv_idx: 2 * score, jattn.score_mods.SoftCap(10.0)
+        >>> score = jnp.array(50.0)
+        >>> round(float(jattn.score_mods.then(double, cap)(score, 0, 0, 0, 0)), 3)
+        10.0
+        >>> round(float(jattn.score_mods.then(cap, double)(score, 0, 0, 0, 0)), 3)
+        19.998
+    """
     for mod in mods:
         if not callable(mod) or isinstance(mod, type):
             got = f"the class {mod.__name__}" if isinstance(mod, type) else type(mod).__name__

@@ -142,6 +142,15 @@ def block_mask(
         ValueError: ``mask`` uses b without ``batch`` or h without ``num_heads``, or ``block_sizes`` are not two
             positive integers.
         TypeError: ``mask`` does not return bools.
+
+    Example:
+        >>> def near(b, h, q_idx, kv_idx):
+        ...     return abs(q_idx - kv_idx) <= 1
+        >>> mask = jattn.block_mask(near, 6, 6, block_sizes=(2, 2))
+        >>> print(mask.any_visible[0, 0].astype(int))  # zeros: blocks to skip
+        [[1 1 0]
+         [1 1 1]
+         [0 1 1]]
     """
     for position, index, argument, count in ((0, "b", "batch", batch), (1, "h", "num_heads", num_heads)):
         if count is None and depends_on(mask, position):

@@ -29,6 +29,17 @@ def blockwise(
     Args:
         block_sizes: queries and keys per block; ``choose_blocks`` in ``jattn.blocks.block_lists`` sets the default.
             Changes no result beyond rounding.
+        others: as in ``jattn.attend``.
+
+    Raises:
+        TypeError, ValueError: as ``jattn.attend``, or ``block_sizes`` are not two positive integers.
+
+    Example:
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 8))
+        >>> causal = jattn.masks.Causal()
+        >>> out, lse = jattn.blockwise(q, k, v, mask=causal, block_sizes=(2, 2))
+        >>> np.allclose(out, jattn.attend(q, k, v, mask=causal)[0], atol=1e-4)
+        True
     """
     checked_head = convert_mods(make_head(q, k, v, head, **options), q, (q.shape[0], k.shape[0]))
     return differentiable(_forward, _accumulate, (q, k, v, checked_head), block_sizes)

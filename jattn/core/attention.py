@@ -93,7 +93,10 @@ def attend(
     dropout: tuple[float, Array] | Dropout | None = None,
     precision: PrecisionLike = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
-    """Scaled dot-product attention of one head: ``(out [T,D], lse [T])``, by the formulas at the top of this file.
+    """Scaled dot-product attention of one head: ``(out [T,D], lse [T])``.
+
+    With ``scores = scale * q k^T + bias``, modified by ``score_mod``, then -inf where masked: ``lse`` is the log of the
+    sum of ``exp(scores)`` over the keys, and ``out = exp(scores - lse) v``.
 
     Args:
         q, k, v: queries, keys and values of one dtype. Products accumulate in at least float32.
@@ -115,6 +118,13 @@ def attend(
     Raises:
         TypeError, ValueError: an array has the wrong rank, length or dtype; a mask or score function returns the wrong
             dtype or shape, or varies by sequence or head while ``batch`` or ``head`` is missing.
+
+    Example:
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 8))
+        >>> out, lse = jattn.attend(q, k, v, mask=jattn.masks.Causal())
+        >>> weights = np.tri(4) * jnp.exp(q @ k.T / 8**0.5 - lse[:, None])
+        >>> np.allclose(out, weights @ v, atol=1e-4)
+        True
     """
     options: HeadOptions = {
         "mask": mask, "bias": bias, "score_mod": score_mod, "scale": scale, "batch": batch,

@@ -13,10 +13,19 @@ def merge(
     out_b: Float[Array, "*rows D"],
     lse_b: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
-    """Joins attention over two disjoint sets of keys: ``lse = log(e^lse_a + e^lse_b)``,
-    ``out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)``.
+    """Joins attention over two disjoint sets of keys: outputs ``[...,D]`` with their log-sum-exps ``[...]``.
 
-    Associative and commutative with unit ``(0, -inf)``. ``out`` is computed in lse's dtype and has out_a's.
+    ``lse = log(e^lse_a + e^lse_b)``, ``out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)``. Associative and
+    commutative with unit ``(0, -inf)``. ``out`` is computed in lse's dtype and has out_a's.
+
+    Example:
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
+        >>> attention = lambda *key_value: jattn.dot_product_attention(query, *key_value, return_residual=True)
+        >>> left, right = attention(key[:, :2], value[:, :2]), attention(key[:, 2:], value[:, 2:])
+        >>> out, lse = jattn.merge(*left, *right)
+        >>> np.allclose(out, attention(key, value)[0], atol=1e-4)
+        True
+
     Source: https://arxiv.org/abs/2405.02803 (tree and ring attention join partial results this way).
     """
     row_max = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
@@ -47,7 +56,12 @@ def unmerge(
     log-sum-exps. If the part may hold nearly everything, compute attention over the other keys instead.
 
     Example:
-        ``whole = merge(*left, *right); unmerge(*whole, *right)`` is ``left``
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 8))
+        >>> attention = lambda *key_value: jattn.dot_product_attention(query, *key_value, return_residual=True)
+        >>> left, right = attention(key[:, :2], value[:, :2]), attention(key[:, 2:], value[:, 2:])
+        >>> out, lse = jattn.unmerge(*attention(key, value), *right)
+        >>> np.allclose(out, left[0], atol=1e-3)
+        True
     """
     held = (part_lse >= lse) | (lse == -jnp.inf)  # everything; False for NaN, which then shows
     log_share = jnp.where(held, -1.0, part_lse - lse)  # -1, so that no derivative is infinite

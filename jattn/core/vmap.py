@@ -37,7 +37,12 @@ def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.
         ValueError: N is not a multiple of K.
 
     Example:
-        ``out, lse = over_heads(functools.partial(attend, score_mod=Alibi(slopes)))(query, key, value)``
+        >>> from functools import partial
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 4, 2, 8))  # [T,N,H]
+        >>> alibi = jattn.score_mods.Alibi(jattn.score_mods.alibi_slopes(2))  # differs by head
+        >>> out, lse = jattn.over_heads(partial(jattn.attend, score_mod=alibi))(query, key, value)
+        >>> np.allclose(out, jattn.dot_product_attention(query, key, value, score_mod=alibi), atol=1e-4)
+        True
     """
     if _takes_head(fn):
 

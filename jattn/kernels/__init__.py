@@ -62,7 +62,16 @@ OPTIONS: Mapping[str, tuple[Callable[[AttentionArgs], bool], str]] = {
 
 
 class Unsupported(NotImplementedError):
-    """The named implementation does not support the call; the message gives the reason."""
+    """The named implementation does not support the call; the message gives the reason.
+
+    Example:
+        >>> query = key = value = jnp.ones((1, 4, 2, 8))
+        >>> try:
+        ...     jattn.dot_product_attention(query, key, value, implementation="cudnn")
+        ... except jattn.Unsupported as error:
+        ...     print(str(error).partition(";")[0])
+        implementation='cudnn' cannot do this: it takes float16 and bfloat16, not float32
+    """
 
 
 @runtime_checkable

@@ -31,6 +31,17 @@ def check_bounds(mask: Mask, T: int, S: int, *, batch: int = 1, num_heads: int =
         ValueError: ``bounds`` or ``interval`` contradicts a pair; the message names the block or the query, and the
             pair.
         TypeError: ``mask`` is not a ``Mask``, or ``bounds`` does not return two bools.
+
+    Example:
+        >>> @jattn.pytree_dataclass
+        ... class Wrong(jattn.masks.Causal):
+        ...     def bounds(self, b, h, q_min, q_max, kv_min, kv_max):
+        ...         return kv_max <= q_min, False  # should be kv_min <= q_max
+        >>> try:
+        ...     jattn.masks.check_bounds(Wrong(), 4, 4)
+        ... except ValueError as error:
+        ...     print(str(error).partition(",")[0])
+        Wrong.bounds says any_visible=False of the block q_idx 0..0
     """
     if not isinstance(mask, Mask):
         raise TypeError(

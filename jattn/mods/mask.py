@@ -18,7 +18,20 @@ Interval = tuple[Ends, Ends]
 
 
 class Mask:
-    """Base class of masks that combine with others and can bound blocks. Any plain function is a mask, too."""
+    """Base class of masks that combine with others and can bound blocks. Any plain function is a mask, too.
+
+    A subclass defines ``__call__``, and ``bounds`` if implementations shall skip its empty blocks. See also
+    :func:`~jattn.pytree_dataclass`, which makes it a pytree, and :func:`~jattn.masks.check_bounds`.
+
+    Example:
+        >>> @jattn.pytree_dataclass
+        ... class Even(jattn.masks.Mask):
+        ...     def __call__(self, b, h, q_idx, kv_idx):
+        ...         return kv_idx % 2 == 0
+        >>> i = np.arange(4)
+        >>> print((Even() & jattn.masks.Causal())(0, 0, i[:, None], i).astype(int)[-1])
+        [1 0 1 0]
+    """
 
     __array_ufunc__ = None  # array & mask must call __rand__, not broadcast over the array
 
@@ -102,6 +115,13 @@ def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any,
     """``mask.bounds(...)``; ``(True, False)`` for a plain function.
 
     Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+
+    Example:
+        >>> causal = jattn.masks.Causal()
+        >>> jattn.masks.bounds(causal, 0, 0, 4, 7, 0, 3)  # queries 4 to 7 see all of the keys 0 to 3
+        (True, True)
+        >>> jattn.masks.bounds(causal, 0, 0, 0, 3, 4, 7)  # queries 0 to 3 see none of the keys 4 to 7
+        (False, False)
     """
     if not isinstance(mask, Mask):
         return np.True_, np.False_
@@ -114,6 +134,12 @@ def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Inte
 
     A mask of a class that is not registered with JAX is one, too: where its values are traced, only ``__call__`` is
     left of it. Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+
+    Example:
+        >>> mask = jattn.masks.SlidingWindow(2) & jattn.masks.Prefix(4)
+        >>> first, last = jattn.masks.interval(mask, 0, 0, np.arange(6, dtype=np.int32))
+        >>> first.tolist(), last.tolist()
+        ([-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 3, 3])
     """
     if not isinstance(mask, Mask) or holds_plain_function(mask):
         return None
@@ -153,7 +179,17 @@ class _Pair(Mask):
 
 @pytree_dataclass
 class And(_Pair):
-    """Visible where both masks are True; write ``a & b``."""
+    """Visible where both masks are True; write ``a & b``.
+
+    Example:
+        >>> mask, i = jattn.masks.Causal() & jattn.masks.SlidingWindow(1), np.arange(3)
+        >>> isinstance(mask, jattn.masks.And)
+        True
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 0 0]
+         [1 1 0]
+         [0 1 1]]
+    """
 
     join = operator.and_
 
@@ -166,7 +202,17 @@ class And(_Pair):
 
 @pytree_dataclass
 class Or(_Pair):
-    """Visible where either mask is True; write ``a | b``."""
+    """Visible where either mask is True; write ``a | b``.
+
+    Example:
+        >>> mask, i = jattn.masks.Causal() | jattn.masks.Prefix(2), np.arange(3)
+        >>> isinstance(mask, jattn.masks.Or)
+        True
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 1 0]
+         [1 1 0]
+         [1 1 1]]
+    """
 
     join = operator.or_
 
@@ -180,7 +226,17 @@ class Or(_Pair):
 
 @pytree_dataclass
 class Not(Mask):
-    """Visible where the mask is False; write ``~a``."""
+    """Visible where the mask is False; write ``~a``.
+
+    Example:
+        >>> mask, i = ~jattn.masks.Causal(), np.arange(3)
+        >>> isinstance(mask, jattn.masks.Not)
+        True
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[0 1 1]
+         [0 0 1]
+         [0 0 0]]
+    """
 
     mask: MaskFunction
 
@@ -207,12 +263,28 @@ def _smaller(x: Ends, y: Ends) -> Ends:
 
 
 def and_masks(*masks: MaskFunction) -> Mask:
-    """Visible where all of ``masks`` (``Mask`` objects or plain functions) are True."""
+    """Visible where all of ``masks`` (``Mask`` objects or plain functions) are True.
+
+    Raises:
+        TypeError: one of them is not callable, or is a class.
+        ValueError: there are none.
+
+    Example:
+        >>> even, late = lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0, lambda b, h, q_idx, kv_idx: kv_idx > 2
+        >>> print(jattn.masks.and_masks(even, late)(0, 0, 0, np.arange(6)).astype(int))
+        [0 0 0 0 1 0]
+    """
     return _join(And, masks, "and_masks")
 
 
 def or_masks(*masks: MaskFunction) -> Mask:
-    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True."""
+    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True. Raises as ``and_masks``.
+
+    Example:
+        >>> even, late = lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0, lambda b, h, q_idx, kv_idx: kv_idx > 2
+        >>> print(jattn.masks.or_masks(even, late)(0, 0, 0, np.arange(6)).astype(int))
+        [1 0 1 1 1 1]
+    """
     return _join(Or, masks, "or_masks")
 
 

@@ -19,6 +19,15 @@ def static_field(**options: Any) -> Any:
     """A field of a ``pytree_dataclass`` that is part of the tree's structure: hashable and static under tracing.
 
     Takes the options of ``dataclasses.field``, such as ``default``.
+
+    Example:
+        >>> @jattn.pytree_dataclass
+        ... class Near(jattn.masks.Mask):
+        ...     width: int = jattn.static_field(default=2)
+        ...     def __call__(self, b, h, q_idx, kv_idx):
+        ...         return abs(q_idx - kv_idx) < self.width
+        >>> jax.tree.leaves(Near()), Near() == Near(2), Near() == Near(3)
+        ([], True, False)
     """
     return dataclasses.field(metadata={"static": True}, **options)
 
@@ -34,18 +43,18 @@ def pytree_dataclass(cls: Class) -> Class:
     Instances without arrays are equal, with equal hashes, if their types and fields are. An instance with arrays equals
     only itself, because arrays have no single truth value.
 
-    Example: your own mask, whose ``bounds`` let blocks be skipped, on every mesh::
+    Example:
+        A mask of your own, whose ``bounds`` let blocks be skipped, on every mesh:
 
-        @jattn.pytree_dataclass
-        class Dilated(jattn.masks.Mask):
-            starts: jax.Array  # [B]: an array
-            step: int = jattn.static_field(default=2)
-
-            def __call__(self, b, h, q_idx, kv_idx):
-                return (kv_idx >= self.starts[b]) & ((q_idx - kv_idx) % self.step == 0)
-
-            def bounds(self, b, h, q_min, q_max, kv_min, kv_max):
-                return kv_max >= self.starts[b], False
+        >>> @jattn.pytree_dataclass
+        ... class Dilated(jattn.masks.Mask):
+        ...     starts: jax.Array  # [B]: an array
+        ...     step: int = jattn.static_field(default=2)
+        ...     def __call__(self, b, h, q_idx, kv_idx):
+        ...         return (kv_idx >= self.starts[b]) & ((q_idx - kv_idx) % self.step == 0)
+        ...     def bounds(self, b, h, q_min, q_max, kv_min, kv_max):
+        ...         return kv_max >= self.starts[b], False
+        >>> jattn.masks.check_bounds(Dilated(np.array([3])), 8, 8)  # raises if bounds are wrong
     """
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
     fields = dataclasses.fields(cls)

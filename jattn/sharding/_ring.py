@@ -27,6 +27,20 @@ class Ring(OverMesh):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
     Arguments as in ``ring_attention``; ``block_sizes`` as in ``jattn.kernels.blockwise.Blockwise``.
+
+    Raises:
+        TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, or ``axis_name`` not a string.
+        ValueError: the mesh has no such axis, or there is no such layout.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))
+        >>> ring = jattn.sharding.Ring(mesh, "devices", layout="zigzag")
+        >>> x = jax.random.normal(jax.random.key(0), (1, 16, 8, 2))  # [B,T,N,H]
+        >>> zigzag = jattn.sharding.to_zigzag(x, jax.device_count())
+        >>> out = jattn.dot_product_attention(zigzag, zigzag, zigzag, is_causal=True, implementation=ring)
+        >>> out = jattn.sharding.from_zigzag(out, jax.device_count())
+        >>> np.allclose(out, jattn.dot_product_attention(x, x, x, is_causal=True), atol=1e-4)
+        True
     """
 
     kinds: ClassVar[Mapping[str, str]] = {"length": "axis_name", "batch": "batch_axis", "heads": "head_axis"}
@@ -49,6 +63,7 @@ class Ring(OverMesh):
         return None
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+        """``out [B,T,N,D]``, ``lse [B,T,N]``, in the order of the layout; T and S are sharded."""
         plan = self.plan(args)
         return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
 
@@ -139,7 +154,13 @@ def ring_attention(
             ``dot_product_attention``.
 
     Example:
-        ``out = ring_attention(query, key, value, mesh=jax.make_mesh((8,), ("sequence",)), axis_name="sequence")``
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 8, 2))  # [B,T,N,H]
+        >>> out = jattn.sharding.ring_attention(query, key, value, mesh=mesh, axis_name="devices", is_causal=True)
+        >>> np.allclose(out, jattn.dot_product_attention(query, key, value, is_causal=True), atol=1e-4)
+        True
+        >>> out.sharding.spec[1]  # of the sequence
+        'devices'
     """
     ring = Ring(mesh, axis_name, batch_axis, head_axis, layout)
     static: dict[str, Any] = {"implementation": ring, "return_residual": return_residual}
@@ -152,13 +173,23 @@ def to_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
     Applied to ``jnp.arange(T)`` it gives the tokens' positions in that order.
 
     Raises:
-        ValueError: the length is not a multiple of ``2 * devices``.
+        ValueError: the length is not a multiple of ``2 * devices``, or x has no such axis.
+
+    Example:
+        >>> jattn.sharding.to_zigzag(jnp.arange(8), devices=2, axis=0).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
     """
     return _reorder(x, devices, axis, lambda order: order)
 
 
 def from_zigzag(x: ArrayLike, devices: int, axis: int = 1) -> Array:
-    """The inverse of ``to_zigzag``."""
+    """The inverse of ``to_zigzag``; raises as it does.
+
+    Example:
+        >>> there = jattn.sharding.to_zigzag(jnp.arange(8), devices=2, axis=0)
+        >>> jattn.sharding.from_zigzag(there, devices=2, axis=0).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     return _reorder(x, devices, axis, np.argsort)
 
 
@@ -168,6 +199,18 @@ def ring_blocks(
     """The number of blocks that each device computes at each step of a ring, integers ``[devices, steps]``.
 
     ``mask``: static, over the tokens' own positions, and the same for all sequences and heads.
+
+    Raises:
+        TypeError: ``mask`` is not callable.
+        ValueError: there is no such layout, or a length cannot be divided over the devices in it.
+
+    Example:
+        >>> print(jattn.sharding.ring_blocks(jattn.masks.Causal(), 16, 16, devices=2))
+        [[1 0]
+         [1 1]]
+        >>> print(jattn.sharding.ring_blocks(jattn.masks.Causal(), 16, 16, devices=2, layout="zigzag"))
+        [[3 2]
+         [3 2]]
     """
     if not callable(mask):
         raise TypeError(f"mask must be a jattn.masks.Mask or a function, got {type(mask).__name__}")
