@@ -83,6 +83,16 @@ def dot_product_attention(
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values).
+
+    Raises:
+        TypeError, ValueError: as ``jattn.dot_product_attention``.
+
+    Example:
+        >>> from flax import linen as nn
+        >>> layer = nn.MultiHeadAttention(num_heads=2, attention_fn=jattn.linen.dot_product_attention)  # Flax's own
+        >>> x, causal = jnp.ones((1, 4, 8)), jattn.masks.Causal()  # with a mask of jattn's
+        >>> layer.init_with_output(jax.random.key(0), x, mask=causal)[0].shape
+        (1, 4, 8)
     """
     if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
         _only_flaxs(flaxs_attention, mask, is_causal, extras)
@@ -132,7 +142,12 @@ def dot_product_attention_weights(
 ) -> Array:
     """``flax.linen.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
 
-    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments as there; memory O(N·T·S).
+    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments and errors as there; memory O(N·T·S).
+
+    Example:
+        >>> query = key = jnp.zeros((1, 4, 2, 4))  # equal scores
+        >>> jattn.linen.dot_product_attention_weights(query, key, is_causal=True)[0, 0, 1].tolist()
+        [0.5, 0.5, 0.0, 0.0]
     """
     if einsum_dot_general or einsum:
         _only_flaxs(flaxs_weights, mask, is_causal, extras)
@@ -159,7 +174,7 @@ class MultiHeadDotProductAttention(nn.Module):
     docs/flax.md lists the intended differences.
 
     Attributes:
-        num_heads: N.
+        num_heads: N, the number of query heads.
         qkv_features: ``N * H``; the input's features by default.
         out_features: the features of the output; the input's by default.
         num_kv_heads: K, a divisor of N; N by default.
@@ -172,8 +187,16 @@ class MultiHeadDotProductAttention(nn.Module):
         implementation: as in ``jattn.dot_product_attention``.
         others: as in Flax. Any other ``attention_fn`` gets Flax's keywords.
 
+    Raises:
+        ValueError: at a call, a number of features or heads does not divide as required.
+
     Example:
-        ``layer = MultiHeadAttention(8); params = layer.init(key, x); y = layer.apply(params, x, is_causal=True)``
+        >>> from flax import linen as nn
+        >>> x = jnp.ones((1, 4, 8))
+        >>> params = jattn.linen.MultiHeadDotProductAttention(num_heads=2).init(jax.random.key(0), x)
+        >>> flaxs = nn.MultiHeadDotProductAttention(num_heads=2).init(jax.random.key(0), x)
+        >>> jax.tree.all(jax.tree.map(np.array_equal, params, flaxs))
+        True
     """
 
     num_heads: int
@@ -409,11 +432,32 @@ def _keys_and_values(
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """``flax.linen.MultiHeadAttention``: the class above under the name after which Linen names its parameters."""
+    """``flax.linen.MultiHeadAttention``: ``MultiHeadDotProductAttention`` by Flax's other name for it.
+
+    Linen names parameters after the class, so a checkpoint fits only the class of its name.
+
+    Example:
+        >>> layer, x = jattn.linen.MultiHeadAttention(num_heads=2), jnp.ones((1, 4, 8))
+        >>> params = layer.init(jax.random.key(0), x)
+        >>> y, seen = layer.apply(params, x, is_causal=True, sow_weights=True, mutable="intermediates")
+        >>> y.shape, seen["intermediates"]["attention_weights"][0].shape
+        ((1, 4, 8), (1, 2, 4, 4))
+    """
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """``flax.linen.SelfAttention``: the class above for one input, with Flax's argument order and deprecation."""
+    """``flax.linen.SelfAttention``: ``MultiHeadDotProductAttention`` of one input, in Flax's argument order.
+
+    A call warns that the class is deprecated, as in Flax.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     layer, x = jattn.linen.SelfAttention(num_heads=2), jnp.ones((1, 4, 8))
+        ...     y, params = layer.init_with_output(jax.random.key(0), x, jattn.masks.Causal())
+        >>> y.shape, params["params"]["query"]["kernel"].shape
+        ((1, 4, 8), (8, 2, 4))
+    """
 
     @nn.compact
     def __call__(  # type: ignore[override]

@@ -72,6 +72,16 @@ def dot_product_attention(
 
     Returns:
         ``[..., T, N, D]``. A query that sees nothing gets 0 (in Flax, the mean of the values or worse).
+
+    Raises:
+        TypeError, ValueError: as ``jattn.dot_product_attention``.
+
+    Example:
+        >>> from flax import nnx
+        >>> options = {"attention_fn": jattn.nnx.dot_product_attention, "decode": False, "rngs": nnx.Rngs(0)}
+        >>> layer = nnx.MultiHeadAttention(num_heads=2, in_features=8, **options)  # Flax's own
+        >>> layer(jnp.ones((1, 4, 8)), mask=jattn.masks.Causal()).shape  # with a mask of jattn's
+        (1, 4, 8)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     wanted = {"return_weights": module is not None and not sow_heads, "return_heads": module is not None and sow_heads}
@@ -105,7 +115,12 @@ def dot_product_attention_weights(
 ) -> Array:
     """``flax.nnx.dot_product_attention_weights``: the weights that ``dot_product_attention`` applies.
 
-    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments as there; memory O(N·T·S).
+    ``[..., N, T, S]``, after dropout; those sown are before dropout. Arguments and errors as there; memory O(N·T·S).
+
+    Example:
+        >>> query = key = jnp.zeros((1, 4, 2, 4))  # equal scores
+        >>> jattn.nnx.dot_product_attention_weights(query, key, is_causal=True)[0, 0, 1].tolist()
+        [0.5, 0.5, 0.0, 0.0]
     """
     query, key = promote_dtype((query, key), dtype=dtype)
     weights, kept = weights_as_flax(
@@ -125,7 +140,7 @@ class MultiHeadAttention(nnx.Module):
     docs/flax.md lists the intended differences.
 
     Args:
-        num_heads: N.
+        num_heads: N, the number of query heads.
         in_features: M, the features of the queries' input.
         qkv_features: ``N * H``; ``in_features`` by default.
         out_features: the features of the output; ``in_features`` by default.
@@ -144,7 +159,13 @@ class MultiHeadAttention(nnx.Module):
         ValueError: a number of features or heads does not divide as required.
 
     Example:
-        ``layer = MultiHeadAttention(8, 64, rngs=nnx.Rngs(0)); y = layer(x, is_causal=True)``
+        >>> from flax import nnx
+        >>> layer = jattn.nnx.MultiHeadAttention(num_heads=2, in_features=8, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((1, 4, 8))
+        >>> look = nnx.capture(lambda layer: layer(x, is_causal=True, sow_weights=True), nnx.Intermediate)
+        >>> y, sown = look(layer)
+        >>> y.shape, sown["attention_weights"][0].shape
+        ((1, 4, 8), (1, 2, 4, 4))
     """
 
     @suggest_keywords
@@ -329,7 +350,7 @@ class MultiHeadAttention(nnx.Module):
         return y if cache is None else (y, new_cache)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
-        """Creates an empty cache for decoding, for inputs of ``input_shape`` ``[..., maximum length, M]``."""
+        """Creates an empty cache of ``dtype`` for decoding inputs of ``input_shape`` ``[..., maximum length, M]``."""
         slots = (*input_shape[:-1], self.num_kv_heads)
         self.cached_key = nnx.Cache(jnp.zeros((*slots, self.head_dim), dtype))
         self.cached_value = nnx.Cache(jnp.zeros((*slots, self.value_dim), dtype))
@@ -342,14 +363,15 @@ class MultiHeadAttention(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Class method used by ``nnx.view``.
+        """What ``nnx.view`` calls to change the mode; None leaves it. Raises TypeError for half of a cache's shape.
 
         Args:
-            deterministic: if True, the module is set to deterministic mode.
-            decode: if True, the module is set to decode mode.
-            batch_size: the batch size to use for the cache.
-            max_length: the max length to use for the cache.
+          deterministic: whether dropout is off.
+          decode: whether a call decodes from the module's own cache.
+          batch_size: B, or all batch axes, of a new, empty cache.
+          max_length: the number of its slots.
         """
+        # Indented by two, since nnx.view_info finds the arguments by that.
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:

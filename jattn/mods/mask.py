@@ -137,7 +137,8 @@ def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Inte
 
     Example:
         >>> mask = jattn.masks.SlidingWindow(2) & jattn.masks.Prefix(4)
-        >>> first, last = jattn.masks.interval(mask, 0, 0, np.arange(6, dtype=np.int32))
+        >>> b = h = np.int32(0)
+        >>> first, last = jattn.masks.interval(mask, b, h, np.arange(6, dtype=np.int32))
         >>> first.tolist(), last.tolist()
         ([-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 3, 3])
     """

@@ -237,3 +237,10 @@ def test_set_view_builds_the_cache(x):
         bare(x[:, :1])
     with pytest.raises(TypeError, match="both batch_size and max_length"):
         nnx.view(jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0)), decode=True, batch_size=B)
+
+
+def test_view_info_finds_the_arguments_of_set_view():
+    """Flax reads them from the docstring, by its indentation."""
+    theirs, ours = (nnx.view_info(lib.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))) for lib in (nnx, jattn.nnx))
+    names = [[line.partition(":")[0] for line in info.splitlines()[1::2]] for info in (theirs, ours)]
+    assert names[0] == names[1]
