@@ -27,7 +27,7 @@ kernels = @if command -v c++ >/dev/null 2>&1; then \
 # another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
-.PHONY: help train experiments test test-all test-chips chips soak lint format clean
+.PHONY: help train experiments test test-all test-chips chips soak docs notebooks lint format clean
 .NOTPARALLEL: # two pips in one environment would conflict
 
 help:
@@ -37,6 +37,8 @@ help:
 	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
 	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
 	@echo "make soak          compare random calls with plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
+	@echo "make docs          build the site into build/site: open build/site/index.html"
+	@echo "make notebooks     run the pages of docs/ and write docs/notebooks; ARGS=\"masks\" for one"
 	@echo "make lint          run ruff and pyright"
 	@echo "make format        format the code with ruff"
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
@@ -70,6 +72,13 @@ chips: $(VENV)/.installed-chips
 soak: $(VENV)/.installed-test
 	$(python) -m tests.soak $(ARGS)
 
+docs: $(VENV)/.installed-docs
+	$(python) docs/site/build.py
+	@echo "open build/site/index.html"
+
+notebooks: $(VENV)/.installed-test
+	$(python) docs/site/notebooks.py $(ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check
 	$(python) -m ruff format --check
@@ -89,6 +98,10 @@ sources = native/pyproject.toml native/setup.py native/src/attention.cc native/s
 
 $(VENV)/.installed-experiments: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	$(install) -e '.[experiments]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+	$(install) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.python-$(version) pyproject.toml constraints.txt $(sources)

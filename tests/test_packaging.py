@@ -80,7 +80,7 @@ def test_what_is_declared_is_pinned(line):
     pinned = {
         pin.partition("==")[0].lower().replace("_", "-") for pin, _, marker in pins if marker.strip() in ("", line)
     }
-    assert names([*PROJECT["dependencies"], *extra("experiments", "gguf", "hf", "test", "dev")]) <= pinned
+    assert names([*PROJECT["dependencies"], *extra("experiments", "gguf", "hf", "test", "dev", "docs")]) <= pinned
 
 
 def test_the_compiled_kernels_are_those_that_jattn_calls():

@@ -21,14 +21,13 @@ copyright = "The jattn authors, Apache-2.0"
 version = release = jattn.__version__
 
 extensions = [
-    "myst_nb",
+    "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
 ]
-nb_execution_mode = "off"  # the tests run the pages
 myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 exclude_patterns = ["extra"]
