@@ -120,7 +120,10 @@ def stage() -> list[str]:
         if file.parent.parent.name == "results":
             first, _, rest = text.partition("\n")  # the folder's name has machine and date
             title = first[2:] if first.startswith("# ") else file.stem.capitalize()
-            text = f"# {title}: {file.parent.name}\n\n{rest if first.startswith('# ') else text}"
+            # The tables hold every word that one may look for, so the search leaves them out.
+            text = f"---\nnosearch: true\n---\n\n# {title}: {file.parent.name}\n\n{rest if first.startswith('# ') else text}"
+        if page.startswith("project/"):
+            text = f"---\nnosearch: true\n---\n\n{text}"
         text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", _list_modules())
         target = SOURCE / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +160,7 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
         path = (file.parent / target).resolve()
         if not path.exists():
             problems.append(f"{file.relative_to(ROOT)}: no such file: {target}")
+            return link[0]
         if path in pages:
             return f"{link['before']}{_relative(pages[path], file, pages)}.md{hash_}{anchor}{link['after']}"
         if path.name == "README.md" and path.parent == ROOT:

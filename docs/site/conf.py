@@ -46,6 +46,7 @@ html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_search_summary = False  # a browser fetches no text from files
 html_extra_path = [str(ROOT / "build" / "site-source" / "extra")]
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
