@@ -27,7 +27,8 @@ from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
 from jattn.mods.arrays import AnyArray, Index
 
-LAYOUTS = {"contiguous": 1, "zigzag": 2}  # chunks of the sequence on each device
+#: The layouts of a ring, each with the number of chunks of the sequence that a device holds.
+LAYOUTS = {"contiguous": 1, "zigzag": 2}
 
 
 @dataclasses.dataclass(frozen=True)
