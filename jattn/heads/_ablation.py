@@ -54,8 +54,14 @@ def ablate(
             to resample from; no groups, or a head that does not exist.
 
     Example:
-        ``ablate(lambda layers: loss(model(x, layers)), clean)``;
-        ``ablate(..., groups=[[(0, 1), (1, 3)], [(0, 1)], [(1, 3)]])``: two heads together, and each alone.
+        >>> from flax import nnx
+        >>> layer, x = jattn.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
+        >>> layer.out.kernel[...] = layer.out.kernel[...].at[1].set(0.0)  # head 1 writes nothing
+        >>> _, sown = nnx.capture(lambda layer: layer(x, sow_heads=True), nnx.Intermediate)(layer)
+        >>> run = lambda layers: layer(x, **layers[0])
+        >>> effect = jattn.heads.ablate(run, jattn.heads.collect(sown)) - run([{}])  # [L,N,B,T,M]
+        >>> (abs(effect).max((2, 3, 4)) > 1e-4).tolist()  # which heads are needed
+        [[True, False]]
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -131,7 +137,7 @@ def group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Float[Array,
 def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int, batch: int) -> Float[Array, "L N"]:
     """``[L,N]``: the mean over sequences of ``|d loss / d gate|`` at a gate of 1, all heads in one backward pass.
 
-    The first-order estimate of an ablation's effect. Source: https://arxiv.org/abs/1905.10650 (Michel et al.).
+    The first-order estimate of an ablation's effect; float32.
 
     Args:
         losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss ``[B]`` of each
@@ -140,6 +146,16 @@ def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int
 
     Raises:
         ValueError: ``losses`` does not return one loss per sequence.
+
+    Example:
+        >>> from flax import nnx
+        >>> layer, x = jattn.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
+        >>> layer.out.kernel[...] = layer.out.kernel[...].at[1].set(0.0)  # head 1 writes nothing
+        >>> losses = lambda gates: (layer(x, head_gate=gates[0]) ** 2).sum((1, 2))
+        >>> (jattn.heads.importance(losses, num_layers=1, num_heads=2, batch=1) > 0).tolist()
+        [[True, False]]
+
+    Source: https://arxiv.org/abs/1905.10650 (Michel et al.).
     """
 
     def total(gates: Array) -> Array:
@@ -166,7 +182,11 @@ def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
         ValueError: a negative index.
 
     Example:
-        ``forbid(lambda b, h, q, kv: kv == q - 1, heads=[0, 1])``: heads 0 and 1 never see the previous token.
+        >>> previous = lambda b, h, q_idx, kv_idx: kv_idx == q_idx - 1
+        >>> mask = jattn.masks.Causal() & jattn.heads.forbid(previous, heads=[0])
+        >>> even = jnp.zeros((3, 2, 4))  # [T,N,H], queries and keys of two uniform heads
+        >>> (jattn.attention_weights(even, even, mask=mask)[:, 2] > 0).tolist()  # what the third query sees
+        [[True, False, True], [True, True, True]]
     """
     numbers = tuple(operator.index(head) for head in heads)
     if any(number < 0 for number in numbers):

@@ -42,6 +42,13 @@ def logit_attribution(
     Raises:
         ValueError: an unknown norm; a part or the directions do not fit the stream.
 
+    Example:
+        >>> parts = {"embedding": jnp.array([[[1.0, 0.0]]]), "mlp": jnp.array([[[0.5, 2.0]]])}  # [B,T,M]
+        >>> direction = jnp.array([1.0, -1.0])  # the column of one token of the unembedding less that of another
+        >>> shares = jattn.heads.logit_attribution(parts, direction, sum(parts.values()))
+        >>> {name: float(share[0, 0]) for name, share in shares.items()}
+        {'embedding': 1.0, 'mlp': -1.5}
+
     Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
     """
     if norm not in ("layer", "rms", None):

@@ -26,7 +26,23 @@ def ov_circuit(
     out: Float[Array, "N D M"],
     unembed: Float[Array, "M C"],
 ) -> Float[Array, "N V C"]:
-    """``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``."""
+    """``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``.
+
+    Args:
+        embed, unembed: ``[V,M]`` and ``[M,C]``.
+        value, out: the kernels of a layer, ``[M,K,D]`` and ``[N,D,M]``.
+
+    Raises:
+        ValueError: N is not a multiple of K.
+
+    Example:
+        >>> embed, value = jnp.eye(3), jnp.eye(3)[:, None]
+        >>> out = jnp.roll(jnp.eye(3), 1, 1)[None]  # a head that writes the next token
+        >>> jattn.heads.ov_circuit(embed, value, out, embed.T)[0].argmax(1).tolist()
+        [1, 2, 0]
+
+    Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
+    """
     value = _for_each_head(value, out.shape[0])
     return jnp.einsum("vm,mnd,ndw,wc->nvc", embed, value, out, unembed, optimize=True)
 
@@ -34,7 +50,24 @@ def ov_circuit(
 def qk_circuit(
     embed: Float[Array, "V M"], query: Float[Array, "M N H"], key: Float[Array, "M K H"], scale: float | None = None
 ) -> Float[Array, "N V V"]:
-    """``W_E W_Q W_K^T W_E^T`` times ``scale`` (by default ``1 / sqrt(H)``): scores between all tokens, ``[N,V,V]``."""
+    """``W_E W_Q W_K^T W_E^T`` times ``scale`` (by default ``1 / sqrt(H)``): scores between all tokens, ``[N,V,V]``.
+
+    Args:
+        embed: ``[V,M]``.
+        query, key: the kernels of a layer, ``[M,N,H]`` and ``[M,K,H]``.
+        scale: of the scores.
+
+    Raises:
+        ValueError: N is not a multiple of K.
+
+    Example:
+        >>> embed, query = jnp.eye(3), jnp.eye(3)[:, None]
+        >>> key = jnp.roll(jnp.eye(3), 1, 0)[:, None]  # a head in which each token looks for the one after it
+        >>> jattn.heads.qk_circuit(embed, query, key)[0].argmax(1).tolist()
+        [1, 2, 0]
+
+    Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
+    """
     key = _for_each_head(key, query.shape[1])
     scores = jnp.einsum("vm,mnh,wk,knh->nvw", embed, query, embed, key, optimize=True)
     return scores * (query.shape[2] ** -0.5 if scale is None else scale)
@@ -57,10 +90,19 @@ def copying_score(
 
     Args:
         embed, unembed: ``[V,M]`` and ``[M,V]``, for the same V tokens.
-        value, out: the kernels.
+        value, out: the kernels of a layer, ``[M,K,D]`` and ``[N,D,M]``.
 
     Raises:
-        ValueError: ``embed`` and ``unembed`` have different numbers of tokens.
+        ValueError: ``embed`` and ``unembed`` have different numbers of tokens; N is not a multiple of K.
+
+    Example:
+        >>> embed, eye = jnp.eye(3), jnp.eye(3)
+        >>> value, out = jnp.stack([eye, eye], 1), jnp.stack([eye, -eye])  # one head copies, one does the opposite
+        >>> scores = jattn.heads.copying_score(embed, value, out, embed.T)
+        >>> print(scores["argmax"], np.array(scores["eigenvalues"]).round(3))
+        [1. 0.] [ 1. -1.]
+
+    Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
     """
     if unembed.shape[1] != embed.shape[0]:
         raise ValueError(
@@ -115,7 +157,10 @@ def target_rank(
         ValueError: sources or targets are not integers of one length, or lie outside (when traced, their rank is NaN).
 
     Example:
-        ``names = np.array([17, 40, 3]); copies = (target_rank(embed, value, out, unembed, names, names) < 5).mean(-1)``
+        >>> embed, eye, names = jnp.eye(3), jnp.eye(3), np.array([0, 2])
+        >>> value, out = jnp.stack([eye, eye], 1), jnp.stack([eye, -eye])  # one head copies, one suppresses
+        >>> jattn.heads.target_rank(embed, value, out, embed.T, names, names).tolist()
+        [[0.0, 0.0], [2.0, 2.0]]
     """
     sources = _indices("sources", sources, embed.shape[0])
     targets = _indices("targets", targets, unembed.shape[1])
@@ -182,7 +227,17 @@ def composition(
         later_value, later_out: kernels of the later layer, for V; both or neither.
 
     Raises:
-        ValueError: both pairs are missing, or a pair is incomplete.
+        ValueError: both pairs are missing, or a pair is incomplete; N is not a multiple of K.
+
+    Example:
+        >>> low, high = jnp.eye(4)[:, :2], jnp.eye(4)[:, 2:]  # [M,D]
+        >>> value, out = low[:, None], high.T[None]  # a head that moves features 0 and 1 to 2 and 3
+        >>> query, key = low[:, None], high[:, None]  # a later head whose keys read 2 and 3
+        >>> scores = jattn.heads.composition(value, out, query=query, key=key)
+        >>> {name: round(float(score[0, 0]), 3) for name, score in scores.items()}
+        {'Q': 0.0, 'K': 0.707}
+
+    Source: https://transformer-circuits.pub/2021/framework (Elhage et al.).
     """
     pairs = {"query and key": (query, key), "later_value and later_out": (later_value, later_out)}
     if any((a is None) != (b is None) for a, b in pairs.values()) or query is None and later_out is None:
@@ -203,8 +258,20 @@ def composition(
 
 
 def residual_contributions(z: Float[Array, "*B T N D"], out: Float[Array, "N D M"]) -> Float[Array, "*B T N M"]:
-    """``z_i W_i^O``: what each head adds to the residual stream. Summed over heads, plus the output projection's
-    bias if any, this is the layer's output. Modules sow ``z`` as ``attention_heads["z"]``."""
+    """``z_i W_i^O``: what each head adds to the residual stream, ``[B,T,N,M]``.
+
+    Summed over heads, plus the output projection's bias if any, this is the layer's output.
+
+    Args:
+        z: the heads' outputs ``[B,T,N,D]``, or without B; modules sow them as ``attention_heads["z"]``.
+        out: the output kernel ``[N,D,M]``.
+
+    Example:
+        >>> z = jnp.array([[[2.0], [3.0]]])  # [T,N,D]: two heads at one query
+        >>> out = jnp.array([[[1.0, 0.0]], [[1.0, -1.0]]])  # [N,D,M]
+        >>> jattn.heads.residual_contributions(z, out).tolist()
+        [[[2.0, 0.0], [3.0, -3.0]]]
+    """
     return jnp.einsum("...tnd,ndm->...tnm", z, out)
 
 

@@ -29,7 +29,12 @@ def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[A
         ValueError: an unknown name; no layer has sown it.
 
     Example:
-        ``_, sown = nnx.capture(lambda m: m(tokens, sow_heads=True), nnx.Intermediate)(model); collect(sown)``
+        >>> from flax import nnx
+        >>> layer, x = jattn.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
+        >>> _, sown = nnx.capture(lambda layer: layer(x, sow_heads=True), nnx.Intermediate)(layer)
+        >>> for own in jattn.heads.collect(sown):
+        ...     print({name: array.shape for name, array in sorted(own.items())})
+        {'key': (1, 3, 2, 2), 'lse': (1, 3, 2), 'query': (1, 3, 2, 2), 'value': (1, 3, 2, 2), 'z': (1, 3, 2, 2)}
     """
     if name not in _RANKS:
         raise ValueError(f"name must be one of {', '.join(_RANKS)}, got {name!r}")

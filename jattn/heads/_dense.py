@@ -20,6 +20,12 @@ def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Fl
 
     Returns:
         A scalar in [0, 1].
+
+    Example:
+        >>> weights = jnp.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 1.0, 0.0]])
+        >>> targets = jnp.array([-1, 0, 1])  # the key that each query should look at; the first has none
+        >>> float(jattn.heads.target_weight(weights, targets))
+        0.75
     """
     on_target = jnp.take_along_axis(weights, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
     return _mean(on_target, targets >= 0)
@@ -34,6 +40,12 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
 
     Returns:
         ``[T+S-1]``: entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries with such a key.
+
+    Example:
+        >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a head that looks one token back
+        >>> profile = jattn.heads.offset_profile(weights)
+        >>> int(profile.argmax()) - 3  # as an offset: T - 1 = 3
+        -1
     """
     length, keys = weights.shape
     offsets = jnp.arange(length + keys - 1) - (length - 1)
@@ -46,7 +58,18 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
 
 
 def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
-    """Mean weight on the previous token: ``mean over q >= 1 of weights[q, q-1]``. ``weights [T,T]``; a scalar."""
+    """Mean weight on the previous token: ``mean over q >= 1 of weights[q, q-1]``, a scalar in [0, 1].
+
+    Args:
+        weights: ``[T,T]``, of self-attention.
+        eligible: bool ``[T]``; all queries by default.
+
+    Example:
+        >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a head that looks one token back
+        >>> even = jnp.tri(4) / jnp.tri(4).sum(1, keepdims=True)  # one that looks at all that it sees
+        >>> [round(float(jattn.heads.previous_token(head)), 3) for head in (weights, even)]
+        [1.0, 0.361]
+    """
     targets = jnp.arange(weights.shape[0]) - 1
     return target_weight(weights, targets if eligible is None else jnp.where(eligible, targets, -1))
 
@@ -58,12 +81,22 @@ def induction(
 
     ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries whose token
     occurred before. If it occurred several times, any continuation counts, so a perfect induction head scores 1.
-    Source: https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads (prefix matching).
 
     Args:
         weights: ``[T,T]``, causal self-attention.
         tokens: integers ``[T]``.
         eligible: bool ``[T]``; all queries by default.
+
+    Returns:
+        A scalar in [0, 1].
+
+    Example:
+        >>> tokens = jnp.array([3, 1, 2, 3, 1])  # 3 and 1 return; a 1 and a 2 followed them, at slots 1 and 2
+        >>> weights = jnp.eye(5)[jnp.array([0, 0, 0, 1, 2])]  # the last two queries look there
+        >>> float(jattn.heads.induction(weights, tokens))
+        1.0
+
+    Source: https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads (prefix matching).
     """
     position = jnp.arange(tokens.shape[0])
     follows = jnp.roll(tokens, 1)[None, :] == tokens[:, None]  # [q, kv]: tokens[kv-1] == tokens[q]
@@ -75,7 +108,19 @@ def induction(
 
 
 def first_token(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
-    """Mean weight on the first key (a sink), over the later queries. Source: https://arxiv.org/abs/2309.17453."""
+    """Mean weight on the first key, a sink: ``mean over q >= 1 of weights[q, 0]``, a scalar in [0, 1].
+
+    Args:
+        weights: ``[T,S]``.
+        eligible: bool ``[T]``; all queries by default.
+
+    Example:
+        >>> weights = jnp.array([[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.7, 0.2, 0.1]])
+        >>> round(float(jattn.heads.first_token(weights)), 3)
+        0.8
+
+    Source: https://arxiv.org/abs/2309.17453.
+    """
     later = jnp.arange(weights.shape[0]) > 0
     return _mean(weights[:, 0], later if eligible is None else later & eligible)
 
@@ -93,6 +138,16 @@ def entropy(
         weights: ``[T,S]``.
         visible: bool ``[T,S]``: the visible pairs; all by default.
         eligible: bool ``[T]``; all queries by default.
+
+    Returns:
+        A scalar in [0, 1].
+
+    Example:
+        >>> visible = jnp.tri(4, dtype=bool)
+        >>> even = visible / visible.sum(1, keepdims=True)  # a uniform causal head
+        >>> two = jnp.tile(jnp.array([0.5, 0.5, 0.0, 0.0]), (4, 1))  # one that looks at two keys of four
+        >>> round(float(jattn.heads.entropy(even, visible)), 3), round(float(jattn.heads.entropy(two)), 3)
+        (1.0, 0.5)
     """
     if visible is None:
         visible = jnp.ones(weights.shape, bool)
@@ -108,7 +163,7 @@ def pattern_divergence(
     """Jensen-Shannon divergence between heads over ln 2, averaged over rows; in [0, 1].
 
     ``JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2`` with ``H`` the entropy of a row; 0 for equal heads, 1 for heads
-    that never look at the same key. Source: Lin, 1991, https://doi.org/10.1109/18.61115.
+    that never look at the same key.
 
     Args:
         patterns: ``[N,T,S]``, the weights of N heads, preferably averaged over many sequences: on a single sequence,
@@ -117,6 +172,14 @@ def pattern_divergence(
 
     Returns:
         ``[N,N]``, symmetric, with a zero diagonal.
+
+    Example:
+        >>> straight, crossed = jnp.eye(2), jnp.eye(2)[::-1]  # heads that look at different keys
+        >>> print(np.array(jattn.heads.pattern_divergence(jnp.stack([straight, crossed]))).round(3))
+        [[0. 1.]
+         [1. 0.]]
+
+    Source: Lin, 1991, https://doi.org/10.1109/18.61115.
     """
     rows = jnp.ones(patterns.shape[1], bool) if eligible is None else eligible
     # Head by head: all pairs at once would hold N times the patterns.

@@ -35,7 +35,6 @@ def divergence(
     of head i on one half of them (the even indices) is compared with that of head j on the other half, and vice versa.
     ``floor``, the diagonal, is then a head's distance from itself, and only distances above it are differences. For a
     single sequence, or if one half sees nothing, the diagonal is 0 and the floor NaN.
-    Source: Lin, 1991, https://doi.org/10.1109/18.61115.
 
     Processes a few rows of all heads at a time, in O(T + S) memory (forward), and takes ``2 N^2 T S`` logarithms.
 
@@ -47,6 +46,16 @@ def divergence(
 
     Raises:
         ValueError, TypeError: as ``fold_weights``; ``eligible`` has the wrong shape.
+
+    Example:
+        >>> code = 9 * jnp.eye(4)  # one for each position
+        >>> query, key = jnp.stack([0 * code, code], 1), jnp.stack([code, code], 1)  # uniform; at its own position
+        >>> between, floor = jattn.heads.divergence(jnp.stack([query, query]), jnp.stack([key, key]))
+        >>> print(np.array(between).round(3), np.array(floor).round(3))
+        [[0.    0.549]
+         [0.549 0.   ]] [0. 0.]
+
+    Source: Lin, 1991, https://doi.org/10.1109/18.61115.
     """
     args = make_args(query, key, None, bias, mask, **options)
     B, T, N, _ = args.query.shape

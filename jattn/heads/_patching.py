@@ -47,10 +47,17 @@ def patch(
         ValueError: an unknown ``what`` or ``by``; ``source`` is not a list of dicts with the arrays needed, or its
             layers differ in their shapes.
 
-    Source: https://arxiv.org/abs/2404.15255 (Heimersheim and Nanda).
-
     Example:
-        ``patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "v", "position")``
+        >>> from flax import nnx
+        >>> layer, x = jattn.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
+        >>> other = x.at[:, 1].set(-1.0)  # the two inputs differ at position 1
+        >>> _, sown = nnx.capture(lambda layer: layer(other, sow_heads=True), nnx.Intermediate)(layer)
+        >>> run = lambda layers: layer(x, **layers[0])
+        >>> patched = jattn.heads.patch(run, jattn.heads.collect(sown), "v", "position")  # [L,S,B,T,M]
+        >>> (abs(patched - run([{}])).max((2, 3, 4)) > 1e-4).tolist()  # so only the value there matters
+        [[False, True, False]]
+
+    Source: https://arxiv.org/abs/2404.15255 (Heimersheim and Nanda).
     """
     lead, T, N = _sizes(source, what, by, _NEEDED)
     sizes = tuple({-2: N, -3: T}[axis] for axis in _AXES[by])
@@ -74,12 +81,13 @@ def attribution_patch(
     what: str = "z",
     by: str = "head",
 ) -> Array:
-    """Attribution patching: an estimate of ``patch`` minus the result without a patch, all from one backward pass.
+    """Attribution patching: an estimate of what each ``patch`` changes, of all patches from one backward pass.
 
-    With z the heads' outputs of this run, z' those with the patch, and the metric that ``run`` computes:
-    ``sum (z' - z) d metric / d z``. z' is exact, softmax included, also where it is saturated and the gradient in a
-    query or key is nearly 0. So the estimate is exact where the metric is linear in the outputs of the patched layer,
-    and of first order in what follows that layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
+    The change is the result with the patch minus that without. With z the heads' outputs of this run, z' those with
+    the patch, and the metric that ``run`` computes, the estimate is ``sum (z' - z) d metric / d z``. z' is exact,
+    softmax included, also where it is saturated and the gradient in a query or key is nearly 0. So the estimate is
+    exact where the metric is linear in the outputs of the patched layer, and of first order in what follows that
+    layer. O(T + S) memory, as attention itself. Put ``jax.jit`` around it.
 
     Effects that cancel in a sum may be large one by one; confirm the largest of them with ``patch``.
 
@@ -94,10 +102,17 @@ def attribution_patch(
     Raises:
         ValueError: as ``patch``; ``run`` does not return a floating scalar.
 
-    Source: https://arxiv.org/abs/2403.00745 (Kramár et al.: AtP with its softmax recomputed for queries and keys).
-
     Example:
-        ``attribution_patch(lambda layers: loss(model(x, layers)), collect(sown_on_another_x), "k", "position")``
+        >>> from flax import nnx
+        >>> layer, x = jattn.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
+        >>> _, sown = nnx.capture(lambda layer: layer(-x, sow_heads=True), nnx.Intermediate)(layer)
+        >>> source, metric = jattn.heads.collect(sown), lambda layers: layer(x, **layers[0]).sum()
+        >>> estimate = jattn.heads.attribution_patch(metric, source, "v", "head_position")  # [L,N,S]
+        >>> exact = jattn.heads.patch(metric, source, "v", "head_position") - metric([{}])
+        >>> bool(jnp.allclose(estimate, exact, atol=1e-4))  # nothing follows this layer
+        True
+
+    Source: https://arxiv.org/abs/2403.00745 (Kramár et al.: AtP with its softmax recomputed for queries and keys).
     """
     lead, T, N = _sizes(source, what, by, {**_NEEDED, "k": ("key", "query")})
     keys_at_once = what == "k" and by == "head"  # then the gate is that of their weights, of N query heads

@@ -40,10 +40,14 @@ def path_patch(
         ValueError: the layers of ``own``, ``source`` and ``out`` are not of the same number and shapes; no groups, or
             a head that does not exist.
 
-    Source: https://arxiv.org/abs/2211.00593 (Wang et al.), section 3.1, and https://arxiv.org/abs/2304.05969.
-
     Example:
-        ``path_patch(lambda x: model.logits(model.last_norm(x)), stream, collect(sown), collect(other), kernels)``
+        >>> own, source = [{"z": jnp.zeros((1, 3, 2, 4))}], [{"z": jnp.ones((1, 3, 2, 4))}]  # [B,T,N,D] of one layer
+        >>> out = jnp.zeros((2, 4, 5)).at[0, :, 1].set(1.0)  # [N,D,M]: head 0 writes to feature 1, head 1 nothing
+        >>> read = lambda stream: stream[0, -1, 1]  # the reader takes it from there, at the last token
+        >>> jattn.heads.path_patch(read, jnp.zeros((1, 3, 5)), own, source, [out]).tolist()
+        [[4.0, 0.0]]
+
+    Source: https://arxiv.org/abs/2211.00593 (Wang et al.), section 3.1, and https://arxiv.org/abs/2304.05969.
     """
     if not len(own) == len(source) == len(out) or not len(own):
         raise ValueError(
@@ -107,6 +111,14 @@ def qk_attribution(
 
     Raises:
         ValueError: parts that do not fit each other or the kernels; a position without positions.
+
+    Example:
+        >>> query_parts = jnp.array([[[1.0, 0.0]], [[0.0, 2.0]]])  # [P,E,M]: a token, and what a head wrote there
+        >>> key_parts = jnp.array([[[3.0, 0.0]]])  # [R,E,M]
+        >>> kernel = {"kernel": jnp.eye(2)[:, None]}  # [M,N,H]
+        >>> score = jattn.heads.qk_attribution(query_parts, key_parts, kernel, kernel, scale=1.0)
+        >>> score[0, 0].tolist()  # the key matches the token, and not what the head wrote
+        [[3.0], [0.0]]
     """
     for name, parts, params in (("query_parts", query_parts, query), ("key_parts", key_parts, key)):
         M, E = params["kernel"].shape[0], query_parts.shape[1]

@@ -6,18 +6,35 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import ArrayLike
 
-MIXED, WEAK = "mixed", "weak "
+#: The label of a head with no pattern.
+MIXED = "mixed"
+#: What precedes the pattern in the label of a head that does not exceed its baseline.
+WEAK = "weak "
 USUAL = 0.95  # a label that is not weak exceeds this quantile of the baseline
 
 
 class Roles(NamedTuple):
-    """The result of ``roles``; NumPy arrays of the heads' shape."""
+    """The result of :func:`~jattn.heads.roles`; NumPy arrays of the heads' shape.
 
-    label: np.ndarray  # the pattern, "weak " and the pattern, or "mixed"
-    score: np.ndarray  # of that pattern; if mixed, of the pattern nearest to its threshold
-    threshold: np.ndarray  # of that pattern's score
-    p_value: np.ndarray  # the probability that a head without the pattern scores as high, times the number of patterns
-    least: np.ndarray  # the score of that pattern above which it is not weak; -inf without a baseline
+    Attributes:
+        label: the pattern, ``"weak "`` and the pattern, or ``"mixed"``.
+        score: of that pattern; if mixed, of the pattern nearest to its threshold.
+        threshold: of that pattern's score.
+        p_value: the probability that a head without the pattern scores as high, times the number of patterns.
+        least: the score of that pattern above which it is not weak; -inf without a baseline.
+
+    Example:
+        >>> null = {"induction": np.linspace(0.0, 0.1, 19)}
+        >>> found = jattn.heads.roles({"induction": np.array([0.8, 0.05])}, null)
+        >>> [f"{label} {score:.2f}" for label, score in zip(found.label, found.score)]
+        ['induction 0.80', 'mixed 0.05']
+    """
+
+    label: np.ndarray
+    score: np.ndarray
+    threshold: np.ndarray
+    p_value: np.ndarray
+    least: np.ndarray
 
 
 def roles(
@@ -38,7 +55,6 @@ def roles(
     Heads of an untrained model attend almost evenly, so nearly every head of a large trained one passes: with a
     ``baseline``, a pattern that passes without exceeding the 95% quantile of its baseline is labelled ``"weak "`` and
     its name, and one that exceeds it is preferred.
-    Source: Phipson and Smyth, 2010, https://doi.org/10.2202/1544-6115.1585 (why the 1 is added).
 
     Args:
         scores: for each pattern, an array with an entry for each head; all of one shape.
@@ -53,6 +69,15 @@ def roles(
     Raises:
         ValueError: a pattern without null, or without baseline; a null too small for this level; scores that are not
             finite; shapes that differ; a level outside (0, 1).
+
+    Example:
+        >>> null = {"first_token": np.linspace(0.1, 0.3, 19)}  # of heads of untrained models
+        >>> usual = {"first_token": np.array([0.4, 0.5, 0.6])}  # of the same model on shuffled tokens
+        >>> found = jattn.heads.roles({"first_token": np.array([0.2, 0.5, 0.9])}, null, baseline=usual)
+        >>> found.label.tolist()
+        ['mixed', 'weak first_token', 'first_token']
+
+    Source: Phipson and Smyth, 2010, https://doi.org/10.2202/1544-6115.1585 (why the 1 is added).
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}")

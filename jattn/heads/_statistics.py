@@ -76,7 +76,9 @@ _STATISTICS = {
     "duplicate_token": _Statistic(lambda block: block.where_equal("token", 0), queries="repeating"),
     "induction": _Statistic(lambda block: block.where_equal("before", 1), queries="repeating"),
 }
+#: The names of all statistics.
 STATISTICS = tuple(_STATISTICS)
+#: Those that need ``tokens``.
 OF_TOKENS = tuple(name for name, statistic in _STATISTICS.items() if statistic.queries == "repeating")
 
 
@@ -128,7 +130,11 @@ def statistics(
         ValueError: an unknown statistic; ``tokens`` or ``eligible`` missing or of the wrong shape; as ``fold_weights``.
 
     Example:
-        ``statistics(query, key, is_causal=True, names=["entropy"])["entropy"]``
+        >>> code = 9 * jnp.eye(4)[:, None]  # [T,N,H], one for each position
+        >>> query = jnp.roll(code, 1, 0)  # a head that looks one token back
+        >>> seen = jattn.heads.statistics(query, code, is_causal=True, names=["previous_token", "distance"])
+        >>> [round(float(seen[name][0]), 3) for name in ("previous_token", "distance")]
+        [1.0, 0.75]
     """
     names = _names(names, tokens is not None)
     folding = Dispatch() if implementation is None else implementation
@@ -314,6 +320,12 @@ def coarse_weights(
 
     Raises:
         ValueError: ``size`` is not positive; as ``fold_weights``.
+
+    Example:
+        >>> even = jnp.zeros((8, 1, 2))  # [T,N,H], of a uniform head
+        >>> print(np.array(jattn.heads.coarse_weights(even, even, 2, is_causal=True))[0].round(3))
+        [[1.    0.   ]
+         [0.635 0.365]]
     """
     if not size > 0:
         raise ValueError(f"size must be positive, got {size}")

@@ -16,10 +16,17 @@ GROUP = 16  # neighbouring keys of which only the largest weight is compared fir
 
 
 class TopPairs(NamedTuple):
-    """The ``k`` largest weights of each query, largest first.
+    """The ``k`` largest weights of each query, largest first; the result of :func:`~jattn.heads.top_pairs`.
 
-    weight: ``[B,N,T,k]`` (or ``[N,T,k]``), float32 (or float64); 0 where a query sees fewer keys.
-    key: ``[B,N,T,k]``, int32: the slots of their keys; -1 where a query sees fewer.
+    Attributes:
+        weight: ``[B,N,T,k]`` (or ``[N,T,k]``), float32 (or float64); 0 where a query sees fewer keys.
+        key: ``[B,N,T,k]`` (or ``[N,T,k]``), int32: the slots of their keys; -1 where a query sees fewer.
+
+    Example:
+        >>> weight, key = jnp.array([[[1.0, 0.0], [0.8, 0.2]]]), jnp.array([[[0, -1], [0, 1]]])  # [N,T,k]
+        >>> of_head = jattn.heads.TopPairs(weight, key).of_heads()
+        >>> [part[0].tolist() for part in of_head[1:]]  # head 0's largest: of queries 0 and 1, both at key 0
+        [[0, 1], [0, 0]]
     """
 
     weight: Array
@@ -63,8 +70,11 @@ def top_pairs(
         ValueError, TypeError: ``k`` is not a positive integer; as ``fold_weights``.
 
     Example:
-        ``top = top_pairs(query, key, 4, is_causal=True)``; ``top.key[b, n, t]`` are the slots that query t looks at
-        most; ``weight, q, kv = top.of_heads()``.
+        >>> code = 9 * jnp.eye(4)[:, None]  # [T,N,H], one for each position
+        >>> top = jattn.heads.top_pairs(jnp.roll(code, 1, 0), code, 2, is_causal=True)
+        >>> top.key[0, :, 0].tolist()  # the key that each query looks at most: one token back
+        [0, 0, 1, 2]
+        >>> weight, query, key = top.of_heads()  # each [N,k]
     """
     if not isinstance(k, int) or k < 1:
         raise ValueError(f"k must be a positive integer, got {k!r}")

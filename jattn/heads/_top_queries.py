@@ -12,13 +12,25 @@ from jattn.mods.validation import to_int32
 
 @pytree_dataclass
 class TopQueries:
-    """Each head's ``k`` best queries so far, best first. Start with ``top_queries``; ``update`` takes a batch.
+    """Each head's ``k`` best queries so far, best first.
 
-    score: ``[*,N,k]``, float32; -inf where there has been none yet.
-    sequence, position: ``[*,N,k]``: the sequence, counted over all batches, and the query in it; -1 for none.
-    token: ``[*,N,k]``: the query's token; -1 for none, or if tokens were not given.
-    seen: the number of sequences so far.
-    undefined: ``[*,N]``: how many scores were NaN so far. A NaN takes no place: it is not larger than a number.
+    Start with :func:`~jattn.heads.top_queries`; ``update`` takes a batch.
+
+    Attributes:
+        score: ``[*,N,k]``, float32; -inf where there has been none yet.
+        sequence: ``[*,N,k]``, int32: the sequence, counted over all batches; -1 for none.
+        position: ``[*,N,k]``, int32: the query in it; -1 for none.
+        token: ``[*,N,k]``, int32: the query's token; -1 for none, or if tokens were not given.
+        seen: the number of sequences so far, int32.
+        undefined: ``[*,N]``, int32: how many scores were NaN so far. A NaN takes no place: it is not larger than a
+            number.
+
+    Example:
+        >>> top = jattn.heads.top_queries(1, 2)  # the best query of each of two heads
+        >>> first, second = jnp.array([[[0.1, 0.8]]]), jnp.array([[[0.4, 0.2]]])  # scores [B,T,N] of two batches
+        >>> top = top.update(first).update(second)
+        >>> top.sequence.tolist(), int(top.seen)
+        ([[1], [0]], 2)
     """
 
     score: Array
@@ -83,7 +95,11 @@ def top_queries(k: int, *heads: int) -> TopQueries:
         ValueError: k or a number of heads is not a positive integer, or there is none.
 
     Example:
-        ``top = top_queries(10, N); top = top.update(score, tokens)`` for each batch; ``top.position[head]``
+        >>> top = jattn.heads.top_queries(2, 1)  # the two best queries of one head
+        >>> scores, tokens = jnp.array([[[0.1], [0.7]], [[0.9], [0.2]]]), np.array([[5, 6], [7, 8]])  # [B,T,N], [B,T]
+        >>> top = top.update(scores, tokens)  # and so on for each batch
+        >>> top.token.tolist(), top.position.tolist()
+        ([[7, 6]], [[0, 1]])
     """
     if not heads or any(not isinstance(size, int) or size < 1 for size in (k, *heads)):
         raise ValueError(f"top_queries needs k and the numbers of heads, positive integers, got {(k, *heads)}")
