@@ -54,9 +54,12 @@ def attention_heatmap(
     Returns:
         The axes; save with ``ax.figure.savefig("heads.png")``.
 
+    Raises:
+        ValueError: weights of another rank, or empty; labels of another number than T and S.
+
     Example:
         >>> weights = np.eye(3)[[0, 0, 1]]  # a head that looks one token back
-        >>> ax = attention_heatmap(weights, ["Le", "chat", "noir"])
+        >>> ax = jattn.plots.attention_heatmap(weights, ["Le", "chat", "noir"])
         >>> ax.get_xlabel(), ax.get_ylabel()
         ('Keys (Source)', 'Queries (Target)')
 
@@ -107,8 +110,11 @@ def head_grid(
     Returns:
         The figure; save with ``figure.savefig("heads.png")``.
 
+    Raises:
+        ValueError: weights of another rank, or empty; labels of another number than T and S, or titles than heads.
+
     Example:
-        >>> figure = head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
+        >>> figure = jattn.plots.head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
         >>> [ax.get_title() for ax in figure.axes][5]
         'layer 1 head 1'
 

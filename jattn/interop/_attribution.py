@@ -31,7 +31,14 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
         ValueError: the model has norms of its stream itself; directions of another shape.
 
     Example:
-        ``rows = model.output_embedding(); logit_parts(model, tokens, rows[right] - rows[wrong])["heads"][:, 0, -1]``
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> rows = model.output_embedding()
+        >>> parts = jattn.interop.logit_parts(model, jnp.array([[3, 1, 4]]), rows[7] - rows[5])
+        >>> parts["heads"][:, 0, -1].shape  # what each head adds at the last token to logit 7 less logit 5, [L,N]
+        (2, 2)
     """
     config, norm = model.config, model.last_norm
     if norm is None:

@@ -25,7 +25,21 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes and the kind of a ``Transformer``; ``read_config`` makes one from a ``config.json``."""
+    """The sizes and the kind of a ``Transformer``; :func:`~jattn.interop.read_config` makes one from a file.
+
+    Without ``norm_first`` and ``norm_outputs``, norms are of the stream itself: after the embeddings, after attention
+    and after the MLP.
+
+    Raises:
+        ValueError: ``local`` is not of one entry a layer; an unknown ``qk_norm``; ``norm_outputs`` without RMS norms.
+
+    Example:
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> kind = {"norm_epsilon": 1e-5, "activation": "relu", "window": 4, "local": (True, False)}
+        >>> config = jattn.interop.Config("tiny", **sizes, **kind)  # the first layer has a window of 4 tokens
+        >>> config.size_of_head, config.is_local
+        (4, (True, False))
+    """
 
     family: str
     num_layers: int
@@ -33,34 +47,33 @@ class Config:
     model_dim: int
     mlp_dim: int
     vocabulary: int
-    max_length: int  # of learned positions, and of what the model was trained for
+    max_length: int  #: of learned positions, and of what the model was trained for
     norm_epsilon: float
-    activation: str  # of ACTIVATIONS
-    num_kv_heads: int | None = None  # None: num_heads
-    head_dim: int | None = None  # None: model_dim / num_heads
+    activation: str  #: "gelu", "gelu_new", "gelu_pytorch_tanh", "relu" or "silu"
+    num_kv_heads: int | None = None  #: ``num_heads`` by default
+    head_dim: int | None = None  #: ``model_dim / num_heads`` by default
     token_types: int = 0
     causal: bool = True
-    norm: str = "layer"  # or "rms"
-    norm_first: bool = True  # before attention and MLP, and at the end
-    norm_outputs: bool = False  # of what attention and MLP add to the stream; also at the end. "rms" only
-    # With neither, norms of the stream itself: after the embeddings, after attention and after the MLP.
-    qk_norm: str | None = None  # of queries and keys, "rms": "head", of each head's; "all", of all heads' as one
-    parallel: bool = False  # attention and MLP read the same input
-    gated: bool = False  # the MLP is out(activation(gate(x)) * in(x))
-    position: Rotary | None = None  # None: learned embeddings
-    window: int | None = None  # the keys that a query sees, itself included
-    local: tuple[bool, ...] | None = None  # the layers that have the window; None: all
-    local_position: Rotary | None = None  # of these layers; None: position
-    scale: float | None = None  # of scores; None: 1 / sqrt(size_of_head)
-    score_cap: float | None = None  # the soft cap of scores
-    logit_cap: float | None = None  # the soft cap of logits
-    embed_scale: float | None = None  # what token embeddings are multiplied by
+    norm: str = "layer"  #: or "rms"
+    norm_first: bool = True  #: before attention and MLP, and at the end
+    norm_outputs: bool = False  #: of what attention and MLP add to the stream; also at the end. "rms" only
+    qk_norm: str | None = None  #: an RMS norm of queries and keys, "head" by head or of "all" as one
+    parallel: bool = False  #: attention and MLP read the same input
+    gated: bool = False  #: the MLP is ``out(activation(gate(x)) * in(x))``
+    position: Rotary | None = None  #: learned embeddings by default
+    window: int | None = None  #: the keys that a query sees, itself included
+    local: tuple[bool, ...] | None = None  #: the layers that have the window; all by default
+    local_position: Rotary | None = None  #: that of these layers; ``position`` by default
+    scale: float | None = None  #: that of scores; ``1 / sqrt(size_of_head)`` by default
+    score_cap: float | None = None  #: the soft cap of scores
+    logit_cap: float | None = None  #: the soft cap of logits
+    embed_scale: float | None = None  #: what token embeddings are multiplied by
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
-    pooler: bool = False  # BERT's, of the first token
-    head: bool = False  # a separate output embedding
-    tied: bool = True  # without one, the input embedding serves
+    pooler: bool = False  #: BERT's, of the first token
+    head: bool = False  #: a separate output embedding
+    tied: bool = True  #: without one, the input embedding serves
 
     def __post_init__(self):
         if self.local is not None and len(self.local) != self.num_layers:
@@ -97,7 +110,20 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each added to the residual stream, with norms as the config says."""
+    """Attention and an MLP, each added to the residual stream, with norms as the config says: one layer of a model.
+
+    Args:
+        config: the sizes and the kind.
+        rngs: of the parameters.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 1, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> block = jattn.interop.Block(config, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((1, 3, 8)), is_causal=True, head_gate=jnp.array([1.0, 0.0])).shape  # head 1 is off
+        (1, 3, 8)
+    """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, dot_general=dot_general, rngs=rngs)

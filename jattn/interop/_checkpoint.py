@@ -26,6 +26,7 @@ from jattn.interop.transformer import Transformer
 Tensors = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
+#: The families whose checkpoints can be read, by ``model_type``.
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2)
 }
@@ -64,7 +65,17 @@ def load(
         ImportError: safetensors, or for a GGUF file gguf, is not installed.
 
     Example:
-        ``model = load("all-MiniLM-L6-v2"); hidden = model(tokens, valid=tokens != 0)``
+        >>> import json, pathlib, safetensors.numpy
+        >>> config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, "rms_norm_eps": 1e-6}
+        >>> config |= dict.fromkeys(["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"], 4)
+        >>> names = [name.format(0) for (name,) in jattn.interop.FAMILIES["llama"].layer.values()]
+        >>> names += ["embed_tokens", "norm", "lm_head"]
+        >>> tensors = {f"{name}.weight": np.ones(4) if "norm" in name else np.eye(4) for name in names}
+        >>> safetensors.numpy.save_file(tensors, "model.safetensors")  # published models come with these two files
+        >>> size = pathlib.Path("config.json").write_text(json.dumps(config))
+        >>> model = jattn.interop.load(".")
+        >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this one repeats what it reads
+        [[2, 0, 1]]
     """
     source = Path(source)
     is_gguf = source.suffix.lower() == ".gguf"
@@ -80,7 +91,26 @@ def from_tensors(
     dtype: Any = jnp.float32,
     family: Family | None = None,
 ) -> Transformer:
-    """``load`` from memory: arrays by name, and a ``config.json`` as a dict."""
+    """:func:`~jattn.interop.load` from memory: arrays by name, and a ``config.json`` as a dict.
+
+    Args:
+        tensors: floating arrays by their names in a checkpoint, such as ``numpy()`` of a PyTorch ``state_dict``'s.
+        config: its ``model_type`` and sizes.
+        ignore, dtype, family: as in ``load``.
+
+    Raises:
+        ValueError, TypeError: as ``load``.
+
+    Example:
+        >>> config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1, "rms_norm_eps": 1e-6}
+        >>> config |= dict.fromkeys(["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"], 4)
+        >>> names = [name.format(0) for (name,) in jattn.interop.FAMILIES["llama"].layer.values()]
+        >>> names += ["embed_tokens", "norm", "lm_head"]
+        >>> tensors = {f"{name}.weight": np.ones(4) if "norm" in name else np.eye(4) for name in names}
+        >>> model = jattn.interop.from_tensors(tensors, config)
+        >>> model.logits(model(jnp.array([[2, 0, 1]]))).argmax(-1).tolist()  # this one repeats what it reads
+        [[2, 0, 1]]
+    """
     if isinstance(ignore, str):
         raise TypeError(f"ignore must be a sequence of prefixes of names, got the string {ignore!r}; use ({ignore!r},)")
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -121,10 +151,20 @@ def from_tensors(
 
 
 def read_config(config: Mapping[str, Any]) -> Config:
-    """The sizes in Hugging Face's ``config.json`` of one of ``FAMILIES``.
+    """The sizes and the kind of model in Hugging Face's ``config.json`` of one of ``FAMILIES``.
+
+    Args:
+        config: the file as a dict.
 
     Raises:
         ValueError: another ``model_type``, a missing key, or one that the model here does not support or know.
+
+    Example:
+        >>> published = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
+        >>> published |= {"vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+        >>> config = jattn.interop.read_config(published)
+        >>> config.num_layers, config.size_of_head, config.norm, config.causal
+        (12, 64, 'layer', True)
     """
     return _family(config).config(config)
 

@@ -18,10 +18,26 @@ CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, t
 
 
 def generate(model: Transformer, prompts: Iterable[Any], max_new_tokens: int, **options: Any) -> list[Any]:
-    """The tokens that continue each prompt, integers; takes the options of ``stream``.
+    """The tokens that continue each prompt: a list of integer arrays, without those that end a text.
+
+    Args:
+        model: a causal model.
+        prompts: lists of tokens, of any lengths above 0, such as ``tokenizer.encode("Once upon a time").ids``.
+        max_new_tokens: how many to write to each at most.
+        options: those of :func:`~jattn.interop.stream`, such as ``temperature``, ``stop`` and ``key``.
+
+    Raises:
+        ValueError, TypeError: as ``stream``.
 
     Example:
-        ``(tokens,) = generate(model, [tokenizer.encode("Once upon a time").ids], 40)``
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> first, second = jattn.interop.generate(model, [[3, 1, 4], [2, 7]], 4)
+        >>> likeliest = model.logits(model(jnp.array([[3, 1, 4]])))[0, -1].argmax()
+        >>> first.shape, second.shape, bool(first[0] == likeliest)
+        ((4,), (4,), True)
     """
     prompts = list(prompts)
     steps = list(stream(model, prompts, max_new_tokens, **options))
@@ -58,6 +74,16 @@ def stream(
     Raises:
         ValueError: no prompt, an empty one, or a token that the model does not know; an option out of its range; more
             tokens than the model has positions for; a model that is not causal.
+        TypeError: ``key`` is no JAX key, or ``stop`` no sequence of integers.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> drawn = jattn.interop.stream(model, [[3, 1, 4], [2, 7]], 4, temperature=0.8, key=jax.random.key(0))
+        >>> [tokens.shape for tokens in drawn]  # each has one for each prompt
+        [(2,), (2,), (2,), (2,)]
     """
     prompts = list(prompts)
     given = [np.asarray(prompt) for prompt in prompts]

@@ -25,20 +25,26 @@ def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str
         options: of the model's call, such as ``valid`` or ``per_layer``; not ``cache``.
 
     Returns:
-        A dict for each layer: ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``, ``lse [B,T,N]`` and ``z
-        [B,T,N,H]`` as by ``sow_heads``, and those of the options ``is_causal``, ``mask``, ``local_window_size``,
-        ``score_mod``, ``scale``, ``bias``, ``query_positions`` and ``kv_positions`` of ``heads.statistics`` and
-        ``fold_weights`` that the layer has. The padding of ``valid`` is in the mask.
+        A list with a dict for each layer. It has ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``,
+        ``lse [B,T,N]`` and ``z [B,T,N,H]``, as by ``sow_heads``, and those of the options ``is_causal``, ``mask``,
+        ``local_window_size``, ``score_mod``, ``scale``, ``bias``, ``query_positions`` and ``kv_positions`` of
+        ``heads.statistics`` and ``fold_weights`` that the layer has. The padding of ``valid`` is in the mask.
 
     Raises:
         ValueError: a ``patch`` of the ``"pattern"``, which mixes the weights of two queries and keys; as the model.
         TypeError: ``cache``, or an option that the model does not take.
 
-    Example::
-
-        for layer in look(model, tokens, valid=valid):
-            options = {name: x for name, x in layer.items() if name not in ("query", "key", "value", "lse", "z")}
-            heads.statistics(layer["query"], layer["key"], lse=layer["lse"], **options)
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> for layer in jattn.interop.look(model, jnp.array([[3, 1, 4]])):
+        ...     options = {name: x for name, x in layer.items() if name not in ("query", "key", "value", "lse", "z")}
+        ...     seen = jattn.heads.statistics(layer["query"], layer["key"], lse=layer["lse"], **options)
+        ...     print(options, seen["entropy"].shape)
+        {'is_causal': True} (1, 2)
+        {'is_causal': True} (1, 2)
     """
     if options.get("cache") is not None:
         raise TypeError("cache: look sees whole sequences; pass all tokens, and valid= for padding")

@@ -18,13 +18,21 @@ def tokenizer(source: str | Path) -> Any:
     file says so (``add_bos_token``, ``add_eos_token``), as llama.cpp does; ``encode(text, add_special_tokens=False)``
     leaves them out. As in llama.cpp, a byte that the vocabulary has no token for is left out, too.
 
+    Args:
+        source: the folder, or the file ``*.gguf``.
+
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a damaged file, or a kind of vocabulary or of splitting that is not known here.
         ImportError: tokenizers, or for a GGUF file gguf, is not installed.
 
     Example:
-        ``tokens = tokenizer("model.gguf").encode("Hello").ids``
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> words = Tokenizer(models.WordLevel({"what": 0, "heads": 1, "see": 2}, unk_token="what"))
+        >>> words.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> words.save("tokenizer.json")  # published models come with one
+        >>> jattn.interop.tokenizer(".").encode("see what heads see").ids
+        [2, 0, 1, 2]
     """
     try:
         from tokenizers import Tokenizer
@@ -103,7 +111,13 @@ def chatml(messages: Sequence[tuple[str, str]]) -> str:
             a system message first.
 
     Example:
-        ``chatml([("system", "You are a helpful assistant."), ("user", "Hello!")])``
+        >>> text = jattn.interop.chatml([("system", "You are a helpful assistant."), ("user", "Hello!")])
+        >>> print(text, end="")  # a model continues it with its answer
+        <|im_start|>system
+        You are a helpful assistant.<|im_end|>
+        <|im_start|>user
+        Hello!<|im_end|>
+        <|im_start|>assistant
     """
     said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
     return f"{said}<|im_start|>assistant\n"

@@ -64,6 +64,13 @@ class Family:
         prefixes: what models with a task head put before every name.
         norm_offset: added to the weights of norms: 1 if a checkpoint's norms multiply by ``1 + weight``. Here they
             multiply by the scale.
+
+    Example:
+        >>> import dataclasses
+        >>> llama = jattn.interop.FAMILIES["llama"]
+        >>> llama.layer["attention.query"]  # its name in a checkpoint
+        ('layers.{}.self_attn.q_proj',)
+        >>> inside = dataclasses.replace(llama, prefixes=("language_model.model.",))  # for load(source, family=inside)
     """
 
     name: str

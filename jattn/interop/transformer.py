@@ -23,6 +23,18 @@ class Transformer(nnx.Module):
     ``layers`` is one ``Block`` that holds the parameters of all layers, each with a leading axis ``[L]``. A call scans
     over them, so it compiles a single layer, or two where some have the window and others do not (``Config.local``);
     what the layers sow has that leading axis, too.
+
+    Args:
+        config: the sizes and the kind, such as ``model.config`` of another model.
+        rngs: of the parameters, random and float32; :func:`~jattn.interop.load` reads published ones.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 2, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> model.logits(model(jnp.array([[3, 1, 4]]))).shape  # [B,T,vocabulary]
+        (1, 3, 11)
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):

@@ -33,6 +33,20 @@ class LanguageModel(Protocol):
       they are added to the residual stream, as it is.
     - ``last_norm``, ``nnx.RMSNorm``, ``nnx.LayerNorm`` or None, and ``output_embedding() -> [V,M]``, for attribution:
       ``unembed(x)`` is ``last_norm(x) @ output_embedding().T``.
+
+    Example:
+        >>> from flax import nnx
+        >>> class Layer(jattn.nnx.MultiHeadAttention):
+        ...     def __call__(self, x, **options):
+        ...         return x + super().__call__(x, is_causal=True, **options)
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.embed = nnx.Embed(11, 8, rngs=rngs)
+        ...         self.layers = nnx.List([Layer(2, 8, rngs=rngs)])
+        ...         self.unembed = nnx.Linear(8, 11, rngs=rngs)
+        >>> found = jattn.survey(Model(nnx.Rngs(0)), np.array([[3, 1, 4, 1]]), exact=None, progress=False)
+        >>> found.effect.shape
+        (1, 2)
     """
 
     @property
@@ -159,7 +173,19 @@ def measured(whole: Whole, x: Array, tokens: Array, metric: Metric) -> Float[Arr
 
 
 def next_token_loss(logits: Float[Array, "T V"], tokens: Array) -> Float[Array, ""]:
-    """The mean cross-entropy of the next tokens, in nats: the metric of a survey by default."""
+    """The mean cross-entropy of the next tokens, in nats: the metric of a survey by default.
+
+    ``mean over t of -log softmax(logits[t])[tokens[t + 1]]``, in float32.
+
+    Args:
+        logits: ``[T,V]``, of one sequence.
+        tokens: integers ``[T]``.
+
+    Example:
+        >>> guess = jnp.zeros((3, 8))  # a model that knows nothing of 8 tokens: log 8
+        >>> round(float(jattn.reports.next_token_loss(guess, jnp.array([2, 0, 1]))), 3)
+        2.079
+    """
     logits = logits[:-1].astype(jnp.float32)
     right = jnp.take_along_axis(logits, tokens[1:, None], 1)[:, 0]
     return (jax.nn.logsumexp(logits, -1) - right).mean()

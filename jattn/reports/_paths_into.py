@@ -14,13 +14,27 @@ from jattn.reports._language_model import Layer, look
 
 
 class Paths(NamedTuple):
-    """How much the score of one head changes if it reads each earlier head's output from another sequence."""
+    """How much the score of one head changes if it reads each earlier head's output from another sequence.
 
-    into: tuple[int, int]  # the layer and the head that reads
-    pattern: str  # its score is that of this statistic
-    score: float  # with nothing changed
-    query: np.ndarray  # [layers before, N]: the change if its queries read the other output; negative: a lower score
-    key: np.ndarray  # [layers before, N]: if its keys do
+    Attributes:
+        into: the layer and the head that reads.
+        pattern: the statistic that its score is.
+        score: with nothing changed.
+        query: ``[layers before, N]``, the change if its queries read the other output; negative is a lower score.
+        key: ``[layers before, N]``, the change if its keys do.
+
+    Example:
+        >>> change = {"query": np.array([[0.01, -0.02]]), "key": np.array([[-0.6, 0.1]])}  # of the two heads of layer 0
+        >>> paths = jattn.reports.Paths((1, 0), "induction", 0.7, **change)
+        >>> paths.strongest(2)
+        [('key', 0, 0, -0.6), ('key', 0, 1, 0.1)]
+    """
+
+    into: tuple[int, int]
+    pattern: str
+    score: float
+    query: np.ndarray
+    key: np.ndarray
 
     def strongest(self, count: int = 5) -> list[tuple[str, int, int, float]]:
         """The paths with the largest changes: ``("query" or "key", layer, head, change)``."""

@@ -23,8 +23,17 @@ from jattn.reports.page import Head
 class Report:
     """A page of heads. The last line of a notebook's cell, it shows itself, in a frame that can reach nothing else.
 
-    title, heads, queries, keys, looked: what it shows, before it is packed into a page. ``numbers`` are the statistics
-    and the further columns ``{name: [h]}``, ``roles`` the heads' labels. ``others`` are reports to show beside it.
+    :func:`~jattn.report` makes it. ``numbers`` are the statistics and the further columns, ``{name: [h]}`` with h over
+    the heads of all layers, ``roles`` the heads' labels, and ``others`` the reports to show beside it. The other fields
+    are what it shows, before it is packed into a page.
+
+    Example:
+        >>> weights = np.tile(np.eye(3)[[0, 0, 1]], (2, 1, 1))  # [N,T,S]: two heads that look one token back
+        >>> page = jattn.report(weights, ["Le chat noir".split()])
+        >>> page.numbers["previous_token"].tolist()
+        [1.0, 1.0]
+        >>> page.save("heads.html").stat().st_size > 10_000
+        True
     """
 
     title: str
@@ -109,7 +118,10 @@ def report(
         TypeError: an unknown option.
 
     Example:
-        ``jattn.report(sown, tokens, "heads.html", tokenizer=tokenizer, is_causal=True)``
+        >>> query, key = jax.random.normal(jax.random.key(0), (2, 1, 3, 2, 4))  # [B,T,N,H]
+        >>> layers = {"layer 0": (query, key)}  # or what a model has sown
+        >>> jattn.report(layers, ["Le chat noir".split()], "heads.html", is_causal=True)
+        Report('Attention heads', 2 heads, 1 sequences)
     """
     layers = read_layers(heads, options)
     B, _, T, S = layers[0].shape

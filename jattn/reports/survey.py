@@ -25,19 +25,42 @@ from jattn.reports.report import Report, report
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """The result of ``survey``: NumPy arrays ``[L,N]``, unless it says otherwise."""
+    """The result of :func:`~jattn.survey`: NumPy arrays ``[L,N]``, unless it says otherwise.
 
-    tokens: np.ndarray  # [B,T]
-    metric: float  # of the model as it is
-    effect: np.ndarray  # the metric with the head switched off, minus that
-    exact: np.ndarray  # bool: whether the effect comes from a run without the head; otherwise it is an estimate
-    estimate: np.ndarray | None  # of all effects; None if all are exact
-    statistics: Mapping[str, np.ndarray]  # of heads.statistics, the mean over sequences
+    Attributes:
+        tokens: ``[B,T]``.
+        metric: of the model as it is, a float.
+        effect: the metric with the head switched off, minus that.
+        exact: bool, whether the effect comes from a run without the head; otherwise it is an estimate.
+        estimate: of all effects; None if all are exact.
+        statistics: ``{name: [L,N]}``, of ``heads.statistics``, the mean over sequences.
+        roles: of ``heads.roles``, or None.
+        attribution: to the logit, or None.
+        paths: into the chosen head, or None.
+        layers: of each layer, query, key, lse, and options of its weights that are known.
+        notes: how the numbers came about, and what is left out.
+
+    Example:
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 4, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> found = jattn.survey(model, np.array([[3, 1, 4, 1], [2, 7, 2, 7]]), progress=False)
+        >>> list(found.columns())[:7]  # found.table() shows them as text, found.report() as a page
+        ['layer', 'head', 'effect', 'exact', 'role', 'score', 'attribution']
+    """
+
+    tokens: np.ndarray
+    metric: float
+    effect: np.ndarray
+    exact: np.ndarray
+    estimate: np.ndarray | None
+    statistics: Mapping[str, np.ndarray]
     roles: heads.Roles | None
-    attribution: np.ndarray | None  # to the logit
-    paths: Paths | None  # into the chosen head
-    layers: Sequence[Mapping[str, Any]]  # of each layer, query, key, lse, and options of its weights that are known
-    notes: tuple[str, ...]  # how the numbers came about, and what is left out
+    attribution: np.ndarray | None
+    paths: Paths | None
+    layers: Sequence[Mapping[str, Any]]
+    notes: tuple[str, ...]
 
     def columns(self) -> dict[str, np.ndarray]:
         """All that is known of each head: arrays with an entry for each head."""
@@ -136,7 +159,14 @@ def survey(
             causal; paths into a head that does not exist or has none, or of a single sequence.
 
     Example:
-        ``found = jattn.survey(interop.load(file), tokens); print(found.table())``
+        >>> from flax import nnx
+        >>> sizes = {"num_layers": 2, "num_heads": 4, "model_dim": 8, "mlp_dim": 16, "vocabulary": 11, "max_length": 9}
+        >>> config = jattn.interop.Config("tiny", **sizes, norm_epsilon=1e-5, activation="relu")
+        >>> model = jattn.interop.Transformer(config, rngs=nnx.Rngs(0))
+        >>> tokens = np.array([[3, 1, 4, 1], [2, 7, 2, 7]])
+        >>> found = jattn.survey(model, tokens, exact=1, progress=False)  # of a real model: print(found.table())
+        >>> found.effect.shape, int(found.exact.sum()), found.roles.label.shape  # one effect is measured
+        ((2, 4), 1, (2, 4))
     """
     tokens = _checked(tokens, kind, exact)
     metric = _metric(model, metric)
