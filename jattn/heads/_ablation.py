@@ -142,7 +142,7 @@ def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int
     Args:
         losses: a function of ``gates [L,B,N]``, each layer's ``head_gate``, that returns the loss ``[B]`` of each
             sequence.
-        num_layers, num_heads, batch: L, N and B.
+        num_layers, num_heads, batch: the sizes L, N and B.
 
     Raises:
         ValueError: ``losses`` does not return one loss per sequence.

@@ -34,7 +34,8 @@ def logit_attribution(
         directions: ``[M]``, or what broadcasts to the stream, such as ``[B,1,M]``: a token's column of the
             unembedding, or the difference of two for a logit difference.
         stream: ``[B,T,M]``, the input of the final norm.
-        norm: ``"layer"``, ``"rms"``, or None for none, and its ``scale``, ``bias`` and ``epsilon``.
+        norm: ``"layer"``, ``"rms"``, or None for none.
+        scale, bias, epsilon: those of the norm.
 
     Returns:
         ``{name: [*, B,T]}``, of heads ``[*, B,T,N]``. The norm's bias is in the part ``"bias"``.

@@ -29,8 +29,10 @@ def ov_circuit(
     """``W_E W_V W_O W_U``: what attending to each token adds to each class's logit, ``[N,V,C]``.
 
     Args:
-        embed, unembed: ``[V,M]`` and ``[M,C]``.
-        value, out: the kernels of a layer, ``[M,K,D]`` and ``[N,D,M]``.
+        embed: ``[V,M]``.
+        value: the kernel ``[M,K,D]`` of a layer.
+        out: its output kernel ``[N,D,M]``.
+        unembed: ``[M,C]``.
 
     Raises:
         ValueError: N is not a multiple of K.
@@ -54,7 +56,8 @@ def qk_circuit(
 
     Args:
         embed: ``[V,M]``.
-        query, key: the kernels of a layer, ``[M,N,H]`` and ``[M,K,H]``.
+        query: the kernel ``[M,N,H]`` of a layer.
+        key: its kernel ``[M,K,H]``.
         scale: of the scores.
 
     Raises:
@@ -89,8 +92,10 @@ def copying_score(
     ``W_O W_U W_E W_V [D,D]``. Eigenvalues need a CPU or a GPU. Float32 (or float64) for kernels of any dtype.
 
     Args:
-        embed, unembed: ``[V,M]`` and ``[M,V]``, for the same V tokens.
-        value, out: the kernels of a layer, ``[M,K,D]`` and ``[N,D,M]``.
+        embed: ``[V,M]``.
+        value: the kernel ``[M,K,D]`` of a layer.
+        out: its output kernel ``[N,D,M]``.
+        unembed: ``[M,V]``, for the same V tokens.
 
     Raises:
         ValueError: ``embed`` and ``unembed`` have different numbers of tokens; N is not a multiple of K.
@@ -149,7 +154,7 @@ def target_rank(
 
     Args:
         embed: ``[V,M]``. These papers take the residual stream after the first MLP instead: pass such rows.
-        value, out: the kernels of a layer; use ``jax.lax.map`` over stacked layers.
+        value, out: the kernels of a layer, as in ``ov_circuit``; use ``jax.lax.map`` over stacked layers.
         unembed: ``[M,C]``.
         sources, targets: integers ``[E]``: rows of ``embed`` and columns of ``unembed``; a sample of 1000 suffices.
 
@@ -222,8 +227,8 @@ def composition(
     No ``[M,M]`` matrix is formed; the R of its QR decomposition replaces each factor.
 
     Args:
-        value, out: kernels of the earlier layer.
-        query, key: kernels of the later layer, for Q and K; both or neither.
+        value, out: kernels of the earlier layer, as in ``ov_circuit``.
+        query, key: kernels of the later layer, for Q and K, as in ``qk_circuit``; both or neither.
         later_value, later_out: kernels of the later layer, for V; both or neither.
 
     Raises:

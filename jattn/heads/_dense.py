@@ -39,7 +39,7 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
         eligible: bool ``[T]``; all queries by default.
 
     Returns:
-        ``[T+S-1]``: entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries with such a key.
+        ``[T+S-1]``; entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries with such a key.
 
     Example:
         >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a head that looks one token back

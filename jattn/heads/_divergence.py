@@ -39,7 +39,8 @@ def divergence(
     Processes a few rows of all heads at a time, in O(T + S) memory (forward), and takes ``2 N^2 T S`` logarithms.
 
     Args:
-        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B; sequences of one layout, so that rows correspond.
+        query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B; sequences of one layout, so that rows
+            correspond.
         eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; all by default. Queries that see nothing never
             count.
         bias, mask, options: those of ``fold_weights``, without ``lse``: ``is_causal``, ``score_mod``, ...

@@ -93,7 +93,8 @@ def attribution_patch(
 
     Args:
         run: as for ``patch``; it returns the metric, a scalar: sum over sequences, which do not affect each other.
-        source, what, by: as for ``patch``. Each layer also has ``"query"``.
+        source: as for ``patch``; each layer also has ``"query"``.
+        what, by: as for ``patch``.
 
     Returns:
         ``[L,N]``, ``[L,T]`` or ``[L,N,T]``, with K and S in place of N and T for k and v, as ``patch``; float32

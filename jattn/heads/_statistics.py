@@ -115,7 +115,7 @@ def statistics(
     ``q`` and ``kv`` are positions, as in masks; for ``offset_profile``, ``received`` and tokens they are slots.
 
     Args:
-        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
+        query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B.
         tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
         lse: from ``dot_product_attention(..., return_residual=True)``; computed if None.
         names: the statistics to compute; by default all that the arguments allow.
@@ -128,6 +128,7 @@ def statistics(
 
     Raises:
         ValueError: an unknown statistic; ``tokens`` or ``eligible`` missing or of the wrong shape; as ``fold_weights``.
+        TypeError: another ``implementation``; ``sinks``, which are in the lse; as ``fold_weights``.
 
     Example:
         >>> code = 9 * jnp.eye(4)[:, None]  # [T,N,H], one for each position
@@ -323,9 +324,8 @@ def coarse_weights(
 
     Example:
         >>> even = jnp.zeros((8, 1, 2))  # [T,N,H], of a uniform head
-        >>> print(np.array(jattn.heads.coarse_weights(even, even, 2, is_causal=True))[0].round(3))
-        [[1.    0.   ]
-         [0.635 0.365]]
+        >>> [round(float(x), 3) for x in jattn.heads.coarse_weights(even, even, 2, is_causal=True)[0, 1]]  # second half
+        [0.635, 0.365]
     """
     if not size > 0:
         raise ValueError(f"size must be positive, got {size}")

@@ -62,7 +62,7 @@ def top_pairs(
     NaN counts as the largest: a query that sees a NaN has weights NaN.
 
     Args:
-        query, key: ``[B,T,N,H]`` and ``[B,S,K,H]``, or without B.
+        query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B.
         k: how many weights to keep of each query.
         lse, implementation, bias, mask, options: those of ``jattn.fold_weights``: ``is_causal``, ``score_mod``, ...
 

@@ -47,16 +47,16 @@ class Config:
     model_dim: int
     mlp_dim: int
     vocabulary: int
-    max_length: int  #: of learned positions, and of what the model was trained for
+    max_length: int  #: the number of learned positions, and the length that the model was trained for
     norm_epsilon: float
     activation: str  #: "gelu", "gelu_new", "gelu_pytorch_tanh", "relu" or "silu"
     num_kv_heads: int | None = None  #: ``num_heads`` by default
     head_dim: int | None = None  #: ``model_dim / num_heads`` by default
     token_types: int = 0
     causal: bool = True
-    norm: str = "layer"  #: or "rms"
-    norm_first: bool = True  #: before attention and MLP, and at the end
-    norm_outputs: bool = False  #: of what attention and MLP add to the stream; also at the end. "rms" only
+    norm: str = "layer"  #: "layer" or "rms"
+    norm_first: bool = True  #: norms before attention and MLP, and at the end
+    norm_outputs: bool = False  #: norms of what attention and MLP add to the stream, and at the end; "rms" only
     qk_norm: str | None = None  #: an RMS norm of queries and keys, "head" by head or of "all" as one
     parallel: bool = False  #: attention and MLP read the same input
     gated: bool = False  #: the MLP is ``out(activation(gate(x)) * in(x))``
@@ -73,7 +73,7 @@ class Config:
     mlp_bias: bool = True
     pooler: bool = False  #: BERT's, of the first token
     head: bool = False  #: a separate output embedding
-    tied: bool = True  #: without one, the input embedding serves
+    tied: bool = True  #: without a head, the input embedding is the output embedding
 
     def __post_init__(self):
         if self.local is not None and len(self.local) != self.num_layers:

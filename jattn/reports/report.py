@@ -108,10 +108,10 @@ def report(
             in each layer and the same tokens, each head is shown beside its match: within a layer, by assignment on
             their statistics and patterns.
         title: of the page, and of this model where it is compared.
-        options: of all layers' weights, as in ``heads.fold_weights``: ``is_causal``, ``mask``, ``score_mod``, ...
+        options: of all layers' weights, as in ``jattn.fold_weights``: ``is_causal``, ``mask``, ``score_mod``, ...
 
     Returns:
-        A ``Report``: ``html``, ``save(path)``; it shows itself in a notebook.
+        A :class:`~jattn.reports.Report`; it shows itself in a notebook, ``html`` is its text, ``save(path)`` writes it.
 
     Raises:
         ValueError: heads, tokens or columns of another form or shape; weights that sum to more than 1 by the given lse.

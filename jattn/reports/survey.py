@@ -29,7 +29,7 @@ class Survey:
 
     Attributes:
         tokens: ``[B,T]``.
-        metric: of the model as it is, a float.
+        metric: of the model as it is.
         effect: the metric with the head switched off, minus that.
         exact: bool, whether the effect comes from a run without the head; otherwise it is an estimate.
         estimate: of all effects; None if all are exact.
