@@ -21,6 +21,7 @@ from jattn.mods.validation import LARGEST, check_fits, to_int32
 
 __all__ = ["Alibi", "RelativeBias", "ScoreMod", "SoftCap", "Then", "alibi_slopes", "then"]
 
+#: The type of a score function: ``(score, b, h, q_idx, kv_idx) -> score``, elementwise on arrays that broadcast.
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 

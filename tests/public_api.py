@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,15 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
         own = isinstance(value, property | classmethod) or f"{kind.__name__}." in getattr(value, "__qualname__", "")
         if own and not name.startswith("_") and name not in inherited:
             yield name, getattr(kind, name)
+
+
+def constant_comment(name: str) -> str:
+    """The comment ``#:`` above the definition of a constant or type, which has no docstring."""
+    pattern = re.compile(rf"^((?:#: .*\n)+){name.rpartition('.')[2]}\b.* =", re.MULTILINE)
+    for file in sorted((Path(__file__).parents[1] / "jattn").rglob("*.py")):
+        if found := pattern.search(file.read_text(encoding="utf-8")):
+            return " ".join(line[3:] for line in found[1].splitlines())
+    raise LookupError(f"{name}: expected a comment '#:' above its definition")
 
 
 def listing() -> str:

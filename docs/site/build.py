@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SOURCE, OUT = ROOT / "build" / "site-source", ROOT / "build" / "site"
 sys.path.insert(0, str(ROOT))
 
-from tests.public_api import MODULES, marks, public_names
+from tests.public_api import MODULES, constant_comment, marks, public_names
 
 # The entries at the top of the contents, and the pages below each.
 CONTENTS = {
@@ -114,15 +114,13 @@ def stage() -> list[str]:
     pages, problems = page_files(), []
     for file, page in pages.items():
         text = file.read_text(encoding="utf-8")
+        if file.parent.parent.name == "results":  # whose folder's name has machine and date
+            title, rest = re.fullmatch(r"(?:# ([^\n]*)\n)?(.*)", text, re.DOTALL).groups()
+            text = f"# {title or file.stem.capitalize()}: {file.parent.name}\n\n{rest}"
         text = _outside_code(text, lambda part, file=file: _relink(part, file, pages, problems))
         if page in CONTENTS:
             text += contents(CONTENTS[page], set(pages.values()))
-        if file.parent.parent.name == "results":
-            first, _, rest = text.partition("\n")  # the folder's name has machine and date
-            title = first[2:] if first.startswith("# ") else file.stem.capitalize()
-            # The tables hold every word that one may look for, so the search leaves them out.
-            text = f"---\nnosearch: true\n---\n\n# {title}: {file.parent.name}\n\n{rest if first.startswith('# ') else text}"
-        if page.startswith("project/"):
+        if page.startswith(("project/", "results/")):  # long lists and tables hold any word that one may look for
             text = f"---\nnosearch: true\n---\n\n{text}"
         text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", _list_modules())
         target = SOURCE / f"{page}.md"
@@ -242,24 +240,26 @@ def write_reference() -> None:
 def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
     if inspect.isclass(value):
         directive = f".. autoclass:: {name}\n" + (f"   :members: {', '.join(methods)}\n" if methods else "")
+    elif inspect.isroutine(value):
+        directive = f".. autofunction:: {name}\n"
     else:
-        directive = f".. {'autofunction' if inspect.isroutine(value) else 'autodata'}:: {name}\n"
+        directive = f".. py:data:: {name}\n\n   {constant_comment(name)}\n"
     note = "" if mark == "stable" else f"*{mark.capitalize()}*: see :doc:`/reference`.\n\n"
     return f"{name}\n{'=' * len(name)}\n\n{note}{directive}"
 
 
 def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
-    about = inspect.getdoc(importlib.import_module(module)) or ""
+    text = inspect.getdoc(importlib.import_module(module)) or ""
     rows = []
     for name in inside:
-        first = (inspect.getdoc(names[name]) or "").partition("\n\n")[0].replace("\n", " ")
-        if not (inspect.isclass(names[name]) or inspect.isroutine(names[name])):
-            first = "A constant." if "Callable" not in type(names[name]).__name__ else "A type."
+        has_own = inspect.isclass(names[name]) or inspect.isroutine(names[name])
+        about = (inspect.getdoc(names[name]) or "") if has_own else constant_comment(name)
+        first = about.partition("\n\n")[0].replace("\n", " ")
         mark = "" if stable[name] == "stable" else f" *({stable[name]})*"
         rows.append(f"   * - :doc:`{name.rpartition('.')[2]} <{name}>`\n     - {first}{mark}\n")
     table = ".. list-table::\n   :widths: 30 70\n\n" + "".join(rows)
     tree = ".. toctree::\n   :hidden:\n\n" + "".join(f"   {name.rpartition('.')[2]} <{name}>\n" for name in inside)
-    return f"{module}\n{'=' * len(module)}\n\n{about}\n\n{table}\n{tree}"
+    return f"{module}\n{'=' * len(module)}\n\n{text}\n\n{table}\n{tree}"
 
 
 if __name__ == "__main__":

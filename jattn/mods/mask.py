@@ -11,6 +11,7 @@ from jattn.mods.arrays import calling, namespace
 from jattn.mods.pytree import as_part, holds_plain_function, known, pytree_dataclass
 from jattn.mods.validation import check_fits
 
+#: The type of a mask: ``(b, h, q_idx, kv_idx) -> bool``, elementwise on arrays that broadcast.
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 Indices = np.integer | np.ndarray | jax.Array  # int32
 Ends = int | Indices

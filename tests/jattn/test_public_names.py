@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
-from tests.public_api import LIST, listing, public_names
+from tests.public_api import LIST, constant_comment, listing, public_names
 from tests.test_docs import same_output
 
 NAMES = public_names()
@@ -47,7 +47,12 @@ def _documented(value) -> str:
 
 
 def test_public_names_have_docstrings():
-    assert [name for name, value in public_names().items() if name not in WITHOUT and not value.__doc__] == []
+    assert [name for name, value in NAMES.items() if name not in WITHOUT and not value.__doc__] == []
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_constants_and_types_have_a_comment_that_documents_them(name):
+    assert constant_comment(name)
 
 
 @pytest.mark.slow_except(*FAST)
