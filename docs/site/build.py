@@ -1,8 +1,8 @@
-"""Builds the site: ``make docs``, or ``python docs/site/build.py`` with ``jattn[docs]`` installed.
+"""Builds the site: ``make docs``, or ``python docs/site/build.py [FOLDER]`` with ``jattn[docs]`` installed.
 
 The pages are those of docs/, with what only a site has from docs/site/pages; one page for every public name; the tables
-of every kept benchmark; and the reports of the kept runs. They are arranged in build/site-source, from which Sphinx
-builds build/site. A warning, a broken link or a public name without a page fails the build. Nothing is executed.
+of every kept benchmark; and the reports of the kept runs. They are arranged in FOLDER/site-source, from which
+Sphinx builds FOLDER/site; FOLDER is build. A warning, a broken link or a public name without a page fails the build. Nothing is executed.
 """
 
 import importlib
@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-SOURCE, OUT = ROOT / "build" / "site-source", ROOT / "build" / "site"
+OUT = Path(sys.argv[1] if len(sys.argv) > 1 and __name__ == "__main__" else ROOT / "build")
+SOURCE, SITE = OUT / "site-source", OUT / "site"
 sys.path.insert(0, str(ROOT))
 
 from tests.public_api import MODULES, constant_comment, marks, public_names
 
 # The entries at the top of the contents, and the pages below each.
+SHORT = {"looking-inside": "Look inside", "experiments": "Experiments"}
 CONTENTS = {
     "start": [],
     "guides": [
@@ -69,8 +71,9 @@ def main() -> int:
         return 1
     from sphinx.cmd.build import build_main
 
-    shutil.rmtree(OUT, ignore_errors=True)
-    return build_main(["-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE), str(SOURCE), str(OUT)])
+    shutil.rmtree(SITE, ignore_errors=True)
+    own = ["-D", f"html_extra_path={SOURCE / 'extra'}", "-c", str(HERE)]
+    return build_main(["-q", "-W", "--keep-going", "-j", "auto", *own, str(SOURCE), str(SITE)])
 
 
 def project_urls() -> dict[str, str]:
@@ -117,9 +120,11 @@ def stage() -> list[str]:
         if file.parent.parent.name == "results":  # whose folder's name has machine and date
             title, rest = re.fullmatch(r"(?:# ([^\n]*)\n)?(.*)", text, re.DOTALL).groups()
             text = f"# {title or file.stem.capitalize()}: {file.parent.name}\n\n{rest}"
-        text = _outside_code(text, lambda part, file=file: _relink(part, file, pages, problems))
-        if page in CONTENTS:
-            text += contents(CONTENTS[page], set(pages.values()))
+        text = _outside_code(
+            text, lambda part, file=file: _link_names(_relink(part, file, pages, problems), file, pages)
+        )
+        if below := list(CONTENTS) if page == "index" else CONTENTS.get(page):
+            text += contents(below, set(pages.values()))
         if page.startswith(("project/", "results/")):  # long lists and tables hold any word that one may look for
             text = f"---\nnosearch: true\n---\n\n{text}"
         text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", _list_modules())
@@ -173,6 +178,28 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
     return LINK.sub(new, text)
 
 
+# Inline code that is not the text of a link.
+CODE = re.compile(r"(?<![\[`])`(?P<code>[^`\n]+)`(?!\]|`)")
+CALL = re.compile(r"(?:jattn\.)?(?P<name>[\w.]+)(?:\(.*\))?")
+
+
+def _link_names(text: str, file: Path, pages: dict[Path, str]) -> str:
+    """Links ``jattn.masks.Causal`` or ``heads.statistics(query, key)``, where they stand as code, to their pages."""
+    names = public_names()
+
+    def new(code: re.Match) -> str:
+        call = CALL.fullmatch(code["code"])
+        for module in ("jattn", "jattn.masks", "jattn.score_mods"):  # the last two stand alone in most pages
+            name = call and f"{module}.{call['name']}"
+            if name in names and name.rpartition(".")[0] in MODULES:
+                break
+        else:
+            return code[0]
+        return f"[{code[0]}]({_relative(f'reference/{name}', file, pages)}.rst)"
+
+    return "\n".join(line if line.startswith("#") else CODE.sub(new, line) for line in text.split("\n"))
+
+
 def _relative(target: str, file: Path, pages: dict[Path, str]) -> str:
     return os.path.relpath(target, Path(pages[file]).parent)
 
@@ -216,7 +243,7 @@ def contents(patterns: list[str], pages: set[str]) -> str:
     lines = []
     for pattern in patterns:
         if "*" not in pattern:
-            lines.append(f"/{pattern}")
+            lines.append(f"{SHORT[pattern]} </{pattern}>" if pattern in SHORT else f"/{pattern}")
             continue
         named = {page for several in CONTENTS.values() for page in several} | CONTENTS.keys()
         lines += [f"/{page}" for page in sorted(pages - named) if Path(page).match(pattern)]
@@ -245,7 +272,9 @@ def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
     else:
         directive = f".. py:data:: {name}\n\n   {constant_comment(name)}\n"
     note = "" if mark == "stable" else f"*{mark.capitalize()}*: see :doc:`/reference`.\n\n"
-    return f"{name}\n{'=' * len(name)}\n\n{note}{directive}"
+    seen = name.startswith(("jattn.masks", "jattn.score_mods"))
+    more = "\n:doc:`/masks` shows each as a picture.\n" if seen else ""
+    return f"{name}\n{'=' * len(name)}\n\n{note}{directive}{more}"
 
 
 def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -44,10 +45,10 @@ html_theme = "furo"
 html_title = f"jattn {release}"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_show_search_summary = False  # a browser fetches no text from files
-html_extra_path = [str(ROOT / "build" / "site-source" / "extra")]
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -102,6 +103,20 @@ def _public_reference(app, env, node, contnode):
     return None
 
 
+def _link_names(app, what, name, obj, options, lines):
+    """Links public names that stand alone as code in a docstring: those of its own module, or with their module."""
+    names, module = public_names(), ".".join(name.split(".")[: 2 if name.split(".")[1][0].islower() else 1])
+
+    def new(code: re.Match) -> str:
+        known = [
+            full for full in (f"{module}.{code[1]}", f"jattn.{code[1]}", code[1]) if full in names and full != name
+        ]
+        return f":py:obj:`{code[1]} <{known[0]}>`" if known else code[0]
+
+    lines[:] = [line if ">>>" in line else re.sub(r"``([\w.]+)``", new, line) for line in lines]
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _link_names)
     app.connect("missing-reference", _public_reference)
