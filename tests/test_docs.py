@@ -147,6 +147,22 @@ def test_a_false_document_fails(tmp_path, document, error, match):
         check_document(path)
 
 
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")  # the file that a link or a picture names, relative to the document
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_pictures_name_files(path):
+    prose = FENCE.sub("", path.read_text(encoding="utf-8"))
+    missing = [name for name in LINK.findall(prose) if not (path.parent / name).exists()]
+    assert not missing, f"{path.name} links to files that do not exist: {missing}"
+
+
+def test_the_index_lists_every_recipe():
+    recipes = ROOT / "docs" / "recipes"
+    listed = re.findall(r"^\| \[[^]]+\]\((.+)\.md\)", (recipes / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted([*listed, "index"]) == sorted(path.stem for path in recipes.glob("*.md"))
+
+
 def test_documents_do_not_share_names(tmp_path):
     for name in "first.md", "second.md":
         (tmp_path / name).write_text(f"{PY}assert 'x' not in globals()\nx = 1\n{END}")
