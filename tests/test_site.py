@@ -1,6 +1,7 @@
 """The site as a reader opens it: from a folder, in Chromium, at any width, by day and night, with its search."""
 
 import html
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ from tests.public_api import MODULES, public_names
 from tests.web_page import browse
 
 ROOT = Path(__file__).parents[1]
-SITE = ROOT / "build" / "site"
 pytestmark = pytest.mark.slow
 QUESTIONS = {  # what a stranger types, and a page among the first three results that answers it
     "Segments": "reference/jattn.masks.Segments.html",
@@ -27,9 +27,8 @@ QUESTIONS = {  # what a stranger types, and a page among the first three results
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory, worker_id):
+def site(tmp_path_factory):
     """The folder of the site; a build without warnings, or an error."""
-    pytest.importorskip("sphinx", reason="the site needs Sphinx: pip install -e '.[docs]'")
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "site" / "build.py", out], capture_output=True, text=True, timeout=600
@@ -129,7 +128,9 @@ LOOK = """<script>addEventListener("load", () => setTimeout(() => {
 
 
 @pytest.mark.parametrize("night", [False, True], ids=["day", "night"])
-@pytest.mark.parametrize("name", ["index", "masks", "reference/jattn.dot_product_attention", "benchmarks", "experiments"])
+@pytest.mark.parametrize(
+    "name", ["index", "masks", "reference/jattn.dot_product_attention", "benchmarks", "experiments"]
+)
 def test_a_page_is_readable_on_a_phone(site, tmp_path, name, night):
     page = site / f"{name}.html"
     theme = "<script>localStorage.setItem('theme', '%s')</script>" % ("dark" if night else "light")
@@ -140,7 +141,7 @@ def test_a_page_is_readable_on_a_phone(site, tmp_path, name, night):
     finally:
         copy.unlink()
     assert not console, console
-    seen = __import__("json").loads(html.unescape(re.search(r'<pre id="verdict">(.*?)</pre>', dom, re.DOTALL)[1]))
+    seen = json.loads(html.unescape(re.search(r'<pre id="verdict">(.*?)</pre>', dom, re.DOTALL)[1]))
     assert seen["wide"] == [] and seen["small"] == 0 and seen["scroll"], seen
     background, ink = (sum(map(int, re.findall(r"\d+", seen[part])[:3])) for part in ("background", "color"))
     assert (background < ink) == night, seen

@@ -1,8 +1,9 @@
 """Builds the site: ``make docs``, or ``python docs/site/build.py [FOLDER]`` with ``jattn[docs]`` installed.
 
 The pages are those of docs/, with what only a site has from docs/site/pages; one page for every public name; the tables
-of every kept benchmark; and the reports of the kept runs. They are arranged in FOLDER/site-source, from which
-Sphinx builds FOLDER/site; FOLDER is build. A warning, a broken link or a public name without a page fails the build. Nothing is executed.
+of every kept benchmark; and the reports of the kept runs. They are arranged in FOLDER/site-source, from which Sphinx
+builds FOLDER/site; FOLDER is build. A warning, a broken link or a public name without a page fails the build. Nothing
+is executed.
 """
 
 import importlib
