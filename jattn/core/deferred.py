@@ -17,20 +17,24 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jattn.core.operation import OPERAND, Batched, CustomRules, DeferredCall, Jvp, Operation, Settings, is_floating
 from jattn.mods.arrays import Length
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+else:
+    Primitive = Any  # slow to import
 
 PROGRAMS = 256  # compiled eager calls to cache
 Types = tuple[tuple[tuple[Length, ...], np.dtype], ...]  # the shapes and dtypes of an operation's results
@@ -106,7 +110,7 @@ def _bind(
     if varying:
         operands = [_varying(x, varying) for x in operands]
     results = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in out)
-    return deferred_p.bind(*operands, function=function, results=results)
+    return primitive().bind(*operands, function=function, results=results)
 
 
 def _varying(x: ArrayLike, axes: frozenset[str]) -> ArrayLike:
@@ -114,11 +118,23 @@ def _varying(x: ArrayLike, axes: frozenset[str]) -> ArrayLike:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-deferred_p = Primitive("jattn")
-deferred_p.multiple_results = True
+@functools.cache
+def primitive() -> Primitive:
+    """What ``call`` puts into programs. Made by the first call: jax.extend imports Pallas, which takes a while."""
+    from jax.extend.core import Primitive
+
+    deferred_p = Primitive("jattn")
+    deferred_p.multiple_results = True
+    deferred_p.def_impl(_eager)
+    deferred_p.def_abstract_eval(_types)
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        mlir.register_lowering(deferred_p, functools.partial(_lower, platform), platform=platform)
+    ad.primitive_jvps[deferred_p] = _jvp
+    ad.primitive_transposes[deferred_p] = _transpose
+    batching.primitive_batchers[deferred_p] = _batch
+    return deferred_p
 
 
-@deferred_p.def_impl
 def _eager(*operands: ArrayLike, function: Operation, results: Types) -> list[Array]:
     with jax.disable_jit(False):  # only jit lowers
         return _compiled(function, results)(*operands)
@@ -126,10 +142,9 @@ def _eager(*operands: ArrayLike, function: Operation, results: Types) -> list[Ar
 
 @functools.lru_cache(PROGRAMS)
 def _compiled(function: Operation, results: Types) -> Callable:
-    return jax.jit(functools.partial(deferred_p.bind, function=function, results=results))
+    return jax.jit(functools.partial(primitive().bind, function=function, results=results))
 
 
-@deferred_p.def_abstract_eval
 def _types(*operands: ShapedArray, function: Operation, results: Types) -> list[ShapedArray]:
     like = next((x for x in operands if not x.sharding.mesh.empty), operands[0])
     whole = (PartitionSpec(*(None,) * len(shape)) for shape, _ in results)
@@ -154,10 +169,6 @@ def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results
         module = module.replace(axis_context=dataclasses.replace(context, device_assignment=(None,)))
     ctx = ctx.replace(module_context=module, avals_in=plain, avals_out=[ShapedArray(*result) for result in results])
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
-
-
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    mlir.register_lowering(deferred_p, functools.partial(_lower, _platform), platform=_platform)
 
 
 @contextlib.contextmanager
@@ -202,7 +213,7 @@ def _lowered_as(module: Any) -> Iterator[None]:
 def _jvp(
     operands: Sequence[ArrayLike], tangents: Sequence[ArrayLike | ad.Zero], *, function: Operation, results: Types
 ) -> tuple[list[Array], list[Array | ad.Zero]]:
-    primals_out = deferred_p.bind(*operands, function=function, results=results)
+    primals_out = primitive().bind(*operands, function=function, results=results)
     at = tuple(i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero))
     floating = [is_floating(x) for x in primals_out]
     types = [jax.ShapeDtypeStruct(*result) for result, is_float in zip(results, floating, strict=True) if is_float]
@@ -212,9 +223,6 @@ def _jvp(
     return primals_out, [
         next(tangents_out) if has_tangent else zero for has_tangent, zero in zip(floating, zeros, strict=True)
     ]
-
-
-ad.primitive_jvps[deferred_p] = _jvp
 
 
 def _transpose(
@@ -233,9 +241,6 @@ def _transpose(
     return [None] * len(primals) + linear_ct
 
 
-ad.primitive_transposes[deferred_p] = _transpose
-
-
 def _batch(
     operands: Sequence[ArrayLike], axes: Sequence[int | None], *, function: Operation, results: Types
 ) -> tuple[list[Array], list[int]]:
@@ -250,6 +255,3 @@ def _batch(
         to.append(None if axis is None and i < linear_from else 0)
     out = [jax.ShapeDtypeStruct((size, *shape), dtype) for shape, dtype in results]
     return _bind(Batched(function, tuple(to)), moved, out), [0] * len(out)
-
-
-batching.primitive_batchers[deferred_p] = _batch

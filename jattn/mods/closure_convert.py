@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
@@ -100,6 +99,8 @@ def depends_on(mod: Callable, index: int, *score: DTypeLike) -> bool:
 
     with without_mesh():  # a function traced outside of jax.shard_map is evaluated inside
         program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
+    from jax.extend.core import Var  # slow to import
+
     dependent: set[Any] = {program.invars[index]}
     for equation in program.eqns:
         if not dependent.isdisjoint(x for x in equation.invars if isinstance(x, Var)):

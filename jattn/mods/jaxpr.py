@@ -2,12 +2,17 @@
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
+from jax.core import Atom, ShapedArray
+
+# Slow to import, because it imports Pallas: left to the first function that is traced.
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Var  # pyright: ignore[reportPrivateImportUsage]
+else:
+    Jaxpr = JaxprEqn = Any
 
 Value = TypeVar("Value")
 
@@ -37,10 +42,12 @@ def evaluate(
         inline: the names of primitives that call a jaxpr; ``bind`` sees that jaxpr's equations instead of the call.
         constant: makes a value of a constant, or of a literal as a NumPy array of rank 0.
     """
+    from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
+
     values: dict[Var, Value] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(x: Var | Literal) -> Value:
+    def read(x: Atom) -> Value:
         return constant(np.asarray(x.val, array_type(x).dtype)) if isinstance(x, Literal) else values[x]
 
     for equation in jaxpr.eqns:
@@ -57,7 +64,7 @@ def evaluate(
     return [read(x) for x in jaxpr.outvars]
 
 
-def array_type(x: Var | Literal) -> ShapedArray:
+def array_type(x: Atom) -> ShapedArray:
     """The shape and dtype of a jaxpr's variable or literal."""
     assert isinstance(x.aval, ShapedArray)
     return x.aval
@@ -89,9 +96,11 @@ class HashableJaxpr:
 
 def _contents_of(jaxpr: Jaxpr) -> Hashable:
     """A hashable that is equal for jaxprs with the same equations."""
+    from jax.extend.core import Literal  # pyright: ignore[reportPrivateImportUsage]
+
     numbers: dict[Var, int] = {}
 
-    def atom(x: Var | Literal) -> Hashable:
+    def atom(x: Atom) -> Hashable:
         if isinstance(x, Literal):
             return str(x.aval), _hashable(np.asarray(x.val))
         return numbers.setdefault(x, len(numbers)), str(x.aval)
@@ -111,6 +120,8 @@ def _contents_of(jaxpr: Jaxpr) -> Hashable:
 
 def _hashable(x: object) -> Hashable:
     """A hashable that is equal for equal ``x``."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+
     if isinstance(x, ClosedJaxpr):
         return _contents_of(x.jaxpr), tuple(map(_hashable, x.consts))
     if isinstance(x, Jaxpr):

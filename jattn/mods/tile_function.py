@@ -8,18 +8,22 @@ them with its blocks.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int
 
 from jattn.mods.arrays import calling, mod_semantics
 from jattn.mods.jaxpr import bind_equation, evaluate
 from jattn.mods.pytree import known
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn
+else:
+    JaxprEqn = Any  # slow to import
 
 # What kernels compute on tiles. Other operations must not depend on both a query and a key, nor on the score.
 ELEMENTWISE = frozenset(

@@ -28,7 +28,7 @@ def accelerator():
     """Programs for this machine's CPU are traced as for a TPU."""
 
     def lower_as(platform):
-        mlir.register_lowering(deferred.deferred_p, functools.partial(deferred._lower, platform), platform="cpu")
+        mlir.register_lowering(deferred.primitive(), functools.partial(deferred._lower, platform), platform="cpu")
         jax.clear_caches()
         deferred._compiled.cache_clear()
 
