@@ -13,9 +13,9 @@ docs/architecture.md lists the files that a call passes through, in order.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jattn import heads, masks, positions, score_mods, sharding
+from jattn import masks, score_mods
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
 from jattn.blocks.block_mask import block_mask
 from jattn.blocks.blockwise import blockwise
@@ -25,9 +25,18 @@ from jattn.core.merge import merge, unmerge
 from jattn.core.vmap import over_heads
 from jattn.kernels import Unsupported
 from jattn.mods.pytree import pytree_dataclass, static_field
-from jattn.multi_head import init_multi_head, multi_head_attention
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from jattn import heads, positions, sharding
+    from jattn import interop as interop
+    from jattn import linen as linen
+    from jattn import nnx as nnx
+    from jattn import plots as plots
+    from jattn import reports as reports
+    from jattn.multi_head import init_multi_head, multi_head_attention
+    from jattn.reports import report, survey
+
+__version__ = "0.2.0"
 
 __all__ = [
     "KVCache",
@@ -57,13 +66,24 @@ __all__ = [
     "unmerge",
 ]
 
-# Imported when they are first used: Flax's modules and matplotlib take a while.
-_LATER = ("interop", "linen", "nnx", "plots", "reports")
+# Imported when they are first used, so that `import jattn` takes little longer than `import jax`. Flax's modules and
+# matplotlib take a while.
+_LATER = ("heads", "interop", "linen", "nnx", "plots", "positions", "reports", "sharding")
+_LATER_FROM = {
+    "init_multi_head": "multi_head",
+    "multi_head_attention": "multi_head",
+    "report": "reports",
+    "survey": "reports",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in ("report", "survey"):
-        return getattr(importlib.import_module(f"{__name__}.reports"), name)
+    if name in _LATER_FROM:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER_FROM[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_LATER})
