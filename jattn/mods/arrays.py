@@ -12,7 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 # What FlexAttention's functions trip over; noted on whatever they raise.
 CONVENTION = (
     "with index arrays that broadcast (such as q_idx [T, 1] and kv_idx [1, S]), not with scalars as in FlexAttention: "
-    "write x[..., 0] for x[0], (a * b).sum(-1) for jnp.dot(a, b), jnp.where for if, and & | ~ for and, or, not"
+    "write x[..., 0] for x[0], (a * b).sum(-1) for jnp.dot(a, b), jnp.where for if, & | ~ for and, or, not, and "
+    "jnp.asarray(table)[h] for table[h] of a NumPy array"
 )
 
 Length = Any  # an int, or a symbolic dimension of jax.export
