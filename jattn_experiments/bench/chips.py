@@ -64,7 +64,7 @@ def start(plan: Plan) -> None:
         if importlib.util.find_spec(module) is None:
             raise Refused(
                 f"--suite chips: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
-                "under Python 3.12 or newer so does `pip install '.[experiments,chips]'`"
+                "under Python 3.12 or newer so does `pip install 'jattn[experiments,chips]'`"
             )
     timing.use("cpu")  # this process leaves a TPU alone, should there be one
 

@@ -159,7 +159,7 @@ def _missing(peer: str, device: str) -> str | None:
         return None
     if importlib.util.find_spec(peer) is None:
         old = peer == "tokamax" and sys.version_info < (3, 12)
-        return f"{peer} is not installed: pip install '.[bench]'" + (" under Python 3.12 or newer" if old else "")
+        return f"{peer} is not installed: pip install 'jattn[bench]'" + (" under Python 3.12 or newer" if old else "")
     if peer == "torch" and device == "tpu":
         return "torch is not measured on a TPU"
     if peer == "torch" and device == "gpu":

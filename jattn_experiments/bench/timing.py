@@ -139,4 +139,4 @@ def use(device: str) -> None:
     try:
         jax.devices(device)
     except RuntimeError:
-        raise Refused(f"--device: JAX finds no {device} here; pip install '.[{device}]' adds its JAX") from None
+        raise Refused(f"--device: JAX finds no {device} here; pip install 'jattn[{device}]' adds its JAX") from None

@@ -67,7 +67,7 @@ def check(config: Config) -> None:
             raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
     for package in ("safetensors", "tokenizers", "gguf"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"language: {package} is not installed; pip install -e '.[experiments,hf,gguf]'")
+            raise ValueError(f"language: {package} is not installed; pip install 'jattn[experiments,hf,gguf]'")
     try:
         model_file(config.language.model)
     except ValueError as wrong:

@@ -56,7 +56,7 @@ def check(config: Config) -> None:
             raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
     for package in ("safetensors", "tokenizers"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"pretrained: {package} is not installed; pip install -e '.[experiments,hf]'")
+            raise ValueError(f"pretrained: {package} is not installed; pip install 'jattn[experiments,hf]'")
     folder_of(config.pretrained)
 
 

@@ -501,9 +501,9 @@ def test_the_command_says_who_is_missing(tmp_path, tiny, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
     options = ["--peers", "jax,torch", "--lengths", "8", "--cases", "softcap", "--parts", "times", "--seconds", ".001"]
     assert run_main(["bench", *options, "--out", str(tmp_path)]) == 0
-    assert "torch is not installed: pip install '.[bench]'\n" in capsys.readouterr().out
+    assert "torch is not installed: pip install 'jattn[bench]'\n" in capsys.readouterr().out
     text = (tmp_path / "attention.md").read_text()
-    assert "Not here: torch is not installed: pip install '.[bench]'." in text
+    assert "Not here: torch is not installed: pip install 'jattn[bench]'." in text
     assert "| case | n | jattn | jax.nn | rounds |" in text and "- jax.nn, softcap: has no such case." in text
 
 
