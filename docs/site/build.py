@@ -128,6 +128,9 @@ def stage() -> list[str]:
             text += contents(below, set(pages.values()))
         if page.startswith(("project/", "results/")):  # long lists and tables hold any word that one may look for
             text = f"---\nnosearch: true\n---\n\n{text}"
+        if opened := _notebook(page):
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n{opened}\n{rest}"
         text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", _list_modules())
         target = SOURCE / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -135,6 +138,16 @@ def stage() -> list[str]:
     for report in kept_reports():
         shutil.copy(report, SOURCE / "extra" / f"report-{report.parent.name}.html")
     return problems
+
+
+def _notebook(page: str) -> str:
+    """Links to the notebook of a page, if it has one."""
+    file = ROOT / "docs" / "notebooks" / f"{page}.ipynb"
+    if not file.exists():
+        return ""
+    shown = _in_repository(file)
+    opened = shown.replace("https://github.com/", "https://colab.research.google.com/github/")
+    return f"[Open in Colab]({opened}) | [the notebook]({shown})"
 
 
 def kept_reports() -> list[Path]:

@@ -22,7 +22,7 @@ ROOT = HERE.parents[1]
 DOCS, NOTEBOOKS = ROOT / "docs", ROOT / "docs" / "notebooks"
 sys.path[:0] = [str(ROOT), str(HERE)]
 
-from build import links_outward, project_urls
+from build import links_outward
 
 PAGES = [
     "start",
@@ -129,12 +129,6 @@ def run(cells: list[dict[str, Any]]) -> None:
                 data = {"image/png": base64.b64encode(Path(re.findall('"(.+)"', image)[0]).read_bytes()).decode()}
                 result = {"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"}
                 cell["outputs"].append(result)
-
-
-def colab(page: str) -> str:
-    """The address that opens the notebook of a page in Colab."""
-    repository = project_urls()["Repository"].removeprefix("https://github.com/")
-    return f"https://colab.research.google.com/github/{repository}/blob/main/docs/notebooks/{page}.ipynb"
 
 
 def main(pages: list[str]) -> None:
