@@ -1,4 +1,4 @@
-"""The parts of a run kept in the repository: claims, config and numbers as small JSON, pictures as small PNG."""
+"""The parts of a run kept in the repository: claims, config and numbers as JSON, pictures as small PNG, the report."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def keep(run: Path, folder: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".keep-", dir=folder) as beside:
         out = Path(beside)
-        for name in ("claims.json", "config.json"):
+        for name in ("claims.json", "config.json", "report.html"):
             shutil.copy(run / name, out / name)
         pictures = sorted((run / "figures").glob("*.png"))
         for picture in pictures:

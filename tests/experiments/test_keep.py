@@ -17,7 +17,7 @@ def run(tmp_path):
     out = tmp_path / "runs" / "tiny"
     (out / "figures").mkdir(parents=True)
     synthetic(name="tiny").save(out)
-    for name in ("claims.json", "config.json"):
+    for name in ("claims.json", "config.json", "report.html"):
         (out / name).write_text("[]")
     for name in ("heads", "turns"):
         Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(out / "figures" / f"{name}.png")
@@ -62,7 +62,7 @@ def test_what_keep_did_not_write_is_refused(run, tmp_path, capsys, name):
 def test_an_earlier_keep_is_replaced_and_other_files_stay(run, tmp_path):
     kept = keep(run, tmp_path / "kept")
     assert kept == tmp_path / "kept" / "tiny"
-    written = {"claims.json", "config.json", "summary.json", "heads.png", "turns.png"}
+    written = {"claims.json", "config.json", "report.html", "summary.json", "heads.png", "turns.png"}
     assert {file.name for file in kept.iterdir()} == written
     (kept / "thesis.txt").write_text("mine")
     (kept / "photo.png").write_text("mine, too")
