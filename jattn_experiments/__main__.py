@@ -1,38 +1,45 @@
-"""``jattn COMMAND``, of ``COMMANDS``: see ``jattn run --help``. Without installing: ``python -m jattn_experiments``."""
+"""``jattn COMMAND``, of ``commands``: see ``jattn run --help``. Without installing: ``python -m jattn_experiments``."""
 
 import argparse
 import errno
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from jattn_experiments.bench.command import bench_command
-from jattn_experiments.commands import keep_command, list_command, report_command, run_command
-from jattn_experiments.compare import compare_command
-from jattn_experiments.generate import generate_command
-from jattn_experiments.look import look_command
-from jattn_experiments.runs.terminal import drop_output, fail
+EXTRA = {"PIL", "jsonargparse", "matplotlib", "optax", "orbax", "rich", "yaml"}  # what jattn[experiments] adds to jattn
 
-COMMANDS = {
-    "run": run_command,
-    "list": list_command,
-    "report": report_command,
-    "keep": keep_command,
-    "look": look_command,
-    "compare": compare_command,
-    "bench": bench_command,
-    "generate": generate_command,
-}
+
+def commands() -> dict[str, Callable[[Sequence[str]], int]]:
+    """The commands by name. They are imported here, so that ``jattn`` without its extra can say what is missing."""
+    from jattn_experiments.bench.command import bench_command
+    from jattn_experiments.commands import keep_command, list_command, report_command, run_command
+    from jattn_experiments.compare import compare_command
+    from jattn_experiments.generate import generate_command
+    from jattn_experiments.look import look_command
+
+    return {
+        "run": run_command,
+        "list": list_command,
+        "report": report_command,
+        "keep": keep_command,
+        "look": look_command,
+        "compare": compare_command,
+        "bench": bench_command,
+        "generate": generate_command,
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command; returns the exit status."""
+    from jattn_experiments.runs.terminal import fail
+
     command, *rest = arguments or ["--help"]
     if command in ("-h", "--help"):
         usage().print_help()
         return 0
-    if command not in COMMANDS:
-        return fail(f"no command {command!r}; expected one of {', '.join(COMMANDS)}")
-    return COMMANDS[command](rest)
+    known = commands()
+    if command not in known:
+        return fail(f"no command {command!r}; expected one of {', '.join(known)}")
+    return known[command](rest)
 
 
 def usage() -> argparse.ArgumentParser:
@@ -42,17 +49,30 @@ def usage() -> argparse.ArgumentParser:
         description="Experiments that show what attention heads learn, and benchmarks.",
         epilog="COMMAND --help explains the options of a command.",
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=str(command.__doc__).splitlines()[0])
+    shown = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in commands().items():
+        shown.add_parser(name, help=str(command.__doc__).splitlines()[0])
     return parser
 
 
 def as_command() -> int:
-    """``main`` for a command line: a closed pipe and Ctrl-C are not errors; a full disk behind stdout is one line."""
+    """``main`` for a command line. A missing extra is an error of one line."""
+    try:
+        return _on_a_terminal(sys.argv[1:])
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] not in EXTRA:
+            raise
+        print(f"error: the command jattn needs {missing.name}: pip install 'jattn[experiments]'", file=sys.stderr)
+        return 2
+
+
+def _on_a_terminal(arguments: Sequence[str]) -> int:
+    """A closed pipe and Ctrl-C are not errors; a full disk behind stdout is one line."""
+    from jattn_experiments.runs.terminal import drop_output, fail
+
     status = 0
     try:
-        status = main(sys.argv[1:])
+        status = main(arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:

@@ -16,6 +16,7 @@ SUITES = {
     "attention": ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
+    "imports": ("out",),
     "language": ("out", "seconds"),
     "layers": ("device", "out", "seconds"),
     "looking": ("device", "out", "seconds"),
@@ -79,7 +80,8 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; chips: compiled for TPUs; dispatch: short calls; language: SmolLM2 beside transformers; "
+        help="attention; chips: compiled for TPUs; dispatch: short calls; imports: beside JAX and Flax; "
+        "language: SmolLM2 beside transformers; "
         "layers: Flax's modules and torch's; looking: statistics; reports: pages of heads; sharding: rings",
     )
     known = f"any of {', '.join(PEERS)}, beside a plain call of jattn"
@@ -91,7 +93,7 @@ def _parser() -> config.Parser:
     parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure: any of these")
     parser.add_argument("--cells", type=str, default="", help="of chips: any of their words, as v5e,128,causal")
     parser.add_argument("--seconds", type=float, default=6.0, help="time per row, all contestants together")
-    parser.add_argument("--out", type=str, default=None, help="folder; default experiments/results/DEVICE-DATE")
+    parser.add_argument("--out", type=str, default=None, help="folder; by default one where results are kept")
     parser.add_argument("--resume", action="store_true", help="continue the results in --out")
     parser.add_argument("--redraw", action="store_true", help="redraw tables and figure from --out")
     return parser

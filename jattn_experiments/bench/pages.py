@@ -6,6 +6,7 @@ queries, keys and log-sum-exps to the file, and the resident memory ``before`` t
 
 import functools
 import importlib
+import importlib.metadata
 import json
 import resource
 import sys
@@ -26,7 +27,6 @@ from jattn_experiments.measure import sentence_encoder
 from jattn_experiments.model_files import model_file
 
 MEMORY, SECONDS = 6 * 2**30, 300  # what a page may take to make; more is a failure
-ROOT = Path(__file__).parents[2]
 
 
 class Text(NamedTuple):
@@ -51,11 +51,20 @@ def minilm() -> Text:
 def smollm2(length: int) -> Text:
     """The first tokens of this repository's license, in SmolLM2."""
     file = model_file("smollm2")
-    encoded = interop.tokenizer(file).encode((ROOT / "LICENSE").read_text(encoding="utf-8"))
+    encoded = interop.tokenizer(file).encode(_license())
     tokens = np.asarray([encoded.ids[:length]])
     if tokens.shape != (1, length):
         raise ValueError(f"the license has {tokens.size} tokens, fewer than {length}")
     return Text(interop.look(interop.load(file), tokens), [encoded.tokens[:length]])
+
+
+def _license() -> str:
+    """This repository's: the installed package's, or that of a checkout that is not installed."""
+    try:
+        kept = importlib.metadata.distribution("jattn").read_text("licenses/LICENSE")
+    except importlib.metadata.PackageNotFoundError:
+        kept = None
+    return kept or (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
 
 
 def long(length: int = 4096, num_layers: int = 12, num_heads: int = 12, head_dim: int = 64) -> Text:

@@ -24,9 +24,9 @@ from jattn import masks, sharding
 from jattn.sharding import LAYOUTS, ring_blocks
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
 from jattn_experiments.bench.tables import Asked, asked_table, listed, report, table
-from tests.ring_cases import CASES, mesh_of, numbers
 
 COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "all-reduce")
 

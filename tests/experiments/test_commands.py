@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jattn_experiments.__main__ import COMMANDS, main
+from jattn_experiments.__main__ import commands, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 def test_help_names_every_command(capsys):
     assert main([]) == main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n    {name} " in shown for name in COMMANDS)
+    assert all(f"\n    {name} " in shown for name in commands())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", commands())
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -10,8 +10,7 @@ import jattn
 from jattn import heads, masks
 from jattn.core.arguments import make_args
 from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
-from tests.jattn.test_backward import check_against_dense
-from tests.ring_cases import (
+from jattn_experiments.bench.ring_cases import (
     CASES,
     Case,
     call,
@@ -24,6 +23,7 @@ from tests.ring_cases import (
     values_alone,
     with_gradients,
 )
+from tests.jattn.test_backward import check_against_dense
 
 P = 4
 
