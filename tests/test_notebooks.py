@@ -26,11 +26,15 @@ def code(notebook):
 
 
 def without_results(notebook):
-    return [cell | {"outputs": [], "execution_count": None} if "outputs" in cell else cell for cell in notebook["cells"]]
+    return [
+        cell | {"outputs": [], "execution_count": None} if "outputs" in cell else cell for cell in notebook["cells"]
+    ]
 
 
 def test_every_notebook_has_a_page():
-    files = {str(file.relative_to(notebooks.NOTEBOOKS).with_suffix("")) for file in notebooks.NOTEBOOKS.rglob("*.ipynb")}
+    files = {
+        str(file.relative_to(notebooks.NOTEBOOKS).with_suffix("")) for file in notebooks.NOTEBOOKS.rglob("*.ipynb")
+    }
     assert files == set(notebooks.PAGES)
 
 
