@@ -45,7 +45,7 @@ class KVCache:
 
     @property
     def filled(self) -> Array:
-        """The number of slots in use, from slot 0 on: integers ``[B]``."""
+        """The number of slots in use, from slot 0 on, integers ``[B]``."""
         return jnp.minimum(jnp.broadcast_to(self._length, self.key.shape[:1]), self.capacity)
 
     @property
@@ -63,7 +63,7 @@ class KVCache:
 
     @property
     def slot_positions(self) -> Array | None:
-        """The position of each slot's token, ``[B|1, C]``, negative if the slot is empty; None: the slot itself."""
+        """The position of each slot's token, ``[B|1, C]``, negative if the slot is empty; if None, the slot itself."""
         if not self.rolling:
             return None
         last = jnp.reshape(self._length, (-1, 1)) - 1

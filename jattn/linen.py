@@ -262,7 +262,7 @@ class MultiHeadDotProductAttention(nn.Module):
             sow_weights: sow the weights ``[..., N, T, S]`` into ``intermediates`` as ``attention_weights``.
             is_causal: a token sees itself and earlier ones.
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
-            bias, head_gate, head_fill, frozen, patch: as in ``jattn.multi_head.attend_heads``.
+            bias, head_gate, head_fill, frozen, patch: the options that docs/flax.md lists.
             score_mod: replaces the attribute.
             scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the collection, and which tokens are real (``jattn.append``). The

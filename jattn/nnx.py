@@ -148,8 +148,8 @@ class MultiHeadAttention(nnx.Module):
         in_kv_features: the features of the keys' and values' input; ``in_features`` by default.
         value_dim: D; ``H`` by default.
         position: ``(x, positions) -> x``, applied to queries and keys, such as ``jattn.positions.Rotary()``.
-        score_mod: as in ``jattn.dot_product_attention``. Its float arrays become learned ``nnx.Param``s. To keep an
-            array fixed, pass the ``score_mod`` at the call, or the array as an ``nnx.Variable``.
+        score_mod: as in ``jattn.dot_product_attention``. Its float arrays become learned: each an ``nnx.Param``. To
+            keep an array fixed, pass the ``score_mod`` at the call, or the array as an ``nnx.Variable``.
         sinks: learn a score ``[N]`` for attending to nothing (``jattn.dot_product_attention``), initially 0.
         qk_norm: ``"layer"`` (Flax's ``normalize_qk``) or ``"rms"``: the norm of each head's queries and keys.
         implementation: as in ``jattn.dot_product_attention``.
@@ -299,7 +299,7 @@ class MultiHeadAttention(nnx.Module):
                 positions replaces that rule.
             is_causal: a token sees itself and earlier ones.
             input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
-            bias, head_gate, head_fill, frozen, patch: as in ``jattn.multi_head.attend_heads``.
+            bias, head_gate, head_fill, frozen, patch: the options that docs/flax.md lists.
             score_mod: replaces the constructor's.
             scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The

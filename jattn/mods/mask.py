@@ -88,7 +88,7 @@ class Mask:
 
     @property
     def ndim(self):
-        """None: Flax's ``combine_masks`` reads it first, and its error then says what to write instead."""
+        """A mask has none. Flax's ``combine_masks`` reads it first, and its error then says what to write instead."""
         raise AttributeError(
             f"{type(self).__name__} is a mask object, not an array, so it has no ndim: instead of combine_masks, join "
             "masks by &, as in Causal() & masks.Dense(array)"
