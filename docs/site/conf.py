@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from sphinx.util import logging
+from sphinx.util.inspect import stringify_signature
 
 import jattn
 from tests.public_api import public_names
@@ -39,6 +40,8 @@ autodoc_typehints = "none"  # docstrings give types and shapes in the letters of
 autodoc_class_signature = "mixed"
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_use_param = False  # parameters that share a description stay together
+napoleon_attr_annotations = False
 napoleon_custom_sections = [("Example", "example")]
 
 html_theme = "furo"
@@ -114,9 +117,28 @@ def _link_names(app, what, name, obj, options, lines):
         return f":py:obj:`{code[1]} <{known[0]}>`" if known else code[0]
 
     lines[:] = [line if ">>>" in line else re.sub(r"``([\w.]+)``", new, line) for line in lines]
+    lines[:] = [re.sub(r"(?:``)?docs/([\w-]+)\.md(?:``)?", r":doc:`/\1`", line) for line in lines]
+
+
+def _signature(app, what, name, obj, options, signature, result):
+    """The parameters of ``__init__`` where a metaclass hides them; defaults by their names, not as objects."""
+    if getattr(obj, "_is_protocol", False):
+        return "", result  # nobody calls it
+    if what == "class" and signature == "(*args, **kwargs)":
+        parameters = list(inspect.signature(obj.__init__).parameters.values())[1:]
+        bare = inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in parameters])
+        signature = stringify_signature(bare)
+    for shown, name in (
+        (r"<(?:class|function) '?(?:\w+\.)*(\w+)(?:\.<locals>\.\w+)?'?>", r"\1"),
+        (r"<[\w.]+ object>", "..."),
+        (r"mappingproxy\((.*?)\)", r"\1"),
+    ):
+        signature = signature and re.sub(shown, name, signature)
+    return signature, result
 
 
 def setup(app):
     """Called by Sphinx."""
+    app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _link_names)
     app.connect("missing-reference", _public_reference)
