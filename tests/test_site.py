@@ -23,6 +23,10 @@ QUESTIONS = {  # what a stranger types, and a page among the first three results
     "out of memory": "long-context.html",
     "custom mask": "masks.html",
     "TPU": "accelerators.html",
+    "KV cache": "flax.html",  # and words that docs/site/words.toml brings
+    "GQA": "flax.html",
+    "attention weights": "reference/jattn.attention_weights.html",
+    "visualize attention": "report.html",
 }
 
 

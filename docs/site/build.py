@@ -115,7 +115,7 @@ def page_files() -> dict[Path, str]:
 
 def stage() -> list[str]:
     """Writes every page to ``SOURCE`` with its links put right; returns what is broken."""
-    pages, problems = page_files(), []
+    pages, problems, words = page_files(), [], searched_words()
     for file, page in pages.items():
         text = file.read_text(encoding="utf-8")
         if file.parent.parent.name == "results":  # whose folder's name has machine and date
@@ -124,6 +124,7 @@ def stage() -> list[str]:
         text = _outside_code(
             text, lambda part, file=file: _link_names(_relink(part, file, pages, problems), file, pages)
         )
+        text = _with_words(text, page, words, problems)
         if below := list(CONTENTS) if page == "index" else CONTENTS.get(page):
             text += contents(below, set(pages.values()))
         if page.startswith(("project/", "results/")):  # long lists and tables hold any word that one may look for
@@ -135,9 +136,46 @@ def stage() -> list[str]:
         target = SOURCE / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+    if not kept_reports():
+        problems.append("no kept run has a report.html: the page of live reports would be empty")
     for report in kept_reports():
         shutil.copy(report, SOURCE / "extra" / f"report-{report.parent.name}.html")
+    known = {*pages.values(), *(f"reference/{name}" for name in public_names())}
+    problems += [f"words.toml: no such page: {place}" for place in words if place.partition("#")[0] not in known]
     return problems
+
+
+def searched_words() -> dict[str, list[str]]:
+    """What readers search for, by ``page`` or ``page#heading``."""
+    return tomllib.loads((HERE / "words.toml").read_text(encoding="utf-8"))
+
+
+def _with_words(text: str, page: str, words: dict[str, list[str]], problems: list[str]) -> str:
+    """``text`` with entries of the index below its title, and above the headings that answer to them."""
+    for place, here in words.items():
+        name, _, anchor = place.partition("#")
+        if name != page:
+            continue
+        entries = f"```{{index}} {_main_entries(here)}\n```"
+        found = [line for line in re.findall(r"^##+ .*$", text, re.MULTILINE) if _slug(line) == anchor]
+        if not anchor:
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n{entries}\n{rest}"
+        elif found:
+            text = text.replace(f"\n{found[0]}\n", f"\n{entries}\n\n{found[0]}\n", 1)
+        else:
+            problems.append(f"words.toml: no such heading: {place}")
+    return text
+
+
+def _main_entries(words: list[str]) -> str:
+    """``words`` for Sphinx's index. Each has a mark: the search puts only main entries before mentions."""
+    return ", ".join(f"! {word}" for word in words)
+
+
+def _slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and MyST make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
 
 
 def _notebook(page: str) -> str:
@@ -192,8 +230,8 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
     return LINK.sub(new, text)
 
 
-# Inline code that is not the text of a link.
-CODE = re.compile(r"(?<![\[`])`(?P<code>[^`\n]+)`(?!\]|`)")
+# Links, to leave them alone, or inline code.
+CODE = re.compile(r"\[[^\]\n]*\]\([^)\n]*\)|(?<!`)`(?P<code>[^`\n]+)`(?!`)")
 CALL = re.compile(r"(?:jattn\.)?(?P<name>[\w.]+)(?:\(.*\))?")
 
 
@@ -202,7 +240,7 @@ def _link_names(text: str, file: Path, pages: dict[Path, str]) -> str:
     names = public_names()
 
     def new(code: re.Match) -> str:
-        call = CALL.fullmatch(code["code"])
+        call = CALL.fullmatch(code["code"] or "")
         for module in ("jattn", "jattn.masks", "jattn.score_mods"):  # the last two stand alone in most pages
             name = call and f"{module}.{call['name']}"
             if name in names and name.rpartition(".")[0] in MODULES:
@@ -272,6 +310,8 @@ def write_reference() -> None:
     own = [name for name in names if name.rpartition(".")[0] in MODULES]
     for name in own:
         methods = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == name]
+        if inspect.isclass(names[name]) and getattr(vars(names[name]).get("__call__"), "__doc__", None):
+            methods.insert(0, "__call__")
         (folder / f"{name}.rst").write_text(_name_page(name, names[name], methods, stable[name]))
     for module in MODULES:
         inside = [name for name in own if name.rpartition(".")[0] == module]
@@ -288,11 +328,13 @@ def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
     note = "" if mark == "stable" else f"*{mark.capitalize()}*: see :doc:`/reference`.\n\n"
     seen = name.startswith(("jattn.masks", "jattn.score_mods"))
     more = "\n:doc:`/masks` shows each as a picture.\n" if seen else ""
-    return f"{name}\n{'=' * len(name)}\n\n{note}{directive}{more}"
+    words = searched_words().get(f"reference/{name}")
+    index = f".. index:: {_main_entries(words)}\n\n" if words else ""
+    return f"{name}\n{'=' * len(name)}\n\n{index}{note}{directive}{more}"
 
 
 def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
-    text = inspect.getdoc(importlib.import_module(module)) or ""
+    text = re.sub(r"docs/([\w-]+)\.md", r":doc:`/\1`", inspect.getdoc(importlib.import_module(module)) or "")
     rows = []
     for name in inside:
         has_own = inspect.isclass(names[name]) or inspect.isroutine(names[name])
