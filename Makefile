@@ -27,7 +27,7 @@ kernels = @if command -v c++ >/dev/null 2>&1; then \
 # another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
-.PHONY: help train experiments test test-all test-chips chips soak docs notebooks lint format clean
+.PHONY: help train experiments test test-all test-chips chips soak docs notebooks dist lint format clean
 .NOTPARALLEL: # two pips in one environment would conflict
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make soak          compare random calls with plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make docs          build the site into build/site: open build/site/index.html"
 	@echo "make notebooks     run the pages of docs/ and write docs/notebooks; ARGS=\"masks\" for one"
+	@echo "make dist          build the wheel and the sources of a release into dist/"
 	@echo "make lint          run ruff and pyright"
 	@echo "make format        format the code with ruff"
 	@echo "make clean         remove environments, caches and builds (runs/ stays)"
@@ -78,6 +79,10 @@ docs: $(VENV)/.installed-docs
 
 notebooks: $(VENV)/.installed-test
 	$(python) docs/site/notebooks.py $(ARGS)
+
+dist: $(VENV)/.installed-test
+	rm -rf dist
+	$(python) -m build --outdir dist
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import jattn
 from jattn.kernels import native
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +90,23 @@ def test_the_compiled_kernels_are_those_that_jattn_calls():
     assert extra("native") == [f"jattn-native=={native.VERSION}"]
 
 
+def test_the_version_stands_in_one_place():
+    assert (
+        "version" in PROJECT["dynamic"] and f"\nversion: {jattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    )
+
+
+def test_the_readme_on_pypi_links_to_the_repository():
+    hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"][
+        "fancy-pypi-readme"
+    ]
+    text = "[![a](b.png)](c.md#d) [e](https://f) [g](#h)"
+    for substitution in hook["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    at = PROJECT["urls"]["Repository"]
+    assert text == f"[![a]({at}/raw/main/b.png)]({at}/blob/main/c.md#d) [e](https://f) [g](#h)"
+
+
 # Where docs have told users to find names, besides the top of jattn.
 PUBLIC = """
     heads.ablate heads.statistics heads.roles heads.patch interop.Family interop.family.Family interop.family.refuse
@@ -108,7 +126,19 @@ def test_public_names_stay_where_they_are(path):
     assert hasattr(importlib.import_module(module), name)
 
 
+# What takes long to import, and plain calls do not need.
+SLOW_TO_IMPORT = """
+    flax gguf jax.extend jax.experimental.pallas jattn.heads jattn.interop jattn.multi_head jattn.plots jattn.reports
+    jattn.sharding matplotlib optax pandas safetensors scipy.stats tokenizers
+""".split()
+
+
 @pytest.mark.slow
-def test_importing_jattn_does_not_import_flax():
-    code = "import sys, jattn; sys.exit(any(name.partition('.')[0] == 'flax' for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def test_importing_jattn_does_not_import_what_is_slow():
+    code = f"import sys, jattn; print(*({{*{SLOW_TO_IMPORT}}} & {{*sys.modules}}))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert found.stdout.split() == []
+
+
+def test_what_is_imported_later_is_listed():
+    assert {*jattn.__all__, *jattn._LATER} <= {*dir(jattn)}
