@@ -312,6 +312,8 @@ def write_reference() -> None:
         methods = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == name]
         if inspect.isclass(names[name]) and getattr(vars(names[name]).get("__call__"), "__doc__", None):
             methods.insert(0, "__call__")
+        if inspect.isclass(names[name]):  # fields that a comment describes
+            methods += re.findall(r"^    (\w+): .*  #: ", inspect.getsource(names[name]), re.MULTILINE)
         (folder / f"{name}.rst").write_text(_name_page(name, names[name], methods, stable[name]))
     for module in MODULES:
         inside = [name for name in own if name.rpartition(".")[0] == module]
