@@ -312,8 +312,6 @@ def write_reference() -> None:
         methods = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == name]
         if inspect.isclass(names[name]) and getattr(vars(names[name]).get("__call__"), "__doc__", None):
             methods.insert(0, "__call__")
-        if inspect.isclass(names[name]):  # fields that a comment describes
-            methods += re.findall(r"^    (\w+): .*  #: ", inspect.getsource(names[name]), re.MULTILINE)
         (folder / f"{name}.rst").write_text(_name_page(name, names[name], methods, stable[name]))
     for module in MODULES:
         inside = [name for name in own if name.rpartition(".")[0] == module]
@@ -321,8 +319,13 @@ def write_reference() -> None:
 
 
 def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
+    fields = ""
     if inspect.isclass(value):
         directive = f".. autoclass:: {name}\n" + (f"   :members: {', '.join(methods)}\n" if methods else "")
+        # No entries of their own: a search for "window" or "scale" would find them first.
+        explained = re.findall(r"^    (\w+): .*  #: (.*)$", inspect.getsource(value), re.MULTILINE)
+        fields = "".join(f"- ``{field}``: {meaning}\n" for field, meaning in explained)
+        fields = f"The fields:\n\n{fields}" if fields else ""
     elif inspect.isroutine(value):
         directive = f".. autofunction:: {name}\n"
     else:
@@ -332,7 +335,7 @@ def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
     more = "\n:doc:`/masks` shows each as a picture.\n" if seen else ""
     words = searched_words().get(f"reference/{name}")
     index = f".. index:: {_main_entries(words)}\n\n" if words else ""
-    return f"{name}\n{'=' * len(name)}\n\n{index}{note}{directive}{more}"
+    return f"{name}\n{'=' * len(name)}\n\n{index}{note}{directive}\n{fields}{more}"
 
 
 def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
