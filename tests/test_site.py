@@ -135,13 +135,14 @@ LOOK = """<script>addEventListener("load", () => setTimeout(() => {
 @pytest.mark.parametrize(
     "name", ["index", "masks", "reference/jattn.dot_product_attention", "benchmarks", "experiments"]
 )
-def test_a_page_is_readable_on_a_phone(site, tmp_path, name, night):
+@pytest.mark.parametrize("width", [390, 1100])  # of a phone, and of a window just wide enough for the contents
+def test_a_page_is_readable_at_any_width(site, tmp_path, width, name, night):
     page = site / f"{name}.html"
     theme = "<script>localStorage.setItem('theme', '%s')</script>" % ("dark" if night else "light")
     copy = page.with_name(f"{page.stem}-{night}-driven.html")
     copy.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{theme}{LOOK}", 1), encoding="utf-8")
     try:
-        dom, console = browse(copy, tmp_path, size=(390, 900))
+        dom, console = browse(copy, tmp_path, size=(width, 900))
     finally:
         copy.unlink()
     assert not console, console
