@@ -96,7 +96,7 @@ def init_cache(
     """An empty cache for ``capacity`` tokens per sequence; sequences may have different lengths.
 
     Args:
-        batch_size, capacity, num_kv_heads, head_dim: B, C, K, H.
+        batch_size, capacity, num_kv_heads, head_dim: B, C tokens that fit, K, H.
         value_dim: D; H by default.
         dtype: floating; tokens are cast to it.
         rolling: keep the last ``capacity`` tokens and drop older ones; such a cache is never full.

@@ -6,8 +6,6 @@ builds FOLDER/site; FOLDER is build. A warning, a broken link or a public name w
 is executed.
 """
 
-import importlib
-import inspect
 import json
 import os
 import re
@@ -15,15 +13,17 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 and __name__ == "__main__" else ROOT / "build")
 SOURCE, SITE = OUT / "site-source", OUT / "site"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE)]
 
-from tests.public_api import MODULES, constant_comment, marks, public_names
+from reference import list_modules, main_entries, searched_words, write_reference
+
+from tests.public_api import MODULES, public_names
 
 # The entries at the top of the contents, and the pages below each.
 SHORT = {"looking-inside": "Look inside", "experiments": "Experiments"}
@@ -53,19 +53,12 @@ LINK = re.compile(r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)\s]+)(?P<after>\))")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
-class Pages(NamedTuple):
-    """The pages by the file they come from, and what is missing."""
-
-    of_file: dict[Path, str]  # the name of a page is its path without suffix
-    problems: list[str]
-
-
 def main() -> int:
     """Builds the site; returns the exit status."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     (SOURCE / "extra").mkdir(parents=True)
     problems = stage()
-    write_reference()
+    write_reference(SOURCE / "reference")
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
@@ -132,7 +125,7 @@ def stage() -> list[str]:
         if opened := _notebook(page):
             title, _, rest = text.partition("\n")
             text = f"{title}\n\n{opened}\n{rest}"
-        text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", _list_modules())
+        text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", list_modules())
         target = SOURCE / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -145,18 +138,13 @@ def stage() -> list[str]:
     return problems
 
 
-def searched_words() -> dict[str, list[str]]:
-    """What readers search for, by ``page`` or ``page#heading``."""
-    return tomllib.loads((HERE / "words.toml").read_text(encoding="utf-8"))
-
-
 def _with_words(text: str, page: str, words: dict[str, list[str]], problems: list[str]) -> str:
     """``text`` with entries of the index below its title, and above the headings that answer to them."""
     for place, here in words.items():
         name, _, anchor = place.partition("#")
         if name != page:
             continue
-        entries = f"```{{index}} {_main_entries(here)}\n```"
+        entries = f"```{{index}} {main_entries(here)}\n```"
         found = [line for line in re.findall(r"^##+ .*$", text, re.MULTILINE) if _slug(line) == anchor]
         if not anchor:
             title, _, rest = text.partition("\n")
@@ -166,11 +154,6 @@ def _with_words(text: str, page: str, words: dict[str, list[str]], problems: lis
         else:
             problems.append(f"words.toml: no such heading: {place}")
     return text
-
-
-def _main_entries(words: list[str]) -> str:
-    """``words`` for Sphinx's index. Each has a mark: the search puts only main entries before mentions."""
-    return ", ".join(f"! {word}" for word in words)
 
 
 def _slug(heading: str) -> str:
@@ -277,17 +260,9 @@ def _list_reports() -> str:
     return "\n| run | | |\n|---|---|---|\n" + "".join(rows) + "\n"
 
 
-def _list_modules() -> str:
-    rows = [
-        f"| [`{module}`](reference/{module}.rst) | {_first_line(importlib.import_module(module))} |\n"
-        for module in MODULES
-    ]
-    return "\n| module | |\n|---|---|\n" + "".join(rows) + "\n"
-
-
-def _first_line(value: Any) -> str:
-    line = (inspect.getdoc(value) or "").partition("\n")[0]
-    return line.removeprefix("jattn: ").replace("``", "`")
+def _newest_first(page: str) -> tuple[float, str]:
+    date = re.search(r"(\d{4})-(\d\d)-(\d\d)", page)
+    return -int("".join(date.groups())) if date else 0, page
 
 
 def contents(patterns: list[str], pages: set[str]) -> str:
@@ -298,58 +273,9 @@ def contents(patterns: list[str], pages: set[str]) -> str:
             lines.append(f"{SHORT[pattern]} </{pattern}>" if pattern in SHORT else f"/{pattern}")
             continue
         named = {page for several in CONTENTS.values() for page in several} | CONTENTS.keys()
-        lines += [f"/{page}" for page in sorted(pages - named) if Path(page).match(pattern)]
+        found = [page for page in pages - named if Path(page).match(pattern)]
+        lines += [f"/{page}" for page in sorted(found, key=_newest_first)]
     return "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(lines) + "\n```\n" if lines else ""
-
-
-def write_reference() -> None:
-    """A page for every public name, and one for every module."""
-    names, stable = public_names(), marks()
-    folder = SOURCE / "reference"
-    folder.mkdir(exist_ok=True)
-    own = [name for name in names if name.rpartition(".")[0] in MODULES]
-    for name in own:
-        methods = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == name]
-        if inspect.isclass(names[name]) and getattr(vars(names[name]).get("__call__"), "__doc__", None):
-            methods.insert(0, "__call__")
-        (folder / f"{name}.rst").write_text(_name_page(name, names[name], methods, stable[name]))
-    for module in MODULES:
-        inside = [name for name in own if name.rpartition(".")[0] == module]
-        (folder / f"{module}.rst").write_text(_module_page(module, inside, names, stable))
-
-
-def _name_page(name: str, value: Any, methods: list[str], mark: str) -> str:
-    fields = ""
-    if inspect.isclass(value):
-        directive = f".. autoclass:: {name}\n" + (f"   :members: {', '.join(methods)}\n" if methods else "")
-        # No entries of their own: a search for "window" or "scale" would find them first.
-        explained = re.findall(r"^    (\w+): .*  #: (.*)$", inspect.getsource(value), re.MULTILINE)
-        fields = "".join(f"- ``{field}``: {meaning}\n" for field, meaning in explained)
-        fields = f"The fields:\n\n{fields}" if fields else ""
-    elif inspect.isroutine(value):
-        directive = f".. autofunction:: {name}\n"
-    else:
-        directive = f".. py:data:: {name}\n\n   {constant_comment(name)}\n"
-    note = "" if mark == "stable" else f"*{mark.capitalize()}*: see :doc:`/reference`.\n\n"
-    seen = name.startswith(("jattn.masks", "jattn.score_mods"))
-    more = "\n:doc:`/masks` shows each as a picture.\n" if seen else ""
-    words = searched_words().get(f"reference/{name}")
-    index = f".. index:: {_main_entries(words)}\n\n" if words else ""
-    return f"{name}\n{'=' * len(name)}\n\n{index}{note}{directive}\n{fields}{more}"
-
-
-def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: dict[str, str]) -> str:
-    text = re.sub(r"docs/([\w-]+)\.md", r":doc:`/\1`", inspect.getdoc(importlib.import_module(module)) or "")
-    rows = []
-    for name in inside:
-        has_own = inspect.isclass(names[name]) or inspect.isroutine(names[name])
-        about = (inspect.getdoc(names[name]) or "") if has_own else constant_comment(name)
-        first = about.partition("\n\n")[0].replace("\n", " ")
-        mark = "" if stable[name] == "stable" else f" *({stable[name]})*"
-        rows.append(f"   * - :doc:`{name.rpartition('.')[2]} <{name}>`\n     - {first}{mark}\n")
-    table = ".. list-table::\n   :widths: 30 70\n\n" + "".join(rows)
-    tree = ".. toctree::\n   :hidden:\n\n" + "".join(f"   {name.rpartition('.')[2]} <{name}>\n" for name in inside)
-    return f"{module}\n{'=' * len(module)}\n\n{text}\n\n{table}\n{tree}"
 
 
 if __name__ == "__main__":

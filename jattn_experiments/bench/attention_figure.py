@@ -24,8 +24,9 @@ def write_figure(results: Results, file: Path) -> None:
 def attention_figure(results: Results) -> Figure:
     """Forward, forward and backward, and the latter's temporaries; causal if that was measured."""
     case = _case(results)
+    lengths = sorted({row["length"] for row in results.of("memory")})
     figure = Figure(figsize=(WIDTH, 3.6))
-    axes = figure.subplots(1, 3)
+    axes = figure.subplots(1, 3 if lengths else 2)
     dtype = next((row["dtype"] for row in results.of("times")), "float32")
     for ax, (passes, title) in zip(axes, attention_tables.PASSES.items(), strict=False):
         rows = sorted(results.of("times", case=case, passes=passes, dtype=dtype), key=lambda row: row["length"])
@@ -34,10 +35,10 @@ def attention_figure(results: Results) -> Figure:
         bound = {row["length"]: row["flops"] / row["matrix_flops"] * row["matrix"] for row in rows}
         ax.plot(list(bound), list(bound.values()), ":", color=FAINT, label="at the rate of a large matrix product")
         _finish(ax, title, list(bound), _time)
-    for name in attention_tables.contestants_of(results):
-        _line(axes[2], results, name, attention_tables.temporaries(results, name, case, "both"))
-    lengths = sorted({row["length"] for row in results.of("memory")})
-    _finish(axes[2], "one head's temporaries, both passes", lengths, _size, base=16)
+    if lengths:
+        for name in attention_tables.contestants_of(results):
+            _line(axes[2], results, name, attention_tables.temporaries(results, name, case, "both"))
+        _finish(axes[2], "one head's temporaries, both passes", lengths, _size, base=16)
     about, shape = results.about["environment"], results.about["shape"]
     machine = about["cpu"] + f", {about['cores']} cores" if about["device"].startswith("cpu") else about["device"]
     sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}"
