@@ -29,7 +29,8 @@ from flax import nnx
 from jattn import heads, interop
 from jattn.interop._gguf import read_gguf
 from jattn_experiments.bench import timing
-from jattn_experiments.bench.suite import Job, Results, Suite
+from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.suite import Job, Refused, Results, Suite
 from jattn_experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 from jattn_experiments.model_files import model_file
 
@@ -47,6 +48,17 @@ class Sizes:
     seconds: float = 30.0  # of all turns together: five times --seconds, since a turn takes one or two
     rounds: int = 3  # at least
     settle: float = 0.01  # seconds of rest before every turn
+
+
+def start(plan: Plan) -> None:
+    """Uses the CPU. Raises ``Refused`` where the model, or what reads and converts it, is missing."""
+    timing.use("cpu")
+    try:
+        model_file(Sizes.model)
+    except ValueError as wrong:
+        raise Refused(f"--suite language: {wrong}") from None
+    if missing := [name for name in ("gguf", "safetensors", "tokenizers") if importlib.util.find_spec(name) is None]:
+        raise Refused(f"--suite language: {', '.join(missing)} not installed; pip install 'jattn[gguf,hf]'")
 
 
 def about(sizes: Sizes) -> dict[str, Any]:
@@ -232,5 +244,5 @@ SUITE = Suite(
     markdown=markdown,
     shown=lambda results: asked_table(asked(results)),
     sizes=lambda plan: Sizes(seconds=5 * plan.seconds),
-    start=lambda plan: timing.use("cpu"),
+    start=start,
 )

