@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.public_api import MODULES, public_names
+from docs.site.public_api import MODULES, public_names
 from tests.web_page import browse
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 from reference import list_modules, main_entries, searched_words, write_reference
 
-from tests.public_api import MODULES, public_names
+from docs.site.public_api import MODULES, public_names
 
 # The entries at the top of the contents, and the pages below each.
 SHORT = {"looking-inside": "Look inside", "experiments": "Experiments"}

@@ -15,7 +15,7 @@ from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
 import jattn
-from tests.public_api import public_names
+from docs.site.public_api import public_names
 
 project = "jattn"
 author = "The jattn authors"

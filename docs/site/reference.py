@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tests.public_api import MODULES, constant_comment, marks, public_names
+from docs.site.public_api import MODULES, constant_comment, marks, public_names
 
 
 def searched_words() -> dict[str, list[str]]:

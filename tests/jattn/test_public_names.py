@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
-from tests.public_api import LIST, constant_comment, listing, public_names
+from docs.site.public_api import LIST, constant_comment, listing, public_names
 from tests.test_docs import same_output
 
 NAMES = public_names()
@@ -39,7 +39,7 @@ class SameOutput(doctest.OutputChecker):
 
 
 def test_the_list_of_public_names_is_up_to_date():
-    assert listing() == LIST.read_text(), "run python -m tests.public_api, and note in CHANGELOG.md what changed"
+    assert listing() == LIST.read_text(), "run python -m docs.site.public_api, and note in CHANGELOG.md what changed"
 
 
 def _documented(value) -> str:

@@ -1,4 +1,4 @@
-"""The public names of jattn, as ``tests/public_api.txt`` lists them: ``python -m tests.public_api`` writes the list."""
+"""The public names of jattn, as ``docs/site/public_api.txt`` lists them: ``python -m docs.site.public_api`` writes the list."""
 
 import importlib
 import inspect
@@ -50,7 +50,7 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
 def constant_comment(name: str) -> str:
     """The comment ``#:`` above the definition of a constant or type, which has no docstring."""
     pattern = re.compile(rf"^((?:#: .*\n)+){name.rpartition('.')[2]}\b.* =", re.MULTILINE)
-    for file in sorted((Path(__file__).parents[1] / "jattn").rglob("*.py")):
+    for file in sorted((Path(__file__).parents[2] / "jattn").rglob("*.py")):
         if found := pattern.search(file.read_text(encoding="utf-8")):
             return " ".join(line[3:] for line in found[1].splitlines())
     raise LookupError(f"{name}: expected a comment '#:' above its definition")
