@@ -1,4 +1,4 @@
-"""The public names of jattn, as ``docs/site/public_api.txt`` lists them: ``python -m docs.site.public_api`` writes the list."""
+"""The public names of jattn, listed in ``public_api.txt``, which ``python -m docs.site.public_api`` writes."""
 
 import importlib
 import inspect
