@@ -42,7 +42,7 @@ def imported(folder):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"jattn", "jattn_experiments", "tests"}
+    return found - set(sys.stdlib_module_names) - {"docs", "jattn", "jattn_experiments", "tests"}
 
 
 def modules(*requirements):
