@@ -117,7 +117,7 @@ def stage() -> list[str]:
         text = _outside_code(
             text, lambda part, file=file: _link_names(_relink(part, file, pages, problems), file, pages)
         )
-        text = _with_words(text, page, words, problems)
+        text = _with_words(_with_reports(text), page, words, problems)
         if below := list(CONTENTS) if page == "index" else CONTENTS.get(page):
             text += contents(below, set(pages.values()))
         if page.startswith(("project/", "results/")):  # long lists and tables hold any word that one may look for
@@ -136,6 +136,17 @@ def stage() -> list[str]:
     known = {*pages.values(), *(f"reference/{name}" for name in public_names())}
     problems += [f"words.toml: no such page: {place}" for place in words if place.partition("#")[0] not in known]
     return problems
+
+
+def _with_reports(text: str) -> str:
+    """``text`` with a link to its live report below the heading of an experiment."""
+    kept = {report.parent.name for report in kept_reports()}
+
+    def link(heading: re.Match) -> str:
+        name = heading[1]
+        return f'{heading[0]}\n\n<a href="report-{name}.html">Live report</a>' if name in kept else heading[0]
+
+    return re.sub(r"^## .*\(`jattn run (\w+)`.*$", link, text, flags=re.MULTILINE)
 
 
 def _with_words(text: str, page: str, words: dict[str, list[str]], problems: list[str]) -> str:
