@@ -45,6 +45,7 @@ def run(*command, cwd, status=0, **environment):
 
 
 def pip(python, *words, cwd):
+    """Runs pip; a status other than 0 fails the test."""
     return run(python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words, cwd=cwd)
 
 

@@ -204,8 +204,6 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
         target, hash_, anchor = link["target"].partition("#")
         if not target or re.match(r"[a-z]+:", target):
             return link[0]
-        if target.startswith("page:"):  # of the site alone
-            return f"{link['before']}{_relative(target[5:], file, pages)}.md{hash_}{anchor}{link['after']}"
         path = (file.parent / target).resolve()
         if not path.exists():
             problems.append(f"{file.relative_to(ROOT)}: no such file: {target}")
@@ -217,8 +215,6 @@ def _relink(text: str, file: Path, pages: dict[Path, str], problems: list[str]) 
         if path.suffix in IMAGES:
             name = _image(path)
             return f"{link['before']}{_relative(name, file, pages)}{link['after']}"
-        if path.name == "report.html":
-            return f"{link['before']}{_relative(f'report-{path.parent.name}.html', file, pages)}{link['after']}"
         return f"{link['before']}{_in_repository(path)}{hash_}{anchor}{link['after']}"
 
     return LINK.sub(new, text)
