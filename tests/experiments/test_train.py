@@ -242,8 +242,10 @@ claims:
     kept = json.loads((tmp_path / "string" / "summary.json").read_text())
     assert kept["controls"] == found.controls and kept["curves"] == found.curves and len(kept["heads"]) == 4
     np.testing.assert_allclose(kept["noise_floor"], found.noise.mean(-1), rtol=1e-3)
-    sizes = [file.stat().st_size for file in (tmp_path / "string").iterdir()]
-    assert len(sizes) == 3 + len(list((out / "figures").glob("*.png"))) and max(sizes) < 200_000
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "string").iterdir()}
+    pictures = {picture.name for picture in (out / "figures").glob("*.png")}
+    assert set(sizes) == {"claims.json", "config.json", "summary.json", "report.html"} | pictures
+    assert sizes.pop("report.html") < 1_000_000 and max(sizes.values()) < 200_000
     capsys.readouterr()
     assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
     said = capsys.readouterr().err.splitlines()
