@@ -226,8 +226,8 @@ class Segments(Mask):
         check_sizes(self._key_ids(), "masks.Segments", "query_ids" if hint else "kv_ids", hint, B=B, S=S)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        query_id, query_inside = look_up_row(self.query_ids, b, q_idx)
-        kv_id, kv_inside = look_up_row(self._key_ids(), b, kv_idx)
+        query_id, query_inside = self._query_ids_at(b, q_idx)
+        kv_id, kv_inside = self._key_ids_at(b, kv_idx)
         return (query_id == kv_id) & query_inside & kv_inside
 
     def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
@@ -236,6 +236,13 @@ class Segments(Mask):
         any_visible = (q_low <= kv_high) & (kv_low <= q_high)
         same_id = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
         return any_visible, same_id & q_all & kv_all
+
+    def _query_ids_at(self, b, q_idx):
+        """The ids of queries, and whether they lie in the table."""
+        return look_up_row(self.query_ids, b, q_idx)
+
+    def _key_ids_at(self, b, kv_idx):
+        return look_up_row(self._key_ids(), b, kv_idx)
 
     def _key_ids(self):
         return self.query_ids if self.kv_ids is None else self.kv_ids

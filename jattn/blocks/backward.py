@@ -40,6 +40,7 @@ def differentiable(
     args: PyTree,
     *static: Hashable,
     backward: Callable | None = None,
+    count: int | None = 3,
     alone: bool = False,
     lse: Callable | None = None,
 ) -> tuple[Array, Array]:
@@ -51,10 +52,11 @@ def differentiable(
         accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
         args: a pytree whose first three leaves are query, key and value.
         static: hashable.
-        backward: ``(platform, (args, results, *static), cotangents) -> those of query, key and value``: the reverse
-            derivative, written by hand, where nothing else is differentiated, or also there if ``not alone``.
-            ``results``: what ``forward`` returned; ``cotangents``: of ``out``, in the softmax's dtype, and of
-            ``row_sum`` (``of_sums``).
+        backward: ``(platform, (args, results, *static), cotangents, wanted) -> those of the arrays in args``: the
+            reverse derivative, written by hand, where nothing but the first ``count`` arrays is differentiated, or also
+            there if ``not alone``; None: all arrays. ``results``: what ``forward`` returned; ``cotangents``: of
+            ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the numbers of the arrays
+            whose cotangents are asked for.
         lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
             others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
     """
@@ -85,7 +87,8 @@ def differentiable(
         results = z, row_max, row_sum
         linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]), lse)
         if backward is not None:
-            linear = deferred.CustomRules(linear, vjp=backward, count=3, results=2, alone=alone)
+            covered = len(arrays) if count is None else count
+            linear = deferred.CustomRules(linear, vjp=backward, count=covered, results=2, alone=alone)
         d_out, d_row_sum = deferred.jvp(linear, (join(arrays), results, *static), tangents, out=(change, rows))
         # The rule treats row_max as a constant: out and lse are the same for any value of it.
         return (z, row_max, row_sum), (d_out.astype(z.dtype), zeros, d_row_sum)

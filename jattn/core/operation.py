@@ -30,8 +30,8 @@ class CustomRules:
     Args:
         fn: a function for ``jattn.core.deferred.call``, which also takes ``platform`` first.
         run: computes the same results as ``fn``; ``fn`` does if this is None.
-        vjp: ``(platform, args, cotangents) -> cotangents of the first count operands``: the first reverse derivative.
-            A cotangent is None for a floating result that nothing depends on.
+        vjp: ``(platform, args, cotangents, wanted) -> cotangents of the first count operands``, of those ``wanted`` at
+            least: the first reverse derivative. A cotangent is None for a floating result that nothing depends on.
         count: the number of operands that ``vjp`` covers.
         results: the number of floating results.
         alone: whether ``vjp`` is only used where no other operand is differentiated.
@@ -149,7 +149,7 @@ class Vjp(Jvp):
         if by_rule and rules is not None and rules.vjp is not None and isinstance(self.of, DeferredCall):
             given = dict(zip(self.kept, cotangents, strict=True))
             every = [given.get(i) for i in range(rules.results)]
-            first = rules.vjp(platform, self.of.arguments(primals), every)
+            first = rules.vjp(platform, self.of.arguments(primals), every, by_rule)
             pulled |= {i: first[i] for i in by_rule}
         return [pulled[i] for i in self.at]
 

@@ -152,17 +152,17 @@ def dot_general(
     )
 
 
-def replicate_if_explicit(arrays: PyTree) -> PyTree:
-    """``arrays``, those that are explicitly sharded replicated on every device.
+def with_whole_axis(x: Array, axis: int) -> Array:
+    """``x``, with ``axis`` whole on every device if its type says that it is sharded.
 
     On other meshes XLA partitions the work by itself.
     """
-
-    def replicate(x: Array) -> Array:
-        mesh, axes = _explicit(x)
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec())) if any(axes) else x
-
-    return jax.tree.map(replicate, arrays)
+    mesh, axes = _explicit(x)
+    axis %= x.ndim
+    if not axes[axis]:
+        return x
+    spec = (None if i == axis else names or None for i, names in enumerate(axes))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, DTypeLike
 from jattn.api import dot_product_attention, fold_weights
 from jattn.core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
 from jattn.core.attention import softmax_dtype
+from jattn.core.shard import with_whole_axis
 from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
@@ -260,7 +261,7 @@ def _averages(
         elif name == "received":
             results[name] = sums[name]
         elif name == "offset_profile":
-            slot_of = jnp.argsort(rows["slot"][0])
+            slot_of, seen = jnp.argsort(rows["slot"][0]), with_whole_axis(seen, -1)  # like the sums of all offsets
             results[name] = sums[name] / _pairs_at_offsets(seen[..., slot_of], S, lse.dtype)
         else:
             values = jnp.exp(sums[name]) if name == "max_weight" else sums[name]

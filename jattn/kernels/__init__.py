@@ -219,7 +219,9 @@ def _lse(platform: str, args: AttentionArgs, kernel: Kernel) -> Array:
     return online_softmax.log_sum_exp(*online_softmax.forward(platform, no_value, kernel._block_sizes)[1:])
 
 
-def _backward(platform: str, inputs: tuple, cotangents: Sequence[Array | None]) -> Sequence[Array]:
+def _backward(
+    platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
+) -> Sequence[Array]:
     args, results, kernel = inputs
     return kernel.backward(platform, args, results, cotangents)
 

@@ -31,7 +31,7 @@ from jattn.kernels.dense import Dense
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.mods.arrays import AnyArray, mod_semantics, pad_end
-from jattn.mods.lookup import look_up_row, ranks
+from jattn.mods.lookup import ranks
 from jattn.mods.mask import conjuncts
 from jattn.mods.validation import LARGEST, LEAST
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
@@ -262,8 +262,8 @@ def visible_keys(args: AttentionArgs) -> Visible:
         low, high = (jnp.asarray(end, jnp.int32) for end in ends)
         for segments in by_id:
             slots = jnp.arange(S, dtype=jnp.int32)[None] if kv_positions is None else kv_positions
-            query_ids, query_inside = look_up_row(segments.query_ids, b[:, None], positions)
-            key_ids, key_inside = look_up_row(segments._key_ids(), b[:, None], slots)
+            query_ids, query_inside = segments._query_ids_at(b[:, None], positions)
+            key_ids, key_inside = segments._key_ids_at(b[:, None], slots)
             query_ids, key_ids = _as_int32(*(jnp.broadcast_to(x, (B, n)) for x, n in ((query_ids, T), (key_ids, S))))
             rows_shown.append(jnp.broadcast_to(query_inside, (B, T))[:, None])
             if kv_positions is not None:  # no table has an id for LEAST

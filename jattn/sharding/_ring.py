@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn.api import dot_product_attention
@@ -15,22 +16,28 @@ from jattn.blocks.block_mask import Visibility
 from jattn.blocks.plan import block_table
 from jattn.core import shard
 from jattn.core.arguments import AttentionArgs, AttentionOptions
-from jattn.kernels import Reduction
-from jattn.kernels.blockwise import Blockwise
+from jattn.kernels import Kernel, Reduction
+from jattn.kernels.dispatch import by_name
 from jattn.masks import MaskFunction
+from jattn.mods.arrays import AnyArray
 from jattn.sharding._head_parallel import Axes, OverMesh
-from jattn.sharding._rotation import LAYOUTS, RingPlan, ring_attend, ring_fold
+from jattn.sharding._pairs import seen_by_distance
+from jattn.sharding._ring_attention import ring_attend
+from jattn.sharding._ring_fold import ring_fold
+from jattn.sharding._rotation import LAYOUTS, RingPlan
+from jattn.sharding._tables import divide, with_tables
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring(OverMesh):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: the sequence over an axis of ``mesh``.
 
-    Arguments as in ``ring_attention``; ``block_sizes`` as in ``jattn.kernels.blockwise.Blockwise``.
+    Arguments as in ``ring_attention``.
 
     Raises:
-        TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, or ``axis_name`` not a string.
-        ValueError: the mesh has no such axis, or there is no such layout.
+        TypeError: ``mesh`` is not a ``jax.sharding.Mesh``, ``axis_name`` not a string, ``gradient_dtype`` not floating,
+            or ``implementation`` neither a name nor a kernel.
+        ValueError: the mesh has no such axis, or there is no such layout or implementation.
 
     Example:
         >>> P = jax.device_count()
@@ -49,13 +56,27 @@ class Ring(OverMesh):
     batch_axis: Axes = None
     head_axis: Axes = None
     layout: str = "contiguous"
-    block_sizes: tuple[int, int] | None = None
+    implementation: str | Kernel | None = None
+    gradient_dtype: DTypeLike | None = None
 
     def __post_init__(self):
         if not isinstance(self.axis_name, str):
             raise TypeError(f"axis_name must name one axis of the mesh, got {self.axis_name!r}")
         super().__post_init__()
         _chunks(self.layout)
+        self._kernel()
+        if self.gradient_dtype is not None:
+            dtype = jnp.dtype(self.gradient_dtype)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"gradient_dtype must be floating, such as jnp.bfloat16, got {dtype}")
+            object.__setattr__(self, "gradient_dtype", dtype)
+
+    def _kernel(self) -> Kernel | None:
+        """What each hop runs, if given."""
+        kernel = by_name(self.implementation) if isinstance(self.implementation, str) else self.implementation
+        if not isinstance(kernel, Kernel | None):
+            raise TypeError(f"implementation must be a name, a jattn.kernels.Kernel or None, got {kernel!r}")
+        return kernel
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         """None: it supports every call; ``run`` raises if a size does not divide evenly."""
@@ -63,36 +84,59 @@ class Ring(OverMesh):
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``, in the order of the layout; T and S are sharded."""
+        args = self._without_default_positions(args)
         plan = self.plan(args)
         return self.per_device(lambda part: ring_attend(plan, part), args, ("btnd", "btn"))
 
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
-        """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are whole."""
-        plan = self.plan(args)
+        """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are divided like it."""
+        args = self._without_default_positions(args)
+        plan = dataclasses.replace(self.plan(args), gradient_dtype=None)
         leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
+        platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
 
         def fold_on_device(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
             rows, columns = jax.tree.unflatten(structure, data)
-            return ring_fold(plan, args, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
+            return ring_fold(plan, platform, args, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
 
         of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
         extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
         letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
         out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
-        return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
+        return self.per_device(fold_on_device, args, out_axes, *extra)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
-        return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
+        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
+        return fn(args, *(array for array, _ in extra))
 
     def slots(self, length: int) -> np.ndarray | None:
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
         return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
 
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn.core.shard.per_device`` with a sharded sequence, without the slot masks of the lengths."""
-        args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
-        return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra, multiple=LAYOUTS[self.layout])
+        """``jattn.core.shard.per_device`` with a sharded sequence and tables, without the slot masks of the lengths."""
+        args, tables = divide(args, self._turn)
+
+        def with_own_tables(part, *arrays):
+            return fn(with_tables(part, arrays[len(extra) :]), *arrays[: len(extra)])
+
+        mesh_axes, multiple = self.mesh_axes(args), LAYOUTS[self.layout]
+        return shard.per_device(with_own_tables, args, mesh_axes, out_axes, *extra, *tables, multiple=multiple)
+
+    def _without_default_positions(self, args: AttentionArgs) -> AttentionArgs:
+        """The call without positions that are known and are those of the layout, as the layer functions give them."""
+        given = {"query_positions": (args.query_positions, args.query), "kv_positions": (args.kv_positions, args.key)}
+        default = {
+            name: None
+            for name, (positions, x) in given.items()
+            if isinstance(positions, np.ndarray) and (positions == self._turn(np.arange(x.shape[1]), 0)).all()
+        }
+        return dataclasses.replace(args, **default)
+
+    def _turn(self, x: AnyArray, axis: int) -> AnyArray:
+        """``x`` with the tokens along ``axis`` in the order of the layout."""
+        order = self.slots(x.shape[axis]) if x.shape[axis] > 1 else None
+        return x if order is None else x[(slice(None),) * axis + (order,)]
 
     def plan(self, args: AttentionArgs) -> RingPlan:
         """The plan of the rotation: keys travel only as far as any device sees any of them, if that is static."""
@@ -111,8 +155,9 @@ class Ring(OverMesh):
             if isinstance(any_visible, np.ndarray):
                 needed, devices = any_visible.any(0).reshape(P, chunks, P, chunks).any((1, 3)), np.arange(P)
                 steps = [step for step in steps if step == 0 or needed[devices, (devices - step) % P].any()]
-        platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
-        return RingPlan(self.axis_name, P, self.layout, tuple(steps), Blockwise(self.block_sizes), platform)
+        distances = seen_by_distance(dataclasses.replace(args, slot_masks=slot_masks), P * chunks) if T and S else None
+        kernel = self._kernel()
+        return RingPlan(self.axis_name, P, self.layout, tuple(steps), kernel, self.gradient_dtype, distances)
 
 
 def ring_attention(
@@ -127,6 +172,8 @@ def ring_attention(
     batch_axis: Axes = None,
     head_axis: Axes = None,
     layout: str = "contiguous",
+    implementation: str | Kernel | None = None,
+    gradient_dtype: DTypeLike | None = None,
     return_residual: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
@@ -134,7 +181,8 @@ def ring_attention(
 
     Keys and values rotate around the ring of devices. Blocks that the mask empties are skipped, and with static masks
     and positions keys travel only as far as they are seen. Each device holds O((T + S) / P), in the backward pass, too.
-    Reverse mode only. ``docs/scale.md`` describes the traffic and when computation hides it.
+    Keys travel while the device computes, in their own dtype. ``docs/scale.md`` describes the traffic and when
+    computation hides it.
 
     Args:
         query, key, value: ``[B,T,N,H]``, ``[B,S,K,H]``, ``[B,S,K,D]``, the arrays of the whole sequence; T and S are
@@ -144,6 +192,10 @@ def ring_attention(
         batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
         layout: ``"contiguous"``: tokens in their own order. ``"zigzag"``: queries, keys and output in the order of
             ``to_zigzag``, which balances causal work.
+        implementation: what each hop runs, a name or a ``jattn.kernels.Kernel``; by default what its platform takes, or
+            ``"blockwise"``.
+        gradient_dtype: in which the gradients of keys and values travel: float32 by default (float64 for float64);
+            ``jnp.bfloat16`` halves their traffic and rounds them once a hop.
         others: as in ``jattn.dot_product_attention``; all are supported. Arrays by slot (``bias``, ``mask`` arrays,
             positions) are in the order of the layout. Positions default to those of the tokens, and sequence lengths
             count tokens. Each device holds its own rows of bias and mask arrays.
@@ -161,7 +213,7 @@ def ring_attention(
         >>> out.sharding.spec[1]  # of the sequence
         'devices'
     """
-    ring = Ring(mesh, axis_name, batch_axis, head_axis, layout)
+    ring = Ring(mesh, axis_name, batch_axis, head_axis, layout, implementation, gradient_dtype)
     static: dict[str, Any] = {"implementation": ring, "return_residual": return_residual}
     return dot_product_attention(query, key, value, bias, mask, **static, **options)
 

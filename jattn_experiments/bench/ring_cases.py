@@ -183,9 +183,9 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
     return jax.make_mesh((devices,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
-def numbers(name: str, devices: int, layout: str, block_sizes: tuple[int, int] | None = None) -> dict[str, Any]:
+def numbers(name: str, devices: int, layout: str, implementation: Any = None) -> dict[str, Any]:
     """The errors of the values and gradients of one case on one ring."""
-    how = Ring(mesh_of(devices), "sequence", layout=layout, block_sizes=block_sizes)
+    how = Ring(mesh_of(devices), "sequence", layout=layout, implementation=implementation)
     results, gradients = in_a_ring(name, how)
     wanted_results, wanted_gradients = expected(name)
     each = [off(gradients[key], wanted_gradients[key]) for key in gradients]

@@ -311,8 +311,9 @@ def cube(platform, x, y):
     return x**3 * y
 
 
-def marked(platform, args, cotangents):
+def marked(platform, args, cotangents, wanted):
     """Not the derivative, so that a test sees where it is used."""
+    assert wanted == [0]  # y is not covered
     return [100.0 * cotangents[0]]
 
 
@@ -343,7 +344,7 @@ def two(platform, x):
     return x**2, x**3
 
 
-def which(platform, args, cotangents):
+def which(platform, args, cotangents, wanted):
     """Not the derivative, but which of the results have cotangents."""
     return [jnp.float32((cotangents[0] is not None) + 10 * (cotangents[1] is not None))]
 

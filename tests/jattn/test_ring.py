@@ -1,5 +1,7 @@
 """A ring of devices: the results of one device, no device with the whole sequence, and evenly divided work."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jattn
 from jattn import heads, masks
 from jattn.core.arguments import make_args
+from jattn.kernels.blockwise import Blockwise
 from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
 from jattn_experiments.bench.ring_cases import (
     CASES,
@@ -65,7 +68,7 @@ def test_with_any_number_of_devices(devices, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal window", "lengths, one of them 0"])
 def test_in_blocks_that_divide_nothing(name):
-    row = numbers(name, 2, "zigzag", (3, 3))
+    row = numbers(name, 2, "zigzag", Blockwise((3, 3)))
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
@@ -126,9 +129,9 @@ def test_key_heads_that_all_devices_have():
     assert off(found[0], wanted[0]) <= 1e-5 and off(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
 
 
-def lowered(devices, layout, length, N=4, block_sizes=None, **options):
+def lowered(devices, layout, length, N=4, hops=None, **options):
     mesh = mesh_of(devices)
-    how = Ring(mesh, "sequence", layout=layout, block_sizes=block_sizes)
+    how = Ring(mesh, "sequence", layout=layout, implementation=hops)
     lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     arrays = [jax.ShapeDtypeStruct((1, length, N, 16), jnp.float32, sharding=lies)] * 3
 
@@ -142,10 +145,8 @@ def lowered(devices, layout, length, N=4, block_sizes=None, **options):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_no_device_ever_holds_the_sequence(layout):
     """No array in the program is as long as the sequence, and twice as many devices halve the memory of each."""
-    length, small = 8192, (64, 64)  # the block size does not shrink with devices, so it is small here
-    compiled = {
-        devices: lowered(devices, layout, length, block_sizes=small, is_causal=True).compile() for devices in (4, 8)
-    }
+    length, small = 8192, Blockwise((64, 64))  # the block size does not shrink with devices, so it is small here
+    compiled = {devices: lowered(devices, layout, length, hops=small, is_causal=True).compile() for devices in (4, 8)}
     text = compiled[8].as_text()
     assert "collective-permute" in text and "all-gather" not in text
     assert str(length // 8) in text and f"{length}," not in text and f",{length}]" not in text
@@ -235,6 +236,23 @@ def test_statistics_are_those_of_one_device(layout, kinds):
     found["received"] = back(np.asarray(found["received"]), 2, axis=2)
     assert set(found) == set(wanted)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit])
+def test_statistics_gather_no_sums(kinds):
+    """Not one number a query; where every offset has a mean, one bool, as each device holds the sums of all offsets."""
+    mesh = jax.make_mesh((2, 2), ("heads", "sequence"), (kinds,) * 2)
+    lies = NamedSharding(mesh, PartitionSpec(None, "sequence", "heads"))
+    x = jax.ShapeDtypeStruct((1, 32, 4, 8), jnp.float32, sharding=lies)
+    how = Ring(mesh, "sequence", head_axis="heads")
+
+    def gathered(names):
+        found = jax.jit(lambda q, k: heads.statistics(q, k, names=names, implementation=how, is_causal=True))
+        return re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather", found.lower(x, x).compile().as_text())
+
+    assert gathered(["entropy", "max_logit", "received", "previous_token"]) == []
+    assert set(gathered(["offset_profile"])) <= {"pred"}
 
 
 @pytest.mark.slow

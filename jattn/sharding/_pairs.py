@@ -1,0 +1,167 @@
+"""What a hop of a ring computes: the kernel for a chunk of queries and a chunk of keys, and the call it gets.
+
+Which chunks meet depends on the device, so in general their positions are data, and what a query sees is found where
+the program runs. Kernels that know masks only while tracing take no positions. They run, too, if what a chunk sees of
+another follows from how far apart they are, as under a causal mask: nothing, everything, or what a mask of the
+distance shows. The device then picks one of a few calls, each with a static mask.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jattn.blocks.block_lists import SMALL, tile
+from jattn.core.arguments import AttentionArgs
+from jattn.core.chunk import Chunk
+from jattn.kernels import Kernel, Unsupported
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.dispatch import Dispatch
+from jattn.masks import And, Causal, Mask, MaskFunction, Not, Or, SlidingWindow, bounds, interval
+from jattn.mods.arrays import Index
+from jattn.mods.pytree import pytree_dataclass, static_field
+from jattn.score_mods import SoftCap
+from jattn.sharding._rotation import Hop, RingPlan
+
+NOTHING, EVERYTHING, SOMETHING = range(3)
+# A chunk up to this length gets small blocks: large ones would be most of what its device holds.
+SHORT = 4096
+
+
+@pytree_dataclass
+class Ahead(Mask):
+    """``mask`` for queries whose positions are ``by`` more than their slots."""
+
+    mask: MaskFunction
+    by: int = static_field()
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.mask(b, h, q_idx + self.by, kv_idx)
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        return bounds(self.mask, b, h, q_min + self.by, q_max + self.by, kv_min, kv_max)
+
+    def interval(self, b, h, q_idx):
+        return interval(self.mask, b, h, q_idx + self.by)
+
+
+def seen_by_distance(args: AttentionArgs, chunks: int) -> tuple[int, ...] | None:
+    """What the queries of a chunk see of the keys of another, for each difference of their numbers from -chunks + 1 on.
+
+    ``NOTHING``, ``EVERYTHING`` or ``SOMETHING``. None if the scores depend on more than that difference, or if it is
+    not known while tracing.
+    """
+    T, S = args.query.shape[1], args.key.shape[1]
+    others = (args.bias, args.query_positions, args.kv_positions, args.query_lengths, args.kv_lengths, args.dropout)
+    simple = T == S and not args.slot_masks and all(x is None for x in others)
+    if not (simple and isinstance(args.score_mod, SoftCap | None) and all(map(_is_of_distance, args.masks))):
+        return None
+    last, found = np.int32(T // chunks - 1), []
+    for distance in range(-chunks + 1, chunks):
+        first = np.int32(distance * (last + 1))
+        either = [bounds(mask, np.int32(0), np.int32(0), first, first + last, np.int32(0), last) for mask in args.masks]
+        seen = [all(one) for one in zip((True, True), *either, strict=True)]
+        found.append(EVERYTHING if seen[1] else SOMETHING if seen[0] else NOTHING)
+    return tuple(found)
+
+
+def _is_of_distance(mask: MaskFunction) -> bool:
+    """Whether a mask is known, and shows pairs by the difference of their positions."""
+    if isinstance(mask, And | Or | Not):
+        parts = [getattr(mask, field.name) for field in dataclasses.fields(mask)]
+        return all(map(_is_of_distance, parts))
+    known = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask))
+    return type(mask) in (Causal, SlidingWindow) and known
+
+
+def each_pair(ring: RingPlan, platform: str, args: AttentionArgs, hop: Hop, visit: Callable, carry: PyTree) -> PyTree:
+    """``carry = visit(carry, kernel, call_of, i, j)`` for the i-th chunk of queries and the j-th of the keys at hand.
+
+    ``args``: the device's queries, and the keys at hand. ``call_of(args)`` is the call for the two chunks, which
+    ``kernel`` runs. Pairs of chunks of which nothing is seen may be left out.
+    """
+    device = jax.lax.axis_index(ring.axis)
+    source = (device - hop.step) % ring.devices
+    if not _runs_by_distance(ring, platform, args):
+
+        def any_pair(carry, i, j):
+            call_of = lambda args: ring.part(args, source, i, j)
+            return visit(carry, kernel_of(ring, platform, call_of(args)), call_of, i, j)
+
+        return ring.over_pairs(any_pair, carry)
+    masks_of, numbers = _masks_by_distance(ring, args, hop)
+
+    def known_pair(carry, i, j):
+        distance = ring.number(device, i) - ring.number(source, j)
+        number = jnp.asarray(numbers)[distance]  # from the end, if negative
+
+        def of(masks):
+            if masks is None:
+                return carry
+            call_of = lambda args: _call(ring, args, masks, i, j)
+            return visit(carry, kernel_of(ring, platform, call_of(args)), call_of, i, j)
+
+        return jax.lax.switch(number, [functools.partial(of, masks) for masks in masks_of])
+
+    return ring.over_pairs(known_pair, carry)
+
+
+def kernel_of(ring: RingPlan, platform: str, call: AttentionArgs) -> Kernel:
+    """What computes a pair of chunks: the kernel that the ring was given, or the platform's own, or blockwise.
+
+    Raises:
+        Unsupported: the given kernel does not support the call.
+    """
+    kernel = Dispatch().kernel(platform, call) if ring.kernel is None else ring.kernel
+    reason = kernel.unsupported_reason(call)
+    if reason is not None:
+        raise Unsupported(f"a ring cannot run {kernel.name!r} in its hops: {reason}; implementation=None picks one")
+    if kernel.platform is None and ring.kernel is None:  # the dense formula would not skip what is hidden
+        lengths = call.query.shape[1], call.key.shape[1]
+        return Blockwise(tile(*lengths, SMALL) if max(lengths) <= SHORT else None)
+    return kernel.prepare(call)
+
+
+def _runs_by_distance(ring: RingPlan, platform: str, args: AttentionArgs) -> bool:
+    """Whether the kernel takes no positions, and can do without."""
+    if ring.distances is None:
+        return False
+    kernel = ring.kernel or Dispatch().kernel(platform, _call(ring, args, (), 0, 0))
+    return "query positions" not in kernel.takes
+
+
+def _call(ring: RingPlan, args: AttentionArgs, masks: Sequence[MaskFunction], i: Index, j: Index) -> AttentionArgs:
+    """The call for two chunks at hand, whose slots are the positions that ``masks`` see."""
+    t, s = args.query.shape[1] // ring.chunks, args.key.shape[1] // ring.chunks
+    call = dataclasses.replace(args, masks=tuple(masks)).take(rows=Chunk(i * t, t), columns=Chunk(j * s, s))
+    return dataclasses.replace(call, query_positions=None, kv_positions=None)
+
+
+def _masks_by_distance(ring: RingPlan, args: AttentionArgs, hop: Hop) -> tuple[list[Any], np.ndarray]:
+    """The masks of each different call, None for none, and the number of the call for each difference of chunks.
+
+    Of those differences that there are in this hop.
+    """
+    assert ring.distances is not None
+    t, devices = args.query.shape[1] // ring.chunks, np.arange(ring.devices)
+    chunk = np.arange(ring.chunks)
+    of_queries = ring.number(devices[:, None], chunk)  # [devices, chunks]
+    there = [of_queries[:, :, None] - of_queries[(devices - step) % ring.devices][:, None] for step in hop.possible]
+    kinds, numbers = [], np.zeros(len(ring.distances), np.int32)
+    for distance in np.unique(there).tolist():
+        seen = ring.distances[distance + len(ring.distances) // 2]
+        kind = seen, distance if seen == SOMETHING else 0
+        if kind not in kinds:
+            kinds.append(kind)
+        numbers[distance] = kinds.index(kind)
+    masks = {
+        NOTHING: lambda distance: None,
+        EVERYTHING: lambda distance: (),
+        SOMETHING: lambda distance: [Ahead(mask, distance * t) if distance else mask for mask in args.masks],
+    }
+    return [masks[seen](distance) for seen, distance in kinds], numbers

@@ -1,0 +1,180 @@
+"""Attention of a device's own queries over the keys of all devices of a ring, and its derivatives.
+
+``jattn.merge`` joins the results of the hops. If ``row_max`` is the log-sum-exp of whole rows, the sums ``acc`` and
+``row_sum`` of all hops add up to ``acc = out`` and ``row_sum = 1``. So their derivatives add up to those of
+``out = acc / row_sum`` and ``lse = row_max + log(row_sum)`` (``jattn.blocks.backward``), and the backward pass rotates
+the keys once more, with a device holding only its own and those at hand. A tangent rotates in the same way.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jattn.blocks import backward
+from jattn.blocks.online_softmax import log_sum_exp
+from jattn.core.arguments import AttentionArgs
+from jattn.core.attention import softmax_dtype
+from jattn.core.merge import merge
+from jattn.core.vmap import canonical
+from jattn.kernels import Results
+from jattn.sharding._pairs import each_pair
+from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, put_chunk, take_chunk
+from jattn.sharding._tables import rotating, with_keys
+
+
+def ring_attend(ring: RingPlan, args: AttentionArgs) -> tuple[Array, Array]:
+    """``out [B,T,N,D]`` and ``lse [B,T,N]``, differentiable like those of a kernel.
+
+    ``args`` is the device's part; its ``slot_masks`` have the device's rows and leave out the lengths.
+    """
+    args = canonical(args)
+    return backward.differentiable(_forward, _accumulate, args, ring, backward=_backward, count=None)
+
+
+def _forward(platform: str, args: AttentionArgs, ring: RingPlan) -> Results:
+    dtype, (B, T, N, _), D = softmax_dtype(args.query), args.query.shape, args.value.shape[3]
+    t = T // ring.chunks
+
+    def attend_group(outputs, args, h):
+        G = args.query.shape[2]
+
+        def visit(state, keys, hop):
+            at_hand = with_keys(args, keys)
+
+            def attend(state, kernel, call_of, i, j):
+                old_out, old_lse = (take_chunk(x, i, t, 1) for x in state)
+                out, *sums = kernel.forward(platform, call_of(at_hand))
+                merged = merge(old_out, old_lse, out.astype(dtype), log_sum_exp(*sums))
+                return tuple(put_chunk(x, new, i, 1) for x, new in zip(state, merged, strict=True))
+
+            return each_pair(ring, platform, at_hand, hop, attend, state), None
+
+        unit = jnp.zeros((B, T, G, D), dtype), jnp.full((B, T, G), -jnp.inf, dtype)
+        state, _ = ring.rotate(visit, unit, rotating(args))
+        return [add_chunk(x, chunk.astype(x.dtype), h) for x, chunk in zip(outputs, state, strict=True)]
+
+    zeros = [jnp.zeros((B, T, N, D), args.value.dtype), jnp.zeros((B, T, N), dtype)]
+    out, lse = each_kv_head(platform, attend_group, zeros, args)
+    seen = lse != -jnp.inf
+    return out, jnp.where(seen, lse, jnp.finfo(dtype).min), seen.astype(dtype)
+
+
+def _accumulate(platform: str, args: AttentionArgs, row_max: Array, ring: RingPlan) -> tuple[Array, Array]:
+    """``acc [B,T,N,D]`` and ``row_sum [B,T,N]`` over the keys of all devices, for any ``row_max [B,T,N]``."""
+    dtype, (B, T, N, _), D = softmax_dtype(args.query), args.query.shape, args.value.shape[3]
+    add = lambda totals, acc, row_sum, i: [add_chunk(x, new, i) for x, new in zip(totals, (acc, row_sum), strict=True)]
+    like = [jax.ShapeDtypeStruct((B, T, N, D), dtype), jax.ShapeDtypeStruct((B, T, N), dtype)]
+    acc, row_sum = _add_sums(platform, args, row_max, ring, add, like)
+    return acc, row_sum
+
+
+def _add_sums(
+    platform: str, args: AttentionArgs, row_max: Array, ring: RingPlan, add: Callable, like: Sequence, *rows: Array
+) -> list[Array]:
+    """``totals = add(totals, acc, row_sum, i, *rows)`` of each pair of chunks, from zeros ``like`` ``[B,T,N,...]`` on.
+
+    i: the number of the chunk of queries, of which ``rows`` are given.
+    """
+
+    def of_group(totals, args, h):
+        t, G = args.query.shape[1] // ring.chunks, args.query.shape[2]
+        of_heads = [take_chunk(x, h, G, 2) for x in (row_max, *rows)]
+
+        def visit(state, keys, hop):
+            at_hand = with_keys(args, keys)
+
+            def of_pair(state, kernel, call_of, i, j):
+                own_max, *own = (take_chunk(x, i, t, 1) for x in of_heads)
+                sums = backward.accumulate(platform, call_of(at_hand), own_max, kernel._block_sizes)
+                return add(state, *sums, i, *own)
+
+            return each_pair(ring, platform, at_hand, hop, of_pair, state), None
+
+        zeros = [jnp.zeros((*x.shape[:2], G, *x.shape[3:]), x.dtype) for x in like]
+        state, _ = ring.rotate(visit, zeros, rotating(args))
+        return [add_chunk(x, chunk, h) for x, chunk in zip(totals, state, strict=True)]
+
+    return each_kv_head(platform, of_group, [jnp.zeros(x.shape, x.dtype) for x in like], args)
+
+
+def _backward(
+    platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
+) -> dict[int, Array]:
+    """The cotangents of query, key and value, by each hop's kernel; if others are ``captured``, all by blockwise."""
+    args, (out, row_max, row_sum), ring = inputs
+    leaves, dtype = jax.tree.leaves(args), softmax_dtype(args.query)
+    arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    captured = [arrays[i] for i in wanted if i > 2]
+    seen, (d_out, d_row_sum) = row_sum != 0, cotangents
+    # In the dtype of out it takes less memory, and it is no more precise than the cotangent of out was.
+    d_out = jnp.zeros_like(out) if d_out is None else jnp.where(seen[..., None], d_out, 0).astype(out.dtype)
+    d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else jnp.where(seen, d_row_sum, 0)
+    if captured:
+        d_row_sum = jnp.where(seen, d_row_sum - _product(platform, args, (out, row_max), d_out, ring), 0)
+
+    def of_group(gradients, args, h):
+        t, G = args.query.shape[1] // ring.chunks, args.query.shape[2]
+        rows = [take_chunk(x, h, G, 2) for x in (out, row_max, row_sum, d_out, d_row_sum)]
+
+        def visit(state, keys, hop):
+            at_hand = with_keys(args, keys)
+
+            def differentiate(sums, kernel, call_of, i, j):
+                own_out, own_max, own_sum, d_out, d_row_sum = (take_chunk(x, i, t, 1) for x in rows)
+                call, cotangents = call_of(at_hand), (d_out.astype(dtype), d_row_sum)
+
+                def accumulate(query, key, value, *others):
+                    call = dataclasses.replace(
+                        call_of(_with_leaves(at_hand, captured, others)), query=query, key=key, value=value
+                    )
+                    return backward.accumulate(platform, call, own_max, kernel._block_sizes)
+
+                if captured:
+                    others = [jax.tree.leaves(at_hand)[n] for n in captured]
+                    found = jax.vjp(accumulate, call.query, call.key, call.value, *others)[1](cotangents)
+                else:
+                    found = kernel.backward(platform, call, (own_out, own_max, own_sum), cotangents)
+                numbers = i, j, j, *(0 for _ in captured)
+                return [add_chunk(x, y.astype(x.dtype), n) for x, y, n in zip(sums, found, numbers, strict=True)]
+
+            d_query, *d_captured = state
+            zeros = [jnp.zeros(x.shape, dtype) for x in (at_hand.key, at_hand.value)]
+            sums = each_pair(ring, platform, at_hand, hop, differentiate, [d_query, *zeros, *d_captured])
+            return [sums[0], *sums[3:]], sums[1:3]
+
+        own = jax.tree.leaves(args)
+        zeros = [jnp.zeros(own[n].shape, softmax_dtype(own[n])) for n in (0, *captured)]
+        (d_query, *d_captured), d_key_value = ring.rotate(visit, zeros, rotating(args), sums=True)
+        found = [d_query, *d_key_value, *d_captured]
+        return [add_chunk(x, chunk.astype(x.dtype), h) for x, chunk in zip(gradients, found, strict=True)]
+
+    numbers = [*range(3), *captured]
+    # Those of all heads are added up, the others are a head's own.
+    dtypes = [leaves[n].dtype if n < 3 else softmax_dtype(leaves[n]) for n in numbers]
+    zeros = [jnp.zeros(leaves[n].shape, kind) for n, kind in zip(numbers, dtypes, strict=True)]
+    found = each_kv_head(platform, of_group, zeros, args)
+    by_leaf = {n: x.astype(leaves[n].dtype) for n, x in zip(numbers, found, strict=True)}
+    return {i: by_leaf[arrays[i]] for i in wanted}
+
+
+def _with_leaves(args: AttentionArgs, numbers: Sequence[int], values: Sequence[Array]) -> AttentionArgs:
+    """``args`` with ``values`` for its leaves of these ``numbers``."""
+    leaves, structure = jax.tree.flatten(args)
+    for n, x in zip(numbers, values, strict=True):
+        leaves[n] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _product(platform: str, args: AttentionArgs, results: Sequence[Array], d_out: Array, ring: RingPlan) -> Array:
+    """The sums ``[B,T,N]`` of ``d_out * out``. If out was rounded, it is computed anew: the keys rotate once more.
+
+    As for ``jattn.blocks.backward._Tangents``.
+    """
+    out, row_max = results
+    if out.dtype == row_max.dtype:
+        return jnp.sum(d_out * out, -1)
+    add = lambda totals, acc, _, i, d_out: [add_chunk(totals[0], jnp.sum(acc * d_out.astype(acc.dtype), -1), i)]
+    return _add_sums(platform, args, row_max, ring, add, [row_max], d_out)[0]

@@ -1,0 +1,84 @@
+"""Sums over the weights of a ring: those of each device's own queries for the keys of all devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jattn.core.arguments import AttentionArgs
+from jattn.kernels import Reduction
+from jattn.kernels.blockwise import Blockwise
+from jattn.mods.arrays import Index
+from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, take_chunk
+from jattn.sharding._tables import rotating, with_keys
+
+
+def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+    """``ReducesWeights.fold`` for the device's own queries and the keys of all devices.
+
+    Offsets are those of tokens, and every device gets the sums over all devices. ``platform``: of the devices.
+    """
+    (B, T, N, _), S, dtype = args.query.shape, args.key.shape[1], reduction.lse.dtype
+    t, s, all_queries = T // ring.chunks, S // ring.chunks, ring.devices * T
+    result_kinds = reduction.result_kinds
+    sizes = {"row_sum": T, "row_max": T, "column_sum": S, "diagonal_sum": max(all_queries + ring.devices * S - 1, 0)}
+
+    device = jax.lax.axis_index(ring.axis)
+
+    def initial(num_heads: int, by_key: bool) -> dict[str, Array]:
+        fill, types = {"row_max": -jnp.inf}, {"visible": jnp.int32}
+        return {
+            name: jnp.full((B, num_heads, sizes[kind]), fill.get(kind, 0), types.get(name, dtype))
+            for name, kind in result_kinds.items()
+            if (kind == "column_sum") == by_key
+        }
+
+    def fold_group(results, args, h):
+        G = args.query.shape[2]
+        group_lse = take_chunk(reduction.lse, h, G, 2)
+
+        def visit(state, keys, hop):
+            own_keys, columns = keys
+            at_hand, source = with_keys(args, own_keys), (device - hop.step) % ring.devices
+
+            def fold_pair(carry, i, j):
+                own = dataclasses.replace(
+                    reduction,
+                    lse=take_chunk(group_lse, i, t, 1),
+                    rows={name: take_chunk(x, i, t, 1) for name, x in reduction.rows.items()},
+                    columns={name: take_chunk(x, j, s, 1) for name, x in columns.items()},
+                )
+                chunk = Blockwise().fold(ring.part(at_hand, source, i, j), own)
+                first = ring.tokens(source, j, s)[0] - ring.tokens(device, i, t)[0]
+                starts = {
+                    "row_sum": i * t,
+                    "row_max": i * t,
+                    "column_sum": j * s,
+                    "diagonal_sum": first - t + all_queries,
+                }
+                return {
+                    name: _combine(result_kinds[name], carry[name], x, starts[result_kinds[name]])
+                    for name, x in chunk.items()
+                }
+
+            of_keys = initial(G, True)
+            both = ring.over_pairs(fold_pair, state | of_keys)
+            return {name: both[name] for name in state}, {name: both[name] for name in of_keys}
+
+        keys = rotating(args), reduction.columns
+        state, key_sums = ring.rotate(visit, initial(G, False), keys, sums=True)
+        return {name: add_chunk(x, (state | key_sums)[name], h) for name, x in results.items()}
+
+    results = each_kv_head(
+        platform, fold_group, jax.tree.map(jnp.zeros_like, initial(N, False) | initial(N, True)), args
+    )
+    by_offset = [name for name, kind in result_kinds.items() if kind == "diagonal_sum"]
+    return results | {name: jax.lax.psum(results[name], ring.axis) for name in by_offset}
+
+
+def _combine(kind: str, x: Array, chunk: Array, start: Index) -> Array:
+    """``x [B,N,...]`` with ``chunk`` added from ``start`` on, or its maximum taken for the kind ``"row_max"``."""
+    combine = jnp.maximum if kind == "row_max" else jnp.add
+    old = jax.lax.dynamic_slice_in_dim(x, start, chunk.shape[2], 2)
+    return jax.lax.dynamic_update_slice_in_dim(x, combine(old, chunk), start, 2)

@@ -1,0 +1,109 @@
+"""Tables inside the masks of a ring, divided like the sequence: each device holds the part that its chunks need.
+
+A ``Dense`` table becomes a mask array, of which a device holds its own rows. The ids of ``Segments`` are split into
+those of the device's queries and those of its keys, which rotate with them. Both only if positions are the tokens' own,
+and the masks are joined to the others by ``&``; other tables are on every device.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jattn.core.arguments import AttentionArgs
+from jattn.core.chunk import Chunk, take
+from jattn.masks import Dense, MaskFunction, Segments
+from jattn.mods.arrays import Index, Length
+from jattn.mods.lookup import look_up_row
+from jattn.mods.mask import conjuncts
+from jattn.mods.pytree import pytree_dataclass
+
+
+@pytree_dataclass
+class SegmentsAtHand(Segments):
+    """``Segments`` of a part of the queries and a part of the keys, whose first entries are at these indices."""
+
+    first_batch: Index = 0
+    first_query: Index = 0
+    first_key: Index = 0
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        b, first, first_key = b - self.first_batch, self.first_query, self.first_key
+        ids = Segments(self.query_ids, self.kv_ids)
+        return ids.bounds(b, h, q_min - first, q_max - first, kv_min - first_key, kv_max - first_key)
+
+    def _query_ids_at(self, b, q_idx):
+        return look_up_row(self.query_ids, b - self.first_batch, q_idx - self.first_query)
+
+    def _key_ids_at(self, b, kv_idx):
+        return look_up_row(self._key_ids(), b - self.first_batch, kv_idx - self.first_key)
+
+
+def divide(args: AttentionArgs, turn: Callable) -> tuple[AttentionArgs, list[tuple[Array, str]]]:
+    """The call without the masks whose tables can be divided, and these tables with the letters of their axes.
+
+    ``turn(x, axis)``: ``x`` in the order of the ring's layout.
+    """
+    T, S = args.query.shape[1], args.key.shape[1]
+    if args.query_positions is not None or args.kv_positions is not None:
+        return args, []
+    others: list[MaskFunction] = []
+    arrays, tables = [], []
+    for mask in (part for joined in args.masks for part in conjuncts(joined)):
+        if isinstance(mask, Segments) and type(mask) is Segments and _lengths(mask) == (T, S):
+            ids = [jnp.atleast_2d(jnp.asarray(x)) for x in (mask.query_ids, mask._key_ids())]
+            tables += [(turn(x, 1), letters) for x, letters in zip(ids, ("bt", "bs"), strict=True)]
+        elif isinstance(mask, Dense) and type(mask) is Dense and _covers(mask.array.shape, T, S):
+            arrays.append(turn(turn(mask._table(), 2), 3))
+        else:
+            others.append(mask)
+    slot_masks = (*args.slot_masks[: args.has_mask_array], *arrays)
+    return dataclasses.replace(args, masks=tuple(others), slot_masks=slot_masks), tables
+
+
+def _lengths(mask: Segments) -> tuple[Length, Length]:
+    return mask.query_ids.shape[-1], mask._key_ids().shape[-1]
+
+
+def _covers(shape: tuple[Length, ...], T: Length, S: Length) -> bool:
+    """Whether a table ``[..., T|1, S|1]`` has an entry for each pair, and no more."""
+    return shape[-2] in (1, T) and shape[-1] in (1, S)
+
+
+def with_tables(part: AttentionArgs, tables: Sequence[Array]) -> AttentionArgs:
+    """A device's part of the call, with the masks of its parts of the tables."""
+    pairs = zip(tables[::2], tables[1::2], strict=True)
+    masks = (SegmentsAtHand(*ids, part.first_batch) for ids in pairs)
+    return dataclasses.replace(part, masks=(*part.masks, *masks))
+
+
+def rotating(args: AttentionArgs) -> dict[str, Any]:
+    """What of a device's part rotates: fields of the call, and the keys' ids."""
+    fields = {name: getattr(args, name) for name in ("key", "value", "kv_positions")}
+    ids = [mask.kv_ids for mask in args.masks if isinstance(mask, SegmentsAtHand)]
+    return {name: x for name, x in fields.items() if x is not None} | {"kv_ids": ids}
+
+
+def with_keys(args: AttentionArgs, keys: dict[str, Any]) -> AttentionArgs:
+    """A device's part with what of another's has rotated to it, as ``rotating`` returned it."""
+    ids, fields = iter(keys["kv_ids"]), {name: x for name, x in keys.items() if name != "kv_ids"}
+    masks = (
+        dataclasses.replace(mask, kv_ids=next(ids)) if isinstance(mask, SegmentsAtHand) else mask for mask in args.masks
+    )
+    return dataclasses.replace(args, masks=tuple(masks), **fields)
+
+
+def of_chunks(
+    masks: Sequence[MaskFunction], rows: Chunk, columns: Chunk, first_query: Index, first_key: Index
+) -> tuple:
+    """The masks for a chunk of the queries and one of the keys at hand, which begin at these positions."""
+
+    def of_one(mask: MaskFunction) -> MaskFunction:
+        if not isinstance(mask, SegmentsAtHand):
+            return mask
+        query_ids, kv_ids = take(mask.query_ids, rows, 1), take(mask.kv_ids, columns, 1)
+        return SegmentsAtHand(query_ids, kv_ids, mask.first_batch, first_query, first_key)
+
+    return tuple(map(of_one, masks))
