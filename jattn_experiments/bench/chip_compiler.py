@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
 from jattn_experiments.bench.cases import CAP, WINDOW
+from jattn_experiments.bench.hlo import ARRAY, KERNEL
 
 # Without a TPU, libtpu must not ask the cloud which one there is, and another process may have it loaded, too.
 ENVIRONMENT = {
@@ -71,7 +72,10 @@ LIMIT = 900.0  # seconds for one cell
 
 
 class Compiler:
-    """The process that compiles. It starts at the first cell, again after one that ended it, and ends with this one."""
+    """The process that compiles. It starts at the first cell, again after one that ended it, and ends with this one.
+
+    ``command``: a program that calls ``serve``.
+    """
 
     def __init__(self, command: Sequence[str] = (sys.executable, "-m", __name__), limit: float = LIMIT):
         self.command, self.limit = command, limit
@@ -79,7 +83,7 @@ class Compiler:
         atexit.register(self.close)
 
     def __call__(self, **cell: Any) -> dict[str, Any]:
-        """What came of a cell, as ``compiled`` returns it; failed if the process ended or took too long."""
+        """What came of a cell, as the process answers; ``result``, ``reason``, ``seconds`` if it ended or hung."""
         if self.process is None:
             self._start()
         process, begin = self.process, time.perf_counter()
@@ -94,7 +98,7 @@ class Compiler:
             return json.loads(answer)
         reason = self._end() if ready else f"took more than {self.limit:g} seconds"
         self.close()
-        return _found("failed", reason, seconds=time.perf_counter() - begin)
+        return {"result": "failed", "reason": reason, "seconds": round(time.perf_counter() - begin, 1)}
 
     def _start(self) -> None:
         self.errors = tempfile.TemporaryFile()
@@ -123,9 +127,12 @@ class Compiler:
             self.process = None
 
 
-def _found(result: str, reason: str | None, seconds: float, **sizes: int) -> dict[str, Any]:
-    none = {"temporaries": None, "kernels": None, "spills": None}
-    return {"result": result, "reason": reason, "seconds": round(seconds, 1), **none, **sizes}
+# What is known of a cell that was not compiled.
+NOTHING = {"temporaries": None, "kernels": None, "spills": None}
+
+
+def _found(result: str, reason: str | None, seconds: float, **sizes: int | None) -> dict[str, Any]:
+    return {"result": result, "reason": reason, "seconds": round(seconds, 1), **NOTHING, **sizes}
 
 
 def compiled(implementation: str, chip: str, head_dim: int, length: int, case: str, passes: str) -> dict[str, Any]:
@@ -148,9 +155,9 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
             program = jax.jit(function).lower(*types).compile()
             spills = [int(SPILLED.findall(path.read_text())[0]) for path in Path(notes).glob("*.ptxas")]
     except jattn.Unsupported as refused:
-        return _found("refused", _first_line(refused), time.process_time() - begin)
+        return _found("refused", first_line(refused), time.process_time() - begin)
     except Exception as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         return _found("failed", reason, time.process_time() - begin)
     text = program.as_text()
     dense = dense_arrays(text, length**2)
@@ -214,10 +221,7 @@ def options(case: str, *extra: jax.Array) -> dict[str, Any]:
     return {}
 
 
-KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__cudnn)')
 SPILLED = re.compile(r"(\d+) bytes spill stores")
-# An array's type in the text of a program: f32[8,128], pred[], s32[<=8].
-ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,<=]+)\]")
 
 
 def dense_arrays(text: str, pairs: int) -> list[str]:
@@ -233,26 +237,31 @@ def dense_arrays(text: str, pairs: int) -> list[str]:
     return sorted((array for array, size in sizes.items() if size >= pairs), key=lambda array: -sizes[array])
 
 
-@functools.cache
 def _device(chip: str) -> Any:
+    return devices(TOPOLOGIES.get(chip, f"{chip}:1x1x1"))[0]
+
+
+@functools.cache
+def devices(topology: str) -> Sequence[Any]:
+    """The chips of a topology, as ``"v5p:2x2x2"``; for GPUs its sizes are slices, hosts of each and GPUs of a host."""
+    chip, _, sizes = topology.partition(":")
     if chip in GPUS:
-        gpu = topologies.get_topology_desc(chip, platform="cuda", target_config=H100, topology="1x1x1")
-        return gpu.devices[0]
-    return topologies.get_topology_desc(TOPOLOGIES[chip], platform="tpu").devices[0]
+        return topologies.get_topology_desc(chip, platform="cuda", target_config=H100, topology=sizes).devices
+    return topologies.get_topology_desc(topology, platform="tpu").devices
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of its message, at most 300 characters of it."""
     return next(iter(str(error).strip().splitlines()), "")[:300]
 
 
-def answers(questions: Iterator[str]) -> Iterator[Mapping[str, Any]]:
-    """What came of each cell, one JSON object a line."""
-    for line in questions:
-        yield compiled(**json.loads(line))
+def serve(answer: Callable[..., Mapping[str, Any]]) -> None:
+    """Answers the questions on stdin, JSON objects of named arguments, one a line, until it ends."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), file=said, flush=True)
 
 
 if __name__ == "__main__":
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    for answer in answers(sys.stdin):
-        print(json.dumps(answer), file=said, flush=True)
+    serve(compiled)

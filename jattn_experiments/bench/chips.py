@@ -18,7 +18,7 @@ from typing import Any
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.cases import Plan
-from jattn_experiments.bench.chip_compiler import CASES, GPUS, NUM_HEADS, TOPOLOGIES, Compiler
+from jattn_experiments.bench.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.tables import listed, report, table
 
@@ -58,12 +58,12 @@ class Sizes:
 COMPILERS = {"libtpu": "the TPU's", "jax_cuda13_plugin": "the GPU's"}
 
 
-def start(plan: Plan) -> None:
+def start(plan: Plan, suite: str = "chips") -> None:
     """Looks for the compilers. Raises ``Refused`` without them."""
     for module, whose in COMPILERS.items():
         if importlib.util.find_spec(module) is None:
             raise Refused(
-                f"--suite chips: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
+                f"--suite {suite}: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
                 "under Python 3.12 or newer so does `pip install 'jattn[experiments,chips]'`"
             )
     timing.use("cpu")  # this process leaves a TPU alone, should there be one
@@ -71,11 +71,15 @@ def start(plan: Plan) -> None:
 
 def about(sizes: Sizes) -> dict[str, Any]:
     """The versions, and the shape of the problems."""
+    return {"environment": environment(), "shape": {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS}}
+
+
+def environment() -> dict[str, str]:
+    """The versions that decide what comes of a cell."""
     facts = timing.environment()
-    environment = {name: facts[name] for name in ("python", "jax", "jattn")}
-    environment |= {name: importlib.metadata.version(name) for name in COMPILERS}
-    environment |= {"jattn_source": timing.source_digest()}
-    return {"environment": environment, "shape": {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS}}
+    versions = {name: facts[name] for name in ("python", "jax", "jattn")}
+    versions |= {name: importlib.metadata.version(name) for name in COMPILERS}
+    return versions | {"jattn_source": timing.source_digest()}
 
 
 class Ahead:
@@ -105,7 +109,7 @@ class Ahead:
     def _compile(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         compiler = self.idle.get()
         try:
-            return compiler(**cell)
+            return NOTHING | compiler(**cell)
         finally:
             self.idle.put(compiler)
 

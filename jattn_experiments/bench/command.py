@@ -20,6 +20,7 @@ SUITES = {
     "language": ("out", "seconds"),
     "layers": ("device", "out", "seconds"),
     "looking": ("device", "out", "seconds"),
+    "pods": ("out", "resume", "redraw"),
     "reports": ("out", "resume", "redraw"),
     "sharding": ("out",),
 }
@@ -44,7 +45,7 @@ def bench_command(arguments: Sequence[str]) -> int:
 def _folder(options: Any) -> Path | str:
     """Where whole results are kept, under the date; a part of them is not."""
     attention = options.device + (f"-batch{options.batch}" if options.batch > 1 else "")
-    kept = {"attention": attention, "chips": "" if options.cells else "chips"}.get(options.suite)
+    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods"}.get(options.suite)
     return RESULTS / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 
@@ -82,7 +83,8 @@ def _parser() -> config.Parser:
         default="attention",
         help="attention; chips: compiled for TPUs; dispatch: short calls; imports: beside JAX and Flax; "
         "language: SmolLM2 beside transformers; "
-        "layers: Flax's modules and torch's; looking: statistics; reports: pages of heads; sharding: rings",
+        "layers: Flax's modules and torch's; looking: statistics; pods: rings compiled for TPUs; "
+        "reports: pages of heads; sharding: rings",
     )
     known = f"any of {', '.join(PEERS)}, beside a plain call of jattn"
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=known)

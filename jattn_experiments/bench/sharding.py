@@ -24,11 +24,10 @@ from jattn import masks, sharding
 from jattn.sharding import LAYOUTS, ring_blocks
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.hlo import collectives
 from jattn_experiments.bench.ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
 from jattn_experiments.bench.tables import Asked, asked_table, listed, report, table
-
-COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "all-reduce")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +51,7 @@ def memory(length: int, shape: tuple[int, int, int], devices: int, layout: str) 
         return jnp.sum(sharding.ring_attention(query, key, value, is_causal=True, **how) ** 2)
 
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays).compile()
-    text = compiled.as_text()
-    return {
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-        **{kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES},
-    }
+    return {"temporaries": compiled.memory_analysis().temp_size_in_bytes, **collectives(compiled.as_text())}
 
 
 def balance(length: int, devices: int, layout: str) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""What a ring of one attention layer must send, and how long a hop takes at a chip's published rates. Compiles nothing.
+
+The layer has ``NUM_HEADS`` query and ``KV_HEADS`` key heads of ``HEAD_DIM``, in bfloat16, and one sequence.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+NUM_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+WINDOW = 8191
+CASES = {
+    "causal": "`is_causal=True`",
+    "window": f"`local_window_size=({WINDOW}, 0)`",
+    "alibi": "causal, with ALiBi as `score_mod`; its slopes `[N]` are an argument, and differentiated",
+}
+PASSES = ("forward", "gradient")
+# TPU v5p: https://docs.cloud.google.com/tpu/docs/v5p. A chip's links carry 1200 GB/s, both ways together; in a 3D torus
+# there are six, and a ring sends over one of them, one way.
+FLOPS, HBM, LINK = 459e12, 2765e9, 1200e9 / 2 / 6
+WIDTH, FULL = 2, 4  # bytes of a number in bfloat16 and float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program to compile: ``length`` tokens on a ring of all chips of a topology.
+
+    ``passes``: "gradient" is that of the sum of squares by query, key and value, and what the case adds.
+    """
+
+    topology: str
+    length: int
+    layout: str = "zigzag"
+    case: str = "causal"
+    passes: str = "forward"
+
+    @property
+    def chips(self) -> int:
+        """The number of chips, P."""
+        return math.prod(map(int, self.topology.partition(":")[2].split("x")))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a chip, T/P."""
+        return self.length // self.chips
+
+    def visits(self) -> int:
+        """How many chips' keys a chip needs, its own among them: those that it or any other chip at this distance sees.
+
+        From the definition of the masks, and not from ``Ring.plan``.
+        """
+        if self.case != "window":
+            return self.chips
+        P, chunks = self.chips, 2 if self.layout == "zigzag" else 1
+        chunk = np.arange(P * chunks)
+        device = np.minimum(chunk, 2 * P - 1 - chunk) if chunks == 2 else chunk
+        behind = chunk[:, None] - chunk[None, :]
+        nearest = (behind - 1) * (self.tokens // chunks) + 1  # the first query of a chunk is so far from another's end
+        sees = (behind >= 0) & (nearest <= WINDOW)
+        return len(np.unique(((device[:, None] - device[None, :]) % P)[sees]))
+
+    def permuted(self) -> int:
+        """The bytes that a chip sends in the whole program, if none is sent in vain.
+
+        In each pass keys and values leave for all visits but the last, and in the backward pass both of their
+        gradients, in float32, after every visit. Gradients of a score function's arrays take one more pass over the
+        keys, if the output is rounded to bfloat16.
+        """
+        visits, numbers = self.visits(), 2 * KV_HEADS * HEAD_DIM * self.tokens
+        rounds = 1 if self.passes == "forward" else 3 if self.case == "alibi" else 2
+        gradients = visits if self.passes == "gradient" and visits > 1 else 0
+        return numbers * (rounds * (visits - 1) * WIDTH + gradients * FULL)
+
+
+def hop(tokens: int, passes: str) -> dict[str, Any]:
+    """One hop of a balanced causal ring with so many tokens a chip: ``flops``, bytes, and seconds at v5p's rates.
+
+    Half of the pairs are visible: two products of them forward, five backward. ``hbm`` counts every array once, the
+    least that is possible; what the chip adds to, twice. ``hidden_from``: the tokens from which computing takes as long
+    as sending.
+    """
+    pairs = tokens * tokens / 2
+    products = {"forward": 2, "gradient": 5}[passes]
+    flops = 2 * products * pairs * HEAD_DIM * NUM_HEADS
+    rows, columns = NUM_HEADS * HEAD_DIM * tokens, 2 * KV_HEADS * HEAD_DIM * tokens
+    link = WIDTH * columns
+    if passes == "forward":  # query, key and value; the output and its log-sum-exp so far
+        hbm = WIDTH * (rows + columns) + 2 * FULL * (rows + NUM_HEADS * tokens)
+    else:  # query, output and its cotangent, key and value; three gradients so far
+        hbm = WIDTH * (3 * rows + columns) + 2 * FULL * (rows + columns) + FULL * NUM_HEADS * tokens
+        link += FULL * columns
+    seconds = {"compute": flops / FLOPS, "memory": hbm / HBM, "link": link / LINK}
+    hidden_from = math.ceil(tokens * seconds["link"] / seconds["compute"])
+    return {"flops": flops, "hbm": hbm, "link": link, "seconds": seconds, "hidden_from": hidden_from}

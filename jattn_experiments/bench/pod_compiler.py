@@ -1,0 +1,85 @@
+"""Compiles rings for pods that are not there.
+
+``python -m jattn_experiments.bench.pod_compiler`` is a process of its own, as ``chip_compiler`` is; a fresh one for
+each program shows what memory that takes.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jattn
+from jattn.sharding import Ring
+from jattn_experiments.bench.chip_compiler import devices, first_line, serve
+from jattn_experiments.bench.hlo import KERNEL, collectives, permutes
+from jattn_experiments.bench.pod_arithmetic import HEAD_DIM, KV_HEADS, NUM_HEADS, WINDOW, Program
+from jattn_experiments.bench.probe import peak_resident
+
+
+def compiled(**cell: Any) -> dict[str, Any]:
+    """What came of ``Program(**cell)``: ``result``, ``reason``, ``seconds`` of processor time, and what was found.
+
+    The result is "compiled", "too large" for the chip's memory, or "failed". Seconds and ``peak`` host memory are those
+    of this process: ``planning`` is tracing and lowering, ``peak`` the whole. Bytes are those of one chip.
+    """
+    begin, found = time.process_time(), {}
+    try:
+        function, types = problem(Program(**cell))
+        begin = time.process_time()  # without loading the compiler
+        lowered = jax.jit(function).lower(*types)
+        found |= {"planning": time.process_time() - begin, "planning_peak": peak_resident()}
+        program = lowered.compile()
+    except Exception as error:
+        result = "too large" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return {"result": result, "reason": reason, "seconds": time.process_time() - begin, **found}
+    memory, text = program.memory_analysis(), program.as_text()
+    return {
+        "result": "compiled",
+        "reason": None,
+        "seconds": time.process_time() - begin,
+        **found,
+        "peak": peak_resident(),
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "kernels": len(KERNEL.findall(text)),
+        **collectives(text),
+        "permutes": [vars(one) for one in permutes(text)],
+    }
+
+
+def problem(program: Program) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """The function to compile and its arguments: query, key and value, and the slopes of ALiBi."""
+    chips = devices(program.topology)
+    mesh = jax.make_mesh((len(chips),), ("sequence",), (AxisType.Auto,), devices=chips)
+    ring = Ring(mesh, "sequence", layout=program.layout)
+    lies = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    shapes = [(1, program.length, heads, HEAD_DIM) for heads in (NUM_HEADS, KV_HEADS, KV_HEADS)]
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=lies) for shape in shapes]
+    if program.case == "alibi":
+        types.append(jax.ShapeDtypeStruct((NUM_HEADS,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())))
+
+    def forward(query, key, value, *slopes):
+        options: dict[str, Any] = {"is_causal": True}
+        if program.case == "window":
+            options = {"local_window_size": (WINDOW, 0)}
+        elif slopes:
+            options["score_mod"] = jattn.score_mods.Alibi(*slopes)
+        return jattn.dot_product_attention(query, key, value, implementation=ring, **options)
+
+    if program.passes == "forward":
+        return forward, types
+
+    def loss(*arrays):
+        return jnp.sum(jnp.square(forward(*arrays).astype(jnp.float32)))
+
+    return jax.grad(loss, tuple(range(len(types)))), types
+
+
+if __name__ == "__main__":
+    serve(compiled)

@@ -1,0 +1,284 @@
+"""The pods suite: rings of one attention layer compiled for pods that are not there, and what their programs say.
+
+Nothing is executed, so it measures no speed and no numbers. Shared by all rows: ``environment``, ``shape``. The parts:
+
+- ``rings``: for each ``pod_arithmetic.Program`` on TPUs, what ``pod_compiler.compiled`` finds;
+- ``gpus``: the same for eight H100;
+- ``roofline``: per topology, length and passes, a hop as ``pod_arithmetic.hop`` computes it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jattn_experiments.bench import chips
+from jattn_experiments.bench.chip_compiler import Compiler
+from jattn_experiments.bench.pod_arithmetic import (
+    CASES,
+    FLOPS,
+    HBM,
+    HEAD_DIM,
+    KV_HEADS,
+    LINK,
+    NUM_HEADS,
+    PASSES,
+    Program,
+    hop,
+)
+from jattn_experiments.bench.suite import Job, Results, Row, Suite
+from jattn_experiments.bench.tables import Asked, asked_table, listed, report, short_number, table, worst
+
+AXES = tuple(field.name for field in dataclasses.fields(Program))
+SHORT, LONG, LONGEST = 131072, 1048576, 8388608
+LENGTHS = {
+    "v5p:2x2x2": (SHORT, LONG, LONGEST),
+    "v5p:2x2x4": (LONG,),
+    "v5p:2x4x4": (LONG,),
+    "v5p:4x4x4": (SHORT, LONG, LONGEST),
+    "v5p:8x8x8": (LONG, LONGEST),
+    "v5e:4x4": (SHORT,),
+}
+OTHERS = (("zigzag", "window"), ("contiguous", "window"), ("zigzag", "alibi"))  # on the smallest of both chips
+GPUS = "h100:1x1x8"
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The programs of one run, forward; each is compiled with its gradient, too."""
+
+    rings: tuple[Program, ...] = (
+        *(Program(topology, length) for topology, lengths in LENGTHS.items() for length in lengths),
+        *(Program(topology, SHORT, *how) for topology in ("v5p:2x2x2", "v5e:4x4") for how in OTHERS),
+    )
+    gpus: tuple[Program, ...] = (Program(GPUS, SHORT),)
+
+
+def about(sizes: Sizes) -> dict[str, Any]:
+    """The versions, and the shape of the layer."""
+    shape = {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    return {"environment": chips.environment(), "shape": shape}
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """A job for each program, and for a hop of each causal ring on v5p."""
+    for part, programs in (("rings", sizes.rings), ("gpus", sizes.gpus)):
+        for program, passes in itertools.product(programs, PASSES):
+            one = dataclasses.replace(program, passes=passes)
+            yield Job(part, dataclasses.asdict(one), functools.partial(compiled, one))
+    for program, passes in itertools.product(sizes.rings, PASSES):
+        if program.topology.startswith("v5p") and program.case == "causal":
+            key = {"topology": program.topology, "length": program.length, "passes": passes}
+            yield Job("roofline", key, functools.partial(hop, program.tokens, passes))
+
+
+def compiled(program: Program) -> Mapping[str, Any]:
+    """What came of it, in a fresh process."""
+    compiler = Compiler((sys.executable, "-m", "jattn_experiments.bench.pod_compiler"))
+    try:
+        return compiler(**dataclasses.asdict(program))
+    finally:
+        compiler.close()
+
+
+def sent(row: Row) -> int | None:
+    """The bytes that a chip sends in the whole program, or None if a loop's trips are not known."""
+    permutes = row["permutes"]
+    unknown = any(one["times"] is None for one in permutes)
+    return None if unknown else sum(one["bytes"] * one["times"] for one in permutes)
+
+
+def journeys(row: Row) -> tuple[int, int]:
+    """How many arrays a chip sends in the whole program, and how many of them with no work to hide behind."""
+    counts = [(one["arrays"] * (one["times"] or 1), bool(one["behind"])) for one in row["permutes"]]
+    return sum(count for count, _ in counts), sum(count for count, hidden in counts if not hidden)
+
+
+def asked(results: Results) -> list[Asked]:
+    """Every goal, and what was found."""
+    rows = _compiled(results, "rings")
+    million = [row for row in rows if row["length"] == LONG and row["case"] == "causal"]
+    lines = []
+    for passes in PASSES:
+        sizes = [row["temporaries"] for row in million if _chips(row) == 64 and row["passes"] == passes]
+        most = worst((size / MIB for size in sizes), True)
+        lines.append(Asked(f"1,048,576 tokens on 64 chips, {passes}: temporaries a chip", most, 1024.0, False, "MiB"))
+    for passes in PASSES:
+        sizes = sorted((_chips(row), row["temporaries"]) for row in million if row["passes"] == passes)
+        falls = [
+            (one / other) ** (1 / math.log2(chips / fewer))
+            for (fewer, one), (chips, other) in itertools.pairwise(sizes)
+            if chips <= 64
+        ]
+        what = f"1,048,576 tokens, {passes}: least fall of the temporaries by a doubling of chips, from 8 to 64"
+        lines.append(Asked(what, worst(falls, False), 1.85, True))
+    gathers = worst((float(row["all-gather"]) for row in rows), True)
+    lines.append(Asked("all-gathers, most in a ring", gathers, 0.0, False))
+    shares = [(row["case"], _share(row)) for row in rows]
+    most = worst((share for _, share in shares), True)
+    least = worst((share for case, share in shares if case == "causal"), False)
+    lines.append(Asked("bytes that a chip sends, as a share of the formula: most", most, 1.05, False))
+    lines.append(Asked("the same: least of the causal rings", least, 0.95, True))
+    for passes in PASSES:
+        alone = worst((float(journeys(row)[1]) for row in rows if row["passes"] == passes), True)
+        lines.append(Asked(f"arrays sent with nothing to hide behind, most in a ring, {passes}", alone, 2.0, False))
+    seconds = worst((row["planning"] for row in million), True)
+    lines.append(Asked("1,048,576 tokens: planning", seconds, 10.0, False, "s"))
+    peak = worst((row["planning_peak"] / MIB for row in million), True)
+    lines.append(Asked("1,048,576 tokens: peak host memory until planned", peak, 2048.0, False, "MiB"))
+    return lines
+
+
+def _compiled(results: Results, part: str) -> list[Row]:
+    return [row for row in results.of(part) if row["result"] == "compiled"]
+
+
+def _program(row: Row) -> Program:
+    return Program(**row.key)
+
+
+def _chips(row: Row) -> int:
+    return _program(row).chips
+
+
+def _share(row: Row) -> float | None:
+    """The bytes sent as a share of the formula's, or None if they are not known."""
+    size, formula = sent(row), _program(row).permuted()
+    return None if size is None else size / formula if formula else float(size > 0)
+
+
+def line(row: Row) -> str:
+    """A row in one line."""
+    return " ".join(str(value) for value in row.key.values()) + f": {_said(row)}"
+
+
+def _said(row: Row) -> str:
+    if row.part == "roofline":
+        return f"hidden from {row['hidden_from']:,} tokens a chip"
+    seconds = f"({row['seconds']:.1f} s)"
+    if row["result"] != "compiled":
+        return f"{row['result']}: {row['reason']} {seconds}"
+    return f"{_mib(row['temporaries'])} MiB, sends {_mib(sent(row))} MiB, {_hidden(row)} {seconds}"
+
+
+def _mib(size: float | None) -> str:
+    return "?" if size is None else f"{size / MIB:,.0f}"
+
+
+def _hidden(row: Row) -> str:
+    """How many arrays travel behind which work."""
+    everything, alone = journeys(row)
+    kinds = sorted({kind for one in row["permutes"] for kind in one["behind"]})
+    return f"{everything - alone} of {everything} hidden" + (f" ({', '.join(kinds)})" if kinds else "")
+
+
+def wrong(results: Results) -> str | None:
+    """How many programs failed, and the first of them; None if none did."""
+    rows = [*results.of("rings"), *results.of("gpus")]
+    failed = [row for row in rows if row["result"] == "failed"]
+    return f"{len(failed)} of {len(rows)} programs failed; the first: {line(failed[0])}" if failed else None
+
+
+def markdown(results: Results) -> str:
+    """``pods.md``."""
+    heads = "{num_heads} query and {num_kv_heads} key heads of {head_dim}".format(**results.about["shape"])
+    gpus = results.of("gpus")
+    return report(
+        "# Rings on pods, as compiled",
+        f"One layer's attention, {heads}, bfloat16, one sequence, over all chips of a topology. Nothing was executed: "
+        "no speed, no numbers. Each program was compiled in a fresh process. Written by `jattn bench --suite pods`.",
+        "## What was asked",
+        asked_table(asked(results)),
+        "## Memory and time",
+        "Of one chip: arguments, outputs and temporaries. Of the host, in a fresh process: seconds of processor time "
+        "and peak memory, until the program is planned (traced and lowered) and until it is compiled. The gradient is "
+        "that of the sum of squares; cases: " + "; ".join(f"{name}: {what}" for name, what in CASES.items()) + ".",
+        _memory(results.of("rings")),
+        *_reasons(results.of("rings")),
+        "## Traffic",
+        "What a chip sends in the whole program, beside the formula: keys and values to every other chip that needs "
+        "them, in each pass, and gradients in float32 after every visit. Hidden: a loop, a branch, a kernel or a "
+        "product that computes attention stands between the start of a permute and its end in the schedule.",
+        _traffic(results.of("rings")),
+        "## Eight H100",
+        "From the CUDA compiler, without a GPU. It shows memory and the order in which work is issued. It cannot show "
+        "which links NCCL takes, whether its kernels find room beside those that compute, or what autotuning picks.",
+        *([_memory(gpus), *_reasons(gpus), _traffic(gpus)] if gpus else []),
+        "## A hop at the published rates of v5p",
+        f"{FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {HBM / 1e9:.0f} GB/s of HBM, {LINK / 1e9:.0f} GB/s over one link one "
+        "way (Google: 1200 GB/s both ways over a chip's links, of which a 3D torus has six). Arithmetic, not measured: "
+        "causal, balanced, each array read once. From so many tokens a chip on computing takes as long as sending.",
+        _roofline(results.of("roofline")),
+        "## Compiled with",
+        listed(results.about["environment"]),
+    )
+
+
+KEY = ["topology", "T", "layout", "case", "passes"]
+
+
+def _key(row: Row) -> list[str]:
+    return [row["topology"], f"{row['length']:,}", row["layout"], row["case"], row["passes"]]
+
+
+def _memory(rows: list[Row]) -> str:
+    head = [*KEY, "arguments, MiB", "outputs", "temporaries", "planned, s", "MiB", "compiled, s", "MiB"]
+    lines = []
+    for row in rows:
+        if row["result"] == "compiled":
+            chip = [_mib(row[name]) for name in ("arguments", "outputs", "temporaries")]
+            host = [f"{row['planning']:.1f}", _mib(row["planning_peak"]), f"{row['seconds']:.0f}", _mib(row["peak"])]
+            lines.append([*_key(row), *chip, *host])
+        else:
+            lines.append([*_key(row), row["result"], *"------"])
+    return table(head, lines)
+
+
+def _reasons(rows: list[Row]) -> list[str]:
+    lines = [[*_key(row), row["reason"].replace("|", "\\|")] for row in rows if row["result"] != "compiled"]
+    return [table([*KEY, "what the compiler says"], lines)] if lines else []
+
+
+def _traffic(rows: list[Row]) -> str:
+    head = [*KEY, "sends, MiB", "formula", "share", "arrays sent", "permutes", "all-gathers", "all-reduces", "kernels"]
+    lines = []
+    for row in rows:
+        if row["result"] == "compiled":
+            share = _share(row)
+            sizes = [_mib(sent(row)), _mib(_program(row).permuted()), "?" if share is None else f"{share:.3f}"]
+            counts = [row[name] for name in ("collective-permute", "all-gather", "all-reduce", "kernels")]
+            lines.append([*_key(row), *sizes, _hidden(row), *counts])
+    return table(head, lines)
+
+
+def _roofline(rows: list[Row]) -> str:
+    head = ["topology", "T", "tokens a chip", "passes", "GFLOP", "HBM, MiB", "link, MiB"]
+    head += ["computes, ms", "HBM, ms", "link, ms", "computes / link", "hidden from, tokens a chip"]
+    lines = []
+    for row in rows:
+        times = [row["seconds"][name] for name in ("compute", "memory", "link")]
+        lines.append([
+            row["topology"], f"{row['length']:,}", f"{Program(row['topology'], row['length']).tokens:,}", row["passes"],
+            f"{row['flops'] / 1e9:,.0f}", _mib(row["hbm"]), _mib(row["link"]),
+            *(short_number(1e3 * time) for time in times), f"{times[0] / times[2]:.1f}", f"{row['hidden_from']:,}",
+        ])  # fmt: skip
+    return table(head, lines)
+
+
+SUITE = Suite(
+    name="pods",
+    parts={"rings": AXES, "gpus": AXES, "roofline": ("topology", "length", "passes")},
+    about=about,
+    jobs=jobs,
+    markdown=markdown,
+    shown=lambda results: asked_table(asked(results)),
+    sizes=lambda plan: Sizes(),
+    start=lambda plan: chips.start(plan, "pods"),
+    line=line,
+    wrong=wrong,
+    resumable=True,
+)
