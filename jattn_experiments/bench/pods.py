@@ -44,6 +44,7 @@ LENGTHS = {
 }
 OTHERS = (("zigzag", "window"), ("contiguous", "window"), ("zigzag", "alibi"))  # on the smallest of both chips
 GPUS = "h100:1x1x8"
+SHAPE = {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
 MIB = 2**20
 
 
@@ -60,8 +61,7 @@ class Sizes:
 
 def about(sizes: Sizes) -> dict[str, Any]:
     """The versions, and the shape of the layer."""
-    shape = {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    return {"environment": chips.environment(), "shape": shape}
+    return {"environment": chips.environment(), "shape": SHAPE}
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
