@@ -45,7 +45,7 @@ LENGTHS = {
 OTHERS = (("zigzag", "window"), ("contiguous", "window"), ("zigzag", "alibi"))  # on the smallest of both chips
 GPUS = "h100:1x1x8"
 SHAPE = {"dtype": "bfloat16", "batch": 1, "num_heads": NUM_HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ def asked(results: Results) -> list[Asked]:
     lines = []
     for passes in PASSES:
         sizes = [row["temporaries"] for row in million if _chips(row) == 64 and row["passes"] == passes]
-        most = worst((size / MIB for size in sizes), True)
-        lines.append(Asked(f"1,048,576 tokens on 64 chips, {passes}: temporaries a chip", most, 1024.0, False, "MiB"))
+        most = worst((size / GIB for size in sizes), True)
+        lines.append(Asked(f"1,048,576 tokens on 64 chips, {passes}: temporaries a chip", most, 1.0, False, "GiB"))
     for passes in PASSES:
         sizes = sorted((_chips(row), row["temporaries"]) for row in million if row["passes"] == passes)
         falls = [
@@ -128,8 +128,8 @@ def asked(results: Results) -> list[Asked]:
         lines.append(Asked(f"arrays sent with nothing to hide behind, most in a ring, {passes}", alone, 2.0, False))
     seconds = worst((row["planning"] for row in million), True)
     lines.append(Asked("1,048,576 tokens: planning", seconds, 10.0, False, "s"))
-    peak = worst((row["planning_peak"] / MIB for row in million), True)
-    lines.append(Asked("1,048,576 tokens: peak host memory until planned", peak, 2048.0, False, "MiB"))
+    peak = worst((row["planning_peak"] / GIB for row in million), True)
+    lines.append(Asked("1,048,576 tokens: peak host memory until planned", peak, 2.0, False, "GiB"))
     return lines
 
 

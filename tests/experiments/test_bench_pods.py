@@ -163,7 +163,7 @@ def test_a_ring_as_it_should_be_meets_every_goal():
     found = answers(*good())
     assert {one.answer for one in found.values()} == {"met"} and len(found) == 11
     measured = [round(one.measured, 3) for one in found.values()]
-    assert measured == [900, 900, 1.941, 1.941, 0, 1, 1, 0, 2, 1, 300]
+    assert measured == [0.879, 0.879, 1.941, 1.941, 0, 1, 1, 0, 2, 1, 0.293]
 
 
 @pytest.mark.parametrize(
