@@ -46,6 +46,11 @@ class Program:
         """Tokens of a chip, T/P."""
         return self.length // self.chips
 
+    @property
+    def keys(self) -> int:
+        """The bytes of a chip's keys and values."""
+        return 2 * KV_HEADS * HEAD_DIM * self.tokens * WIDTH
+
     def visits(self) -> int:
         """How many chips' keys a chip needs, its own among them: those that it or any other chip at this distance sees.
 
@@ -64,14 +69,14 @@ class Program:
     def permuted(self) -> int:
         """The bytes that a chip sends in the whole program, if none is sent in vain.
 
-        In each pass keys and values leave for all visits but the last, and in the backward pass both of their
-        gradients, in float32, after every visit. Gradients of a score function's arrays take one more pass over the
-        keys, if the output is rounded to bfloat16.
+        In each pass keys and values leave for all visits but the last. In the backward pass both of their gradients
+        leave, in float32, after every visit but that of a chip's own keys, which stay at home. Gradients of a score
+        function's arrays take one more pass over the keys, if the output is rounded to bfloat16.
         """
-        visits, numbers = self.visits(), 2 * KV_HEADS * HEAD_DIM * self.tokens
+        visits = self.visits()
         rounds = 1 if self.passes == "forward" else 3 if self.case == "alibi" else 2
-        gradients = visits if self.passes == "gradient" and visits > 1 else 0
-        return numbers * (rounds * (visits - 1) * WIDTH + gradients * FULL)
+        gradients = visits - 1 if self.passes == "gradient" else 0
+        return self.keys * (rounds * (visits - 1) + gradients * FULL // WIDTH)
 
 
 def hop(tokens: int, passes: str) -> dict[str, Any]:

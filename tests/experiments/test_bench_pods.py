@@ -31,13 +31,13 @@ def test_a_topology_has_the_product_of_its_sizes():
     "how, passes, sends",
     [
         (("zigzag", "causal"), "forward", 7 * KEYS),
-        (("zigzag", "causal"), "gradient", (7 + 7 + 8 * 2) * KEYS),  # gradients are twice as wide, and come home
+        (("zigzag", "causal"), "gradient", (7 + 7 + 7 * 2) * KEYS),  # gradients are twice as wide
         (("zigzag", "alibi"), "forward", 7 * KEYS),
-        (("zigzag", "alibi"), "gradient", (7 + 7 + 7 + 8 * 2) * KEYS),
+        (("zigzag", "alibi"), "gradient", (7 + 7 + 7 + 7 * 2) * KEYS),
         (("contiguous", "window"), "forward", KEYS),
-        (("contiguous", "window"), "gradient", (1 + 1 + 2 * 2) * KEYS),
+        (("contiguous", "window"), "gradient", (1 + 1 + 1 * 2) * KEYS),
         (("zigzag", "window"), "forward", 2 * KEYS),
-        (("zigzag", "window"), "gradient", (2 + 2 + 3 * 2) * KEYS),
+        (("zigzag", "window"), "gradient", (2 + 2 + 2 * 2) * KEYS),
     ],
 )
 def test_bytes_that_a_chip_sends(how, passes, sends):
@@ -140,13 +140,16 @@ def results(*rows):
 
 
 def ring(topology, passes, **found):
-    """A row of a million tokens that sends what it must: all hidden, but for the gradients' last hop."""
+    """A row of a million tokens that sends what it must: all hidden, but for the first hop of the backward pass."""
     program = Program(topology, 1048576, passes=passes)
     keys, visits = 2 * 8 * 128 * program.tokens * 2, program.chips
     permutes = [travels(2, keys, visits - 1, "loop")]
     if passes == "gradient":
-        permutes += [travels(2, keys, visits - 1, "kernel"), travels(2, 2 * keys, visits - 1, "loop")]
-        permutes += [travels(2, 2 * keys, 1)]
+        permutes += [
+            travels(2, keys, 1),
+            travels(2, keys, visits - 2, "kernel"),
+            travels(2, 2 * keys, visits - 1, "loop"),
+        ]
     return row(program, permutes, **found)
 
 
@@ -163,7 +166,7 @@ def test_a_ring_as_it_should_be_meets_every_goal():
     found = answers(*good())
     assert {one.answer for one in found.values()} == {"met"} and len(found) == 11
     measured = [round(one.measured, 3) for one in found.values()]
-    assert measured == [0.879, 0.879, 1.941, 1.941, 0, 1, 1, 0, 2, 1, 0.293]
+    assert measured == [0.879, 0.879, 1.941, 1.941, 0, 1, 1, 0, 1, 1, 0.293]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_a_ring_as_it_should_be_meets_every_goal():
         ("v5p:2x2x2", "forward", {"all-gather": 1}, ["all-gathers"]),
         ("v5p:2x2x2", "forward", {"permutes": [travels(2, KEYS * 8, 8, "loop")]}, ["formula: most"]),
         ("v5p:2x2x2", "forward", {"permutes": [travels(2, KEYS * 8, 6, "loop")]}, ["least of the causal"]),
-        ("v5p:2x2x2", "forward", {"permutes": [travels(2, KEYS * 8, 7)]}, ["hide behind, most in a ring, forward"]),
+        ("v5p:2x2x2", "forward", {"permutes": [travels(2, KEYS * 8, 7)]}, ["most in a ring, forward"]),
         ("v5p:2x2x4", "forward", {"planning": 10.5}, ["planning"]),
         ("v5p:2x2x4", "forward", {"planning_peak": 2049 * MIB}, ["until planned"]),
     ],
