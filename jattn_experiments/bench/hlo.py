@@ -76,6 +76,13 @@ def collectives(text: str) -> dict[str, int]:
     return {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES}
 
 
+def longest_gathered(text: str) -> int:
+    """The longest axis of any array that an all-gather makes; 0 if there is none."""
+    made = re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) all-gather(?:-done)?\(", text, re.MULTILINE)
+    lengths = (one.strip("<=") for kind in made for _, shape in ARRAY.findall(kind) for one in shape.split(",") if one)
+    return max(map(int, lengths), default=0)
+
+
 def permutes(text: str) -> list[Permute]:
     """All collective-permutes of a program."""
     program = computations(text)

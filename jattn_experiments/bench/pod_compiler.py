@@ -14,21 +14,24 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn.sharding import Ring
+from jattn_experiments.bench import pod_stack
 from jattn_experiments.bench.chip_compiler import devices, first_line, serve
-from jattn_experiments.bench.hlo import KERNEL, collectives, permutes
+from jattn_experiments.bench.hlo import KERNEL, collectives, longest_gathered, permutes
 from jattn_experiments.bench.pod_arithmetic import HEAD_DIM, KV_HEADS, NUM_HEADS, WINDOW, Program
+from jattn_experiments.bench.pod_stack import Stack
 from jattn_experiments.bench.probe import peak_resident
 
 
 def compiled(**cell: Any) -> dict[str, Any]:
-    """What came of ``Program(**cell)``: ``result``, ``reason``, ``seconds`` of processor time, and what was found.
+    """What came of ``Program(**cell)``, or ``Stack(**cell)``: ``result``, ``reason``, ``seconds`` and what was found.
 
-    The result is "compiled", "too large" for the chip's memory, or "failed". Seconds and ``peak`` host memory are those
-    of this process: ``planning`` is tracing and lowering, ``peak`` the whole. Bytes are those of one chip.
+    The result is "compiled", "too large" for the chip's memory, or "failed". ``seconds`` of processor time and ``peak``
+    host memory are those of this process: ``planning`` is tracing and lowering, ``peak`` the whole. Bytes are those of
+    one chip.
     """
     begin, found = time.process_time(), {}
     try:
-        function, types = problem(Program(**cell))
+        function, types = pod_stack.problem(Stack(**cell)) if "mesh" in cell else problem(Program(**cell))
         begin = time.process_time()  # without loading the compiler
         lowered = jax.jit(function).lower(*types)
         found |= {"planning": time.process_time() - begin, "planning_peak": peak_resident()}
@@ -49,6 +52,7 @@ def compiled(**cell: Any) -> dict[str, Any]:
         "temporaries": memory.temp_size_in_bytes,
         "kernels": len(KERNEL.findall(text)),
         **collectives(text),
+        "longest_gathered": longest_gathered(text),
         "permutes": [vars(one) for one in permutes(text)],
     }
 

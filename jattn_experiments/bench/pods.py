@@ -4,6 +4,7 @@ Nothing is executed, so it measures no speed and no numbers. Shared by all rows:
 
 - ``rings``: for each ``pod_arithmetic.Program`` on TPUs, what ``pod_compiler.compiled`` finds;
 - ``gpus``: the same for eight H100;
+- ``stacks``: for each ``pod_stack.Stack``, the same of a training step;
 - ``roofline``: per topology, length and passes, a hop as ``pod_arithmetic.hop`` computes it.
 """
 
@@ -29,6 +30,7 @@ from jattn_experiments.bench.pod_arithmetic import (
     Program,
     hop,
 )
+from jattn_experiments.bench.pod_stack import LAYERS, Stack
 from jattn_experiments.bench.suite import Job, Results, Row, Suite
 from jattn_experiments.bench.tables import Asked, asked_table, listed, report, short_number, table, worst
 
@@ -57,6 +59,11 @@ class Sizes:
         *(Program(topology, SHORT, *how) for topology in ("v5p:2x2x2", "v5e:4x4") for how in OTHERS),
     )
     gpus: tuple[Program, ...] = (Program(GPUS, SHORT),)
+    stacks: tuple[Stack, ...] = (
+        Stack("v5p:4x4x4", (2, 2, 16), 2, LONG),
+        Stack("v5p:4x4x4", (2, 2, 16), 2, LONG, "nothing"),
+        Stack("v5p:4x4x4", (1, 4, 16), 1, LONG),
+    )
 
 
 def about(sizes: Sizes) -> dict[str, Any]:
@@ -70,13 +77,15 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
         for program, passes in itertools.product(programs, PASSES):
             one = dataclasses.replace(program, passes=passes)
             yield Job(part, dataclasses.asdict(one), functools.partial(compiled, one))
+    for stack in sizes.stacks:
+        yield Job("stacks", dataclasses.asdict(stack), functools.partial(compiled, stack))
     for program, passes in itertools.product(sizes.rings, PASSES):
         if program.topology.startswith("v5p") and program.case == "causal":
             key = {"topology": program.topology, "length": program.length, "passes": passes}
             yield Job("roofline", key, functools.partial(hop, program.tokens, passes))
 
 
-def compiled(program: Program) -> Mapping[str, Any]:
+def compiled(program: Program | Stack) -> Mapping[str, Any]:
     """What came of it, in a fresh process."""
     compiler = Compiler((sys.executable, "-m", "jattn_experiments.bench.pod_compiler"))
     try:
@@ -137,9 +146,21 @@ def asked(results: Results) -> list[Asked]:
         lines.append(Asked(what, alone, 1.0, False))
     seconds = worst((row["planning"] for row in million), True)
     lines.append(Asked("1,048,576 tokens: planning", seconds, 10.0, False, "s"))
+    stacks = _compiled(results, "stacks")
+    most = worst((_held(row) / 1e9 for row in stacks if row["kept"] == "attention"), True)
+    lines.append(
+        Asked(f"{LAYERS} layers of a 7B model, 1,048,576 tokens, 64 chips: a chip holds", most, 95.0, False, "GB")
+    )
+    longest = worst((row["longest_gathered"] / Stack(**row.key).tokens for row in stacks), True)
+    lines.append(Asked("the same: longest axis gathered, as a share of a chip's tokens", longest, 1.0, False))
     peak = worst((row["planning_peak"] / GIB for row in million), True)
     lines.append(Asked("1,048,576 tokens: peak host memory until planned", peak, 2.0, False, "GiB"))
     return lines
+
+
+def _held(row: Row) -> int:
+    """Arguments, outputs and temporaries."""
+    return row["arguments"] + row["outputs"] + row["temporaries"]
 
 
 def _compiled(results: Results, part: str) -> list[Row]:
@@ -168,6 +189,8 @@ def line(row: Row) -> str:
 def _said(row: Row) -> str:
     if row.part == "roofline":
         return f"hidden from {row['hidden_from']:,} tokens a chip"
+    if row.part == "stacks" and row["result"] == "compiled":
+        return f"holds {_mib(_held(row))} MiB, {_hidden(row)} ({row['seconds']:.1f} s)"
     seconds = f"({row['seconds']:.1f} s)"
     if row["result"] != "compiled":
         return f"{row['result']}: {row['reason']} {seconds}"
@@ -187,7 +210,7 @@ def _hidden(row: Row) -> str:
 
 def wrong(results: Results) -> str | None:
     """How many programs failed, and the first of them; None if none did."""
-    rows = [*results.of("rings"), *results.of("gpus")]
+    rows = [row for part in ("rings", "gpus", "stacks") for row in results.of(part)]
     failed = [row for row in rows if row["result"] == "failed"]
     return f"{len(failed)} of {len(rows)} programs failed; the first: {line(failed[0])}" if failed else None
 
@@ -217,6 +240,11 @@ def markdown(results: Results) -> str:
         "From the CUDA compiler, without a GPU. It shows memory and the order in which work is issued. It cannot show "
         "which links NCCL takes, whether its kernels find room beside those that compute, or what autotuning picks.",
         *([_memory(gpus), *_reasons(gpus), _traffic(gpus)] if gpus else []),
+        "## Four layers of a model, trained",
+        "Sequences over `data`, heads and features over `heads`, tokens over `sequence`, parameters over all three. In "
+        "the backward pass each layer is computed again, but for what is kept. Outputs are the loss and the gradient of every "
+        "parameter, in bfloat16; no optimizer. What is gathered are parameters: no axis is as long as a chip's tokens.",
+        _stacks(results.of("stacks")),
         "## A hop at the published rates of v5p",
         f"{FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {HBM / 1e9:.0f} GB/s of HBM, {LINK / 1e9:.0f} GB/s over one link one "
         "way (Google: 1200 GB/s both ways over a chip's links, of which a 3D torus has six). Arithmetic, not measured: "
@@ -264,6 +292,21 @@ def _traffic(rows: list[Row]) -> str:
     return table(head, lines)
 
 
+def _stacks(rows: list[Row]) -> str:
+    head = ["topology", "data x heads x sequence", "sequences", "T", "kept", "arguments, MiB", "outputs", "temporaries"]
+    head += ["GB in all", "permuted arrays", "all-gathers", "longest axis", "all-reduces", "kernels", "compiled, s"]
+    lines = []
+    for row in rows:
+        key = [row["topology"], " x ".join(map(str, row["mesh"])), row["sequences"], f"{row['length']:,}", row["kept"]]
+        if row["result"] != "compiled":
+            lines.append([*key, row["result"], *"---------"])
+            continue
+        chip = [_mib(row[name]) for name in ("arguments", "outputs", "temporaries")]
+        gathers = [row["all-gather"], f"{row['longest_gathered']:,}", row["all-reduce"], row["kernels"]]
+        lines.append([*key, *chip, f"{_held(row) / 1e9:.1f}", _hidden(row), *gathers, f"{row['seconds']:.0f}"])
+    return table(head, lines)
+
+
 def _roofline(rows: list[Row]) -> str:
     head = ["topology", "T", "tokens a chip", "passes", "GFLOP", "HBM, MiB", "link, MiB"]
     head += ["computes, ms", "HBM, ms", "link, ms", "computes / link", "hidden from, tokens a chip"]
@@ -280,7 +323,12 @@ def _roofline(rows: list[Row]) -> str:
 
 SUITE = Suite(
     name="pods",
-    parts={"rings": AXES, "gpus": AXES, "roofline": ("topology", "length", "passes")},
+    parts={
+        "rings": AXES,
+        "gpus": AXES,
+        "stacks": tuple(field.name for field in dataclasses.fields(Stack)),
+        "roofline": ("topology", "length", "passes"),
+    },
     about=about,
     jobs=jobs,
     markdown=markdown,

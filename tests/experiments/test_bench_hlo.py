@@ -143,3 +143,16 @@ def test_a_permute_that_is_not_split_travels_alone():
 )
 def test_bytes_of_a_type(kind, expected):
     assert hlo.size(kind) == expected
+
+
+def test_the_longest_axis_that_an_all_gather_makes():
+    text = """
+ENTRY main {
+  one = bf16[4,11008]{1,0} all-gather(x), dimensions={1}
+  start = (f32[2,64]{1,0}, f32[2,512]{1,0}) all-gather-start(y), dimensions={1}
+  done = f32[2,512]{1,0} all-gather-done(start)
+  other = f32[99999]{0} all-reduce(z)
+}"""
+    assert hlo.longest_gathered(text) == 11008
+    assert hlo.longest_gathered(text.replace("11008", "8")) == 512
+    assert hlo.longest_gathered("  other = f32[9]{0} all-reduce(z)") == 0

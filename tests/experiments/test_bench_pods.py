@@ -12,6 +12,7 @@ from jattn.sharding import to_zigzag
 from jattn_experiments.__main__ import main
 from jattn_experiments.bench import chips, pod_arithmetic, pod_compiler, pods
 from jattn_experiments.bench.pod_arithmetic import FLOPS, HBM, LINK, PASSES, Program, hop
+from jattn_experiments.bench.pod_stack import Stack
 from jattn_experiments.bench.pods import SUITE, Sizes
 from jattn_experiments.bench.suite import Results, Row
 
@@ -153,9 +154,19 @@ def ring(topology, passes, **found):
     return row(program, permutes, **found)
 
 
+STACK = Stack("v5p:4x4x4", (2, 2, 16), 2, 1048576)
+
+
+def stack(program=STACK, **found):
+    """A row of the stack: 20 GiB a chip, parameters gathered."""
+    one = row(Program("v5p:4x4x4", 1048576), [travels(2, KEYS, 15, "loop")], temporaries=20 * 2**30, **found)
+    return dataclasses.replace(one, part="stacks", key=dataclasses.asdict(program))
+
+
 def good():
     sizes = {"v5p:2x2x2": 6600 * MIB, "v5p:2x2x4": 3400 * MIB, "v5p:2x4x4": 1750 * MIB, "v5p:4x4x4": 900 * MIB}
-    return [ring(topology, passes, temporaries=size) for topology, size in sizes.items() for passes in PASSES]
+    rings = [ring(topology, passes, temporaries=size) for topology, size in sizes.items() for passes in PASSES]
+    return [*rings, stack(longest_gathered=11008)]
 
 
 def answers(*rows):
@@ -164,9 +175,9 @@ def answers(*rows):
 
 def test_a_ring_as_it_should_be_meets_every_goal():
     found = answers(*good())
-    assert {one.answer for one in found.values()} == {"met"} and len(found) == 11
+    assert {one.answer for one in found.values()} == {"met"} and len(found) == 13
     measured = [round(one.measured, 3) for one in found.values()]
-    assert measured == [0.879, 0.879, 1.941, 1.941, 0, 1, 1, 0, 1, 1, 0.293]
+    assert measured == [0.879, 0.879, 1.941, 1.941, 0, 1, 1, 0, 1, 1, 21.81, 0.168, 0.293]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +202,21 @@ def test_a_goal_that_is_not_met_says_so(topology, passes, worse, missed):
     assert sum(one.answer == "not met" for one in found.values()) == len(missed)
 
 
+@pytest.mark.parametrize(
+    "worse, missed",
+    [
+        ({"longest_gathered": 131072}, "longest axis gathered"),
+        ({"longest_gathered": 0, "outputs": 80e9}, "a chip holds"),
+    ],
+)
+def test_a_stack_that_gathers_a_sequence_or_is_too_large_says_so(worse, missed):
+    found = answers(*good()[:-1], stack(**worse))
+    assert [question for question, one in found.items() if one.answer == "not met"] == [
+        question for question in found if missed in question
+    ]
+    assert pods.line(stack(**worse)).startswith("v5p:4x4x4 (2, 2, 16) 2 1048576 attention: holds ")
+
+
 def test_nothing_compiled_is_not_measured():
     assert {one.answer for one in pods.asked(results())} == {"not measured"}
 
@@ -208,6 +234,8 @@ def test_the_report(tmp_path):
         row(Program("v5p:2x2x2", 131072), [travels(2, KEYS, 8, "kernel", "loop"), travels(1, MIB, 1)]),
         Row("rings", dataclasses.asdict(Program("v5p:2x2x2", 8388608)), large),
         dataclasses.replace(row(Program("h100:1x1x8", 131072), [travels(2, KEYS, 7)]), part="gpus"),
+        stack(longest_gathered=11008),
+        dataclasses.replace(stack(Stack("v5p:4x4x4", (1, 4, 16), 1, 1048576, "nothing")), found=large),
         Row("roofline", {"topology": "v5p:2x2x2", "length": 131072, "passes": "forward"}, hop(16384, "forward")),
     ]
     text = pods.markdown(results(*rows))
@@ -218,7 +246,9 @@ def test_the_report(tmp_path):
     assert f"{last} too large | - |" in text and f"{last} JaxRuntimeError: 378 GB \\| 95 |" in text
     assert "| h100:1x1x8 | 131,072 | zigzag | causal | forward | 448 | 448 | 1.000 | 0 of 14 hidden | 1 |" in text
     assert "| v5p:2x2x2 | 131,072 | 16,384 | forward | 2,199 |" in text
-    assert "one line: " + pods.line(rows[3]) == "one line: v5p:2x2x2 131072 forward: hidden from 2,295 tokens a chip"
+    assert "one line: " + pods.line(rows[-1]) == "one line: v5p:2x2x2 131072 forward: hidden from 2,295 tokens a chip"
+    assert "| v5p:4x4x4 | 2 x 2 x 16 | 2 | 1,048,576 | attention | 192 | 128 | 20,480 | 21.8 |" in text
+    assert "| v5p:4x4x4 | 1 x 4 x 16 | 1 | 1,048,576 | nothing | too large |" in text
     assert pods.wrong(results(*rows)) is None
     failed = dataclasses.replace(rows[1], found=large | {"result": "failed"})
     assert pods.wrong(results(failed)) == f"1 of 1 programs failed; the first: {pods.line(failed)}"
@@ -255,7 +285,7 @@ def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, t
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 def test_a_small_run(tmp_path, monkeypatch):
     monkeypatch.setattr(chips, "environment", lambda: {"libtpu": "installed"})
-    found = SUITE.measure(Sizes(rings=(Program("v5p:2x2x2", 4096),), gpus=()), tmp_path)
+    found = SUITE.measure(Sizes(rings=(Program("v5p:2x2x2", 4096),), gpus=(), stacks=()), tmp_path)
     assert [one["result"] for one in found.of("rings")] == ["compiled"] * 2
     for one in found.of("rings"):
         assert one["all-gather"] == 0 and one["temporaries"] > 0 and one["peak"] >= one["planning_peak"]
