@@ -18,7 +18,7 @@ from jattn.core.arguments import (
     make_sinks,
 )
 from jattn.core.merge import merge
-from jattn.kernels import Implementation, dense
+from jattn.kernels import Implementation, OverDevices, dense
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import check_implementation, choose, explain_choice
 from jattn.masks import MaskFunction
@@ -289,7 +289,7 @@ def _explain(
     args = make_args(query, key, value, *bias_and_mask, **options)
     if sinks is not None:
         make_sinks(sinks, args.query[..., 0])
-    place = shard.mesh_axes_of(args)
+    place = None if isinstance(implementation, OverDevices) else shard.mesh_axes_of(args)
     sharded = place.leaves_axes if place is not None else shard.may_be_sharded(args)
     text = explain_choice(args, implementation, platform, sharded)
     return text if place is None else f"{text}\non each device for itself, as the query's type says: {place}"

@@ -20,12 +20,20 @@ from jattn.core.shard import dot_general
 from jattn.heads import statistics
 from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
-from jattn.kernels import Implementation, ReducesWeights
+from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import Length, namespace
 from jattn.score_mods import ScoreMod
 
 Params = dict[str, dict[str, Array]]
+
+
+_WEIGHTS_OF_ALL = (
+    "return_weights=True (sow_weights=True of the modules) cannot be with {}, which divides the sequence: the weights "
+    "[B,N,T,S] would be whole on every device. For numbers of every head use return_statistics= (sow_statistics=). For "
+    "weights of a few queries use return_heads=True (sow_heads=True), then attention_weights(query[:, slots], key, "
+    "query_positions=...); for all of them, gather query and key, then attention_weights(query, key, ...)"
+)
 
 
 class CallOptions(TypedDict, total=False):
@@ -94,7 +102,8 @@ def attend_heads(
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
             given, ``query_positions`` affect ``position`` only.
         valid: bool ``[B,T]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
-        return_weights: also return the attention weights. The output stays bit-identical.
+        return_weights: also return the attention weights. The output stays bit-identical. ``Unsupported`` where a
+            ``jattn.sharding.Ring`` or ``Ulysses`` divides the sequence over devices.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
@@ -110,6 +119,8 @@ def attend_heads(
             "valid says which tokens of a chunk enter a cache, and there is none; for padding pass "
             "mask=valid[:, None, None, :] or key_value_seq_lengths"
         )
+    if return_weights and isinstance(implementation, OverDevices) and implementation.divides_length:
+        raise Unsupported(_WEIGHTS_OF_ALL.format(type(implementation).__name__))
     lead = query.shape[:-3]
     given: dict[str, Any] = {"bias": bias, "mask": mask, "implementation": implementation, **options}
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax

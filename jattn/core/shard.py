@@ -48,17 +48,7 @@ class MeshAxes:
         Raises:
             ValueError: the mesh has no such axis, or an axis appears twice.
         """
-        axes_by_kind: dict[str, tuple[str, ...]] = {}
-        for kind, (argument, axes) in arguments.items():
-            names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-            for i, name in enumerate(names):
-                if name not in mesh.shape:
-                    has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
-                    raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
-                if name in names[:i] or any(name in others for others in axes_by_kind.values()):
-                    raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
-            axes_by_kind[kind] = names
-        return cls(mesh, **axes_by_kind)
+        return cls(mesh, **axes_by_kind(mesh, arguments))
 
     @property
     def leaves_axes(self) -> bool:
@@ -88,19 +78,22 @@ class MeshAxes:
     def check(self, args: AttentionArgs, multiple: int = 1) -> None:
         """Raises ``ValueError`` if a size is not a multiple of its devices (a length: ``multiple`` times as many)."""
         (B, T, N, _), (_, S, K, _) = args.query.shape, args.key.shape
-        heads = self.parts("heads")
-        for kind, label, size in (
-            ("batch", "sequences (B)", B), ("heads", "query heads (N)", N), ("length", "queries (T)", T),
-            ("length", "keys (S)", S),
-        ):  # fmt: skip
-            wanted = self.parts(kind) * (multiple if kind == "length" and self.length else 1)
-            if size % wanted:
-                raise ValueError(
-                    f"{size} {label} cannot be divided over {self._axes(kind)}: they must be a multiple of {wanted}"
-                )
+        heads, multiple = self.parts("heads"), multiple if self.length else 1
+        self.check_size("batch", "sequences (B)", B)
+        self.check_size("heads", "query heads (N)", N)
+        self.check_size("length", "queries (T)", T, multiple)
+        self.check_size("length", "keys (S)", S, multiple)
         if K % heads and heads % K:
             raise ValueError(
                 f"{K} key/value heads (K) cannot be divided over {self._axes('heads')}: one must divide the other"
+            )
+
+    def check_size(self, kind: str, label: str, size: int, multiple: int = 1) -> None:
+        """Raises ``ValueError`` if ``size`` is not a multiple of ``multiple`` times the devices of ``kind``."""
+        wanted = self.parts(kind) * multiple
+        if size % wanted:
+            raise ValueError(
+                f"{size} {label} cannot be divided over {self._axes(kind)}: they must be a multiple of {wanted}"
             )
 
     def spec(self, axes: str, shape: Sequence[int], whole_kv_heads: bool) -> PartitionSpec:
@@ -113,6 +106,23 @@ class MeshAxes:
     def _axes(self, kind: str) -> str:
         sizes = (f"{name!r} ({self.mesh.shape[name]} devices)" for name in getattr(self, kind))
         return f"mesh {'axes' if len(getattr(self, kind)) > 1 else 'axis'} {' and '.join(sizes)}"
+
+
+def axes_by_kind(
+    mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each kind, from the name of its argument and its value; raises as ``MeshAxes.of``."""
+    found: dict[str, tuple[str, ...]] = {}
+    for kind, (argument, axes) in arguments.items():
+        names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for i, name in enumerate(names):
+            if name not in mesh.shape:
+                has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
+                raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
+            if name in names[:i] or any(name in others for others in found.values()):
+                raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
+        found[kind] = names
+    return found
 
 
 def on_each_device(fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
@@ -283,12 +293,17 @@ def per_device(
     arrays = (sharded, traced, *(array for array, _ in extra))
     in_specs = (sharded_specs, [PartitionSpec()] * len(traced), *extra_specs)
     out_specs = jax.tree.map(lambda axes: mesh_axes.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
+    return map_mesh(part, mesh_axes, in_specs, out_specs)(*arrays)
+
+
+def map_mesh(fn: Callable, mesh_axes: MeshAxes, in_specs: tuple, out_specs: PyTree[PartitionSpec]) -> Callable:
+    """``jax.shard_map`` of ``fn`` over the axes of ``mesh_axes``; arguments may lie anywhere."""
     # Unnamed Auto axes are left to XLA, which may be partitioning over them.
     kinds = zip(mesh_axes.mesh.axis_names, mesh_axes.mesh.axis_types, strict=True)
     named = {*mesh_axes.batch, *mesh_axes.heads, *mesh_axes.length}
     manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}
     specs = {"in_specs": in_specs, "out_specs": out_specs}
-    sharded = jax.shard_map(part, mesh=mesh_axes.mesh, axis_names=manual, check_vma=False, **specs)
+    sharded = jax.shard_map(fn, mesh=mesh_axes.mesh, axis_names=manual, check_vma=False, **specs)
 
     @jax.jit  # needed inside jit, too: there, constants get types
     def run(*arrays: Any) -> PyTree:
@@ -297,4 +312,4 @@ def per_device(
             arrays = jax.tree.map(reshard, arrays, in_specs)
         return sharded(*arrays)
 
-    return run(*arrays)
+    return run

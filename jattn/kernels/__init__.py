@@ -106,6 +106,23 @@ class ReducesWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class OverDevices(Protocol):
+    """An implementation that divides a call over the devices of a mesh, such as ``jattn.sharding.Ring``."""
+
+    @property
+    def divides_length(self) -> bool:
+        """Whether no device has the whole sequence."""
+        ...
+
+    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+        """The lines of ``jattn.explain``: what is divided, and what a device sends.
+
+        ``explain``: what it says of the call of one device, with the name of an implementation or None.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """An implementation in linear memory with the derivative rule of ``jattn.blocks.backward``.

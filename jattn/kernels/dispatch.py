@@ -10,7 +10,16 @@ from jaxtyping import Array
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.core.vmap import canonical
-from jattn.kernels import PLATFORMS, Implementation, Kernel, ReducingKernel, Reduction, Results, Unsupported
+from jattn.kernels import (
+    PLATFORMS,
+    Implementation,
+    Kernel,
+    OverDevices,
+    ReducingKernel,
+    Reduction,
+    Results,
+    Unsupported,
+)
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
@@ -146,7 +155,11 @@ def explain_choice(args: AttentionArgs, implementation: object, platform: str | 
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
     platforms = tuple(PLATFORMS) if platform is None else (platform,)
     if implementation is not None and not isinstance(implementation, str):
-        reason = check_implementation(implementation).unsupported_reason(args)
+        given = check_implementation(implementation)
+        if isinstance(given, OverDevices):
+            of_part = lambda part, named: explain_choice(part, named, platform, part.sharded)
+            return "\n".join(given.describe(args, of_part))
+        reason = given.unsupported_reason(args)
         said = f"{type(implementation).__name__}: given, as an object"
         if reason is not None or not isinstance(implementation, Kernel):
             return said + ("" if reason is None else f", but {reason}")

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 import jax
+import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn.api import dot_product_attention
 from jattn.core import shard
 from jattn.core.arguments import AttentionArgs, AttentionOptions
-from jattn.core.shard import MeshAxes
+from jattn.core.shard import MeshAxes, axes_by_kind
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, by_name, choose
 from jattn.masks import MaskFunction
@@ -38,8 +39,23 @@ class OverMesh:
         """The axes over which a call is sharded: those of the fields, and of the query's type."""
         return self._named_axes().with_types(args.query)
 
+    @property
+    def divides_length(self) -> bool:
+        """Whether no device has the whole sequence."""
+        return self._named_axes().parts("length") > 1
+
     def _named_axes(self) -> MeshAxes:
-        return MeshAxes.of(self.mesh, **{kind: (field, getattr(self, field)) for kind, field in self.kinds.items()})
+        return MeshAxes(self.mesh, **self._axes_by_kind())
+
+    def _axes_by_kind(self) -> dict[str, tuple[str, ...]]:
+        return axes_by_kind(self.mesh, {kind: (field, getattr(self, field)) for kind, field in self.kinds.items()})
+
+
+def in_units(size: float) -> str:
+    """A number of bytes as text."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = min(int(np.log2(max(size, 1))) // 10, len(units) - 1)
+    return f"{size / 2 ** (10 * power):.{min(power, 1)}f} {units[power]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +90,21 @@ class HeadParallel(OverMesh):
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; each device computes its own heads."""
-        return self.map_parts(choose(args, self.implementation).run, args, ("btnd", "btn"))
+        return self.map_parts(lambda part: choose(part, self.implementation).run(part), args, ("btnd", "btn"))
+
+    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+        """As in ``jattn.kernels.OverDevices``."""
+        mesh_axes, texts = self.mesh_axes(args), []
+
+        def of_device(part: AttentionArgs) -> Array:
+            texts.append(explain(part, self.implementation))
+            return part.query
+
+        jax.eval_shape(lambda: self.map_parts(of_device, args, "btnh"))
+        moved = "moves nothing"
+        if args.key.shape[2] % mesh_axes.parts("heads"):
+            moved = "forward moves nothing, backward sums the gradients of a key head over the devices that use it"
+        return [f"HeadParallel: {mesh_axes}; {moved}", *texts]
 
     def slots(self, length: int) -> None:
         """None: the slots of a sequence are in the tokens' own order."""

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import jattn
 from jattn import masks, score_mods
-from jattn.sharding import Ring, from_zigzag, to_zigzag
+from jattn.sharding import Ring, Ulysses, from_zigzag, to_zigzag
 
 B, T, S, N, K, H, D = 2, 32, 32, 4, 2, 6, 5
 RNG = np.random.default_rng(0)
@@ -141,12 +141,13 @@ def expected(name: str, differentiate: Callable = with_gradients) -> Any:
     return jax.tree.map(np.asarray, compiled(inputs(case)))
 
 
-def in_a_ring(name: str, how: Ring, differentiate: Callable = with_gradients) -> Any:
+def in_a_ring(name: str, how: Ring | Ulysses, differentiate: Callable = with_gradients) -> Any:
     """Results and gradients of the call on a ring. Inputs are reordered to the ring's layout, and results back.
 
     ``differentiate``: ``with_gradients``, or ``values_alone``.
     """
-    case, devices = CASES[name], how.mesh.shape[how.axis_name]
+    ring_axis = how.axis_name if isinstance(how, Ring) else how.ring_axis
+    case, devices = CASES[name], how.mesh.shape.get(ring_axis, 1)
     zigzag = how.layout == "zigzag"
 
     def order(turn: Callable, name: str, x: Any) -> Any:

@@ -19,6 +19,7 @@ from jattn.score_mods import Alibi, alibi_slopes
 from jattn.sharding import (
     HeadParallel,
     Ring,
+    Ulysses,
     from_zigzag,
     head_parallel_attention,
     ring_attention,
@@ -134,8 +135,6 @@ def test_explain_says_what_each_device_has():
     assert "sequences over mesh axis 'data' (2 devices), heads over mesh axis 'heads' (4 devices)" in jattn.explain(
         *given
     )
-    ring = Ring(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), "x")
-    assert jattn.explain(*arrays(4), implementation=ring) == "Ring: given, as an object"
 
 
 def params_of(kind):
@@ -321,7 +320,7 @@ def test_typed_positions_ids_and_orders():
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [False, True])
 def test_a_layer_in_zigzag_order_knows_its_positions(module):
-    """Rotary positions and returned weights are in token order, also without explicit positions."""
+    """Rotary positions are in token order, also without explicit positions."""
     how = Ring(jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), "x", layout="zigzag")
     x, order = jax.random.normal(jax.random.key(0), (2, 8, 16)), np.asarray(to_zigzag(jnp.arange(8), 2, axis=0))
     rotary = jattn.positions.Rotary()
@@ -329,18 +328,55 @@ def test_a_layer_in_zigzag_order_knows_its_positions(module):
         make = lambda **options: jattn.nnx.MultiHeadAttention(
             4, 16, decode=False, position=rotary, rngs=nnx.Rngs(0), **options
         )
-        look = nnx.capture(lambda layer, x: layer(x, is_causal=True, sow_weights=True), nnx.Intermediate)
-        (plain, seen), (turned, seen_there) = look(make(), x), look(make(implementation=how), x[:, order])
-        weights, there = (jax.tree.leaves(one)[0] for one in (seen, seen_there))
+        plain, turned = make()(x, is_causal=True), make(implementation=how)(x[:, order], is_causal=True)
     else:
         params = jattn.init_multi_head(jax.random.key(1), 16, 4)
-        options = {"is_causal": True, "position": rotary, "return_weights": True}
-        plain, weights = jattn.multi_head_attention(params, x, **options)
-        turned, there = jattn.multi_head_attention(params, x[:, order], **options, implementation=how)
+        options = {"is_causal": True, "position": rotary}
+        plain = jattn.multi_head_attention(params, x, **options)
+        turned = jattn.multi_head_attention(params, x[:, order], **options, implementation=how)
         with pytest.raises(ValueError, match="cache is filled in the tokens' own order, .*'zigzag'"):
             jattn.multi_head_attention(params, x, implementation=how, cache=jattn.init_cache(2, 16, 4, 4))
     close(turned, plain[:, order])
-    close(there, weights[:, :, order][..., order])
+
+
+HOW = {
+    "a ring": lambda mesh: Ring(mesh, "x"),
+    "heads in its place": lambda mesh: Ulysses(mesh, "x"),
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_weights_that_every_device_would_have_whole_are_refused(name):
+    mesh = lambda devices: jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    params, x = jattn.init_multi_head(jax.random.key(1), 16, 4), jax.random.normal(jax.random.key(0), (2, 8, 16))
+    layer = jattn.nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), implementation=HOW[name](mesh(2)))
+    for call in (
+        lambda: jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(2)), return_weights=True),
+        lambda: layer(x, sow_weights=True),
+    ):
+        with pytest.raises(jattn.Unsupported, match=r"would be whole on every device\. .* return_statistics="):
+            call()
+    _, weights = jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(1)), return_weights=True)
+    assert weights.shape == (2, 4, 8, 8)
+
+
+@pytest.mark.slow
+def test_weights_on_several_devices():
+    """With divided heads, all of them; in a ring, those of a few queries, from what the layer returns."""
+    params, x = jattn.init_multi_head(jax.random.key(1), 16, 4), jax.random.normal(jax.random.key(0), (2, 8, 16))
+    row = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    _, weights = jattn.multi_head_attention(params, x, return_weights=True, is_causal=True)
+    options = {"is_causal": True, "return_weights": True}
+    _, there = jattn.multi_head_attention(params, x, implementation=HeadParallel(row, "x"), **options)
+    close(there, weights)
+    ring = Ring(row, "x", layout="zigzag")
+    order = np.asarray(to_zigzag(jnp.arange(8), 2, axis=0))
+    _, seen = jattn.multi_head_attention(params, x[:, order], is_causal=True, implementation=ring, return_heads=True)
+    slots = np.array([1, 6])
+    few = jattn.attention_weights(
+        seen["query"][:, slots], seen["key"], is_causal=True, query_positions=order[slots], kv_positions=order
+    )
+    close(few, weights[:, :, order[slots]][..., order])
 
 
 @pytest.mark.slow
