@@ -51,7 +51,7 @@ class OverMesh:
         return axes_by_kind(self.mesh, {kind: (field, getattr(self, field)) for kind, field in self.kinds.items()})
 
 
-def in_units(size: float) -> str:
+def in_units(size: float | int) -> str:
     """A number of bytes as text."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     power = min(int(np.log2(max(size, 1))) // 10, len(units) - 1)

