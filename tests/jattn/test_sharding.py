@@ -104,6 +104,16 @@ def test_head_parallel(K):
 
 
 @pytest.mark.slow
+def test_a_kernel_of_one_platform_by_name_on_each_device():
+    """What one device runs is asked of its own part: a current mesh does not make that lie on several devices."""
+    query, key, value = (jnp.tile(x.astype(jnp.float16), 4) for x in arrays(8))
+    mesh = mesh_of(AxisType.Auto)
+    with jax.set_mesh(mesh), pytest.raises(jattn.Unsupported, match="needs an NVIDIA GPU, not cpu"):
+        how = HeadParallel(mesh, "heads", "data", implementation="cudnn")
+        jattn.dot_product_attention(query, key, value, implementation=how)
+
+
+@pytest.mark.slow
 def test_eager_calls_on_typed_arrays():
     given = arrays(4)
     query, key, value = placed(mesh_of(AxisType.Explicit), *given)
