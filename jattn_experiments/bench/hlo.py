@@ -51,7 +51,7 @@ class Instruction:
         return found[1] if found else ""
 
 
-Computations = Mapping[str, Sequence[Instruction]]
+Computations = dict[str, list[Instruction]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,8 @@ def compiled(**cell: Any) -> dict[str, Any]:
         result = "too large" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
         reason = f"{type(error).__name__}: {first_line(error)}"
         return {"result": result, "reason": reason, "seconds": time.process_time() - begin, **found}
-    memory, text = program.memory_analysis(), program.as_text()
+    memory: Any = program.memory_analysis()
+    text: Any = program.as_text()
     return {
         "result": "compiled",
         "reason": None,

@@ -242,8 +242,8 @@ def markdown(results: Results) -> str:
         *([_memory(gpus), *_reasons(gpus), _traffic(gpus)] if gpus else []),
         "## Four layers of a model, trained",
         "Sequences over `data`, heads and features over `heads`, tokens over `sequence`, parameters over all three. In "
-        "the backward pass each layer is computed again, but for what is kept. Outputs are the loss and the gradient of every "
-        "parameter, in bfloat16; no optimizer. What is gathered are parameters: no axis is as long as a chip's tokens.",
+        "the backward pass each layer is computed again, but for what is kept. Outputs: the loss and the gradient of "
+        "every parameter, in bfloat16; no optimizer. Gathered are parameters: no axis is as long as a chip's tokens.",
         _stacks(results.of("stacks")),
         "## A hop at the published rates of v5p",
         f"{FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {HBM / 1e9:.0f} GB/s of HBM, {LINK / 1e9:.0f} GB/s over one link one "
