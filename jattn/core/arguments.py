@@ -145,10 +145,7 @@ def make_args(
             )
     query_lengths = _lengths("query_seq_lengths", static(query_seq_lengths), B)
     kv_lengths = _lengths("key_value_seq_lengths", static(key_value_seq_lengths), B)
-    if query_lengths is not None:
-        slot_masks.append(arange(T, np.int32)[None, None, :, None] < query_lengths[:, None, None, None])
-    if kv_lengths is not None:
-        slot_masks.append(arange(S, np.int32)[None, None, None, :] < kv_lengths[:, None, None, None])
+    slot_masks += masks_of_lengths(query_lengths, kv_lengths, T, S)
     if bias is not None:
         bias = jnp.asarray(_pairs("bias", bias, (B, N, T, S)))
         if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -229,6 +226,16 @@ def _lengths(name: str, lengths: Any, batch: Length) -> AnyArray | None:
     array = _array(name, lengths)
     check_array(name, array, f"integers [B] = [{batch}]", jnp.integer, (batch,))
     return to_int32(name, array)
+
+
+def masks_of_lengths(query_lengths: AnyArray | None, kv_lengths: AnyArray | None, T: Length, S: Length) -> list:
+    """The slots within the lengths, of those that are not None: bool ``[B,1,T,1]`` and ``[B,1,1,S]``."""
+    masks = []
+    if query_lengths is not None:
+        masks.append(arange(T, np.int32)[None, None, :, None] < query_lengths[:, None, None, None])
+    if kv_lengths is not None:
+        masks.append(arange(S, np.int32)[None, None, None, :] < kv_lengths[:, None, None, None])
+    return masks
 
 
 def _positions(name: str, positions: Any, batch: Length, length: Length) -> AnyArray | None:

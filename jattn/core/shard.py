@@ -7,7 +7,7 @@ indices: each part knows its first sequence and head, and positions are data.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,14 @@ from jaxtyping import Array, PyTree
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import convert_mods
 
-# The axes of each field of a AttentionArgs: the letters of the legend in lower case; "." is never sharded.
+# The axes of each field of a AttentionArgs: the letters of the legend in lower case. "c" are the columns of an array by
+# pairs, which are whole in a ring; "." is never sharded.
 AXES: Mapping[str, str] = {
     "query": "btnh",
     "key": "bskh",
     "value": "bskd",
-    "bias": "bnt.",
-    "slot_masks": "bnt.",
+    "bias": "bntc",
+    "slot_masks": "bntc",
     "query_lengths": "b",
     "kv_lengths": "b",
     "query_positions": "bt",
@@ -34,16 +35,20 @@ AXES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` if they are not."""
+    """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` if they are not.
+
+    ``length`` is that of queries and keys. Over ``keys``, keys alone are sharded, with the columns of arrays by pairs.
+    """
 
     mesh: Mesh | AbstractMesh
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     length: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh, **arguments: tuple[str, str | Sequence[str] | None]) -> "MeshAxes":
-        """From ``batch``, ``heads`` and ``length``, each a pair of an argument's name and its value, the mesh axes.
+        """From the fields' names, each with a pair of an argument's name and its value, the mesh axes.
 
         Raises:
             ValueError: the mesh has no such axis, or an axis appears twice.
@@ -51,28 +56,33 @@ class MeshAxes:
         return cls(mesh, **axes_by_kind(mesh, arguments))
 
     @property
+    def named(self) -> set[str]:
+        """All axes over which something is sharded."""
+        return {*self.batch, *self.heads, *self.length, *self.keys}
+
+    @property
     def leaves_axes(self) -> bool:
         """Whether the mesh has other axes, which are left to XLA and may divide what one device computes."""
-        named = {*self.batch, *self.heads, *self.length}
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return any(kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in named for name, kind in kinds)
+        return any(
+            kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in self.named for name, kind in kinds
+        )
 
     def with_types(self, query: Array) -> "MeshAxes":
         """With the axes of sequences and heads from the query's type, unless already given."""
         mesh, axes = _explicit(query)
         if mesh is None or mesh.shape != self.mesh.shape:
             return self
-        taken = {*self.batch, *self.heads, *self.length}
-        batch, heads = (tuple(name for name in names if name not in taken) for names in (axes[0], axes[2]))
+        batch, heads = (tuple(name for name in names if name not in self.named) for names in (axes[0], axes[2]))
         return dataclasses.replace(self, batch=self.batch or batch, heads=self.heads or heads)
 
     def __str__(self):
-        kinds = {"sequences": "batch", "heads": "heads", "length": "length"}
-        parts = [f"{name} over {self._axes(kind)}" for name, kind in kinds.items() if getattr(self, kind)]
+        kinds = {"sequences": "batch", "heads": "heads", "length": "length", "keys": "keys"}
+        parts = [f"{name} over {self.names(kind)}" for name, kind in kinds.items() if getattr(self, kind)]
         return ", ".join(parts) or "nothing divided"
 
     def parts(self, kind: str) -> int:
-        """The number of devices over which ``"batch"``, ``"heads"`` or ``"length"`` is sharded."""
+        """The number of devices over which ``"batch"``, ``"heads"``, ``"length"`` or ``"keys"`` is sharded."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, kind))
 
     def check(self, args: AttentionArgs, multiple: int = 1) -> None:
@@ -83,9 +93,10 @@ class MeshAxes:
         self.check_size("heads", "query heads (N)", N)
         self.check_size("length", "queries (T)", T, multiple)
         self.check_size("length", "keys (S)", S, multiple)
+        self.check_size("keys", "keys (S)", S)
         if K % heads and heads % K:
             raise ValueError(
-                f"{K} key/value heads (K) cannot be divided over {self._axes('heads')}: one must divide the other"
+                f"{K} key/value heads (K) cannot be divided over {self.names('heads')}: one must divide the other"
             )
 
     def check_size(self, kind: str, label: str, size: int, multiple: int = 1) -> None:
@@ -93,17 +104,18 @@ class MeshAxes:
         wanted = self.parts(kind) * multiple
         if size % wanted:
             raise ValueError(
-                f"{size} {label} cannot be divided over {self._axes(kind)}: they must be a multiple of {wanted}"
+                f"{size} {label} cannot be divided over {self.names(kind)}: they must be a multiple of {wanted}"
             )
 
     def spec(self, axes: str, shape: Sequence[int], whole_kv_heads: bool) -> PartitionSpec:
         """The spec of an array with these ``axes``; an axis of size 1, which broadcasts, is not sharded."""
-        by_letter = {"b": self.batch, "n": self.heads, "t": self.length, "s": self.length,
+        by_letter = {"b": self.batch, "n": self.heads, "t": self.length, "s": self.length or self.keys, "c": self.keys,
               "k": () if whole_kv_heads else self.heads}  # fmt: skip
         names = [by_letter.get(axis, ()) if size != 1 else () for axis, size in zip(axes, shape, strict=False)]
         return PartitionSpec(*(name or None for name in names))
 
-    def _axes(self, kind: str) -> str:
+    def names(self, kind: str) -> str:
+        """The mesh axes of a kind and their sizes, in words."""
         sizes = (f"{name!r} ({self.mesh.shape[name]} devices)" for name in getattr(self, kind))
         return f"mesh {'axes' if len(getattr(self, kind)) > 1 else 'axis'} {' and '.join(sizes)}"
 
@@ -198,7 +210,8 @@ def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
         if own[0] not in ((), batch) or own[1] or own[2] not in ((), heads) or own[3]:
             raise ValueError(
                 f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(args.query)}: sequences and heads "
-                f"of {name} must be sharded like the query's or replicated, and its other axes must be whole"
+                f"of {name} must be sharded like the query's or replicated, and its other axes must be whole; keys sharded by "
+                f"length take implementation=jattn.sharding.SplitKeys(mesh, axis)"
             )
     return MeshAxes(mesh, batch, heads)
 
@@ -293,22 +306,23 @@ def per_device(
     arrays = (sharded, traced, *(array for array, _ in extra))
     in_specs = (sharded_specs, [PartitionSpec()] * len(traced), *extra_specs)
     out_specs = jax.tree.map(lambda axes: mesh_axes.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
-    return map_mesh(part, mesh_axes, in_specs, out_specs)(*arrays)
+    return map_shards(part, mesh_axes.mesh, mesh_axes.named, in_specs, out_specs)(*arrays)
 
 
-def map_mesh(fn: Callable, mesh_axes: MeshAxes, in_specs: tuple, out_specs: PyTree[PartitionSpec]) -> Callable:
-    """``jax.shard_map`` of ``fn`` over the axes of ``mesh_axes``; arguments may lie anywhere."""
+def map_shards(
+    fn: Callable, mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
+) -> Callable:
+    """``jax.shard_map`` of ``fn`` over the ``named`` axes, on both kinds of meshes, for arrays placed anywhere."""
     # Unnamed Auto axes are left to XLA, which may be partitioning over them.
-    kinds = zip(mesh_axes.mesh.axis_names, mesh_axes.mesh.axis_types, strict=True)
-    named = {*mesh_axes.batch, *mesh_axes.heads, *mesh_axes.length}
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}
     specs = {"in_specs": in_specs, "out_specs": out_specs}
-    sharded = jax.shard_map(fn, mesh=mesh_axes.mesh, axis_names=manual, check_vma=False, **specs)
+    sharded = jax.shard_map(fn, mesh=mesh, axis_names=manual, check_vma=False, **specs)
 
     @jax.jit  # needed inside jit, too: there, constants get types
     def run(*arrays: Any) -> PyTree:
-        if AxisType.Explicit in mesh_axes.mesh.axis_types:
-            reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh_axes.mesh, spec))
+        if AxisType.Explicit in mesh.axis_types:
+            reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))
             arrays = jax.tree.map(reshard, arrays, in_specs)
         return sharded(*arrays)
 

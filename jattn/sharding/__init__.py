@@ -12,12 +12,14 @@ https://arxiv.org/abs/2407.21783, section 3.3.2.
 from jattn.sharding._head_parallel import HeadParallel, head_parallel_attention
 from jattn.sharding._ring import Ring, from_zigzag, ring_attention, ring_blocks, to_zigzag
 from jattn.sharding._rotation import LAYOUTS
+from jattn.sharding._split_keys import SplitKeys
 from jattn.sharding._ulysses import Ulysses, ulysses_attention
 
 __all__ = [
     "LAYOUTS",
     "HeadParallel",
     "Ring",
+    "SplitKeys",
     "Ulysses",
     "from_zigzag",
     "head_parallel_attention",

@@ -170,7 +170,7 @@ class Ulysses(OverMesh):
             return jax.lax.all_to_all(jnp.repeat(x, times, 2), self._exchanging, 2, 1, tiled=True)
 
         before, after = self._specs(mesh_axes, axes, whole)
-        return shard.map_mesh(exchange, mesh_axes, (before,), after)(x)
+        return shard.map_shards(exchange, mesh_axes.mesh, mesh_axes.named, (before,), after)(x)
 
     def _to_length(self, mesh_axes: MeshAxes, x: Array, axes: str) -> Array:
         """The inverse of ``_to_heads``."""
@@ -179,7 +179,7 @@ class Ulysses(OverMesh):
             return jax.lax.all_to_all(x, self._exchanging, 1, 2, tiled=True)
 
         before, after = self._specs(mesh_axes, axes)
-        return shard.map_mesh(exchange, mesh_axes, (after,), before)(x)
+        return shard.map_shards(exchange, mesh_axes.mesh, mesh_axes.named, (after,), before)(x)
 
     def _specs(self, mesh_axes: MeshAxes, axes: str, whole_kv_heads: bool = False) -> list[PartitionSpec]:
         """With the sequence over all devices, and with heads in its place."""

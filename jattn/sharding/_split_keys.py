@@ -1,0 +1,134 @@
+"""Attention of queries that every device holds to keys that are sharded: each device its own keys, then one merge."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, PyTree
+
+from jattn.core import shard
+from jattn.core.arguments import AttentionArgs, masks_of_lengths
+from jattn.core.merge import merge_devices
+from jattn.core.shares import axes_of
+from jattn.kernels import Reduction
+from jattn.kernels.dispatch import Dispatch, by_name, choose
+from jattn.sharding._head_parallel import Axes, OverMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitKeys(OverMesh):
+    """``implementation=`` of ``jattn.dot_product_attention`` and the modules: keys over ``axis_name`` of ``mesh``.
+
+    Every device attends with all queries to its own keys and values; two all-reduces, of ``[B,T,N]`` and of
+    ``[B,T,N,D+1]`` numbers, merge the results. It is what a call with a sharded cache (``jattn.init_cache``) takes. For
+    few queries; if they are as many as the keys, a ``Ring`` shards them, too. Masks and score functions see global
+    positions, and each device holds its own columns of ``mask`` and ``bias`` arrays.
+
+    Args:
+        mesh: the devices; its other axes repeat the work.
+        axis_name: the mesh axis (or axes) over which S is sharded.
+        batch_axis, head_axis: the mesh axes (one or several each) over which B, and N and K, are sharded.
+        implementation: what each device runs.
+
+    Raises:
+        TypeError: ``mesh`` is not a ``jax.sharding.Mesh``.
+        ValueError: the mesh has no such axis, or two arguments name the same one.
+
+    Example:
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("devices",))
+        >>> split = jattn.sharding.SplitKeys(mesh, "devices")
+        >>> query, key, value = (jax.random.normal(jax.random.key(i), (1, n, 8, 2)) for i, n in enumerate((3, 16, 16)))
+        >>> out = jattn.dot_product_attention(query, key, value, implementation=split)
+        >>> np.allclose(out, jattn.dot_product_attention(query, key, value), atol=1e-4)
+        True
+
+    Source: https://arxiv.org/abs/2408.04093 (tree attention: decoding over sharded keys by all-reduces).
+    """
+
+    kinds: ClassVar[Mapping[str, str]] = {"keys": "axis_name", "batch": "batch_axis", "heads": "head_axis"}
+
+    mesh: Mesh
+    axis_name: Axes
+    batch_axis: Axes = None
+    head_axis: Axes = None
+    implementation: str | None = None
+
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """The reason of the named implementation of each device, if any."""
+        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
+
+    def run(self, args: AttentionArgs) -> tuple[Array, Array]:
+        """``out [B,T,N,D]`` and ``lse [B,T,N]``, whole on every device along ``axis_name``; S is sharded."""
+        axes = self.mesh_axes(args).keys
+
+        def attend(part: AttentionArgs) -> tuple[Array, Array]:
+            return merge_devices(*choose(part, self.implementation).run(part), axes)
+
+        return self.per_device(attend, args, ("btnd", "btn"))
+
+    def slots(self, length: int) -> None:
+        """None: the slots of a sequence are in the tokens' own order."""
+        return None
+
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+        """As in ``jattn.kernels.ReducesWeights``: each device reduces the weights of its own keys."""
+        axes, (T, S) = self.mesh_axes(args).keys, (args.query.shape[1], args.key.shape[1])
+        leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
+
+        def fold_on_device(part: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
+            rows, columns = jax.tree.unflatten(structure, data)
+            own = Dispatch().fold(part, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
+            first = jax.lax.axis_index(axes) * part.key.shape[1]
+
+            def over_devices(kind: str, x: Array) -> Array:
+                if kind == "column_sum":
+                    return x
+                if kind == "row_max":
+                    return jax.lax.all_gather(x, axes).max(0)  # differentiable, as pmax is not
+                if kind == "diagonal_sum":
+                    whole = jnp.zeros((*x.shape[:2], T + S - 1), x.dtype)
+                    x = jax.lax.dynamic_update_slice_in_dim(whole, x, first, axis=2)
+                return jax.lax.psum(x, axes)
+
+            return {name: over_devices(reduction.result_kinds[name], x) for name, x in own.items()}
+
+        of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
+        extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
+        letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
+        out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
+        return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
+
+    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+        """``fn(args, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
+        return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
+
+    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+        """``jattn.core.shard.per_device`` with sharded keys: lengths and positions are those of each device's slots."""
+        mesh_axes = self.mesh_axes(args)
+        # What is seen by position, so that slots must have theirs.
+        by_position = bool(args.masks) or args.score_mod is not None or args.dropout is not None
+
+        def on_part(part: AttentionArgs, *arrays: Array) -> PyTree:
+            T, s = part.query.shape[1], part.key.shape[1]
+            first = jax.lax.axis_index(mesh_axes.keys) * s
+            lengths, positions = part.kv_lengths, part.kv_positions
+            if lengths is not None:
+                lengths = jnp.clip(lengths - first, 0, s)
+            if positions is None and by_position:
+                positions = (first + jnp.arange(s, dtype=jnp.int32))[None]
+            slot_masks = (*part.slot_masks, *masks_of_lengths(part.query_lengths, lengths, T, s))
+            own = {"kv_lengths": lengths, "kv_positions": positions, "slot_masks": slot_masks}
+            return fn(dataclasses.replace(part, **own), *arrays)
+
+        args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
+        return shard.per_device(on_part, args, mesh_axes, out_axes, *extra)
+
+
+def for_cache(sharding: NamedSharding, implementation: str | None) -> SplitKeys:
+    """The ``SplitKeys`` of calls with a cache that is sharded like that."""
+    axes = axes_of(sharding)
+    assert isinstance(axes.mesh, Mesh)  # as ``init_cache`` checks
+    return SplitKeys(axes.mesh, axes.keys, axes.batch, axes.heads, implementation)
