@@ -1,5 +1,6 @@
 """What the NNX and Linen modules share: the arguments of Flax's ``MultiHeadAttention`` and ``attention_fn``."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,13 @@ from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_stat
 
 
 def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
-    """The cache that was saved; ``cache`` says whether it is rolling, as any structure in ``flax.serialization``."""
-    key, value, length = (jnp.asarray(saved[name]) for name in ("key", "value", "length"))
-    return KVCache(key, value, length, cache.rolling)
+    """The cache that was saved; ``cache`` says whether it is rolling or sharded: ``flax.serialization``'s structure."""
+    names = ("key", "value", "length")
+    if cache.sharding is None:
+        parts = {name: jnp.asarray(saved[name]) for name in names}
+    else:
+        parts = {name: jax.device_put(saved[name], getattr(cache, name).sharding) for name in names}
+    return dataclasses.replace(cache, **parts)
 
 
 # Here and not beside the class, so that `import jattn` does not import Flax.

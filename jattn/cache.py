@@ -1,5 +1,6 @@
 """Key-value caches for decoding: ``KVCache``, ``init_cache``, ``append``."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
+from jattn.core import shares
 from jattn.masks import Mask, Prefix, SlidingWindow
 from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.mods.validation import check_array
@@ -21,7 +24,7 @@ class KVCache:
     ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared,
     of 32 or 64 bits. It keeps its dtype. The token at position p is in slot p. In a ``rolling`` cache it is in slot
     ``p mod C`` and replaces the token C positions before it. Other slots are never seen. ``flax.serialization`` saves
-    and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported.
+    and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``: as in ``init_cache``.
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, rolling=True)
@@ -37,6 +40,7 @@ class KVCache:
     value: Any
     length: Any
     rolling: bool = static_field(default=False)
+    sharding: NamedSharding | None = static_field(default=None)
 
     @property
     def capacity(self) -> int:
@@ -92,6 +96,7 @@ def init_cache(
     value_dim: int | None = None,
     dtype: Any = jnp.float32,
     rolling: bool = False,
+    sharding: NamedSharding | None = None,
 ) -> KVCache:
     """An empty cache for ``capacity`` tokens per sequence; sequences may have different lengths.
 
@@ -100,25 +105,34 @@ def init_cache(
         value_dim: D; H by default.
         dtype: floating; tokens are cast to it.
         rolling: keep the last ``capacity`` tokens and drop older ones; such a cache is never full.
+        sharding: the mesh axes over which B, C and K are sharded, such as ``NamedSharding(mesh, PartitionSpec(None,
+            "sequence"))``. Each device then holds its share of the slots. ``append`` writes to it in place, and layers
+            attend to it in place (``jattn.sharding.SplitKeys``): no device ever holds the whole cache.
 
     Raises:
-        TypeError: ``dtype`` is not floating.
+        TypeError: ``dtype`` is not floating; ``sharding`` is not a ``NamedSharding`` of a mesh of devices.
+        ValueError: ``sharding`` names an axis for head_dim, or B, C or K is not a multiple of its devices.
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, dtype=jnp.bfloat16)
         >>> cache.key.shape, cache.key.dtype.name, cache.length.tolist()
         ((1, 4, 2, 8), 'bfloat16', [0])
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+        >>> shares = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "sequence"))
+        >>> cache = jattn.init_cache(1, 64, num_kv_heads=2, head_dim=8, sharding=shares)
+        >>> cache.key.addressable_shards[0].data.shape[1] == 64 // jax.device_count()
+        True
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of a cache must be floating, got {jnp.dtype(dtype)}, which truncates keys and values")
     slots = (batch_size, capacity, num_kv_heads)
-    value_dim = head_dim if value_dim is None else value_dim
-    return KVCache(
-        key=jnp.zeros((*slots, head_dim), dtype),
-        value=jnp.zeros((*slots, value_dim), dtype),
-        length=jnp.zeros(batch_size, jnp.int32),
-        rolling=rolling,
-    )
+    shapes = (*slots, head_dim), (*slots, head_dim if value_dim is None else value_dim)
+    everywhere = None
+    if sharding is not None:
+        shares.check_sharding(sharding, *slots)
+        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    key, value = (shares.zeros(shape, dtype, sharding) for shape in shapes)
+    return KVCache(key, value, shares.zeros((batch_size,), jnp.int32, everywhere), rolling, sharding)
 
 
 def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike | None = None) -> KVCache:
@@ -142,6 +156,13 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         >>> cache.length.tolist(), cache.key[:, :, 0, 0].tolist()
         ([3, 2], [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     """
+    return append_chunk(cache, key, value, valid)
+
+
+def append_chunk(
+    cache: KVCache, key: ArrayLike, value: ArrayLike, valid: ArrayLike | None, sharded: bool = False
+) -> KVCache:
+    """``append``; ``sharded``: the chunk's tokens are sharded like the slots of the cache, if L divides."""
     key, value = (jnp.asarray(x).astype(old.dtype) for x, old in ((key, cache.key), (value, cache.value)))
     B, L = key.shape[:2]
     for name, x, old in (("key", key, cache.key), ("value", value, cache.value)):
@@ -159,8 +180,14 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
     if not cache.rolling:
         fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
         value = jnp.where(fits, value, jnp.nan)
+    in_a_row, held, chunk = valid is None and not cache.rolling, (cache.key, cache.value), (key, value)
+    if in_a_row and cache.sharding is not None:
+        # Of tokens that do not fit, the first is at the last slot.
+        first = jnp.reshape(jnp.minimum(cache._length, cache.capacity - 1), (-1, 1))
+        slots = first + np.arange(L, dtype=np.int32)[None]
+        key, value = shares.put(cache.sharding, sharded, True, held, chunk, slots)
     # One slice, not a scatter by rows, which a longer chunk would not be.
-    if valid is None and jnp.size(cache.length) == 1 and not cache.rolling and L <= cache.capacity:
+    elif in_a_row and jnp.size(cache.length) == 1 and L <= cache.capacity:
         first = jnp.reshape(cache._length, ())
         key, value = (
             jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=1)
@@ -173,11 +200,16 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         # Tokens before the first are replaced within this chunk.
         slots = jnp.where(positions >= jnp.maximum(first, 0), slots, cache.capacity)
         rows = np.arange(B)[:, None]
-        key, value = (old.at[rows, slots].set(x, mode="drop") for old, x in ((cache.key, key), (cache.value, value)))
-    return KVCache(key, value, length, cache.rolling)
+        if cache.sharding is not None:
+            key, value = shares.put(cache.sharding, sharded, False, held, chunk, slots)
+        else:
+            key, value = (old.at[rows, slots].set(x, mode="drop") for old, x in zip(held, chunk, strict=True))
+    return dataclasses.replace(cache, key=key, value=value, length=length)
 
 
-def visible_keys(cache: KVCache, appended: KVCache, key: Array, value: Array, positions: Array, mask: Any):
+def visible_keys(
+    cache: KVCache, appended: KVCache, key: Array, value: Array, positions: Array, mask: Any, bias: Any = None
+):
     """What a chunk's queries attend to: ``(key, value, options)``, with options of ``dot_product_attention``.
 
     ``cache`` and ``appended`` are the cache before and after the chunk ``key, value`` at ``positions``.
@@ -192,11 +224,20 @@ def visible_keys(cache: KVCache, appended: KVCache, key: Array, value: Array, po
     if key.shape[1] == 1:
         return appended.key, appended.value, options | {"kv_positions": appended.slot_positions}
     # A chunk's last tokens replace keys that its first ones still see, so attend to the old cache and the chunk.
-    both = [jnp.concatenate([old, x.astype(old.dtype)], 1) for old, x in ((cache.key, key), (cache.value, value))]
     old_positions = cache.slot_positions
     assert old_positions is not None
+    pairs = [(old, x.astype(old.dtype)) for old, x in ((cache.key, key), (cache.value, value))]
     spread = [jnp.broadcast_to(x, (key.shape[0], x.shape[-1])) for x in (old_positions, positions)]
-    return *both, options | {"kv_positions": jnp.concatenate(spread, axis=1)}
+    if cache.sharding is None:
+        *both, kv_positions = (jnp.concatenate(pair, 1) for pair in (*pairs, spread))
+        return *both, options | {"kv_positions": kv_positions}
+    if bias is not None and jnp.shape(bias)[-1:] not in ((), (1,)):
+        raise ValueError(
+            f"bias of shape {list(jnp.shape(bias))} is indexed by slot, but a rolling cache that is sharded has no "
+            f"order of slots for a chunk; pass a score_mod, which sees positions"
+        )
+    both = [shares.join(cache.sharding, *pair) for pair in pairs]
+    return *both, options | {"kv_positions": shares.join(cache.sharding, *spread, fill=-1)}
 
 
 def from_flax(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from jattn.api import attention_weights, dot_product_attention
-from jattn.cache import KVCache, append, nan_if_overflowed, visible_keys
+from jattn.cache import KVCache, append_chunk, nan_if_overflowed, visible_keys
 from jattn.core.arguments import AttentionOptions, ScoreOptions
 from jattn.core.shard import dot_general
 from jattn.heads import statistics
@@ -24,6 +24,8 @@ from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupport
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import Length, namespace
 from jattn.score_mods import ScoreMod
+from jattn.sharding._head_parallel import OverMesh
+from jattn.sharding._split_keys import for_cache
 
 Params = dict[str, dict[str, Array]]
 
@@ -100,7 +102,8 @@ def attend_heads(
             by ``head_gate`` and ``head_fill``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
-            given, ``query_positions`` affect ``position`` only.
+            given, ``query_positions`` affect ``position`` only. To a sharded cache each device attends in place, with
+            the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
         valid: bool ``[B,T]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights. The output stays bit-identical. ``Unsupported`` where a
             ``jattn.sharding.Ring`` or ``Ulysses`` divides the sequence over devices.
@@ -121,6 +124,8 @@ def attend_heads(
         )
     if return_weights and isinstance(implementation, OverDevices) and implementation.divides_length:
         raise Unsupported(_WEIGHTS_OF_ALL.format(type(implementation).__name__))
+    if cache is not None and cache.sharding is not None and (implementation is None or isinstance(implementation, str)):
+        implementation = for_cache(cache.sharding, implementation)
     lead = query.shape[:-3]
     given: dict[str, Any] = {"bias": bias, "mask": mask, "implementation": implementation, **options}
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax
@@ -185,8 +190,9 @@ def _with_positions_and_cache(
     if cache is None:
         given |= {"query_positions": query_positions, "kv_positions": kv_positions}
         return query, key, value, None
-    appended = append(cache, key, value, valid=valid)
-    key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, given["mask"])
+    in_a_ring = isinstance(implementation, OverMesh) and "length" in implementation.kinds
+    appended = append_chunk(cache, key, value, valid, sharded=in_a_ring)
+    key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, given["mask"], given["bias"])
     given |= {"query_positions": chunk_positions, "kv_positions": None} | visibility
     return *common_dtype(query, key, value, None), appended
 

@@ -1,5 +1,6 @@
 """The Transformer of all families: one compiled layer of each kind, scanned over all."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
 from jattn import masks
 from jattn.cache import KVCache, init_cache, within_capacity
+from jattn.core import shares
 from jattn.interop._block import Block, Config
 from jattn.interop._per_layer import stack_options
 from jattn.interop._products import dot_general
@@ -115,10 +118,19 @@ class Transformer(nnx.Module):
         x = x if self.last_norm is None else self.last_norm(x)
         return x if cache is None else (x, cache)
 
-    def init_cache(self, batch_size: int, capacity: int, *, dtype: Any = None, rolling: bool = False) -> KVCache:
+    def init_cache(
+        self,
+        batch_size: int,
+        capacity: int,
+        *,
+        dtype: Any = None,
+        rolling: bool = False,
+        sharding: NamedSharding | None = None,
+    ) -> KVCache:
         """An empty cache of all layers: a ``KVCache`` whose keys and values are ``[L,B,C,K,H]``.
 
-        ``capacity``, ``rolling``: as in ``jattn.init_cache``. ``dtype``: that of the parameters by default.
+        ``capacity``, ``rolling``: as in ``jattn.init_cache``; so is ``sharding``, that of one layer. ``dtype``: that of
+        the parameters by default.
 
         Raises:
             ValueError: the model is not causal; more tokens than it has positions for; a rolling cache that is smaller
@@ -135,9 +147,11 @@ class Transformer(nnx.Module):
             raise ValueError(f"capacity must be at most {config.max_length}, the model's positions, got {capacity}")
         dtype = self.token_embed.embedding[...].dtype if dtype is None else dtype
         heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
-        one = init_cache(batch_size, capacity, heads, config.size_of_head, dtype=dtype, rolling=rolling)
-        key, value = (jnp.zeros((config.num_layers, *x.shape), x.dtype) for x in (one.key, one.value))
-        return KVCache(key, value, one.length, rolling)
+        sizes = batch_size, capacity, heads, config.size_of_head
+        one = init_cache(*sizes, dtype=dtype, rolling=rolling, sharding=sharding)
+        of_all = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        key, value = (shares.zeros((config.num_layers, *x.shape), x.dtype, of_all) for x in (one.key, one.value))
+        return dataclasses.replace(one, key=key, value=value)
 
     def embed(self, tokens: Array) -> Array:
         """The input ``[B,T,M]`` of the first layer, without padding and a cache."""
@@ -203,7 +217,7 @@ class Transformer(nnx.Module):
             if given is not None:
                 positions = jnp.asarray(given)
             elif cache is not None:
-                of_one_layer = KVCache(cache.key[0], cache.value[0], cache.length, cache.rolling)
+                of_one_layer = dataclasses.replace(cache, key=cache.key[0], value=cache.value[0])
                 positions = jnp.maximum(of_one_layer.next_positions(T, valid), 0)
             else:
                 positions = jnp.arange(T) if valid is None else jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
@@ -237,7 +251,8 @@ class Transformer(nnx.Module):
                     y, new = block(x, **layer_options(config, given, local, valid)), ()
                 else:
                     own = layer_options(config, given, local)
-                    y, new = block(x, **own, cache=KVCache(*cached, *rest), valid=valid)
+                    of_layer = dataclasses.replace(cache, key=cached[0], value=cached[1])
+                    y, new = block(x, **own, cache=of_layer, valid=valid)
                     new = new.key, new.value
                 # Parameters or a cache of more bits do not change the stream's dtype.
                 return y.astype(x.dtype), new, nnx.state(block, nnx.Intermediate)
@@ -250,7 +265,7 @@ class Transformer(nnx.Module):
             held = tuple(jax.lax.dynamic_update_index_in_dim(old, part, i, 0) for old, part in places)
             return (y, held), sown
 
-        held, rest = ((), ()) if cache is None else ((cache.key, cache.value), (cache.length, cache.rolling))
+        held = () if cache is None else (cache.key, cache.value)
         entries = jnp.arange(L), np.array(config.is_local), state, arrays
         (x, held), sown = jax.lax.scan(one_layer, (x, held), entries)
         if jax.tree.leaves(sown):
@@ -258,7 +273,8 @@ class Transformer(nnx.Module):
         if cache is None:
             return x, None
         key, value = held
-        return x, KVCache(key, value, _length_after(cache, x.shape[1], valid), cache.rolling)
+        length = _length_after(cache, x.shape[1], valid)
+        return x, dataclasses.replace(cache, key=key, value=value, length=length)
 
     def _check_cache(self, cache: KVCache | None, tokens: Array, valid: Array | None) -> None:
         """Raises ``ValueError`` if the cache is another model's or batch's, or full; under ``jit`` as ``append``."""
