@@ -17,16 +17,15 @@ from jattn.blocks.plan import block_table
 from jattn.core import shard
 from jattn.core.arguments import AttentionArgs, AttentionOptions
 from jattn.core.attention import softmax_dtype
-from jattn.core.vmap import canonical
-from jattn.kernels import PLATFORMS, Kernel, Reduction
+from jattn.kernels import Kernel, Reduction
 from jattn.kernels.dispatch import by_name
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import AnyArray
 from jattn.sharding._head_parallel import Axes, OverMesh, in_units
-from jattn.sharding._pairs import each_pair, seen_by_distance
+from jattn.sharding._pairs import seen_by_distance
 from jattn.sharding._ring_attention import ring_attend
 from jattn.sharding._ring_fold import ring_fold
-from jattn.sharding._rotation import LAYOUTS, Hop, RingPlan
+from jattn.sharding._rotation import LAYOUTS, RingPlan
 from jattn.sharding._tables import divide, with_tables
 
 
@@ -124,29 +123,14 @@ class Ring(OverMesh):
         )
         hops = len(plan.steps) - 1
         each = "1 hop" if hops == 1 else f"each of {hops} hops"
-        lines = [f"Ring: {mesh_axes}, {self.layout}; each hop: {self._hop_kernels(plan, args)}"]
+        kernel = "the platform's kernel, or blockwise" if plan.kernel is None else plan.kernel.name
+        lines = [f"Ring: {mesh_axes}, {self.layout}; each hop: {kernel}"]
         if not hops:
             return [*lines, "moves nothing: no device needs the keys of another"]
         fewer = f", of {plan.devices - 1} without this mask" if hops < plan.devices - 1 else ""
         lines.append(f"forward, a device sends {keys_sent} of keys and values in {each}{fewer}")
         lines.append(f"backward, the same again, and {gradients_sent} of their gradients in {each}")
         return lines
-
-    def _hop_kernels(self, plan: RingPlan, args: AttentionArgs) -> str:
-        """The names of what a device's own platform runs in a hop."""
-        platform, names = self.mesh.devices.flat[0].platform, []
-
-        def of_device(part: AttentionArgs) -> Array:
-            lowered_for, seen = PLATFORMS.get(platform, (platform,))[0], jnp.zeros(())
-            each_pair(plan, lowered_for, canonical(part), Hop(0, (0,)), lambda _, kernel, *rest: note(kernel), seen)
-            return part.query
-
-        def note(kernel: Kernel) -> Array:
-            names.append(kernel.name)
-            return jnp.zeros(())
-
-        jax.eval_shape(lambda: self.per_device(of_device, args, "btnh"))
-        return " or ".join(dict.fromkeys(names))
 
     def slots(self, length: int) -> np.ndarray | None:
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
