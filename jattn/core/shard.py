@@ -210,8 +210,8 @@ def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
         if own[0] not in ((), batch) or own[1] or own[2] not in ((), heads) or own[3]:
             raise ValueError(
                 f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(args.query)}: sequences and heads "
-                f"of {name} must be sharded like the query's or replicated, and its other axes must be whole; keys sharded by "
-                f"length take implementation=jattn.sharding.SplitKeys(mesh, axis)"
+                f"of {name} must be sharded like the query's or replicated, and its other axes must be whole; keys "
+                f"sharded by length take implementation=jattn.sharding.SplitKeys(mesh, axis)"
             )
     return MeshAxes(mesh, batch, heads)
 
