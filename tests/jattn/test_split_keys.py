@@ -418,6 +418,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except(*(name for name in BAD if name != "a bias by slot, rolling"))
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_sharded_is_named(name):
     make, kind, message = BAD[name]
