@@ -23,11 +23,13 @@ from jattn_experiments.runs.terminal import Terminal, fail
 
 def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
+    if "--distributed" in arguments:
+        stopping.abort_in_one_line()  # to read a config imports JAX
     asked = config.load(arguments)
     settings, processes = asked.config, asked.processes
     with stopping.stoppable():
         try:
-            return _run(asked)
+            status = _run(asked)
         except BaseException as error:
             if (number := stopping.asked()) is None:
                 raise
@@ -35,7 +37,7 @@ def run_command(arguments: Sequence[str]) -> int:
             # a library may have converted the exception
             said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
             status = fail(f"{said}; rerun to resume", status=128 + number)
-    if processes is not None:
+    if processes is not None and status > 1:  # this one was refused or stopped; the others may go on
         _leave(status)
     return status
 
@@ -162,7 +164,7 @@ def _say_why(error: Exception, out: Path) -> int:
 
     if isinstance(error, JaxRuntimeError) and _are_many():  # usually another process that died
         line = str(error).splitlines()[0]
-        return fail(f"stopped: {line}; restart all processes to resume from the last checkpoint", status=1)
+        return fail(f"stopped: {line}; {stopping.RESTART}", status=1)
     traceback.print_exception(error)
     return 1
 

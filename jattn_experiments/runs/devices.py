@@ -48,6 +48,7 @@ def start(settings: config.Config, processes: config.Processes | None) -> None:
 def _join(processes: config.Processes) -> None:
     """Waits for the other processes."""
     named = processes.coordinator, processes.num_processes, processes.process_id
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away from ``stopping``
     try:
         jax.distributed.initialize(*named, heartbeat_timeout_seconds=_HEARTBEAT)
     except (RuntimeError, ValueError) as error:

@@ -1,9 +1,14 @@
-"""Ctrl-C and SIGTERM: one line, an intact terminal, and a run that can resume."""
+"""Ctrl-C, SIGTERM and aborts of JAX: one line, an intact terminal, and a run that can resume."""
 
 import contextlib
+import ctypes
+import os
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
+
+RESTART = "restart all processes to resume from the last checkpoint"  # after one is lost
 
 
 class Stopped(KeyboardInterrupt):
@@ -14,6 +19,7 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # of XLA
 _asked: list[int] = []  # signals received
 _held: list[bool] = []  # one for each ``held`` that is open
 
@@ -63,3 +69,22 @@ def stoppable() -> Iterator[None]:
         for one, handler in before.items():
             signal.signal(one, handler)
         _asked.clear()
+
+
+def abort_in_one_line() -> None:
+    """Replaces how JAX ends a process that lost another: pages of its log, and SIGABRT. Call it before importing JAX.
+
+    JAX notices the loss on a thread of its own. An error in Python may come first, later or never.
+    """
+    if os.environ.get(_LOG_LEVEL, "1") == "1":  # what JAX sets, too, for child processes
+        os.environ[_LOG_LEVEL] = "4"  # hides even the last words of an abort
+    ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _aborted)  # Python's own handlers wait for the main thread
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _aborted(number: int) -> None:
+    """On the thread that aborts: returning would end the process by the signal."""
+    time.sleep(1)  # the main thread knows more, if it has an error, and leaves
+    line = f"JAX ended this process, usually because another was lost ({_LOG_LEVEL}=0 shows why)"
+    os.write(2, f"error: stopped: {line}; {RESTART}\n".encode())  # a save may have replaced sys.stderr
+    os._exit(1)
