@@ -1,5 +1,6 @@
-"""Two processes of two devices each train together; one is killed, both resume, and the results equal one process's."""
+"""Two processes of two devices each: one is lost, slow or silent; the results, once resumed, equal one process's."""
 
+import glob
 import json
 import re
 import shutil
@@ -72,28 +73,44 @@ def whole(tiny):
     return tiny.parent / "whole"
 
 
-def kill_after(processes, victim, step, out):
-    """Kills one process once the metrics of ``step`` are written; returns the output of the other, which then stops."""
-    while all(process.poll() is None for process in processes):
-        lines = out / "metrics.jsonl"
-        if lines.exists() and f'"step": {step},' in lines.read_text():
-            processes[victim].send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.001)
-    began = time.monotonic()
-    ends = [process.communicate(timeout=60) for process in processes]
-    assert processes[victim].returncode == -signal.SIGKILL, ends
-    assert processes[1 - victim].returncode not in (0, None) and time.monotonic() - began < 40
-    return ends[1 - victim]
+def logged(out, step):
+    """Whether the metrics of a step are written."""
+    lines = out / "metrics.jsonl"
+    return lines.exists() and f'"step": {step},' in lines.read_text()
+
+
+def lose(victim, survivor, when, number=signal.SIGKILL):
+    """Sends one of two processes a signal as soon as ``when()``; the other must end within a minute with one line."""
+    try:
+        while not when():
+            assert victim.poll() is survivor.poll() is None, "ended too soon"
+            time.sleep(0.001)
+        victim.send_signal(number)
+        _, error = survivor.communicate(timeout=60)
+    finally:
+        victim.kill()
+        survivor.kill()
+    line = "error: stopped: .*; restart all processes to resume from the last checkpoint\n"
+    assert survivor.returncode == 1 and re.fullmatch(line, error), error
+    return victim.communicate()
 
 
 @pytest.fixture(scope="module")
 def killed(tiny):
     """A folder in which the second of two processes was killed, and the first has stopped."""
     out = tiny.parent / "killed"
-    _, error = kill_after(start_two(tiny, out), 1, 10, out)
-    assert re.search("^error: stopped: .*; restart all processes to resume from the last checkpoint$", error, re.M)
-    assert "Traceback" not in error
+    first, second = start_two(tiny, out)
+    lose(second, first, lambda: logged(out, 10))
+    return out
+
+
+@pytest.fixture(scope="module")
+def half_saved(tiny):
+    """A folder in which the first of two processes, their coordinator, was killed while it wrote a checkpoint."""
+    out = tiny.parent / "half_saved"
+    arrays = str(out / "checkpoints" / f"{LAST}.tmp" / "**" / "d" / "*")
+    lose(*start_two(tiny, out), lambda: glob.glob(arrays, recursive=True))
+    assert {file.name for file in (out / "checkpoints").iterdir()} == {"8", f"{LAST}.tmp"}
     return out
 
 
@@ -102,6 +119,26 @@ def test_two_processes_leave_behind_what_one_does(tiny, whole, killed, tmp_path)
     said = finish(*start_two(tiny, out))
     for shown in ("report: ", "noise floor", "loss"):  # the path, the table of heads, the progress
         assert shown in said[0] and shown not in said[1]
+    assert_same(tiny, out, whole)
+
+
+def test_neither_a_crash_within_a_checkpoint_nor_a_slow_process_changes_a_number(tiny, whole, half_saved, tmp_path):
+    out = shutil.copytree(half_saved, tmp_path / "out")
+    saved = out / "checkpoints" / f"{LAST}"
+    first, second = start_two(tiny, out)
+    while saved.with_suffix(".tmp").exists() and first.poll() is None:  # until the run resumes, which removes it
+        time.sleep(0.01)
+    while not saved.exists() and first.poll() is second.poll() is None:  # a tenth of the second's time
+        second.send_signal(signal.SIGSTOP)
+        time.sleep(0.09)
+        second.send_signal(signal.SIGCONT)
+        time.sleep(0.01)
+    finish(first, second)
+    assert_same(tiny, out, whole)
+
+
+def assert_same(tiny, out, whole):
+    """All that a run leaves behind, to the bit."""
     assert (out / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()  # only one process wrote them
     for step in range(0, LAST + 1, 4):
         one, other = History(whole).look(step), History(out).look(step)
@@ -132,6 +169,34 @@ def test_one_process_goes_on_with_another_number_of_devices(tiny, whole, killed,
     assert trained.setup.mesh.size == 8 and steps.tolist() == expected_steps.tolist()
     for name in metrics:
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_two_processes_began_one_ends_on_fewer_devices(tiny, whole, half_saved, tmp_path):
+    out = shutil.copytree(half_saved, tmp_path / "out")
+    finish(start(tiny, out, "--mesh.heads", "1"))
+    one, other = Findings.load(whole), Findings.load(out)
+    assert other.environment["device"] == "2 x cpu"
+    (steps, expected), (found_steps, found) = History(whole).metrics(), History(out).metrics()
+    assert found_steps.tolist() == steps.tolist()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    for name in ("accuracy", "ablated", "divergence", "noise"):
+        np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_process_that_falls_silent_is_given_up(tiny):
+    out = tiny.parent / "silent"
+    first, second = start_two(tiny, out)
+    lose(second, first, lambda: logged(out, 2), signal.SIGSTOP)  # its connections stay open
+
+
+def test_sigterm_stops_one_process_and_the_loss_the_other(tiny):
+    out = tiny.parent / "stopped"
+    first, second = start_two(tiny, out)
+    _, error = lose(first, second, lambda: logged(out, 2), signal.SIGTERM)
+    assert first.returncode == 143 and re.fullmatch(r"error: tiny: stopped at step \d+; rerun to resume\n", error), (
+        error
+    )
 
 
 def test_what_is_not_there_is_said_before_training(tiny, tmp_path):
