@@ -147,6 +147,7 @@ def train(config: Config, out: Path) -> Trained:
         Stopped: a signal arrived; names the step.
     """
     setup, steps, every = Setup.of(config), config.train.steps, config.train.look_every
+    devices.meet(setup.mesh)
     history = History(out, writes=devices.is_first())
     state, first_look, run_chunk = setup.init(), look_at(setup), chunk(setup)
     untrained = state["params"]

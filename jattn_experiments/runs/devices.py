@@ -7,6 +7,7 @@ communication (``jattn.sharding``); XLA inserts the rest. Random numbers depend 
 """
 
 import contextlib
+import itertools
 import platform
 from typing import Any
 
@@ -73,6 +74,22 @@ def make(options: config.Mesh) -> Mesh:
     """The mesh of a config, on the first devices."""
     shape = (options.data, options.heads, options.sequence)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[: options.size])
+
+
+def meet(mesh: Mesh) -> None:
+    """Makes the processes connect, in every group of devices along the axes; each calls it before it compiles for long.
+
+    On CPUs, Gloo fails if the first and the last process of a new group come to communicate 30 seconds apart.
+    """
+    if jax.process_count() == 1:
+        return
+    axes = [name for name in AXES if mesh.shape[name] > 1]
+    groups = [group for size in range(1, len(axes) + 1) for group in itertools.combinations(axes, size)]
+
+    def sums() -> jax.Array:
+        return sum(jax.lax.psum(jax.lax.axis_index(AXES), group) for group in groups)[None]
+
+    jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(), out_specs=P(AXES)))().block_until_ready()
 
 
 def whole(mesh: Mesh) -> NamedSharding:
