@@ -13,6 +13,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -87,7 +88,7 @@ def meet(mesh: Mesh) -> None:
     groups = [group for size in range(1, len(axes) + 1) for group in itertools.combinations(axes, size)]
 
     def sums() -> jax.Array:
-        return sum(jax.lax.psum(jax.lax.axis_index(AXES), group) for group in groups)[None]
+        return sum((jax.lax.psum(jax.lax.axis_index(AXES), group) for group in groups), jnp.zeros(1, int))
 
     jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(), out_specs=P(AXES)))().block_until_ready()
 

@@ -85,6 +85,6 @@ def abort_in_one_line() -> None:
 def _aborted(number: int) -> None:
     """On the thread that aborts: returning would end the process by the signal."""
     time.sleep(1)  # the main thread knows more, if it has an error, and leaves
-    line = f"JAX ended this process, usually because another was lost ({_LOG_LEVEL}=0 shows why)"
+    line = f"JAX ended this process, usually because another is lost or missing ({_LOG_LEVEL}=0 shows why)"
     os.write(2, f"error: stopped: {line}; {RESTART}\n".encode())  # a save may have replaced sys.stderr
     os._exit(1)

@@ -109,7 +109,8 @@ def half_saved(tiny):
     """A folder in which the first of two processes, their coordinator, was killed while it wrote a checkpoint."""
     out = tiny.parent / "half_saved"
     arrays = str(out / "checkpoints" / f"{LAST}.tmp" / "**" / "d" / "*")
-    lose(*start_two(tiny, out), lambda: glob.glob(arrays, recursive=True))
+    first, second = start_two(tiny, out)
+    lose(first, second, lambda: glob.glob(arrays, recursive=True))
     assert {file.name for file in (out / "checkpoints").iterdir()} == {"8", f"{LAST}.tmp"}
     return out
 
