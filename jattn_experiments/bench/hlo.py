@@ -7,7 +7,7 @@ computation before those that call it.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "all-reduce", "reduce-scatter")
 # An array's type: f32[8,128], pred[], s32[<=8].
