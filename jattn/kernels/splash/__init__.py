@@ -29,10 +29,12 @@ from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
 from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
-from jattn.mods.arrays import mod_semantics, pad_end
+from jattn.mods.arrays import cdiv, mod_semantics, pad_end
 from jattn.score_mods import SoftCap
 
 LARGEST_BLOCK = 512
+# Splash keeps tables of its blocks in a core's scalar memory. On v5p these many fit, four times as many do not.
+MOST_BLOCKS = 2**18
 
 
 def default_block_sizes(T: int, S: int, head_dim: int) -> tuple[int, int]:
@@ -81,7 +83,13 @@ class Splash(Kernel):
             (args.has_mask_array, "it takes no mask array; masks.Dense(array) is a mask"),
             (mod is not None and type(mod) is not SoftCap, "it takes no score_mod but SoftCap"),
             (type(mod) is SoftCap and _soft_cap(args) is None, "the cap of a SoftCap must be a plain number"),
+            (self._count_blocks(args) > MOST_BLOCKS, f"it takes at most {MOST_BLOCKS} blocks; pass larger block_sizes"),
         ]
+
+    def _count_blocks(self, args: AttentionArgs) -> int:
+        T, S = args.query.shape[1], args.key.shape[1]
+        rows, columns = _block_sizes(args, self)
+        return cdiv(T, rows) * cdiv(S, columns)
 
     def describe_work(self, platform: str, args: AttentionArgs) -> str:
         """As of blockwise, for the mean of the heads. All pairs of plain functions would take too long to evaluate."""
@@ -157,10 +165,14 @@ class _PlannedSplash(Splash):
 
 
 def _plan(args: AttentionArgs, settings: Splash) -> SplashPlan:
-    (_, T, _, H), S = args.query.shape, args.key.shape[1]
-    size = settings.block_sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
+    size = _block_sizes(args, settings)
     masks, all_keys_seen = head_masks(args, size)
     return SplashPlan(masks, size, _soft_cap(args), settings.interpret, all_keys_seen)
+
+
+def _block_sizes(args: AttentionArgs, settings: Splash) -> tuple[int, int]:
+    (_, T, _, H), S = args.query.shape, args.key.shape[1]
+    return settings.block_sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
 
 
 def _soft_cap(args: AttentionArgs) -> float | None:
