@@ -222,7 +222,6 @@ def test_refuses_more_blocks_than_scalar_memory_holds():
     assert "splash: it takes at most 262144 blocks" in jattn.explain(many, many, many, is_causal=True, platform="tpu")
 
 
-
 def test_refuses_traced_masks():
     reasons = []
 
