@@ -99,11 +99,11 @@ class SplitKeys(OverMesh):
         extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
         letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
         out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
-        return shard.replicate_if_explicit(self.per_device(fold_on_device, args, out_axes, *extra))
+        return self.per_device(fold_on_device, args, out_axes, *extra)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)``, once, with whole arrays: ``fold`` itself runs on every device."""
-        return fn(args, *shard.replicate_if_explicit([array for array, _ in extra]))
+        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
+        return fn(args, *(array for array, _ in extra))
 
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn.core.shard.per_device`` with sharded keys: lengths and positions are those of each device's slots."""
