@@ -117,7 +117,8 @@ class RingPlan:
     def part(self, args: AttentionArgs, source: Index, i: Index, j: Index) -> AttentionArgs:
         """The call for the i-th chunk of the device's queries and the j-th of the keys of ``source``."""
         t, s = args.query.shape[1] // self.chunks, args.key.shape[1] // self.chunks
-        q_tokens, kv_tokens = self.tokens(jax.lax.axis_index(self.axis), i, t), self.tokens(source, j, s)
+        device = jax.lax.axis_index(self.axis)
+        q_tokens, kv_tokens = self.tokens(device, i, t), self.tokens(source, j, s)
         rows = Chunk(i * t, t)
         of_all = Chunk((source * self.chunks + j) * s, s)  # bias and mask arrays have the columns of all devices
         bias, *slot_masks = (take_pairs(x, rows=rows, columns=of_all) for x in (args.bias, *args.slot_masks))
@@ -129,7 +130,7 @@ class RingPlan:
         part = dataclasses.replace(args, bias=None, slot_masks=()).take(rows=rows, columns=columns)
         return dataclasses.replace(
             part,
-            masks=of_chunks(args.masks, rows, columns, q_tokens[0], kv_tokens[0]),
+            masks=of_chunks(args.masks, rows, columns, self.number(device, i) * t, self.number(source, j) * s),
             bias=bias,
             slot_masks=tuple(slot_masks),
             query_positions=q_tokens[None] if args.query_positions is None else part.query_positions,

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.experimental.mesh_utils import create_device_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.core.attention import NAMES
 from jattn.multi_head import attend_heads
@@ -45,7 +46,8 @@ class Stack:
 def problem(stack: Stack) -> tuple[Callable, list[Any]]:
     """The loss and its gradient by the parameters, and the types of the parameters and of the activations."""
     chips = devices(stack.topology)
-    mesh = jax.make_mesh(stack.mesh, AXES, (AxisType.Auto,) * 3, devices=chips)
+    # An axis of the mesh may be a part of one of the topology's, which jax.make_mesh does not try.
+    mesh = Mesh(create_device_mesh(stack.mesh, chips, allow_split_physical_axes=True), AXES)
     ring = Ring(mesh, "sequence", batch_axis="data", head_axis="heads", layout="zigzag")
 
     def lies(*axes: Any) -> NamedSharding:
