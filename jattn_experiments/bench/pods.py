@@ -78,7 +78,8 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
             one = dataclasses.replace(program, passes=passes)
             yield Job(part, dataclasses.asdict(one), functools.partial(compiled, one))
     for stack in sizes.stacks:
-        yield Job("stacks", dataclasses.asdict(stack), functools.partial(compiled, stack))
+        key = dataclasses.asdict(stack) | {"mesh": list(stack.mesh)}  # as JSON gives it back
+        yield Job("stacks", key, functools.partial(compiled, stack))
     for program, passes in itertools.product(sizes.rings, PASSES):
         if program.topology.startswith("v5p") and program.case == "causal":
             key = {"topology": program.topology, "length": program.length, "passes": passes}
