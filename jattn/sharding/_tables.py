@@ -44,9 +44,11 @@ class SegmentsAtHand(Segments):
 def divide(args: AttentionArgs, turn: Callable) -> tuple[AttentionArgs, list[tuple[Array, str]]]:
     """The call without the masks whose tables can be divided, and these tables with the letters of their axes.
 
+    It is also without the mask arrays of the lengths, which ``RingPlan.part`` makes for the chunks that it takes.
     ``turn(x, axis)``: ``x`` in the order of the ring's layout.
     """
     T, S = args.query.shape[1], args.key.shape[1]
+    args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
     if args.query_positions is not None or args.kv_positions is not None:
         return args, []
     others: list[MaskFunction] = []
@@ -59,8 +61,7 @@ def divide(args: AttentionArgs, turn: Callable) -> tuple[AttentionArgs, list[tup
             arrays.append(turn(turn(mask._table(), 2), 3))
         else:
             others.append(mask)
-    slot_masks = (*args.slot_masks[: args.has_mask_array], *arrays)
-    return dataclasses.replace(args, masks=tuple(others), slot_masks=slot_masks), tables
+    return dataclasses.replace(args, masks=tuple(others), slot_masks=(*args.slot_masks, *arrays)), tables
 
 
 def _lengths(mask: Segments) -> tuple[Length, Length]:

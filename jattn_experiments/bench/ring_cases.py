@@ -69,6 +69,9 @@ CASES = {
     "lengths, one of them 0": Case(
         {"query_seq_lengths": np.array([30, 11]), "key_value_seq_lengths": np.array([17, 0]), "is_causal": True}
     ),
+    "lengths, and positions that are not the slots'": Case(
+        {"key_value_seq_lengths": np.array([21, 9]), "query_positions": np.arange(T) + 3, "is_causal": True}
+    ),
     "bias": Case({"is_causal": True}, {"bias": _floats(1, N, T, S)}),
     "bias by head alone": Case({}, {"bias": _floats(B, N, 1, 1)}),
     "scale": Case({"is_causal": True, "scale": 0.7}),

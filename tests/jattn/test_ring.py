@@ -49,7 +49,7 @@ def test_values_are_those_of_one_device(name):
     "name",
     [
         "one key head", "cross, causal, bottom-right by positions", "window far away: a ring with gaps",
-        "nobody sees anything", "lengths, one of them 0", "bias", "sinks", "alibi, then a soft cap", "dropout",
+        "nobody sees anything", "lengths, one of them 0", "lengths, and positions that are not the slots'", "bias", "sinks", "alibi, then a soft cap", "dropout",
         "logits of +-1e4",
     ],
 )  # fmt: skip
