@@ -44,6 +44,26 @@ class OverMesh:
         """Whether no device has the whole sequence."""
         return self._named_axes().parts("length") > 1
 
+    def fold_parts(
+        self, fold: Callable[[AttentionArgs, Reduction], dict[str, Array]], args: AttentionArgs, reduction: Reduction
+    ) -> dict[str, Array]:
+        """``fold(part, reduction)`` on every device, with its parts of both; the results are divided like the call."""
+        leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
+
+        def on_device(part: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
+            rows, columns = jax.tree.unflatten(structure, data)
+            return fold(part, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
+
+        of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
+        extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
+        letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
+        out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
+        return self.per_device(on_device, args, out_axes, *extra)
+
+    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+        """``jattn.core.shard.per_device``."""
+        return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
+
     def _named_axes(self) -> MeshAxes:
         return MeshAxes(self.mesh, **self._axes_by_kind())
 
@@ -115,8 +135,8 @@ class HeadParallel(OverMesh):
         return Dispatch().fold(args, reduction)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn.core.shard.per_device``: each device computes and folds its own heads and sequences."""
-        return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
+        """``per_device``: each device computes and folds its own heads and sequences."""
+        return self.per_device(fn, args, out_axes, *extra)
 
 
 def head_parallel_attention(

@@ -93,18 +93,8 @@ class Ring(OverMesh):
         """As in ``jattn.kernels.ReducesWeights``, with ``ring_fold`` on every device; results are divided like it."""
         args = self._without_default_positions(args)
         plan = dataclasses.replace(self.plan(args), gradient_dtype=None)
-        leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
-
-        def fold_on_device(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
-            rows, columns = jax.tree.unflatten(structure, data)
-            return ring_fold(plan, platform, args, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
-
-        of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
-        extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
-        letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
-        out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
-        return self.per_device(fold_on_device, args, out_axes, *extra)
+        return self.fold_parts(lambda part, own: ring_fold(plan, platform, part, own), args, reduction)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""

@@ -76,11 +76,9 @@ class SplitKeys(OverMesh):
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``: each device reduces the weights of its own keys."""
         axes, (T, S) = self.mesh_axes(args).keys, (args.query.shape[1], args.key.shape[1])
-        leaves, structure = jax.tree.flatten((reduction.rows, reduction.columns))
 
-        def fold_on_device(part: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array]:
-            rows, columns = jax.tree.unflatten(structure, data)
-            own = Dispatch().fold(part, dataclasses.replace(reduction, lse=lse, rows=rows, columns=columns))
+        def fold_on_device(part: AttentionArgs, of_part: Reduction) -> dict[str, Array]:
+            own = Dispatch().fold(part, of_part)
             first = jax.lax.axis_index(axes) * part.key.shape[1]
 
             def over_devices(kind: str, x: Array) -> Array:
@@ -95,11 +93,7 @@ class SplitKeys(OverMesh):
 
             return {name: over_devices(reduction.result_kinds[name], x) for name, x in own.items()}
 
-        of_leaves = ["bt"] * len(reduction.rows) + ["bs"] * len(reduction.columns)
-        extra = [(reduction.lse, "btn"), *zip(leaves, of_leaves, strict=True)]
-        letters = {"row_sum": "bnt", "row_max": "bnt", "column_sum": "bns", "diagonal_sum": "bn."}
-        out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
-        return self.per_device(fold_on_device, args, out_axes, *extra)
+        return self.fold_parts(fold_on_device, args, reduction)
 
     def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
