@@ -11,11 +11,12 @@ from jaxtyping import Array, PyTree
 
 from jattn.core import shard
 from jattn.core.arguments import AttentionArgs, masks_of_lengths
+from jattn.core.attention import softmax_dtype
 from jattn.core.merge import merge_devices
 from jattn.core.shares import axes_of
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, by_name, choose
-from jattn.sharding._head_parallel import Axes, OverMesh
+from jattn.sharding._head_parallel import Axes, OverMesh, in_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,24 @@ class SplitKeys(OverMesh):
             return merge_devices(*choose(part, self.implementation).run(part), axes)
 
         return self.per_device(attend, args, ("btnd", "btn"))
+
+    def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+        """As in ``jattn.kernels.OverDevices``."""
+        mesh_axes, texts = self.mesh_axes(args), []
+
+        def of_device(part: AttentionArgs) -> Array:
+            texts.append(explain(part, self.implementation))
+            return part.query
+
+        jax.eval_shape(lambda: self.per_device(of_device, args, "btnh"))
+        (B, T, N, _), D = args.query.shape, args.value.shape[3]
+        share = mesh_axes.parts("batch") * mesh_axes.parts("heads")
+        rows = B * T * N // share * jnp.dtype(softmax_dtype(args.query)).itemsize
+        moved = (
+            f"all-reduces of {in_units(rows)}, the largest log-sum-exps, and {in_units(rows * (D + 1))}, the outputs"
+        )
+        moved = f"forward, {moved}" if mesh_axes.parts("keys") > 1 else "moves nothing"
+        return [f"SplitKeys: {mesh_axes}", moved, *texts]
 
     def slots(self, length: int) -> None:
         """None: the slots of a sequence are in the tokens' own order."""

@@ -424,3 +424,15 @@ def test_what_cannot_be_sharded_is_named(name):
     make, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_explain_says_what_is_reduced():
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for length, heads in ((1, 32), (2**17, 8))
+    )
+    how = SplitKeys(mesh_of(8), "sequence", implementation="blockwise")
+    assert jattn.explain(query, key, key, implementation=how).splitlines()[:3] == [
+        "SplitKeys: keys over mesh axis 'sequence' (8 devices)",
+        "forward, all-reduces of 128 B, the largest log-sum-exps, and 16.1 KiB, the outputs",  # 32 * (128 + 1) floats
+        "blockwise: taken by name",
+    ]
