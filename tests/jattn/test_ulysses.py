@@ -1,5 +1,6 @@
 """Devices that exchange the sequence for heads: the results of one device, by all-to-alls alone; what ``explain`` says."""
 
+import dataclasses
 import re
 
 import jax
@@ -55,6 +56,8 @@ def test_values_are_those_of_one_device(name):
 
 
 def check_with_gradients(name, how):
+    if CASES[name].against != "xla":  # a case whose rounding depends on the formula: the same one on both sides
+        how = dataclasses.replace(how, implementation=CASES[name].against)
     (found, gradients), (wanted, wanted_gradients) = in_a_ring(name, how), expected(name)
     assert off(found, wanted) <= 1e-5
     assert off(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
