@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 import jattn
 from jattn import masks, score_mods
 from jattn.sharding import Ring, Ulysses, from_zigzag, to_zigzag
+from jattn_experiments.bench.conformance import error
 
 B, T, S, N, K, H, D = 2, 32, 32, 4, 2, 6, 5
 RNG = np.random.default_rng(0)
@@ -171,15 +172,8 @@ def in_a_ring(name: str, how: Ring | Ulysses, differentiate: Callable = with_gra
 
 def off(got: Any, wanted: Any) -> float:
     """The largest difference divided by the largest finite expected value; infinite for a NaN or a wrong infinity."""
-    worst = 0.0
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        finite = np.isfinite(other)
-        if not (one[~finite] == other[~finite]).all() or not np.isfinite(one[finite]).all():
-            return np.inf
-        scale = np.abs(other[finite]).max(initial=1e-3)
-        worst = max(worst, np.abs(one[finite] - other[finite]).max(initial=0.0) / scale)
-    return float(worst)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    return max((error(one, other) for one, other in pairs), default=0.0)
 
 
 def mesh_of(devices: int) -> jax.sharding.Mesh:
