@@ -5,18 +5,14 @@ and answers each with one line: what came of it. It is a process of its own beca
 when they are loaded, and one that aborts takes its process along. Nothing is executed.
 """
 
-import atexit
 import functools
-import json
 import math
 import os
 import re
-import select
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +27,7 @@ from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
 from jattn_experiments.bench.cases import CAP, WINDOW
 from jattn_experiments.bench.hlo import ARRAY, KERNEL
+from jattn_experiments.bench.worker import Worker, serve
 
 # Without a TPU, libtpu must not ask the cloud which one there is, and another process may have it loaded, too.
 ENVIRONMENT = {
@@ -71,60 +68,11 @@ NUM_HEADS = 8
 LIMIT = 900.0  # seconds for one cell
 
 
-class Compiler:
-    """The process that compiles. It starts at the first cell, again after one that ended it, and ends with this one.
+class Compiler(Worker):
+    """The process that compiles; ``module`` serves."""
 
-    ``command``: a program that calls ``serve``.
-    """
-
-    def __init__(self, command: Sequence[str] = (sys.executable, "-m", __name__), limit: float = LIMIT):
-        self.command, self.limit = command, limit
-        self.process: subprocess.Popen | None = None
-        atexit.register(self.close)
-
-    def __call__(self, **cell: Any) -> dict[str, Any]:
-        """What came of a cell, as the process answers; ``result``, ``reason``, ``seconds`` if it ended or hung."""
-        if self.process is None:
-            self._start()
-        process, begin = self.process, time.perf_counter()
-        try:
-            process.stdin.write(json.dumps(cell).encode() + b"\n")
-            process.stdin.flush()
-            ready, _, _ = select.select([process.stdout], [], [], self.limit)
-            answer = process.stdout.readline() if ready else b""
-        except BrokenPipeError:
-            ready, answer = True, b""
-        if answer:
-            return json.loads(answer)
-        reason = self._end() if ready else f"took more than {self.limit:g} seconds"
-        self.close()
-        return {"result": "failed", "reason": reason, "seconds": round(time.perf_counter() - begin, 1)}
-
-    def _start(self) -> None:
-        self.errors = tempfile.TemporaryFile()
-        checkout, environment = Path(__file__).parents[2], os.environ | ENVIRONMENT
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = subprocess.Popen(self.command, cwd=checkout, env=environment, **pipes)
-
-    def _end(self) -> str:
-        status = self.process.wait()
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
-        return f"the compiler ended with status {status}: {said[:300]}"
-
-    def kill(self) -> None:
-        """Ends the process, from another thread: the cell that it compiles has failed. It would not hear Ctrl-C."""
-        if self.process is not None:
-            self.process.kill()
-
-    def close(self) -> None:
-        """Ends the process, if there is one."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.errors.close()
-            self.process = None
+    def __init__(self, module: str = __name__):
+        super().__init__((sys.executable, "-m", module), ENVIRONMENT, LIMIT)
 
 
 # What is known of a cell that was not compiled.
@@ -253,14 +201,6 @@ def devices(topology: str) -> Sequence[Any]:
 def first_line(error: Exception) -> str:
     """The first line of its message, at most 300 characters of it."""
     return next(iter(str(error).strip().splitlines()), "")[:300]
-
-
-def serve(answer: Callable[..., Mapping[str, Any]]) -> None:
-    """Answers the questions on stdin, JSON objects of named arguments, one a line, until it ends."""
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    for line in sys.stdin:
-        print(json.dumps(answer(**json.loads(line))), file=said, flush=True)
 
 
 if __name__ == "__main__":

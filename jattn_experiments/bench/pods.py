@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -88,7 +87,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 def compiled(program: Program | Stack) -> Mapping[str, Any]:
     """What came of it, in a fresh process."""
-    compiler = Compiler((sys.executable, "-m", "jattn_experiments.bench.pod_compiler"))
+    compiler = Compiler("jattn_experiments.bench.pod_compiler")
     try:
         return compiler(**dataclasses.asdict(program))
     finally:

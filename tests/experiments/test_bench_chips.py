@@ -11,9 +11,10 @@ import pytest
 
 from jattn_experiments.__main__ import main
 from jattn_experiments.bench import chip_compiler, chips
-from jattn_experiments.bench.chip_compiler import CASES, Compiler, dense_arrays
+from jattn_experiments.bench.chip_compiler import CASES, dense_arrays
 from jattn_experiments.bench.chips import AXES, SUITE, Sizes
 from jattn_experiments.bench.suite import Refused, Results, Row
+from jattn_experiments.bench.worker import Worker
 
 LINEAR = """
   %p = bf16[1,64,2,16]{3,1,2,0:T(8,128)(2,1)} parameter(0)
@@ -135,15 +136,15 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_one_process_answers_until_it_dies_or_hangs():
-    compiler = Compiler((sys.executable, "-c", ECHO), limit=5.0)
-    first = compiler(do="answer")["pid"]
-    assert compiler(do="answer")["pid"] == first
-    died = compiler(do="die")
-    assert (died["result"], died["reason"]) == ("failed", "the compiler ended with status 6: Check failed: blocks > 0")
-    assert compiler(do="answer")["pid"] != first
-    assert compiler(do="hang")["reason"] == "took more than 5 seconds"
-    assert compiler(do="answer")["pid"] != first
-    compiler.close()
+    worker = Worker((sys.executable, "-c", ECHO), {}, limit=5.0)
+    first = worker(do="answer")["pid"]
+    assert worker(do="answer")["pid"] == first
+    died = worker(do="die")
+    assert (died["result"], died["reason"]) == ("failed", "the process ended with status 6: Check failed: blocks > 0")
+    assert worker(do="answer")["pid"] != first
+    assert worker(do="hang")["reason"] == "took more than 5 seconds"
+    assert worker(do="answer")["pid"] != first
+    worker.close()
 
 
 # ---- the suite

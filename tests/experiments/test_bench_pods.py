@@ -260,8 +260,8 @@ def test_each_program_has_a_process_of_its_own(monkeypatch):
     class FakeCompiler:
         closed = 0
 
-        def __init__(self, command):
-            assert command[-1] == "jattn_experiments.bench.pod_compiler"
+        def __init__(self, module):
+            assert module == "jattn_experiments.bench.pod_compiler"
 
         def __call__(self, **cell):
             return {"result": "compiled", "cell": cell}

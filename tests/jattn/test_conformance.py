@@ -41,7 +41,7 @@ from jattn_experiments.bench.conformance import (
     run,
     values_and_gradients,
 )
-from tests.jattn.interpreted import Interpreted
+from jattn_experiments.bench.interpreted import Interpreted
 
 
 @dataclasses.dataclass(frozen=True)

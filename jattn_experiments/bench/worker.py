@@ -1,0 +1,77 @@
+"""A process that answers questions one by one, so that one that crashes or hangs costs its own answer alone."""
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Worker:
+    """The process. It starts at the first question, again after one that ended it, and ends with this one.
+
+    ``command``: a program that calls ``serve``. ``limit``: seconds for one answer.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], limit: float):
+        self.command, self.environment, self.limit = command, environment, limit
+        self.process: subprocess.Popen | None = None
+        atexit.register(self.close)
+
+    def __call__(self, **question: Any) -> dict[str, Any]:
+        """Its answer, or ``result`` "failed", ``reason``, ``seconds`` if it ended or took longer than the limit."""
+        if self.process is None:
+            self._start()
+        process, begin = self.process, time.perf_counter()
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], self.limit)
+            answer = process.stdout.readline() if ready else b""
+        except BrokenPipeError:
+            ready, answer = True, b""
+        if answer:
+            return json.loads(answer)
+        reason = self._end() if ready else f"took more than {self.limit:g} seconds"
+        self.close()
+        return {"result": "failed", "reason": reason, "seconds": round(time.perf_counter() - begin, 1)}
+
+    def _start(self) -> None:
+        self.errors = tempfile.TemporaryFile()
+        checkout, environment = Path(__file__).parents[2], os.environ | self.environment
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(self.command, cwd=checkout, env=environment, **pipes)
+
+    def _end(self) -> str:
+        status = self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+        return f"the process ended with status {status}: {said[:300]}"
+
+    def kill(self) -> None:
+        """Ends the process, from another thread: its question has failed. It would not hear Ctrl-C."""
+        if self.process is not None:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.errors.close()
+            self.process = None
+
+
+def serve(answer: Callable[..., Mapping[str, Any]]) -> None:
+    """Answers the questions on stdin, JSON objects of named arguments, one a line, until it ends."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), file=said, flush=True)
