@@ -25,7 +25,6 @@ Ref = Any  # an array in a kernel's memory: Pallas has several types of them, no
 class PallasKernel(ReducingKernel):
     """Our own kernels for one kind of chip, in the module ``kernel`` of its package."""
 
-    never_run: ClassVar[bool] = True
     takes: ClassVar[frozenset[str]] = frozenset(
         {"bias", "mask array", "score_mod", "query positions", "key positions", "precision"}
     )

@@ -20,7 +20,7 @@ CASES = {
 PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed beside it, in one row
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
-PEERS = ("jax", "torch", "tokamax", "jattn-xla", "jattn-kernels", "jattn-avx2")
+PEERS = ("jax", "torch", "tokamax", "splash", "jattn-xla", "jattn-kernels", "jattn-avx2")
 PARTS = ("times", "memory", "peak", "compile")
 DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
 
@@ -84,7 +84,7 @@ class Plan:
     """What one run measures.
 
     ``seconds``: the time that one row's calls take, all contestants together. ``batch``: B of the attention suite's
-    problems. ``cells``: of the chips suite, unparsed.
+    problems. ``cells``: of the chips suite, ``kernels``: of the chip suite, both unparsed. ``minutes``: of the latter.
     """
 
     out: Path
@@ -96,9 +96,14 @@ class Plan:
     seconds: float = 6.0
     cells: str = ""
     batch: int = 1
+    kernels: str = ""
+    minutes: float = 8.0
 
     @classmethod
-    def read(cls, out: Path, device: str, seconds: float, cells: str = "", batch: int = 1, **lists: str) -> "Plan":
+    def read(
+        cls, out: Path, device: str, seconds: float, cells: str = "", batch: int = 1, kernels: str = "",
+        minutes: float = 8.0, **lists: str,
+    ) -> "Plan":  # fmt: skip
         """Parses command-line options; lists are separated by commas.
 
         Raises:
@@ -122,4 +127,7 @@ class Plan:
             raise ValueError(f"--seconds: expected > 0, got {seconds}")
         if batch < 1:
             raise ValueError(f"--batch: expected >= 1, got {batch}")
-        return cls(out, device, seconds=seconds, cells=cells, batch=batch, **chosen)
+        if not minutes > 0:
+            raise ValueError(f"--minutes: expected > 0, got {minutes}")
+        own = {"cells": cells, "batch": batch, "kernels": kernels, "minutes": minutes}
+        return cls(out, device, seconds=seconds, **own, **chosen)

@@ -14,6 +14,7 @@ from jattn_experiments.runs.terminal import fail
 # The suites, one file each, and the options that they take.
 SUITES = {
     "attention": ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw"),
+    "chip": ("kernels", "minutes", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
     "imports": ("out",),
@@ -36,7 +37,16 @@ def bench_command(arguments: Sequence[str]) -> int:
     out = Path(options.out or _folder(options))
     lists = {name: options[name] for name in ("peers", "lengths", "cases", "parts")}
     try:
-        plan = Plan.read(out, options.device, options.seconds, options.cells, options.batch, **lists)
+        plan = Plan.read(
+            out,
+            options.device,
+            options.seconds,
+            options.cells,
+            options.batch,
+            options.kernels,
+            options.minutes,
+            **lists,
+        )
     except ValueError as wrong:
         return fail(str(wrong))
     return _run(options.suite, plan, options.redraw, options.resume)
@@ -45,7 +55,9 @@ def bench_command(arguments: Sequence[str]) -> int:
 def _folder(options: Any) -> Path | str:
     """Where whole results are kept, under the date; a part of them is not."""
     attention = options.device + (f"-batch{options.batch}" if options.batch > 1 else "")
-    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods"}.get(options.suite)
+    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods", "chip": "chip"}.get(
+        options.suite
+    )
     return RESULTS / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 
@@ -81,10 +93,9 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; chips: compiled for TPUs; dispatch: short calls; imports: beside JAX and Flax; "
-        "language: SmolLM2 beside transformers; "
-        "layers: Flax's modules and torch's; looking: statistics; pods: rings compiled for TPUs; "
-        "reports: pages of heads; sharding: rings",
+        help="attention; chip: all on the accelerator here; chips: compiled for TPUs; dispatch: short calls; "
+        "imports: beside JAX and Flax; language: SmolLM2 beside transformers; layers: Flax's modules and torch's; "
+        "looking: statistics; pods: rings compiled for TPUs; reports: pages of heads; sharding: rings",
     )
     known = f"any of {', '.join(PEERS)}, beside a plain call of jattn"
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=known)
@@ -94,6 +105,9 @@ def _parser() -> config.Parser:
     parser.add_argument("--cases", type=str, default=",".join(CASES), help="any of these")
     parser.add_argument("--parts", type=str, default=",".join(PARTS), help="what to measure: any of these")
     parser.add_argument("--cells", type=str, default="", help="of chips: any of their words, as v5e,128,causal")
+    known = "of chip: any of jattn's implementations and module:object of one's own; by default the device's"
+    parser.add_argument("--kernels", type=str, default="", help=known)
+    parser.add_argument("--minutes", type=float, default=8.0, help="of chip: how long it may take")
     parser.add_argument("--seconds", type=float, default=6.0, help="time per row, all contestants together")
     parser.add_argument("--out", type=str, default=None, help="folder; by default one where results are kept")
     parser.add_argument("--resume", action="store_true", help="continue the results in --out")

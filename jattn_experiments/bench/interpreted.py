@@ -18,6 +18,8 @@ class Interpreted:
     Derivatives with respect to query, key and value are the kernels', others are blockwise's, as in ``pallas_gpu``.
     """
 
+    dtypes = PallasGPU.dtypes
+
     def _settings(self) -> PallasGPU:
         from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 has no such interpreter
 

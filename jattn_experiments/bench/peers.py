@@ -6,6 +6,7 @@ peer is given a case that it has no argument for.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import sys
@@ -66,8 +67,18 @@ class InJax:
 
     def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
         """Computes the passes and returns when they are done: the output, or the gradients."""
+        return functools.partial(self.repeated(problem, passes), 1)
+
+    def repeated(self, problem: Problem, passes: str) -> Callable[[int], Any]:
+        """``call`` so many times: each begins when the last one was launched, the result is there when all are done."""
         arrays, function = self.inputs(problem), jax.jit(self.function(problem, passes))
-        return lambda: jax.block_until_ready(function(*arrays))
+
+        def run(times: int) -> Any:
+            for _ in range(times):
+                found = function(*arrays)
+            return jax.block_until_ready(found)
+
+        return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +113,10 @@ class InTorch:
 
     def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
         """Computes the passes and returns when they are done: the output, or the gradients."""
+        return functools.partial(self.repeated(problem, passes), 1)
+
+    def repeated(self, problem: Problem, passes: str) -> Callable[[int], Any]:
+        """As that of ``InJax``."""
         import torch
 
         torch.set_num_threads(timing.cores())
@@ -110,11 +125,12 @@ class InTorch:
         tensors = self.inputs(problem)
         attention = torch_flex(problem, self.device) if self.flex else torch_sdpa(problem, self.device)
 
-        def run():
+        def run(times: int) -> Any:
             with torch.no_grad() if passes == "forward" else contextlib.nullcontext():
-                found = attention(*tensors)
-                if passes == "both":
-                    found = torch.autograd.grad(torch.sin(found).sum(), tensors)
+                for _ in range(times):
+                    found = attention(*tensors)
+                    if passes == "both":
+                        found = torch.autograd.grad(torch.sin(found).sum(), tensors)
             if self.device == "cuda":
                 torch.cuda.synchronize()
             return found
@@ -127,7 +143,7 @@ Contestant = InJax | InTorch
 
 def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], dict[str, str]]:
     """jattn and the available ``peers``, in column order; and one line per missing peer that says why."""
-    found: list[Contestant] = [InJax("jattn", _jattn(None), tuple(CASES), linear=tuple(CASES))]  # the plain call
+    found: list[Contestant] = [InJax("jattn", by_jattn(None), tuple(CASES), linear=tuple(CASES))]  # the plain call
     missing = {}
     for peer in peers:
         reason = _missing(peer, device)
@@ -182,6 +198,36 @@ def _jax_nn(device: str) -> list[Contestant]:
     return found
 
 
+def _splash(device: str) -> list[Contestant]:
+    """JAX's splash kernel for TPUs as JAX calls it, in blocks of 512 as MaxText has them."""
+    return (
+        [InJax("splash", _splash_attention, ("full", "causal", "window"), linear=tuple(CASES))]
+        if device == "tpu"
+        else []
+    )
+
+
+def _splash_attention(problem: Problem, query, key, value):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    n, block = problem.length, min(512, problem.length)
+    mask = {
+        "full": lambda: splash_attention_mask.FullMask((n, n)),
+        "causal": lambda: splash_attention_mask.CausalMask((n, n)),
+        "window": lambda: splash_attention_mask.LocalMask((n, n), (WINDOW, 0), 0),
+    }[problem.case]()
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * problem.num_heads),
+        block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    query = query * jnp.asarray(problem.head_dim**-0.5, query.dtype)
+    out = jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in (query, key, value)))
+    return jnp.swapaxes(out, 1, 2)
+
+
 def _torch(device: str) -> list[Contestant]:
     if device == "gpu":
         return [InTorch("torch", "cuda"), InTorch("torch flex", "cuda", flex=True)]
@@ -197,25 +243,26 @@ def _tokamax(device: str) -> list[Contestant]:
 
 
 def _jattn_xla(device: str) -> list[Contestant]:
-    return [InJax("jattn xla", _jattn("xla"), tuple(CASES))]
+    return [InJax("jattn xla", by_jattn("xla"), tuple(CASES))]
 
 
 def _jattn_kernels(device: str) -> list[Contestant]:
     """Our kernels that the plain call may not take: on a CPU those that it takes without jattn-native."""
     if device == "cpu":
-        return [InJax("jattn blockwise", _jattn("blockwise"), tuple(CASES), linear=tuple(CASES))]
+        return [InJax("jattn blockwise", by_jattn("blockwise"), tuple(CASES), linear=tuple(CASES))]
     known = tuple(case for case in CASES if case != "t5")
-    return [InJax(f"jattn pallas_{device}", _jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
+    return [InJax(f"jattn pallas_{device}", by_jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
 
 
 def _jattn_avx2(device: str) -> list[Contestant]:
     """The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that."""
-    narrow = InJax("jattn avx2", _jattn(Native(width=8)), tuple(CASES), linear=tuple(CASES))
+    narrow = InJax("jattn avx2", by_jattn(Native(width=8)), tuple(CASES), linear=tuple(CASES))
     return [narrow] if device == "cpu" else []
 
 
 _PEERS = {
     "jax": _jax_nn,
+    "splash": _splash,
     "torch": _torch,
     "tokamax": _tokamax,
     "jattn-xla": _jattn_xla,
@@ -224,7 +271,7 @@ _PEERS = {
 }
 
 
-def _jattn(implementation: str | Native | None) -> Attention:
+def by_jattn(implementation: Any) -> Attention:
     """``jattn.dot_product_attention`` with jattn's masks and score functions for the cases."""
 
     def attention(problem: Problem, query, key, value, *extra):

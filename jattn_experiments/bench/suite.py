@@ -45,11 +45,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A row to measure: ``measure()`` returns ``found``."""
+    """A row to measure: ``measure()`` returns ``found``, or None if this run has no time for it."""
 
     part: str
     key: Mapping[str, Any]
-    measure: Callable[[], Mapping[str, Any]]
+    measure: Callable[[], Mapping[str, Any] | None]
 
 
 @dataclasses.dataclass
@@ -111,16 +111,22 @@ class Suite:
         jobs = [job for job in self.jobs(sizes) if (job.part, job.key) not in done]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, transient=True) as progress:
-            task = progress.add_task("", total=len(jobs))
+            task, left = progress.add_task("", total=len(jobs)), 0
             for job in jobs:
                 progress.update(task, description=" ".join(str(value) for value in (job.part, *job.key.values())))
-                row = Row(job.part, job.key, job.measure())
+                found = job.measure()
+                if found is None:
+                    left += 1
+                    continue
+                row = Row(job.part, job.key, found)
                 results.rows.append(row)
                 if self.resumable:
                     self.write(results, out)
                 if self.line is not None:
                     progress.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
                 progress.advance(task)
+        if left:
+            print(f"The time is over: {left} of {len(jobs)} steps are left. --resume continues with them.")
         self.write(results, out)
         return results
 

@@ -32,6 +32,7 @@ class PallasTPU(PallasKernel):
 
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str | None] = "tpu"
+    never_run: ClassVar[bool] = True
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float32, jnp.bfloat16)
 
     block_sizes: tuple[int, int] | None = None

@@ -17,6 +17,7 @@ from jattn.core.arguments import AttentionArgs
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu.schedule import LARGE, SMALL, TILE, Table, block_sizes, schedule, split_entry
 from jattn.kernels.pallas_tpu.tile import Operands, Scores
+from jattn.kernels.tuned import measured_sizes
 from jattn.mods.arrays import pad_end
 
 Interpret = bool | pltpu.InterpretParams
@@ -67,15 +68,17 @@ class TPUPlan:
 def make_plan(args: AttentionArgs, sizes: tuple[int, int] | None, interpret: Interpret) -> TPUPlan:
     """The plan for blocks of these sizes, or of the default ones.
 
-    These are ``block_sizes``: ``LARGE`` ones, unless ``SMALL`` ones skip enough of the matrix to pay off, as in
-    ``jattn.blocks.block_lists.choose_blocks``, or a query is ``WIDE``, as in float32 with more than 128 features.
+    These are large, as measured on this chip or else ``LARGE``. They are ``SMALL`` if that skips enough of the matrix
+    to pay off, as in ``jattn.blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more than
+    128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]
     tables, found = functools.partial(block_table, args), None
     if sizes is None:
         dim = args.query.shape[3] if args.value is None else max(args.query.shape[3], args.value.shape[3])
         wide = dim * args.query.dtype.itemsize > WIDE
-        sizes, found = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
+        large = block_sizes(T, S, SMALL) if wide else measured_sizes("pallas_tpu", args) or block_sizes(T, S, LARGE)
+        sizes, found = choose_size(tables, large, block_sizes(T, S, SMALL))
     found = tables(sizes) if found is None else found
     rows, columns = (count * size for count, size in zip(found[0].shape[1:], sizes, strict=True))
     operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2])

@@ -1,0 +1,284 @@
+"""The chip suite: what only an accelerator shows: which kernels are right there, how fast they are, what to change.
+
+Every step is asked of ``chip_worker`` in a process of its own, which is ended at its limit and begun again after a
+crash, so a fault costs one question. Without an accelerator it is a rehearsal: the CPU's kernels, those of chips in
+interpreters, small sizes. Shared by all rows: ``environment``, ``shape``, ``now`` (clocks when it began). Each row has
+``answers``, one for every question, and ``seconds``. The parts, in order of worth:
+
+- ``right``: per kernel and ``share`` of a table of cases, each compared with float64 on the host;
+- ``bits``: per kernel, whether looking at heads changes a bit, and whether equal calls agree;
+- ``fast``: per case, length and passes, all contestants in turn; ``decode``, ``statistics``, ``ring``;
+- ``tuned``: per kernel, head_dim and length, block sizes in turn.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jattn_experiments.bench import chip_report, conformance
+from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
+from jattn_experiments.bench.worker import Worker
+from jattn_experiments.runs.folder import write_atomically
+
+# Those that have never run come first.
+KERNELS = {
+    "tpu": ("pallas_tpu", "splash", "blockwise", "decode", "xla"),
+    "gpu": ("pallas_gpu", "cudnn", "blockwise", "decode", "xla"),
+    "cpu": (
+        "pallas_tpu (interpreted)", "pallas_gpu (interpreted)", "splash (interpreted)",
+        "native", "blockwise", "decode", "xla",
+    ),
+}  # fmt: skip
+SHARES = {"at size": 2, "small": 4, "unseen": 1}  # each table is divided into so many steps
+# Of the small table, what a rehearsal has time for.
+IN_SHORT = ("grouped queries", "causal, top-left", "sinks, and rows that see nothing", "bfloat16, causal")
+BLOCKS = ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024))
+COMMAND = (sys.executable, "-m", "jattn_experiments.bench.chip_worker")
+# Two devices make a ring of a CPU.
+REHEARSED = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+ON_CHIP = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves memory for the peers
+FILE = "block_sizes.json"
+PATIENCE = 2  # processes that a kernel may end before it is asked no more
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """One run.
+
+    ``facts``: what the device says of itself, and ``now``, of its clocks. ``kernels``: what to check. ``minutes``: no
+    step begins, or goes on, after this. ``limit``: seconds for one question. ``lengths``: T = S of what is timed.
+    """
+
+    facts: Mapping[str, Any]
+    now: Mapping[str, Any]
+    kernels: tuple[str, ...]
+    minutes: float = 8.0
+    limit: float = 60.0
+    lengths: tuple[int, ...] = (4096, 16384)
+    head_dims: tuple[int, ...] = (128, 64)
+    num_heads: int = 16
+    seconds: float = 2.0
+    begun: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def rehearsal(self) -> bool:
+        """Whether no accelerator is there."""
+        return self.facts["platform"] == "cpu"
+
+    @property
+    def devices(self) -> int:
+        """How many there are; a rehearsal has two."""
+        return 2 if self.rehearsal else self.facts["devices"]
+
+    @classmethod
+    def read(cls, plan: Plan) -> "Sizes":
+        """Asks the device who it is.
+
+        Raises:
+            Refused: it did not answer; an unknown kernel.
+        """
+        begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP, 180.0)
+        said = worker(ask="device")
+        if said["result"] != "measured":
+            raise Refused(f"--suite chip: JAX found no device to ask: {said['reason']}")
+        facts = said["facts"]
+        kernels = tuple(word.strip() for word in plan.kernels.split(",") if word.strip()) or KERNELS[facts["platform"]]
+        for kernel in kernels:
+            known = worker(ask="tunable", kernel=kernel)
+            if known["result"] != "measured":
+                raise Refused(f"--kernels: {known['reason'].removeprefix('ValueError: ')}")
+        worker.close()
+        own = {"facts": facts, "now": said["now"], "kernels": kernels, "minutes": plan.minutes, "begun": begun}
+        if facts["platform"] != "cpu":
+            return cls(**own)
+        return cls(**own, lengths=(256,), head_dims=(64,), num_heads=2, seconds=0.5)
+
+
+def about(sizes: Sizes) -> dict[str, Any]:
+    """The device, its versions, and the shape of what is timed."""
+    shape = {"lengths": list(sizes.lengths), "head_dims": list(sizes.head_dims), "num_heads": sizes.num_heads}
+    return {"environment": dict(sizes.facts), "now": dict(sizes.now), "shape": shape}
+
+
+class Asking:
+    """Asks questions in processes that end with a fault, and not after the run's last second."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.last = sizes.begun + 60 * sizes.minutes
+        self.worker = Worker(COMMAND, REHEARSED if sizes.rehearsal else ON_CHIP, sizes.limit)
+        self.ended: collections.Counter[str] = collections.Counter()  # processes that a kernel ended, or held too long
+
+    def __call__(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """``answers`` and ``seconds`` of one step, in a fresh process; None if the run has no time for all of them."""
+        begin, answers = time.monotonic(), []
+        for question in questions:
+            among = next((name for name in ("kernels", "sizes") if name in question), None)
+            kernel = question.get("kernel", "")
+            found = self._of(kernel, question) if among is None else self._among(among, question)
+            if found is None:
+                break
+            answers.append({"asked": dict(question), **found})
+        self.worker.close()
+        done = len(answers) == len(questions)
+        return {"answers": answers, "seconds": round(time.monotonic() - begin, 1)} if done else None
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer; None if the run's time, and not the question's limit, was what ended it."""
+        left = self.last - time.monotonic()
+        if left <= 0:
+            return None
+        self.worker.limit = min(self.sizes.limit, left)
+        found = self.worker(**question)
+        found["ended"] = self.worker.process is None
+        if found["result"] == "failed":
+            self.worker.close()  # an error on a device may outlive its question
+        cut = found["ended"] and left < self.sizes.limit and found["reason"].startswith("took more than")
+        return None if cut else found
+
+    def _of(self, kernel: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer about one kernel, which is asked no more after it ended several processes."""
+        if self.ended[kernel] >= PATIENCE:
+            return {"result": "failed", "reason": f"not asked: {PATIENCE} processes before ended or took too long"}
+        found = self._ask(question)
+        if found is not None:
+            self.ended[kernel] += found.pop("ended")
+        return found
+
+    def _among(self, name: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Of several kernels or sizes in turn; where one of them ended the process, each in a process of its own."""
+        several = [one for one in question[name] if name == "sizes" or self.ended[one] < PATIENCE]
+        together = self._ask(question | {name: several})
+        if together is None or not together.pop("ended"):
+            return together
+        merged: dict[str, Any] = {"apart": True, "medians": {}, "left_out": {}}
+        for one in several:
+            kernel, said = (question["kernel"], "x".join(map(str, one))) if name == "sizes" else (one, f"jattn {one}")
+            found = self._of(kernel, question | {name: [one]})
+            if found is None:
+                return None
+            if found["result"] == "failed":
+                merged["left_out"][said] = found["reason"]
+            else:
+                merged = found | {key: merged[key] | found[key] for key in ("medians", "left_out")} | {"apart": True}
+        return merged if merged["medians"] else together
+
+
+def jobs(sizes: Sizes) -> Iterator[Job]:
+    """The steps, in order of worth."""
+    ask = Asking(sizes)
+    for part, key, questions in _steps(sizes):
+        yield Job(part, key, functools.partial(ask, questions))
+
+
+Step = tuple[str, dict[str, Any], list[dict[str, Any]]]
+
+
+def _steps(sizes: Sizes) -> Iterator[Step]:
+    kernels, first = list(sizes.kernels), sizes.lengths[0]
+    shape = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dims[0], "seconds": sizes.seconds}
+    contest = {"ask": "fast", "kernels": kernels} | shape
+
+    def contests(cases: Sequence[str], lengths: Sequence[int]) -> Iterator[Step]:
+        for length, case, passes in itertools.product(lengths, cases, ("forward", "both")):
+            key = {"case": case, "length": length, "passes": passes}
+            yield "fast", key, [contest | key]
+
+    if not sizes.rehearsal:
+        for kernel in kernels:
+            yield from _right(kernel, "at size", conformance.AT_SIZE)
+    for kernel in kernels:
+        length = 64 if "interpreted" in kernel else 256 if sizes.rehearsal else 2048
+        asked = {
+            "kernel": kernel,
+            "length": length,
+            "head_dim": sizes.head_dims[0],
+            "times": 2 if sizes.rehearsal else 20,
+        }
+        checks = ("looking", "looking, gradient", "twice", "twice, gradient")
+        yield "bits", {"kernel": kernel}, [{"ask": "bits", "check": check, **asked} for check in checks]
+        yield from _right(kernel, "unseen", conformance.POISONED)
+    yield from contests(("causal",) if sizes.rehearsal else ("causal", "full"), (first,))
+    if sizes.rehearsal:
+        for kernel in kernels:
+            yield from _right(kernel, "small", IN_SHORT)
+    timed = {"kernels": kernels, "seconds": sizes.seconds}
+    key = {"length": 8 * first}
+    yield "decode", key, [{"ask": "decode", "batch": 1 if sizes.rehearsal else 8, **key, **timed}]
+    yield "statistics", {"length": first}, [{"ask": "statistics", "kernels": kernels, "length": first, **shape}]
+    if sizes.devices > 1:
+        key = {"length": first * sizes.devices}
+        yield "ring", key, [{"ask": "ring", **key, **shape}]
+    for head_dim, length, kernel in itertools.product(sizes.head_dims, sizes.lengths, kernels):
+        if kernel.partition(" ")[0] in chip_report.TUNABLE:
+            fitting = [pair for pair in BLOCKS if max(pair) <= length]
+            pairs = fitting or [(128, 128), (128, 256)]  # a rehearsal's
+            key = {"kernel": kernel, "head_dim": head_dim, "length": length}
+            asked = {"ask": "tune", "sizes": pairs, **key}
+            yield "tuned", key, [asked | {"num_heads": sizes.num_heads, "seconds": sizes.seconds}]
+    if not sizes.rehearsal:
+        yield from contests(("causal", "full"), sizes.lengths[1:])
+        yield from contests(("window", "segments", "alibi", "softcap"), (first,))
+        for kernel in kernels:
+            yield from _right(kernel, "small", conformance.CASES)
+
+
+def _right(kernel: str, table: str, cases: Sequence[str] | Mapping[str, Any]) -> Iterator[Step]:
+    """The cases of a table, in several steps: what one of them loses at the end of the run is little."""
+    names = list(cases)
+    size = math.ceil(len(names) / (SHARES[table] if len(names) > len(IN_SHORT) else 1))
+    for part in range(math.ceil(len(names) / size)):
+        key = {"kernel": kernel, "table": table, "share": part}
+        asked = {"ask": "right", "kernel": kernel, "table": table}
+        yield "right", key, [asked | {"case": case} for case in names[part * size : (part + 1) * size]]
+
+
+def line(row: Row) -> str:
+    """A step in one line."""
+    return f"{' '.join(map(str, (row.part, *row.key.values())))}: {chip_report.said(row)} ({row['seconds']:g} s)"
+
+
+def wrong(results: Results) -> str | None:
+    """The kernels that are not right, or None."""
+    verdicts = chip_report.verdicts(results)
+    bad = [one.kernel for one in verdicts if one.wrong]
+    return f"not right here: {', '.join(bad)}" if bad else None
+
+
+def draw(results: Results, file: Path) -> None:
+    """``chip.png``, and beside it the table of block sizes."""
+    chip_report.write_figure(results, file)
+    found = chip_report.block_sizes(results)
+    write_atomically(file.with_name(FILE), (json.dumps(found, indent=1) + "\n").encode())
+
+
+SUITE = Suite(
+    name="chip",
+    parts={
+        "right": ("kernel", "table", "share"),
+        "bits": ("kernel",),
+        "fast": ("case", "length", "passes"),
+        "decode": ("length",),
+        "statistics": ("length",),
+        "ring": ("length",),
+        "tuned": ("kernel", "head_dim", "length"),
+    },
+    about=about,
+    jobs=jobs,
+    markdown=chip_report.markdown,
+    shown=chip_report.shown,
+    draw=draw,
+    sizes=Sizes.read,
+    line=line,
+    wrong=wrong,
+    resumable=True,
+)

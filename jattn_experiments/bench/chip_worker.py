@@ -1,0 +1,358 @@
+"""What the chip suite asks of an accelerator, one question at a time, in a process of its own.
+
+``python -m jattn_experiments.bench.chip_worker`` reads questions from stdin and answers each with one line. An answer
+has a ``result``: "right", "wrong", "refused" by the implementation, "failed" with an exception, or "measured".
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jattn
+from jattn.kernels import ReducesWeights
+from jattn.kernels.dispatch import IMPLEMENTATIONS
+from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.splash import Splash
+from jattn.sharding import Ring
+from jattn_experiments.bench import conformance, peers, timing
+from jattn_experiments.bench.cases import CASES, Problem
+from jattn_experiments.bench.conformance import Case, error, inputs, poisoned, reference, run, values_and_gradients
+from jattn_experiments.bench.interpreted import Interpreted
+from jattn_experiments.bench.worker import serve
+
+# Kernels of chips that a CPU interprets.
+INTERPRETED = {
+    "splash (interpreted)": lambda: Splash(interpret=True),
+    "pallas_tpu (interpreted)": lambda: PallasTPU(interpret=True),
+    "pallas_gpu (interpreted)": Interpreted,
+}
+TABLES: Mapping[str, Mapping[str, Case]] = {
+    "at size": conformance.AT_SIZE,
+    "small": conformance.CASES,
+    "unseen": conformance.POISONED,
+}
+STATISTICS = ("entropy", "distance", "previous_token", "max_logit")
+TURN = 0.03  # seconds of work in a turn: launching takes less
+
+
+def kernel_of(word: str) -> Any:
+    """The ``implementation=`` that a word means: a name, an interpreted kernel, or ``module:object`` of one's own.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if word in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[word]
+    if word in INTERPRETED:
+        return INTERPRETED[word]()
+    module, found, name = word.partition(":")
+    if not found:
+        raise ValueError(
+            f"expected some of {', '.join((*IMPLEMENTATIONS, *INTERPRETED))}, or module:object, got {word!r}"
+        )
+    try:
+        given = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as wrong:
+        raise ValueError(f"{word!r} cannot be imported: {wrong}") from None
+    return given() if isinstance(given, type) else given
+
+
+def device() -> dict[str, Any]:
+    """What is there: facts that decide a result, and ``now``, those that change."""
+    one, now = jax.devices()[0], {}
+    facts = {
+        "platform": one.platform,
+        "device": one.device_kind,
+        "devices": jax.device_count(),
+        "host": timing.cpu_model(),
+        **{name: timing.machine()[name] for name in ("python", "jax", "flax", "jattn", "jattn_source", "jattn-native")},
+    }
+    try:
+        facts["memory"] = f"{one.memory_stats()['bytes_limit'] / 2**30:.1f} GiB"
+    except (TypeError, KeyError, jax.errors.JaxRuntimeError):  # a CPU has none
+        facts["memory"] = f"{timing.memory_bytes('cpu') / 2**30:.1f} GiB"
+    for name in ("jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "torch", "tokamax"):
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if one.platform == "gpu" and shutil.which("nvidia-smi"):
+        facts |= _of_nvidia("driver_version", "vbios_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
+        now |= _of_nvidia("clocks.sm", "clocks.memory", "temperature.gpu", "power.draw", "utilization.gpu")
+    return {"result": "measured", "facts": facts, "now": now}
+
+
+def _of_nvidia(*fields: str) -> dict[str, str]:
+    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    return dict(zip(fields, (value.strip() for value in said[0].split(",")), strict=False)) if said else {}
+
+
+def right(kernel: str, table: str, case: str) -> dict[str, Any]:
+    """One case of the conformance table: values, log-sum-exp and gradients, beside the formula in float64.
+
+    Of ``"unseen"``, whether NaN in what nobody sees changes a bit. ``error``: the largest, as a share of its tolerance.
+    """
+    implementation, one = kernel_of(kernel), TABLES[table][case]
+    dtypes = [jnp.dtype(x) for x in getattr(implementation, "dtypes", ())]
+    if dtypes and jnp.dtype(one.dtype) not in dtypes:
+        if one.dtype != jnp.float32:
+            return {"result": "refused", "reason": f"takes no {jnp.dtype(one.dtype)}"}
+        one = one.of(dtypes[-1])
+    both = jax.jit(lambda given: values_and_gradients(lambda x: run(one, implementation, x), given))
+    # Products of float32 in full: by default, a TPU's and a GPU's round their factors.
+    with jax.default_matmul_precision("highest" if one.dtype == jnp.float32 else "default"):
+        if table == "unseen":
+            clean, *others = (jax.device_get(both(poisoned(one, value))) for value in (0.0, np.nan, np.inf))
+            same = all(_same_bits(clean, other) for other in others)
+            return {"result": "right" if same else "wrong", "reason": None if same else "NaN in unseen keys shows"}
+        (out, lse), gradients = jax.device_get(both(inputs(one)))
+    (exact_out, exact_lse), exact = reference(one, inputs(one))
+    of_gradients = 2 if one.dtype == jnp.float32 else 8
+    errors = {"out": error(out, exact_out), "lse": error(lse, exact_lse)}
+    errors |= {f"gradient of {name}": error(x, exact[name]) / of_gradients for name, x in gradients.items()}
+    worst = max(errors, key=errors.__getitem__)
+    share = errors[worst] / one.tolerance
+    if share <= 1.0:
+        return {"result": "right", "reason": None, "error": share}
+    size = f"{share:.3g} times its tolerance" if np.isfinite(share) else "NaN, or infinite where it should not be"
+    return {"result": "wrong", "reason": f"{worst} is off by {size}", "error": min(share, 1e30)}
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def bits(kernel: str, check: str, length: int, head_dim: int, times: int) -> dict[str, Any]:
+    """Whether looking at the heads changes a bit of a result, or two equal calls differ, as they do after a race."""
+    implementation = kernel_of(kernel)
+    dtypes = getattr(implementation, "dtypes", ())
+    dtype = jnp.bfloat16 if not dtypes or jnp.bfloat16 in dtypes else dtypes[0]
+    rng = np.random.default_rng(3)
+    shapes = [(2, length, heads, head_dim) for heads in (8, 4, 4)]
+    query, key, value = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+    def alone(query, key, value):
+        return jattn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation), ()
+
+    def looked(query, key, value):
+        options = {"implementation": implementation, "return_residual": True}
+        out, lse = jattn.dot_product_attention(query, key, value, is_causal=True, **options)
+        return out, jattn.heads.statistics(query, key, lse=lse, is_causal=True, names=STATISTICS)
+
+    def gradient(fn: Callable) -> Callable:
+        def loss(*arrays):
+            out, others = fn(*arrays)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))), others
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)
+
+    what, _, passes = check.partition(", ")
+    of = gradient if passes else lambda fn: fn
+    call = jax.jit(of(alone))
+    first = jax.device_get(call(query, key, value)[0])
+    if what == "looking":
+        same, reason = _same_bits(first, jax.jit(of(looked))(query, key, value)[0]), "statistics beside it change bits"
+    else:
+        differ = sum(not _same_bits(first, call(query, key, value)[0]) for _ in range(times))
+        same, reason = differ == 0, f"{differ} of {times} equal calls differ: a race, or sums in no fixed order"
+    return {"result": "right" if same else "wrong", "reason": None if same else reason}
+
+
+def _contestants(kernels: Sequence[str], device: str) -> list[peers.Contestant]:
+    """The plain call, the kernels, and the peers that are there."""
+    every = tuple(CASES)
+    found: list[peers.Contestant] = [
+        peers.InJax(f"jattn {word}", peers.by_jattn(kernel_of(word)), every, linear=every) for word in kernels
+    ]
+    plain, *others = peers.contestants(("jax", "splash", "torch", "tokamax"), device)[0]
+    return [plain, *found, *others]
+
+
+def _timed(calls: Mapping[str, Callable[[int], Any]], seconds: float) -> dict[str, Any]:
+    """Medians in turn, each of as many calls, launched one after the other, as take ``TURN`` seconds."""
+    once, _ = timing.in_turn([functools.partial(call, 1) for call in calls.values()], 0.0, 1)
+    repeats = {name: max(1, round(TURN / (time / 1e6))) for name, time in zip(calls, once, strict=True)}
+    every = [functools.partial(call, repeats[name]) for name, call in calls.items()]
+    medians, rounds = timing.in_turn(every, seconds, least=3)
+    found = {name: round(time / repeats[name], 2) for name, time in zip(calls, medians, strict=True)}
+    return {"result": "measured", "medians": found, "rounds": rounds}
+
+
+def _ready(calls: Mapping[str, Callable[[], Callable[[int], Any]]]) -> tuple[dict[str, Callable], dict[str, str]]:
+    """Those calls that compile and run, and why the others do not."""
+    found, left_out = {}, {}
+    for name, make in calls.items():
+        try:
+            found[name] = make()
+            found[name](1)
+        except Exception as wrong:  # whatever a peer raises is the reason why it has no time
+            lines = str(wrong).strip().splitlines()
+            left_out[name] = f"{type(wrong).__name__}: {lines[0][:200] if lines else ''}"
+            found.pop(name, None)
+    return found, left_out
+
+
+def fast(
+    kernels: Sequence[str], case: str, length: int, passes: str, seconds: float,
+    num_heads: int, head_dim: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The time of one problem, in microseconds, by contestant, and of a product of two matrices beside it."""
+    device = jax.devices()[0].platform
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    problem = Problem(case, length, dtype, num_heads=num_heads, head_dim=head_dim)
+    taken = {
+        one.name: functools.partial(one.repeated, problem, passes)
+        for one in _contestants(kernels, device)
+        if case in one.cases and dtype in one.dtypes
+    }
+    calls, left_out = _ready(taken)
+    side = 512 if device == "cpu" else 8192
+    matrix = jnp.ones((side, side), dtype)
+    product = jax.jit(lambda a, b: a @ b)
+    calls["matrix"] = lambda times: jax.block_until_ready([product(matrix, matrix) for _ in range(times)][-1])
+    calls["matrix"](1)
+    found = _timed(calls, seconds)
+    return found | {"left_out": left_out, "flops": problem.flops(passes), "matrix_flops": 2.0 * side**3}
+
+
+def decode(kernels: Sequence[str], length: int, batch: int, seconds: float) -> dict[str, Any]:
+    """One token of each sequence against ``length`` keys, in microseconds: steps of a loop within one program.
+
+    A step is too short to be launched on its own: launching would be what is timed.
+    """
+    steps, N, K, H = 16, 32, 8, 128
+    rng = np.random.default_rng(0)
+    shapes = [(batch, 1, N, H), (batch, length, K, H), (batch, length, K, H)]
+    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
+    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
+
+    def looped(attention: Callable) -> Callable[[int], Any]:
+        def program(query, key, value):
+            step = lambda query, _: (attention(query, key, value).astype(query.dtype), None)
+            return jax.lax.scan(step, query, None, length=steps)[0]
+
+        compiled = jax.jit(program)
+        return lambda times: jax.block_until_ready([compiled(*arrays) for _ in range(times)][-1])
+
+    def of(implementation: Any) -> Callable:
+        return functools.partial(jattn.dot_product_attention, implementation=implementation)
+
+    taken = {"jattn": of(None)} | {f"jattn {word}": of(kernel_of(word)) for word in kernels}
+    taken["jax.nn"] = jax.nn.dot_product_attention
+    calls, left_out = _ready({name: functools.partial(looped, fn) for name, fn in taken.items()})
+    found = _timed(calls, seconds)
+    found["medians"] = {name: round(time / steps, 2) for name, time in found["medians"].items()}
+    read = sum(x.size * x.dtype.itemsize for x in arrays[1:])
+    return found | {"left_out": left_out, "bytes": read}
+
+
+def statistics(kernels: Sequence[str], length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str, Any]:
+    """Four statistics of all heads by each kernel that reduces weights, beside the plain call's forward pass."""
+    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((1, length, num_heads, head_dim), np.float32), dtype) for _ in range(3)
+    )
+    attention = jax.jit(lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True, return_residual=True))
+    lse = attention(query, key, value)[1]
+
+    def repeated(fn: Callable, *arrays: Any) -> Callable[[int], Any]:
+        compiled = jax.jit(fn)
+        return lambda times: jax.block_until_ready([compiled(*arrays) for _ in range(times)][-1])
+
+    def of(implementation: Any) -> Callable:
+        options = {"is_causal": True, "names": STATISTICS, "implementation": implementation}
+        return lambda q, k, lse: jattn.heads.statistics(q, k, lse=lse, **options)
+
+    taken = {"forward": functools.partial(repeated, attention, query, key, value)}
+    kinds = {"jattn": None} | {f"jattn {word}": kernel_of(word) for word in kernels}
+    for name, kernel in kinds.items():
+        if kernel is None or isinstance(kernel, ReducesWeights):
+            taken[name] = functools.partial(repeated, of(kernel), query, key, lse)
+    calls, left_out = _ready(taken)
+    return _timed(calls, seconds) | {"left_out": left_out}
+
+
+def ring(length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str, Any]:
+    """All devices in a ring: whether forward and gradient are those of one device, and the time of both passes."""
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, length, num_heads, head_dim), np.float32) for _ in range(3)]
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "sequence"))
+
+    def both(implementation: Any, placed: list) -> Callable[[int], Any]:
+        def loss(*arrays):
+            out = jattn.dot_product_attention(*arrays, is_causal=True, implementation=implementation)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+        compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        return lambda times: jax.block_until_ready([compiled(*placed) for _ in range(times)][-1])
+
+    divided = both(Ring(mesh, "sequence"), [jax.device_put(jnp.asarray(x, dtype), where) for x in arrays])
+    whole = both("blockwise", [jnp.asarray(x, dtype) for x in arrays])
+    ((_, out), gradients), ((_, one), exact) = jax.device_get(divided(1)), jax.device_get(whole(1))
+    errors = [error(out, one), *(error(x, y) / 4 for x, y in zip(gradients, exact, strict=True))]
+    off = max(errors) / (1e-5 if dtype == jnp.float32 else 2e-2)
+    found = _timed({"ring": divided, "one device": whole}, seconds)
+    result, reason = ("right", None) if off <= 1.0 else ("wrong", f"off by {off:.3g} times the tolerance")
+    return found | {"result": result, "reason": reason, "devices": devices}
+
+
+def tune(
+    kernel: str, sizes: Sequence[Sequence[int]], length: int, head_dim: int,
+    num_heads: int, seconds: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The time of both passes, causal, with the default block sizes and with others."""
+    device = jax.devices()[0].platform
+    problem = Problem(
+        "causal", length, "float32" if device == "cpu" else "bfloat16", num_heads=num_heads, head_dim=head_dim
+    )
+    default = kernel_of(kernel)
+    kinds = {"default": default} | {
+        "x".join(map(str, pair)): dataclasses.replace(default, block_sizes=tuple(pair)) for pair in sizes
+    }
+    taken = {
+        name: functools.partial(peers.InJax(name, peers.by_jattn(one), ("causal",)).repeated, problem, "both")
+        for name, one in kinds.items()
+    }
+    calls, left_out = _ready(taken)
+    if not calls:
+        return {"result": "failed", "reason": next(iter(left_out.values()))}
+    return _timed(calls, seconds) | {"left_out": left_out}
+
+
+def tunable(kernel: str) -> dict[str, Any]:
+    """Whether a kernel has block sizes to choose."""
+    return {"result": "measured", "tunable": hasattr(kernel_of(kernel), "block_sizes")}
+
+
+ASKED = {fn.__name__: fn for fn in (device, right, bits, fast, decode, statistics, ring, tune, tunable)}
+REFUSED = (jattn.Unsupported,)
+
+
+def answer(ask: str, **question: Any) -> dict[str, Any]:
+    """The answer to one question, by the function of that name."""
+    try:
+        return ASKED[ask](**question)
+    except REFUSED as refused:
+        return {"result": "refused", "reason": str(refused).splitlines()[0][:300]}
+    except Exception as wrong:  # any exception is an answer, and the next question has a new process
+        lines = str(wrong).strip().splitlines()
+        return {"result": "failed", "reason": f"{type(wrong).__name__}: {lines[0][:300] if lines else ''}"}
+
+
+if __name__ == "__main__":
+    serve(answer)
