@@ -27,7 +27,11 @@ kernels = @if command -v c++ >/dev/null 2>&1; then \
 # another's remaining tests.
 pytest = $(python) -m pytest -n auto --dist worksteal
 
-.PHONY: help train experiments test test-all test-chips chips soak docs notebooks dist lint format clean
+comma := ,
+# What this machine has, for JAX's package with its compiler and drivers.
+accelerator := $(if $(wildcard /dev/accel0 /dev/vfio/0),tpu,$(if $(shell command -v nvidia-smi 2>/dev/null),gpu))
+
+.PHONY: help train experiments test test-all test-chips chips on-chip this-chip on-chip-bundle soak docs notebooks dist lint format clean
 .NOTPARALLEL: # two pips in one environment would conflict
 
 help:
@@ -36,6 +40,8 @@ help:
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
 	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
+	@echo "make on-chip       on a machine with a TPU or a GPU: which kernels are right, how fast, which to take (eight minutes)"
+	@echo "make on-chip-bundle  an archive that does so without a network; ARGS=\"--python 3.12 --platform manylinux_2_28_x86_64\""
 	@echo "make soak          compare random calls with plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"
 	@echo "make docs          build the site into build/site: open build/site/index.html"
 	@echo "make notebooks     run the pages of docs/ and write docs/notebooks; ARGS=\"masks\" for one"
@@ -69,6 +75,16 @@ test-chips:
 
 chips: $(VENV)/.installed-chips
 	$(python) -m jattn_experiments bench --suite chips --resume $(ARGS)
+
+# The accelerator's JAX has its own environment. A stopped run resumes.
+on-chip:
+	@$(MAKE) --no-print-directory this-chip VENV=.venv-on-chip-$(version)
+
+this-chip: $(VENV)/.installed-on-chip
+	$(python) -m jattn_experiments bench --suite chip --resume $(ARGS)
+
+on-chip-bundle: $(VENV)/.installed-experiments
+	$(python) -m jattn_experiments.bench.chip_bundle $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(python) -m tests.soak $(ARGS)
@@ -124,6 +140,11 @@ $(VENV)/.installed-dev: $(VENV)/.python-$(version) pyproject.toml constraints.tx
 $(VENV)/.installed-chips: $(VENV)/.python-$(version) pyproject.toml constraints.txt
 	@echo "Compilers for TPUs and GPUs, cuDNN, JAX and what the experiments need: about 1.3 GB to download, 3 GB on disk."
 	$(install) -e '.[experiments,chips]'
+	@touch $@
+
+$(VENV)/.installed-on-chip: $(VENV)/.python-$(version) pyproject.toml constraints.txt
+	@echo "Found $(or $(accelerator),no accelerator: a rehearsal on the CPU)."
+	$(install) -e '.[experiments$(if $(accelerator),$(comma)$(accelerator))]'
 	@touch $@
 
 # An environment of another Python version is removed first; any other is kept and completed.

@@ -56,6 +56,7 @@ class Sizes:
 
     ``facts``: what the device says of itself, and ``now``, of its clocks. ``kernels``: what to check. ``minutes``: no
     step begins, or goes on, after this. ``limit``: seconds for one question. ``lengths``: T = S of what is timed.
+    ``parts``: of the suite's. ``command``: what answers.
     """
 
     facts: Mapping[str, Any]
@@ -67,6 +68,8 @@ class Sizes:
     head_dims: tuple[int, ...] = (128, 64)
     num_heads: int = 16
     seconds: float = 2.0
+    parts: tuple[str, ...] = ("right", "bits", "fast", "decode", "statistics", "ring", "tuned")
+    command: tuple[str, ...] = COMMAND
     begun: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
@@ -91,9 +94,10 @@ class Sizes:
         if said["result"] != "measured":
             raise Refused(f"--suite chip: JAX found no device to ask: {said['reason']}")
         facts = said["facts"]
-        kernels = tuple(word.strip() for word in plan.kernels.split(",") if word.strip()) or KERNELS[facts["platform"]]
+        named = tuple(word.strip() for word in plan.kernels.split(",") if word.strip())
+        kernels = named or KERNELS.get(facts["platform"], ("blockwise", "decode", "xla"))
         for kernel in kernels:
-            known = worker(ask="tunable", kernel=kernel)
+            known = worker(ask="known", kernel=kernel)
             if known["result"] != "measured":
                 raise Refused(f"--kernels: {known['reason'].removeprefix('ValueError: ')}")
         worker.close()
@@ -115,7 +119,7 @@ class Asking:
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
         self.last = sizes.begun + 60 * sizes.minutes
-        self.worker = Worker(COMMAND, REHEARSED if sizes.rehearsal else ON_CHIP, sizes.limit)
+        self.worker = Worker(sizes.command, REHEARSED if sizes.rehearsal else ON_CHIP, sizes.limit)
         self.ended: collections.Counter[str] = collections.Counter()  # processes that a kernel ended, or held too long
 
     def __call__(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -177,6 +181,8 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
     """The steps, in order of worth."""
     ask = Asking(sizes)
     for part, key, questions in _steps(sizes):
+        if part not in sizes.parts:
+            continue
         yield Job(part, key, functools.partial(ask, questions))
 
 
@@ -197,13 +203,9 @@ def _steps(sizes: Sizes) -> Iterator[Step]:
         for kernel in kernels:
             yield from _right(kernel, "at size", conformance.AT_SIZE)
     for kernel in kernels:
-        length = 64 if "interpreted" in kernel else 256 if sizes.rehearsal else 2048
-        asked = {
-            "kernel": kernel,
-            "length": length,
-            "head_dim": sizes.head_dims[0],
-            "times": 2 if sizes.rehearsal else 20,
-        }
+        asked = {"kernel": kernel, "head_dim": sizes.head_dims[0]}
+        length, num_heads, times = (64, 2, 2) if sizes.rehearsal else (2048, 8, 20)
+        asked |= {"length": length, "num_heads": num_heads, "times": times}
         checks = ("looking", "looking, gradient", "twice", "twice, gradient")
         yield "bits", {"kernel": kernel}, [{"ask": "bits", "check": check, **asked} for check in checks]
         yield from _right(kernel, "unseen", conformance.POISONED)

@@ -133,13 +133,13 @@ def _same_bits(one: Any, other: Any) -> bool:
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def bits(kernel: str, check: str, length: int, head_dim: int, times: int) -> dict[str, Any]:
+def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, times: int) -> dict[str, Any]:
     """Whether looking at the heads changes a bit of a result, or two equal calls differ, as they do after a race."""
     implementation = kernel_of(kernel)
     dtypes = getattr(implementation, "dtypes", ())
     dtype = jnp.bfloat16 if not dtypes or jnp.bfloat16 in dtypes else dtypes[0]
     rng = np.random.default_rng(3)
-    shapes = [(2, length, heads, head_dim) for heads in (8, 4, 4)]
+    shapes = [(2, length, heads, head_dim) for heads in (num_heads, num_heads // 2, num_heads // 2)]
     query, key, value = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
     def alone(query, key, value):
@@ -334,20 +334,20 @@ def tune(
     return _timed(calls, seconds) | {"left_out": left_out}
 
 
-def tunable(kernel: str) -> dict[str, Any]:
-    """Whether a kernel has block sizes to choose."""
-    return {"result": "measured", "tunable": hasattr(kernel_of(kernel), "block_sizes")}
+def known(kernel: str) -> dict[str, Any]:
+    """Whether there is such a kernel."""
+    kernel_of(kernel)
+    return {"result": "measured"}
 
 
-ASKED = {fn.__name__: fn for fn in (device, right, bits, fast, decode, statistics, ring, tune, tunable)}
-REFUSED = (jattn.Unsupported,)
+ASKED = {fn.__name__: fn for fn in (device, right, bits, fast, decode, statistics, ring, tune, known)}
 
 
 def answer(ask: str, **question: Any) -> dict[str, Any]:
     """The answer to one question, by the function of that name."""
     try:
         return ASKED[ask](**question)
-    except REFUSED as refused:
+    except jattn.Unsupported as refused:
         return {"result": "refused", "reason": str(refused).splitlines()[0][:300]}
     except Exception as wrong:  # any exception is an answer, and the next question has a new process
         lines = str(wrong).strip().splitlines()

@@ -55,9 +55,9 @@ def bench_command(arguments: Sequence[str]) -> int:
 def _folder(options: Any) -> Path | str:
     """Where whole results are kept, under the date; a part of them is not."""
     attention = options.device + (f"-batch{options.batch}" if options.batch > 1 else "")
-    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods", "chip": "chip"}.get(
-        options.suite
-    )
+    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods"}.get(options.suite)
+    if options.suite == "chip":
+        return "runs/chip"
     return RESULTS / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 

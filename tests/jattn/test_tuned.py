@@ -37,7 +37,9 @@ def call(length, dtype=jnp.bfloat16, **options):
 def measured(monkeypatch):
     """Entries for this process's chip."""
     chip = jax.devices()[0].device_kind
-    found = [entry(kernel, chip, sizes=sizes) for kernel, sizes in (("splash", (256, 384)), ("pallas_tpu", (512, 1024)))]
+    found = [
+        entry(kernel, chip, sizes=sizes) for kernel, sizes in (("splash", (256, 384)), ("pallas_tpu", (512, 1024)))
+    ]
     monkeypatch.setattr(tuned, "table", lambda: found)
 
 
