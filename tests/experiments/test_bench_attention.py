@@ -557,15 +557,15 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
     [
         (
             "--suite all",
-            "--suite: expected one of attention, chips, dispatch, imports, language, layers, looking, pods, reports, sharding, got 'all'",
+            "--suite: expected one of attention, chip, chips, dispatch, imports, language, layers, looking, pods, reports, sharding, got 'all'",
         ),
         (
             "--peers jax,flax",
-            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got",
+            "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got",
         ),
         (
             "--peers=",
-            "--peers: expected some of jax, torch, tokamax, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''",
+            "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''",
         ),
         ("--cases diagonal", "--cases: expected some of full, causal, window, "),
         ("--cases ,", "--cases: expected some of full, "),
