@@ -38,7 +38,7 @@ KERNELS = {
         "native", "blockwise", "decode", "xla",
     ),
 }  # fmt: skip
-SHARES = {"at size": 2, "small": 4, "unseen": 1}  # each table is divided into so many steps
+SHARES = {"at size": 1, "small": 4, "unseen": 1}  # each table is divided into so many steps
 # Of the small table, what a rehearsal has time for.
 IN_SHORT = ("grouped queries", "causal, top-left", "sinks, and rows that see nothing", "bfloat16, causal")
 BLOCKS = ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (1024, 2048), (2048, 1024))
@@ -63,7 +63,7 @@ class Sizes:
     now: Mapping[str, Any]
     kernels: tuple[str, ...]
     minutes: float = 8.0
-    limit: float = 60.0
+    limit: float = 90.0
     lengths: tuple[int, ...] = (4096, 16384)
     head_dims: tuple[int, ...] = (128, 64)
     num_heads: int = 16
@@ -90,17 +90,19 @@ class Sizes:
             Refused: it did not answer; an unknown kernel.
         """
         begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP, 180.0)
-        said = worker(ask="device")
-        if said["result"] != "measured":
-            raise Refused(f"--suite chip: JAX found no device to ask: {said['reason']}")
-        facts = said["facts"]
-        named = tuple(word.strip() for word in plan.kernels.split(",") if word.strip())
-        kernels = named or KERNELS.get(facts["platform"], ("blockwise", "decode", "xla"))
-        for kernel in kernels:
-            known = worker(ask="known", kernel=kernel)
-            if known["result"] != "measured":
-                raise Refused(f"--kernels: {known['reason'].removeprefix('ValueError: ')}")
-        worker.close()
+        try:
+            said = worker(ask="device")
+            if said["result"] != "measured":
+                raise Refused(f"--suite chip: JAX found no device to ask: {said['reason']}")
+            facts = said["facts"]
+            named = tuple(word.strip() for word in plan.kernels.split(",") if word.strip())
+            kernels = named or KERNELS.get(facts["platform"], ("blockwise", "decode", "xla"))
+            for kernel in kernels:
+                known = worker(ask="known", kernel=kernel)
+                if known["result"] != "measured":
+                    raise Refused(f"--kernels: {known['reason'].removeprefix('ValueError: ')}")
+        finally:
+            worker.close()
         own = {"facts": facts, "now": said["now"], "kernels": kernels, "minutes": plan.minutes, "begun": begun}
         if facts["platform"] != "cpu":
             return cls(**own)
@@ -190,48 +192,38 @@ Step = tuple[str, dict[str, Any], list[dict[str, Any]]]
 
 
 def _steps(sizes: Sizes) -> Iterator[Step]:
-    kernels, first = list(sizes.kernels), sizes.lengths[0]
-    shape = {"num_heads": sizes.num_heads, "head_dim": sizes.head_dims[0], "seconds": sizes.seconds}
-    contest = {"ask": "fast", "kernels": kernels} | shape
-
-    def contests(cases: Sequence[str], lengths: Sequence[int]) -> Iterator[Step]:
-        for length, case, passes in itertools.product(lengths, cases, ("forward", "both")):
-            key = {"case": case, "length": length, "passes": passes}
-            yield "fast", key, [contest | key]
-
+    """The first two kernels, the one that never ran and the default beside it, come before all else."""
+    first, *longer = sizes.lengths
+    ours, others = sizes.kernels[:2], sizes.kernels[2:]
+    cases = ("causal",) if sizes.rehearsal else ("causal", "full")
+    for kernel in ours:
+        yield from _is_right(sizes, kernel)
+    yield from _contests(sizes, cases, [first])
+    yield from _others_timed(sizes, first)
+    tuned = list(itertools.product(sizes.head_dims, sizes.lengths))
+    yield from _tuned(sizes, ours, tuned[:1])
+    for kernel in others:
+        yield from _is_right(sizes, kernel)
+    yield from _tuned(sizes, others, tuned[:1])
     if not sizes.rehearsal:
-        for kernel in kernels:
-            yield from _right(kernel, "at size", conformance.AT_SIZE)
-    for kernel in kernels:
-        asked = {"kernel": kernel, "head_dim": sizes.head_dims[0]}
-        length, num_heads, times = (64, 2, 2) if sizes.rehearsal else (2048, 8, 20)
-        asked |= {"length": length, "num_heads": num_heads, "times": times}
-        checks = ("looking", "looking, gradient", "twice", "twice, gradient")
-        yield "bits", {"kernel": kernel}, [{"ask": "bits", "check": check, **asked} for check in checks]
-        yield from _right(kernel, "unseen", conformance.POISONED)
-    yield from contests(("causal",) if sizes.rehearsal else ("causal", "full"), (first,))
-    if sizes.rehearsal:
-        for kernel in kernels:
-            yield from _right(kernel, "small", IN_SHORT)
-    timed = {"kernels": kernels, "seconds": sizes.seconds}
-    key = {"length": 8 * first}
-    yield "decode", key, [{"ask": "decode", "batch": 1 if sizes.rehearsal else 8, **key, **timed}]
-    yield "statistics", {"length": first}, [{"ask": "statistics", "kernels": kernels, "length": first, **shape}]
-    if sizes.devices > 1:
-        key = {"length": first * sizes.devices}
-        yield "ring", key, [{"ask": "ring", **key, **shape}]
-    for head_dim, length, kernel in itertools.product(sizes.head_dims, sizes.lengths, kernels):
-        if kernel.partition(" ")[0] in chip_report.TUNABLE:
-            fitting = [pair for pair in BLOCKS if max(pair) <= length]
-            pairs = fitting or [(128, 128), (128, 256)]  # a rehearsal's
-            key = {"kernel": kernel, "head_dim": head_dim, "length": length}
-            asked = {"ask": "tune", "sizes": pairs, **key}
-            yield "tuned", key, [asked | {"num_heads": sizes.num_heads, "seconds": sizes.seconds}]
-    if not sizes.rehearsal:
-        yield from contests(("causal", "full"), sizes.lengths[1:])
-        yield from contests(("window", "segments", "alibi", "softcap"), (first,))
-        for kernel in kernels:
+        yield from _tuned(sizes, sizes.kernels, tuned[1:])
+        yield from _contests(sizes, cases, longer)
+        yield from _contests(sizes, ("window", "segments", "alibi", "softcap"), [first])
+        for kernel in sizes.kernels:
             yield from _right(kernel, "small", conformance.CASES)
+
+
+def _is_right(sizes: Sizes, kernel: str) -> Iterator[Step]:
+    if sizes.rehearsal:
+        yield from _right(kernel, "small", IN_SHORT)
+    else:
+        yield from _right(kernel, "at size", conformance.AT_SIZE)
+    asked = {"ask": "bits", "kernel": kernel, "head_dim": sizes.head_dims[0]}
+    length, num_heads, times = (64, 2, 2) if sizes.rehearsal else (2048, 8, 20)
+    asked |= {"length": length, "num_heads": num_heads, "times": times}
+    checks = ("looking", "looking, gradient", "twice", "twice, gradient")
+    yield "bits", {"kernel": kernel}, [asked | {"check": check} for check in checks]
+    yield from _right(kernel, "unseen", conformance.POISONED)
 
 
 def _right(kernel: str, table: str, cases: Sequence[str] | Mapping[str, Any]) -> Iterator[Step]:
@@ -242,6 +234,35 @@ def _right(kernel: str, table: str, cases: Sequence[str] | Mapping[str, Any]) ->
         key = {"kernel": kernel, "table": table, "share": part}
         asked = {"ask": "right", "kernel": kernel, "table": table}
         yield "right", key, [asked | {"case": case} for case in names[part * size : (part + 1) * size]]
+
+
+def _shape(sizes: Sizes) -> dict[str, Any]:
+    return {"num_heads": sizes.num_heads, "head_dim": sizes.head_dims[0], "seconds": sizes.seconds}
+
+
+def _contests(sizes: Sizes, cases: Sequence[str], lengths: Sequence[int]) -> Iterator[Step]:
+    for length, case, passes in itertools.product(lengths, cases, ("forward", "both")):
+        key = {"case": case, "length": length, "passes": passes}
+        yield "fast", key, [{"ask": "fast", "kernels": sizes.kernels, **_shape(sizes), **key}]
+
+
+def _others_timed(sizes: Sizes, length: int) -> Iterator[Step]:
+    key, timed = {"length": 8 * length}, {"kernels": sizes.kernels, "seconds": sizes.seconds}
+    yield "decode", key, [{"ask": "decode", "batch": 1 if sizes.rehearsal else 8, **key, **timed}]
+    key = {"length": length}
+    yield "statistics", key, [{"ask": "statistics", "kernels": sizes.kernels, **key, **_shape(sizes)}]
+    if sizes.devices > 1:
+        key = {"length": length * sizes.devices}
+        yield "ring", key, [{"ask": "ring", **key, **_shape(sizes)}]
+
+
+def _tuned(sizes: Sizes, kernels: Sequence[str], places: Sequence[tuple[int, int]]) -> Iterator[Step]:
+    for (head_dim, length), kernel in itertools.product(places, kernels):
+        if kernel.partition(" ")[0] in chip_report.TUNABLE:
+            pairs = [pair for pair in BLOCKS if max(pair) <= length] or [(128, 128), (128, 256)]  # a rehearsal's
+            key = {"kernel": kernel, "head_dim": head_dim, "length": length}
+            asked = {"ask": "tune", "num_heads": sizes.num_heads, "seconds": sizes.seconds, "sizes": pairs}
+            yield "tuned", key, [asked | key]
 
 
 def line(row: Row) -> str:

@@ -262,9 +262,9 @@ def _jattn_avx2(device: str) -> list[Contestant]:
 
 _PEERS = {
     "jax": _jax_nn,
-    "splash": _splash,
     "torch": _torch,
     "tokamax": _tokamax,
+    "splash": _splash,
     "jattn-xla": _jattn_xla,
     "jattn-kernels": _jattn_kernels,
     "jattn-avx2": _jattn_avx2,
