@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,6 +96,15 @@ class Sizes:
             if said["result"] != "measured":
                 raise Refused(f"--suite chip: JAX found no device to ask: {said['reason']}")
             facts = said["facts"]
+            if facts["platform"] == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu" and (unseen := _unseen()):
+                raise Refused(
+                    f"--suite chip: {unseen} is here, but JAX sees only the CPU: pip install 'jattn[gpu]' or "
+                    "'jattn[tpu]'; JAX_PLATFORMS=cpu rehearses on the CPU"
+                )
+            print(
+                f"On {facts['devices']} x {facts['device']}, JAX {facts['jax']}"
+                + _REHEARSAL * (facts["platform"] == "cpu")
+            )
             named = tuple(word.strip() for word in plan.kernels.split(",") if word.strip())
             kernels = named or KERNELS.get(facts["platform"], ("blockwise", "decode", "xla"))
             for kernel in kernels:
@@ -107,6 +117,16 @@ class Sizes:
         if facts["platform"] != "cpu":
             return cls(**own)
         return cls(**own, lengths=(256,), head_dims=(64,), num_heads=2, seconds=0.5)
+
+
+_REHEARSAL = ": no accelerator, so this is a rehearsal"
+
+
+def _unseen() -> str | None:
+    """An accelerator of this machine, as far as its system shows; None if there is none."""
+    if any(Path("/dev").glob("accel[0-9]*")):
+        return "a TPU"
+    return "an NVIDIA GPU" if Path("/dev/nvidia0").exists() else None
 
 
 def about(sizes: Sizes) -> dict[str, Any]:
