@@ -2,10 +2,11 @@
 
 From queries and keys, at any length: ``statistics``, ``divergence``, ``coarse_weights``, ``top_pairs``. From one matrix
 of weights: ``target_weight``, ``previous_token``, ``first_token``, ``induction``, ``entropy``, ``offset_profile``,
-``pattern_divergence``. From parameters: ``copying_score``, ``target_rank``, ``composition``, ``ov_circuit``,
-``qk_circuit``, ``residual_contributions``. From a run: ``logit_attribution``, ``qk_attribution``, ``top_queries``.
-Interventions: ``ablate``, ``patch`` and its estimate ``attribution_patch``, ``path_patch``, ``importance``, ``forbid``.
-And ``roles``, one label per head, tested against a null distribution; ``collect``, what a model's layers have sown.
+``pattern_divergence``. From the rows that write an answer: ``retrieval_score``. From parameters: ``copying_score``,
+``target_rank``, ``composition``, ``ov_circuit``, ``qk_circuit``, ``residual_contributions``. From a run:
+``logit_attribution``, ``qk_attribution``, ``top_queries``. Interventions: ``ablate``, ``patch`` and its estimate
+``attribution_patch``, ``path_patch``, ``importance``, ``forbid``. And ``roles``, one label per head, tested against a
+null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads._ablation import ablate, forbid, importance
@@ -31,6 +32,7 @@ from jattn.heads._dense import (
 from jattn.heads._divergence import divergence
 from jattn.heads._patching import attribution_patch, patch
 from jattn.heads._paths import path_patch, qk_attribution
+from jattn.heads._retrieval import retrieval_score
 from jattn.heads._roles import MIXED, WEAK, Roles, roles
 from jattn.heads._statistics import OF_TOKENS, STATISTICS, coarse_weights, statistics
 from jattn.heads._top_pairs import TopPairs, top_pairs
@@ -66,6 +68,7 @@ __all__ = [
     "qk_attribution",
     "qk_circuit",
     "residual_contributions",
+    "retrieval_score",
     "roles",
     "statistics",
     "target_rank",

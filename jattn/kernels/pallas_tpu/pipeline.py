@@ -69,8 +69,8 @@ def make_plan(args: AttentionArgs, sizes: tuple[int, int] | None, interpret: Int
     """The plan for blocks of these sizes, or of the default ones.
 
     These are large, as measured on this chip or else ``LARGE``. They are ``SMALL`` if that skips enough of the matrix
-    to pay off, as in ``jattn.blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more than
-    128 features.
+    to pay off, as in ``jattn.blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more
+    than 128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]
     tables, found = functools.partial(block_table, args), None

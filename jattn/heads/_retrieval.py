@@ -1,0 +1,73 @@
+"""The retrieval score: how much of a text each head copies while a model writes it again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+
+from jattn.mods.validation import to_int32
+
+
+def retrieval_score(
+    weights: Float[Array, "*heads G S"], tokens: ArrayLike, written: ArrayLike, needle: ArrayLike
+) -> Float[Array, "*heads"]:
+    """The share of the tokens of a needle that each head copies while a model writes them, a number from 0 to 1.
+
+    A head copies a token when its largest weight is on a place of the needle that holds the very token which is being
+    written: ``tokens[argmax of weights[g]] == written[g]``, and that place is in ``needle``. Each token counts once,
+    however often the needle has it.
+
+    Only the rows of the queries that write are needed: a step of decoding from a cache with ``sow_weights=True`` gives
+    one of ``[B,N,1,S]``, and a call with the G tokens of an answer all of them, at any S.
+
+    Args:
+        weights: ``[*,G,S]``, such as ``[L,N,G,S]``. Row g is of the query whose logits give ``written[g]``: that of the
+            token before it.
+        tokens: integers ``[S]``, of the keys; empty slots of a cache may hold any.
+        written: integers ``[G]``; -1 for a row that does not count.
+        needle: bool ``[S]``: the places of the needle.
+
+    Returns:
+        ``[*]``, float32; 0 without a needle. Of ties, the first key is taken; a row of zeros, which sees nothing,
+        copies nothing.
+
+    Raises:
+        ValueError: shapes that do not fit; a needle that is not bool.
+
+    Example:
+        >>> tokens = jnp.array([7, 3, 9, 4, 8])  # the needle is 3 9
+        >>> needle = jnp.array([False, True, True, False, False])
+        >>> copies = jnp.eye(5)[jnp.array([1, 2])]  # two rows: one while 3 is written, one while 9 is
+        >>> other = jnp.eye(5)[jnp.array([1, 4])]
+        >>> jattn.heads.retrieval_score(jnp.stack([copies, other]), tokens, jnp.array([3, 9]), needle).tolist()
+        [1.0, 0.5]
+
+    Source: Wu, Wang, Xiao, Peng and Fu, Retrieval Head Mechanistically Explains Long-Context Factuality,
+    https://arxiv.org/abs/2404.15574, section 2.
+    """
+    tokens, written = (
+        jnp.asarray(to_int32(name, x if isinstance(x, jax.Array) else np.asarray(x)))
+        for name, x in (("tokens", tokens), ("written", written))
+    )
+    needle = jnp.asarray(needle)
+    (G, S), given = weights.shape[-2:], (tokens.shape, written.shape, needle.shape)
+    if given != ((S,), (G,), (S,)):
+        raise ValueError(
+            f"tokens, written and needle must be [S], [G] and [S] = [{S}], [{G}] and [{S}], for weights of shape "
+            f"{list(weights.shape)}, got {', '.join(str(list(shape)) for shape in given)}"
+        )
+    if needle.dtype != bool:
+        raise ValueError(f"needle must be bool, True for the places of the needle, got {needle.dtype}")
+    # The different tokens of the needle: each begins a run once all are sorted, those of the needle first.
+    outside, in_order = jax.lax.sort(((~needle).astype(jnp.int32), tokens), num_keys=2)
+    begins = jnp.concatenate([jnp.ones(1, bool), in_order[1:] != in_order[:-1]])[:S]
+    size = jnp.maximum(jnp.sum(begins & (outside == 0)), 1).astype(jnp.float32)
+
+    def of_head(weights: Array) -> Array:
+        at = jnp.argmax(weights, -1)
+        looks = jnp.take_along_axis(weights, at[:, None], 1)[:, 0] > 0.0
+        copied = looks & needle[at] & (tokens[at] == written)
+        before = copied[None, :] & (written[:, None] == written[None, :]) & jnp.tri(G, k=-1, dtype=bool)
+        return jnp.sum(copied & ~before.any(1)).astype(jnp.float32) / size
+
+    return jax.vmap(of_head)(weights.reshape(-1, G, S)).reshape(weights.shape[:-2])
