@@ -67,7 +67,7 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
         ((q,), (k, v)), (acc, row_max, row_sum) = (rows, columns), carry
         (product,) = step.products((q, k))
         step.release(0)
-        s = step.part_by_part(Tile.log2_scores, product)
+        s = step.either(Tile.log2_scores, product)
         new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
         rescale = jnp.exp2(row_max - new_max)
         p = jnp.exp2(s - _across(new_max, s))
