@@ -6,7 +6,7 @@ are plain sums over blocks, so their tangents are the sums of the blocks' tangen
 (``accumulate``). JAX transposes it into the backward pass, again block by block, and differentiates it again for higher
 orders. So the derivative of a score function or a mask's arrays is JAX's, of ``BlockedHead.scores``.
 
-On one accelerator, ``gradients`` computes the cotangents of query, key and value for all heads of a block at once.
+On one accelerator, ``jattn.blocks.all_heads`` computes the cotangents of query, key and value.
 """
 
 import dataclasses
@@ -15,20 +15,19 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jattn.blocks.block import BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
-from jattn.blocks.block_lists import block_lists, fold_row, split_axis
+from jattn.blocks.all_heads import gradients
+from jattn.blocks.block import BlockPlan, split_head
+from jattn.blocks.block_lists import split_axis
 from jattn.blocks.online_softmax import join_rows, log_sum_exp, scan_blocks
 from jattn.blocks.plan import BlockSizes, plan_args
 from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.core.attention import NAMES, Head, softmax_dtype
-from jattn.core.vmap import Loop, over_args
 
 # ``out``, ``row_max`` and ``row_sum`` of one head or of many, as in ``online_softmax``.
 Results = tuple[Float[Array, "*axes D"], Float[Array, "*rows"], Float[Array, "*rows"]]
@@ -231,114 +230,10 @@ def gradients_of_qkv(
     """
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     plan = plan_args(platform, args, sizes)
-    if plan.heads == plan.sequences == Loop.VMAP and not args.sharded:
+    if plan.all_at_once and not args.sharded:
         return gradients(platform, args, row_max, d_acc, d_row_sum, plan.blocks)
 
     def of_qkv(query, key, value):
         return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
 
     return jax.vjp(of_qkv, args.query, args.key, args.value)[1]((d_acc, d_row_sum))
-
-
-def gradients(
-    platform: str,
-    args: AttentionArgs,
-    row_max: Float[Array, "B T N"],
-    d_acc: Float[Array, "B T N D"],
-    d_row_sum: Float[Array, "B T N"],
-    plan: BlockPlan,
-) -> tuple[Array, Array, Array]:
-    """The cotangents of query, key and value from those of ``acc`` and ``row_sum``.
-
-    ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
-    """
-    rows, columns = plan.size
-    call = _blocked_call(platform, args, plan)
-    dtype = softmax_dtype(args.query)
-    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype)
-    by_row = [_parts(x, rows) for x in (args.query, row_max, d_acc, d_row_sum)]
-    keys, values = (_parts(x, columns) for x in (args.key, args.value))
-    lists = block_lists(plan.any_visible[0], plan.all_visible[0])
-
-    def row_of_blocks(sums, row):
-        i, q, row_max, *cotangents = row
-
-        def visit(state, j, masked):
-            d_q, d_k, d_v = state
-            # In the softmax's dtype, so that the blocks' gradients are added up in it.
-            qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
-            _, pull = jax.vjp(lambda q, k, v: call.softmax_sums(q, k, v, row_max, i, j, masked), *qkv)
-            from_q, from_k, from_v = pull(tuple(cotangents))
-            return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
-
-        d_q, *sums = fold_row(lists, i, visit, (jnp.zeros(q.shape, dtype), *sums))
-        return tuple(sums), d_q.astype(args.query.dtype)
-
-    zeros = tuple(jnp.zeros(x.shape, dtype) for x in (keys, values))
-    sums, d_q = lax.scan(row_of_blocks, zeros, (jnp.arange(by_row[0].shape[0], dtype=jnp.int32), *by_row))
-    d_k, d_v = sums
-    return _join(d_q, args.query), _join(d_k, args.key), _join(d_v, args.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class _BlockedCall:
-    """A call whose blocks are taken for all heads at once."""
-
-    platform: str
-    args: AttentionArgs  # bias and slot masks padded to whole blocks
-    plan: BlockPlan
-    query_positions: Array  # [blocks, B|1, rows]
-    kv_positions: Array
-
-    def softmax_sums(
-        self, q: Array, k: Array, v: Array, row_max: Array, i: Array, j: Array, masked: bool
-    ) -> tuple[Array, Array]:
-        """``acc`` and ``row_sum`` of one block of all heads, as of a call with a single block."""
-
-        def one_head(q, k, v, head, row_max):
-            visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
-            one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
-            blocked = split_head(self.platform, q, k, v, head, one_block)
-            scores, v = blocked.scores(blocked.take(0, 0), 0, 0, masked)
-            return blocked.softmax_sums(scores, v, row_max, 0, 0)
-
-        block = dataclasses.replace(self._block(i, j, masked), query=q, key=k, value=v)
-        return over_args(one_head, block, out_axes=1, per_head=[jnp.moveaxis(row_max, 2, 1)])
-
-    def _block(self, i: Array, j: Array, masked: bool) -> AttentionArgs:
-        args, size = self.args, self.plan.size
-        return dataclasses.replace(
-            args,
-            bias=None if args.bias is None else take_block(args.bias, i, j, size),
-            slot_masks=tuple(take_block(x, i, j, size) for x in args.slot_masks) if masked else (),
-            query_positions=self.query_positions[i],
-            kv_positions=self.kv_positions[j],
-        )
-
-
-def _blocked_call(platform: str, args: AttentionArgs, plan: BlockPlan) -> _BlockedCall:
-    (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
-    query_positions, kv_positions = (
-        _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
-        for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
-    )
-    padded = dataclasses.replace(
-        args,
-        bias=None if args.bias is None else pad_to_blocks(args.bias, plan.size),
-        slot_masks=tuple(pad_slot_masks(args.slot_masks, (T, S), plan.size, lead=(1, 1))),
-    )
-    return _BlockedCall(platform, padded, plan, query_positions, kv_positions)
-
-
-def _parts(x: Array, size: int, fill: int | None = 0) -> Array:
-    """``[B, T, ...] -> [blocks, B, rows, ...]``."""
-    return jnp.moveaxis(split_axis(x, 1, size, fill), 1, 0)
-
-
-def _join(parts: Array, like: Array) -> Array:
-    """``_parts`` undone, without its padding and in the dtype of ``like``."""
-    return lax.collapse(jnp.moveaxis(parts, 0, 1), 1, 3)[:, : like.shape[1]].astype(like.dtype)
-
-
-def _add_at(x: Array, i: Array, y: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, x[i] + y, i, 0)

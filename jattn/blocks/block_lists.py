@@ -1,5 +1,6 @@
 """How the ``[T,S]`` matrix is split into blocks: their size, pieces of partial blocks, and lists of blocks to visit."""
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,10 @@ from jattn.mods.pytree import pytree_dataclass, static_field
 LARGE, SMALL = 1024, 512  # rows and columns of a block: 4 MiB of float32 scores, or 1 MiB
 PIECE = 256  # rows and columns in which partial blocks are cut
 WORTH = 0.85
+MOST_RUNS = 2  # loops over rows of blocks; XLA keeps buffers for each, and compiles each
 Size = tuple[int, int]  # rows and columns of a block
 Piece = tuple[slice, slice]
+Run = tuple[Any, Any]  # the first of some rows, and the end
 Tables = tuple[AnyArray, AnyArray]  # ``any_visible`` and ``all_visible`` of ``jattn.blocks.block_mask``
 
 
@@ -150,26 +153,50 @@ class BlockList:
     starts: AnyArray
     whole: bool = static_field()
 
-    def of_row(self, i: Index) -> tuple[Index, Index, Callable[[Index], Index]]:
+    def of_row(self, i: Index, run: Run | None = None) -> tuple[Index, Index, Callable[[Index], Index]]:
         """``(start, end, column)``: row i holds the blocks ``column(p)`` for ``start <= p < end``.
 
-        Neighbouring columns, the usual case, are counted instead of looked up.
+        Neighbouring columns, the usual case, are counted instead of looked up. What is the same for all rows of the
+        ``run`` that i is in is a plain number.
         """
         if isinstance(self.column, np.ndarray):
             counts, offsets = np.diff(self.starts), self.column - np.arange(len(self.column))
             first = np.append(offsets, 0)[self.starts[:-1]]
             if (offsets == np.repeat(first, counts)).all():
-                first, counts = (jnp.asarray(x, jnp.int32) for x in (first + self.starts[:-1], counts))  # also in x64
-                return 0, counts[i], lambda p: first[i] + p
+                first, count = (_of_run(x, i, run) for x in (first + self.starts[:-1], counts))
+                return 0, count, lambda p: first + p
         starts, columns = jnp.asarray(self.starts), jnp.asarray(self.column)
         return starts[i], starts[i + 1], lambda p: columns[p]
 
 
-def fold_row(lists: tuple[BlockList, BlockList], i: Index, visit: Callable, state: PyTree) -> PyTree:
-    """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: the full ones, then the partial ones."""
+def _of_run(by_row: np.ndarray, i: Index, run: Run | None) -> Index:
+    own = by_row[slice(*run)] if run else by_row[:0]
+    return int(own[0]) if own.size and (own == own[0]).all() else jnp.asarray(by_row, jnp.int32)[i]  # also in x64
+
+
+def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
+    """Neighbouring rows with as many blocks, so that the number of trips through the loop over them is a constant.
+
+    All rows are one run if the lists are known only at run time, or if there would be more than ``MOST_RUNS``.
+    """
+    (full, partial), rows = lists, lists[0].starts.shape[0] - 1
+    if not isinstance(full.starts, np.ndarray) or not isinstance(partial.starts, np.ndarray) or rows == 0:
+        return [(0, rows)]
+    changes = np.diff(full.starts, 2) | np.diff(partial.starts, 2)
+    ends = [0, *(np.flatnonzero(changes) + 1).tolist(), rows]
+    return list(itertools.pairwise(ends)) if len(ends) <= MOST_RUNS + 1 else [(0, rows)]
+
+
+def fold_row(
+    lists: tuple[BlockList, BlockList], i: Index, visit: Callable, state: PyTree, run: Run | None = None
+) -> PyTree:
+    """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: the full ones, then the partial ones.
+
+    ``run``: as in ``BlockList.of_row``.
+    """
     for masked, blocks in zip((False, True), lists, strict=True):
         if blocks.row.shape[0] != 0:
-            start, end, column = blocks.of_row(i)
+            start, end, column = blocks.of_row(i, run)
             step = lambda p, state, masked=masked, column=column: visit(state, column(p), masked)
             state = jax.lax.fori_loop(start, end, step, state)
     return state

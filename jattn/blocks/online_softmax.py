@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from jattn.blocks import all_heads
 from jattn.blocks.block import BlockedHead, BlockPlan, product_dtype, split_head
 from jattn.blocks.block_lists import fold_row
 from jattn.blocks.plan import BlockSizes, plan_args
@@ -26,8 +27,10 @@ from jattn.core.attention import Head, row_maximum, softmax_dtype
 
 def forward(platform: str, args: AttentionArgs, sizes: BlockSizes) -> tuple[Array, Array, Array]:
     """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call."""
-    one_head = functools.partial(forward_head, platform)
-    return plan_args(platform, args, sizes, forward=True).over_heads(one_head, args, out_axes=1)
+    plan = plan_args(platform, args, sizes, forward=True)
+    if platform in all_heads.GPUS and plan.all_at_once and not args.sharded:
+        return all_heads.forward(platform, args, plan.blocks)
+    return plan.over_heads(functools.partial(forward_head, platform), args, out_axes=1)
 
 
 def forward_head(

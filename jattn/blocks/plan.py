@@ -29,6 +29,11 @@ class HeadsPlan(NamedTuple):
     heads: Loop
     sequences: Loop
 
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every step computes a block of all heads of all sequences."""
+        return self.heads == self.sequences == Loop.VMAP
+
     def over_heads(
         self,
         one_head: Callable,

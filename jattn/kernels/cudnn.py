@@ -127,7 +127,7 @@ def _prepared(args: AttentionArgs, kernel: Callable) -> tuple[tuple[jax.Array, .
     if real is not None:  # slots past the end may be NaN, and 0 * NaN is NaN
         key, value = (jnp.where(real, x, jnp.zeros((), x.dtype)) for x in (key, value))
     query = jnp.where(_visible_rows(args)[..., None], query, jnp.zeros((), query.dtype))
-    if T % 2 or S % 2:  # its backward pass takes even lengths alone
+    if T % 2 or S % 2:  # JAX takes even lengths alone where it keeps the log-sum-exp, as if there were a bias
         query, key, value = (pad_end(x, (B, x.shape[1] + x.shape[1] % 2, *x.shape[2:])) for x in (query, key, value))
         query_lengths = jnp.full(B, T) if query_lengths is None else query_lengths
         kv_lengths = jnp.full(B, S) if kv_lengths is None else kv_lengths

@@ -23,16 +23,16 @@ SMALL = Blockwise((256, 256))
 needs_native = pytest.mark.skipif(importlib.util.find_spec("jattn_native") is None, reason="needs jattn-native")
 
 
-@pytest.fixture
-def accelerator():
-    """Programs for this machine's CPU are traced as for a TPU."""
+@pytest.fixture(params=["tpu", "cuda"])
+def accelerator(request):
+    """Programs for this machine's CPU are traced as for a TPU or a GPU."""
 
     def lower_as(platform):
         mlir.register_lowering(deferred.primitive(), functools.partial(deferred._lower, platform), platform="cpu")
         jax.clear_caches()
         deferred._compiled.cache_clear()
 
-    lower_as("tpu")
+    lower_as(request.param)
     yield
     lower_as("cpu")
 
@@ -64,7 +64,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_except("plain function")
+@pytest.mark.slow_except("tpu-plain function", "cuda-window and soft cap")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_as_dense(accelerator, name):
     arrays = floats(B, T, N, H), floats(B, S, K, H, seed=1), floats(B, S, K, D, seed=2), floats(B, T, N, D, seed=3)

@@ -497,3 +497,19 @@ class TestBlockMask:
         asked = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).any_visible)
         memory = asked.lower(jnp.int32(0)).compile().memory_analysis()
         assert memory.temp_size_in_bytes < n * n / 8  # one byte per pair would be eight times as much
+
+
+def test_runs_of_rows_have_as_many_blocks():
+    def runs(*counts, full=()):
+        table = np.arange(9) < np.array(counts)[:, None]
+        return block_lists_module.runs_of_rows(
+            block_lists(table, table & np.isin(np.arange(len(counts)), full)[:, None])
+        )
+
+    assert runs(3, 3, 3) == [(0, 3)]
+    assert runs(2, 3, 3, 3) == [(0, 1), (1, 4)]  # a window
+    assert runs(2, 2, 2, full=[2]) == [(0, 2), (2, 3)]
+    assert runs(1, 2, 3, 4) == [(0, 4)]  # causal: too many
+    table = jnp.ones((3, 3), bool)
+    assert block_lists_module.runs_of_rows(block_lists(table, table)) == [(0, 3)]
+    assert runs() == [(0, 0)]

@@ -135,11 +135,9 @@ def _d_query(
         ((q, d_acc), (k, v)), (d_query, row_max, d_sum) = (rows, columns), carry
 
         def slope_of(tile: Tile) -> jax.Array:
-            log2_p = tile.log2_scores()
-            p = jnp.exp2(log2_p - _across(row_max, log2_p))
-            return tile.only_visible(tile.through_score_mod(p))
+            return tile.weights_and_slope(jax.lax.broadcast_in_dim(row_max, tile.shape, [0]))[1]
 
-        slope = step.either(slope_of, *step.products((q, k)))
+        slope = step.part_by_part(slope_of, *step.products((q, k)))
         (d_p,) = step.products((d_acc, v))
         step.release(1)
         d_scores = _d_scores(step, slope, d_p + _across(d_sum, d_p)).astype(q.dtype)
@@ -167,10 +165,10 @@ def _d_key_and_value(
         (k, *v), (q, d_acc), sums = rows, columns, list(carry)
 
         def p_and_slope(tile: Tile) -> list[jax.Array]:
-            p = tile.only_visible(jnp.exp2(tile.log2_scores() - tile.vector(QUERY, row_max)))
-            return [p.astype(q.dtype), *([] if of == "value" else [tile.only_visible(tile.through_score_mod(p))])]
+            p, p_slope = tile.weights_and_slope(tile.vector(QUERY, row_max))
+            return [p.astype(q.dtype), *([] if of == "value" else [p_slope])]
 
-        p, *slope = step.either(p_and_slope, *step.products((k, q)))
+        p, *slope = step.part_by_part(p_and_slope, *step.products((k, q)))
         if of != "key":
             (sums[-1],) = step.add((sums[-1], p, d_acc))
         if of != "value":

@@ -14,14 +14,14 @@ from jattn.mods.tile_function import CALLS, ELEMENTWISE, spread
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 
 
-def run(fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """``fn(*arrays)``, one array of elementwise operations, equation by equation.
+def run(fn: Callable[..., Any], *arrays: jax.Array) -> list[jax.Array]:
+    """The arrays of ``fn(*arrays)``, of elementwise operations, equation by equation.
 
     ``fn`` is traced first, so derivatives are those that JAX and custom rules define; then calls are inlined, numbers
     are broadcast, and what the compiler lacks is computed by ``FUNCTIONS``.
     """
     closed = jax.make_jaxpr(fn)(*arrays)
-    return evaluate(closed.jaxpr, closed.consts, arrays, _bind, inline=(*CALLS, *_CUSTOM_CALLS))[0]
+    return evaluate(closed.jaxpr, closed.consts, arrays, _bind, inline=(*CALLS, *_CUSTOM_CALLS))
 
 
 def _bind(equation: JaxprEqn, inputs: Sequence[ArrayLike]) -> list[jax.Array]:

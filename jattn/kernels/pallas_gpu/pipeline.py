@@ -7,6 +7,7 @@ is known while tracing.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ Result = TypeVar("Result")
 WIDTH = 64  # features are padded to a multiple: 128 bytes, the widest swizzle
 SHARED = 216 * 2**10  # bytes of shared memory for arrays, of 227 KiB: barriers, alignment and reductions take some
 STAGES = 4  # at most this many blocks of columns in shared memory
+PART = 32  # columns
 MEMORY_REGISTERS = 24  # of the warpgroup that reads; the others share the rest
 
 
@@ -52,16 +54,33 @@ class Step(Place):
     turn: Callable[[], None]
     scratch: Ref | None
 
-    def either(self, fn: Callable[..., Result], product: jax.Array, *args: jax.Array) -> Result:
-        """``fn(tile, *args)``, with the mask where the block needs it."""
+    def either(self, fn: Callable[..., Result], product: jax.Array) -> Result:
+        """``fn(tile)``, with the mask where the block needs it."""
+        return self._either(lambda masked, product: fn(self.tile(masked, product)), product)
+
+    def _either(self, of: Callable[[bool, jax.Array], Result], product: jax.Array) -> Result:
         full, others = self.plan.kinds
-
-        def of(masked: bool) -> Callable[..., Result]:
-            return lambda product, *args: fn(self.tile(masked, product), *args)
-
         if full and others:
-            return jax.lax.cond(self.partial, of(True), of(False), product, *args)
-        return of(others)(product, *args)
+            return jax.lax.cond(self.partial, functools.partial(of, True), functools.partial(of, False), product)
+        return of(others, product)
+
+    def part_by_part(self, fn: Callable[..., Result], product: jax.Array) -> Result:
+        """``either``, for results ``[rows, columns]``, ``PART`` columns after each other.
+
+        The compiler keeps a register for each pair of what one operation hands to the next.
+        """
+
+        def of(masked: bool, product: jax.Array) -> Result:
+            if not masked and self.scores.score_mod is None:
+                return fn(self.tile(masked, product))
+            (row, column), found = self.starts, []
+            for first in range(0, product.shape[1], PART):
+                here = dataclasses.replace(self, starts=(row, column + first))
+                part = jax.lax.slice(product, (0, first), (product.shape[0], first + PART))
+                found.append(fn(here.tile(masked, part)))
+            return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *found)
+
+        return self._either(of, product)
 
     def products(self, *factors: tuple[Ref, Ref]) -> list[jax.Array]:
         """``x y^T`` of references ``x [rows, X]`` and ``y [columns, X]``, in float32."""

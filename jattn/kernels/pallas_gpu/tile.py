@@ -44,20 +44,44 @@ class Operands:
 
 
 class Tile(pallas_tiles.Tile):
-    """64 rows and a block of columns: ``[queries, keys]``, or ``[keys, queries]`` of a kernel by key."""
+    """64 rows and a block of columns, or a part of it: ``[queries, keys]``, or ``[keys, queries]`` by key."""
 
     def __init__(self, at: "Place", masked: bool, product: jax.Array | None):
         super().__init__(at.scores, masked)
-        self.at, self.given, self.block = at, product, at.plan.size
-        self.shape = ROWS, at.plan.inner
+        self.at, self.given = at, product
+        # Queries past the end need no mask where they are rows: their zeros give them results, which are not written.
+        self.block = at.plan.size if at.plan.by_key else (1, at.plan.size[1])
+        self.shape = ROWS, at.plan.inner if product is None else product.shape[1]
 
     def compute(self, fn: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        return mosaic_ops.run(fn, *arrays)
+        return mosaic_ops.run(fn, *arrays)[0]
 
     def product(self) -> jax.Array:
         """``q·k``, which the kernel has computed."""
         assert self.given is not None
         return self.given
+
+    def scores(self) -> jax.Array:
+        """The scores, -inf where masked. Uses ``visible`` once, and last: it takes a register for each pair."""
+        s = self._biased()
+        if self.source.score_mod is not None:
+            s = self.compute(self._modified(), s)
+        return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
+
+    def log2_scores_and_slope(self) -> tuple[jax.Array, jax.Array | None]:
+        """``log2_scores``, and the score function's derivative, anything where masked; None: there is no function."""
+        if self.source.score_mod is None:
+            return self.log2_scores(), None
+        modified = self._modified()
+        # Elementwise, so the derivative along 1 is that of every pair.
+        s, slope = mosaic_ops.run(lambda s: jax.jvp(modified, (s,), (jnp.ones_like(s),)), self._biased())
+        return (s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)) * LOG2E, slope
+
+    def _modified(self) -> Callable:
+        """The score function, of ``scale * q·k + bias``, also of pairs that are masked."""
+        assert self.source.score_mod is not None
+        evaluate = self._evaluated(self.source.score_mod)
+        return lambda s: jnp.broadcast_to(evaluate(s), s.shape).astype(s.dtype)
 
     def log2_scores(self) -> jax.Array:
         """The scores over ln 2, for exponentials to the base 2."""
@@ -66,9 +90,15 @@ class Tile(pallas_tiles.Tile):
         s = self.product() * (self.scalar(self.source.scale) * LOG2E)
         return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
-    def only_visible(self, x: jax.Array) -> jax.Array:
-        """``x``, 0 where masked, whatever it is there."""
-        return x if self.visible is None else jnp.where(self.visible, x, 0.0)
+    def weights_and_slope(self, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``exp2(log2_scores - row_max)``, and that times the score function's derivative; both 0 where masked."""
+        log2_p, slope = self.log2_scores_and_slope()
+        p = jnp.exp2(log2_p - row_max)
+        if self.visible is not None:
+            p = jnp.where(log2_p == -jnp.inf, 0.0, p)  # also in a row that sees NaN
+        if slope is None:
+            return p, p
+        return p, slope * p if self.visible is None else jnp.where(p != 0.0, slope * p, 0.0)
 
     def slots(self) -> tuple[jax.Array, jax.Array]:
         def slots(axis: int) -> jax.Array:
