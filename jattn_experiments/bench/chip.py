@@ -90,7 +90,7 @@ class Sizes:
         Raises:
             Refused: it did not answer; an unknown kernel.
         """
-        begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP, 180.0)
+        begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP | _own_modules(), 180.0)
         try:
             said = worker(ask="device")
             if said["result"] != "measured":
@@ -119,6 +119,11 @@ class Sizes:
         return cls(**own, lengths=(256,), head_dims=(64,), num_heads=2, seconds=0.5)
 
 
+def _own_modules() -> dict[str, str]:
+    """Lets the processes, which run elsewhere, import a user's modules from here."""
+    return {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 _REHEARSAL = ": no accelerator, so this is a rehearsal"
 
 
@@ -141,7 +146,8 @@ class Asking:
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
         self.last = sizes.begun + 60 * sizes.minutes
-        self.worker = Worker(sizes.command, REHEARSED if sizes.rehearsal else ON_CHIP, sizes.limit)
+        environment = REHEARSED if sizes.rehearsal else ON_CHIP
+        self.worker = Worker(sizes.command, environment | _own_modules(), sizes.limit)
         self.ended: collections.Counter[str] = collections.Counter()  # processes that a kernel ended, or held too long
 
     def __call__(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

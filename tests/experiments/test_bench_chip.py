@@ -216,11 +216,16 @@ FAULTS = "tests.experiments.faulty_kernels:"
 
 
 @pytest.mark.slow
-def test_an_unknown_kernel_is_refused_in_one_line(capsys, tmp_path):
+def test_kernels_are_found_in_the_folder_of_the_call_or_refused_in_one_line(capsys, tmp_path, monkeypatch):
     assert main(["bench", "--suite", "chip", "--kernels", "splash,nosuch", "--out", str(tmp_path)]) == 2
     assert "--kernels: expected some of decode, blockwise" in capsys.readouterr().err
     assert main(["bench", "--suite", "chip", "--kernels", "nosuch.module:K", "--out", str(tmp_path)]) == 2
     assert "'nosuch.module:K' cannot be imported" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--kernels", "mine:Mine", "--minutes", "0.001", "--out", str(tmp_path / "out")]
+    assert main(["bench", "--suite", "chip", *options]) == 0
+    assert "steps are left. --resume continues" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
