@@ -85,6 +85,7 @@ CASES = {
 }
 NUM_HEADS = 8
 LIMIT = 900.0  # seconds for one cell
+FATAL = re.compile(r"F\d{4} \S+ +\d+ \S+\] (.*)")  # a line of a log: file and message
 
 
 class Compiler:
@@ -126,7 +127,10 @@ class Compiler:
         status = self.process.wait()
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+        fatal = [found[1] for found in map(FATAL.match, lines) if found]  # a trace of the stack follows it
+        said = next(
+            (line.strip() for line in (*reversed(fatal), *reversed(lines)) if line.strip()), "nothing on stderr"
+        )
         return f"the compiler ended with status {status}: {said[:300]}"
 
     def kill(self) -> None:

@@ -14,6 +14,7 @@ from jattn_experiments.runs.terminal import fail
 # The suites, one file each, and the options that they take.
 SUITES = {
     "attention": ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw"),
+    "bundles": ("out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
     "imports": ("out",),
@@ -45,7 +46,12 @@ def bench_command(arguments: Sequence[str]) -> int:
 def _folder(options: Any) -> Path | str:
     """Where whole results are kept, under the date; a part of them is not."""
     attention = options.device + (f"-batch{options.batch}" if options.batch > 1 else "")
-    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods"}.get(options.suite)
+    kept = {
+        "attention": attention,
+        "chips": "" if options.cells else "chips",
+        "pods": "pods",
+        "bundles": "bundles",
+    }.get(options.suite)
     return RESULTS / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 
@@ -81,7 +87,8 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; chips: compiled for TPUs; dispatch: short calls; imports: beside JAX and Flax; "
+        help="attention; bundles: code of TPU kernels; chips: compiled for TPUs and GPUs; dispatch: short calls; "
+        "imports: beside JAX and Flax; "
         "language: SmolLM2 beside transformers; "
         "layers: Flax's modules and torch's; looking: statistics; pods: rings compiled for TPUs; "
         "reports: pages of heads; sharding: rings",
