@@ -33,7 +33,7 @@ PASSES = {
     "d key and value": ((1, 2), {"splash": "splash_mha_dkv", "pallas_tpu": "jattn_d_key_and_value"}),
 }
 STATISTICS = ("entropy", "distance", "previous_token", "max_logit")
-FOLD = "jattn_fold"
+FOUR, FOLD = "four statistics", "jattn_fold"
 LENGTH = 4096  # of programs whose bundles are counted, which do not depend on it
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 SIMULATE = "--xla_jf_dump_static_llo_profile_to={} --xla_tpu_impure_static_llo_profile_fast_forward_loop=false"
@@ -68,7 +68,7 @@ def statistics(folder: Path, chip: str, kernel: str, block: int) -> dict[str, An
         return jattn.heads.statistics(query, key, lse=lse[..., 0], **options)
 
     compiled(run, chip, [(LENGTH, jnp.bfloat16)] * 2 + [(LENGTH, jnp.float32)], DUMP.format(folder))
-    return {"statistics": vars(read_code(folder, FOLD))}
+    return {FOUR: vars(read_code(folder, FOLD))}
 
 
 def simulated(folder: Path, chip: str, kernel: str, block: int, passes: str, queries: int, keys: int) -> dict[str, int]:

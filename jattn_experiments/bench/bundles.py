@@ -18,14 +18,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jattn_experiments.bench import chips
-from jattn_experiments.bench.bundle_compiler import HEAD_DIM, PASSES, STATISTICS
+from jattn_experiments.bench.bundle_compiler import FOUR, HEAD_DIM, PASSES, STATISTICS
 from jattn_experiments.bench.chip_compiler import NUM_HEADS, Compiler
 from jattn_experiments.bench.suite import Job, Results, Row, Suite
 from jattn_experiments.bench.tables import listed, report, table
 
 LIMIT = 600.0  # seconds for one program
 CODE, SIMULATED = ("chip", "kernel", "block", "passes"), ("chip", "kernel", "block", "passes", "length")
-FOUR = "four statistics"
 PRODUCTS = {"forward": 2, "d query": 3, "d key and value": 4}  # of a block, of which the first is its scores
 MATMUL = 4096  # rows and columns of the matrices multiplied
 HEAD = "splash forward, one head of 4096 tokens"

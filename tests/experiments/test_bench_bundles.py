@@ -12,7 +12,7 @@ import jattn
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 from jattn_experiments.__main__ import main
-from jattn_experiments.bench import bundles, llo
+from jattn_experiments.bench import bundle_compiler, bundles, llo
 from jattn_experiments.bench.bundles import FOUR, HEAD, SUITE, Sizes
 from jattn_experiments.bench.known_tables import Entries, known, tables_of
 from jattn_experiments.bench.suite import Results
@@ -152,6 +152,24 @@ def test_the_command_prints_rows_and_fails_if_a_kernel_does(suite, tmp_path, cap
     assert f"| v5e | {HEAD} | 64000 | 64000 | 1.000 |" in text
     assert main(["bench", "--suite", "bundles", "--redraw", "--out", str(tmp_path)]) == 1
     assert (tmp_path / "bundles.md").read_text() == text
+
+
+def test_every_row_is_what_the_compilers_process_answers(monkeypatch):
+    monkeypatch.setattr(bundle_compiler, "compiled", lambda function, chip, arrays, flags: None)
+    monkeypatch.setattr(bundle_compiler, "read_code", lambda folder, name: llo.code(TEXT, SLOTS))
+    monkeypatch.setattr(bundles, "ask", bundle_compiler.answer)
+    rows = [
+        bundles.code(task, "v5e", "pallas_tpu", 512, one)
+        for task, names in (("gradients", bundles.PASSES), ("statistics", [FOUR]))
+        for one in names
+    ]
+    assert [row["bundles"] for row in rows] == [8] * 4 and {row["result"] for row in rows} == {"compiled"}
+    monkeypatch.setattr(bundle_compiler, "read_code", lambda folder, name: 1 / 0)
+    assert bundles.code("gradients", "v5e", "splash", 512, "forward") | {"seconds": 0} == {
+        "result": "failed",
+        "reason": "ZeroDivisionError: division by zero",
+        "seconds": 0,
+    }
 
 
 def test_a_suite_that_was_stopped_goes_on(suite, tmp_path):
