@@ -3,8 +3,9 @@
 Nothing is executed, so it measures no speed and no numbers. Shared by all rows: ``environment``, ``shape``. The parts:
 
 - ``code``: for each ``chip``, ``kernel``, ``block`` (its queries, and its keys) and ``passes``, a ``llo.Code``;
-- ``simulated``: for each of these and a ``length``, the ``cycles`` of one row of blocks in libtpu's simulator: so many
-  keys of a block of queries; for the gradients of key and value, so many queries of a block of keys;
+- ``simulated``: for each of these and a ``length``, the ``cycles`` in libtpu's simulator of a part of a head that is
+  there so many ``times``: up to ``WHOLE`` tokens all of it, and beyond one row of blocks, which is all keys of a block
+  of queries, or for the gradients of key and value, all queries of a block of keys;
 - ``checks``: the simulator beside what is known: ``cycles`` of what it simulates, and ``expected``.
 
 All rows have a ``result``, its ``reason``, and ``seconds`` of processor time.
@@ -27,7 +28,8 @@ LIMIT = 600.0  # seconds for one program
 CODE, SIMULATED = ("chip", "kernel", "block", "passes"), ("chip", "kernel", "block", "passes", "length")
 PRODUCTS = {"forward": 2, "d query": 3, "d key and value": 4}  # of a block, of which the first is its scores
 MATMUL = 4096  # rows and columns of the matrices multiplied
-HEAD = "splash forward, one head of 4096 tokens"
+WHOLE = 4096  # tokens of a head that is simulated as a whole
+HEAD = f"splash forward, a head of {WHOLE} tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
         yield Job("checks", {"chip": chip, "what": HEAD}, functools.partial(whole_head, chip))
     for (kernel, block, length), chip, passes in itertools.product(sizes.simulated, sizes.simulators, PASSES):
         key = dict(zip(SIMULATED, (chip, kernel, block, passes, length), strict=True))
-        yield Job("simulated", key, functools.partial(row_of_blocks, **key))
+        yield Job("simulated", key, functools.partial(simulated, **key))
 
 
 @functools.lru_cache(1)
@@ -85,9 +87,15 @@ def code(task: str, chip: str, kernel: str, block: int, passes: str) -> dict[str
     return {**{name: found[name] for name in ("result", "reason", "seconds")}, **own}
 
 
-def row_of_blocks(chip: str, kernel: str, block: int, passes: str, length: int) -> dict[str, Any]:
-    """``cycles`` of one of the rows of blocks that a head has."""
+def simulated(chip: str, kernel: str, block: int, passes: str, length: int) -> dict[str, Any]:
+    """``cycles`` of a part of a head, and how many ``times`` it is there."""
+    if length <= WHOLE:
+        return {"times": 1, **_cycles(chip, kernel, block, passes, length, length)}
     queries, keys = (length, block) if passes == "d key and value" else (block, length)
+    return {"times": length // block, **_cycles(chip, kernel, block, passes, queries, keys)}
+
+
+def _cycles(chip: str, kernel: str, block: int, passes: str, queries: int, keys: int) -> dict[str, Any]:
     question = {"kernel": kernel, "block": block, "passes": passes, "queries": queries, "keys": keys}
     return {"cycles": None, **ask("simulated", chip=chip, **question)}
 
@@ -100,10 +108,10 @@ def matmul(chip: str) -> dict[str, Any]:
 
 def whole_head(chip: str) -> dict[str, Any]:
     """All rows of blocks of a head, beside one row times their number."""
-    one = row_of_blocks(chip, "splash", 512, "forward", 4096)
-    question = {"kernel": "splash", "block": 512, "passes": "forward", "queries": 4096, "keys": 4096}
-    expected = one["cycles"] * (4096 // 512) if one["cycles"] else None
-    return {"cycles": None, "expected": expected, **ask("simulated", chip=chip, **question)}
+    block = 512
+    one = _cycles(chip, "splash", block, "forward", block, WHOLE)["cycles"]
+    expected = one * (WHOLE // block) if one else None
+    return {"expected": expected, **_cycles(chip, "splash", block, "forward", WHOLE, WHOLE)}
 
 
 def line(row: Row) -> str:
@@ -147,15 +155,16 @@ def markdown(results: Results) -> str:
         _code(results),
         "## Simulated cycles",
         "**Of libtpu's simulator of its own code; nothing was measured.** Millions of cycles of one core for "
-        f"{NUM_HEADS} heads: one row of blocks of one head was simulated, which is multiplied by the rows and the "
-        "heads. The kernels compute their tables of blocks instead of reading them, since the simulator knows no data "
+        f"{NUM_HEADS} heads: of one head, times the heads; beyond {WHOLE} tokens, of one row of blocks, times the "
+        "rows. The kernels compute their tables of blocks instead of reading them, since the simulator knows no data "
         "and would skip every block; hence no causal mask. *Rate*: "
         f"the multiplications a cycle, beside those of a product of two {MATMUL} by {MATMUL} matrices in the same "
         "simulator; the forward pass has 2 products a block, the gradient of query 3, those of key and value 4.",
         _simulated(results),
         *_reasons(results),
         "## The simulator, checked",
-        "The product beside the estimate of the compiler's cost model; a head beside one row of blocks times the rows.",
+        "The product beside the estimate of the compiler's cost model. The head beside one row of blocks times the "
+        "rows, which counts the beginning and the end of a kernel in every row: of 8 blocks here, of up to 64 above.",
         _checks(results),
         "## Compiled with",
         listed(results.about["environment"] | results.about["shape"]),
@@ -192,16 +201,16 @@ def _simulated(results: Results) -> str:
         for kernel, block in kernels:
             key = {"chip": chip, "length": length, "passes": passes, "kernel": kernel, "block": block}
             found = results.of("simulated", **key)
-            cells += _cycles(found[0], results) if found else ["-", "-"]
+            cells += _millions(found[0], results) if found else ["-", "-"]
         lines.append([chip, f"{length:,}", passes, *cells])
     return table(head, lines)
 
 
-def _cycles(row: Row, results: Results) -> list[str]:
+def _millions(row: Row, results: Results) -> list[str]:
     """Millions of cycles of all heads, and the rate beside a plain product's."""
     if row["cycles"] is None:
         return ["failed", "-"]
-    cycles = row["cycles"] * (row["length"] // row["block"])
+    cycles = row["cycles"] * row["times"]
     (plain,) = results.of("checks", chip=row["chip"], what="matmul")
     rate = PRODUCTS[row["passes"]] * row["length"] ** 2 * HEAD_DIM / cycles
     share = f"{rate / (MATMUL**3 / plain['cycles']):.0%}" if plain["cycles"] else "-"

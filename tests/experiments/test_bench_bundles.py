@@ -106,7 +106,10 @@ def test_kernels_that_compute_their_tables_compute_the_same(implementation, quer
 # ---- the suite
 
 SIZES = Sizes(
-    ("v5e", "tpu7x"), blocks=(512,), simulators=("v5e",), simulated=(("splash", 512, 4096), ("pallas_tpu", 512, 4096))
+    ("v5e", "tpu7x"),
+    blocks=(512,),
+    simulators=("v5e",),
+    simulated=(("splash", 512, 4096), ("splash", 512, 8192), ("pallas_tpu", 512, 4096)),
 )
 
 
@@ -144,9 +147,10 @@ def test_the_command_prints_rows_and_fails_if_a_kernel_does(suite, tmp_path, cap
     text = (tmp_path / "bundles.md").read_text()
     assert "| v5e | 512 | forward | 1200 | 75% | 25% | 1700 | 1200 | 75% | 25% | 1700 | 1.00 |" in text
     assert f"| tpu7x | 512 | {FOUR} | - | - | - | - | 1200 | 75% | 25% | 1700 | - |" in text
-    # A row of blocks takes 8000, a head 8 of them: 8 heads 512,000. A product of matrices takes 2^36 / 2^20 a cycle.
+    # A block takes 1000, a row of 8 blocks 8000, 8 heads of 8 rows 512,000; twice the tokens take 4 times as many.
     rate = f"{2 * 4096**2 * 128 / 64000 / (4096**3 / 2**20):.0%}"
     assert f"| v5e | 4,096 | forward | 0.51 | {rate} | 0.51 | {rate} |" in text
+    assert "| v5e | 8,192 | d key and value | 2.05 | " in text
     assert "| v5e | 4,096 | d query | 0.51 | " in text and " | failed | - |" in text
     assert "| tpu7x splash 512 forward | no a\\|b |" in text
     assert f"| v5e | {HEAD} | 64000 | 64000 | 1.000 |" in text
