@@ -189,7 +189,7 @@ def test_the_programs_are_those_of_the_issue():
     asked = {
         (kernel, passes, length) for kernel in Sizes.kernels for passes in bundles.PASSES for length in (4096, 32768)
     }
-    for chip in ("v5e", "v6e", "v5p"):
+    for chip in ("v5e", "v6e"):
         assert asked == {(row["kernel"], row["passes"], row["length"]) for row in rows if row["chip"] == chip}
     kernels = {(job.key["chip"], job.key["passes"]) for job in bundles.jobs(Sizes()) if job.part == "code"}
     assert kernels == {(chip, passes) for chip in Sizes.chips for passes in (*bundles.PASSES, FOUR)}
