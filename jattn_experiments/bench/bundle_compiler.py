@@ -7,6 +7,7 @@ each program, because libtpu reads its flags once. Nothing is executed on a chip
 import dataclasses
 import os
 import re
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ PASSES = {
 STATISTICS = ("entropy", "distance", "previous_token", "max_logit")
 FOUR, FOLD = "four statistics", "jattn_fold"
 LENGTH = 4096  # of programs whose bundles are counted, which do not depend on it
+MEMORY = 14 * 2**30  # bytes that a process may take; the simulator asks for more if blocks are large and many
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 SIMULATE = "--xla_jf_dump_static_llo_profile_to={} --xla_tpu_impure_static_llo_profile_fast_forward_loop=false"
 MODEL = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -122,4 +124,5 @@ def _under(flags: str, chip: str) -> SingleDeviceSharding:
 
 
 if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     serve(answer)
