@@ -39,7 +39,7 @@ help:
 	@echo "make experiments   run every experiment (jattn list) into runs/, and again on ten fresh seeds (three hours)"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
-	@echo "make test-chips    compile for three TPUs and a GPU without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
+	@echo "make test-chips    compile for four TPUs and two GPUs without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
 	@echo "make on-chip       on a machine with a TPU or a GPU: which kernels are right, how fast, which to take (eight minutes)"
 	@echo "make on-chip-bundle  an archive that does so without a network; ARGS=\"--python 3.12 --platform manylinux_2_28_x86_64\""
 	@echo "make soak          compare random calls with plain NumPy for ten minutes; ARGS=\"--minutes 60\" for an hour"

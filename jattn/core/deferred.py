@@ -179,6 +179,7 @@ def _under(settings: Settings) -> Iterator[None]:
 
 _partitioned: contextvars.ContextVar[bool] = contextvars.ContextVar("partitioned", default=False)
 _exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
+_device: contextvars.ContextVar[Any] = contextvars.ContextVar("device", default=None)
 
 
 def is_partitioned() -> bool:
@@ -194,6 +195,14 @@ def is_exported() -> bool:
     return _exported.get()
 
 
+def device() -> Any:
+    """A device of the backend that the program is being lowered with, there or not; None outside of lowering.
+
+    What is lowered for another platform, as by ``jax.export``, has a device of this machine.
+    """
+    return _device.get()
+
+
 @contextlib.contextmanager
 def _lowered_as(module: Any) -> Iterator[None]:
     context = module.axis_context
@@ -202,12 +211,13 @@ def _lowered_as(module: Any) -> Iterator[None]:
         partitioned = bool(context.manual_axes) and manual != set(context.mesh.axis_names)
     else:
         partitioned = getattr(context, "num_devices", 1) != 1
-    tokens = _partitioned.set(partitioned), _exported.set(module.lowering_parameters.for_export)
+    device = None if module.backend is None else module.backend.devices()[0]
+    tokens = _partitioned.set(partitioned), _exported.set(module.lowering_parameters.for_export), _device.set(device)
     try:
         yield
     finally:
-        _partitioned.reset(tokens[0])
-        _exported.reset(tokens[1])
+        for variable, token in zip((_partitioned, _exported, _device), tokens, strict=True):
+            variable.reset(token)
 
 
 def _jvp(

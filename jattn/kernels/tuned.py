@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels.pallas_tpu.schedule import block_sizes
 
@@ -35,7 +36,7 @@ def largest(table: Table, kernel: str, chip: str, head_dim: int, length: int) ->
 
 
 def measured_sizes(kernel: str, args: AttentionArgs) -> tuple[int, int] | None:
-    """What was measured on this process's chip for calls like this one; None if nothing was.
+    """What was measured on the program's chip for calls like this one; None if nothing was.
 
     In 16 bits, without a bias, mask array or score function: these need memory that the measured calls did not.
     """
@@ -44,5 +45,6 @@ def measured_sizes(kernel: str, args: AttentionArgs) -> tuple[int, int] | None:
         return None
     (_, T, _, H), S = args.query.shape, args.key.shape[1]
     D = H if args.value is None else args.value.shape[3]
-    found = largest(table(), kernel, jax.devices()[0].device_kind, max(H, D), max(T, S))
+    chip = deferred.device() or jax.devices()[0]  # that of the program, where it is being lowered
+    found = largest(table(), kernel, chip.device_kind, max(H, D), max(T, S))
     return None if found is None else (block_sizes(T, S, found[0])[0], block_sizes(T, S, found[1])[1])

@@ -1,4 +1,4 @@
-"""Compiles attention for TPUs and a GPU that are not there.
+"""Compiles attention for TPUs and GPUs that are not there.
 
 In ``ENVIRONMENT``, ``python -m jattn_experiments.bench.chip_compiler`` reads cells from stdin, one JSON object a line,
 and answers each with one line: what came of it. It is a process of its own because compilers read their environment
@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jattn
 from jattn.kernels.pallas_gpu import PallasGPU
+from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
 from jattn_experiments.bench.cases import CAP, WINDOW
@@ -38,24 +39,39 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
 }
-TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1"}  # the smallest that there are
-# XLA's description of an H100 (SXM): its limits, which programs depend on.
-H100 = """
-platform_name: "CUDA"  device_description_str: "NVIDIA H100 80GB HBM3"  dnn_version_info { major: 9 minor: 10 }
-gpu_device_info {
-  name: "NVIDIA H100 80GB HBM3"  device_vendor: "NVIDIA Corporation"  platform_version: "Compute Capability 9.0a"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+# The smallest that there are.
+TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
+# What XLA must know of a GPU. These limits are the same for compute capability 9.0 and 10.0: "Technical Specifications
+# per Compute Capability" in the CUDA C++ Programming Guide.
+CUDA = 'platform_name: "CUDA"  dnn_version_info { major: 9 minor: 10 }'
+OF_ALL_GPUS = """
+  device_vendor: "NVIDIA Corporation"
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
   shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  core_count: 132  fpus_per_core: 128  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  fpus_per_core: 128  registers_per_core_limit: 65536  registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
-  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98  device_memory_size: 84942979072
-  pcie_bandwidth: 34359738368  device_address_bits: 64  ecc_enabled: true
+  device_address_bits: 64  ecc_enabled: true
   driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"  dnn_version: "9.10.0"
-}
 """
-GPUS = ("h100",)
+# An H100 (SXM) and a B200. The B200's numbers are those of XLA's own description of one, for its tools:
+# https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/b200.txtpb
+GPUS = {
+    "h100": """
+  name: "NVIDIA H100 80GB HBM3"  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072  pcie_bandwidth: 34359738368
+""",
+    "b200": """
+  name: "NVIDIA B200"  platform_version: "Compute Capability 10.0a"
+  cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }
+  core_count: 148  memory_bandwidth: 7672320000000  l2_cache_size: 132644864  clock_rate_ghz: 1.965
+  device_memory_size: 191514411008  pcie_bandwidth: 68719476736
+""",
+}
+# Our kernels for statistics; on other chips these are blockwise's.
+FOLDS = {**dict.fromkeys(TOPOLOGIES, PallasTPU()), "h100": PallasGPU()}
 CASES = {
     "full": "every query sees every key",
     "causal": "`is_causal=True`",
@@ -71,8 +87,8 @@ LIMIT = 900.0  # seconds for one cell
 class Compiler(Worker):
     """The process that compiles; ``module`` serves."""
 
-    def __init__(self, module: str = __name__):
-        super().__init__((sys.executable, "-m", module), ENVIRONMENT, LIMIT)
+    def __init__(self, module: str = __name__, limit: float = LIMIT):
+        super().__init__((sys.executable, "-m", module), ENVIRONMENT, limit)
 
 
 # What is known of a cell that was not compiled.
@@ -94,9 +110,7 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
     begin = time.process_time()
     sharding = SingleDeviceSharding(_device(chip))
     try:
-        function, arrays = problem(
-            implementation, head_dim, length, case, passes, PallasGPU() if chip in GPUS else None
-        )
+        function, arrays = problem(implementation, head_dim, length, case, passes, FOLDS.get(chip))
         types = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in arrays]
         with tempfile.TemporaryDirectory() as notes:
             os.environ |= {"MOSAIC_GPU_DUMP_TO": notes, "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -194,7 +208,8 @@ def devices(topology: str) -> Sequence[Any]:
     """The chips of a topology, as ``"v5p:2x2x2"``; for GPUs its sizes are slices, hosts of each and GPUs of a host."""
     chip, _, sizes = topology.partition(":")
     if chip in GPUS:
-        return topologies.get_topology_desc(chip, platform="cuda", target_config=H100, topology=sizes).devices
+        config = f"{CUDA} gpu_device_info {{ {OF_ALL_GPUS} {GPUS[chip]} }}"
+        return topologies.get_topology_desc(chip, platform="cuda", target_config=config, topology=sizes).devices
     return topologies.get_topology_desc(topology, platform="tpu").devices
 
 

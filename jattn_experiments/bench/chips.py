@@ -174,8 +174,9 @@ def markdown(results: Results) -> str:
         counts(results),
         "## The cases",
         listed({name: text for name, text in CASES.items() if name in _values(results.rows, "case")}),
-        "`fold` computes all statistics of `jattn.heads.statistics`, and the gradient of the entropy; the others "
-        "`jattn.dot_product_attention`, and the gradient of `sum(sin(out))` by query, key and value.",
+        "`fold` computes all statistics of `jattn.heads.statistics`, by our kernels if the chip has any, and the "
+        "gradient of the entropy; the others `jattn.dot_product_attention`, and the gradient of `sum(sin(out))` by "
+        "query, key and value.",
     ]
     for name in _values(results.rows, "implementation"):
         rows = results.of("cells", implementation=name)

@@ -14,6 +14,7 @@ from jattn_experiments.runs.terminal import fail
 # The suites, one file each, and the options that they take.
 SUITES = {
     "attention": ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw"),
+    "bundles": ("out", "resume", "redraw"),
     "chip": ("kernels", "minutes", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
@@ -55,9 +56,14 @@ def bench_command(arguments: Sequence[str]) -> int:
 def _folder(options: Any) -> Path | str:
     """Where whole results are kept, under the date; a part of them is not."""
     attention = options.device + (f"-batch{options.batch}" if options.batch > 1 else "")
-    kept = {"attention": attention, "chips": "" if options.cells else "chips", "pods": "pods"}.get(options.suite)
     if options.suite == "chip":
         return "runs/chip"
+    kept = {
+        "attention": attention,
+        "chips": "" if options.cells else "chips",
+        "pods": "pods",
+        "bundles": "bundles",
+    }.get(options.suite)
     return RESULTS / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
 
@@ -93,9 +99,10 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; chip: all on the accelerator here; chips: compiled for TPUs; dispatch: short calls; "
-        "imports: beside JAX and Flax; language: SmolLM2 beside transformers; layers: Flax's modules and torch's; "
-        "looking: statistics; pods: rings compiled for TPUs; reports: pages of heads; sharding: rings",
+        help="attention; bundles: code of TPU kernels; chip: all on the accelerator here; chips: compiled for TPUs and "
+        "GPUs; dispatch: short calls; imports: beside JAX and Flax; language: SmolLM2 beside transformers; layers: "
+        "Flax's modules and torch's; looking: statistics; pods: rings compiled for TPUs; reports: pages of heads; "
+        "sharding: rings",
     )
     known = f"any of {', '.join(PEERS)}, beside a plain call of jattn"
     parser.add_argument("--peers", type=str, default=",".join(PEERS[:3]), help=known)

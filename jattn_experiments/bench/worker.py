@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+FATAL = re.compile(r"F\d{4} \S+ +\d+ \S+\] (.*)")  # a line of absl's log: file and message
 
 
 class Worker:
@@ -52,7 +55,10 @@ class Worker:
         status = self.process.wait()
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+        fatal = [found[1] for found in map(FATAL.match, lines) if found]  # a trace of the stack follows it
+        said = next(
+            (line.strip() for line in (*reversed(fatal), *reversed(lines)) if line.strip()), "nothing on stderr"
+        )
         return f"the process ended with status {status}: {said[:300]}"
 
     def kill(self) -> None:

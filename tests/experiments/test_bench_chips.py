@@ -76,9 +76,10 @@ def test_every_cell_is_a_call(implementation, case, passes):
 def test_all_cells_are_those_of_the_issue():
     cells = [job.key for job in chips.jobs(Sizes.read(""))]
     of_a_chip = 4 * 3 * 2 * 6 * 2  # a chip has two kernels of its own, and two that all have
-    assert len(cells) == 4 * of_a_chip
-    on_gpu = {cell["implementation"] for cell in cells if cell["chip"] == "h100"}
-    assert on_gpu == {"cudnn", "pallas_gpu", "fold", "blockwise"}
+    assert len(cells) == 6 * of_a_chip
+    for chip in ("h100", "b200"):
+        on_gpu = {cell["implementation"] for cell in cells if cell["chip"] == chip}
+        assert on_gpu == {"cudnn", "pallas_gpu", "fold", "blockwise"}
     words = [str(value) for values in AXES.values() for value in values]
     assert len(set(words)) == len(words), "a word of --cells names two things"
 
@@ -100,6 +101,19 @@ def test_what_jattn_refuses_is_refused(monkeypatch):
     monkeypatch.setattr(chip_compiler, "_device", lambda chip: jax.devices("cpu")[0])
     found = chip_compiler.compiled("cudnn", **cell)
     assert found["result"] == "refused" and found["reason"].startswith("implementation='cudnn' cannot do this: ")
+
+
+@pytest.mark.slow
+def test_statistics_take_our_kernels():
+    for chip, platform, kernel in (
+        ("tpu7x", "tpu", "jattn_fold"),
+        ("h100", "cuda", "mosaic_gpu"),
+        ("b200", "cuda", None),
+    ):
+        function, arrays = chip_compiler.problem("fold", 64, 256, "full", "forward", chip_compiler.FOLDS.get(chip))
+        types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+        text = jax.jit(function).trace(*types).lower(lowering_platforms=(platform,)).as_text()
+        assert "custom_call" not in text if kernel is None else kernel in text, chip
 
 
 def test_a_dense_program_fails_and_an_error_of_the_compiler_does(monkeypatch):
@@ -127,7 +141,7 @@ import json, os, sys, time
 for line in sys.stdin:
     cell = json.loads(line)
     if cell["do"] == "die":
-        print("Check failed: blocks > 0", file=sys.stderr, flush=True)
+        print("Check failed: blocks > 0", *cell.get("trace", []), sep="\\n", file=sys.stderr, flush=True)
         os._exit(6)
     time.sleep(60 if cell["do"] == "hang" else 0)
     print(json.dumps({"pid": os.getpid()}), flush=True)
@@ -142,6 +156,8 @@ def test_one_process_answers_until_it_dies_or_hangs():
     died = worker(do="die")
     assert (died["result"], died["reason"]) == ("failed", "the process ended with status 6: Check failed: blocks > 0")
     assert worker(do="answer")["pid"] != first
+    trace = ["F1125 17:40:00.1 7 dumper.cc:1] profiling failed: FIFO is full", "=== Source Location ===", "_start"]
+    assert worker(do="die", trace=trace)["reason"].endswith("status 6: profiling failed: FIFO is full")
     assert worker(do="hang")["reason"] == "took more than 5 seconds"
     assert worker(do="answer")["pid"] != first
     worker.close()

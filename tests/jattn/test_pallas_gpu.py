@@ -3,6 +3,8 @@
 The conformance table runs them on its cases in kind, in a single block.
 """
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
+from jattn.core import deferred
 from jattn.heads import statistics
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
@@ -203,6 +206,23 @@ def test_one_head_with_a_traced_slope_is_lowered():
         x, x, x, score_mod=score_mods.Alibi(slope), implementation="pallas_gpu"
     )
     assert "mosaic_gpu_v2" in jax.jit(attend).trace(SLOPES[:1]).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@NEW
+def test_a_chip_that_is_not_a_hopper_is_refused_where_it_is_known(monkeypatch):
+    lowered_as = deferred._lowered_as
+
+    def attend(q):
+        return jattn.dot_product_attention(q, q, q, implementation="pallas_gpu")
+
+    def lower(chip):  # as for the device of a topology, which need not be there
+        backend = SimpleNamespace(devices=lambda: [SimpleNamespace(compute_capability=chip)])
+        monkeypatch.setattr(deferred, "_lowered_as", lambda module: lowered_as(module.replace(backend=backend)))
+        jax.jit(lambda q: attend(q)).trace(floats(1, 128, 1, 64, seed=1)).lower(lowering_platforms=("cuda",))
+
+    lower("9.0")
+    with pytest.raises(Unsupported, match=r"compute capability 9.0 \(H100, H200, GH200\), not 10.0"):
+        lower("10.0")
 
 
 def test_an_older_jax_is_refused():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jattn.core import deferred
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_tiles import PallasKernel
@@ -45,7 +46,8 @@ class PallasGPU(PallasKernel):
         yield rows * columns > ENTRIES, f"{rows} by {columns} blocks are too many"
 
     def lowering_reason(self, platform: str) -> str | None:
-        """Also another GPU than Hopper's. A process without a GPU compiles for another's: for a Hopper, as JAX does."""
-        chip = getattr(jax.devices()[0], "compute_capability", "9.0")
+        """Also another GPU than Hopper's. For one that is not known, JAX compiles for a Hopper, as in an export."""
+        devices = (deferred.device(), jax.devices()[0])
+        chip = next((x.compute_capability for x in devices if hasattr(x, "compute_capability")), "9.0")
         needs = "it needs an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)"
         return super().lowering_reason(platform) or (None if chip == "9.0" else f"{needs}, not {chip}")
