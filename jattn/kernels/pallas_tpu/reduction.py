@@ -73,7 +73,7 @@ class _ReductionSteps:
         """With their arrays among the plan's operands."""
         scores, add = plan.scores(), plan.operands.add
         lse = jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse)[..., None]
-        number = add("queries", plan.queries(lse, jnp.float32))
+        number = plan.add_queries(lse, jnp.float32)
         by_kind = zip(("queries", "key row"), (reduction.rows, reduction.columns), plan.padded, strict=True)
         rows, columns = (
             {name: (add(kind, _whole(x, length)), x.dtype == bool) for name, x in data.items()}
@@ -152,10 +152,10 @@ class _ReductionSteps:
                 of_offsets[n, pl.ds(first, 1)] += sums[:, :TILE]
                 of_offsets[n, pl.ds(first + 1, 1)] += sums[:, TILE:]
 
-    def finish(self, ins: Sequence[Ref], out: Ref, out_keys: Ref, out_offsets: Ref, *kept: Ref) -> None:
-        """Writes the sums of a block of queries, and the head's so far."""
+    def finish(self, ins: Sequence[Ref], *kept: Ref) -> Sequence[jax.Array]:
+        """The sums of a block of queries, and the head's so far."""
         sums, _, _, of_keys, _, of_offsets = kept
-        out[0, 0], out_keys[0, 0], out_offsets[0, 0] = sums[...], of_keys[...], of_offsets[...]
+        return sums[...], of_keys[...], of_offsets[...]
 
 
 def _whole(data: jax.Array, length: int) -> jax.Array:

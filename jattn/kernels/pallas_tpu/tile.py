@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import pallas_tiles
 from jattn.kernels.pallas_tiles import Ref
+from jattn.kernels.pallas_tpu import in_place
 from jattn.kernels.pallas_tpu.schedule import TILE
 from jattn.mods.arrays import pad_end
 from jattn.mods.tile_function import QUERY
@@ -22,6 +23,7 @@ class Operands:
     """The arrays that a kernel reads, each with a kind that says which of its blocks belongs to a block of pairs.
 
     - ``"queries" [B|1,N|1,X,T]``, ``"keys" [B|1,K,S,X]``, ``"key row" [B|1,N|1,1,S]``, ``"pairs" [B|1,N|1,T,S]``.
+    - ``"queries in place" [B,T,N/2,2,X]``, ``"keys in place" [B,S,K/2,2,X]``, as in ``in_place.py``.
     - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
     """
 
@@ -45,21 +47,52 @@ class Operands:
     def pairs(self, array: Array) -> int:
         return self.add("pairs", pad_end(array, (*array.shape[:2], *self.padded)))
 
-    def block(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of a block."""
+    def block(self, kind: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
+        """The shape of a block, of so many heads."""
         (rows, columns), known = self.size, shape[2:]
         if kind == "whole":
-            return (1, 1, *known)
+            return (1, heads, *known)
+        if kind.endswith("in place"):
+            return (1, rows if kind == "queries in place" else columns, 1, *known[1:])
         sizes = {"queries": (*known[:1], rows), "keys": (columns, *known[1:]), "key row": (1, columns)}
-        return None if kind == "scalars" else (1, 1, *sizes.get(kind, (rows, columns)))
+        return (1, heads, *sizes.get(kind, (rows, columns)))
 
-    def index(self, kind: str, shape: tuple[int, ...], b: Array, n: Array, i: Array, j: Array) -> tuple:
-        """The index of the block that belongs to block ``(i, j)`` of head n of sequence b."""
-        head = jax.lax.div(n, jnp.int32(self.group)) if kind == "keys" else n  # not //: nothing here is negative
+    def head(self, kind: str, n: Array) -> Array:
+        """The index of the block along the heads that belongs to query head n."""
+        per_block = self.group if kind.startswith("keys") else 1
+        per_block *= in_place.PAIR if kind.endswith("in place") else 1
+        return n if per_block == 1 else jax.lax.div(n, jnp.int32(per_block))  # not //: nothing here is negative
+
+    def index(self, kind: str, shape: tuple[int, ...], b: Array, head: Array, i: Array, j: Array) -> tuple:
+        """The index of the block that belongs to block ``(i, j)`` of a sequence and a head."""
+        if kind.endswith("in place"):
+            return b, i if kind == "queries in place" else j, head, 0, 0
         lead = 0 if shape[0] == 1 else b, 0 if shape[1] == 1 else head
         if kind == "whole":
             return *lead, *(0,) * len(shape[2:])
         return *lead, *{"queries": (0, i), "keys": (j, 0), "key row": (0, j)}.get(kind, (i, j))
+
+    def copy_shape(self, number: int) -> tuple[int, ...]:
+        """The shape of a block that is read in place, as ``copy`` writes it: that of a copied array's."""
+        kind, array = self.arrays[number]
+        (rows, columns), size = self.size, array.shape[4]
+        return (1, 1, size, rows) if kind == "queries in place" else (1, 1, columns, size)
+
+    def copy(self, number: int, source: Ref, copy: Ref, n: Array, i: Array, j: Array) -> None:
+        """Copies the part of query head n from a block that is read in place."""
+        kind, array = self.arrays[number]
+        of_queries = kind == "queries in place"
+        head = n if of_queries else self.head("keys", n)
+        index, size, length = (i if of_queries else j), self.size[0 if of_queries else 1], array.shape[1]
+        x = in_place.read(source, head, length - index * size if length % size else None)
+        copy[0, 0] = (x.T if of_queries else x).astype(copy.dtype)
+
+    def write(self, kind: str, out: Ref, turn: Index, value: Array) -> None:
+        """Writes a head's values to a block of results."""
+        if kind.endswith("in place"):
+            in_place.write(out, turn, value.T if kind == "queries in place" else value)
+        else:
+            out[0, turn] = value.astype(out.dtype)
 
     def scalar(self, ins: Sequence[Ref], number: int, b: Index, n: Index) -> Array:
         """The scalar of head n of sequence b."""
@@ -76,9 +109,8 @@ class Scores(pallas_tiles.Scores):
     key: int
 
     @classmethod
-    def of_padded(cls, args: AttentionArgs, operands: Operands, q: Array, k: Array, all_seen: bool) -> "Scores":
-        """Adds what the scores need to ``operands``; ``q [B,N,H,T]`` and ``k [B,K,S,H]`` are padded to whole blocks."""
-        query, key = operands.add("queries", q), operands.add("keys", k)
+    def of_operands(cls, args: AttentionArgs, operands: Operands, query: int, key: int, all_seen: bool) -> "Scores":
+        """Adds what the scores need to ``operands`` besides query and key, which have these numbers."""
         return cls.of(args, operands, all_seen, operands=operands, query=query, key=key)
 
     def tiles(self, ins: Sequence[Ref], block: tuple, head: tuple, queries: pl.Slice, masked: bool) -> Iterator["Tile"]:
