@@ -7,7 +7,7 @@ exact. Forward mode, higher orders and the gradients of arrays besides query, ke
 Scores are transposed, ``[keys, queries]``. Queries and their softmax sums then lie along the lanes of a register: the
 maximum and the sum over keys are elementwise operations, and the lse takes 4 bytes per query and head. A grid step
 computes one block of a list in scalar memory, so empty blocks are neither read nor computed, in tiles of 128 keys by
-128 queries, which stay in registers.
+256 queries, which stay in registers.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call, make_plan
 from jattn.kernels.pallas_tpu.reduction import reduce_blocks
-from jattn.kernels.pallas_tpu.schedule import SMALL, block_sizes
+from jattn.kernels.pallas_tpu.schedule import SMALL, TILE, WIDE_TILE, block_sizes
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 
 LEAST = jnp.finfo(jnp.float32).min
@@ -34,12 +34,12 @@ def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasTPU) -> di
     """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
     T, S = args.query.shape[1], args.key.shape[1]
     sizes = settings.block_sizes or block_sizes(T, S, SMALL)
-    return reduce_blocks(make_plan(args, settings, sizes), reduction)
+    return reduce_blocks(make_plan(args, settings, sizes, TILE), reduction)
 
 
 def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``."""
-    plan = make_plan(args, settings, settings.block_sizes)
+    plan = make_plan(args, settings, settings.block_sizes, WIDE_TILE)
     D, rows, scores = max(args.value.shape[3], 1), plan.size[0], plan.scores()
     value = plan.add_value()
 
@@ -81,7 +81,7 @@ def backward(
     # 1, or 0 for a row that sees nothing, whose cotangent of acc counts for nothing. Then that of acc is no new array.
     row_sum = row_sum if args.query.dtype == jnp.float32 else jnp.ones_like(row_sum)
     sums = of_sums((out, row_max, row_sum), cotangents)
-    plan = functools.partial(make_plan, args, settings, settings.block_sizes)
+    plan = functools.partial(make_plan, args, settings, settings.block_sizes, WIDE_TILE)
     return [_d_query(plan(), row_max, sums), *_d_key_and_value(plan(), row_max, sums)]
 
 

@@ -91,11 +91,11 @@ class TPUPlan:
         return Scores.of_operands(args, self.operands, *numbers, visibility(args).all_seen())
 
 
-def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] | None) -> TPUPlan:
-    """The plan for blocks of these sizes, or of the default ones.
+def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:
+    """The plan for blocks of these sizes, or of the default ones, in tiles of ``at_a_time`` queries, or of 128.
 
-    These are ``block_sizes``: ``LARGE`` ones, unless ``SMALL`` ones skip enough of the matrix to pay off, as in
-    ``jattn.blocks.block_lists.choose_blocks``, or a query is ``WIDE``, as in float32 with more than 128 features.
+    The default sizes are ``block_sizes``: ``LARGE`` ones, unless ``SMALL`` ones skip enough of the matrix to pay off,
+    as in ``jattn.blocks.block_lists.choose_blocks``, or a query is ``WIDE``, as in float32 with more than 128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]
     tables, found = functools.partial(block_table, args), None
@@ -105,7 +105,8 @@ def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] |
         sizes, found = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
     found = tables(sizes) if found is None else found
     rows, columns = (count * size for count, size in zip(found[0].shape[1:], sizes, strict=True))
-    operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2])
+    at_a_time = TILE if sizes[0] % at_a_time else at_a_time
+    operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2], at_a_time)
     return TPUPlan(args, settings, sizes, found, operands)
 
 
@@ -119,7 +120,7 @@ class Steps:
 
     - ``start(block, *scratch)`` before the first block ``(i, j)`` of a result's; after the last
       ``finish(ins, *scratch)``, which returns the values of the results.
-    - For each block that is not empty ``before(ins, *scratch)``; for each 128 of its queries ``add(tiles, ins,
+    - For each block that is not empty ``before(ins, *scratch)``; for the queries of each tile ``add(tiles, ins,
       *scratch)``; and ``after(block, guarded, ins, *scratch)``, where ``guarded`` is that of its tiles.
     """
 
@@ -242,13 +243,14 @@ def _compute(
 ) -> None:  # fmt: skip
     """One block of a kernel; ``often``: whether many of its blocks are as this one, masked or not."""
     steps.before(ins, *kept)
+    each = scores.operands.at_a_time
 
     def add(number: jax.Array, _: None) -> tuple[jax.Array, None]:
-        queries = pl.ds(pl.multiple_of(number * jnp.int32(TILE), TILE), TILE)
+        queries = pl.ds(pl.multiple_of(number * jnp.int32(each), each), each)
         steps.add(scores.tiles(ins, block, head, queries, masked), ins, *kept)
         return number + jnp.int32(1), None
 
-    length = scores.operands.size[0] // TILE
+    length = scores.operands.size[0] // each
     unroll = min(length, steps.at_once or scores.at_once(masked, often))
     jax.lax.scan(add, jnp.int32(0), length=length, unroll=unroll)  # a fori_loop would count in int64 in x64
     steps.after(block, masked and not scores.all_seen, ins, *kept)

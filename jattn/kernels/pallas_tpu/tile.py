@@ -27,9 +27,10 @@ class Operands:
     - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
     """
 
-    def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int):
+    def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int, at_a_time: int):
         self.size, self.padded = size, padded  # queries and keys of a block, and of all blocks
         self.group = group  # query heads per key head
+        self.at_a_time = at_a_time  # queries of a tile
         self.arrays: list[tuple[str, Array]] = []
 
     def add(self, kind: str, array: Array) -> int:
@@ -114,23 +115,24 @@ class Scores(pallas_tiles.Scores):
         return cls.of(args, operands, all_seen, operands=operands, query=query, key=key)
 
     def tiles(self, ins: Sequence[Ref], block: tuple, head: tuple, queries: pl.Slice, masked: bool) -> Iterator["Tile"]:
-        """The tiles of a block that hold 128 of its queries, a ``pl.ds``."""
+        """The tiles of a block that hold these of its queries, a ``pl.ds``."""
         for start in range(0, self.operands.size[1], TILE):
             yield Tile(self, ins, block, head, queries, slice(start, start + TILE), masked)
 
     def at_once(self, masked: bool, often: bool) -> int:
-        """How many times 128 queries of a block to compute in the body of a loop over them.
+        """How many times the queries of a tile to compute in the body of a loop over those of a block.
 
         Compiling takes as long as the code is. But at the end of the body the matrix unit runs empty, which costs a few
         percent of a body of 256 queries if a tile takes long, or of a kernel if it is not ``often`` run. Full blocks
         get more: 512 with a score function, else all, as do masked ones of quick masks.
         """
-        whole = self.operands.size[0] // TILE
+        (rows, _), each = self.operands.size, self.operands.at_a_time
+        whole = rows // each
         steps = sum(len(mod.tile_function.steps) for mod in self.masks if masked)
         quick = self.score_mod is None and steps <= 4  # Causal takes 2, Segments 30, ``%`` 10
-        if quick and (often or (whole <= 4 and not masked)):
+        if quick and (often or (rows <= 4 * TILE and not masked)):
             return whole
-        return 2 if masked or self.score_mod is None else 4
+        return (2 if masked or self.score_mod is None else 4) * TILE // each
 
     def scale_of(self, ins: Sequence[Ref]) -> Array:
         """The factor on ``q·k``."""
@@ -146,10 +148,9 @@ class Scores(pallas_tiles.Scores):
 
 
 class Tile(pallas_tiles.Tile):
-    """The pairs of 128 keys and 128 queries of one block: ``[keys, queries]``."""
+    """The pairs of 128 keys and some queries of one block: ``[keys, queries]``."""
 
     source: Scores
-    shape = (TILE, TILE)
 
     def __init__(
         self,
@@ -164,6 +165,7 @@ class Tile(pallas_tiles.Tile):
         super().__init__(source, masked)
         self.ins, self.at, self.head = ins, block, head
         self.queries, self.keys, self.block = queries, keys, source.operands.size
+        self.shape = TILE, source.operands.at_a_time
 
     @property
     def q(self) -> Array:
@@ -192,8 +194,8 @@ class Tile(pallas_tiles.Tile):
     def slots(self) -> tuple[Array, Array]:
         """The slots of the queries ``[1, queries]`` and of the keys ``[keys, queries]``."""
         (i, j), (rows, columns) = self.at, self.block
-        q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
-        return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
+        q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
+        return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, self.shape, 0)
 
     def scalar(self, added: int) -> Array:
         return self.source.operands.scalar(self.ins, added, *self.head)
@@ -202,7 +204,7 @@ class Tile(pallas_tiles.Tile):
         """The tile's part of an array of ``Operands.vector``: ``[1, queries]`` or ``[keys, queries]``."""
         if over == QUERY:
             return self.ins[added][0, 0, :, self.queries]
-        return jnp.broadcast_to(self.ins[added][0, 0, :, self.keys], (TILE, TILE)).T  # each row holds one value
+        return jnp.broadcast_to(self.ins[added][0, 0, :, self.keys], self.shape[::-1]).T  # each row holds one value
 
     def pairs(self, added: int) -> Array:
         return self.ins[added][0, 0, self.queries, self.keys].T
