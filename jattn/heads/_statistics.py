@@ -45,14 +45,15 @@ class _Block(NamedTuple):
 
     def entropy(self) -> Array:
         """``-p ln p``, 0 at ``p = 0``."""
-        return self.weights * jnp.where(self.log_weights > -jnp.inf, -self.log_weights, 0.0)
+        return self.weights * -jnp.maximum(self.log_weights, -1e4)  # below, p is 0 in any precision
 
     def distance(self) -> Array:
         """``p |q - kv|``."""
         q, kv = self.row["position"], self.column["position"]
         apart = jnp.where(q > kv, q - kv, kv - q)
         # Two positions may be further apart than int32 counts; the difference wraps around once.
-        return self.weights * (apart.astype(self.weights.dtype) + (apart < 0).astype(self.weights.dtype) * 2.0**32)
+        number = apart.astype(self.weights.dtype)
+        return self.weights * jnp.where(apart < 0, number + 2.0**32, number)
 
 
 class _Statistic(NamedTuple):

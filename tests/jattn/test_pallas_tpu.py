@@ -3,6 +3,8 @@
 The conformance table runs them on every case, in a single tile.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jattn import masks, score_mods
 from jattn.core.arguments import make_args
 from jattn.core.vmap import canonical
 from jattn.kernels import Unsupported
-from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.pallas_tpu import OLDEST, PallasTPU
 from jattn.kernels.pallas_tpu.schedule import block_sizes, schedule, split_entry
 
 B, T, S, N, K, H, D = 2, 300, 200, 4, 2, 16, 24
@@ -33,7 +35,8 @@ def qkv(dtype=jnp.float32):
 
 def results(arrays, implementation, **options):
     """``out``, ``lse`` and the gradients of a loss that both are part of."""
-    weight, lse_weight = floats(B, T, N, D, seed=4), floats(B, T, N, seed=5)
+    q, _, v = arrays
+    weight, lse_weight = floats(*q.shape[:3], v.shape[3], seed=4), floats(*q.shape[:3], seed=5)
 
     def loss(*arrays):
         out, lse = jattn.dot_product_attention(*arrays, implementation=implementation, return_residual=True, **options)
@@ -42,6 +45,42 @@ def results(arrays, implementation, **options):
 
     (_, (out, lse)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
     return [np.asarray(x, np.float64) for x in (out, lse, *gradients)]
+
+
+in_place_only = pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="refused")
+IN_PLACE = {
+    "causal, partial blocks": ((4, 2, 128), {"is_causal": True}),
+    "full, a value of another size": ((2, 2, 64), {}),
+    "lengths, one key head": ((4, 1, 128), {"key_value_seq_lengths": jnp.array([150, 0])}),
+}
+
+
+@pytest.mark.slow
+@in_place_only
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_changes_no_bit(name):
+    (N, K, D), options = IN_PLACE[name]
+    shapes = (B, T, N, 128), (B, S, K, 128), (B, S, K, D)
+    arrays = [floats(*shape, seed=n, dtype=jnp.bfloat16) for n, shape in enumerate(shapes)]
+    copied, in_place = (
+        results(arrays, PallasTPU((128, 128), interpret=True, in_place=both), **options) for both in (False, True)
+    )
+    for ours, expected in zip(in_place, copied, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+@in_place_only
+def test_in_place_transposes_no_array():
+    x = jnp.ones((1, 256, 2, 128), jnp.bfloat16)
+
+    def transposed(in_place):
+        attend = lambda *qkv: jattn.dot_product_attention(*qkv, implementation=PallasTPU(in_place=in_place))
+        with jax.enable_x64(True):
+            traced = jax.jit(lambda *qkv: jax.vjp(attend, *qkv)[1](qkv[0])).trace(x, x, x)
+            text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        return len(re.findall(r"stablehlo.transpose.*bf16", text))
+
+    assert transposed(False) >= 8 and transposed(True) == 0
 
 
 def ids(length, seed):
@@ -74,10 +113,18 @@ def test_several_blocks(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["causal, alibi, soft cap", "full", "lengths, one of them 0", "bias and mask arrays", "positions"]
+    ("name", "rows"),
+    [
+        ("causal, alibi, soft cap", 384),  # 3 times 128 queries: two at once and one
+        ("full", 512),  # twice 256
+        ("lengths, one of them 0", 512),
+        ("bias and mask arrays", 512),
+        ("positions", 512),
+        ("bias of keys, mask of queries", 384),
+    ],
 )
-def test_several_tiles_of_one_block(name):
-    tiles = PallasTPU((384, 256), interpret=True)  # 3 times 128 queries: two at once and one
+def test_several_tiles_of_one_block(name, rows):
+    tiles = PallasTPU((rows, 256), interpret=True)
     for ours, dense in zip(results(qkv(), tiles, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True):
         np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
 

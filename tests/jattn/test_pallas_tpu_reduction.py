@@ -31,6 +31,7 @@ TOKENS = np.random.default_rng(3).integers(0, 20, (B, T))
 CASES = {
     "causal, tokens": (heads(), {"is_causal": True, "tokens": TOKENS}),
     "full, fewer keys": (heads(T, 200), {}),
+    "whole blocks": (heads(256, 512), {}),
     "window of segments": (heads(), {"local_window_size": (50, 0), "mask": masks.Segments(np.arange(T) // 77)}),
     "positions": (heads(200, T), {"is_causal": True, "query_positions": np.arange(200) + 100}),
     "lengths, one of them 0": (

@@ -7,6 +7,7 @@ import pytest
 
 from jattn.core.arguments import make_args
 from jattn.kernels import tuned
+from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.pallas_tpu.pipeline import make_plan
 from jattn.kernels.splash import Splash
 from jattn.masks import SlidingWindow
@@ -33,6 +34,10 @@ def call(length, dtype=jnp.bfloat16, **options):
     return found[0]
 
 
+def plan(length, sizes=None, **options):
+    return make_plan(call(length, **options), PallasTPU(interpret=True), sizes, 128)
+
+
 @pytest.fixture
 def measured(monkeypatch):
     """Entries for this process's chip."""
@@ -50,9 +55,9 @@ def test_splash_reads_them(measured, length, sizes):
 
 
 def test_pallas_tpu_reads_them(measured):
-    assert make_plan(call(2048), None, True).size == (512, 1024)
-    assert make_plan(call(2048), (128, 256), True).size == (128, 256)
-    assert make_plan(call(8192, mask=SlidingWindow(64, 0)), None, True).size == (512, 512)  # small ones skip more
+    assert plan(2048).size == (512, 1024)
+    assert plan(2048, (128, 256)).size == (128, 256)
+    assert plan(8192, mask=SlidingWindow(64, 0)).size == (512, 512)  # small ones skip more
 
 
 def test_calls_that_need_other_memory_keep_the_default(measured):

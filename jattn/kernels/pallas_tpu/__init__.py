@@ -1,13 +1,15 @@
 """``"pallas_tpu"``: our own TPU kernels, for any mask and score function of elementwise operations.
 
 This file is what the kernels refuse; they are in ``kernel.py`` and ``reduction.py``, on top of ``pipeline.py`` (the
-loops over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the list of blocks).
+loops over blocks), ``tile.py`` (the scores of a tile), ``in_place.py`` (arrays read as they lie in memory) and
+``schedule.py`` (the list of blocks).
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -19,6 +21,7 @@ from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
 from jattn.mods.arrays import cdiv
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
+OLDEST = (0, 12)  # JAX in which ``in_place`` is tested; 0.10's interpreter reshapes no bitcast reference
 LONGEST = 2**18  # T + S of sums by key and by offset, which stay in vector memory
 
 
@@ -28,6 +31,9 @@ class PallasTPU(PallasKernel):
 
     ``block_sizes``: queries and keys per block, multiples of 128; ``pipeline.make_plan`` sets the default.
     ``interpret``: run on any platform in Pallas' interpreter, for tests; True, or a ``pltpu.InterpretParams``.
+    ``in_place``: read and write ``[B,T,N,H]`` as it is, which takes no temporaries where that is the order of axes in
+    memory: in the arguments and results of a program. Between a model's layers, the compiler chooses another, which the
+    kernels read by default, and in place would cost copies. bfloat16, H of 128 and 2, 4 or a multiple of 8 heads.
     """
 
     name: ClassVar[str] = "pallas_tpu"
@@ -37,6 +43,7 @@ class PallasTPU(PallasKernel):
 
     block_sizes: tuple[int, int] | None = None
     interpret: Any = False
+    in_place: bool = False
 
     def __post_init__(self):
         if self.block_sizes is not None:
@@ -44,6 +51,9 @@ class PallasTPU(PallasKernel):
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         yield from super().refusals(args)
+        oldest = ".".join(map(str, OLDEST))
+        old = self.in_place and jax.__version_info__ < OLDEST
+        yield old, f"in_place needs JAX {oldest} or newer, not {jax.__version__}"
         T, S = args.query.shape[1], args.key.shape[1]
         sizes = self.block_sizes or (SMALL, SMALL)
         rows, columns = (cdiv(length, size) for length, size in zip((T, S), sizes, strict=True))

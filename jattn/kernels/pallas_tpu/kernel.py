@@ -7,7 +7,7 @@ exact. Forward mode, higher orders and the gradients of arrays besides query, ke
 Scores are transposed, ``[keys, queries]``. Queries and their softmax sums then lie along the lanes of a register: the
 maximum and the sum over keys are elementwise operations, and the lse takes 4 bytes per query and head. A grid step
 computes one block of a list in scalar memory, so empty blocks are neither read nor computed, in tiles of 128 keys by
-128 queries, which stay in registers.
+256 queries, which stay in registers.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call, make_plan
 from jattn.kernels.pallas_tpu.reduction import reduce_blocks
-from jattn.kernels.pallas_tpu.schedule import SMALL, block_sizes
+from jattn.kernels.pallas_tpu.schedule import SMALL, TILE, WIDE_TILE, block_sizes
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 
 LEAST = jnp.finfo(jnp.float32).min
@@ -34,18 +34,17 @@ def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasTPU) -> di
     """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
     T, S = args.query.shape[1], args.key.shape[1]
     sizes = settings.block_sizes or block_sizes(T, S, SMALL)
-    return reduce_blocks(make_plan(args, sizes, settings.interpret), reduction)
+    return reduce_blocks(make_plan(args, settings, sizes, TILE), reduction)
 
 
 def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
     """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``."""
-    plan = make_plan(args, settings.block_sizes, settings.interpret)
-    B, T, N, _ = args.query.shape
+    plan = make_plan(args, settings, settings.block_sizes, WIDE_TILE)
     D, rows, scores = max(args.value.shape[3], 1), plan.size[0], plan.scores()
-    value = plan.operands.add("keys", plan.value())
+    value = plan.add_value()
 
     def start(_: tuple, acc: Ref, row_max: Ref, row_sum: Ref) -> None:
-        acc[...] = jnp.zeros_like(acc)
+        acc[...] = jnp.zeros(acc.shape, acc.dtype)
         row_max[...] = jnp.full_like(row_max, LEAST)
         row_sum[...] = jnp.zeros_like(row_sum)
 
@@ -58,17 +57,15 @@ def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
             row_sum[at] = row_sum[at] * rescale + jnp.sum(exponentials, axis=0, keepdims=True)
             acc[at] = acc[at] * rescale + scores.product(tile.of_keys(ins[value]), exponentials, 0, 0)
 
-    def finish(ins: Sequence[Ref], out: Ref, out_max: Ref, out_sum: Ref, acc: Ref, row_max: Ref, row_sum: Ref) -> None:
+    def finish(_: Sequence[Ref], acc: Ref, row_max: Ref, row_sum: Ref) -> Sequence[jax.Array]:
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
-        out[0, 0] = (acc[...] * (1.0 / jnp.maximum(row_sum[...], 1.0))).astype(out.dtype)
-        out_max[0, 0], out_sum[0, 0] = row_max[...], row_sum[...]
+        return acc[...] * (1.0 / jnp.maximum(row_sum[...], 1.0)), row_max[...], row_sum[...]
 
-    row = plan.type_of((B, N, 1, plan.padded[0]), jnp.float32)
-    types = [("queries", x) for x in (plan.type_of((B, N, D, plan.padded[0]), args.value.dtype), row, row)]
+    results = [plan.result("queries", D, args.value.dtype), *[plan.result("queries", 1, jnp.float32)] * 2]
     scratch = [((size, rows), jnp.float32) for size in (D, 1, 1)]
-    out, row_max, row_sum = call(plan, scores, "forward", types, scratch, Steps(start, add, finish))
-    out = jnp.transpose(out, (0, 3, 1, 2))[:, :T, :, : args.value.shape[3]]
-    row_max, row_sum = (jnp.transpose(x[:, :, 0, :T], (0, 2, 1)) for x in (row_max, row_sum))
+    found = call(plan, scores, "forward", results, scratch, Steps(start, add, finish))
+    out, row_max, row_sum = (plan.restored(*both) for both in zip(results, found, strict=True))
+    out, row_max, row_sum = out[..., : args.value.shape[3]], row_max[..., 0], row_sum[..., 0]
     if args.query.dtype == jnp.float32:
         return out, row_max, row_sum
     # With the lse for row_max, the cotangent of acc is that of the output, in the dtype that the kernels multiply in.
@@ -80,8 +77,11 @@ def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
 ) -> list[jax.Array]:
     """The cotangents of query, key and value, by the formulas of ``jattn.blocks.backward.of_sums``."""
-    row_max, sums = results[1], of_sums(results, cotangents)
-    plan = functools.partial(make_plan, args, settings.block_sizes, settings.interpret)
+    out, row_max, row_sum = results
+    # 1, or 0 for a row that sees nothing, whose cotangent of acc counts for nothing. Then that of acc is no new array.
+    row_sum = row_sum if args.query.dtype == jnp.float32 else jnp.ones_like(row_sum)
+    sums = of_sums((out, row_max, row_sum), cotangents)
+    plan = functools.partial(make_plan, args, settings, settings.block_sizes, WIDE_TILE)
     return [_d_query(plan(), row_max, sums), *_d_key_and_value(plan(), row_max, sums)]
 
 
@@ -90,11 +90,10 @@ def _score_tangents(
 ) -> tuple[Callable, int]:
     """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias; and the number of ``d_acc``."""
     d_acc, d_row_sum = cotangents
-    add = plan.operands.add
     if d_acc.shape[3] == 0:  # as Plan.value
         d_acc = jnp.zeros((*d_acc.shape[:3], 1), d_acc.dtype)
-    value, d_out = add("keys", plan.value()), add("queries", plan.queries(d_acc, plan.args.query.dtype))
-    maximum, d_sum = (add("queries", plan.queries(x[..., None], jnp.float32)) for x in (row_max, d_row_sum))
+    value, d_out = plan.add_value(), plan.add_queries(d_acc, plan.args.query.dtype)
+    maximum, d_sum = (plan.add_queries(x[..., None], jnp.float32) for x in (row_max, d_row_sum))
 
     def of_tile(tile: Tile, ins: Sequence[Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
         own_d_acc = ins[d_out][0, 0, :, tile.queries]
@@ -106,12 +105,11 @@ def _score_tangents(
 
 
 def _d_query(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> jax.Array:
-    B, T, N, H = plan.args.query.shape
-    scores = plan.scores()
+    H, scores = plan.args.query.shape[3], plan.scores()
     of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
 
     def start(_: tuple, acc: Ref, d_scores: Ref) -> None:
-        acc[...] = jnp.zeros_like(acc)
+        acc[...] = jnp.zeros(acc.shape, acc.dtype)
 
     def add(tiles: Iterable[Tile], ins: Sequence[Ref], acc: Ref, d_scores: Ref) -> None:
         for tile in tiles:
@@ -125,18 +123,17 @@ def _d_query(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array])
         if not guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
             acc[...] += scores.product(ins[scores.key][0, 0], d_scores[...], 0, 0)
 
-    def finish(ins: Sequence[Ref], out: Ref, acc: Ref, _: Ref) -> None:
-        out[0, 0] = (acc[...] * scores.scale_of(ins)).astype(out.dtype)
+    def finish(ins: Sequence[Ref], acc: Ref, _: Ref) -> Sequence[jax.Array]:
+        return (acc[...] * scores.scale_of(ins),)
 
-    types = [("queries", plan.type_of((B, N, H, plan.padded[0]), plan.args.query.dtype))]
-    scratch = [((H, plan.size[0]), jnp.float32), (plan.size[::-1], plan.args.query.dtype)]
-    (d_query,) = call(plan, scores, "d_query", types, scratch, Steps(start, add, finish, after=after))
-    return jnp.transpose(d_query, (0, 3, 1, 2))[:, :T]
+    result = plan.result("queries", H, plan.args.query.dtype)
+    kept, of_block = [((H, plan.size[0]), jnp.float32)], [(plan.size[::-1], plan.args.query.dtype)]
+    (d_query,) = call(plan, scores, "d_query", [result], kept, Steps(start, add, finish, after=after), of_block)
+    return plan.restored(result, d_query)
 
 
 def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-    (B, S, K, H), D = plan.args.key.shape, max(plan.args.value.shape[3], 1)
-    scores = plan.scores()
+    H, D, scores = plan.args.key.shape[3], max(plan.args.value.shape[3], 1), plan.scores()
     of_tile, d_out = _score_tangents(plan, scores, row_max, cotangents)
 
     def start(_: tuple, d_key: Ref, d_value: Ref, ps: Ref, d_scores: Ref) -> None:
@@ -157,13 +154,12 @@ def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax
             d_value[...] += scores.product(ps[...], ins[d_out][0, 0], 1, 1)
             d_key[...] += scores.product(d_scores[...], ins[scores.query][0, 0], 1, 1)
 
-    def finish(ins: Sequence[Ref], out_key: Ref, out_value: Ref, d_key: Ref, d_value: Ref, *_: Ref) -> None:
-        out_key[0, 0] = (d_key[...] * scores.scale_of(ins)).astype(out_key.dtype)
-        out_value[0, 0] = d_value[...].astype(out_value.dtype)
+    def finish(ins: Sequence[Ref], d_key: Ref, d_value: Ref, *_: Ref) -> Sequence[jax.Array]:
+        return d_key[...] * scores.scale_of(ins), d_value[...]
 
-    dtype, length, columns = plan.args.key.dtype, plan.padded[1], plan.size[1]
-    types = [("keys", plan.type_of((B, K, length, size), dtype)) for size in (H, D)]
-    scratch = [((columns, size), jnp.float32) for size in (H, D)] + [(plan.size[::-1], dtype)] * 2
-    results = call(plan, scores, "d_key_and_value", types, scratch, Steps(start, add, finish, after=after))
-    d_key, d_value = (jnp.transpose(x, (0, 2, 1, 3))[:, :S] for x in results)
+    dtype = plan.args.key.dtype
+    results = [plan.result("keys", size, dtype) for size in (H, D)]
+    kept, of_block = [((plan.size[1], size), jnp.float32) for size in (H, D)], [(plan.size[::-1], dtype)] * 2
+    found = call(plan, scores, "d_key_and_value", results, kept, Steps(start, add, finish, after=after), of_block)
+    d_key, d_value = (plan.restored(*both) for both in zip(results, found, strict=True))
     return [d_key, d_value[..., : plan.args.value.shape[3]]]

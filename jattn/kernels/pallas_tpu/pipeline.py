@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,14 @@ from jattn.blocks.block_lists import choose_size
 from jattn.blocks.plan import block_table, visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels.pallas_tiles import Ref
+from jattn.kernels.pallas_tpu import PallasTPU, in_place
 from jattn.kernels.pallas_tpu.schedule import LARGE, SMALL, TILE, Table, block_sizes, schedule, split_entry
 from jattn.kernels.pallas_tpu.tile import Operands, Scores
 from jattn.kernels.tuned import measured_sizes
 from jattn.mods.arrays import pad_end
 
-Interpret = bool | pltpu.InterpretParams
+Result = tuple[str, jax.ShapeDtypeStruct]  # what it belongs to, as the kinds of ``Operands``, and its type
+Scratch = Sequence[tuple[tuple[int, ...], DTypeLike]]  # shapes and dtypes
 WIDE = 512  # bytes of a query from which on LARGE blocks exceed a v5e's vector memory in the backward pass
 
 
@@ -29,7 +32,7 @@ class TPUPlan:
     """One kernel's call: its blocks and what it reads."""
 
     args: AttentionArgs
-    interpret: Interpret
+    settings: PallasTPU
     size: tuple[int, int]
     tables: tuple[Table, Table]  # any_visible and all_visible [B|1, blocks of T, blocks of S]
     operands: Operands
@@ -39,20 +42,44 @@ class TPUPlan:
         """T and S in whole blocks."""
         return self.operands.padded
 
-    def queries(self, array: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """``[B,T,N,X] -> [B,N,X,T]``, padded."""
+    def _in_place(self, shape: tuple[int, ...], dtype: DTypeLike, axis: int) -> bool:
+        return self.settings.in_place and in_place.fits(shape, dtype, self.size[axis])
+
+    def add_queries(self, array: jax.Array, dtype: DTypeLike) -> int:
+        """Adds ``[B,T,N,X]`` to the operands, whose number is returned: as ``[B,N,X,T]``, padded, or in place."""
+        if self._in_place(array.shape, dtype, 0):
+            return self.operands.add("queries in place", array.astype(dtype).reshape(in_place.by_pair(array.shape)))
         array = jnp.transpose(array, (0, 2, 3, 1)).astype(dtype)
-        return pad_end(array, (*array.shape[:3], self.padded[0]))
+        return self.operands.add("queries", pad_end(array, (*array.shape[:3], self.padded[0])))
 
-    def keys(self, array: jax.Array) -> jax.Array:
-        """``[B,S,K,X] -> [B,K,S,X]``, padded."""
+    def add_keys(self, array: jax.Array) -> int:
+        """Adds ``[B,S,K,X]``: as ``[B,K,S,X]``, padded, or in place."""
+        if self._in_place(array.shape, array.dtype, 1):
+            return self.operands.add("keys in place", array.reshape(in_place.by_pair(array.shape)))
         array = jnp.transpose(array, (0, 2, 1, 3))
-        return pad_end(array, (*array.shape[:2], self.padded[1], array.shape[3]))
+        return self.operands.add("keys", pad_end(array, (*array.shape[:2], self.padded[1], array.shape[3])))
 
-    def value(self) -> jax.Array:
-        """``[B,K,S,D]``, padded, with a column of zeros if D is 0, because no array of a kernel may be empty."""
+    def add_value(self) -> int:
+        """Adds the value, with a column of zeros if D is 0, because no array of a kernel may be empty."""
         value = self.args.value
-        return self.keys(value if value.shape[3] else jnp.zeros((*value.shape[:3], 1), value.dtype))
+        return self.add_keys(value if value.shape[3] else jnp.zeros((*value.shape[:3], 1), value.dtype))
+
+    def result(self, over: str, size: int, dtype: DTypeLike) -> "Result":
+        """The kind and type of a result ``[B,T,N,size]`` or, over ``"keys"``, ``[B,S,K,size]``."""
+        axis = 0 if over == "queries" else 1
+        B, length, heads, _ = (self.args.query, self.args.key)[axis].shape
+        shape = B, length, heads, size
+        if self._in_place(shape, dtype, axis):
+            return f"{over} in place", self.type_of(in_place.by_pair(shape), dtype)
+        shape = (B, heads, size, self.padded[0]) if over == "queries" else (B, heads, self.padded[1], size)
+        return over, self.type_of(shape, dtype)
+
+    def restored(self, result: "Result", array: jax.Array) -> jax.Array:
+        """The array of a ``result``, ``[B,T,N,size]`` or ``[B,S,K,size]``."""
+        kind, (T, S) = result[0], (self.args.query.shape[1], self.args.key.shape[1])
+        if kind.endswith("in place"):
+            return array.reshape(*array.shape[:2], array.shape[2] * array.shape[3], array.shape[4])
+        return jnp.transpose(array, (0, 3, 1, 2))[:, :T] if kind == "queries" else jnp.swapaxes(array, 1, 2)[:, :S]
 
     def type_of(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """A result's type. Inside ``jax.shard_map`` it must say how it varies: as the query, here not at all."""
@@ -61,16 +88,16 @@ class TPUPlan:
     def scores(self) -> Scores:
         """The scores, with their arrays among the operands."""
         args = self.args
-        q, k = self.queries(args.query, args.query.dtype), self.keys(args.key)
-        return Scores.of_padded(args, self.operands, q, k, visibility(args).all_seen())
+        numbers = self.add_queries(args.query, args.query.dtype), self.add_keys(args.key)
+        return Scores.of_operands(args, self.operands, *numbers, visibility(args).all_seen())
 
 
-def make_plan(args: AttentionArgs, sizes: tuple[int, int] | None, interpret: Interpret) -> TPUPlan:
-    """The plan for blocks of these sizes, or of the default ones.
+def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:
+    """The plan for blocks of these sizes, or of the default ones, in tiles of ``at_a_time`` queries, or of 128.
 
-    These are large, as measured on this chip or else ``LARGE``. They are ``SMALL`` if that skips enough of the matrix
-    to pay off, as in ``jattn.blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more
-    than 128 features.
+    The default ones are large, as measured on the program's chip or else ``LARGE``. They are ``SMALL`` if that skips
+    enough of the matrix to pay off, as in ``jattn.blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in
+    float32 with more than 128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]
     tables, found = functools.partial(block_table, args), None
@@ -81,8 +108,9 @@ def make_plan(args: AttentionArgs, sizes: tuple[int, int] | None, interpret: Int
         sizes, found = choose_size(tables, large, block_sizes(T, S, SMALL))
     found = tables(sizes) if found is None else found
     rows, columns = (count * size for count, size in zip(found[0].shape[1:], sizes, strict=True))
-    operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2])
-    return TPUPlan(args, interpret, sizes, found, operands)
+    at_a_time = TILE if sizes[0] % at_a_time else at_a_time
+    operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2], at_a_time)
+    return TPUPlan(args, settings, sizes, found, operands)
 
 
 def _nothing(*_: object) -> None:
@@ -91,11 +119,11 @@ def _nothing(*_: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What a kernel does, with the references of what it reads, ``ins``, of its results, ``outs``, and of its scratch.
+    """What a kernel does, with the references of what it reads, ``ins``, and of its scratch.
 
-    - ``start(block, *scratch)`` before the first block ``(i, j)`` of a result's, ``finish(ins, *outs, *scratch)`` after
-      the last.
-    - For each block that is not empty ``before(ins, *scratch)``; for each 128 of its queries ``add(tiles, ins,
+    - ``start(block, *scratch)`` before the first block ``(i, j)`` of a result's; after the last
+      ``finish(ins, *scratch)``, which returns the values of the results.
+    - For each block that is not empty ``before(ins, *scratch)``; for the queries of each tile ``add(tiles, ins,
       *scratch)``; and ``after(block, guarded, ins, *scratch)``, where ``guarded`` is that of its tiles.
     """
 
@@ -108,68 +136,105 @@ class Steps:
 
 
 def call(
-    plan: TPUPlan,
-    scores: Scores,
-    name: str,
-    results: Sequence[tuple[str, jax.ShapeDtypeStruct]],
-    scratch: Sequence[tuple[tuple[int, ...], DTypeLike]],
-    steps: Steps,
-) -> Sequence[jax.Array]:
+    plan: TPUPlan, scores: Scores, name: str, results: Sequence[Result], scratch: Scratch, steps: Steps,
+    of_block: Scratch = (),
+) -> Sequence[jax.Array]:  # fmt: skip
     """The results of one kernel.
 
     Args:
-        results: for each, what it belongs to, and its type: ``"queries"``, ``"keys"`` (for each key head) or
-            ``"whole"``, which stays in vector memory for all blocks of a head. None or all are ``"keys"``.
-        scratch: shapes and dtypes of what the kernel keeps from block to block of one result.
+        results: ``"queries"``, ``"keys"`` (of each key head), both also in place, or ``"whole"``, which stays in vector
+            memory for all blocks of a head. None or all are of keys.
+        scratch: what the kernel keeps from block to block of one result.
+        of_block: further scratch, which comes after that, for one block.
     """
-    (B, _, N, _), K, by_key = plan.args.query.shape, plan.args.key.shape[2], results[0][0] == "keys"
-    group, operands = N // K, plan.operands
+    (B, _, N, _), K, by_key = plan.args.query.shape, plan.args.key.shape[2], results[0][0].startswith("keys")
+    operands = plan.operands
     table, (some, every) = schedule(*plan.tables, by_key), plan.tables
     entries, shared = table.shape[1], table.shape[0] == 1
     # Blocks that are full, and that are not. Unless known, both branches are compiled, which takes longer.
     counts = (every.sum(), (some & ~every).sum()) if isinstance(table, np.ndarray) else (2, 1)
+    # The results' heads that take turns on a block, because they share words, and the query heads of each.
+    turns = in_place.PAIR if any(kind.endswith("in place") for kind, _ in results) else 1
+    heads, members = (K, N // K) if by_key else (N, 1)
+    # What is read in place is copied by the kernel: what belongs to a result once, the rest for each block.
+    own, other = ("keys in place", "queries in place") if by_key else ("queries in place", "keys in place")
+    copied = {number: kind for number, (kind, _) in enumerate(operands.arrays) if kind in (own, other)}
+    copies = [
+        pltpu.VMEM((turns if kind == own else 1, *operands.copy_shape(number)), operands.arrays[number][1].dtype)
+        for number, kind in copied.items()
+    ]
 
     def locate(ids: Sequence[jax.Array], table_ref: Ref) -> tuple:
-        n = ids[1] * group + ids[3] if by_key else ids[1]
         entry = table_ref[ids[2] if shared else ids[0] * entries + ids[2]]
-        return ids[0], n, *split_entry(entry, by_key)
+        return ids[0], ids[1] * (turns * members) + ids[3], *split_entry(entry, by_key)
 
-    def spec(kind: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+    def spec(kind: str, shape: tuple[int, ...], of_result: bool) -> pl.BlockSpec:
         if kind == "scalars":
             return pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.BlockSpec(
-            operands.block(kind, shape), lambda *args: operands.index(kind, shape, *locate(args[:-1], args[-1])[:4])
-        )
+
+        def index(*args: Any) -> tuple:
+            b, n, i, j = locate(args[:-1], args[-1])[:4]
+            return operands.index(kind, shape, b, args[1] if of_result else operands.head(kind, n), i, j)
+
+        return pl.BlockSpec(operands.block(kind, shape, turns if of_result else 1), index)
 
     def kernel(table_ref: Ref, *refs: Ref) -> None:
         ids = [pl.program_id(axis) for axis in range(len(grid))]
         b, n, i, j, partial, full, first, last = locate(ids, table_ref)
-        ins, outs, kept = refs[:count], refs[count : count + len(results)], refs[count + len(results) :]
-        if by_key:  # a key's head is done after all query heads of its group
-            first, last = first & (ids[3] == 0), last & (ids[3] == group - 1)
-        pl.when(first)(lambda: steps.start((i, j), *kept))
+        zero = jnp.int32(0)  # an int would be of 64 bits in x64
+        turn = zero if turns == 1 else jax.lax.div(ids[3], jnp.int32(members))
+        if members > 1:  # a key's head is done after all query heads of its group
+            member = jax.lax.rem(ids[3], jnp.int32(members))
+            first, last = first & (member == 0), last & (member == members - 1)
+        rest = iter(refs)
+        ins, outs, buffers, kept, passing = (
+            [next(rest) for _ in x] for x in (operands.arrays, results, copies, scratch, of_block)
+        )
+        of_arrays, kept = list(ins), [*(x.at[turn] for x in kept), *passing]
+        for buffer, (number, kind) in zip(buffers, copied.items(), strict=True):
+            ins[number] = buffer.at[turn if kind == own else zero]
+
+        def copy(kind: str) -> None:
+            for number, found in copied.items():
+                if found == kind:
+                    operands.copy(number, of_arrays[number], ins[number], n, i, j)
+
+        @pl.when(first)
+        def _() -> None:
+            copy(own)
+            steps.start((i, j), *kept)
+
+        pl.when(partial | full)(lambda: copy(other))
         for masked, listed in ((False, full), (True, partial)):
             if counts[masked]:
                 often = not by_key and bool(2 * counts[masked] >= sum(counts))  # by key, a loop costs next to nothing
                 arguments = scores, steps, masked, often, (i, j), (b, n), ins, kept
                 pl.when(listed)(functools.partial(_compute, *arguments))
-        pl.when(last)(lambda: steps.finish(ins, *outs, *kept))
 
-    grid, count = (B, K, entries, group) if by_key else (B, N, entries), len(operands.arrays)
+        @pl.when(last)
+        def _() -> None:
+            for out, (kind, _), value in zip(outs, results, steps.finish(ins, *kept), strict=True):
+                operands.write(kind, out, turn, value)
+
+    grid = (B, heads // turns, entries, turns * members)
     program = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[spec(kind, array.shape) for kind, array in operands.arrays],
-            out_specs=[spec(kind, result.shape) for kind, result in results],
-            scratch_shapes=[pltpu.VMEM(*shape_and_dtype) for shape_and_dtype in scratch],
+            in_specs=[spec(kind, array.shape, False) for kind, array in operands.arrays],
+            out_specs=[spec(kind, result.shape, True) for kind, result in results],
+            scratch_shapes=[
+                *copies,
+                *(pltpu.VMEM((turns, *shape), dtype) for shape, dtype in scratch),
+                *(pltpu.VMEM(*shape_and_dtype) for shape_and_dtype in of_block),
+            ],
         ),
         out_shape=[result for _, result in results],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=[pltpu.PARALLEL, pltpu.PARALLEL, *[pltpu.ARBITRARY] * (len(grid) - 2)]
+            dimension_semantics=[pltpu.PARALLEL, pltpu.PARALLEL, pltpu.ARBITRARY, pltpu.ARBITRARY]
         ),
-        interpret=plan.interpret,
+        interpret=plan.settings.interpret,
         name=f"jattn_{name}",
     )
     return program(jnp.asarray(table).reshape(-1), *(array for _, array in operands.arrays))
@@ -181,13 +246,14 @@ def _compute(
 ) -> None:  # fmt: skip
     """One block of a kernel; ``often``: whether many of its blocks are as this one, masked or not."""
     steps.before(ins, *kept)
+    each = scores.operands.at_a_time
 
     def add(number: jax.Array, _: None) -> tuple[jax.Array, None]:
-        queries = pl.ds(pl.multiple_of(number * jnp.int32(TILE), TILE), TILE)
+        queries = pl.ds(pl.multiple_of(number * jnp.int32(each), each), each)
         steps.add(scores.tiles(ins, block, head, queries, masked), ins, *kept)
         return number + jnp.int32(1), None
 
-    length = scores.operands.size[0] // TILE
+    length = scores.operands.size[0] // each
     unroll = min(length, steps.at_once or scores.at_once(masked, often))
     jax.lax.scan(add, jnp.int32(0), length=length, unroll=unroll)  # a fori_loop would count in int64 in x64
     steps.after(block, masked and not scores.all_seen, ins, *kept)

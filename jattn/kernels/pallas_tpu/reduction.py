@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import Ref
@@ -21,32 +22,24 @@ from jattn.kernels.pallas_tpu.schedule import TILE
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 from jattn.mods.arrays import pad_end
 
+FEW = 4  # statistics, up to which the loop over a block's queries is unrolled: compiling takes as long as the code is
+
 
 def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     """The sums ``{name: [B,N,...]}`` of a call."""
     (B, T, N, _), S = plan.args.query.shape, plan.args.key.shape[1]
     steps = _ReductionSteps.of(plan, reduction)
-    (_, C), (all_rows, all_columns), (keys, offsets) = steps.tiles, steps.all_tiles, steps.heights
     float32 = functools.partial(plan.type_of, dtype=jnp.float32)
-    # A head's sums by key and by offset, as rows of 128; no array of a kernel is empty.
-    by_key = keys, all_columns if steps.keys else 1, TILE
-    by_offset = offsets, all_rows + all_columns if steps.offsets else 1, TILE
-    types = [("queries", float32((B, N, max(steps.height, 1), plan.padded[0])))]
-    types += [("whole", float32((B, N, *shape))) for shape in (by_key, by_offset)]
-    scratch = [
-        ((max(steps.height, 1), plan.size[0]), jnp.float32),
-        ((max(len(steps.columns), 1), C, TILE, TILE), jnp.int32),
-        ((keys, C, TILE, TILE), jnp.float32),
-        (by_key, jnp.float32),
-        ((offsets, sum(steps.tiles) - 1, TILE, TILE), jnp.float32),
-        (by_offset, jnp.float32),
-    ]
-    program = Steps(steps.start, steps.add, steps.finish, steps.before, steps.after, at_once=1)
-    sums, key_sums, offset_sums = call(plan, steps.scores, "fold", types, scratch, program)
+    types = [("queries", float32((B, N, steps.height, plan.padded[0])))]
+    types += [("whole", float32((B, N, *steps.scratch[name][0]))) for name in steps.whole]
+    at_once = 0 if len(reduction.kinds) <= FEW else 1
+    program = Steps(steps.start, steps.add, steps.finish, steps.before, steps.after, at_once)
+    sums, *whole = call(plan, steps.scores, "fold", types, list(steps.scratch.values()), program)
+    found = dict(zip(steps.whole, whole, strict=True))
     results = {name: sums[:, :, n, :T] for n, name in enumerate(steps.by_query)}
-    results |= {name: key_sums[:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
+    results |= {name: found["of_keys"][:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
     for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, from -S on
-        line, end = offset_sums[:, :, n].reshape(B, N, -1), all_columns * TILE + T
+        line, end = found["of_offsets"][:, :, n].reshape(B, N, -1), plan.padded[1] + T
         results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
     if reduction.count_visible:
         results["visible"] = sums[:, :, steps.height - 1, :T].astype(jnp.int32)
@@ -55,11 +48,7 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass
 class _ReductionSteps:
-    """The kernel's steps. Its scratch, in this order:
-
-    ``sums [height, queries]``; ``data``: the columns' data as tiles; ``by_key``, ``by_offset``: a block's values, the
-    tiles upon each other; ``of_keys`` and ``of_offsets``, which come after each: the sums of the head so far.
-    """
+    """The kernel's steps."""
 
     plan: TPUPlan
     reduction: Reduction
@@ -73,8 +62,8 @@ class _ReductionSteps:
         """With their arrays among the plan's operands."""
         scores, add = plan.scores(), plan.operands.add
         lse = jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse)[..., None]
-        number = add("queries", plan.queries(lse, jnp.float32))
-        by_kind = zip(("queries", "key row"), (reduction.rows, reduction.columns), plan.padded, strict=True)
+        number = plan.add_queries(lse, jnp.float32)
+        by_kind = zip(("queries", "key row"), _data_read(reduction), plan.padded, strict=True)
         rows, columns = (
             {name: (add(kind, _whole(x, length)), x.dtype == bool) for name, x in data.items()}
             for kind, data, length in by_kind
@@ -87,75 +76,134 @@ class _ReductionSteps:
             self.reduction.named(kind) for kind in ("row_max", "column_sum", "diagonal_sum")
         )
         self.by_query = self.reduction.named("row_sum", "row_max")
-        self.height = len(self.by_query) + self.reduction.count_visible
-        self.heights = max(len(self.keys), 1), max(len(self.offsets), 1)
+        # No array of a kernel is empty.
+        self.height = max(len(self.by_query) + self.reduction.count_visible, 1)
+        self.scratch = self._scratch()
+        self.whole = [name for name in ("of_keys", "of_offsets") if name in self.scratch]
+
+    def _scratch(self) -> dict[str, tuple[tuple[int, ...], DTypeLike]]:
+        """The kernel's scratch, of what is asked for.
+
+        ``sums [height, queries]``; ``data``: the columns' data as tiles; ``by_key``, ``by_offset``: a block's values,
+        the tiles upon each other; ``of_keys`` and ``of_offsets``: the sums of the head so far, as rows of 128.
+        """
+        (R, C), (all_rows, all_columns) = self.tiles, self.all_tiles
+        keys, offsets = len(self.keys), len(self.offsets)
+        found: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
+            "sums": ((self.height, self.plan.size[0]), jnp.float32),
+            "data": ((len(self.columns), C, TILE, TILE), jnp.int32),
+            "by_key": ((keys, C, TILE, TILE), jnp.float32),
+            "of_keys": ((keys, all_columns, TILE), jnp.float32),
+            "by_offset": ((offsets, R + C - 1, TILE, TILE), jnp.float32),
+            "of_offsets": ((offsets, all_rows + all_columns, TILE), jnp.float32),
+        }
+        return {name: (shape, dtype) for name, (shape, dtype) in found.items() if shape[0]}
+
+    def _named(self, kept: Sequence[Ref]) -> dict[str, Ref]:
+        return dict(zip(self.scratch, kept, strict=True))
 
     def start(self, block: tuple, *kept: Ref) -> None:
         """Clears the sums of a block of queries, and before the first one those of the head."""
-        sums, _, _, of_keys, _, of_offsets = kept
-        sums[...] = jnp.zeros_like(sums)
+        own = self._named(kept)
+        _clear(own["sums"])
         for name in self.largest:
-            sums[pl.ds(self.by_query.index(name), 1)] = jnp.full((1, sums.shape[1]), -jnp.inf, sums.dtype)
+            own["sums"][pl.ds(self.by_query.index(name), 1)] = jnp.full((1, self.plan.size[0]), -jnp.inf, jnp.float32)
 
         @pl.when(block[0] == 0)
         def _() -> None:
-            of_keys[...], of_offsets[...] = jnp.zeros_like(of_keys), jnp.zeros_like(of_offsets)
+            for name in self.whole:
+                _clear(own[name])
 
     def before(self, ins: Sequence[Ref], *kept: Ref) -> None:
         """Clears what belongs to one block, and reads its columns' data."""
-        _, data, by_key, _, by_offset, _ = kept
-        by_key[...], by_offset[...] = jnp.zeros_like(by_key), jnp.zeros_like(by_offset)
+        own = self._named(kept)
+        for name in own.keys() & {"by_key", "by_offset"}:
+            _clear(own[name])
         for n, (number, _) in enumerate(self.columns.values()):  # once a block, because it is a transpose
             for column in range(self.tiles[1]):
                 row = ins[number][0, 0, :, column * TILE : (column + 1) * TILE]
-                data[n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
+                own["data"][n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
 
     def add(self, tiles: Iterable[Tile], ins: Sequence[Ref], *kept: Ref) -> None:
-        """Adds the values of tiles."""
-        sums, data, by_key, _, by_offset, _ = kept
+        """Adds the values of tiles of the same queries."""
+        own, totals, args, tiles = self._named(kept), {}, self.plan.args, list(tiles)
+        queries = tiles[0].queries
+        changed = args.bias is not None or args.score_mod is not None  # they may hide pairs, too
         for tile in tiles:
             at = tile.keys.start // TILE
-            row = {name: _typed(ins[n][0, 0, :, tile.queries], is_bool) for name, (n, is_bool) in self.rows.items()}
-            own = enumerate(self.columns.items())
-            column = {name: _typed(data[n, at], is_bool) for n, (name, (_, is_bool)) in own}
+            row = {name: _typed(ins[n][0, 0, :, queries], is_bool) for name, (n, is_bool) in self.rows.items()}
+            column = {
+                name: _typed(own["data"][n, at], is_bool) for n, (name, (_, is_bool)) in enumerate(self.columns.items())
+            }
             scored = tile.scores()
-            logs = scored - ins[self.lse][0, 0, :, tile.queries]
-            logs = jnp.where(scored == -jnp.inf, scored, logs)  # 0, also where the lse is NaN
+            logs = scored - ins[self.lse][0, 0, :, queries]
+            if changed or tile.masked:
+                logs = jnp.where(scored == -jnp.inf, scored, logs)  # 0, also where the lse is NaN
             found = self.reduction.values(logs, row, column)
-            for n, name in enumerate(self.by_query):
-                here, x = (pl.ds(n, 1), tile.queries), found[name]
-                if name in self.largest:
-                    sums[here] = jnp.maximum(sums[here], jnp.max(x, axis=0, keepdims=True))
-                else:
-                    sums[here] += jnp.sum(x, axis=0, keepdims=True)
-            if self.reduction.count_visible:
-                visible = jnp.ones((TILE, TILE), bool) if tile.visible is None else tile.visible
-                seen = jnp.sum(visible.astype(jnp.float32), axis=0, keepdims=True)
-                sums[pl.ds(self.height - 1, 1), tile.queries] += seen
+            for name in self.by_query:
+                totals[name] = _joined(name in self.largest, totals.get(name), found[name])
+            if self.reduction.count_visible and tile.visible is not None:
+                totals["visible"] = _joined(False, totals.get("visible"), tile.visible.astype(jnp.float32))
             for n, name in enumerate(self.keys):
-                by_key[n, at] += found[name]
-            diagonal = jax.lax.div(tile.queries.start, jnp.int32(TILE)) - at + self.tiles[1] - 1
+                own["by_key"][n, at] += found[name]
+            diagonal = jax.lax.div(queries.start, jnp.int32(TILE)) - at + self.tiles[1] - 1
             for n, name in enumerate(self.offsets):
-                by_offset[n, diagonal] += found[name]
+                own["by_offset"][n, diagonal] += found[name]
+        for n, name in enumerate([*self.by_query, *(["visible"] if self.reduction.count_visible else [])]):
+            here = pl.ds(n, 1), queries
+            if name in self.largest:
+                own["sums"][here] = jnp.maximum(own["sums"][here], jnp.max(totals[name], axis=0, keepdims=True))
+            elif name in totals:
+                own["sums"][here] += jnp.sum(totals[name], axis=0, keepdims=True)
+            else:  # all keys are visible
+                own["sums"][here] += jnp.float32(self.plan.size[1])
 
     def after(self, block: tuple, guarded: bool, ins: Sequence[Ref], *kept: Ref) -> None:
         """Reduces the block's values by key and by offset."""
-        _, _, by_key, of_keys, by_offset, of_offsets = kept
-        (i, j), (R, C) = block, self.tiles
+        own, (i, j), (R, C) = self._named(kept), block, self.tiles
         for n in range(len(self.keys)):
             for column in range(C):
-                of_keys[n, pl.ds(j * C + column, 1)] += jnp.sum(by_key[n, column].T, axis=0, keepdims=True)
+                sums = jnp.sum(own["by_key"][n, column].T, axis=0, keepdims=True)
+                own["of_keys"][n, pl.ds(j * C + column, 1)] += sums
         for n in range(len(self.offsets)):
             for diagonal in range(R + C - 1):
-                sums = _diagonal_sums(by_offset[n, diagonal])
+                sums = _diagonal_sums(own["by_offset"][n, diagonal])
                 first = i * R + diagonal + self.all_tiles[1] - (j + 1) * C
-                of_offsets[n, pl.ds(first, 1)] += sums[:, :TILE]
-                of_offsets[n, pl.ds(first + 1, 1)] += sums[:, TILE:]
+                own["of_offsets"][n, pl.ds(first, 1)] += sums[:, :TILE]
+                own["of_offsets"][n, pl.ds(first + 1, 1)] += sums[:, TILE:]
 
-    def finish(self, ins: Sequence[Ref], out: Ref, out_keys: Ref, out_offsets: Ref, *kept: Ref) -> None:
-        """Writes the sums of a block of queries, and the head's so far."""
-        sums, _, _, of_keys, _, of_offsets = kept
-        out[0, 0], out_keys[0, 0], out_offsets[0, 0] = sums[...], of_keys[...], of_offsets[...]
+    def finish(self, ins: Sequence[Ref], *kept: Ref) -> Sequence[jax.Array]:
+        """The sums of a block of queries, and the head's so far."""
+        own = self._named(kept)
+        return [own[name][...] for name in ("sums", *self.whole)]
+
+
+def _data_read(reduction: Reduction) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The data of queries and keys that the values depend on."""
+    arrays = reduction.rows, reduction.columns
+    tiles = [
+        {name: jax.ShapeDtypeStruct(shape, bool if x.dtype == bool else jnp.int32) for name, x in data.items()}
+        for data, shape in zip(arrays, ((1, TILE), (TILE, TILE)), strict=True)
+    ]
+    jaxpr = jax.make_jaxpr(reduction.values)(jax.ShapeDtypeStruct((TILE, TILE), jnp.float32), *tiles).jaxpr
+    read = {id(x) for equation in jaxpr.eqns for x in equation.invars} | {id(x) for x in jaxpr.outvars}
+    names = [(kind, name) for kind, data in enumerate(tiles) for name in sorted(data)]  # as a jaxpr sorts them
+    kept = {both for both, x in zip(names, jaxpr.invars[1:], strict=True) if id(x) in read}
+    rows, columns = ({name: x for name, x in data.items() if (n, name) in kept} for n, data in enumerate(arrays))
+    return rows, columns
+
+
+def _clear(ref: Ref) -> None:
+    ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def _joined(largest: bool, total: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Values ``[keys, queries]`` added up to ``[8, queries]``, register upon register, or the largest of them."""
+    x = jnp.broadcast_to(x, (TILE, TILE)).reshape(-1, 8, TILE)
+    x = jnp.max(x, axis=0) if largest else jnp.sum(x, axis=0)
+    if total is None:
+        return x
+    return jnp.maximum(total, x) if largest else total + x
 
 
 def _whole(data: jax.Array, length: int) -> jax.Array:

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Int32
 from jattn.mods.arrays import mod_semantics, namespace
 
 TILE = 128  # queries and keys of a tile: the lanes of a register
+WIDE_TILE = 256  # queries of a tile in forward and backward: as many columns as a v6e's matrix unit has
 LARGE, SMALL = 1024, 512  # queries and keys of a block
 _BITS, _LAST = 13, 13 + 13 + 2 + 1  # an entry: row, column, partial and full, first, last
 MOST = 2**_BITS  # blocks along an axis

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import pallas_tiles
 from jattn.kernels.pallas_tiles import Ref
+from jattn.kernels.pallas_tpu import in_place
 from jattn.kernels.pallas_tpu.schedule import TILE
 from jattn.mods.arrays import pad_end
 from jattn.mods.tile_function import QUERY
@@ -22,12 +23,14 @@ class Operands:
     """The arrays that a kernel reads, each with a kind that says which of its blocks belongs to a block of pairs.
 
     - ``"queries" [B|1,N|1,X,T]``, ``"keys" [B|1,K,S,X]``, ``"key row" [B|1,N|1,1,S]``, ``"pairs" [B|1,N|1,T,S]``.
+    - ``"queries in place" [B,T,N/2,2,X]``, ``"keys in place" [B,S,K/2,2,X]``, as in ``in_place.py``.
     - ``"scalars" [B|1,N|1]``: the whole array, in scalar memory. ``"whole" [B,N,...]``, of results: a head's.
     """
 
-    def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int):
+    def __init__(self, size: tuple[int, int], padded: tuple[int, int], group: int, at_a_time: int):
         self.size, self.padded = size, padded  # queries and keys of a block, and of all blocks
         self.group = group  # query heads per key head
+        self.at_a_time = at_a_time  # queries of a tile
         self.arrays: list[tuple[str, Array]] = []
 
     def add(self, kind: str, array: Array) -> int:
@@ -45,21 +48,52 @@ class Operands:
     def pairs(self, array: Array) -> int:
         return self.add("pairs", pad_end(array, (*array.shape[:2], *self.padded)))
 
-    def block(self, kind: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of a block."""
+    def block(self, kind: str, shape: tuple[int, ...], heads: int) -> tuple[int, ...]:
+        """The shape of a block, of so many heads."""
         (rows, columns), known = self.size, shape[2:]
         if kind == "whole":
-            return (1, 1, *known)
+            return (1, heads, *known)
+        if kind.endswith("in place"):
+            return (1, rows if kind == "queries in place" else columns, 1, *known[1:])
         sizes = {"queries": (*known[:1], rows), "keys": (columns, *known[1:]), "key row": (1, columns)}
-        return None if kind == "scalars" else (1, 1, *sizes.get(kind, (rows, columns)))
+        return (1, heads, *sizes.get(kind, (rows, columns)))
 
-    def index(self, kind: str, shape: tuple[int, ...], b: Array, n: Array, i: Array, j: Array) -> tuple:
-        """The index of the block that belongs to block ``(i, j)`` of head n of sequence b."""
-        head = jax.lax.div(n, jnp.int32(self.group)) if kind == "keys" else n  # not //: nothing here is negative
+    def head(self, kind: str, n: Array) -> Array:
+        """The index of the block along the heads that belongs to query head n."""
+        per_block = self.group if kind.startswith("keys") else 1
+        per_block *= in_place.PAIR if kind.endswith("in place") else 1
+        return n if per_block == 1 else jax.lax.div(n, jnp.int32(per_block))  # not //: nothing here is negative
+
+    def index(self, kind: str, shape: tuple[int, ...], b: Array, head: Array, i: Array, j: Array) -> tuple:
+        """The index of the block that belongs to block ``(i, j)`` of a sequence and a head."""
+        if kind.endswith("in place"):
+            return b, i if kind == "queries in place" else j, head, 0, 0
         lead = 0 if shape[0] == 1 else b, 0 if shape[1] == 1 else head
         if kind == "whole":
             return *lead, *(0,) * len(shape[2:])
         return *lead, *{"queries": (0, i), "keys": (j, 0), "key row": (0, j)}.get(kind, (i, j))
+
+    def copy_shape(self, number: int) -> tuple[int, ...]:
+        """The shape of a block that is read in place, as ``copy`` writes it: that of a copied array's."""
+        kind, array = self.arrays[number]
+        (rows, columns), size = self.size, array.shape[4]
+        return (1, 1, size, rows) if kind == "queries in place" else (1, 1, columns, size)
+
+    def copy(self, number: int, source: Ref, copy: Ref, n: Array, i: Array, j: Array) -> None:
+        """Copies the part of query head n from a block that is read in place."""
+        kind, array = self.arrays[number]
+        of_queries = kind == "queries in place"
+        head = n if of_queries else self.head("keys", n)
+        index, size, length = (i if of_queries else j), self.size[0 if of_queries else 1], array.shape[1]
+        x = in_place.read(source, head, length - index * size if length % size else None)
+        copy[0, 0] = (x.T if of_queries else x).astype(copy.dtype)
+
+    def write(self, kind: str, out: Ref, turn: Index, value: Array) -> None:
+        """Writes a head's values to a block of results."""
+        if kind.endswith("in place"):
+            in_place.write(out, turn, value.T if kind == "queries in place" else value)
+        else:
+            out[0, turn] = value.astype(out.dtype)
 
     def scalar(self, ins: Sequence[Ref], number: int, b: Index, n: Index) -> Array:
         """The scalar of head n of sequence b."""
@@ -76,29 +110,29 @@ class Scores(pallas_tiles.Scores):
     key: int
 
     @classmethod
-    def of_padded(cls, args: AttentionArgs, operands: Operands, q: Array, k: Array, all_seen: bool) -> "Scores":
-        """Adds what the scores need to ``operands``; ``q [B,N,H,T]`` and ``k [B,K,S,H]`` are padded to whole blocks."""
-        query, key = operands.add("queries", q), operands.add("keys", k)
+    def of_operands(cls, args: AttentionArgs, operands: Operands, query: int, key: int, all_seen: bool) -> "Scores":
+        """Adds what the scores need to ``operands`` besides query and key, which have these numbers."""
         return cls.of(args, operands, all_seen, operands=operands, query=query, key=key)
 
     def tiles(self, ins: Sequence[Ref], block: tuple, head: tuple, queries: pl.Slice, masked: bool) -> Iterator["Tile"]:
-        """The tiles of a block that hold 128 of its queries, a ``pl.ds``."""
+        """The tiles of a block that hold these of its queries, a ``pl.ds``."""
         for start in range(0, self.operands.size[1], TILE):
             yield Tile(self, ins, block, head, queries, slice(start, start + TILE), masked)
 
     def at_once(self, masked: bool, often: bool) -> int:
-        """How many times 128 queries of a block to compute in the body of a loop over them.
+        """How many times the queries of a tile to compute in the body of a loop over those of a block.
 
         Compiling takes as long as the code is. But at the end of the body the matrix unit runs empty, which costs a few
         percent of a body of 256 queries if a tile takes long, or of a kernel if it is not ``often`` run. Full blocks
         get more: 512 with a score function, else all, as do masked ones of quick masks.
         """
-        whole = self.operands.size[0] // TILE
+        (rows, _), each = self.operands.size, self.operands.at_a_time
+        whole = rows // each
         steps = sum(len(mod.tile_function.steps) for mod in self.masks if masked)
         quick = self.score_mod is None and steps <= 4  # Causal takes 2, Segments 30, ``%`` 10
-        if quick and (often or (whole <= 4 and not masked)):
+        if quick and (often or (rows <= 4 * TILE and not masked)):
             return whole
-        return 2 if masked or self.score_mod is None else 4
+        return (2 if masked or self.score_mod is None else 4) * TILE // each
 
     def scale_of(self, ins: Sequence[Ref]) -> Array:
         """The factor on ``q·k``."""
@@ -114,10 +148,9 @@ class Scores(pallas_tiles.Scores):
 
 
 class Tile(pallas_tiles.Tile):
-    """The pairs of 128 keys and 128 queries of one block: ``[keys, queries]``."""
+    """The pairs of 128 keys and some queries of one block: ``[keys, queries]``."""
 
     source: Scores
-    shape = (TILE, TILE)
 
     def __init__(
         self,
@@ -132,6 +165,7 @@ class Tile(pallas_tiles.Tile):
         super().__init__(source, masked)
         self.ins, self.at, self.head = ins, block, head
         self.queries, self.keys, self.block = queries, keys, source.operands.size
+        self.shape = TILE, source.operands.at_a_time
 
     @property
     def q(self) -> Array:
@@ -160,8 +194,8 @@ class Tile(pallas_tiles.Tile):
     def slots(self) -> tuple[Array, Array]:
         """The slots of the queries ``[1, queries]`` and of the keys ``[keys, queries]``."""
         (i, j), (rows, columns) = self.at, self.block
-        q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
-        return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, (TILE, TILE), 0)
+        q = i * rows + self.queries.start + jax.lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
+        return q, j * columns + self.keys.start + jax.lax.broadcasted_iota(jnp.int32, self.shape, 0)
 
     def scalar(self, added: int) -> Array:
         return self.source.operands.scalar(self.ins, added, *self.head)
@@ -170,7 +204,7 @@ class Tile(pallas_tiles.Tile):
         """The tile's part of an array of ``Operands.vector``: ``[1, queries]`` or ``[keys, queries]``."""
         if over == QUERY:
             return self.ins[added][0, 0, :, self.queries]
-        return jnp.broadcast_to(self.ins[added][0, 0, :, self.keys], (TILE, TILE)).T  # each row holds one value
+        return jnp.broadcast_to(self.ins[added][0, 0, :, self.keys], self.shape[::-1]).T  # each row holds one value
 
     def pairs(self, added: int) -> Array:
         return self.ins[added][0, 0, self.queries, self.keys].T
