@@ -17,6 +17,7 @@ from jattn_experiments.bench.tables import listed, report, short_number, table
 from jattn_experiments.report.style import DPI, PALETTE, STYLE, WIDTH
 
 TUNABLE = tuple(name for name, kernel in IMPLEMENTATIONS.items() if hasattr(kernel, "block_sizes"))
+READING = ("splash", "pallas_tpu")  # the kernels that read ``jattn/kernels/block_sizes.json``
 WORTH = 0.97  # block sizes are kept if they take less than this share of the default's time
 
 
@@ -39,7 +40,7 @@ def _verdict(results: Results, kernel: str) -> Verdict:
     name = kernel.partition(" ")[0]
     answers = _answers(results.of("right", kernel=kernel))
     bits = _answers(results.of("bits", kernel=kernel))
-    asked = [one for one in answers if one["result"] != "refused"]
+    asked, bits = ([one for one in some if one["result"] != "refused"] for some in (answers, bits))
     right = sum(one["result"] == "right" for one in asked)
     faults = [one for one in [*asked, *bits] if one["result"] in ("wrong", "failed")]
     said = [f"right in {right} of {len(asked)}"]
@@ -145,7 +146,7 @@ def block_sizes(results: Results) -> list[dict[str, Any]]:
     for row in results.of("tuned"):
         times = row["answers"][0].get("medians", {})
         best = min(times, key=times.__getitem__, default="default")
-        if "default" in times and times[best] < WORTH * times["default"]:
+        if row["kernel"] in READING and "default" in times and times[best] < WORTH * times["default"]:
             entry = {
                 "chip": results.about["environment"]["device"],
                 "kernel": row["kernel"],

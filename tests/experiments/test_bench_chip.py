@@ -163,7 +163,10 @@ def test_a_slower_one_stays_by_name_and_a_wrong_one_is_not_taken():
     text, wrong = text_of(right("pallas_tpu", GOOD, BAD), slow)
     assert wrong and text.endswith("not to be taken here; the first fault: case 1: out is off by 9 times its tolerance")
     assert text_of(right("splash", GOOD))[0] == "splash: right in 1 of 1: one of the defaults"
-    assert text_of(right("pallas_tpu", REFUSED))[0] == "pallas_tpu: refused every case here"
+    no_bits = Row(
+        "bits", {"kernel": "pallas_tpu"}, {"answers": [REFUSED | {"asked": {"check": "twice"}}], "seconds": 1.0}
+    )
+    assert text_of(right("pallas_tpu", REFUSED), no_bits)[0] == "pallas_tpu: refused every case here"
     assert text_of(right("pallas_tpu", GOOD))[0].endswith("not timed, stays by name")
     crashed = {"result": "failed", "reason": "the process ended with status -6: nothing on stderr", "error": None}
     assert text_of(right("my.kernels:Fast", GOOD, crashed))[1]
