@@ -57,7 +57,7 @@ train: $(VENV)/.installed-experiments
 experiments: $(VENV)/.installed-test
 	@for config in jattn_experiments/configs/*.yaml; do \
 		echo "== $$config"; \
-		case $$config in *minilm_heads*|*smollm2*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
+		case $$config in *minilm_heads*|*smollm2*|*long_heads*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
 		$(python) -m jattn_experiments run --config $$config $$fresh $(ARGS) || exit 1; \
 	done
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jattn_experiments import tasks
 from jattn_experiments.config import Config, Kind, differences, variants
-from jattn_experiments.measure import claims, evaluate, head_scores, language_model, sentence_encoder
+from jattn_experiments.measure import claims, evaluate, head_scores, language_model, long_heads, sentence_encoder
 from jattn_experiments.measure.assemble import assemble
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.checkpoint import saved_steps
@@ -44,6 +44,8 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
             sentence_encoder.check(config)
         case Kind.LANGUAGE_MODEL:
             language_model.check(config)
+        case Kind.LONG_TEXTS:
+            long_heads.check(config)
         case Kind.TRAINING:
             _check_training(config, out)
     with contextlib.ExitStack() as stack:
@@ -117,6 +119,8 @@ def run(config: Config, out: Path) -> Findings | None:
             findings = sentence_encoder.run(config)
         case Kind.LANGUAGE_MODEL:
             findings = language_model.run(config, out)
+        case Kind.LONG_TEXTS:
+            findings = long_heads.run(config, out)
         case Kind.TRAINING:
             findings = _train(config, out)
     if findings is None:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jattn.masks import Mask, MaskFunction, and_masks, bounds
 from jattn.mods.arrays import AnyArray, Index
@@ -169,17 +169,19 @@ def importance(losses: Callable[[Array], Array], num_layers: int, num_heads: int
     return abs(jax.grad(total)(jnp.ones((num_layers, batch, num_heads)))).mean(1)
 
 
-def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
+def forbid(pattern: MaskFunction, heads: Sequence[int] | Bool[AnyArray, " N"]) -> Mask:
     """A mask that hides only the pairs of ``pattern`` from these heads: ``mask=Causal() & forbid(...)``.
 
-    For training a model in which these heads cannot have a pattern. A query left without visible keys gets 0.
+    For training a model in which these heads cannot have a pattern, or to see what one is needed for. A query left
+    without visible keys gets 0.
 
     Args:
         pattern: a mask or a function ``(b, h, q_idx, kv_idx) -> bool``, True for the pairs of the pattern.
-        heads: the indices of the heads.
+        heads: the indices of the heads; or bool ``[N]``, an array that may be traced and differ from layer to layer:
+            ``per_layer=[{"mask": forbid(pattern, of_layer)} for of_layer in chosen]``, ``chosen [L,N]``.
 
     Raises:
-        ValueError: a negative index.
+        ValueError: a negative index; an array of bools that is not ``[N]``.
 
     Example:
         >>> previous = lambda b, h, q_idx, kv_idx: kv_idx == q_idx - 1
@@ -188,6 +190,9 @@ def forbid(pattern: MaskFunction, heads: Sequence[int]) -> Mask:
         >>> (jattn.attention_weights(even, even, mask=mask)[:, 2] > 0).tolist()  # what the third query sees
         [[True, False, True], [True, True, True]]
     """
+    table: Any = heads if isinstance(heads, jax.Array) else np.asarray(heads)
+    if table.dtype == bool:
+        return ~(and_masks(pattern) & OfHeads(table))
     numbers = tuple(operator.index(head) for head in heads)
     if any(number < 0 for number in numbers):
         raise ValueError(f"heads must be indices from 0 on, got {list(heads)}")
@@ -222,3 +227,23 @@ class Forbidden(Mask):
         for head in self.heads:
             chosen = chosen | (h == head)
         return chosen
+
+
+@pytree_dataclass
+class OfHeads(Mask):
+    """All pairs of the heads of which ``heads``, bool ``[N]``, is True; see ``forbid``."""
+
+    heads: AnyArray
+
+    def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` if there is not a bool for each head."""
+        if jnp.shape(self.heads) != (N,):
+            raise ValueError(
+                f"forbid: heads must be bools [N] = [{N}], one for each query head, got {list(jnp.shape(self.heads))}"
+            )
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.heads[h]
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        return self.heads[h], self.heads[h]

@@ -14,6 +14,7 @@ from jattn_experiments.config.schema import Config as Config
 from jattn_experiments.config.schema import Evaluate as Evaluate
 from jattn_experiments.config.schema import Kind as Kind
 from jattn_experiments.config.schema import LanguageModel as LanguageModel
+from jattn_experiments.config.schema import LongTexts as LongTexts
 from jattn_experiments.config.schema import Mesh as Mesh
 from jattn_experiments.config.schema import Model as Model
 from jattn_experiments.config.schema import SentenceEncoder as SentenceEncoder

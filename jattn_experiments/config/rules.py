@@ -14,6 +14,7 @@ _POSITIVE = {
     "evaluate": ("batch",),
     "mesh": ("data", "heads", "sequence"),
     "language": ("sequences", "period", "group", "matched"),
+    "long": ("depths", "chosen", "texts", "ablated", "window", "streamed", "pictured"),
 }
 LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
 _Rule = tuple[str, Any, bool, str]  # key, value, whether it is valid, what was expected

@@ -200,6 +200,36 @@ class LanguageModel:
 
 
 @dataclasses.dataclass(frozen=True)
+class LongTexts:
+    """What a language model's heads do in long texts; no toy model is trained.
+
+    Attributes:
+        lengths: Tokens of a text with a needle, its question and answer; empty: no long texts. Text and needles are
+            those of language.seed.
+        depths: Places of the needle, evenly from the start of the text to its end.
+        chosen: Texts on which heads are chosen: of the Python documentation, then of its library's source.
+        texts: Others on which all is judged: of the documentation, the source, and packages' licences.
+        ablated: Tokens of the texts on which heads are chosen, switched off, or hindered from seeing the needle.
+        sizes: How many of the heads with the largest retrieval scores are switched off, in the curve.
+        distances: Tokens between a random sequence and its repeat.
+        window: Tokens that a query sees in a cache that rolls.
+        streamed: Tokens read through that cache.
+        pictured: Tokens of the text whose weights the report shows in blocks.
+    """
+
+    lengths: list[int] = dataclasses.field(default_factory=list)
+    depths: int = 5
+    chosen: int = 3
+    texts: int = 4
+    ablated: int = 1024
+    sizes: list[int] = dataclasses.field(default_factory=lambda: [1, 2, 5, 10, 20, 40])
+    distances: list[int] = dataclasses.field(default_factory=lambda: [16, 64, 256, 1024, 4096, 8000])
+    window: int = 512
+    streamed: int = 4096
+    pictured: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """One claim: a metric, its threshold, and how many seeds must pass.
 
@@ -229,6 +259,7 @@ class Kind(enum.Enum):
     TRAINING = "trains a transformer on a task"
     SENTENCE_ENCODER = "examines a saved sentence encoder"
     LANGUAGE_MODEL = "examines a saved language model, beside a toy model that it trains"
+    LONG_TEXTS = "examines a saved language model on long texts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +277,7 @@ class Config:
         pretrained: A sentence encoder to examine; task, model, train and evaluate must then be left out.
         language: A language model to examine; task, model, train and evaluate are those of a toy model, which is
             trained and examined beside it.
+        long: The long texts on which the language model is examined instead; there is no toy model then.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
         sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
             drawn over it.
@@ -261,6 +293,7 @@ class Config:
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     pretrained: SentenceEncoder = dataclasses.field(default_factory=SentenceEncoder)
     language: LanguageModel = dataclasses.field(default_factory=LanguageModel)
+    long: LongTexts = dataclasses.field(default_factory=LongTexts)
     controls: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     sweep: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     claims: list[Claim] = dataclasses.field(default_factory=list)
@@ -270,6 +303,8 @@ class Config:
         """What a run does: it examines the saved model of the section that is given, or else trains."""
         if self.pretrained != SentenceEncoder():
             return Kind.SENTENCE_ENCODER
+        if self.long.lengths:
+            return Kind.LONG_TEXTS
         return Kind.LANGUAGE_MODEL if self.language != LanguageModel() else Kind.TRAINING
 
 
@@ -281,4 +316,5 @@ SECTIONS = {
     "mesh": Mesh,
     "pretrained": SentenceEncoder,
     "language": LanguageModel,
+    "long": LongTexts,
 }

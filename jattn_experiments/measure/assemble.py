@@ -51,6 +51,7 @@ def assemble(
         paths={},
         heads=evaluate.head_rows(setup.seeds, roles),
         curves=_curves(results),
+        grids={},
         controls=_control_rows(results),
         claims=[claims.judge(claim, results) for claim in config.claims],
     )

@@ -29,7 +29,7 @@ class Measure(NamedTuple):
     what: str = "untrained"
 
 
-def _share(value: float, others: np.ndarray) -> float:
+def share_as_large(value: float, others: np.ndarray) -> float:
     """The p-value of ``value`` among random groups: the share of all that are at least as large, itself included."""
     return float((1 + (others >= value).sum()) / (1 + len(others)))
 
@@ -50,13 +50,13 @@ def metrics_of(
         for i, place in enumerate(PLACES):
             itself, others = float(rises[0, i]), rises[1:, i]
             metrics[f"rise/{name}/{place}"] = Measure([itself], others.tolist(), "matched groups")
-            metrics[f"p/{name}/{place}"] = Measure([_share(itself, others)])
+            metrics[f"p/{name}/{place}"] = Measure([share_as_large(itself, others)])
     routes = found["paths"]
     for into in paths.INTO:
         kept = routes[f"{into} groups"] / routes["clean"]
         metrics[f"kept/{into}"] = Measure([float(kept[0])], kept[1:].tolist(), "matched groups")
         if into == "key":
-            metrics["p/key"] = Measure([_share(-float(kept[0]), -kept[1:])])
+            metrics["p/key"] = Measure([share_as_large(-float(kept[0]), -kept[1:])])
     metrics["strongest_path"] = Measure([score_of_strongest(routes["key"], looked["previous_token"])])
     return metrics
 

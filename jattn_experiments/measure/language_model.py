@@ -126,6 +126,7 @@ def run(config: Config, out: Path) -> Findings:
         paths={into: found["paths"]["clean"] - found["paths"][into] for into in paths.INTO},
         heads=evaluate.head_rows([options.seed], roles),
         curves={},
+        grids={},
         controls=language_metrics.controls(config, metrics),
         claims=[language_metrics.verdict(claim, config, metrics) for claim in config.claims],
     )
@@ -146,14 +147,6 @@ def look_at(model: Model, data: Sequences) -> dict[str, Any]:
         layers = heads.collect(forward(nnx.merge(graph, state))[1], "attention_statistics")
         return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
 
-    def norms(state: Any) -> Array:
-        """``[L,N]``: the mean length of what each head adds to the residual stream."""
-        whole = nnx.merge(graph, state)
-        sown = nnx.capture(lambda model: model(chosen[:PATHS], sow_heads=True), nnx.Intermediate)(whole)[1]
-        out = whole.layers.attention.out.kernel[...]
-        gram, z = jnp.einsum("lndm,lnem->lnde", out, out), jnp.stack([layer["z"] for layer in heads.collect(sown)])
-        return jnp.sqrt(jnp.einsum("lbtnd,lnde,lbtne->lbtn", z, gram, z)).mean((1, 2))
-
     def patterns(state: Any) -> dict[str, Array]:
         forward = nnx.capture(lambda model: model(short, sow_weights=True), nnx.Intermediate)
         weights = jnp.stack(heads.collect(forward(nnx.merge(graph, state))[1], "attention_weights"), 1)  # [B,L,N,T,T]
@@ -171,8 +164,22 @@ def look_at(model: Model, data: Sequences) -> dict[str, Any]:
     looked = of(model.state, tested, tested, head_scores.ALL)
     looked["chosen"] = of(model.state, chosen, chosen, head_scores.ALL)
     looked["shuffled"] = of(model.state, tested, jnp.roll(tested, 1, 0), head_scores.ALL)
-    looked["norms"] = jax.jit(norms)(model.state)
+    looked["norms"] = output_norms(model, chosen[:PATHS])
     return jax.tree.map(np.asarray, looked | jax.jit(patterns)(model.state))
+
+
+def output_norms(model: Model, tokens: Array) -> Array:
+    """``[L,N]``: the mean length of what each head adds to the residual stream."""
+
+    @jax.jit
+    def norms(state: Any) -> Array:
+        whole = nnx.merge(model.graph, state)
+        sown = nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(whole)[1]
+        out = whole.layers.attention.out.kernel[...]
+        gram, z = jnp.einsum("lndm,lnem->lnde", out, out), jnp.stack([layer["z"] for layer in heads.collect(sown)])
+        return jnp.sqrt(jnp.einsum("lbtnd,lnde,lbtne->lbtn", z, gram, z)).mean((1, 2))
+
+    return norms(model.state)
 
 
 def judge(model: Model, data: Sequences, rows: Any = slice(None)) -> Callable[[Any], np.ndarray]:

@@ -296,6 +296,7 @@ def _findings(
         paths={},
         heads=evaluate.head_rows([0], roles),
         curves={},
+        grids={},
         controls=[
             {"name": name, "metric": metric, "values": [float(measured[metric][when])], "parameters": ""}
             for metric in ("nearest_accuracy", "margin")

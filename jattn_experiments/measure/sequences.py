@@ -54,8 +54,7 @@ def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
     if first is None:
         raise ValueError(f"language.first: expected a token of the model, got {options.first!r}")
     rng = np.random.default_rng(options.seed)
-    count, period, special = options.sequences, options.period, set(tokenizer.get_added_tokens_decoder())
-    ordinary = np.array([token for token in range(min(vocabulary, tokenizer.get_vocab_size())) if token not in special])
+    count, period, ordinary = options.sequences, options.period, ordinary_tokens(tokenizer, vocabulary)
 
     def twice(count: int, period: int) -> np.ndarray:
         """A token to start with and ``period`` random ones, twice: ``[count,1+2*period]``."""
@@ -76,6 +75,12 @@ def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
     found = Sequences(chosen, tested, text, short, [], period)
     words = [[tokenizer.decode([token], skip_special_tokens=False) for token in short[i]] for i in found.examples]
     return dataclasses.replace(found, words=words)
+
+
+def ordinary_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
+    """All tokens of a model but those with a meaning of their own."""
+    special = set(tokenizer.get_added_tokens_decoder())
+    return np.array([token for token in range(min(vocabulary, tokenizer.get_vocab_size())) if token not in special])
 
 
 def continue_bigrams(tokens: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from jattn_experiments.report.cells import draw_matrix, names_height
 from jattn_experiments.report.curves import Panel, curve_panels, in_unit, time_panels, turns
 from jattn_experiments.report.plot_data import (
     WHEN,
+    Matrix,
     ablation_matrices,
     control_rows,
     divergence_matrices,
@@ -40,6 +41,7 @@ from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.folder import write_atomically
 
 MANY = 6  # with more heads per layer, names are short and figures wider
+WIDE = 32  # range of a curve's x above which its axis is logarithmic
 LINE_BUDGET = 400  # points per line: more than can be told apart
 PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only medians are drawn
 
@@ -57,12 +59,18 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
         "paths": layers.paths_figure,
         "divergence": divergence_figure,
         "map": map_figure,
+        "maps": maps_figure,
         "curves": curves_figure,
         "controls": controls_figure,
     }
     optional = {"training": time_panels(findings), "statistics": findings.statistics}
     optional["turns"] = len(turns(findings)) > 1
-    optional |= {"curves": findings.curves, "controls": findings.controls, "paths": findings.paths}
+    optional |= {
+        "curves": findings.curves,
+        "maps": findings.grids,
+        "controls": findings.controls,
+        "paths": findings.paths,
+    }
     if layers.is_deep(findings):
         drawn |= layers.FIGURES
     files = []
@@ -320,8 +328,27 @@ def curves_figure(findings: Findings) -> Figure:
         _draw_lines(ax, panel)  # of controls too, whose seeds may be others
         ax.set_title(panel.title, parse_math=False)
         ax.set_xlabel(panel.x_label, parse_math=False)
+        x = np.concatenate([line.x for line in panel.lines])
+        if x.min() > 0 and x.max() >= WIDE * x.min():
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(f"{plain(findings.name)}: curves ({_seeds(findings)})", fontsize=10)
+    return figure
+
+
+def maps_figure(findings: Findings) -> Figure:
+    """Numbers from 0 to 1 in named rows and columns."""
+    grids = findings.grids.items()
+    height = sum(0.3 * len(grid["rows"]) + 0.9 for _, grid in grids)
+    figure = Figure(figsize=(WIDTH, height + 0.4))
+    axes = figure.subplots(len(grids), 1, squeeze=False)[:, 0]
+    for ax, (title, grid) in zip(axes, grids, strict=True):
+        values = np.array(grid["values"], float)
+        matrix = Matrix(title, list(grid["rows"]), list(grid["columns"]), values[None], values)
+        image = draw_matrix(ax, matrix, (WIDTH - 2.5) / len(grid["columns"]), findings.seeds)
+    figure.colorbar(image, ax=list(axes), aspect=40, pad=0.01)
+    figure.suptitle(f"{plain(findings.name)}: {', '.join(findings.grids)}", fontsize=10)
     return figure
 
 

@@ -57,6 +57,8 @@ class Findings:
     # quantile over heads that cannot have it; the role is "mixed" if no score passes its null
     heads: list[dict[str, Any]]
     curves: Mapping[str, Mapping[str, list[list[float]]]]  # "Y over X" -> line label -> [[x, y per seed ...], ...]
+    # title -> {"rows", "columns": names, "values": [[...], ...]}: maps of numbers from 0 to 1
+    grids: Mapping[str, Mapping[str, Any]]
     controls: list[dict[str, Any]]  # rows {name, metric, values (per seed), parameters}
     # rows {name, statement, metric, side, threshold, values, reference, reference_name, seeds, passed, failed, needed,
     # holds}: values per seed, reference what they are compared with (untrained models, or what reference_name says),

@@ -79,6 +79,7 @@ def summary(findings: Findings) -> dict[str, Any]:
         "best_scores": {name: _digits(values[:, -1].max((1, 2))) for name, values in findings.scores.items()},
         "heads": [{name: _digits(value) for name, value in row.items()} for row in findings.heads],
         "curves": findings.curves,
+        "grids": findings.grids,
         "controls": findings.controls,
     }
 

@@ -88,6 +88,7 @@ def synthetic(**changes):
             for head in range(HEADS)
         ],
         "curves": {"accuracy over length": {"learned": [[4, 0.9, 0.8, 0.7], [8, 0.5, 0.4, 0.3]]}},
+        "grids": {},
         "controls": [
             {"name": "one head & no more", "metric": "accuracy", "values": [0.3, 0.4, 0.5], "parameters": 123}
         ],

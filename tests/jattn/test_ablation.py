@@ -140,6 +140,11 @@ def test_ablate_says_what_is_wrong(clean):
             heads.ablate(lambda layers: 0.0, [layer], freeze_weights=hold)
     with pytest.raises(ValueError, match=r"heads must be indices from 0 on, got \[-1\]"):
         heads.forbid(previous, heads=[-1])
+    with pytest.raises(
+        ValueError, match=r"forbid: heads must be bools \[N\] = \[4\], one for each query head, got \[3\]"
+    ):
+        query = np.zeros((5, N, 2), np.float32)
+        jattn.attention_weights(query, query, mask=heads.forbid(previous, np.array([True, False, True])))
 
 
 @pytest.mark.slow
@@ -194,6 +199,35 @@ def test_a_forbidden_pattern_gets_no_weight(length):
     assert (found["previous_token"][:, [1, 3]] == 0).all() and (found["previous_token"][:, [0, 2]] > 0.01).all()
     for name in ("entropy", "distance", "first_token"):
         np.testing.assert_allclose(found[name][:, [0, 2]], free[name][:, [0, 2]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", [np.array([False, True, False, True]), [False, True, False, True]])
+def test_heads_may_be_bools(chosen):
+    i = np.arange(6)
+    args = 0, np.arange(N)[:, None, None], i[:, None], i
+    by_index, by_bool = (heads.forbid(previous, given) for given in ([1, 3], chosen))
+    np.testing.assert_array_equal(by_index(*args), by_bool(*args))
+
+
+@pytest.mark.slow
+def test_bools_may_be_traced_and_differ_between_layers(x):
+    """A scan over layers, each of which hides the token before from heads of its own."""
+    query, key = np.random.default_rng(0).normal(size=(2, 9, N, 5)).astype(np.float32)
+    chosen = np.array([[True, False, False, True], [False, True, False, False]])
+
+    @jax.jit
+    def weights(chosen):
+        def layer(carry, own):
+            return carry, jattn.attention_weights(query, key, mask=Causal() & heads.forbid(previous, own))
+
+        return jax.lax.scan(layer, None, chosen)[1]
+
+    found = weights(chosen)
+    looks_back = np.diagonal(found, -1, 2, 3).min(-1)  # [L,N]
+    np.testing.assert_array_equal(looks_back > 0, ~chosen)
+    for own, each in zip(chosen, found, strict=True):
+        mask = Causal() & heads.forbid(previous, np.flatnonzero(own).tolist())
+        np.testing.assert_allclose(each, jattn.attention_weights(query, key, mask=mask), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -33,6 +33,10 @@ MEANING = {
     "dense": (lambda: Dense(TABLE), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and TABLE[b, h, q, kv]),
     "dense, one row": (lambda: Dense(TABLE[1, :1, :1]), lambda b, h, q, kv: 0 <= kv < S and TABLE[1, 0, 0, kv]),
     "forbid": (lambda: jattn.heads.forbid(SlidingWindow(4, 4), [0, 2]), lambda b, h, q, kv: h == 1 or not -4 <= kv - q <= 4),
+    "forbid, bools": (
+        lambda: jattn.heads.forbid(SlidingWindow(4, 4), np.array([True, False, True])),
+        lambda b, h, q, kv: h == 1 or not -4 <= kv - q <= 4,
+    ),
     "not causal": (lambda: ~Causal(), lambda b, h, q, kv: kv > q),
     "plain": (lambda: lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0, lambda b, h, q, kv: (q + 2 * kv + b + h) % 3 != 0),
 }  # fmt: skip

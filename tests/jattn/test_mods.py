@@ -47,6 +47,10 @@ TREES = {
     "joined": (lambda: ~(Causal() | Prefix(3)) & see_even, [".left.mask.right.length"]),
     "block_mask": (lambda: jattn.block_mask(see_even, 4, 4), [".any_visible", ".all_visible"]),
     "forbid": (lambda: heads.forbid(SlidingWindow(1) & see_even, [0, 2]), [".pattern.left.left", ".pattern.left.right"]),
+    "forbid, bools": (
+        lambda: heads.forbid(see_even, np.array([True, False])),
+        [".mask.right.heads"],
+    ),
     "Alibi": (lambda: Alibi(np.ones(2, np.float32)), [".slopes"]),
     "RelativeBias": (lambda: RelativeBias(np.ones((8, 2), np.float32), False, 16), [".table"]),
     "then": (lambda: then(SoftCap(2.0), halve, Alibi(np.ones(2))), [".first.first.cap", ".second.slopes"]),

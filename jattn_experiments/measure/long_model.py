@@ -1,0 +1,131 @@
+"""A language model that reads a long text into its cache, a chunk at a time, and answers from there.
+
+Every function is compiled once for a capacity: chunks have one length, and what is missing is padding.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jattn import heads, masks
+from jattn_experiments.measure.language_model import Model
+
+CHUNK = 256  # tokens read at once
+ROWS = 32  # tokens whose weights are kept: a question and its answer
+
+
+class Answer(NamedTuple):
+    """What a model writes after a question, and what its heads look at meanwhile."""
+
+    written: np.ndarray  # [G]: the likeliest token after the question, and after each token of the answer but the last
+    right: np.ndarray  # bool [G]: whether it is that of the answer
+    score: np.ndarray  # [L,N] retrieval score
+
+
+class Reader:
+    """Compiled functions of a model with a cache of ``capacity`` tokens.
+
+    ``gates`` are ``[L,N]``, 0 for heads that are off; ``blind``, bool ``[L,N]``, are the heads that do not see the
+    tokens of ``hidden``, bool ``[T]``.
+    """
+
+    def __init__(self, model: Model, length: int):
+        self.model, self.capacity = model, length + CHUNK
+        self.shape = model.config.num_layers, model.config.num_heads
+        self._read, self._answer = jax.jit(self._read_chunk, donate_argnums=1), jax.jit(self._answer_rows)
+        self._rows = jax.jit(self._weights_of_rows)
+        self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
+
+    def empty(self) -> Any:
+        """A cache without tokens."""
+        return nnx.merge(self.model.graph, self.model.state).init_cache(1, self.capacity)
+
+    def read(self, cache: Any, tokens: Sequence[int] | np.ndarray, gates: np.ndarray | None = None) -> Any:
+        """The cache with ``tokens`` appended; ``cache`` stays as it is."""
+        gates, cache = self._gates(gates), self._copy(cache)
+        for at in range(0, len(tokens), CHUNK):
+            chunk, valid = _padded(tokens[at : at + CHUNK], CHUNK)
+            cache = self._read(self.model.state, cache, chunk, valid, gates)
+        return cache
+
+    def answer(
+        self,
+        cache: Any,
+        tokens: np.ndarray,
+        asked: int,
+        needle: np.ndarray,
+        answer: int,
+        gates: np.ndarray | None = None,
+        blind: np.ndarray | None = None,
+        hidden: np.ndarray | None = None,
+    ) -> Answer:
+        """From the cache of ``tokens[:asked]``, what the model writes in the place of the last ``answer`` of them."""
+        rows = tokens[asked:-1]
+        written = np.full(ROWS, -1)
+        written[len(rows) - answer : len(rows)] = tokens[-answer:]
+        slots, inside, unseen = np.full(self.capacity, -2), np.zeros(self.capacity, bool), np.zeros(self.capacity, bool)
+        slots[: len(tokens)], inside[: len(tokens)] = tokens, needle
+        if hidden is not None:
+            unseen[: len(hidden)] = hidden
+        chunk, valid = _padded(rows, ROWS)
+        blind = np.zeros(self.shape, bool) if blind is None else blind
+        found = self._answer(
+            self.model.state, cache, chunk, valid, self._gates(gates), blind, unseen, slots, written, inside
+        )
+        likeliest, score = jax.tree.map(np.asarray, found)
+        likeliest = likeliest[len(rows) - answer : len(rows)]
+        return Answer(likeliest, likeliest == tokens[-answer:], score)
+
+    def rows(self, cache: Any, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """``[L,N,G,capacity]``: the weights of G tokens after the cache, at most ``ROWS``."""
+        chunk, valid = _padded(tokens, ROWS)
+        return np.asarray(self._rows(self.model.state, cache, chunk, valid)[:, :, : len(tokens)])
+
+    def _gates(self, gates: np.ndarray | None) -> np.ndarray:
+        return np.ones(self.shape, np.float32) if gates is None else np.asarray(gates, np.float32)
+
+    def _read_chunk(self, state: Any, cache: Any, tokens: Array, valid: Array, gates: Array) -> Any:
+        model = nnx.merge(self.model.graph, state)
+        return model(tokens, cache=cache, valid=valid, per_layer=[{"head_gate": gate} for gate in gates])[1]
+
+    def _looked(self, state: Any, cache: Any, tokens: Array, valid: Array, **options: Any) -> tuple[Any, Array, Array]:
+        """The model, its hidden states ``[T,M]``, and the weights ``[L,N,T,C]``."""
+
+        def forward(model: Any) -> Any:
+            return model(tokens, cache=cache, valid=valid, sow_weights=True, **options)
+
+        model = nnx.merge(self.model.graph, state)
+        (hidden, _), sown = nnx.capture(forward, nnx.Intermediate)(model)
+        return model, hidden[0], jnp.stack(heads.collect(sown, "attention_weights"))[:, 0]
+
+    def _weights_of_rows(self, state: Any, cache: Any, tokens: Array, valid: Array) -> Array:
+        return self._looked(state, cache, tokens, valid)[2]
+
+    def _answer_rows(
+        self, state: Any, cache: Any, tokens: Array, valid: Array, gates: Array, blind: Array, unseen: Array,
+        slots: Array, written: Array, needle: Array,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        pattern = _keys(unseen)
+        options = [
+            {"head_gate": gate, "mask": masks.Causal() & heads.forbid(pattern, off)}
+            for gate, off in zip(gates, blind, strict=True)
+        ]
+        model, hidden, weights = self._looked(state, cache, tokens, valid, per_layer=options)
+        return model.logits(hidden).argmax(-1), heads.retrieval_score(weights, slots, written, needle)
+
+
+def _keys(unseen: Array) -> Any:
+    return lambda b, h, q_idx, kv_idx: unseen[kv_idx]
+
+
+def _padded(tokens: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """``[1,length]`` each: the tokens, then zeros, and which are tokens."""
+    padded = np.zeros((1, length), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return padded, np.arange(length)[None] < len(tokens)

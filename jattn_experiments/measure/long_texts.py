@@ -1,0 +1,144 @@
+"""Long texts with a needle: a sentence hidden in text that has nothing to do with it, and the question at the end."""
+
+import importlib.metadata
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jattn_experiments.config import Config
+
+# Text that is there wherever Python and these packages are. Other versions of them have slightly other text.
+KINDS = ("documentation", "source", "licences")
+CHOSEN = ("documentation", "documentation", "source")  # of the texts on which heads are chosen
+JUDGED = ("documentation", "documentation", "source", "licences")  # and of those on which claims are judged
+_LICENSED = ("jaxlib", "matplotlib", "pillow", "scipy")  # packages with long licences
+
+WORDS = (
+    "marmalade walrus lantern thunder pickle saddle violin glacier compass harbor candle pepper feather anchor blanket "
+    "tulip hammer mirror ribbon pumpkin falcon cactus trumpet velvet"
+).split()
+PLACES = (
+    "garden castle kitchen library forest river station museum island village market tower bridge valley school temple "
+    "hotel theater stadium palace chapel factory airport cellar"
+).split()
+
+#: The start of a sentence, and the word that follows: what a model of this size knows without a text before it.
+FACTS = {
+    "The capital of France is": "Paris", "The capital of Japan is": "Tokyo", "The capital of Italy is": "Rome",
+    "The capital of Germany is": "Berlin", "The capital of Spain is": "Madrid", "The capital of Russia is": "Moscow",
+    "The capital of Egypt is": "Cairo", "The capital of England is": "London", "The opposite of hot is": "cold",
+    "The opposite of up is": "down", "The opposite of black is": "white", "The first month of the year is": "January",
+    "The day after Monday is": "Tuesday", "The sun rises in the": "east", "The sun sets in the": "west",
+    "The currency of Japan is the": "yen", "The chemical formula of water is": "H",
+    "The largest planet in the solar system is": "Jupiter", "The Earth revolves around the": "Sun",
+    "The language spoken in Brazil is": "Portuguese",
+}  # fmt: skip
+
+
+class Needle(NamedTuple):
+    """What is hidden and asked for, as tokens."""
+
+    sentence: list[int]
+    question: list[int]
+    answer: list[int]
+
+
+class Prompt(NamedTuple):
+    """A text of ``T`` tokens with its needle, which begins at ``start``; question and answer end it."""
+
+    tokens: np.ndarray  # [T]
+    start: int
+    stop: int
+    asked: int  # where the question begins
+    needle: np.ndarray  # bool [T]: the answer's tokens within the needle
+    answer: int  # tokens of the answer
+
+
+class Texts(NamedTuple):
+    """Tokens of texts, each as long as the longest prompt, and a needle for each text and depth."""
+
+    chosen: list[np.ndarray]
+    judged: list[np.ndarray]
+    needles: list[list[Needle]]  # of the texts that are chosen on, then of the judged ones
+    facts: list[tuple[list[int], int]]  # tokens, and the one that follows
+    first: int
+
+
+def draw(config: Config, tokenizer: Any) -> Texts:
+    """The texts of a config, by the model's tokenizer. No two seeds share a piece of text.
+
+    Raises:
+        ValueError: the tokenizer does not have the first token, or there is no text left for this seed.
+    """
+    options, language = config.long, config.language
+    first = tokenizer.token_to_id(language.first)
+    if first is None:
+        raise ValueError(f"language.first: expected a token of the model, got {language.first!r}")
+    longest, seed = max(options.lengths), language.seed
+    every = [*CHOSEN[: options.chosen], *JUDGED[: options.texts]]
+    found: list[np.ndarray] = []
+    for i, kind in enumerate(every):
+        before, each = every[:i].count(kind), every.count(kind)
+        found.append(_piece(kind, seed * each + before, longest, tokenizer))
+    rng = np.random.default_rng(seed)
+    needles = []
+    for _ in every:
+        drawn = (rng.permutation(words)[: options.depths] for words in (PLACES, WORDS))
+        numbers = rng.integers(10, 100, options.depths)
+        needles.append([_needle(*one, tokenizer) for one in zip(*drawn, numbers, strict=True)])
+    facts = [(tokenizer.encode(start).ids, tokenizer.encode(f" {word}").ids[0]) for start, word in FACTS.items()]
+    return Texts(found[: options.chosen], found[options.chosen :], needles, facts, first)
+
+
+def _needle(place: str, word: str, number: int, tokenizer: Any) -> Needle:
+    start, answer = f"\nThe secret password of the {place} is", f" {word}{number}"
+    return Needle(*(list(tokenizer.encode(text).ids) for text in (f"{start}{answer}.\n", start, answer)))
+
+
+def _piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
+    """The piece of ``length`` tokens with this number, of all text of a kind in a fixed order."""
+    tokens: list[int] = []
+    for text in _texts(kind):
+        tokens += tokenizer.encode(text).ids
+        if len(tokens) >= (number + 1) * length:
+            return np.array(tokens[number * length : (number + 1) * length])
+    raise ValueError(
+        f"language.seed: expected a smaller one, because the {kind} here has {len(tokens)} tokens, and piece {number} "
+        f"of {length} is past its end"
+    )
+
+
+def _texts(kind: str) -> Iterator[str]:
+    match kind:
+        case "documentation":
+            yield from (topics.topics[name] for name in sorted(topics.topics))
+        case "source":
+            files = (file for file in sorted(Path(os.__file__).parent.glob("*.py")) if file.stat().st_size > 30_000)
+            yield from (file.read_text(encoding="utf-8") for file in files)
+        case "licences":
+            for package in _LICENSED:
+                for file in importlib.metadata.files(package) or ():
+                    if file.name.startswith("LICENSE") and file.suffix in ("", ".txt"):
+                        yield file.read_text(encoding="utf-8")
+
+
+def prompt(text: np.ndarray, needle: Needle, depth: float, length: int, first: int) -> Prompt:
+    """``text`` cut to ``length`` tokens in all, with ``needle`` at ``depth``, from 0 (its start) to 1 (its end).
+
+    Raises:
+        ValueError: the needle, its question and answer do not fit.
+    """
+    sentence, question, answer = needle
+    room = length - 1 - sum(map(len, needle))
+    if room < 1:
+        raise ValueError(f"long.lengths: expected more than {length - room} tokens, which a needle takes, got {length}")
+    cut = round(depth * room)
+    parts: Sequence[Sequence[int]] = [first], text[:cut].tolist(), sentence, text[cut:room].tolist(), question, answer
+    tokens = np.concatenate([np.array(part, np.int32) for part in parts])
+    start, stop = 1 + cut, 1 + cut + len(sentence)
+    inside = (np.arange(length) >= start) & (np.arange(length) < stop) & np.isin(tokens, answer)
+    return Prompt(tokens, start, stop, length - len(question) - len(answer), inside, len(answer))

@@ -1,0 +1,167 @@
+"""The experiment on long texts, with a tiny random model: its prompts, its cache against whole calls, its command."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn import heads, interop
+from jattn.masks import Causal
+from jattn_experiments.__main__ import main
+from jattn_experiments.config import Claim, Config, LanguageModel, LongTexts, Mesh, Task
+from jattn_experiments.measure import long_heads, long_metrics, long_texts
+from jattn_experiments.measure.language_model import Model
+from jattn_experiments.measure.long_model import ROWS, Reader
+from jattn_experiments.run import prepared
+from jattn_experiments.runs.findings import Findings
+
+FIRST = "<|endoftext|>"
+LENGTH = 300  # more than a chunk
+
+
+@pytest.fixture
+def config(tiny):
+    claims = [
+        Claim("few", "Few heads copy.", "share_of_heads", 1, at_most=0.9),
+        Claim("found", "Everything is found.", f"found/{LENGTH}", 1, at_least=1.0),
+        Claim("back", "Some look back.", "induction/16", 1, at_least=0.0),
+    ]
+    return Config(
+        "tiny",
+        "A tiny one.",
+        language=LanguageModel(tiny, FIRST, seed=1, sequences=2, period=24, matched=2),
+        long=LongTexts(
+            lengths=[LENGTH], depths=2, chosen=1, texts=2, ablated=LENGTH, sizes=[1, 2, 90], distances=[16, 64], window=64,
+            streamed=256, pictured=256,
+        ),
+        claims=claims,
+    )  # fmt: skip
+
+
+def test_a_prompt_has_its_needle_where_it_says():
+    needle = long_texts.Needle([7, 8, 9, 8], [7], [8, 9])
+    text = np.arange(100, 200)
+    for depth, before in ((0.0, 0), (0.5, 10), (1.0, 20)):
+        tokens, start, stop, asked, inside, answer = long_texts.prompt(text, needle, depth, 28, first=1)
+        expected = [1, *text[:before], 7, 8, 9, 8, *text[before:20], 7, 8, 9]
+        assert tokens.tolist() == expected and (start, stop, asked, answer) == (1 + before, 5 + before, 25, 2)
+        assert np.flatnonzero(inside).tolist() == [start + 1, start + 2, start + 3]
+    with pytest.raises(ValueError, match=r"long\.lengths: expected more than 8 tokens, which a needle takes, got 8"):
+        long_texts.prompt(text, needle, 0.5, 8, first=1)
+
+
+def test_no_two_seeds_share_a_text(config, tiny):
+    tokenizer = interop.tokenizer(tiny)
+
+    def drawn(seed):
+        language = dataclasses.replace(config.language, seed=seed)
+        return long_texts.draw(dataclasses.replace(config, language=language), tokenizer)
+
+    one, other = drawn(1), drawn(2)
+    pieces = {each.tobytes() for texts in (one, other) for each in (*texts.chosen, *texts.judged)}
+    assert len(pieces) == 6 and one.needles != other.needles
+    assert [len(each) for each in one.needles] == [2] * 3
+    with pytest.raises(ValueError, match=r"language\.seed: expected a smaller one, because the documentation here has"):
+        drawn(10**6)
+    with pytest.raises(ValueError, match=r"language\.first: expected a token of the model, got 'x'"):
+        long_texts.draw(
+            dataclasses.replace(config, language=dataclasses.replace(config.language, first="x")), tokenizer
+        )
+
+
+@pytest.mark.slow
+def test_reading_in_chunks_is_the_whole_call(config, tiny):
+    """From a cache, in padded chunks, with heads off and blind: answers and scores of one call on the whole prompt."""
+    whole, tokenizer = interop.load(tiny), interop.tokenizer(tiny)
+    reader, texts = Reader(Model.of(interop.load(tiny)), LENGTH), long_texts.draw(config, tokenizer)
+    prompt = long_texts.prompt(texts.judged[0], texts.needles[1][0], 0.5, LENGTH, texts.first)
+    gates, blind = np.ones(reader.shape, np.float32), np.zeros(reader.shape, bool)
+    gates[0, 1], blind[1, 2], blind[0, 0] = 0.0, True, True
+    hidden = (np.arange(LENGTH) >= prompt.start) & (np.arange(LENGTH) < prompt.stop)
+    before = reader.read(reader.empty(), prompt.tokens[: prompt.start], gates)
+    cache = reader.read(before, prompt.tokens[prompt.start : prompt.asked], gates)
+    assert int(before.length.ravel()[0]) == prompt.start  # what was read before can go on in another way
+    found = reader.answer(
+        cache, prompt.tokens, prompt.asked, prompt.needle, prompt.answer, gates=gates, blind=blind, hidden=hidden
+    )
+
+    asks = np.arange(LENGTH) >= prompt.asked
+    pattern = lambda b, h, q_idx, kv_idx: jnp.asarray(hidden)[kv_idx] & jnp.asarray(asks)[q_idx]
+    per_layer = [
+        {"head_gate": gate, "mask": Causal() & heads.forbid(pattern, off)}
+        for gate, off in zip(gates, blind, strict=True)
+    ]
+
+    def forward(model):
+        return model(prompt.tokens[None], per_layer=per_layer, sow_weights=True)
+
+    states, sown = nnx.capture(forward, nnx.Intermediate)(whole)
+    weights = jnp.stack(heads.collect(sown, "attention_weights"))[:, 0]
+    G = prompt.answer
+    logits = np.asarray(whole.logits(states))[0, -G - 1 : -1]
+    assert found.written.tolist() == logits.argmax(-1).tolist()
+    assert found.right.tolist() == (logits.argmax(-1) == prompt.tokens[-G:]).tolist()
+    score = heads.retrieval_score(weights[:, :, -G - 1 : -1], prompt.tokens, prompt.tokens[-G:], prompt.needle)
+    np.testing.assert_allclose(found.score, score, atol=1e-6)
+    rows = reader.rows(cache, prompt.tokens[prompt.asked :])
+    assert rows.shape[2] == LENGTH - prompt.asked <= ROWS
+    np.testing.assert_allclose(rows.sum(-1), 1.0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_path, as_experiments_run, capsys):
+    file, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    plain = {"name": config.name, "claims": [dataclasses.asdict(claim) for claim in config.claims]}
+    plain |= {"language": dataclasses.asdict(config.language), "long": dataclasses.asdict(config.long)}
+    file.write_text(json.dumps(plain))  # JSON is also YAML
+    assert main(["run", str(file), "--out", str(out)]) == 0
+    found = Findings.load(out)
+    L, N = found.ablated.shape[1:3]
+    assert [claim["holds"] for claim in found.claims] == [True, False, True]
+    assert found.grids["needles found"]["rows"] == [f"{LENGTH} tokens"] and found.grids["needles found"]["columns"] == [
+        "0%",
+        "100%",
+    ]
+    assert found.example_weights.shape == (2, 2, L, N, long_heads.SPANS, long_heads.SPANS)
+    assert len(found.heads) == L * N and found.curves["loss in nats over position"].keys() == set(long_metrics.STREAMS)
+    page = (out / "report.html").read_text()
+    assert "Claims: 2 of 3 hold" in page and (out / "figures" / "maps.png").exists()
+    capsys.readouterr()
+
+    parts = sorted((out / "parts").glob("*.npz"))
+    again = {part.name: part.read_bytes() for part in parts if part.name.startswith(("sinks", "off 1", "zoom"))}
+    assert len(again) == 5
+    for name in again:
+        (out / "parts" / name).unlink()
+    (out / "findings.json").unlink()
+    assert main(["run", str(file), "--out", str(out)]) == 0
+    resumed = Findings.load(out)
+    assert [claim["values"] for claim in resumed.claims] == [claim["values"] for claim in found.claims]
+    assert resumed.curves == found.curves
+    np.testing.assert_array_equal(resumed.example_weights, found.example_weights)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"mesh": Mesh(data=2)}, "mesh: nothing is trained on long texts"),
+        ({"task": Task("induction")}, "task: nothing is trained on long texts"),
+        ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
+        ({"claims": [Claim("x", "", "p/off", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+        ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+        (
+            {"long": LongTexts([32, 1024])},
+            r"long\.lengths: expected numbers from 64 on, one of them long\.ablated=1024",
+        ),
+        ({"long": LongTexts([512])}, r"one of them long\.ablated=1024, got \[512\]"),
+        ({"long": LongTexts([1024])}, r"long\.pictured: expected at most 1024 tokens, .* got 4096 and 8192"),
+        ({"long": LongTexts([1024], texts=9)}, r"long\.texts: expected at most 4, got 9"),
+        ({"long": LongTexts([8192, 1024], distances=[9000])}, r"long\.distances: expected 2 to 8159, .* got \[9000\]"),
+    ],
+)
+def test_wrong_options_are_named(config, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):
+        pass
