@@ -44,6 +44,7 @@ class Sizes:
     model: str = "smollm2"  # as of ``experiments generate``
     tokens: int = 64  # written in a turn
     prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prompts to prefill
+    text: int = 8192  # tokens of a long text
     shape: tuple[int, int] = (8, 257)  # of the batch whose heads are looked at
     seconds: float = 30.0  # of all turns together: five times --seconds, since a turn takes one or two
     rounds: int = 3  # at least
@@ -71,11 +72,12 @@ def about(sizes: Sizes) -> dict[str, Any]:
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
-    """Once, then writing, then the prompts."""
+    """Once, then writing, then the prompts, then the long text."""
     yield Job("once", {}, functools.partial(once, sizes))
     yield Job("writing", {}, functools.partial(writing, sizes))
     for length in sizes.prompts:
         yield Job("prefill", {"length": length}, functools.partial(prefill, sizes, length))
+    yield Job("long", {"length": sizes.text}, functools.partial(long_text, sizes))
 
 
 def once(sizes: Sizes) -> dict[str, float]:
@@ -151,6 +153,54 @@ def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
     return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
 
 
+def long_text(sizes: Sizes) -> dict[str, Any]:
+    """Tokens written after a long text, and statistics of all its heads beside a forward pass."""
+    model = interop.load(model_file(sizes.model))
+    graph, state = nnx.split(model)
+    rng, length = np.random.default_rng(0), sizes.text
+    tokens = jnp.asarray(rng.integers(0, model.config.vocabulary, (1, length)))
+
+    def statistics(state: Any, tokens: jax.Array) -> Any:
+        look = nnx.capture(lambda model: model(tokens, sow_statistics={"tokens": tokens}), nnx.Intermediate)
+        return heads.collect(look(nnx.merge(graph, state))[1], "attention_statistics")
+
+    found: dict[str, Any] = {"seconds": {}, "gib": {}}
+    passes = {"forward": lambda state, tokens: nnx.merge(graph, state)(tokens), "statistics": statistics}
+    for name, call in passes.items():
+        compiled = jax.jit(call).lower(state, tokens).compile()
+        found["seconds"][name] = round(_timed(functools.partial(compiled, state, tokens))[1], 2)
+        memory = compiled.memory_analysis()
+        planned = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        found["gib"][name] = round(planned / 2**30, 2)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def write(state: Any, token: jax.Array, cache: Any) -> Any:
+        model = nnx.merge(graph, state)
+
+        def step(carry: Any, _: Any) -> tuple[Any, jax.Array]:
+            hidden, cache = model(carry[0], cache=carry[1])
+            token = model.logits(hidden).argmax(-1)
+            return (token, cache), token
+
+        (_, last), written = jax.lax.scan(step, (token, cache), length=sizes.tokens)
+        return written, dataclasses.replace(last, length=cache.length)  # the next call writes over these tokens
+
+    empty = model.init_cache(1, length + sizes.tokens)
+    key, value = (jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in (empty.key, empty.value))
+    held = [dataclasses.replace(empty, key=key, value=value, length=empty.length + length)]
+
+    def one_turn() -> None:
+        written, held[0] = jax.block_until_ready(write(state, tokens[:, :1], held[0]))
+
+    numbers, total = jnp.ones(sum(x.size for x in jax.tree.leaves((state, empty)))), jax.jit(jnp.sum)
+    calls = {"token": one_turn, READ: lambda: jax.block_until_ready(total(numbers))}
+    for call in calls.values():
+        call()  # compiles
+    medians = timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+    medians["medians"]["token"] = round(medians["medians"]["token"] / sizes.tokens, 2)
+    return found | medians
+
+
 def _forward(model: Any, tokens: Any) -> Any:
     import torch
 
@@ -200,6 +250,18 @@ def asked(results: Results) -> list[Asked]:
         Asked("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
         Asked("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
         Asked("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
+        *_asked_of_long_text(results, Sizes().text),
+    ]
+
+
+def _asked_of_long_text(results: Results, length: int) -> list[Asked]:
+    row = next((row.found for row in results.of("long", length=length)), {})
+    medians, seconds, gib = (row.get(name, {}) for name in ("medians", "seconds", "gib"))
+    sums = f"from a cache of {length} tokens: tokens a second / sums of all that a token reads"
+    return [
+        Asked(sums, ratio(medians.get(READ), medians.get("token")), 0.5, True),
+        Asked(f"all statistics of all heads, {length} tokens", seconds.get("statistics"), 240.0, False, "s"),
+        Asked("... memory that XLA plans", gib.get("statistics"), 3.0, False, "GiB"),
     ]
 
 
@@ -222,6 +284,7 @@ def markdown(results: Results) -> str:
         "## Tokens, and sums, a second",
         table(["", "a second"], speeds),
         *_prefill_table(results),
+        *_long_table(results),
         "## Seconds, once",
         table(["", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in once.found.items()]),
         "## Measured on",
@@ -236,9 +299,20 @@ def _prefill_table(results: Results) -> list[str]:
     return ["## Seconds for a prompt", table(["tokens", *names, "rounds"], cells)] if rows else []
 
 
+def _long_table(results: Results) -> list[str]:
+    rows = []
+    for row in results.of("long"):
+        token, total = (row["medians"][name] for name in ("token", READ))
+        rows.append([f"{row['length']} tokens: written after them, a second", f"{1e6 / token:.1f}"])
+        rows.append(["sums of parameters and cache, a second", f"{1e6 / total:.1f}"])
+        rows += [[f"{name}: seconds", f"{seconds:.1f}"] for name, seconds in row["seconds"].items()]
+        rows += [[f"{name}: GiB that XLA plans", f"{gib:.2f}"] for name, gib in row["gib"].items()]
+    return ["## A long text", table(["", ""], rows)] if rows else []
+
+
 SUITE = Suite(
     name="language",
-    parts={"once": (), "writing": (), "prefill": ("length",)},
+    parts={"once": (), "writing": (), "prefill": ("length",), "long": ("length",)},
     about=about,
     jobs=jobs,
     markdown=markdown,

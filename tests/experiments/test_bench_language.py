@@ -19,6 +19,8 @@ def made_up(**medians: float) -> dict:
         "once": {"load": 15.0, "load converted": 6.0, "tokenizer": 2.0, "compilation": 3.0, "statistics": 20.0},
         "writing": {"medians": {"float32": 900.0, "bfloat16": 1000.0, "transformers": 900.0} | medians, "rounds": 3},
         "prefill": [{"length": n, "medians": {"jattn": 2e6, "transformers": 2e6}, "rounds": 3} for n in (2048, 8192)],
+        "long": [{"length": 8192, "medians": {"token": 2e4, "sum": 1e4}, "rounds": 3, "gib": {"forward": 1.0, "statistics": 3.0},
+                  "seconds": {"forward": 23.0, "statistics": 240.0}}],
     }  # fmt: skip
 
 
@@ -28,8 +30,10 @@ def test_goals_are_met_at_their_thresholds_and_not_beyond():
     beyond["once"] = {name: seconds * 1.01 for name, seconds in beyond["once"].items()}
     for row in beyond["prefill"]:
         row["medians"]["jattn"] *= 1.01
-    assert at == ["met"] * 8
-    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 8
+    (text,) = beyond["long"]
+    text["medians"]["token"], text["seconds"]["statistics"], text["gib"]["statistics"] = 2.01e4, 241.0, 3.1
+    assert at == ["met"] * 11
+    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 11
 
 
 def test_prompts_are_asked_for_by_length_and_shown_where_they_are():
@@ -46,13 +50,19 @@ def test_prompts_are_asked_for_by_length_and_shown_where_they_are():
 def test_a_tiny_model_is_measured(tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
-    sizes = Sizes(str(file), tokens=2, prompts=(5, 9), shape=(2, 9), seconds=1e-3, rounds=1, settle=0.0)
+    sizes = Sizes(str(file), tokens=2, prompts=(5, 9), text=24, shape=(2, 9), seconds=1e-3, rounds=1, settle=0.0)
     results = SUITE.measure(sizes, tmp_path)
     found = json.loads((tmp_path / "language.json").read_text())
     assert {"float32", "bfloat16", "sum"} <= set(found["writing"]["medians"]) and found["once"]["load converted"] > 0
     prompts = [(row["length"], set(row["medians"]) - {"transformers"}) for row in found["prefill"]]
     assert prompts == [(5, {"jattn"}), (9, {"jattn"})]
+    (long,) = found["long"]
+    assert long["medians"].keys() == {"token", "sum"} and long["seconds"].keys() == long["gib"].keys() == {
+        "forward",
+        "statistics",
+    }
     text = SUITE.write_report(results, tmp_path).read_text()
+    assert "24 tokens: written after them" in text
     assert "| bfloat16 |" in text and "compiling a chunk and a step" in text
     if "transformers" not in found["writing"]["medians"]:
         assert "not installed" in found["missing"]["transformers"]

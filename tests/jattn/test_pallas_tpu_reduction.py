@@ -46,7 +46,7 @@ def assert_same(found, expected, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), found, expected)
 
 
-@pytest.mark.slow_except("lengths, one of them 0")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_as_blockwise(name):
     (query, key), options = CASES[name]
