@@ -353,7 +353,7 @@ class Hop(Task, kind="hop"):
         return jnp.cumsum(steps, 1) % self.symbols
 
     def _behind(self, chars: Array) -> Array:
-        """``[B,T-1,C]``: the position behind the last occurrence of each symbol before each position; -1 without one."""
+        """``[B,T-1,C]``: behind the last occurrence of each symbol before each position; -1 without one."""
         each = jax.nn.one_hot(chars, self.symbols) > 0
         seen = jax.lax.cummax(jnp.where(each, jnp.arange(chars.shape[1])[None, :, None], -2), 1)
         return jnp.pad(seen[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-2) + 1
