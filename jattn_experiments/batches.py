@@ -21,6 +21,23 @@ class Batch(NamedTuple):
     levels: dict[str, Array] = {}
 
 
+class Patch(NamedTuple):
+    """Sequences of which the last layer reads a part elsewhere, and the answers that this should change.
+
+    A task that knows how it may be solved predicts them; ``measure.evaluate`` counts.
+    """
+
+    tokens: Array  # [B,T,F]
+    other: Array  # [B,T,F]: what is read instead
+    at: Array  # [B,T] bool: positions that are read in the other sequence
+    query: Array  # [B] int32: position of the answer
+    answer: Array  # [B] int32: the right one
+    predicted: Array  # [B] int32: what it should become
+    counts: Array  # [B] bool: sequences in which something is predicted
+    place: int
+    what: tuple[str, ...]  # "key" and "value", or one of them
+
+
 TASKS: dict[str, type["Task"]] = {}  # kind -> task; ``class NAME(Task, kind=KIND)`` adds it
 Rule = tuple[str, bool, str]  # an option, whether its value is valid, what was expected
 
@@ -39,6 +56,7 @@ class Task:
     metrics: tuple[str, ...]  # of ``measure.claims``, shown for the controls and sweeps
     padding: int | None = None  # token that no query sees
     levels: tuple[str, ...] = ()  # names of a batch's levels
+    patches: Any = ()  # names of what ``patch`` returns
     causal = True  # whether answers depend on nothing after the query
     answers_are_tokens = False  # one answer at a time, a token: the read-out may be the embedding
     same_length = True  # whether all sequences have one length, padding included
@@ -59,6 +77,10 @@ class Task:
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout, so that patterns can be averaged over a batch."""
         return self.sample(key, batch)
+
+    def patch(self, key: Array, batch: int) -> dict[str, Patch]:
+        """Interventions on the last layer, on ``batch`` sequences each, that test how a model solves the task."""
+        return {}
 
     @property
     def located(self) -> tuple[str, ...]:

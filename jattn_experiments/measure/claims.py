@@ -88,6 +88,7 @@ OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
 ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the task
 RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
 PASSES = "passes/"  # passes/LEVEL: the first step at which the loss is nearer to LEVEL than to the one before
+PATCHED = "patched/"  # patched/PATCH: share of the answers that one of the task's patches changes as it predicts
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
 # A SCORE may be one of a layer: SCORE@LAYER.
 OF_TRAINING = (RESTS, PASSES, TURN)  # which an untrained model does not have
@@ -138,6 +139,7 @@ def known_metrics(
         *(OFF + role for role in roles),
         *(kind + level for kind in (ABOVE, RESTS) for level in levels),
         *(PASSES + level for level in levels[1:]),
+        *(PATCHED + patch for patch in tasks.make(config.task).patches),
     ]
     curve = config.task.kind == "copy_string" and config.evaluate.lengths
     missing = {name for name in METRICS if name in OF_PLACES and not located} | (set() if curve else {OF_CURVE})
@@ -159,6 +161,8 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
         values = near.mean(-1) * result.metric_steps[-1]
     elif metric.startswith(ABOVE):
         values = found.loss - found.levels[metric.removeprefix(ABOVE)]
+    elif metric.startswith(PATCHED):
+        values = found.patched[metric.removeprefix(PATCHED)]
     elif metric.startswith(OFF):  # if no head has the role, nothing is off
         off = result.groups.get(metric.removeprefix(OFF), found.accuracy)
         values = (off if found is result.trained else found.accuracy).mean(-1)

@@ -11,9 +11,9 @@ from jax import Array
 
 from jattn import heads
 from jattn.heads import MIXED
-from jattn_experiments.batches import Batch
+from jattn_experiments.batches import Batch, Patch
 from jattn_experiments.measure import head_scores
-from jattn_experiments.model import layer_by_layer
+from jattn_experiments.model import Transformer, layer_by_layer
 from jattn_experiments.runs import devices
 from jattn_experiments.tasks import CopyString
 from jattn_experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge, loss_of
@@ -40,6 +40,7 @@ class Measured(NamedTuple):
     divergence: Array  # [R,L*N,L*N] between those
     noise: Array  # [R,L*N] between those of the two halves of the sequences
     curve: Array  # [R,C] exact match at each of evaluate.lengths
+    patched: dict[str, Array]  # name -> [R]: share of the answers that a patch of the task changes as predicted
 
 
 def measure(setup: Setup, *models: Any) -> list[Measured]:
@@ -106,7 +107,28 @@ def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
         "divergence": heads.pattern_divergence(flat.mean(0), real),
         "noise": noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
         "curve": _curve(setup, params, key),
+        "patched": {name: changed_by(model, params, one) for name, one in _patches(setup, key).items()},
     }
+
+
+def _patches(setup: Setup, key: Array) -> dict[str, Patch]:
+    return setup.task.patch(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+
+
+def changed_by(model: Transformer, params: Any, patch: Patch) -> Array:
+    """The share of the right answers that ``patch`` changes to those it predicts."""
+    _, kept = model.apply(params, patch.other, sow_heads=True, mutable=["intermediates"])
+    *below, last = layer_by_layer(kept["intermediates"], "attention_heads")
+    gate = jnp.where(patch.at[..., None], 0.0, jnp.ones(last["key"].shape[:-1]))  # [B,T,K]
+
+    def answers(**options: Any) -> Array:
+        per_layer = [*({} for _ in below), options]
+        logits = model.apply(params, patch.tokens, at=patch.query[:, None], per_layer=per_layer)
+        return jnp.argmax(logits[:, 0, patch.place], -1)
+
+    right = patch.counts & (answers() == patch.answer)
+    changed = answers(patch={name: (gate, last[name]) for name in patch.what}) == patch.predicted
+    return jnp.sum(right & changed) / jnp.maximum(jnp.sum(right), 1)
 
 
 def noise_floor(one: Array, other: Array, real: Array) -> Array:

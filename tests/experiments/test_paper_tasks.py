@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jattn import heads
-from jattn_experiments import config, model, onset, tasks, train
-from jattn_experiments.measure import claims, head_scores
+from jattn_experiments import batches, config, model, onset, run, tasks, train
+from jattn_experiments.measure import claims, evaluate, head_scores
 from tests import reference
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
@@ -100,6 +100,47 @@ def test_hops_go_to_what_followed_the_last_earlier_occurrence():
             assert sources[i + 1, k] == (-1 if at is None else at + 1)
 
 
+def end_of_hops(chars, at, times=1):
+    for _ in range(times):
+        at = max(s for s in range(at) if chars[s] == chars[at]) + 1
+    return at
+
+
+@pytest.mark.slow
+def test_patches_of_hops_predict_the_answer_of_what_is_read():
+    task = tasks.Hop(length=40, symbols=4, hops=2)
+    arrays = lambda key: {name: one._replace(what=()) for name, one in task.patch(key, 32).items()}
+    patches = jax.device_get(jax.jit(arrays)(jax.random.key(5)))
+    assert set(patches) == set(task.patches) and tasks.Hop(hops=1).patch(jax.random.key(0), 2) == {}
+    for name, patch in patches.items():
+        assert patch.counts.sum() > 8 and (patch.tokens[:, 0] == 6).all() and (patch.other[:, 0] == 6).all()
+        assert patch.place == 2 and not patch.at[:, 0].any()
+        for row in np.flatnonzero(patch.counts):
+            here, there = (tokens[row, 1:, 0].tolist() for tokens in (patch.tokens, patch.other))
+            assert all(a != b for chars in (here, there) for a, b in zip(chars, chars[1:], strict=False))
+            query, at, predicted = (
+                patch.query[row] - 1,
+                np.flatnonzero(patch.at[row, 1:]).tolist(),
+                patch.predicted[row],
+            )
+            first, end = (end_of_hops(here, query, k) for k in (1, 2))
+            assert first - end > 2 and here[end] == patch.answer[row] != predicted
+            if name == "leads here":
+                assert at == [first] and here[first - 2 : first] == there[first - 2 : first]
+                ends = [end_of_hops([*chars[:first], there[first]], first) for chars in (here, there)]
+                assert here[ends[0]] == predicted and max(ends) < first - 2
+                assert there[ends[1]] not in (predicted, patch.answer[row])
+                continue
+            changed = [*here[:end], predicted, *here[end + 1 :]]
+            assert end_of_hops(changed, query, 2) == end
+            around = slice(max(end - 2, 0), end + 3)
+            near = [end, end + 1, end + 2]
+            if name == "near the end":
+                assert at == near and there[around] == changed[around] and there != changed
+            else:
+                assert at == [s for s in range(39) if s not in near] and there == changed
+
+
 def built(task, **changes):
     options = config.Model(num_layers=1, num_heads=2, model_dim=12, head_dim=6, **changes)
     transformer, batch, rng = model.make(options, task), sampled(task, 3, 1), np.random.default_rng(0)
@@ -154,6 +195,41 @@ def test_only_what_is_asked_is_read_out_and_a_tied_read_out_is_the_embedding():
     np.testing.assert_allclose(asked, np.take_along_axis(whole, np.asarray(batch.at)[..., None, None], 1), atol=1e-5)
     likelihood = reference.softmax(asked)[np.arange(3)[:, None], np.arange(2), 0, batch.targets[..., 0]]
     assert float(loss) == pytest.approx(-np.log(likelihood).mean(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_patch_changes_what_the_last_layer_reads():
+    task = tasks.Hop(12, 3, 2)
+    transformer, params, _ = built(task, position="none", norm=False)
+    params["params"]["read_out"]["bias"] *= 0  # the answers differ
+    tokens = sampled(task, 64).tokens
+    other = np.roll(tokens, 1, 0)
+    other[:, -1] = tokens[:, -1]  # the query itself stays
+
+    @jax.jit
+    def shares(params):
+        clean, elsewhere = (transformer.apply(params, x)[:, -1, 1].argmax(-1) for x in (tokens, other))
+        every = jnp.ones((64, 12), bool)
+        patch = batches.Patch(
+            tokens, other, every, jnp.full(64, 11), clean, elsewhere, clean != elsewhere, 1, ("key", "value")
+        )
+        cases = [patch, patch._replace(what=("value",)), patch._replace(at=~every), patch._replace(answer=clean + 1)]
+        return [evaluate.changed_by(transformer, params, one) for one in cases]
+
+    both, value, none, wrong = map(float, shares(params))
+    assert both == 1 and 0 < value < 1 and none == wrong == 0
+
+
+def test_what_patches_change_is_a_metric_of_tasks_that_have_some():
+    patched = [
+        name
+        for hops in (1, 2)
+        for name in run._known_metrics(config.Config("x", task=config.Task(kind="hop", hops=hops)))
+        if name.startswith("patched/")
+    ]
+    assert patched == ["patched/near the end", "patched/elsewhere", "patched/leads here"]
+    found = evaluate.Measured(*(None for _ in evaluate.Measured._fields))._replace(patched={"elsewhere": np.ones(2)})
+    assert claims.measure(result_of({}, [0]), found, "patched/elsewhere") == [1, 1]
 
 
 def result_of(scores, steps, **others):
