@@ -206,11 +206,12 @@ class LongTexts:
     Attributes:
         lengths: Tokens of a text with a needle, its question and answer; empty: no long texts. Text and needles are
             those of language.seed.
-        depths: Places of the needle, evenly from the start of the text to its end.
+        depths: Places of the needle, evenly from the start of the text to its end; a single one is the middle.
         chosen: Texts on which heads are chosen: of the Python documentation, then of its library's source.
         texts: Others on which all is judged: of the documentation, the source, and packages' licences.
         ablated: Tokens of the texts on which heads are chosen, switched off, or hindered from seeing the needle.
-        sizes: How many of the heads with the largest retrieval scores are switched off, in the curve.
+        sizes: How many of the heads with the largest retrieval scores are switched off, in the curve; at most half of
+            all.
         distances: Tokens between a random sequence and its repeat.
         window: Tokens that a query sees in a cache that rolls.
         streamed: Tokens read through that cache.

@@ -50,7 +50,7 @@ class Model(NamedTuple):
 
 def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to a language model, or if the model is missing."""
-    for section in ("pretrained", "controls", "sweep", "mesh"):
+    for section in ("pretrained", "long", "controls", "sweep", "mesh"):
         default = next(field for field in dataclasses.fields(Config) if field.name == section).default_factory()
         if getattr(config, section) != default:
             raise ValueError(f"{section}: does not apply to a language model; leave its options out")

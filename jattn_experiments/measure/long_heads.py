@@ -6,8 +6,11 @@ measured is kept in ``out/parts``, so a stopped run goes on from there.
 """
 
 import dataclasses
+import functools
+import hashlib
 import importlib.util
 import io
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,14 +26,14 @@ from rich.progress import Progress
 from jattn import heads, interop, masks
 from jattn_experiments.config import Config
 from jattn_experiments.measure import evaluate, head_scores, long_metrics, long_texts, paths, sequences
-from jattn_experiments.measure.language_model import Model, output_norms
+from jattn_experiments.measure.language_model import NULL_HEADS, Model, output_norms
 from jattn_experiments.measure.long_metrics import COPIES, PATTERNS
 from jattn_experiments.measure.long_model import ROWS, Answer, Reader
 from jattn_experiments.measure.long_texts import Texts
 from jattn_experiments.model_files import model_file
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
-from jattn_experiments.runs.folder import write_atomically
+from jattn_experiments.runs.folder import Damaged, write_atomically
 from jattn_experiments.runs.terminal import Terminal
 
 SPANS = 60  # of a text whose weights are pictured: as many as the page has room for
@@ -57,13 +60,24 @@ def check(config: Config) -> None:
             f"long.lengths: expected numbers from 64 on, one of them long.ablated={options.ablated}, got "
             f"{options.lengths}"
         )
+    if len(set(options.lengths)) < len(options.lengths):
+        raise ValueError(f"long.lengths: expected each number once, got {options.lengths}")
+    if min([*options.sizes, 1]) < 1 or len(set(options.sizes)) < len(options.sizes):
+        raise ValueError(f"long.sizes: expected numbers from 1 on, each once, got {options.sizes}")
+    if options.streamed < 2 * options.window:
+        raise ValueError(
+            f"long.streamed: expected at least twice long.window={options.window}, so that most tokens are beyond it, "
+            f"got {options.streamed}"
+        )
+    if options.pictured < SPANS:
+        raise ValueError(f"long.pictured: expected at least {SPANS}, the blocks of a picture, got {options.pictured}")
     if max(options.streamed, options.pictured) > max(options.lengths):
         raise ValueError(
             f"long.streamed, long.pictured: expected at most {max(options.lengths)} tokens, the longest of "
             f"long.lengths, got {options.streamed} and {options.pictured}"
         )
     farthest = max(options.lengths) - ROWS - 1
-    if not all(1 < distance <= farthest for distance in options.distances):
+    if not options.distances or not all(1 < distance <= farthest for distance in options.distances):
         raise ValueError(
             f"long.distances: expected 2 to {farthest}, what the longest of long.lengths has room for, got "
             f"{options.distances}"
@@ -73,9 +87,10 @@ def check(config: Config) -> None:
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"long: {package} is not installed; pip install 'jattn[experiments,hf,gguf]'")
     try:
-        model_file(config.language.model)
+        file = model_file(config.language.model)
     except ValueError as wrong:
         raise ValueError(f"language.model: {wrong}") from None
+    long_texts.draw(config, interop.tokenizer(file))
 
 
 def run(config: Config, out: Path) -> Findings:
@@ -83,48 +98,66 @@ def run(config: Config, out: Path) -> Findings:
     started = time.monotonic()
     source = model_file(config.language.model)
     tokenizer, model = interop.tokenizer(source), Model.of(interop.load(source))
-    texts = long_texts.draw(config, tokenizer)
-    bench = _Bench(config, model, texts, out / "parts")
-    data = sequences.draw(config.language, tokenizer, model.config.vocabulary)
-    ordinary = sequences.ordinary_tokens(tokenizer, model.config.vocabulary)
+    sizes = model.config
+    texts, data = long_texts.draw(config, tokenizer), sequences.draw(config.language, tokenizer, sizes.vocabulary)
+    ordinary = sequences.ordinary_tokens(tokenizer, sizes.vocabulary)
+    twins = math.ceil(NULL_HEADS / (sizes.num_layers * sizes.num_heads))
     with Progress(console=Terminal()) as progress:
-        bench.task = progress.add_task("long texts", total=None)
-        bench.progress = progress
-        found = _measured(bench, data, ordinary)
-    twin = Model.of(interop.Transformer(model.config, rngs=nnx.Rngs(0)))
-    found["twin"] = _twin(_Bench(config, twin, texts, out / "parts" / "twin"), data)
-    return _findings(config, tokenizer, found, bench.depths, time.monotonic() - started)
+        task = progress.add_task("long texts", total=_count(config, twins))
+
+        def bench(one: Model, name: str) -> _Bench:
+            return _Bench(config, one, texts, out / "parts" / name, functools.partial(progress.update, task))
+
+        found = _measured(bench(model, "model"), data, ordinary)
+        for i in range(twins):
+            twin = bench(Model.of(interop.Transformer(sizes, rngs=nnx.Rngs(i))), f"twin {i}")
+            found["twins"].append(_twin(twin, data, pictures=not i))
+    return _findings(config, tokenizer, found, time.monotonic() - started)
+
+
+def _count(config: Config, twins: int) -> int:
+    """The parts that are measured; of each model, one is the texts."""
+    options, groups, few = config.long, 1 + config.language.matched, min(2, config.long.texts)
+    needles = options.chosen + (len(options.lengths) + 1) * options.texts + few * (groups + 2 * len(options.sizes))
+    return needles + groups + 1 + 3 * few + 7 + 3 * twins + few + 1
 
 
 class _Bench:
     """A model, the texts of a config, and the parts that were measured."""
 
-    def __init__(self, config: Config, model: Model, texts: Texts, folder: Path):
+    def __init__(self, config: Config, model: Model, texts: Texts, folder: Path, tell: Callable[..., Any]):
         self.config, self.options, self.model, self.texts, self.folder = config, config.long, model, texts, folder
         self.shape = model.config.num_layers, model.config.num_heads
-        self.depths = np.linspace(0, 1, self.options.depths) if self.options.depths > 1 else np.array([0.5])
-        self._readers: dict[int, Reader] = {}
-        self.progress: Progress | None = None
-        self.task: Any = None
+        self.depths = long_texts.depths_of(self.options.depths)
+        self._tell, self._reader = tell, Reader(model, self.options.ablated)
+        # What all other parts rest on: a stopped run goes on with the same.
+        every = [
+            *texts.chosen,
+            *texts.judged,
+            *(np.array(part) for each in texts.needles for one in each for part in one),
+        ]
+        digest = np.frombuffer(hashlib.sha256(np.concatenate(every).astype(np.int32).tobytes()).digest(), np.uint8)
+        if (self.part("texts", lambda: {"digest": digest})["digest"] != digest).any():
+            raise Damaged(f"{folder} was measured on other texts, of another version; start in another folder")
 
     def part(self, name: str, measure: Callable[[], Part]) -> Part:
         """What ``measure`` returns, or what it returned before the run was stopped."""
         file = self.folder / f"{name}.npz"
         if not file.exists():
-            if self.progress is not None:
-                self.progress.update(self.task, description=name)
+            self._tell(description=name)
             content = io.BytesIO()
             np.savez_compressed(content, **measure())
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, content.getvalue())
+        self._tell(advance=1)
         with np.load(file) as kept:
             return {key: kept[key] for key in kept}
 
     def reader(self, length: int) -> Reader:
         """Of prompts of this length; only the last one's compiled functions are kept."""
-        if length not in self._readers:
-            self._readers = {length: Reader(self.model, length)}
-        return self._readers[length]
+        if self._reader.length != length:
+            self._reader = Reader(self.model, length)
+        return self._reader
 
     def text(self, number: int) -> np.ndarray:
         """The tokens of a text; judged ones count on from the chosen ones."""
@@ -140,6 +173,8 @@ class _Bench:
         reader, at = self.reader(length), 0
         shared = reader.empty()
         for prompt in self.prompts(number, length):
+            if prompt.start < at:
+                raise ValueError(f"long.depths: {length} tokens have no room for {self.options.depths} depths")
             shared, at = reader.read(shared, prompt.tokens[at : prompt.start], gates), prompt.start
             yield prompt, reader.read(shared, prompt.tokens[prompt.start : prompt.asked], gates)
 
@@ -174,7 +209,7 @@ def _measured(bench: _Bench, data: sequences.Sequences, ordinary: np.ndarray) ->
     ranked = [tuple(int(i) for i in np.unravel_index(at, scores.shape)) for at in np.argsort(-scores, axis=None)]
     group = [at for at in ranked if scores[at] >= COPIES] or ranked[:1]
     groups = [group, *paths.matched_groups(group, matched, norms, [], rng)]
-    found: dict[str, Any] = {"chosen": choose, "scores": scores, "group": group, "groups": groups}
+    found: dict[str, Any] = {"scores": scores, "group": group, "groups": groups, "twins": []}
 
     def off(heads_off: paths.Heads) -> np.ndarray:
         gates = np.ones(bench.shape)
@@ -211,33 +246,20 @@ def _measured(bench: _Bench, data: sequences.Sequences, ordinary: np.ndarray) ->
     found["streams"] = [bench.part(f"streams {i}", lambda i=i: _streams(bench, i)) for i in judged[:2]]
     found["distances"] = [bench.part(f"distances {i}", lambda i=i: _distances(bench, i, ordinary)) for i in range(2)]
     found["patterns"] = bench.part("patterns", lambda: _patterns(bench, data))
-    found["pictures"] = [
-        bench.part(
-            f"pictures {i}", lambda i=i: {"weights": _pictured(bench.model, bench.texts.judged[i][: options.pictured])}
-        )
-        for i in range(min(2, options.texts))
-    ]
+    found["pictures"] = _pictures(bench)
     found["zoom"] = bench.part("zoom", lambda: _zoom(bench, judged[0]))
     return found
 
 
-def _twin(bench: _Bench, data: sequences.Sequences) -> dict[str, Any]:
-    """What a model with random parameters does on the same texts."""
+def _twin(bench: _Bench, data: sequences.Sequences, pictures: bool) -> dict[str, Any]:
+    """What a model with random parameters does on the first judged text."""
     options = bench.options
-    return {
-        "chosen": [bench.part("needles", lambda: bench.needles(options.chosen, options.ablated))],
-        "patterns": bench.part("patterns", lambda: _patterns(bench, data)),
-        "pictures": [
-            bench.part(
-                f"pictures {i}",
-                lambda i=i: {
-                    "weights": _pictured(bench.model, bench.texts.judged[i][: min(COMPARED, options.pictured)])
-                },
-            )
-            for i in range(min(2, options.texts))
-        ],
-        "zoom": bench.part("zoom", lambda: _zoom(bench, options.chosen)),
-    }
+    needles = bench.part("needles", lambda: bench.needles(options.chosen, options.ablated))
+    found = {"scores": needles["score"].mean(0), "patterns": bench.part("patterns", lambda: _patterns(bench, data))}
+    if pictures:
+        found["pictures"] = _pictures(bench)
+        found["zoom"] = bench.part("zoom", lambda: _zoom(bench, options.chosen))
+    return found
 
 
 def _hidden(bench: _Bench, number: int, groups: list[paths.Heads]) -> Part:
@@ -256,7 +278,7 @@ def _hidden(bench: _Bench, number: int, groups: list[paths.Heads]) -> Part:
             of_group.append(bench.answer(length, cache, prompt, blind=blind, hidden=needle).right.all())
             if group is groups[0]:
                 size = prompt.stop - prompt.start
-                other = np.roll(needle, -size if prompt.start > size else size) & (at > 0)
+                other = np.roll(needle, -size if prompt.start > size else size)
                 elsewhere.append(bench.answer(length, cache, prompt, blind=blind, hidden=other).right.all())
         found.append(of_group)
     return {"group": np.array(found).T, "elsewhere": np.array(elsewhere)}
@@ -324,13 +346,13 @@ def _losses(model: Any, hidden: Array, tokens: Array) -> Array:
 def _each_off(bench: _Bench, number: int) -> Part:
     """``whole [1]`` and ``each [L,N,1]``: the share of the answers' tokens that are right with one head off.
 
-    On one text of the shortest length. The head is off while the question is read and answered.
+    On one needle in a text of the shortest length. The head is off while the question is read and answered.
     """
     length = min(bench.options.lengths)
-    prompts = list(bench.read(number, length))[:: max(bench.options.depths // 2, 1)]  # the ends and the middle
+    prompt, cache = list(bench.read(number, length))[bench.options.depths // 2]
 
     def accuracy(gates: np.ndarray) -> list[float]:
-        return [float(np.mean([bench.answer(length, cache, one, gates=gates).right.mean() for one, cache in prompts]))]
+        return [float(bench.answer(length, cache, prompt, gates=gates).right.mean())]
 
     one_off = 1.0 - np.eye(int(np.prod(bench.shape))).reshape(-1, *bench.shape)
     each = [accuracy(gates) for gates in one_off]
@@ -346,7 +368,8 @@ def _sinks(bench: _Bench, number: int) -> Part:
     for length in long_metrics.sink_lengths(bench.options.lengths):
         cache, at = reader.read(cache, tokens[at : length - ROWS]), length - ROWS
         weights = reader.rows(cache, tokens[at:length])
-        found.append((weights[..., 0].mean(-1), -(weights * np.log(np.maximum(weights, 1e-30))).sum(-1).mean(-1)))
+        nats = [-(layer * np.log(np.maximum(layer, 1e-30))).sum(-1).mean(-1) for layer in weights]
+        found.append((weights[..., 0].mean(-1), np.stack(nats)))
     first, entropy = zip(*found, strict=True)
     return {"first": np.stack(first), "entropy": np.stack(entropy)}
 
@@ -415,6 +438,16 @@ def _patterns(bench: _Bench, data: sequences.Sequences) -> Part:
     return jax.tree.map(np.asarray, of(model.state, jnp.asarray(text), head_scores.ALL) | repeated)
 
 
+def _pictures(bench: _Bench) -> list[Part]:
+    """Two texts in blocks."""
+
+    def measure(text: np.ndarray) -> Part:
+        tokens = np.concatenate([[bench.texts.first], text[: bench.options.pictured - 1]])
+        return {"weights": _pictured(bench.model, tokens)}
+
+    return [bench.part(f"pictures {i}", lambda t=text: measure(t)) for i, text in enumerate(bench.texts.judged[:2])]
+
+
 def _pictured(model: Model, tokens: np.ndarray) -> np.ndarray:
     """``[L,N,SPANS,SPANS]``: the weights of a text in blocks."""
 
@@ -452,13 +485,12 @@ def _zoom(bench: _Bench, number: int) -> Part:
 # ---- what is told
 
 
-def _findings(config: Config, tokenizer: Any, found: dict[str, Any], depths: Any, seconds: float) -> Findings:
+def _findings(config: Config, tokenizer: Any, found: dict[str, Any], seconds: float) -> Findings:
     metrics = long_metrics.metrics_of(config, found)
-    twin, each = found["twin"], found["each"]
+    twin, each = found["twins"][0], found["each"]
     roles = _roles(found)
-    names = [name for name in head_scores.ALL if name != "offset_profile"]
-    statistics = {name: np.stack([part["patterns"][name] for part in (twin, found)])[None] for name in names}
-    retrieval = [np.concatenate([part["score"] for part in one["chosen"]]).mean(0) for one in (twin, found)]
+    statistics = {name: np.stack([one["patterns"][name] for one in (twin, found)])[None] for name in head_scores.ALL}
+    retrieval = [twin["scores"], found["scores"]]
     scores = {"retrieval": np.stack(retrieval)[None], **{name: statistics[name] for name in head_scores.TRACKED}}
     pictures = [np.stack([part["weights"] for part in one["pictures"]]) for one in (twin, found)]
     mean = np.stack([each.mean(0) for each in pictures])
@@ -495,21 +527,21 @@ def _findings(config: Config, tokenizer: Any, found: dict[str, Any], depths: Any
         paths={},
         heads=evaluate.head_rows([config.language.seed], roles),
         curves=long_metrics.curves(config, found),
-        grids=long_metrics.grids(config, found, depths),
+        grids=long_metrics.grids(config, found),
         controls=long_metrics.controls(config, metrics),
         claims=long_metrics.verdicts(config, metrics),
     )
 
 
 def _roles(found: dict[str, Any]) -> heads.Roles:
-    """The role of every head ``[1,L,N]``, tested against the twin's; weak if it is not among its model's strongest."""
+    """The role of every head ``[1,L,N]``, tested against the twins'; weak if it is not among its model's strongest."""
 
     def of(one: dict[str, Any]) -> dict[str, np.ndarray]:
-        retrieval = np.concatenate([part["score"] for part in one["chosen"]]).mean(0)
-        return {"retrieval": retrieval, **{name: one["patterns"][name] for name in PATTERNS[1:]}}
+        return {"retrieval": one["scores"], **{name: one["patterns"][name] for name in PATTERNS[1:]}}
 
-    own = of(found)
-    return heads.roles({name: score[None] for name, score in own.items()}, of(found["twin"]), baseline=own)
+    own, twins = of(found), [of(twin) for twin in found["twins"]]
+    null = {name: np.stack([twin[name] for twin in twins]) for name in PATTERNS}
+    return heads.roles({name: score[None] for name, score in own.items()}, null, baseline=own)
 
 
 def _profiles(weights: np.ndarray) -> Array:
@@ -519,7 +551,7 @@ def _profiles(weights: np.ndarray) -> Array:
 
 
 def _span_names(length: int, spans: int) -> list[str]:
-    ends = [i * length // spans for i in range(spans + 1)]
+    ends = [-(-i * length // spans) for i in range(spans + 1)]
     return [f"{start}-{end - 1}" for start, end in zip(ends, ends[1:], strict=False)]
 
 

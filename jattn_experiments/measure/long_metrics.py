@@ -10,13 +10,13 @@ from scipy.stats import spearmanr
 from jattn_experiments.config import Config
 from jattn_experiments.measure import claims
 from jattn_experiments.measure.language_metrics import Measure, share_as_large
-from jattn_experiments.measure.long_texts import JUDGED
+from jattn_experiments.measure.long_texts import JUDGED, depths_of
 
 PATTERNS = ("retrieval", "induction", "previous_token", "first_token")
 COPIES = 0.5  # retrieval score from which a head counts as one that copies
 SINK = 0.5  # mean weight on the first token from which a head counts as one that rests there
 TOP = 10  # heads with the largest induction scores
-RESAMPLED = 400  # times that prompts are drawn again, for an interval
+RESAMPLED = 200  # times that heads are drawn again, for an interval
 STABLE = ("lengths", "depths", "texts", "needles")
 STREAMS = ("all tokens", "window", "window and 4 first tokens", "all but the first token")  # what queries see
 LOSSES = ("repeated bigrams", "other tokens", "loss")
@@ -48,6 +48,11 @@ def check(config: Config) -> None:
     for claim in config.claims:
         if claim.metric not in known:
             raise ValueError(f"claims.{claim.name}.metric: expected one of {known}, got {claim.metric!r}")
+        if claim.metric.startswith("p/") and 1 / (1 + config.language.matched) > 0.05:
+            raise ValueError(
+                f"claims.{claim.name}.metric: a p-value needs language.matched of at least 19, got "
+                f"{config.language.matched}"
+            )
         if claim.needed != 1:
             raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
 
@@ -107,8 +112,7 @@ def metrics_of(config: Config, found: dict[str, Any]) -> dict[str, Measure]:
     for at, distance in enumerate(options.distances):
         every = [float(distances[at].mean())]
         metrics[f"induction/{distance}"] = Measure([float(distances[at][strongest].mean())], every, "all heads")
-    twin = _joined(found["twin"]["chosen"])["score"].mean(0)
-    metrics["twin/retrieval"] = Measure([float(twin.max())])
+    metrics["twin/retrieval"] = Measure([float(max(twin["scores"].max() for twin in found["twins"]))])
     return metrics
 
 
@@ -130,7 +134,8 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> float:
 def _stability(lengths: Sequence[int], found: dict[str, Any], rng: Any) -> dict[str, tuple[float, float, float]]:
     """The mean rank correlation between pairs of lengths, depths, texts, and halves of the needles, and its interval.
 
-    Of heads' mean retrieval scores on needles that were found. The interval is of prompts drawn again, at random.
+    Of heads' mean retrieval scores on needles that were found; a length at which none was is left out. The interval is
+    that of heads drawn again, at random.
     """
     scores = np.stack([np.stack([part["score"] for part in found["needles"][length]]) for length in lengths])
     hits = np.stack([np.stack([part["found"] for part in found["needles"][length]]) for length in lengths])
@@ -139,19 +144,19 @@ def _stability(lengths: Sequence[int], found: dict[str, Any], rng: Any) -> dict[
     at["needles"] = (np.indices(hits.shape)[1] * D + np.indices(hits.shape)[2]) % 2
     flat, hit = scores.reshape(A * B * D, -1), hits.ravel()
 
-    def mean_correlation(labels: np.ndarray, drawn: np.ndarray) -> float:
-        groups = [drawn[labels[drawn] == one] for one in np.unique(labels)]
-        means = [flat[group].mean(0) for group in groups if len(group)]
+    def mean_correlation(means: list[np.ndarray]) -> float:
         pairs = list(itertools.combinations(means, 2))
         return float(np.mean([_correlation(*pair) for pair in pairs])) if pairs else 0.0
 
-    seen = np.flatnonzero(hit) if hit.any() else np.arange(hit.size)
     result = {}
     for over in STABLE:
         labels = at[over].ravel()
-        again = [mean_correlation(labels, rng.choice(seen, len(seen))) for _ in range(RESAMPLED)]
+        groups = [np.flatnonzero(hit & (labels == one)) for one in np.unique(labels)]
+        means = [flat[group].mean(0) for group in groups if len(group)]
+        drawn = rng.integers(flat.shape[1], size=(RESAMPLED, flat.shape[1]))
+        again = [mean_correlation([mean[own] for mean in means]) for own in drawn]
         low, high = (float(x) for x in np.quantile(again, [0.025, 0.975]))
-        result[over] = mean_correlation(labels, seen), low, high
+        result[over] = mean_correlation(means), low, high
     return result
 
 
@@ -169,15 +174,16 @@ def curves(config: Config, found: dict[str, Any]) -> dict[str, dict[str, list[li
     }
     drawn: dict[str, dict[str, list[list[float]]]] = {"needles found over tokens": joined}
     sizes = [size for size in options.sizes if f"largest {size}" in found["off"]]
-    drawn["needles found over heads off"] = {
-        label: [[size, float(_joined(found["off"][f"{name} {size}"])["found"].mean())] for size in sizes]
-        for label, name in (("largest retrieval scores", "largest"), ("others of their layers", "random"))
-    }
+    if sizes:
+        drawn["needles found over heads off"] = {
+            label: [[size, float(_joined(found["off"][f"{name} {size}"])["found"].mean())] for size in sizes]
+            for label, name in (("largest retrieval scores", "largest"), ("others, matched", "random"))
+        }
     drawn["mean retrieval score over tokens"] = {
         "those that copy": [[n, float(by_length[n][group].mean())] for n in lengths],
         "all others": [[n, float(by_length[n][others].mean())] for n in lengths],
     }
-    fresh, twin = by_length[options.ablated], _joined(found["twin"]["chosen"])["score"].mean(0)
+    fresh, twin = by_length[options.ablated], found["twins"][0]["scores"]
     drawn["retrieval score over rank"] = {
         label: [[i + 1, float(x)] for i, x in enumerate(np.sort(values, axis=None)[::-1])]
         for label, values in (("texts to choose on", scores), ("other texts", fresh), ("random parameters", twin))
@@ -210,9 +216,9 @@ def curves(config: Config, found: dict[str, Any]) -> dict[str, dict[str, list[li
     return drawn
 
 
-def grids(config: Config, found: dict[str, Any], depths: Sequence[float]) -> dict[str, dict[str, Any]]:
+def grids(config: Config, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The map of needles found: lengths by depths."""
-    lengths = sorted(config.long.lengths)
+    lengths, depths = sorted(config.long.lengths), depths_of(config.long.depths)
     values = [np.mean([part["found"] for part in found["needles"][n]], 0).tolist() for n in lengths]
     rows, columns = [f"{n} tokens" for n in lengths], [f"{depth:.0%}" for depth in depths]
     right = [np.mean([part["right"] for part in found["needles"][n]], 0).tolist() for n in lengths]
@@ -227,7 +233,7 @@ def _quantiles(values: np.ndarray) -> dict[str, np.ndarray]:
     flat = values.reshape(len(values), -1)
     return {
         name: np.quantile(flat, q, 1)
-        for name, q in (("a tenth above", 0.9), ("median head", 0.5), ("a tenth below", 0.1))
+        for name, q in (("90% of heads below", 0.9), ("median head", 0.5), ("10% below", 0.1))
     }
 
 
@@ -241,7 +247,7 @@ def controls(config: Config, metrics: Mapping[str, Measure]) -> list[dict[str, A
     for metric in dict.fromkeys(claim.metric for claim in config.claims):
         measure = metrics[metric]
         for name, values in ((config.name, measure.values), (measure.what, measure.reference)):
-            if values and measure.reference:
+            if measure.reference:
                 rows.append({"name": name, "metric": metric, "values": values, "parameters": ""})
     return rows
 

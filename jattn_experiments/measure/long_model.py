@@ -36,7 +36,7 @@ class Reader:
     """
 
     def __init__(self, model: Model, length: int):
-        self.model, self.capacity = model, length + CHUNK
+        self.model, self.length, self.capacity = model, length, length + CHUNK
         self.shape = model.config.num_layers, model.config.num_heads
         self._read, self._answer = jax.jit(self._read_chunk, donate_argnums=1), jax.jit(self._answer_rows)
         self._rows = jax.jit(self._weights_of_rows)

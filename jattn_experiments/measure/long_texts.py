@@ -13,8 +13,9 @@ from jattn_experiments.config import Config
 
 # Text that is there wherever Python and these packages are. Other versions of them have slightly other text.
 KINDS = ("documentation", "source", "licences")
-CHOSEN = ("documentation", "documentation", "source")  # of the texts on which heads are chosen
-JUDGED = ("documentation", "documentation", "source", "licences")  # and of those on which claims are judged
+CHOSEN = ("documentation", "source", "documentation")  # of the texts on which heads are chosen
+JUDGED = ("documentation", "source", "licences", "source")  # and of those on which claims are judged
+_LONG = 40  # letters of a line that is left out when it comes again: the documentation repeats whole sections
 _LICENSED = ("jaxlib", "matplotlib", "pillow", "scipy")  # packages with long licences
 
 WORDS = (
@@ -26,7 +27,8 @@ PLACES = (
     "hotel theater stadium palace chapel factory airport cellar"
 ).split()
 
-#: The start of a sentence, and the word that follows: what a model of this size knows without a text before it.
+#: The start of a sentence, and the word that follows: what a model of this size knows without a text. The same for all
+#: seeds.
 FACTS = {
     "The capital of France is": "Paris", "The capital of Japan is": "Tokyo", "The capital of Italy is": "Rome",
     "The capital of Germany is": "Berlin", "The capital of Spain is": "Madrid", "The capital of Russia is": "Moscow",
@@ -72,7 +74,8 @@ def draw(config: Config, tokenizer: Any) -> Texts:
     """The texts of a config, by the model's tokenizer. No two seeds share a piece of text.
 
     Raises:
-        ValueError: the tokenizer does not have the first token, or there is no text left for this seed.
+        ValueError: the tokenizer does not have the first token, there is no text left for this seed, or a needle does
+            not fit into the shortest text.
     """
     options, language = config.long, config.language
     first = tokenizer.token_to_id(language.first)
@@ -90,20 +93,27 @@ def draw(config: Config, tokenizer: Any) -> Texts:
         drawn = (rng.permutation(words)[: options.depths] for words in (PLACES, WORDS))
         numbers = rng.integers(10, 100, options.depths)
         needles.append([_needle(*one, tokenizer) for one in zip(*drawn, numbers, strict=True)])
-    facts = [(tokenizer.encode(start).ids, tokenizer.encode(f" {word}").ids[0]) for start, word in FACTS.items()]
+    for needle in (one for each in needles for one in each):
+        prompt(found[0], needle, 1.0, min(options.lengths), first)
+    facts = [(_encode(start, tokenizer), _encode(f" {word}", tokenizer)[0]) for start, word in FACTS.items()]
     return Texts(found[: options.chosen], found[options.chosen :], needles, facts, first)
 
 
 def _needle(place: str, word: str, number: int, tokenizer: Any) -> Needle:
     start, answer = f"\nThe secret password of the {place} is", f" {word}{number}"
-    return Needle(*(list(tokenizer.encode(text).ids) for text in (f"{start}{answer}.\n", start, answer)))
+    return Needle(*(_encode(text, tokenizer) for text in (f"{start}{answer}.\n", start, answer)))
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    """The tokens of a piece of text; the first one of all is put before a whole prompt."""
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
     """The piece of ``length`` tokens with this number, of all text of a kind in a fixed order."""
     tokens: list[int] = []
     for text in _texts(kind):
-        tokens += tokenizer.encode(text).ids
+        tokens += _encode(text, tokenizer)
         if len(tokens) >= (number + 1) * length:
             return np.array(tokens[number * length : (number + 1) * length])
     raise ValueError(
@@ -115,7 +125,11 @@ def _piece(kind: str, number: int, length: int, tokenizer: Any) -> np.ndarray:
 def _texts(kind: str) -> Iterator[str]:
     match kind:
         case "documentation":
-            yield from (topics.topics[name] for name in sorted(topics.topics))
+            seen: set[str] = set()
+            for name in sorted(topics.topics):
+                lines = topics.topics[name].splitlines(keepends=True)
+                yield "".join(line for line in lines if line not in seen)
+                seen |= {line for line in lines if len(line) > _LONG}
         case "source":
             files = (file for file in sorted(Path(os.__file__).parent.glob("*.py")) if file.stat().st_size > 30_000)
             yield from (file.read_text(encoding="utf-8") for file in files)
@@ -124,6 +138,11 @@ def _texts(kind: str) -> Iterator[str]:
                 for file in importlib.metadata.files(package) or ():
                     if file.name.startswith("LICENSE") and file.suffix in ("", ".txt"):
                         yield file.read_text(encoding="utf-8")
+
+
+def depths_of(count: int) -> np.ndarray:
+    """``count`` depths from 0 to 1; a single one is the middle."""
+    return np.linspace(0, 1, count) if count > 1 else np.array([0.5])
 
 
 def prompt(text: np.ndarray, needle: Needle, depth: float, length: int, first: int) -> Prompt:

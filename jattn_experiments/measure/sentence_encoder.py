@@ -45,7 +45,7 @@ class Sentences:
 
 def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to a pretrained model, or if its folder is missing."""
-    for section in ("task", "model", "train", "evaluate", "controls", "sweep"):
+    for section in ("task", "model", "train", "evaluate", "long", "controls", "sweep"):
         default = next(field for field in dataclasses.fields(Config) if field.name == section).default_factory()
         if getattr(config, section) != default:
             raise ValueError(f"{section}: a pretrained model is not trained here; leave its options out")

@@ -59,7 +59,7 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
         "paths": layers.paths_figure,
         "divergence": divergence_figure,
         "map": map_figure,
-        "maps": maps_figure,
+        "grids": grids_figure,
         "curves": curves_figure,
         "controls": controls_figure,
     }
@@ -67,7 +67,7 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
     optional["turns"] = len(turns(findings)) > 1
     optional |= {
         "curves": findings.curves,
-        "maps": findings.grids,
+        "grids": findings.grids,
         "controls": findings.controls,
         "paths": findings.paths,
     }
@@ -337,7 +337,7 @@ def curves_figure(findings: Findings) -> Figure:
     return figure
 
 
-def maps_figure(findings: Findings) -> Figure:
+def grids_figure(findings: Findings) -> Figure:
     """Numbers from 0 to 1 in named rows and columns."""
     grids = findings.grids.items()
     height = sum(0.3 * len(grid["rows"]) + 0.9 for _, grid in grids)

@@ -84,8 +84,9 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     before = reader.read(reader.empty(), prompt.tokens[: prompt.start], gates)
     cache = reader.read(before, prompt.tokens[prompt.start : prompt.asked], gates)
     assert int(before.length.ravel()[0]) == prompt.start  # what was read before can go on in another way
+    everywhere = np.ones(LENGTH, bool)  # a random model copies nothing from a needle
     found = reader.answer(
-        cache, prompt.tokens, prompt.asked, prompt.needle, prompt.answer, gates=gates, blind=blind, hidden=hidden
+        cache, prompt.tokens, prompt.asked, everywhere, prompt.answer, gates=gates, blind=blind, hidden=hidden
     )
 
     asks = np.arange(LENGTH) >= prompt.asked
@@ -104,7 +105,8 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     logits = np.asarray(whole.logits(states))[0, -G - 1 : -1]
     assert found.written.tolist() == logits.argmax(-1).tolist()
     assert found.right.tolist() == (logits.argmax(-1) == prompt.tokens[-G:]).tolist()
-    score = heads.retrieval_score(weights[:, :, -G - 1 : -1], prompt.tokens, prompt.tokens[-G:], prompt.needle)
+    score = heads.retrieval_score(weights[:, :, -G - 1 : -1], prompt.tokens, prompt.tokens[-G:], everywhere)
+    assert 0 < found.score.max() <= 1
     np.testing.assert_allclose(found.score, score, atol=1e-6)
     rows = reader.rows(cache, prompt.tokens[prompt.asked :])
     assert rows.shape[2] == LENGTH - prompt.asked <= ROWS
@@ -128,14 +130,14 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     assert found.example_weights.shape == (2, 2, L, N, long_heads.SPANS, long_heads.SPANS)
     assert len(found.heads) == L * N and found.curves["loss in nats over position"].keys() == set(long_metrics.STREAMS)
     page = (out / "report.html").read_text()
-    assert "Claims: 2 of 3 hold" in page and (out / "figures" / "maps.png").exists()
+    assert "Claims: 2 of 3 hold" in page and (out / "figures" / "grids.png").exists()
     capsys.readouterr()
 
-    parts = sorted((out / "parts").glob("*.npz"))
+    parts = sorted((out / "parts" / "model").glob("*.npz"))
     again = {part.name: part.read_bytes() for part in parts if part.name.startswith(("sinks", "off 1", "zoom"))}
     assert len(again) == 5
     for name in again:
-        (out / "parts" / name).unlink()
+        (out / "parts" / "model" / name).unlink()
     (out / "findings.json").unlink()
     assert main(["run", str(file), "--out", str(out)]) == 0
     resumed = Findings.load(out)
@@ -150,7 +152,18 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
         ({"mesh": Mesh(data=2)}, "mesh: nothing is trained on long texts"),
         ({"task": Task("induction")}, "task: nothing is trained on long texts"),
         ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
-        ({"claims": [Claim("x", "", "p/off", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+        ({"claims": [Claim("x", "", "heads", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+        (
+            {"claims": [Claim("x", "", "p/off", 1, at_most=0.05)]},
+            r"a p-value needs language\.matched of at least 19, got 2",
+        ),
+        ({"long": LongTexts([512, 1024, 512])}, r"long\.lengths: expected each number once"),
+        ({"long": LongTexts([1024], sizes=[-1])}, r"long\.sizes: expected numbers from 1 on, each once, got \[-1\]"),
+        (
+            {"long": LongTexts([1024], window=900, streamed=1024)},
+            r"long\.streamed: expected at least twice long\.window=900",
+        ),
+        ({"long": LongTexts([1024], streamed=1024, pictured=9)}, r"long\.pictured: expected at least 60"),
         ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
         (
             {"long": LongTexts([32, 1024])},
