@@ -128,7 +128,9 @@ def _top(scores: np.ndarray, count: int) -> set[tuple[int, int]]:
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:
     """Of the ranks of all heads; 0 where one side does not vary."""
-    return float(np.nan_to_num(spearmanr(one.ravel(), other.ravel()).statistic))
+    if not (np.ptp(one) and np.ptp(other)):
+        return 0.0
+    return float(spearmanr(one.ravel(), other.ravel()).statistic)
 
 
 def _stability(lengths: Sequence[int], found: dict[str, Any], rng: Any) -> dict[str, tuple[float, float, float]]:

@@ -72,6 +72,60 @@ def test_no_two_seeds_share_a_text(config, tiny):
         )
 
 
+def made_up(config):
+    """What a run might measure on a model of two layers with three heads: head (1, 2) copies every needle."""
+    options, matched, rng = config.long, config.language.matched, np.random.default_rng(0)
+    copies = np.zeros((2, 3))
+    copies[1, 2], copies[0, 1] = 1.0, 0.25
+
+    def needles(found):
+        right = np.array([found, 1.0])
+        return {"found": right == 1, "right": right, "score": np.stack([copies, copies])}
+
+    sinks = {"first": np.full((2, 2, 3), 0.5) + copies / 4, "entropy": np.full((2, 2, 3), np.log(128) / 2)}
+    losses = np.ones((4, options.streamed - 1)) * np.array([[1.0], [3.0], [1.1], [1.2]])
+    losses[:, : options.window] = 9.0  # not beyond the window
+    groups = [[(1, 2)], *[[(1, 0)]] * matched]
+    return {
+        "scores": copies,
+        "group": groups[0],
+        "groups": groups,
+        "needles": {LENGTH: [needles(1.0), needles(0.5)]},
+        "hidden": [{"group": np.array([[False, True]] + [[True, True]] * matched), "elsewhere": np.ones(2, bool)}] * 2,
+        "off": {f"off {i}": [needles(0.5 if i == 0 else 1.0)] for i in range(1 + matched)}
+        | {f"{name} {size}": [needles(1.0)] for name in ("largest", "random") for size in (1, 2)},
+        "beside": {f"off {i}": {"loss": np.array([3.0, 2.1, 2.4]), "facts": np.array([1, 0, 0], bool)} for i in range(1 + matched)}
+        | {"whole": {"loss": np.array([2.0, 2.0, 2.0]), "facts": np.array([1, 1, 0], bool)}},
+        "sinks": [sinks],
+        "streams": [{"loss": losses}],
+        "distances": [{"score": np.stack([copies * distance / 64 for distance in options.distances])}],
+        "patterns": {"induction": copies + rng.random((2, 3)) / 100},
+        "twins": [{"scores": copies / 10}, {"scores": copies / 5}],
+    }  # fmt: skip
+
+
+def test_metrics_are_those_that_claims_can_name_and_mean_what_they_say(config):
+    found = made_up(config)
+    metrics = long_metrics.metrics_of(config, found)
+    assert set(metrics) == set(long_metrics.names(config))
+    expected = {
+        "heads": 1, "share_of_heads": 1 / 6, "score/chosen": 1, f"found/{LENGTH}": 0.75, f"score/{LENGTH}": 1,
+        "off/found": 0.5, "off/matched": 1, "p/off": 1 / 3, "off/loss": 0.4, "off/other tokens": 0.1,
+        "off/repeated bigrams": 1, "off/facts": 0.5, "hidden/found": 0.5, "hidden/matched": 1, "hidden/elsewhere": 1,
+        "first/128": 0.5 + 1.25 / 24, "entropy/128": np.log(128) / 2, "share/128": 0.5, "sinks": 1, "sinks/stable": 1,
+        "stream/window": 2, "stream/sinks": 0.1, "stream/without first": 0.2, "same/induction": 1, "twin/retrieval": 0.2,
+        "stable/depths": 1, "stable/texts": 1, "stable/needles": 1, "stable/lengths": 0, "induction/64": 1.25 / 6,
+    }  # fmt: skip
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name].values, [value], atol=1e-6, err_msg=name)
+    assert metrics["off/found"].reference == [1.0, 1.0] and metrics["off/matched"].reference == [0.75]
+    drawn = long_metrics.curves(config, found)
+    assert drawn["needles found over tokens"] == {"documentation": [[LENGTH, 1.0]], "source": [[LENGTH, 0.5]]}
+    assert drawn["needles found over heads off"]["largest retrieval scores"] == [[1, 1.0], [2, 1.0]]
+    assert drawn["loss in nats over position"]["window"][-1] == [224, 3.0]
+    assert long_metrics.grids(config, found)["needles found"]["values"] == [[0.5, 1.0]]
+
+
 @pytest.mark.slow
 def test_reading_in_chunks_is_the_whole_call(config, tiny):
     """From a cache, in padded chunks, with heads off and blind: answers and scores of one call on the whole prompt."""
