@@ -70,6 +70,7 @@ METRICS: dict[str, Metric] = {
     "hardened_accuracy": lambda result, found: found.hardened.mean(-1),
     "exact_match": lambda result, found: found.exact_match,
     "loss": lambda result, found: found.loss,
+    "in_context": lambda result, found: found.in_context,
     "exact_match_at_last_length": lambda result, found: found.curve[:, -1],
     "clean_heads": lambda result, found: clean_heads(found),
     "own_place_weight": lambda result, found: own_place_weight(result.places, result.trained, found).min(-1),
@@ -82,6 +83,8 @@ METRICS: dict[str, Metric] = {
 }
 OF_PLACES = ("own_place_weight", "own_place_weight_untrained", "distinct_places")  # for places of one position each
 OF_CURVE = "exact_match_at_last_length"
+IN_CONTEXT = "in_context"  # loss of late queries less that of early ones, on held-out sequences
+BUMP = "bump"  # by how much more the held-out loss falls in a tenth of training than in the tenth before, at most
 AT = "accuracy/"  # accuracy/PLACE: accuracy at one place
 BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
@@ -89,8 +92,8 @@ ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the 
 RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
 PASSES = "passes/"  # passes/LEVEL: the first step at which the loss is nearer to LEVEL than to the one before
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
-# A SCORE may be one of a layer: SCORE@LAYER.
-OF_TRAINING = (RESTS, PASSES, TURN)  # which an untrained model does not have
+# A SCORE may be one of a layer: SCORE@LAYER. turn/in_context: half of its fall; turn/bump: where the bump is steepest.
+OF_TRAINING = (RESTS, PASSES, TURN, BUMP)  # which an untrained model does not have
 
 
 def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
@@ -141,6 +144,10 @@ def known_metrics(
     ]
     curve = config.task.kind == "copy_string" and config.evaluate.lengths
     missing = {name for name in METRICS if name in OF_PLACES and not located} | (set() if curve else {OF_CURVE})
+    if tasks.make(config.task).contexts is None:
+        missing.add(IN_CONTEXT)
+    else:
+        named += [BUMP, TURN + IN_CONTEXT, TURN + BUMP]
     return [name for name in (*METRICS, *named) if name not in missing]
 
 
@@ -150,6 +157,8 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
         values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
     elif metric.startswith(BEST):
         values = _best(found.scores, metric.removeprefix(BEST))
+    elif metric in (BUMP, TURN + BUMP):
+        values = bump(result)[metric == TURN + BUMP]
     elif metric.startswith(TURN):
         values = turn(result, metric.removeprefix(TURN))
     elif metric.startswith(PASSES):
@@ -183,8 +192,23 @@ def _passes(result: Result, level: str) -> np.ndarray:
 
 
 def turn(result: Result, name: str) -> np.ndarray:
-    """``[R]``: the step at which the best head's score has risen half its way during training."""
+    """``[R]``: the step at which the best head's score, or the gain in context, has risen half its way in training."""
+    if name == IN_CONTEXT:
+        return half_way(result.metric_steps, -result.metrics[IN_CONTEXT])
     return half_way(result.look_steps, _best(result.tracked, name))
+
+
+def bump(result: Result) -> tuple[np.ndarray, np.ndarray]:
+    """``[R]``: how much more the held-out loss falls in a tenth of training than in the tenth before, and the step.
+
+    Of all pairs of tenths, the largest difference, and the step between the two. A curve that only ever flattens has
+    none: there, it is at most 0.
+    """
+    loss, steps = result.metrics["held_out_loss"], result.metric_steps
+    tenth = max(len(steps) // 10, 1)
+    before, here, after = loss[:, : -2 * tenth], loss[:, tenth:-tenth], loss[:, 2 * tenth :]
+    more = (here - after) - (before - here)
+    return more.max(-1), steps[tenth + more.argmax(-1)]
 
 
 def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
