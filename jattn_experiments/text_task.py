@@ -73,7 +73,7 @@ class Text(Task, kind="text"):
         block = jax.random.randint(block_key, (batch, 1), 0, len(blocks))
         start = jax.random.randint(start_key, (batch, 1), 0, BLOCK - self.length)
         where = jnp.arange(self.length + 1)
-        words = jnp.asarray(blocks)[block, start + where]
+        words = jnp.asarray(blocks)[block, start + where[None]]
         first = jnp.argmax(words[:, :, None] == words[:, None, :], -1)  # where each word came first
         code = permutations(code_key, batch, self.symbols)
         return _next(jnp.take_along_axis(code, first, 1), jnp.ones((batch, self.length), bool))

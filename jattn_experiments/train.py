@@ -26,7 +26,7 @@ from jattn_experiments.runs.terminal import Terminal
 # Folded into a seed's key, so that parameters and each kind of data are independent.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
 LOOK_BATCH = 32
-HELD_OUT_BATCH = 128  # sequences on which a task with early and late queries is followed
+HELD_OUT_BATCH = 256  # sequences on which a task with early and late queries is followed
 DENSE = 1024  # tokens up to which the entropy penalty takes the weights of whole sequences
 EXAMPLES = 3  # sequences whose weights every look keeps
 

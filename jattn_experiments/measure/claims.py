@@ -84,7 +84,7 @@ METRICS: dict[str, Metric] = {
 OF_PLACES = ("own_place_weight", "own_place_weight_untrained", "distinct_places")  # for places of one position each
 OF_CURVE = "exact_match_at_last_length"
 IN_CONTEXT = "in_context"  # loss of late queries less that of early ones, on held-out sequences
-BUMP = "bump"  # by how much more the held-out loss falls in a tenth of training than in the tenth before, at most
+BUMP = "bump"  # by how much more the held-out loss falls in the second half of training than in the quarter before
 AT = "accuracy/"  # accuracy/PLACE: accuracy at one place
 BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
@@ -92,7 +92,7 @@ ABOVE = "above/"  # above/LEVEL: loss less that of a reference predictor of the 
 RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within NEAR of that predictor's
 PASSES = "passes/"  # passes/LEVEL: the first step at which the loss is nearer to LEVEL than to the one before
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
-# A SCORE may be one of a layer: SCORE@LAYER. turn/in_context: half of its fall; turn/bump: where the bump is steepest.
+# A SCORE may be one of a layer: SCORE@LAYER. turn/in_context: half of its fall.
 OF_TRAINING = (RESTS, PASSES, TURN, BUMP)  # which an untrained model does not have
 
 
@@ -147,7 +147,7 @@ def known_metrics(
     if tasks.make(config.task).contexts is None:
         missing.add(IN_CONTEXT)
     else:
-        named += [BUMP, TURN + IN_CONTEXT, TURN + BUMP]
+        named += [BUMP, TURN + IN_CONTEXT]
     return [name for name in (*METRICS, *named) if name not in missing]
 
 
@@ -157,8 +157,8 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
         values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
     elif metric.startswith(BEST):
         values = _best(found.scores, metric.removeprefix(BEST))
-    elif metric in (BUMP, TURN + BUMP):
-        values = bump(result)[metric == TURN + BUMP]
+    elif metric == BUMP:
+        values = bump(result)
     elif metric.startswith(TURN):
         values = turn(result, metric.removeprefix(TURN))
     elif metric.startswith(PASSES):
@@ -192,23 +192,28 @@ def _passes(result: Result, level: str) -> np.ndarray:
 
 
 def turn(result: Result, name: str) -> np.ndarray:
-    """``[R]``: the step at which the best head's score, or the gain in context, has risen half its way in training."""
+    """``[R]``: the step at which the best head's score has risen half its way during training.
+
+    The in-context learning score falls, and its way begins where it was largest.
+    """
     if name == IN_CONTEXT:
-        return half_way(result.metric_steps, -result.metrics[IN_CONTEXT])
+        gain = -result.metrics[IN_CONTEXT]
+        lowest = gain.argmin(-1)[:, None]
+        begun = np.arange(gain.shape[1]) >= lowest
+        return half_way(result.metric_steps, np.where(begun, gain, np.take_along_axis(gain, lowest, 1)))
     return half_way(result.look_steps, _best(result.tracked, name))
 
 
-def bump(result: Result) -> tuple[np.ndarray, np.ndarray]:
-    """``[R]``: how much more the held-out loss falls in a tenth of training than in the tenth before, and the step.
+def bump(result: Result) -> np.ndarray:
+    """``[R]``: by how much more the held-out loss falls in the second half of training than in the quarter before.
 
-    Of all pairs of tenths, the largest difference, and the step between the two. A curve that only ever flattens has
-    none: there, it is at most 0.
+    These are the last two doublings of the steps: over their logarithm, 0 is a straight line, less flattens, and more
+    falls faster again.
     """
-    loss, steps = result.metrics["held_out_loss"], result.metric_steps
-    tenth = max(len(steps) // 10, 1)
-    before, here, after = loss[:, : -2 * tenth], loss[:, tenth:-tenth], loss[:, 2 * tenth :]
-    more = (here - after) - (before - here)
-    return more.max(-1), steps[tenth + more.argmax(-1)]
+    end = result.metric_steps[-1]
+    quarter, half = (int(np.argmin(np.abs(result.metric_steps - end / part))) for part in (4, 2))
+    loss = result.metrics["held_out_loss"]
+    return 2 * loss[:, half] - loss[:, -1] - loss[:, quarter]
 
 
 def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:
