@@ -21,8 +21,8 @@ class Text(Task, kind="text"):
     """Predict the next word of a text whose words are symbols, drawn anew for every sequence.
 
     Words come as often, and again as soon and in the same company, as in the text, and only the sequence itself tells
-    which symbol follows which. Heads are scored on random symbols that come twice in the same order, at the queries of
-    the second copy. The in-context learning score compares the second and the last sixteenth of a sequence; the 50th
+    which symbol follows which. Heads are scored on random symbols that repeat with a random period, at all queries but
+    those of the first. The in-context learning score compares the second and the last sixteenth of a sequence; the 50th
     and the 500th of the published 512 tokens are near their middles.
     Source: Olsson et al., https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads
     """
@@ -60,13 +60,18 @@ class Text(Task, kind="text"):
         return self._cut(key, batch, corpus()[1])
 
     def look(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences of random symbols, each twice."""
-        half = self.length // 2
-        tokens = jnp.tile(permutations(key, batch, self.symbols)[:, :half], (1, 2))
-        second = jnp.broadcast_to(jnp.arange(self.length) >= half, tokens.shape)
-        return _next(jnp.concatenate([tokens, tokens[:, :1]], 1), second)
+        """``batch`` sequences of random symbols that repeat, each with a period of its own."""
+        symbol_key, period_key = jax.random.split(key)
+        periods = jax.random.randint(period_key, (batch, 1), self.length // 4, self.length // 2 + 1)
+        return self._repeating(symbol_key, periods)
 
-    probe = look
+    def probe(self, key: Array, batch: int) -> Batch:
+        """Sequences of one layout: the longest period."""
+        return self._repeating(key, jnp.full((batch, 1), self.length // 2))
+
+    def _repeating(self, key: Array, periods: Array) -> Batch:
+        symbols, where = permutations(key, len(periods), self.symbols), jnp.arange(self.length + 1)[None]
+        return _next(jnp.take_along_axis(symbols, where % periods, 1), where[:, :-1] >= periods)
 
     def _cut(self, key: Array, batch: int, blocks: np.ndarray) -> Batch:
         block_key, start_key, code_key = jax.random.split(key, 3)

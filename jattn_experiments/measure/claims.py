@@ -8,7 +8,7 @@ import numpy as np
 from jattn_experiments import tasks
 from jattn_experiments.config import Claim, Config, variants
 from jattn_experiments.measure.evaluate import Measured, drops
-from jattn_experiments.onset import again, half_way, rate
+from jattn_experiments.onset import again, half_fall, half_way, rate
 
 
 class Result(NamedTuple):
@@ -197,10 +197,7 @@ def turn(result: Result, name: str) -> np.ndarray:
     The in-context learning score falls, and its way begins where it was largest.
     """
     if name == IN_CONTEXT:
-        gain = -result.metrics[IN_CONTEXT]
-        lowest = gain.argmin(-1)[:, None]
-        begun = np.arange(gain.shape[1]) >= lowest
-        return half_way(result.metric_steps, np.where(begun, gain, np.take_along_axis(gain, lowest, 1)))
+        return half_fall(result.metric_steps, result.metrics[IN_CONTEXT])
     return half_way(result.look_steps, _best(result.tracked, name))
 
 
