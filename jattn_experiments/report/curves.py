@@ -76,7 +76,8 @@ def time_panels(findings: Findings) -> list[Panel]:
 def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
     """What rises in training and the step of each seed ``[R]`` at which half of the rise is behind, earliest first.
 
-    The loss and the in-context learning score fall; of scores those of the best head of a layer that rise by ``RISE`` in half of the seeds.
+    The loss and the in-context learning score fall; of scores those of the best head of a layer that rise by ``RISE``
+    in half of the seeds.
     """
     if not findings.metrics or len(findings.look_steps) < RISE_LOOKS:
         return []
