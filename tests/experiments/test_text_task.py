@@ -61,6 +61,7 @@ def test_heads_are_scored_on_random_symbols_that_repeat_with_a_random_period():
     assert (sampled(TASK.probe)[0].real.sum(1) == 8).all()
 
 
+@pytest.mark.slow
 def test_the_in_context_score_is_late_loss_less_early_loss():
     transformer = model.make(config.Model(num_layers=1, num_heads=2, model_dim=8, head_dim=4), TASK)
     key = jax.random.key(4)
