@@ -57,6 +57,7 @@ class Task:
     padding: int | None = None  # token that no query sees
     levels: tuple[str, ...] = ()  # names of a batch's levels
     patches: Any = ()  # names of what ``patch`` returns
+    contexts: Any = None  # slices of the early queries and the late ones, if their losses are compared
     causal = True  # whether answers depend on nothing after the query
     answers_are_tokens = False  # one answer at a time, a token: the read-out may be the embedding
     same_length = True  # whether all sequences have one length, padding included
@@ -73,6 +74,14 @@ class Task:
     def sample(self, key: Array, batch: int) -> Batch:
         """``batch`` sequences, different for every key."""
         raise NotImplementedError
+
+    def held_out(self, key: Array, batch: int) -> Batch:
+        """Sequences to judge a model on, which training never draws."""
+        return self.sample(key, batch)
+
+    def look(self, key: Array, batch: int) -> Batch:
+        """Sequences to score heads on."""
+        return self.sample(key, batch)
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout, so that patterns can be averaged over a batch."""

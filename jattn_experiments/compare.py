@@ -86,7 +86,7 @@ def compare(first: Any, second: Any) -> Comparison:
         probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
         weights = head_scores.weights_of(model, params, probe.tokens)
         flat = weights.reshape(len(weights), -1, *weights.shape[3:])
-        batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
+        batch = task.look(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
         scores = head_scores.scores(model, task, params, batch)[0]
         return (
             weights.mean(0),

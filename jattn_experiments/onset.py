@@ -22,6 +22,13 @@ def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.array(found)
 
 
+def half_fall(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """``[R]``: the step at which each row of ``values [R,P]`` has fallen half its way from its largest, as above."""
+    largest = values.argmax(1)[:, None]
+    begun = np.arange(values.shape[1])[None] >= largest
+    return half_way(steps, -np.where(begun, values, np.take_along_axis(values, largest, 1)))
+
+
 def rate(passed: int, of: int) -> list[float] | None:
     """The 95% interval of the share of all seeds that pass; None for few seeds.
 

@@ -17,6 +17,7 @@ from jattn_experiments.paper_tasks import Histogram as Histogram
 from jattn_experiments.paper_tasks import Hop as Hop
 from jattn_experiments.paper_tasks import Markov as Markov
 from jattn_experiments.paper_tasks import Recall as Recall
+from jattn_experiments.text_task import Text as Text
 
 
 @dataclasses.dataclass(frozen=True)

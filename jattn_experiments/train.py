@@ -26,6 +26,7 @@ from jattn_experiments.runs.terminal import Terminal
 # Folded into a seed's key, so that parameters and each kind of data are independent.
 INIT, TRAIN_DATA, LOOK_DATA, TEST_DATA, PROBE_DATA, NULL_DATA, NULL_INIT = range(7)
 LOOK_BATCH = 32
+HELD_OUT_BATCH = 256  # sequences on which a task with early and late queries is followed
 DENSE = 1024  # tokens up to which the entropy penalty takes the weights of whole sequences
 EXAMPLES = 3  # sequences whose weights every look keeps
 
@@ -208,7 +209,11 @@ def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array
 
     def run(state: State, steps: Array) -> Any:
         state, metrics = update(state, steps)
-        return state, metrics, looking(devices.on_one(setup.mesh, state["params"]))
+        looked = looking(devices.on_one(setup.mesh, state["params"]))
+        at_the_end = {
+            name: jnp.broadcast_to(found, (len(steps), *found.shape)) for name, found in looked["held_out"].items()
+        }
+        return state, metrics | at_the_end, looked
 
     return run
 
@@ -266,15 +271,33 @@ def judge(logits: Array, batch: batches.Batch) -> tuple[Array, Array]:
     return accuracy, jnp.mean(jnp.all(right | ~asked, (1, 2)))
 
 
+def held_out(transformer: model.Transformer, task: tasks.Task, params: Any, key: Array, size: int) -> dict[str, Array]:
+    """Loss and in-context learning score on held-out sequences; nothing for a task without early and late queries.
+
+    The score is the mean loss at late queries less that at early ones: how much what stands before helps.
+    """
+    if task.contexts is None:
+        return {}
+    batch = task.held_out(key, size)
+    logits = transformer.apply(params, batch.tokens)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)[..., 0].mean(0)
+    early, late = (losses[queries].mean() for queries in task.contexts)
+    return {"held_out_loss": losses.mean(), "in_context": late - early}
+
+
 def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
     """A jitted function of all seeds' parameters, on one device: scores, offset profiles, first seed's examples."""
     task, transformer = setup.looking.task, setup.looking.model
     first_key = jax.random.fold_in(setup.keys[0], PROBE_DATA)
 
     def of_one_seed(params: Any, key: Array) -> dict[str, Any]:
-        batch = task.sample(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
+        batch = task.look(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
         scores, weights = head_scores.scores(transformer, task, params, batch)
-        return {"scores": scores, "offset_profile": head_scores.offset_profile(weights, batch)}
+        return {
+            "scores": scores,
+            "offset_profile": head_scores.offset_profile(weights, batch),
+            "held_out": held_out(transformer, task, params, jax.random.fold_in(key, TEST_DATA), HELD_OUT_BATCH),
+        }
 
     @jax.jit
     def looking(params: Any) -> dict[str, Any]:

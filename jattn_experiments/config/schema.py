@@ -13,7 +13,8 @@ class Task:
         kind: "copy" (from four places at once), "copy_string" (BOS s SEP s), "shift_bank" (from fixed distances),
             "induction" (what followed the previous occurrence), "skills" (fixed distances and values), or one of
             published papers: "markov" (the next symbol of a new Markov chain), "recall" (values of keys), "histogram"
-            (how often a token occurs) or "hop" (induction several times).
+            (how often a token occurs), "hop" (induction several times) or "text" (the next word of Python's
+            documentation).
         symbols: Number of distinct values to copy; recall: size of the vocabulary.
         length: Tokens in a sequence (copy: twice the number of keys); copy_string has its own lengths.
         shortest: Shortest string of copy_string in training; shortest period of induction; shortest sequence of

@@ -8,7 +8,7 @@ import numpy as np
 from jattn_experiments import tasks
 from jattn_experiments.config import Claim, Config, variants
 from jattn_experiments.measure.evaluate import Measured, drops
-from jattn_experiments.onset import again, half_way, rate
+from jattn_experiments.onset import again, half_fall, half_way, rate
 
 
 class Result(NamedTuple):
@@ -70,6 +70,7 @@ METRICS: dict[str, Metric] = {
     "hardened_accuracy": lambda result, found: found.hardened.mean(-1),
     "exact_match": lambda result, found: found.exact_match,
     "loss": lambda result, found: found.loss,
+    "in_context": lambda result, found: found.in_context,
     "exact_match_at_last_length": lambda result, found: found.curve[:, -1],
     "clean_heads": lambda result, found: clean_heads(found),
     "own_place_weight": lambda result, found: own_place_weight(result.places, result.trained, found).min(-1),
@@ -82,6 +83,8 @@ METRICS: dict[str, Metric] = {
 }
 OF_PLACES = ("own_place_weight", "own_place_weight_untrained", "distinct_places")  # for places of one position each
 OF_CURVE = "exact_match_at_last_length"
+IN_CONTEXT = "in_context"  # loss of late queries less that of early ones, on held-out sequences
+BUMP = "bump"  # by how much more the held-out loss falls in the second half of training than in the quarter before
 AT = "accuracy/"  # accuracy/PLACE: accuracy at one place
 BEST = "best/"  # best/SCORE: largest score of any head
 OFF = "off/"  # off/ROLE: mean accuracy with all heads of that role off
@@ -90,8 +93,8 @@ RESTS = "rests/"  # rests/LEVEL: steps of training at which the loss is within N
 PASSES = "passes/"  # passes/LEVEL: the first step at which the loss is nearer to LEVEL than to the one before
 PATCHED = "patched/"  # patched/PATCH: share of the answers that one of the task's patches changes as it predicts
 TURN = "turn/"  # turn/SCORE: the step at which the best head's score has risen half its way during training
-# A SCORE may be one of a layer: SCORE@LAYER.
-OF_TRAINING = (RESTS, PASSES, TURN)  # which an untrained model does not have
+# A SCORE may be one of a layer: SCORE@LAYER. turn/in_context: half of its fall.
+OF_TRAINING = (RESTS, PASSES, TURN, BUMP)  # which an untrained model does not have
 
 
 def check(config: Config, known: Callable[[Config], Sequence[str]]) -> None:
@@ -143,6 +146,10 @@ def known_metrics(
     ]
     curve = config.task.kind == "copy_string" and config.evaluate.lengths
     missing = {name for name in METRICS if name in OF_PLACES and not located} | (set() if curve else {OF_CURVE})
+    if tasks.make(config.task).contexts is None:
+        missing.add(IN_CONTEXT)
+    else:
+        named += [BUMP, TURN + IN_CONTEXT]
     return [name for name in (*METRICS, *named) if name not in missing]
 
 
@@ -152,6 +159,8 @@ def measure(result: Result, found: Measured, metric: str) -> list[float]:
         values = found.accuracy[:, result.places.index(metric.removeprefix(AT))]
     elif metric.startswith(BEST):
         values = _best(found.scores, metric.removeprefix(BEST))
+    elif metric == BUMP:
+        values = bump(result)
     elif metric.startswith(TURN):
         values = turn(result, metric.removeprefix(TURN))
     elif metric.startswith(PASSES):
@@ -187,8 +196,25 @@ def _passes(result: Result, level: str) -> np.ndarray:
 
 
 def turn(result: Result, name: str) -> np.ndarray:
-    """``[R]``: the step at which the best head's score has risen half its way during training."""
+    """``[R]``: the step at which the best head's score has risen half its way during training.
+
+    The in-context learning score falls, and its way begins where it was largest.
+    """
+    if name == IN_CONTEXT:
+        return half_fall(result.metric_steps, result.metrics[IN_CONTEXT])
     return half_way(result.look_steps, _best(result.tracked, name))
+
+
+def bump(result: Result) -> np.ndarray:
+    """``[R]``: by how much more the held-out loss falls in the second half of training than in the quarter before.
+
+    These are the last two doublings of the steps: over their logarithm, 0 is a straight line, less flattens, and more
+    falls faster again.
+    """
+    end = result.metric_steps[-1]
+    quarter, half = (int(np.argmin(np.abs(result.metric_steps - end / part))) for part in (4, 2))
+    loss = result.metrics["held_out_loss"]
+    return 2 * loss[:, half] - loss[:, -1] - loss[:, quarter]
 
 
 def judge(claim: Claim, results: dict[str, Result]) -> dict[str, Any]:

@@ -16,7 +16,17 @@ from jattn_experiments.measure import head_scores
 from jattn_experiments.model import Transformer, layer_by_layer
 from jattn_experiments.runs import devices
 from jattn_experiments.tasks import CopyString
-from jattn_experiments.train import EXAMPLES, NULL_DATA, NULL_INIT, PROBE_DATA, TEST_DATA, Setup, judge, loss_of
+from jattn_experiments.train import (
+    EXAMPLES,
+    NULL_DATA,
+    NULL_INIT,
+    PROBE_DATA,
+    TEST_DATA,
+    Setup,
+    held_out,
+    judge,
+    loss_of,
+)
 
 LOOK_BATCH = 256  # sequences in the average of weights at the end
 NULL_HEADS = 256  # of untrained models: what a head scores by chance
@@ -41,6 +51,7 @@ class Measured(NamedTuple):
     noise: Array  # [R,L*N] between those of the two halves of the sequences
     curve: Array  # [R,C] exact match at each of evaluate.lengths
     patched: dict[str, Array]  # name -> [R]: share of the answers that a patch of the task changes as predicted
+    in_context: Array  # [R] loss of late queries less that of early ones; NaN without such
 
 
 def measure(setup: Setup, *models: Any) -> list[Measured]:
@@ -88,19 +99,22 @@ def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
 
 
 def _test_batch(setup: Setup, key: Array) -> Batch:
-    batch = setup.task.sample(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    batch = setup.task.held_out(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
     return devices.split(setup.mesh, batch)
 
 
 def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
     """How the heads of one seed's model do it."""
     task, model = setup.task, setup.model
-    looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], _test_batch(setup, key))
+    looked_at = task.look(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], looked_at)
     scores, weights = head_scores.scores(model, task, params, looked_at, head_scores.ALL)
     probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
     patterns = head_scores.weights_of(model, params, probe.tokens)
     flat, real = patterns.reshape(len(patterns), -1, *patterns.shape[3:]), probe.real[0]
+    late = held_out(model, task, params, jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
     return {
+        "in_context": late.get("in_context", jnp.nan),
         "scores": scores,
         "offset_profile": head_scores.offset_profile(weights, looked_at),
         "mean_weights": patterns.mean(0),
@@ -181,7 +195,7 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
 
 
 def _null_batch(setup: Setup, key: Array) -> Batch:
-    return setup.task.sample(jax.random.fold_in(key, NULL_DATA), NULL_BATCH)
+    return setup.task.look(jax.random.fold_in(key, NULL_DATA), NULL_BATCH)
 
 
 def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np.ndarray]:

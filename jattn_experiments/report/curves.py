@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jattn_experiments.onset import half_way
+from jattn_experiments.onset import half_fall, half_way
 from jattn_experiments.runs.findings import Findings, plain
 
 NOT_PATTERNS = ("entropy", "max_weight")  # of scores in training
@@ -76,11 +76,14 @@ def time_panels(findings: Findings) -> list[Panel]:
 def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
     """What rises in training and the step of each seed ``[R]`` at which half of the rise is behind, earliest first.
 
-    The loss falls; of scores those of the best head of a layer that rise by ``RISE`` in half of the seeds.
+    The loss and the in-context learning score fall; of scores those of the best head of a layer that rise by ``RISE``
+    in half of the seeds.
     """
     if not findings.metrics or len(findings.look_steps) < RISE_LOOKS:
         return []
     found = [("loss falls", half_way(findings.metric_steps, -findings.metrics["loss"]))]
+    if "in_context" in findings.metrics:
+        found.append(("in-context score falls", half_fall(findings.metric_steps, findings.metrics["in_context"])))
     for name, values in findings.scores.items():
         if name in NOT_PATTERNS:
             continue

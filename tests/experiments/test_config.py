@@ -94,6 +94,10 @@ def test_processes_are_no_part_of_the_config(tmp_path):
             ["--task.kind recall --task.pairs 9 --task.length 32"],
             "task.pairs: expected at most 7: a quarter of task.length, half of task.symbols, got 9",
         ),
+        (
+            ["--task.kind text --task.symbols 32 --task.length 32"],
+            "task.symbols: expected more than task.length=32: all words may differ, got 32",
+        ),
         (["--sweep"], "sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got '--sweep'"),
         (
             ["--sweep model.num_heads"],

@@ -287,6 +287,7 @@ def test_what_may_hold_again_is_told_by_the_seeds_that_passed():
 @pytest.mark.parametrize("kind, changes", [
     ("markov", {"length": 12, "symbols": 3}), ("recall", {"length": 16, "symbols": 16, "pairs": 2}),
     ("histogram", {"length": 12, "symbols": 3}), ("hop", {"length": 12, "symbols": 3}),
+    ("text", {"length": 16, "symbols": 20}),
 ])  # fmt: skip
 @pytest.mark.slow_except("markov-changes0")
 def test_a_step_of_every_task_and_what_is_tracked_of_it(kind, changes):

@@ -1,0 +1,109 @@
+"""A task of real text: Python's own documentation, in a new code in every sequence."""
+
+import dataclasses
+import functools
+import re
+from pydoc_data import topics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jattn_experiments.batches import Batch, Rule, Task, permutations
+
+BLOCK = 1024  # words in a row that are held out, or not
+HELD_OUT = 8  # one block of so many
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(Task, kind="text"):
+    """Predict the next word of a text whose words are symbols, drawn anew for every sequence.
+
+    Words come as often, and again as soon and in the same company, as in the text, and only the sequence itself tells
+    which symbol follows which. Heads are scored on random symbols that repeat with a random period, at all queries but
+    those of the first. The in-context learning score compares the second and the last sixteenth of a sequence; the 50th
+    and the 500th of the published 512 tokens are near their middles.
+    Source: Olsson et al., https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads
+    """
+
+    length: int = 128
+    symbols: int = 132
+
+    places = ("next word",)
+    located = ()
+    of_tokens = ()
+    roles = ("induction", "previous_token", "current_token", "first_token", "duplicate_token")
+    metrics = ("loss", "in_context")
+    answers_are_tokens = True
+
+    def rules(self) -> list[Rule]:
+        """Sixteenths are whole, a block holds a sequence and its last answer, and all words may differ."""
+        whole = self.length % 16 == 0 and self.length < BLOCK
+        return [
+            ("length", whole, f"a multiple of 16, less than {BLOCK}"),
+            ("symbols", self.symbols > self.length, f"more than task.length={self.length}: all words may differ"),
+        ]
+
+    @property
+    def contexts(self) -> tuple[slice, slice]:
+        """The early queries and the late ones, whose losses the in-context learning score compares."""
+        part = self.length // 16
+        return slice(part, 2 * part), slice(self.length - part, self.length)
+
+    def sample(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences of the text for training."""
+        return self._cut(key, batch, corpus()[0])
+
+    def held_out(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences of the text that training never draws."""
+        return self._cut(key, batch, corpus()[1])
+
+    def look(self, key: Array, batch: int) -> Batch:
+        """``batch`` sequences of random symbols that repeat, each with a period of its own."""
+        symbol_key, period_key = jax.random.split(key)
+        periods = jax.random.randint(period_key, (batch, 1), self.length // 4, self.length // 2 + 1)
+        return self._repeating(symbol_key, periods)
+
+    def probe(self, key: Array, batch: int) -> Batch:
+        """Sequences of one layout: the longest period."""
+        return self._repeating(key, jnp.full((batch, 1), self.length // 2))
+
+    def _repeating(self, key: Array, periods: Array) -> Batch:
+        symbols, where = permutations(key, len(periods), self.symbols), jnp.arange(self.length + 1)[None]
+        return _next(jnp.take_along_axis(symbols, where % periods, 1), where[:, :-1] >= periods)
+
+    def _cut(self, key: Array, batch: int, blocks: np.ndarray) -> Batch:
+        block_key, start_key, code_key = jax.random.split(key, 3)
+        block = jax.random.randint(block_key, (batch, 1), 0, len(blocks))
+        start = jax.random.randint(start_key, (batch, 1), 0, BLOCK - self.length)
+        where = jnp.arange(self.length + 1)
+        words = jnp.asarray(blocks)[block, start + where[None]]
+        first = jnp.argmax(words[:, :, None] == words[:, None, :], -1)  # where each word came first
+        code = permutations(code_key, batch, self.symbols)
+        return _next(jnp.take_along_axis(code, first, 1), jnp.ones((batch, self.length), bool))
+
+
+def _next(tokens: Array, real: Array) -> Batch:
+    """The batch of ``tokens [B,T+1]`` in which each is to be told from those before it, at the ``real`` queries."""
+    return Batch(
+        tokens=tokens[:, :-1, None],
+        targets=tokens[:, 1:, None],
+        target_weights=real[..., None].astype(jnp.float32),
+        sources=jnp.full((*real.shape, 1), -1),
+        real=real,
+    )
+
+
+@functools.cache
+def corpus() -> tuple[np.ndarray, np.ndarray]:
+    """The words of ``pydoc``'s topics as numbers, each paragraph once: blocks ``[.,BLOCK]`` to train on and held out.
+
+    It is another text in other versions of Python.
+    """
+    paragraphs = (part.split() for _, topic in sorted(topics.topics.items()) for part in topic.split("\n\n"))
+    words = re.findall(r"\w+|[^\w ]", " ".join(dict.fromkeys(" ".join(part) for part in paragraphs)))
+    text = np.unique(words, return_inverse=True)[1].astype(np.int32)
+    blocks = text[: len(text) // BLOCK * BLOCK].reshape(-1, BLOCK)
+    held_out = np.arange(len(blocks)) % HELD_OUT == HELD_OUT - 1
+    return blocks[~held_out], blocks[held_out]
