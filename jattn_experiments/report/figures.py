@@ -41,7 +41,7 @@ from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.folder import write_atomically
 
 MANY = 6  # with more heads per layer, names are short and figures wider
-WIDE = 32  # range of a curve's x above which its axis is logarithmic
+WIDE = 16  # range of a curve's x above which its axis is logarithmic
 LINE_BUDGET = 400  # points per line: more than can be told apart
 PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only medians are drawn
 
