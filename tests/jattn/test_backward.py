@@ -74,7 +74,7 @@ def test_same_as_dense(accelerator, name):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 
 
-@pytest.mark.slow_except("tpu-True", "cuda-True")
+@pytest.mark.slow_except("tpu-True")
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_bfloat16_are_as_exact_as_dense(accelerator, causal):
     """Each block's gradients are added up in float32 and rounded once."""
@@ -211,6 +211,7 @@ def test_query_key_and_value_alone_need_no_further_pass():
     assert loops((0, 1, 2), x) == loops((0, 1, 2), exact) == loops((0, 1, 2, 3), exact) < loops((0, 1, 2, 3), x)
 
 
+@pytest.mark.slow_except("cuda")
 def test_one_set_of_gradients_for_full_and_partial_blocks(accelerator):
     arrays = [floats(1, 2048, 2, 32, seed=i) for i in range(4)]
 
