@@ -1,8 +1,8 @@
 """What a language model's heads do in long texts: which copy a needle, what they are needed for, and where others look.
 
-Heads are chosen on some texts and judged on others. The controls are random groups of other heads of the same layers
-with outputs as large, places of the text that are not the needle's, and a twin with random parameters. What has been
-measured is kept in ``out/parts``, so a stopped run goes on from there.
+Heads are chosen on some texts and judged on others. The controls are random groups of other heads of the same layers,
+or of the next ones, with outputs as large, places of the text that are not the needle's, and a twin with random
+parameters. What has been measured is kept in ``out/parts``, so a stopped run goes on from there.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def run(config: Config, out: Path) -> Findings:
     ordinary = sequences.ordinary_tokens(tokenizer, sizes.vocabulary)
     twins = math.ceil(NULL_HEADS / (sizes.num_layers * sizes.num_heads))
     with Progress(console=Terminal()) as progress:
-        task = progress.add_task("long texts", total=_count(config, twins))
+        task = progress.add_task("long texts", total=_count(config, twins, sizes.num_layers * sizes.num_heads))
 
         def bench(one: Model, name: str) -> _Bench:
             return _Bench(config, one, texts, out / "parts" / name, functools.partial(progress.update, task))
@@ -115,10 +115,11 @@ def run(config: Config, out: Path) -> Findings:
     return _findings(config, tokenizer, found, time.monotonic() - started)
 
 
-def _count(config: Config, twins: int) -> int:
+def _count(config: Config, twins: int, num_heads: int) -> int:
     """The parts that are measured; of each model, one is the texts."""
     options, groups, few = config.long, 1 + config.language.matched, min(2, config.long.texts)
-    needles = options.chosen + (len(options.lengths) + 1) * options.texts + few * (groups + 2 * len(options.sizes))
+    sizes = sum(size <= num_heads // 2 for size in options.sizes)
+    needles = options.chosen + (len(options.lengths) + 1) * options.texts + few * (groups + 2 * sizes)
     return needles + groups + 1 + 3 * few + 7 + 3 * twins + few + 1
 
 

@@ -198,6 +198,15 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     assert [claim["values"] for claim in resumed.claims] == [claim["values"] for claim in found.claims]
     assert resumed.curves == found.curves
     np.testing.assert_array_equal(resumed.example_weights, found.example_weights)
+    made = list((out / "parts").glob("*/*.npz"))
+    assert len(made) == long_heads._count(
+        config, len(list((out / "parts").glob("twin *"))), L * N
+    )  # of the progress bar
+
+    np.savez(out / "parts" / "model" / "texts.npz", digest=np.zeros(32, np.uint8))
+    capsys.readouterr()
+    assert main(["run", str(file), "--out", str(out)]) == 2
+    assert "was measured on other texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
