@@ -62,7 +62,7 @@ def _run(asked: config.Asked) -> int:
         except ValueError as wrong:
             return fail(str(wrong))
         except OSError as wrong:
-            return fail(f"--out: {wrong}")
+            return fail(f"--out: {out}: {wrong}")
         try:
             findings = run(settings, out)
             if asked.replicate:

@@ -127,13 +127,25 @@ def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path
 @pytest.mark.slow
 @pytest.mark.bits
 def test_a_run_on_a_full_disk_says_so_and_goes_on_with_room(folder, whole, tmp_path):
+    room = (whole / "config.json").stat().st_size  # which is written first; metrics and checkpoints are larger
+    assert room < (whole / "metrics.jsonl").stat().st_size
     process = start(folder, tmp_path / "out")
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))  # it is still importing
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))  # it is still importing
     error = process.communicate(timeout=300)[1].decode()
     assert process.returncode == 1 and error.count("\n") == 1, error
     assert re.search(r"error: --out: .*; rerun to resume from the last checkpoint\n$", error), error
     finish(start(folder, tmp_path / "out"))
     assert_same(tmp_path / "out", whole)
+
+
+@pytest.mark.slow
+def test_a_run_with_no_room_for_its_config_names_the_folder(folder, tmp_path):
+    process = start(folder, tmp_path / "out")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    error = process.communicate(timeout=300)[1].decode()
+    assert process.returncode == 2, error
+    assert error == f"error: --out: {tmp_path / 'out'}: [Errno 27] File too large\n"
+    finish(start(folder, tmp_path / "out"))
 
 
 @pytest.mark.slow
