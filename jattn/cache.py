@@ -26,6 +26,10 @@ class KVCache:
     ``p mod C`` and replaces the token C positions before it. Other slots are never seen. ``flax.serialization`` saves
     and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``: as in ``init_cache``.
 
+    ``layer``: an index, traced or not, if keys and values are those of all layers, ``[L,B,C,K,H]``. A call with such a
+    cache reads this layer's, and returns all of them. So a scan over layers carries one cache, of which a step writes
+    its tokens alone: ``dataclasses.replace(cache, layer=i)``.
+
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, rolling=True)
         >>> tokens = jnp.ones((1, 5, 2, 8))
@@ -41,6 +45,7 @@ class KVCache:
     length: Any
     rolling: bool = static_field(default=False)
     sharding: NamedSharding | None = static_field(default=None)
+    layer: Any = None
 
     @property
     def capacity(self) -> int:
@@ -50,12 +55,20 @@ class KVCache:
     @property
     def filled(self) -> Array:
         """The number of slots in use, from slot 0 on, integers ``[B]``."""
-        return jnp.minimum(jnp.broadcast_to(self._length, self.key.shape[:1]), self.capacity)
+        return jnp.minimum(jnp.broadcast_to(self._length, self.key.shape[-4:-3]), self.capacity)
 
     @property
     def overflowed(self) -> Array:
         """Whether more tokens were appended than fit, bool like ``length``; the sequence's outputs are then NaN."""
         return (self._length > self.capacity) & (not self.rolling)
+
+    @property
+    def _held(self) -> tuple[Any, Any]:
+        """Keys and values ``[B,C,K,H]``, of the one layer."""
+        if self.layer is None:
+            return self.key, self.value
+        key, value = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in (self.key, self.value))
+        return key, value
 
     @property
     def _length(self) -> Array:
@@ -82,7 +95,7 @@ class KVCache:
         if valid is None:
             following = np.arange(tokens, dtype=np.int32).reshape((1,) * (length.ndim - 1) + (tokens,))
             return jnp.minimum(length + following, last)
-        valid = _valid(valid, (self.key.shape[0], tokens))
+        valid = _valid(valid, (self.key.shape[-4], tokens))
         positions = jnp.reshape(length, (-1, 1)) + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
         return jnp.where(valid, jnp.minimum(positions, last), -1)
 
@@ -166,8 +179,8 @@ def append_chunk(
     key, value = (jnp.asarray(x).astype(old.dtype) for x, old in ((key, cache.key), (value, cache.value)))
     B, L = key.shape[:2]
     for name, x, old in (("key", key, cache.key), ("value", value, cache.value)):
-        if x.ndim != 4 or x.shape[1] != L or x.shape[:1] + x.shape[2:] != old.shape[:1] + old.shape[2:]:
-            wanted = [old.shape[0], "L", *old.shape[2:]]
+        wanted = [old.shape[-4], "L", *old.shape[-2:]]
+        if x.ndim != 4 or [*x.shape[:1], "L", *x.shape[2:]] != wanted or x.shape[1] != L:
             raise ValueError(
                 f"append: {name} must be {wanted}, like the cache's {list(old.shape)}, got {list(x.shape)}"
             )
@@ -180,7 +193,18 @@ def append_chunk(
     if not cache.rolling:
         fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
         value = jnp.where(fits, value, jnp.nan)
-    in_a_row, held, chunk = valid is None and not cache.rolling, (cache.key, cache.value), (key, value)
+    if cache.layer is not None and (cache.sharding is not None or (cache.rolling and L > 1)):
+        # A chunk of a rolling cache attends to what it replaces. Read before all layers' slots are written, it is a copy
+        # of one layer.
+        one = dataclasses.replace(cache, **dict(zip(("key", "value"), cache._held, strict=True)), layer=None)
+        one = append_chunk(one, key, value, valid, sharded)
+        pairs = (cache.key, one.key), (cache.value, one.value)
+        key, value = (jax.lax.dynamic_update_index_in_dim(old, x, cache.layer, 0) for old, x in pairs)
+        return dataclasses.replace(cache, key=key, value=value, length=one.length)
+    # The sequences of all layers, of which this layer's are a slice.
+    shapes = cache.key.shape, cache.value.shape
+    held, chunk = tuple(x.reshape(-1, *x.shape[-3:]) for x in (cache.key, cache.value)), (key, value)
+    in_a_row, row = valid is None and not cache.rolling, 0 if cache.layer is None else cache.layer * B
     if in_a_row and cache.sharding is not None:
         # Of tokens that do not fit, the first is at the last slot.
         first = jnp.reshape(jnp.minimum(cache._length, cache.capacity - 1), (-1, 1))
@@ -190,8 +214,8 @@ def append_chunk(
     elif in_a_row and jnp.size(cache.length) == 1 and L <= cache.capacity:
         first = jnp.reshape(cache._length, ())
         key, value = (
-            jax.lax.dynamic_update_slice_in_dim(old, x, first, axis=1)
-            for old, x in ((cache.key, key), (cache.value, value))
+            jax.lax.dynamic_update_slice(old, x, (jnp.asarray(row, jnp.int32), first, 0, 0))
+            for old, x in zip(held, chunk, strict=True)
         )
     else:
         positions = jnp.broadcast_to(positions, (B, L))
@@ -199,12 +223,23 @@ def append_chunk(
         slots = positions % cache.capacity if cache.rolling else positions
         # Tokens before the first are replaced within this chunk.
         slots = jnp.where(positions >= jnp.maximum(first, 0), slots, cache.capacity)
-        rows = np.arange(B)[:, None]
+        rows = row + np.arange(B)[:, None]
         if cache.sharding is not None:
             key, value = shares.put(cache.sharding, sharded, False, held, chunk, slots)
+        elif (B, L) == (1, 1):  # XLA makes a scatter of one token a choice between two whole arrays
+            key, value = (_put_one(old, x, row, slots[0, 0]) for old, x in zip(held, chunk, strict=True))
         else:
             key, value = (old.at[rows, slots].set(x, mode="drop") for old, x in zip(held, chunk, strict=True))
+    key, value = (x.reshape(shape) for x, shape in zip((key, value), shapes, strict=True))
     return dataclasses.replace(cache, key=key, value=value, length=length)
+
+
+def _put_one(held: Array, x: Array, row: Any, slot: Array) -> Array:
+    """``held`` with ``x [1,1,K,H]`` in a slot; unchanged if there is no such slot."""
+    last = held.shape[1] - 1
+    at = jnp.asarray(row, jnp.int32), jnp.minimum(slot, last), 0, 0
+    x = jnp.where(slot <= last, x, jax.lax.dynamic_slice(held, at, x.shape))
+    return jax.lax.dynamic_update_slice(held, x, at)
 
 
 def visible_keys(
@@ -215,18 +250,18 @@ def visible_keys(
     ``cache`` and ``appended`` are the cache before and after the chunk ``key, value`` at ``positions``.
     """
     if not cache.rolling:
-        return appended.key, appended.value, {"mask": mask, "key_value_seq_lengths": appended.filled}
+        return *appended._held, {"mask": mask, "key_value_seq_lengths": appended.filled}
     if mask is not None and not callable(mask):
         raise ValueError("a mask array is indexed by slot, but a rolling cache reuses slots; pass a Mask or a function")
     # Empty slots and padding have negative positions. The window is at most the cache's.
     window: Mask = ~Prefix(0) & SlidingWindow(cache.capacity - 1, np.iinfo(np.int32).max)
     options: dict[str, Any] = {"mask": window if mask is None else window & mask}
     if key.shape[1] == 1:
-        return appended.key, appended.value, options | {"kv_positions": appended.slot_positions}
+        return *appended._held, options | {"kv_positions": appended.slot_positions}
     # A chunk's last tokens replace keys that its first ones still see, so attend to the old cache and the chunk.
     old_positions = cache.slot_positions
     assert old_positions is not None
-    pairs = [(old, x.astype(old.dtype)) for old, x in ((cache.key, key), (cache.value, value))]
+    pairs = [(old, x.astype(old.dtype)) for old, x in zip(cache._held, (key, value), strict=True)]
     spread = [jnp.broadcast_to(x, (key.shape[0], x.shape[-1])) for x in (old_positions, positions)]
     if cache.sharding is None:
         *both, kv_positions = (jnp.concatenate(pair, 1) for pair in (*pairs, spread))

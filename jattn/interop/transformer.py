@@ -217,8 +217,7 @@ class Transformer(nnx.Module):
             if given is not None:
                 positions = jnp.asarray(given)
             elif cache is not None:
-                of_one_layer = dataclasses.replace(cache, key=cache.key[0], value=cache.value[0])
-                positions = jnp.maximum(of_one_layer.next_positions(T, valid), 0)
+                positions = jnp.maximum(cache.next_positions(T, valid), 0)
             else:
                 positions = jnp.arange(T) if valid is None else jnp.maximum(jnp.cumsum(valid, 1) - 1, 0)
             positions = positions.reshape((1,) * (2 - positions.ndim) + positions.shape)
@@ -231,14 +230,13 @@ class Transformer(nnx.Module):
     def _through_layers(
         self, x: Array, options: Mapping[str, Any], per_layer: Any, cache: KVCache | None, valid: Array | None
     ) -> tuple[Array, KVCache | None]:
-        """A scan over the layers. The cache goes from step to step, so that XLA writes into it in place."""
+        """A scan over the layers. All layers' cache goes from step to step, so that XLA writes into it in place."""
         config, L = self.config, self.config.num_layers
         arrays, with_own = stack_options(per_layer, L, options)
         graph, sown_before, state = nnx.split(self.layers, nnx.Intermediate, ...)
 
         def one_layer(carry: Any, entry: Any) -> tuple[Any, Any]:
             (x, held), (i, local, own_state, own_arrays) = carry, entry
-            cached = [jax.lax.dynamic_index_in_dim(old, i, keepdims=False) for old in held]
 
             def of_kind(local: bool) -> tuple[Array, tuple, Any]:
                 # What was sown before is not a layer's business. Sowing changes it in place, so each call has its own.
@@ -248,10 +246,10 @@ class Transformer(nnx.Module):
                     block.attention.position = config.local_position
                 given = {**options, **with_own(own_arrays)}
                 if cache is None:
-                    y, new = block(x, **layer_options(config, given, local, valid)), ()
+                    y, new = block(x, **layer_options(config, given, local, valid)), held
                 else:
                     own = layer_options(config, given, local)
-                    of_layer = dataclasses.replace(cache, key=cached[0], value=cached[1])
+                    of_layer = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
                     y, new = block(x, **own, cache=of_layer, valid=valid)
                     new = new.key, new.value
                 # Parameters or a cache of more bits do not change the stream's dtype.
@@ -260,9 +258,7 @@ class Transformer(nnx.Module):
             kinds = set(config.is_local)
             # Two programs, so that in each the window is known to the kernels and empty blocks are not visited.
             by_kind = [functools.partial(of_kind, kind) for kind in (True, False)]
-            y, new, sown = of_kind(kinds.pop()) if len(kinds) == 1 else jax.lax.cond(local, *by_kind)
-            places = zip(held, new, strict=True)
-            held = tuple(jax.lax.dynamic_update_index_in_dim(old, part, i, 0) for old, part in places)
+            y, held, sown = of_kind(kinds.pop()) if len(kinds) == 1 else jax.lax.cond(local, *by_kind)
             return (y, held), sown
 
         held = () if cache is None else (cache.key, cache.value)
