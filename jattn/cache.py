@@ -203,7 +203,10 @@ def append_chunk(
         return dataclasses.replace(cache, key=key, value=value, length=one.length)
     # The sequences of all layers, of which this layer's are a slice.
     shapes = cache.key.shape, cache.value.shape
-    held, chunk = tuple(x.reshape(-1, *x.shape[-3:]) for x in (cache.key, cache.value)), (key, value)
+    held, chunk = (
+        tuple(x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (cache.key, cache.value)),
+        (key, value),
+    )
     in_a_row, row = valid is None and not cache.rolling, 0 if cache.layer is None else cache.layer * B
     if in_a_row and cache.sharding is not None:
         # Of tokens that do not fit, the first is at the last slot.
@@ -213,10 +216,7 @@ def append_chunk(
     # One slice, not a scatter by rows, which a longer chunk would not be.
     elif in_a_row and jnp.size(cache.length) == 1 and L <= cache.capacity:
         first = jnp.reshape(cache._length, ())
-        key, value = (
-            jax.lax.dynamic_update_slice(old, x, (jnp.asarray(row, jnp.int32), first, 0, 0))
-            for old, x in zip(held, chunk, strict=True)
-        )
+        key, value = (jax.lax.dynamic_update_slice(old, x, _at(row, first)) for old, x in zip(held, chunk, strict=True))
     else:
         positions = jnp.broadcast_to(positions, (B, L))
         first = jnp.reshape(length, (-1, 1)).astype(jnp.int32) - cache.capacity if cache.rolling else 0
@@ -234,10 +234,15 @@ def append_chunk(
     return dataclasses.replace(cache, key=key, value=value, length=length)
 
 
+def _at(row: Any, slot: Array) -> list[Array]:
+    """Where a slice of a cache begins."""
+    return [jnp.asarray(x, jnp.int32) for x in (row, slot, 0, 0)]
+
+
 def _put_one(held: Array, x: Array, row: Any, slot: Array) -> Array:
     """``held`` with ``x [1,1,K,H]`` in a slot; unchanged if there is no such slot."""
     last = held.shape[1] - 1
-    at = jnp.asarray(row, jnp.int32), jnp.minimum(slot, last), 0, 0
+    at = _at(row, jnp.minimum(slot, last))
     x = jnp.where(slot <= last, x, jax.lax.dynamic_slice(held, at, x.shape))
     return jax.lax.dynamic_update_slice(held, x, at)
 
