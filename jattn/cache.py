@@ -194,8 +194,8 @@ def append_chunk(
         fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
         value = jnp.where(fits, value, jnp.nan)
     if cache.layer is not None and (cache.sharding is not None or (cache.rolling and L > 1)):
-        # A chunk of a rolling cache attends to what it replaces. Read before all layers' slots are written, it is a copy
-        # of one layer.
+        # A chunk of a rolling cache attends to what it replaces, so a copy of one layer is made before its slots are
+        # written.
         one = dataclasses.replace(cache, **dict(zip(("key", "value"), cache._held, strict=True)), layer=None)
         one = append_chunk(one, key, value, valid, sharded)
         pairs = (cache.key, one.key), (cache.value, one.value)
