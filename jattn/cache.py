@@ -157,9 +157,9 @@ def append(cache: KVCache, key: ArrayLike, value: ArrayLike, *, valid: ArrayLike
         valid: bool ``[B,L]``: which tokens are real. The others (padding on either side) take no slot or position.
 
     Raises:
-        ValueError: shapes do not match, or the tokens exceed the capacity. Where ``jit`` hides the length, the chunk's
-            values and the last slot become NaN instead. Modules and ``attend_heads`` then give NaN for this sequence,
-            now and from then on; the result's ``overflowed`` tells.
+        ValueError: shapes do not match, there is no such ``layer``, or the tokens exceed the capacity. Where ``jit``
+            hides the length, the chunk's values and the last slot become NaN instead. Modules and ``attend_heads`` then
+            give NaN for this sequence, now and from then on; the result's ``overflowed`` tells.
         TypeError: ``cache.length`` has fewer than 32 bits, or is not of integers.
 
     Example:
@@ -176,6 +176,14 @@ def append_chunk(
     cache: KVCache, key: ArrayLike, value: ArrayLike, valid: ArrayLike | None, sharded: bool = False
 ) -> KVCache:
     """``append``; ``sharded``: the chunk's tokens are sharded like the slots of the cache, if L divides."""
+    _check_layer(cache)
+    if cache.layer is not None and (cache.sharding is not None or (cache.rolling and jnp.shape(key)[1] > 1)):
+        # A chunk of a rolling cache attends to what it replaces, so a layer is copied before its slots are written.
+        one = dataclasses.replace(cache, **dict(zip(("key", "value"), cache._held, strict=True)), layer=None)
+        one = append_chunk(one, key, value, valid, sharded)
+        pairs = (cache.key, one.key), (cache.value, one.value)
+        key, value = (jax.lax.dynamic_update_index_in_dim(old, x, cache.layer, 0) for old, x in pairs)
+        return dataclasses.replace(cache, key=key, value=value, length=one.length)
     key, value = (jnp.asarray(x).astype(old.dtype) for x, old in ((key, cache.key), (value, cache.value)))
     B, L = key.shape[:2]
     for name, x, old in (("key", key, cache.key), ("value", value, cache.value)):
@@ -193,20 +201,9 @@ def append_chunk(
     if not cache.rolling:
         fits = jnp.reshape(within_capacity(length, cache.capacity), (-1, 1, 1, 1))
         value = jnp.where(fits, value, jnp.nan)
-    if cache.layer is not None and (cache.sharding is not None or (cache.rolling and L > 1)):
-        # A chunk of a rolling cache attends to what it replaces, so a copy of one layer is made before its slots are
-        # written.
-        one = dataclasses.replace(cache, **dict(zip(("key", "value"), cache._held, strict=True)), layer=None)
-        one = append_chunk(one, key, value, valid, sharded)
-        pairs = (cache.key, one.key), (cache.value, one.value)
-        key, value = (jax.lax.dynamic_update_index_in_dim(old, x, cache.layer, 0) for old, x in pairs)
-        return dataclasses.replace(cache, key=key, value=value, length=one.length)
     # The sequences of all layers, of which this layer's are a slice.
-    shapes = cache.key.shape, cache.value.shape
-    held, chunk = (
-        tuple(x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (cache.key, cache.value)),
-        (key, value),
-    )
+    chunk, both = (key, value), (cache.key, cache.value)
+    held = tuple(jnp.reshape(old, (math.prod(old.shape[:-3]), *old.shape[-3:])) for old in both)
     in_a_row, row = valid is None and not cache.rolling, 0 if cache.layer is None else cache.layer * B
     if in_a_row and cache.sharding is not None:
         # Of tokens that do not fit, the first is at the last slot.
@@ -230,8 +227,20 @@ def append_chunk(
             key, value = (_put_one(old, x, row, slots[0, 0]) for old, x in zip(held, chunk, strict=True))
         else:
             key, value = (old.at[rows, slots].set(x, mode="drop") for old, x in zip(held, chunk, strict=True))
-    key, value = (x.reshape(shape) for x, shape in zip((key, value), shapes, strict=True))
+    key, value = (jnp.reshape(x, old.shape) for x, old in zip((key, value), both, strict=True))
     return dataclasses.replace(cache, key=key, value=value, length=length)
+
+
+def _check_layer(cache: KVCache) -> None:
+    """Raises ValueError unless keys are ``[B,C,K,H]``, or ``[L,B,C,K,H]`` with the index of a layer."""
+    shape, layer = list(cache.key.shape), cache.layer
+    if layer is None and len(shape) != 4:
+        hint = "; a cache of all layers needs layer=, the index of this one" if len(shape) == 5 else ""
+        raise ValueError(f"cache must hold keys [B, C, K, H], got {shape}{hint}")
+    if layer is not None and len(shape) != 5:
+        raise ValueError(f"cache with layer= must hold keys of all layers, [L, B, C, K, H], got {shape}")
+    if layer is not None and not isinstance(layer, Tracer) and not 0 <= layer < shape[0]:
+        raise ValueError(f"layer of a cache must be one of {shape[0]}, from 0 on, got {layer}")
 
 
 def _at(row: Any, slot: Array) -> list[Array]:

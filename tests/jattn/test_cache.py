@@ -1,5 +1,6 @@
 """Decoding from a cache gives the same as the full pass: chunks of any length, ragged batches, rolling windows."""
 
+import dataclasses
 import functools
 
 import chex
@@ -126,6 +127,87 @@ def test_ragged_batches_padded_on_either_side(layer, rolling):
             expected = call(jnp.concatenate([x[b, :length], more[b, :1]]))
             np.testing.assert_allclose(first[b][valid[b]], expected[:length], atol=1e-5)
             np.testing.assert_allclose(second[b], expected[length:], atol=1e-5)
+
+
+LAYERS = 3
+
+
+def through_layers(params, chunks, cache, valid, one_cache):
+    """Outputs and the last cache of layers that each decode all chunks: of one cache, or of one for each layer."""
+
+    def one_layer(held, i):
+        if one_cache:
+            own = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+        else:
+            own = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
+        ys = []
+        for x, shown in zip(chunks, valid, strict=True):
+            y, own = jattn.multi_head_attention(params, x * (i + 1).astype(x.dtype), cache=own, valid=shown)
+            ys.append(y)
+        held = (
+            (own.key, own.value)
+            if one_cache
+            else [old.at[i].set(x) for old, x in zip(held, (own.key, own.value), strict=True)]
+        )
+        return tuple(held), (tuple(ys), own.length)
+
+    return jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS))
+
+
+@pytest.mark.parametrize("rolling", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scalar", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("lengths", [pytest.param((5, 1), marks=pytest.mark.slow), (1, 1)], ids=str)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_layer_of_one_cache_is_a_cache_of_its_own(layer, rolling, scalar, lengths, ragged):
+    params, x = layer
+    x = x[:1] if scalar else x
+    chunks = [x[:, : lengths[0]], x[:, lengths[0] : sum(lengths)]]
+    valid = [
+        jnp.asarray(np.arange(c.shape[1])[None] < np.array([[c.shape[1]], [1]]))[: len(x)] if ragged else None
+        for c in chunks
+    ]
+    cache = jattn.init_cache(len(x), 4 if rolling else 8, K, H, value_dim=D, rolling=rolling)
+    rng = np.random.default_rng(0)  # what other layers hold stays
+    held = [jnp.float32(rng.normal(size=(LAYERS, *old.shape))) for old in (cache.key, cache.value)]
+    cache = KVCache(*held, cache.length[0] if scalar and not ragged else cache.length, rolling)
+    run = jax.jit(through_layers, static_argnums=4)
+    chex.assert_trees_all_close(*(run(params, chunks, cache, valid, one) for one in (True, False)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "lead, index, message",
+    [
+        ((3,), None, r"a cache of all layers needs layer="),
+        ((), 0, r"must hold keys of all layers, \[L, B, C, K, H\], got \[2, 4, 3, 4\]"),
+        ((3,), 3, "layer of a cache must be one of 3, from 0 on, got 3"),
+        ((3,), -1, "layer of a cache must be one of 3, from 0 on, got -1"),
+    ],
+)
+def test_which_layer_must_be_said(lead, index, message):
+    key = np.zeros((*lead, B, 4, K, H), np.float32)
+    cache = KVCache(key, key, jnp.zeros(B, jnp.int32), layer=index)
+    with pytest.raises(ValueError, match=message):
+        jattn.append(cache, key[..., :1, :, :].reshape(-1, 1, K, H)[:B], key[..., :1, :, :].reshape(-1, 1, K, H)[:B])
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_a_step_copies_no_more_than_a_layer_of_one_cache(layer, rolling):
+    params, x = layer
+    cache = jattn.init_cache(1, 4096, K, H, value_dim=D, rolling=rolling)
+    held = [jnp.zeros((LAYERS * 4, *old.shape)) for old in (cache.key, cache.value)]
+    cache = KVCache(*held, cache.length, rolling)
+
+    def step(cache, x):
+        def one_layer(held, i):
+            own = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            y, own = jattn.multi_head_attention(params, x, cache=own)
+            return (own.key, own.value), y
+
+        (key, value), ys = jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS * 4))
+        return ys, dataclasses.replace(cache, key=key, value=value, length=cache.length + 1)
+
+    memory = jax.jit(step, donate_argnums=0).lower(cache, x[:1, :1]).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < sum(x.nbytes for x in held) / 2  # of one layer: a twelfth
 
 
 @pytest.mark.slow
