@@ -135,6 +135,57 @@ class Steps:
     at_once: int = 0  # the times that ``add`` is repeated in the body of a loop; 0: ``Scores.at_once``
 
 
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The programs of one kernel, one for each listed block of each head: which block it takes, and what lies there."""
+
+    operands: Operands
+    results: Sequence[Result]
+    by_key: bool  # whether results are of keys, so that the blocks of one result are those of a column
+    shape: tuple[int, int, int, int]  # B, the results' heads less turns, entries of the table, turns times members
+    turns: int  # heads of results that take turns on a block, because they share words
+    members: int  # query heads of each
+    shared: bool  # whether all sequences have one table
+
+    @property
+    def own(self) -> str:
+        """What is copied once for a result: the kind of arrays in place that belong to it."""
+        return "keys in place" if self.by_key else "queries in place"
+
+    @property
+    def copied(self) -> dict[int, str]:
+        """The operands that are read in place, which the kernel copies: their numbers and kinds."""
+        kinds = "keys in place", "queries in place"
+        return {number: kind for number, (kind, _) in enumerate(self.operands.arrays) if kind in kinds}
+
+    def copies(self) -> list[Any]:
+        """The scratch for ``copied``."""
+        return [
+            pltpu.VMEM(
+                (self.turns if kind == self.own else 1, *self.operands.copy_shape(number)),
+                self.operands.arrays[number][1].dtype,
+            )
+            for number, kind in self.copied.items()
+        ]
+
+    def locate(self, ids: Sequence[jax.Array], table_ref: Ref) -> tuple:
+        """Sequence, query head and the entry of a program: ``i, j, partial, full, first, last``."""
+        entry = table_ref[ids[2] if self.shared else ids[0] * self.shape[2] + ids[2]]
+        return ids[0], ids[1] * self.shape[3] + ids[3], *split_entry(entry, self.by_key)
+
+    def spec(self, kind: str, shape: tuple[int, ...], of_result: bool) -> pl.BlockSpec:
+        """The block of an operand or a result."""
+        if kind == "scalars":
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+
+        def index(*args: Any) -> tuple:
+            b, n, i, j = self.locate(args[:-1], args[-1])[:4]
+            head = args[1] if of_result else self.operands.head(kind, n)
+            return self.operands.index(kind, shape, b, head, i, j)
+
+        return pl.BlockSpec(self.operands.block(kind, shape, self.turns if of_result else 1), index)
+
+
 def call(
     plan: TPUPlan, scores: Scores, name: str, results: Sequence[Result], scratch: Scratch, steps: Steps,
     of_block: Scratch = (),
@@ -148,82 +199,29 @@ def call(
         of_block: further scratch, which comes after that, for one block.
     """
     (B, _, N, _), K, by_key = plan.args.query.shape, plan.args.key.shape[2], results[0][0].startswith("keys")
-    operands = plan.operands
-    table, (some, every) = schedule(*plan.tables, by_key), plan.tables
-    entries, shared = table.shape[1], table.shape[0] == 1
+    table, (some, every), operands = schedule(*plan.tables, by_key), plan.tables, plan.operands
     # Blocks that are full, and that are not. Unless known, both branches are compiled, which takes longer.
     counts = (every.sum(), (some & ~every).sum()) if isinstance(table, np.ndarray) else (2, 1)
-    # The results' heads that take turns on a block, because they share words, and the query heads of each.
     turns = in_place.PAIR if any(kind.endswith("in place") for kind, _ in results) else 1
     heads, members = (K, N // K) if by_key else (N, 1)
-    # What is read in place is copied by the kernel: what belongs to a result once, the rest for each block.
-    own, other = ("keys in place", "queries in place") if by_key else ("queries in place", "keys in place")
-    copied = {number: kind for number, (kind, _) in enumerate(operands.arrays) if kind in (own, other)}
-    copies = [
-        pltpu.VMEM((turns if kind == own else 1, *operands.copy_shape(number)), operands.arrays[number][1].dtype)
-        for number, kind in copied.items()
-    ]
-
-    def locate(ids: Sequence[jax.Array], table_ref: Ref) -> tuple:
-        entry = table_ref[ids[2] if shared else ids[0] * entries + ids[2]]
-        return ids[0], ids[1] * (turns * members) + ids[3], *split_entry(entry, by_key)
-
-    def spec(kind: str, shape: tuple[int, ...], of_result: bool) -> pl.BlockSpec:
-        if kind == "scalars":
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
-
-        def index(*args: Any) -> tuple:
-            b, n, i, j = locate(args[:-1], args[-1])[:4]
-            return operands.index(kind, shape, b, args[1] if of_result else operands.head(kind, n), i, j)
-
-        return pl.BlockSpec(operands.block(kind, shape, turns if of_result else 1), index)
+    shape = B, heads // turns, table.shape[1], turns * members
+    grid = Grid(operands, results, by_key, shape, turns, members, shared=table.shape[0] == 1)
+    copies = grid.copies()
 
     def kernel(table_ref: Ref, *refs: Ref) -> None:
-        ids = [pl.program_id(axis) for axis in range(len(grid))]
-        b, n, i, j, partial, full, first, last = locate(ids, table_ref)
-        zero = jnp.int32(0)  # an int would be of 64 bits in x64
-        turn = zero if turns == 1 else jax.lax.div(ids[3], jnp.int32(members))
-        if members > 1:  # a key's head is done after all query heads of its group
-            member = jax.lax.rem(ids[3], jnp.int32(members))
-            first, last = first & (member == 0), last & (member == members - 1)
         rest = iter(refs)
         ins, outs, buffers, kept, passing = (
             [next(rest) for _ in x] for x in (operands.arrays, results, copies, scratch, of_block)
         )
-        of_arrays, kept = list(ins), [*(x.at[turn] for x in kept), *passing]
-        for buffer, (number, kind) in zip(buffers, copied.items(), strict=True):
-            ins[number] = buffer.at[turn if kind == own else zero]
+        _program(grid, scores, steps, counts, table_ref, ins, outs, buffers, kept, passing)
 
-        def copy(kind: str) -> None:
-            for number, found in copied.items():
-                if found == kind:
-                    operands.copy(number, of_arrays[number], ins[number], n, i, j)
-
-        @pl.when(first)
-        def _() -> None:
-            copy(own)
-            steps.start((i, j), *kept)
-
-        pl.when(partial | full)(lambda: copy(other))
-        for masked, listed in ((False, full), (True, partial)):
-            if counts[masked]:
-                often = not by_key and bool(2 * counts[masked] >= sum(counts))  # by key, a loop costs next to nothing
-                arguments = scores, steps, masked, often, (i, j), (b, n), ins, kept
-                pl.when(listed)(functools.partial(_compute, *arguments))
-
-        @pl.when(last)
-        def _() -> None:
-            for out, (kind, _), value in zip(outs, results, steps.finish(ins, *kept), strict=True):
-                operands.write(kind, out, turn, value)
-
-    grid = (B, heads // turns, entries, turns * members)
     program = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=grid,
-            in_specs=[spec(kind, array.shape, False) for kind, array in operands.arrays],
-            out_specs=[spec(kind, result.shape, True) for kind, result in results],
+            grid=shape,
+            in_specs=[grid.spec(kind, array.shape, False) for kind, array in operands.arrays],
+            out_specs=[grid.spec(kind, result.shape, True) for kind, result in results],
             scratch_shapes=[
                 *copies,
                 *(pltpu.VMEM((turns, *shape), dtype) for shape, dtype in scratch),
@@ -238,6 +236,46 @@ def call(
         name=f"jattn_{name}",
     )
     return program(jnp.asarray(table).reshape(-1), *(array for _, array in operands.arrays))
+
+
+def _program(
+    grid: Grid, scores: Scores, steps: Steps, counts: tuple[Any, Any], table_ref: Ref, of_arrays: Sequence[Ref],
+    outs: Sequence[Ref], buffers: Sequence[Ref], kept: Sequence[Ref], of_block: Sequence[Ref],
+) -> None:  # fmt: skip
+    """One program of a kernel; ``counts``: of its blocks, those that are full, and that are not."""
+    operands, copied = grid.operands, grid.copied
+    ids = [pl.program_id(axis) for axis in range(len(grid.shape))]
+    b, n, i, j, partial, full, first, last = grid.locate(ids, table_ref)
+    zero = jnp.int32(0)  # an int would be of 64 bits in x64
+    turn = zero if grid.turns == 1 else jax.lax.div(ids[3], jnp.int32(grid.members))
+    if grid.members > 1:  # a key's head is done after all query heads of its group
+        member = jax.lax.rem(ids[3], jnp.int32(grid.members))
+        first, last = first & (member == 0), last & (member == grid.members - 1)
+    ins, kept = list(of_arrays), [*(x.at[turn] for x in kept), *of_block]
+    for buffer, (number, kind) in zip(buffers, copied.items(), strict=True):
+        ins[number] = buffer.at[turn if kind == grid.own else zero]
+
+    def copy(own: bool) -> None:
+        for number, kind in copied.items():
+            if (kind == grid.own) == own:
+                operands.copy(number, of_arrays[number], ins[number], n, i, j)
+
+    @pl.when(first)
+    def _() -> None:
+        copy(own=True)
+        steps.start((i, j), *kept)
+
+    pl.when(partial | full)(lambda: copy(own=False))
+    for masked, listed in ((False, full), (True, partial)):
+        if counts[masked]:
+            often = not grid.by_key and bool(2 * counts[masked] >= sum(counts))  # by key, a loop costs next to nothing
+            arguments = scores, steps, masked, often, (i, j), (b, n), ins, kept
+            pl.when(listed)(functools.partial(_compute, *arguments))
+
+    @pl.when(last)
+    def _() -> None:
+        for out, (kind, _), value in zip(outs, grid.results, steps.finish(ins, *kept), strict=True):
+            operands.write(kind, out, turn, value)
 
 
 def _compute(
