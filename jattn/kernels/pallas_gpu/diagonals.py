@@ -13,14 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Bool
 
 from jattn.blocks.plan import block_table
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, STAGES, TRANSFORMS, Step
 from jattn.kernels.pallas_gpu.reduction import Values
-from jattn.kernels.pallas_gpu.schedule import ROWS, Table, row_lists
+from jattn.kernels.pallas_gpu.schedule import ROWS, row_lists
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Tile
 from jattn.kernels.pallas_tiles import Ref
 from jattn.mods.arrays import namespace
@@ -51,7 +53,9 @@ def sum_diagonals(
     return results
 
 
-def _skewed(table: Table) -> Table:
+def _skewed(
+    table: Bool[Array | np.ndarray, "batch keys queries"],
+) -> Bool[Array | np.ndarray, "batch diagonals keys"]:
     """``[B|1, keys, queries]`` by diagonal and block of keys: ``[B|1, keys + queries - 1, keys]``, False outside."""
     xp, (_, keys, queries) = namespace(table), table.shape
     j = _column(np.arange(keys + queries - 1)[:, None], np.arange(keys), keys)
@@ -69,7 +73,7 @@ class _Diagonals:
     """The kernel."""
 
     plan: GPUPlan
-    values: "Values"
+    values: Values
     names: Sequence[str]
 
     def call(self, q: jax.Array, k: jax.Array) -> Sequence[jax.Array]:
