@@ -196,7 +196,7 @@ def test_is_lowered_for_nvidia_gpus_alone():
         return found["entropy"], found["received"], found["offset_profile"]
 
     text = jax.jit(look).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 3  # the log-sum-exp, the sums of queries, those of keys
+    assert text.count("mosaic_gpu_v2") == 4  # the log-sum-exp, the sums of queries, of keys, of offsets
 
 
 @NEW

@@ -18,6 +18,7 @@ from jattn.blocks.plan import visibility
 from jattn.core.arguments import AttentionArgs
 from jattn.kernels import Reduction, Results
 from jattn.kernels.pallas_gpu import PallasGPU
+from jattn.kernels.pallas_gpu.diagonals import sum_diagonals
 from jattn.kernels.pallas_gpu.pipeline import WIDTH, Kernel, Step, Steps, full, zeros
 from jattn.kernels.pallas_gpu.reduction import BLOCK, reduce_rows
 from jattn.kernels.pallas_gpu.schedule import ROWS
@@ -32,8 +33,13 @@ LEAST = jnp.finfo(jnp.float32).min
 
 def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasGPU) -> dict[str, jax.Array]:
     """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
-    plan = functools.partial(make_plan, args, shape=BLOCK, interpret=settings.interpret)
-    return reduce_rows(plan, _padded(args.query), _padded(args.key), reduction)
+    q, k, plan = (
+        _padded(args.query),
+        _padded(args.key),
+        functools.partial(make_plan, args, interpret=settings.interpret),
+    )
+    by_row = reduce_rows(functools.partial(plan, shape=BLOCK), q, k, reduction)
+    return by_row | sum_diagonals(plan, q, k, reduction)
 
 
 def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:

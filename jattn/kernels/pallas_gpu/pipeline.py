@@ -27,6 +27,8 @@ WIDTH = 64  # features are padded to a multiple: 128 bytes, the widest swizzle
 SHARED = 216 * 2**10  # bytes of shared memory for arrays, of 227 KiB: barriers, alignment and reductions take some
 STAGES = 4  # at most this many blocks of columns in shared memory
 PART = 32  # columns
+# Of the 16-bit blocks that wgmma reads.
+TRANSFORMS = plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(2 * WIDTH)  # pyright: ignore
 MEMORY_REGISTERS = 24  # of the warpgroup that reads; the others share the rest
 
 
@@ -170,7 +172,6 @@ class Kernel:
 
     def __post_init__(self):
         self.warpgroups = self.plan.rows // ROWS
-        self.transforms = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(2 * WIDTH))  # pyright: ignore
         features = [x.shape[3] for x in self.rows]
         # A result takes the place of the rows that have its shape, which by then are not needed.
         self.places = {n: n for n, size in enumerate(self.results) if features[n : n + 1] == [size]}
@@ -211,7 +212,7 @@ class Kernel:
         return list(found[: len(self.results)]), list(found[len(self.results) :])
 
     def _shared(self, shape: tuple[int, ...]) -> Ref:
-        return plgpu.SMEM(shape, self.rows[0].dtype, transforms=self.transforms)
+        return plgpu.SMEM(shape, self.rows[0].dtype, transforms=TRANSFORMS)
 
     @property
     def stages(self) -> int:
@@ -237,7 +238,7 @@ class Kernel:
             at.add,
             grid=grid,
             in_specs=[
-                plgpu.BlockSpec((None, self.plan.inner, None, x.shape[3]), at.index, transforms=self.transforms)
+                plgpu.BlockSpec((None, self.plan.inner, None, x.shape[3]), at.index, transforms=TRANSFORMS)
                 for x in self.columns
             ],
             max_concurrent_steps=self.stages,

@@ -1,18 +1,15 @@
 """The reduction of ``"pallas_gpu"``: sums over the weights of each head, for ``jattn.heads.statistics``.
 
 The log-sum-exp is known, so weights are final when they are computed. One kernel adds up the sums of queries, its rows,
-and another those of keys, its rows: in both, a row's sums stay in registers. Sums by offset lie across the rows; they
-are blockwise's.
+and another those of keys, its rows: in both, a row's sums stay in registers. Those by offset are ``diagonals``'.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jattn.kernels import Reduction
-from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.pallas_gpu.pipeline import Kernel, Step, Steps, full
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Place, Tile
@@ -20,6 +17,32 @@ from jattn.kernels.pallas_tiles import Ref
 from jattn.mods.tile_function import KEY, QUERY
 
 BLOCK = 2 * ROWS, 64  # rows and columns: half of those of the forward pass leave registers for the values
+
+
+class Values:
+    """What a reduction computes from a tile of weights."""
+
+    def __init__(self, plan: GPUPlan, reduction: Reduction):
+        self.scores, self.reduction, add_vector = plan.scores(), reduction, plan.operands.vector
+        lse = jnp.moveaxis(jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse), 1, 2)
+        self.lse = add_vector(QUERY, lse.astype(jnp.float32))
+        self.data = {
+            over: {
+                name: (add_vector(over, x.astype(jnp.int32)[:, None]), x.dtype == bool) for name, x in arrays.items()
+            }
+            for over, arrays in ((QUERY, reduction.rows), (KEY, reduction.columns))
+        }
+
+    def of_tile(self, tile: Tile) -> tuple[dict[str, jax.Array], Callable[[], jax.Array]]:
+        """The values of its pairs by name, and 1.0 where visible, else 0.0."""
+        s = tile.scores()
+        logs = jnp.where(s == -jnp.inf, s, s - tile.vector(QUERY, self.lse))  # 0, also where the lse is NaN
+        found = self.reduction.values(logs, *(self._read(tile, over) for over in (QUERY, KEY)))
+        return found, lambda: jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
+
+    def _read(self, tile: Tile, over: str) -> dict[str, jax.Array]:
+        vectors = ((name, tile.vector(over, number), is_bool) for name, (number, is_bool) in self.data[over].items())
+        return {name: x != 0 if is_bool else x for name, x, is_bool in vectors}
 
 
 def reduce_rows(
@@ -37,9 +60,6 @@ def reduce_rows(
     if by_key := reduction.named("column_sum"):
         found = _sums(make_plan(by_key=True), k, q, reduction, by_key, False)
         results |= {name: x[..., :S] for name, x in zip(by_key, found, strict=True)}
-    if reduction.named("diagonal_sum"):
-        kinds = tuple(kind for kind in reduction.kinds if kind[1] == "diagonal_sum")
-        results |= Blockwise().fold(plan.args, dataclasses.replace(reduction, kinds=kinds, count_visible=False))
     return results
 
 
@@ -47,32 +67,17 @@ def _sums(
     plan: GPUPlan, rows: jax.Array, columns: jax.Array, reduction: Reduction, names: list[str], count: bool
 ) -> Sequence[jax.Array]:
     """The sums of each row, ``[B,N,T|S]``, of these names, and of the visible pairs if ``count``."""
-    scores, add_vector, largest = plan.scores(), plan.operands.vector, reduction.named("row_max")
-    lse = jnp.moveaxis(jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse), 1, 2)
-    lse = add_vector(QUERY, lse.astype(jnp.float32))
-    data = {
-        over: {name: (add_vector(over, x.astype(jnp.int32)[:, None]), x.dtype == bool) for name, x in arrays.items()}
-        for over, arrays in ((QUERY, reduction.rows), (KEY, reduction.columns))
-    }
+    values, largest = Values(plan, reduction), reduction.named("row_max")
 
     def start(_: Place) -> list[jax.Array]:
         return [full((ROWS,), -jnp.inf if name in largest else 0.0) for name in names] + [full((ROWS,), 0.0)] * count
 
     def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: list[jax.Array]) -> list[jax.Array]:
         def of_tile(tile: Tile) -> list[jax.Array]:
-            def read(over: str) -> dict[str, jax.Array]:
-                return {
-                    name: tile.vector(over, number) != 0 if is_bool else tile.vector(over, number)
-                    for name, (number, is_bool) in data[over].items()
-                }
-
-            s = tile.scores()
-            logs = jnp.where(s == -jnp.inf, s, s - tile.vector(QUERY, lse))  # 0, also where the lse is NaN
-            found = reduction.values(logs, read(QUERY), read(KEY))
+            found, seen = values.of_tile(tile)
             results = [(jnp.max if name in largest else jnp.sum)(found[name], axis=1) for name in names]
             if count:
-                seen = jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
-                results.append(jnp.sum(seen, axis=1))
+                results.append(jnp.sum(seen(), axis=1))
             return results
 
         found = step.either(of_tile, *step.products((rows[0], columns[0])))
@@ -84,4 +89,5 @@ def _sums(
         return [], carry
 
     steps = Steps(start, add, finish)
-    return Kernel(plan, scores, steps, [rows], [columns], [], len(names) + count, each_head=plan.by_key).call()[1]
+    vectors = len(names) + count
+    return Kernel(plan, values.scores, steps, [rows], [columns], [], vectors, each_head=plan.by_key).call()[1]
