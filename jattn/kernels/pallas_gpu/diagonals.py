@@ -20,7 +20,7 @@ from jaxtyping import Bool
 
 from jattn.blocks.plan import block_table
 from jattn.kernels import Reduction
-from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, STAGES, TRANSFORMS, Step
+from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, SHARED, STAGES, TRANSFORMS, Step
 from jattn.kernels.pallas_gpu.reduction import Values
 from jattn.kernels.pallas_gpu.schedule import ROWS, row_lists
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Tile
@@ -140,6 +140,7 @@ class _Diagonals:
             plgpu.wait_smem_to_gmem(0)
 
         dims = [x.shape[3] for x in (k_ref, q_ref)]
+        of_a_block = sum(ROWS * dim * q_ref.dtype.itemsize for dim in dims)
         plgpu.emit_pipeline_warp_specialized(
             add,
             grid=(count_ref[sequence, diagonal],),
@@ -147,7 +148,7 @@ class _Diagonals:
                 plgpu.BlockSpec((None, ROWS, None, dim), index, transforms=TRANSFORMS)
                 for dim, index in zip(dims, (of_keys, of_queries), strict=True)
             ],
-            max_concurrent_steps=STAGES,
+            max_concurrent_steps=min(STAGES, (SHARED - skewed.size * 4) // of_a_block),
             num_compute_wgs=1,
             memory_registers=MEMORY_REGISTERS,
             wg_axis="warpgroup",
