@@ -263,7 +263,7 @@ def _note(kind: str, value: float, effect: np.ndarray, estimate: np.ndarray | No
     note += f"; ~ is an estimate, {there.sum()} of {there.size} heads are measured"
     if there.sum() < 3:
         return note
-    ranks, of_estimates = (np.argsort(np.argsort(x[there])) for x in (effect, estimate))
+    ranks, of_estimates = (np.argsort(np.argsort(x[there], kind="stable")) for x in (effect, estimate))
     return f"{note}, their rank correlation with the estimates is {np.corrcoef(ranks, of_estimates)[0, 1]:.2f}"
 
 

@@ -207,7 +207,8 @@ def _measured(bench: _Bench, data: sequences.Sequences, ordinary: np.ndarray) ->
     choose = [bench.part(f"chosen {i}", lambda i=i: bench.needles(i, options.ablated)) for i in chosen]
     scores = np.concatenate([part["score"] for part in choose]).mean(0)
     norms = bench.part("norms", lambda: {"norms": output_norms(bench.model, jnp.asarray(data.chosen[:4]))})["norms"]
-    ranked = [tuple(int(i) for i in np.unravel_index(at, scores.shape)) for at in np.argsort(-scores, axis=None, kind="stable")]
+    order = np.argsort(-scores, axis=None, kind="stable")
+    ranked = [tuple(int(i) for i in np.unravel_index(at, scores.shape)) for at in order]
     group = [at for at in ranked if scores[at] >= COPIES] or ranked[:1]
     groups = [group, *paths.matched_groups(group, matched, norms, [], rng)]
     found: dict[str, Any] = {"scores": scores, "group": group, "groups": groups, "twins": []}
