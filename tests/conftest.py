@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 
 from jattn.core import deferred
 
@@ -33,6 +34,7 @@ COMPILED = pytest.StashKey[str]()
 
 def pytest_addoption(parser):
     parser.addoption("--without-native", action="store_true", help="as if jattn-native were not installed")
+    parser.addoption("--until", type=float, metavar="TIME", help="skip what has not begun at this time (`date +%%s`)")
 
 
 def pytest_configure(config):
@@ -68,6 +70,13 @@ def pytest_pycollect_makeitem(collector, name):
         if fast and case.callspec.id not in fast.args:
             case.add_marker(pytest.mark.slow)
     return made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    until = item.config.getoption("--until")
+    if until is not None and time.time() >= until:
+        pytest.skip("no time was left")
 
 
 @pytest.fixture
