@@ -307,6 +307,7 @@ def test_the_configs_of_the_project_are_valid(file):
     assert config.read(file).name == file.stem
 
 
+@pytest.mark.slow
 def test_what_a_run_does_is_told_by_its_config():
     kinds = {file.stem: config.read(file).kind for file in CONFIGS}
     assert kinds.pop("minilm_heads") is config.Kind.SENTENCE_ENCODER

@@ -8,6 +8,7 @@ from jattn_experiments.model_files import PACKAGES, model_file
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
 
+@pytest.mark.slow
 def test_it_prints_the_text_and_what_follows(tiny, capsys):
     assert run_main(["generate", "abcab 12", "--model", tiny, "--tokens", "5"]) == 0
     once = capsys.readouterr().out

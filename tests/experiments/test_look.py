@@ -10,6 +10,7 @@ from tests.web_page import embedded, weights_of
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_heads_on_the_text(tiny, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("abcab 12 abcab 12 abcab")

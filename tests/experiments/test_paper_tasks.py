@@ -40,7 +40,7 @@ def test_levels_of_chains_are_the_best_predictors_from_counts(symbols):
 @pytest.mark.parametrize(
     "symbols, published", [(2, (0.5768, 0.5104, 0.4807)), (3, (1.0042, 0.8858, 0.8190))], ids=["two", "three"]
 )
-@pytest.mark.slow_except("two")
+@pytest.mark.slow
 def test_levels_of_long_chains_are_those_published(symbols, published):
     """Means of 200,000 chains; here of 16,000, whose own error is about 0.002."""
     batch = sampled(tasks.Markov(100, symbols), 16000)
@@ -289,7 +289,7 @@ def test_what_may_hold_again_is_told_by_the_seeds_that_passed():
     ("histogram", {"length": 12, "symbols": 3}), ("hop", {"length": 12, "symbols": 3}),
     ("text", {"length": 16, "symbols": 20}),
 ])  # fmt: skip
-@pytest.mark.slow_except("markov-changes0")
+@pytest.mark.slow
 def test_a_step_of_every_task_and_what_is_tracked_of_it(kind, changes):
     settings = config.Config(
         "x",

@@ -158,6 +158,7 @@ def test_claims_are_readable_without_colour(written):
     assert [claim.count('class="untrained"') for claim in claims] == [6, 2]
 
 
+@pytest.mark.slow
 def test_tables_hold_every_head_and_control(written):
     page = written[1].read_text(encoding="utf-8")
     table = page[page.index('id="heads-table"') :].split("</table>")[0]

@@ -211,6 +211,7 @@ def test_a_browser_draws_a_long_sequence_in_blocks(monkeypatch, tmp_path):
     assert console == [] and '<b id="query">297-299: token297 token298 token299</b>' in dom
 
 
+@pytest.mark.slow
 def test_many_heads_are_drawn_layer_by_layer():
     findings = large(12, 9, 10, 2, 2, seeds=1)
     assert layers.is_deep(findings) and not layers.is_deep(synthetic())

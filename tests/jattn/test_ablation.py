@@ -90,6 +90,7 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
         np.testing.assert_allclose(few, found, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_program_runs_the_model_once(model, x, clean):
     chex.clear_trace_counter()
     run = chex.assert_max_traces(lambda per_layer: model(x, per_layer), n=1)

@@ -259,6 +259,7 @@ class TestCudnn:
         forward = [line for line in program.splitlines() if " cosine(" in line]
         assert forward and not any("transpose(" in line for line in forward)
 
+    @pytest.mark.slow
     def test_the_gradient_of_the_lse_alone_and_forward_mode(self):
         args = request_of()
 

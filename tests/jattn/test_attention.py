@@ -271,7 +271,7 @@ class TestTake:
     @pytest.mark.parametrize(
         "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
     )
-    @pytest.mark.parametrize("traced", [False, True])
+    @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_rows_and_heads(self, positions, traced):
         args = self.args(**positions)
 
@@ -287,7 +287,13 @@ class TestTake:
                 np.testing.assert_allclose(part, whole[:, 2:6, 2:6], atol=1e-6)
 
     @pytest.mark.parametrize(
-        "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
+        "positions",
+        [
+            {},
+            pytest.param(
+                {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}, marks=pytest.mark.slow
+            ),
+        ],
     )
     def test_columns_merge_to_the_whole(self, positions):
         @jax.jit

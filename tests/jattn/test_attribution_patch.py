@@ -49,7 +49,7 @@ def saturated(random_model):  # noqa: F811
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v", "z", "pattern"])
-@pytest.mark.slow_except("q", "pattern")
+@pytest.mark.slow_except("pattern")
 def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
     layers, kernels, weight, run, x, other = saturated
 
@@ -181,7 +181,7 @@ def by_hand(query, key, value, fill, options):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.slow_except("a mask, a score function, a bias, positions, sinks, blocks")
+@pytest.mark.slow
 def test_the_effect_of_each_key_is_that_of_attention_with_it_replaced(inputs, case):
     options, gate = CASES[case], np.sin(np.arange(2 * S * K)).reshape(2, S, K)
     weight = np.cos(np.arange(2 * T * N * D)).reshape(2, T, N, D)
@@ -218,6 +218,7 @@ def test_unseen_keys_may_hold_anything_and_an_open_gate_changes_no_bit(inputs):
     np.testing.assert_allclose(-slope[0], of_each[..., 0], atol=0.05 * abs(of_each).max())
 
 
+@pytest.mark.slow
 def test_memory_is_linear():
     """Compiled, not run: queries, keys and their effects at T = S = 4096, whose scores take 64 MiB a head."""
     length = 4096

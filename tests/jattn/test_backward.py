@@ -64,7 +64,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow_except("tpu-plain function", "cuda-window and soft cap")
+@pytest.mark.slow_except("cuda-window and soft cap")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_as_dense(accelerator, name):
     arrays = floats(B, T, N, H), floats(B, S, K, H, seed=1), floats(B, S, K, D, seed=2), floats(B, T, N, D, seed=3)
@@ -145,7 +145,7 @@ def check_against_dense(implementation, dtype, captured="slope"):
         pytest.param("decode", "slope", marks=pytest.mark.slow),
         pytest.param(Native(few=0), "slope", marks=needs_native, id="native-slope"),
         pytest.param(Native(few=0), "bias", marks=[needs_native, pytest.mark.slow], id="native-bias"),
-        pytest.param(Cudnn(fused), "scale", id="cudnn-scale"),
+        pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
         pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
     ],
 )

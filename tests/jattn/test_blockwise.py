@@ -347,7 +347,7 @@ CUT = {
 }
 
 
-@pytest.mark.slow_except("all options")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CUT)
 def test_blocks_that_are_cut_into_pieces(name):
     """Values, lse and gradients of blocks of 512, cut into pieces of 256, compared with the dense formula."""

@@ -59,6 +59,10 @@ class Variant:
         how = {"traced": self.traced, "on a mesh": self.sharded, "in shard_map": self.mapped}
         return ", ".join([self.name, *(name for name, yes in how.items() if yes)])
 
+    @property
+    def plain(self) -> bool:
+        return not (self.traced or self.sharded or self.mapped or self.dtype)
+
     def of(self, case: Case) -> Case:
         """The case in the variant's dtype."""
         return case if self.dtype is None else case.of(self.dtype)
@@ -242,9 +246,8 @@ def compare(got: Any, expected: Any, tolerance: float, what: str) -> None:
 def poisoned_pairs():
     """Those that compile in less than a second are fast, and one case of each other implementation."""
     for variant in VARIANTS:
-        plain = not (variant.traced or variant.mapped or variant.dtype)
         for name in POISONED:
-            fast = variant.name in ("xla", "cudnn", "native") or (plain and name == "key lengths")
+            fast = variant.plain and (variant.name in ("xla", "cudnn", "native") or name == "key lengths")
             yield param(variant, name, fast=fast)
 
 
@@ -262,6 +265,7 @@ def test_what_nobody_sees_may_hold_anything(variant, name):
 
 
 @pytest.mark.parametrize("argument", ["key", "value"])
+@pytest.mark.parametrize("variant", [param(one, fast=one.plain) for one in VARIANTS], indirect=True, ids=str)
 def test_visible_nan_shows_in_every_row_that_sees_it(variant, argument):
     case = variant.of(Case({"is_causal": True}))
     skip_where_unsupported(case, variant)

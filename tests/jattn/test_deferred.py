@@ -73,7 +73,8 @@ class TestExport:
         assert self.products(text)[0] >= {"f32", "bf16"}
 
     @pytest.mark.parametrize("name", [
-        "batch", "dense", *(pytest.param(x, marks=pytest.mark.slow) for x in ("blocks", "gradients of blocks", "statistics"))
+        "dense",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("batch", "blocks", "gradients of blocks", "statistics")),
     ])  # fmt: skip
     def test_symbolic_shapes(self, name):
         b, t = jax.export.symbolic_shape("b, t")
@@ -200,10 +201,11 @@ class TestRemat:
         fn = layer if policy is None else jax.checkpoint(layer, policy=policy)
         return jax.jit(jax.grad(lambda x: jnp.sum(fn(x) ** 2))).lower(x).compile()
 
-    @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("heads", [1, 2])
     @pytest.mark.parametrize("names", [
         ("dots", "all but a name"),  # which keep most
-        pytest.param(("dots without batch", "nothing", "names"), marks=pytest.mark.slow),
+        ("dots without batch", "nothing", "names"),
     ])  # fmt: skip
     def test_memory_under_every_policy(self, names, heads):
         plain, *others = (

@@ -107,7 +107,14 @@ def test_the_compiled_kernels_are_taken_where_they_pay():
     assert "jattn_forward" not in text
 
 
-@pytest.mark.parametrize("shape", [(3, 40, 96), (2, 160, 160), (1, 1, 200)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 40, 96),
+        pytest.param((2, 160, 160), marks=pytest.mark.slow),
+        pytest.param((1, 1, 200), marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
     """The dense formula, whose derivatives JAX takes, where the kernels would be taken on a CPU."""
     dispatch, (B, T, S) = Dispatch(), shape
@@ -174,7 +181,7 @@ class Counted:
         return jax.pure_callback(note, score, score, vmap_method="sequential")
 
 
-@pytest.mark.slow_except("causal", "segments")
+@pytest.mark.slow_except("segments")
 @pytest.mark.parametrize("name", STATIC)
 def test_how_much_is_computed_on_a_cpu(name):
     """Compared with the scores that blockwise computes when it runs."""

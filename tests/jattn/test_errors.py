@@ -21,6 +21,7 @@ from jattn.mods.arrays import CONVENTION
 from tests.jattn.error_table import ROWS
 
 
+@pytest.mark.slow
 def test_every_error_says_what_is_wrong():
     """In a separate process without a type checker, as users call."""
     command = [sys.executable, Path(__file__).with_name("error_table.py")]

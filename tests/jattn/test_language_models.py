@@ -234,6 +234,7 @@ def test_a_layer_is_compiled_once():
     assert instructions(2) == instructions(9) > 0
 
 
+@pytest.mark.slow
 def test_layers_sow_and_take_options_of_their_own(models):
     model = models("llama")
     look = nnx.capture(lambda model: model(TOKENS, sow_heads=True, sow_weights=True), nnx.Intermediate)
@@ -259,6 +260,7 @@ def test_layers_sow_and_take_options_of_their_own(models):
     assert alone.shape == (1, 4, WIDTH)
 
 
+@pytest.mark.slow
 def test_a_layer_without_a_gate_has_a_neutral_one(models):
     """What only one layer has changes nothing in the others, as in a model that calls its layers one after another."""
     model, rng = models("llama"), np.random.default_rng(0)
@@ -317,7 +319,7 @@ def append(model, tokens, cache, valid=None):
     return model.logits(hidden), cache
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mistral", "gpt_neox"))])
 def test_chunks_through_a_cache_are_the_full_pass(models, name):
     model = models(name)
     expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
@@ -358,6 +360,7 @@ def test_learned_positions_go_on_in_a_cache():
         model(tokens, decode=True)
 
 
+@pytest.mark.slow
 def test_padding_on_the_left_and_positions_that_are_given():
     """Learned positions count the real tokens, with and without a cache."""
     from tests.jattn.test_interop import GPT2, gpt2_tensors
@@ -449,6 +452,7 @@ def test_ragged_prompts_are_continued_as_each_alone(models, written):
         assert list(found) == greedy(models("llama"), prompt, 6)
 
 
+@pytest.mark.slow
 def test_prompts_in_chunks_and_a_stop(models, written, monkeypatch):
     model, end = models("llama"), int(written[0][2])
     assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == list(

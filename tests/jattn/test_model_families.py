@@ -156,7 +156,8 @@ def test_long_sequences_take_linear_memory(models):
     assert compiled.memory_analysis().temp_size_in_bytes < T * T
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("olmo2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "olmo2"])
 def test_chunks_through_a_cache_are_the_full_pass(models, name):
     model = models(name)
     expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
@@ -216,6 +217,7 @@ def test_gradients_of_both_kinds_of_layers(models):
 # options of each layer, and looking inside
 
 
+@pytest.mark.slow
 def test_layers_take_options_and_sow_as_before(models):
     model = models("gemma2")
     look = nnx.capture(lambda model, layers: model(TOKENS, per_layer=layers, **SOW), nnx.Intermediate)
@@ -238,7 +240,7 @@ SOW = {"sow_weights": True, "sow_statistics": ["current_token"]}
 VALID = np.arange(13) >= np.array([[0], [4]])
 
 
-@pytest.mark.slow_except("gemma2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3"])
 def test_look_gives_the_options_of_the_weights(models, name):
     model = models(name)
@@ -271,6 +273,7 @@ def of_every_layer(layers, fn):
     return jax.jit(lambda arrays: [fn(*own, **of) for own, of in zip(arrays, options, strict=True)])(arrays)
 
 
+@pytest.mark.slow
 def test_look_takes_the_options_of_the_call(models):
     model, per_layer = models("gemma2"), [{"head_gate": np.full(HEADS, i, np.float32)} for i in range(LAYERS)]
     options = {"mask": np.arange(13) < 6, "per_layer": per_layer, "input_positions": np.arange(13) * 2, "valid": VALID}

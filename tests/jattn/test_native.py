@@ -153,8 +153,7 @@ def widths():
 @needs_package
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.slow_except(
-    "full", "window", "no rows", "packed", "far alibi", "soft cap", "a window of each head", "relative bias", "rolling",
-    "packed, keys beyond the table", "dropout", "rows of -inf, and of the least float",
+    "full", "window", "no rows", "packed", "a window of each head", "dropout", "rows of -inf, and of the least float",
 )  # fmt: skip
 def test_every_width_is_the_dense_formula(name, getkey):
     qkv = arrays(getkey())
@@ -166,7 +165,7 @@ def test_every_width_is_the_dense_formula(name, getkey):
 @needs_package
 @pytest.mark.parametrize("queries", [T, 5])
 @pytest.mark.parametrize("axes", AXES)
-@pytest.mark.slow_except("BNTS-300", "1NT1-300", "B11S-5")
+@pytest.mark.slow_except("1NT1-300", "B11S-5")
 def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
     qkv, options = arrays(getkey(), queries), pair_options(axes, queries)
     wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
@@ -177,7 +176,7 @@ def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
 @needs_package
 @pytest.mark.parametrize("queries", [T, 5])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-@pytest.mark.slow_except("bfloat16-300", "bfloat16-5")
+@pytest.mark.slow_except("bfloat16-5")
 def test_biases_of_other_dtypes(dtype, queries, getkey):
     qkv, bias = arrays(getkey(), queries), pair_options("BNTS", queries)["bias"]
     with jax.enable_x64(dtype == "float64"):
@@ -211,7 +210,7 @@ def test_ids_of_64_bits(kind, few, getkey):
 
 
 @needs_package
-@pytest.mark.parametrize("queries", [5, T])
+@pytest.mark.parametrize("queries", [5, pytest.param(T, marks=pytest.mark.slow)])
 def test_gradients_at_large_scores(queries, getkey):
     """The weights that the backward pass computes again add up to 1, although scores are rounded to units and more."""
     query, key, value = arrays(getkey(), queries, 70)
@@ -239,12 +238,12 @@ def test_gradients_at_large_scores(queries, getkey):
     [
         {},
         {"score_mod": score_mods.SoftCap(5.0)},
-        {"local_window_size": (1100, 0)},
-        {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
         {"is_causal": True, "kv_positions": np.stack([np.roll(np.arange(2500), 999), np.arange(2500) * 2 - 100])},
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
+                {"local_window_size": (1100, 0)},
+                {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
                 {"dropout_rate": 0.5, "dropout_rng": jax.random.key(2), "kv_positions": np.arange(2500)[::-1]},
                 {"mask": WindowOfHead(np.array([1, 40, 1000, 3000]))},
             )
@@ -268,7 +267,7 @@ def test_few_queries(queries, options, getkey):
 
 @needs_package
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("queries", [1, T])
+@pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), T])
 def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
     qkv = arrays(getkey(), queries, dtype=dtype)
     got = values_and_gradients("native", {}, qkv)
@@ -295,7 +294,7 @@ def test_every_number_of_16_bits_is_read(queries, dtype):
 
 
 @needs_package
-@pytest.mark.parametrize("queries", [4, T])
+@pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 def test_what_nobody_sees_may_be_nan(queries, getkey):
     """Keys past the end, between segments, and queries that see nothing."""
     clean = arrays(getkey(), queries)
@@ -310,7 +309,7 @@ def test_what_nobody_sees_may_be_nan(queries, getkey):
 
 
 @needs_package
-@pytest.mark.parametrize("queries", [4, T])
+@pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", ["mask array", "positions"])
 def test_what_an_array_hides_may_be_nan(by, queries, getkey):
     """Keys that a mask array or their positions hide, with a bias and dropout, too."""
@@ -326,7 +325,7 @@ def test_what_an_array_hides_may_be_nan(by, queries, getkey):
 
 
 @needs_package
-@pytest.mark.parametrize("queries", [4, T])
+@pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 def test_gradients_of_other_arrays(queries, getkey):
     """Of a bias and of a table of relative biases, beside those of query, key and value."""
     qkv = arrays(getkey(), queries)
@@ -352,6 +351,7 @@ def test_nan_that_is_seen_stays():
     assert np.isnan(jax.jit(lambda ones, x: attend(ones, x, x, implementation="native"))(ones[:, :1], x)).all()
 
 
+@pytest.mark.slow
 @needs_package
 def test_gradients_in_parts(getkey):
     """A long sequence with a single key head: parts of the queries have sums of their own."""
@@ -369,6 +369,7 @@ def test_equal_calls_have_equal_bits(getkey):
         jax.tree.map(np.testing.assert_array_equal, values_and_gradients("native", {}, qkv), first)
 
 
+@pytest.mark.slow
 @needs_package
 def test_under_transformations(getkey):
     qkv = arrays(getkey(), 20, 33)
@@ -405,6 +406,7 @@ def test_under_transformations(getkey):
         compare(*(jax.jit(functools.partial(fn, name))() for name in ("native", "xla")))
 
 
+@pytest.mark.slow
 @needs_package
 def test_calls_at_the_same_time(getkey):
     """Of several threads, and of one program that computes independent calls: none waits for another's tasks."""

@@ -84,9 +84,8 @@ def assert_as_exact_as_dense(arrays, options):
 
 
 @NEW
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name.startswith("causal") else [pytest.mark.slow]) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_several_blocks_without_races(name):
     assert_as_exact_as_dense(qkv(), CASES[name])
 
@@ -176,6 +175,7 @@ def test_nan_stays_in_the_rows_that_see_it():
     assert np.isnan(received[0, :, 40]).all() and np.isfinite(received[0, :, 80:]).all()
 
 
+@pytest.mark.slow
 @NEW
 def test_is_lowered_for_nvidia_gpus_alone():
     x = jnp.ones((1, 512, 2, 64), jnp.bfloat16)

@@ -149,6 +149,7 @@ def test_no_races():
     assert_same(found, Blockwise().fold(args, fold))
 
 
+@pytest.mark.slow
 def test_on_a_tpu_it_is_taken_by_name_only():
     x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
 

@@ -165,6 +165,7 @@ def random_model():
     return layers, x[0], source, [{name: np.asarray(x, float) for name, x in layer.items()} for layer in drawn]
 
 
+@pytest.mark.slow_except("z", "pattern")
 @pytest.mark.parametrize("what", ["q", "k", "v", "z", "pattern"])
 def test_every_patch_is_the_run_with_that_activation_replaced(random_model, what):
     layers, x, source, kernels = random_model
@@ -194,6 +195,7 @@ def test_one_program_runs_the_model_once(random_model):
     assert shapes.shape == (2, N, 3, 5, 8)
 
 
+@pytest.mark.slow
 def test_the_option_on_its_own(random_model):
     """Gates between 0 and 1, of one sequence, with several batch axes and with none; weights; both Flax modules."""
     layers, x, source, kernels = random_model

@@ -49,6 +49,7 @@ def test_the_page_has_the_weights_and_the_words(causal):
     assert [head["code"] for head in data["heads"]] == [f"L{layer}H{head}" for layer in range(L) for head in range(N)]
 
 
+@pytest.mark.slow
 def test_statistics_are_means_over_all_queries(causal):
     layers = list(qk().values())
     eligible = np.arange(T) < np.array([[7], [4]])
@@ -120,6 +121,7 @@ def sown_by(model, x, **options):
     return nnx.capture(lambda model: model(x, **options), nnx.Intermediate)(model)[1]
 
 
+@pytest.mark.slow
 def test_what_models_sow_is_read():
     """From queries and keys as from the weights that the same model sows."""
     x = jax.random.normal(jax.random.key(1), (B, T, N * H))
@@ -145,6 +147,7 @@ def test_what_models_sow_is_read():
     np.testing.assert_allclose(weights_of(report.html, 0, 0), found[0], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_layer_has_options_of_its_own():
     layers = qk()
     (q0, k0), (q1, k1) = layers.values()
@@ -157,7 +160,7 @@ def test_a_layer_has_options_of_its_own():
     assert [head.code for head in report.heads][::N] == ["nearH0", "farH0"]
 
 
-@pytest.mark.parametrize("lead", [(N,), (L, N), (L, B, N)])
+@pytest.mark.parametrize("lead", [(N,), (L, N), pytest.param((L, B, N), marks=pytest.mark.slow)])
 def test_weights_are_read_as_they_are(lead):
     weights = np.random.default_rng(0).random((*lead, 3, 4)).astype(np.float32)
     weights[..., 0, :] = 0  # a query that sees nothing
@@ -210,6 +213,7 @@ def test_words_may_be_arrays(make):
     assert jattn.report(qk(), make([WORDS] * B), is_causal=True).queries == [WORDS] * B
 
 
+@pytest.mark.slow
 def test_numbers_of_ones_own_and_roles():
     effect = np.arange(L * N).reshape(L, N) / 10
     null = jattn.report(
@@ -334,6 +338,7 @@ def test_nan_is_said():
     assert "NaN" not in embedded(report.html)["views"][1]["frames"][0]["note"]
 
 
+@pytest.mark.slow
 def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
     monkeypatch.setattr(_look, "DENSE", 0)
     monkeypatch.setattr(_look, "BLOCKS", 4)
@@ -348,6 +353,7 @@ def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
     assert second["side"] == [3, 3]  # five tokens reach into three blocks of 2.25
 
 
+@pytest.mark.slow
 def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
     monkeypatch.setattr(_look, "DENSE", 0)
     monkeypatch.setattr(_look, "ROWS", 2 * L * N * 9 - 1)

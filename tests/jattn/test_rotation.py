@@ -93,6 +93,7 @@ def lowered(devices, layout="contiguous", gradient=True, length=64, dtype=jnp.fl
     return re.findall(r'"?stablehlo.collective_permute"?.*?-> tensor<([\dx]+x\w+)>', text)
 
 
+@pytest.mark.slow
 def test_no_hop_is_wasted():
     """Two devices: keys and values travel once in each pass, and so do the gradients, home."""
     assert len(lowered(2, gradient=False, is_causal=True)) == 2

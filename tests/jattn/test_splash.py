@@ -216,6 +216,7 @@ def request_of(B=2, T=7, S=11, N=4, K=2, H=8, D=8, dtype=jnp.float32, **options)
     return make_args(*qkv(B, T, S, N, K, H, D, dtype), **options)
 
 
+@pytest.mark.slow
 def test_refuses_more_blocks_than_scalar_memory_holds():
     few, many = (jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16) for length in (2**18, 2**19))
     assert "splash: taken on TPU" in jattn.explain(few, few, few, is_causal=True, platform="tpu")

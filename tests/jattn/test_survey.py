@@ -72,7 +72,7 @@ def loss(logits, tokens=TOKENS):
 
 
 @pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
-@pytest.mark.slow_except("mean")
+@pytest.mark.slow
 def test_effects_are_those_of_ablate(model, kind):
     found = survey_of(model, TOKENS, kind=kind, exact=None)
     clean = heads.collect(sown_by(model))
@@ -83,6 +83,7 @@ def test_effects_are_those_of_ablate(model, kind):
     assert np.isclose(found.metric, loss(model(jnp.asarray(TOKENS))), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_largest_estimates_are_measured(model):
     found, exact = survey_of(model, TOKENS, exact=2), survey_of(model, TOKENS, exact=None)
 
@@ -137,6 +138,7 @@ def test_statistics_and_attribution(model):
     np.testing.assert_allclose(found.attribution, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_roles_need_twins(model, monkeypatch):
     assert survey_of(model, TOKENS, exact=0).roles is None
     seeds, seen, roles = [], {}, heads.roles
@@ -168,6 +170,7 @@ def test_roles_need_twins(model, monkeypatch):
     assert "role" in found.columns()
 
 
+@pytest.mark.slow
 def test_paths_into_a_head(model):
     found = survey_of(model, TOKENS, exact=0, into=(2, 1)).paths
     assert found.query.shape == found.key.shape == (2, N)
@@ -203,7 +206,7 @@ KINDS = {"a window in all layers": {"local": None, "local_position": None}, "in 
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
-@pytest.mark.slow_except("a window in all layers")
+@pytest.mark.slow
 def test_a_model_of_interop(changes):
     model, tokens = interop.Transformer(config(**changes), rngs=nnx.Rngs(0)), jnp.asarray(TOKENS)
     found = survey_of(model, TOKENS, exact=None, into=(1, 0))
@@ -353,6 +356,7 @@ def test_wrong_arguments(model, args, options, error, message):
         survey_of(model, *args, **options)
 
 
+@pytest.mark.slow
 def test_models_that_are_none(model):
     with pytest.raises(TypeError, match="got Linear without embed, layers, unembed"):
         survey_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), TOKENS)

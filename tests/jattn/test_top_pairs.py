@@ -149,6 +149,7 @@ class TestEdges:
 
 
 class TestTransformations:
+    @pytest.mark.slow
     def test_one_sequence_and_vmap(self):
         query, key = inputs()
         found = top_pairs(query, key, 2, name="causal")
