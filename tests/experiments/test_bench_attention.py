@@ -470,6 +470,7 @@ def test_a_picture_of_nothing_and_of_everything():
     assert drawn.get_suptitle().startswith("Causal attention, float32, B=1 N=8 H=64, a CPU, 2 cores")
 
 
+@pytest.mark.slow
 def test_a_batch_is_measured_and_kept_apart(tmp_path, tiny, capsys):
     options = ["--peers", "jax", "--lengths", "8", "--cases", "causal", "--parts", "times", "--seconds", ".001"]
     assert run_main(["bench", *options, "--batch", "2", "--out", str(tmp_path)]) == 0

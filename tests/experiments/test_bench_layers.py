@@ -164,7 +164,7 @@ class Altered(nnx.MultiHeadAttention):
         return 1.01 * y if self.mistake == "exaggerates" else y
 
 
-@pytest.mark.slow_except("decode, module-decoder-writes nothing")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step, build, mistake",
     [

@@ -302,6 +302,7 @@ def test_differences_name_the_key_and_both_values(tmp_path):
     assert len(config.differences(saved, now)) == 3  # including the two keys of the removed control
 
 
+@pytest.mark.slow_except("copy", "smollm2")
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_the_configs_of_the_project_are_valid(file):
     assert config.read(file).name == file.stem

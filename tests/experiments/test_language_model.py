@@ -84,6 +84,7 @@ def test_bigrams_that_came_before():
     np.testing.assert_array_equal(found, np.array(expected, bool))
 
 
+@pytest.mark.slow
 def test_losses_with_heads_off_are_those_of_plain_code(model, data):
     gates = np.ones((3, 4))
     gates[1, 2] = gates[2, 0] = 0.0

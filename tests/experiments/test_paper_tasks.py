@@ -48,6 +48,7 @@ def test_levels_of_long_chains_are_those_published(symbols, published):
     np.testing.assert_allclose(found, published, atol=0.006)
 
 
+@pytest.mark.slow
 def test_a_chain_starts_from_its_stationary_distribution_and_doubly_stochastic_ones_say_nothing_by_single_symbols():
     first = sampled(tasks.Markov(2, 2), 8000)
     np.testing.assert_allclose(first.tokens[:, 0].mean(), first.tokens[:, 1].mean(), atol=0.03)

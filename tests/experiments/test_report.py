@@ -205,6 +205,7 @@ def test_a_seed_that_is_not_finite_does_not_stop_the_report(coarse, tmp_path):
     assert seed.count("M") == 1 and seed.count("L") == 4  # it ends where its numbers end
 
 
+@pytest.mark.slow
 def test_figures_are_embedded_in_the_colours_of_the_page(written):
     _, path = written
     page = path.read_text(encoding="utf-8")

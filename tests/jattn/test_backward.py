@@ -74,7 +74,7 @@ def test_same_as_dense(accelerator, name):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 
 
-@pytest.mark.slow_except("tpu-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_bfloat16_are_as_exact_as_dense(accelerator, causal):
     """Each block's gradients are added up in float32 and rounded once."""

@@ -61,6 +61,7 @@ class TestExport:
         assert self.products(text)[0] == {"f32", "bf16"}
         assert text.count("stablehlo.while") >= self.text(["cpu"]).count("stablehlo.while")
 
+    @pytest.mark.slow
     def test_so_does_that_of_a_gradient(self):
         text = self.text(PLATFORMS, lambda fn: jax.grad(lambda *x: fn(*x).sum(), (0, 1, 2)))
         assert self.products(text)[0] == {"f32", "bf16"}

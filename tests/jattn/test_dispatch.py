@@ -107,14 +107,8 @@ def test_the_compiled_kernels_are_taken_where_they_pay():
     assert "jattn_forward" not in text
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (3, 40, 96),
-        pytest.param((2, 160, 160), marks=pytest.mark.slow),
-        pytest.param((1, 1, 200), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 40, 96), (2, 160, 160), (1, 1, 200)])
 def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
     """The dense formula, whose derivatives JAX takes, where the kernels would be taken on a CPU."""
     dispatch, (B, T, S) = Dispatch(), shape

@@ -77,6 +77,7 @@ def test_divergence_is_that_of_the_mean_patterns(arrays, name):
         np.testing.assert_allclose(eager[0], found[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_at_once_are_averaged_all_the_same():
     """Divergence is a mean over all rows, even if they are processed in several parts."""
     keys = _divergence.WEIGHTS // (2 * N)  # two rows of both sequences at a time, so the third is processed alone

@@ -188,7 +188,7 @@ def test_the_seeds_draw_every_option(system):
     assert {kind for _, kind, _, _ in drawn} == set(INPUTS) and {mask for _, _, mask, _ in drawn} == set(MASKS)
 
 
-@pytest.mark.slow_except("LINEN-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "system, seed",
     [(system, seed) for system in (NNX, LINEN) for seed in system.seeds],

@@ -88,7 +88,7 @@ def test_weights_are_flaxs(ours, theirs, qkv):
         assert len(formulas) == 1, "the custom product must be used"
 
 
-@pytest.mark.slow_except("False-linen")
+@pytest.mark.slow
 @LIBRARIES
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_weights_after_dropout_are_those_that_meet_the_values(ours, theirs, qkv, broadcast):

@@ -151,6 +151,7 @@ class TestValues:
         assert found.shape == (N, T, S)
         compare(found, weights_of(query, key))
 
+    @pytest.mark.slow
     def test_the_lse_of_a_call_with_sinks(self):
         (query, key), sinks = inputs(), jnp.asarray(floats(N))
         options = {"is_causal": True, "key_value_seq_lengths": np.array([0, 9])}
@@ -184,6 +185,7 @@ class TestValues:
         found = fold_weights(total, 0.5, query, key, is_causal=True)
         np.testing.assert_array_equal(found, np.full((B, N), 0.5))
 
+    @pytest.mark.slow
     def test_every_block_that_is_not_empty_comes_once_and_no_other(self):
         """Slot indices continue past the last row and column, where the weights are 0."""
         query, key = inputs()

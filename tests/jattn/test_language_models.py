@@ -188,6 +188,7 @@ def close(found, expected, tolerance=1e-5):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
+@pytest.mark.slow_except("llama", "gpt_neox", "mistral")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_its_formula(models, name):
     close(logits(models(name), TOKENS), expected_logits(CONFIGS[name], tensors_of(name), TOKENS))
@@ -509,6 +510,7 @@ def test_bad_requests_to_write(models, prompts, options, message):
         interop.generate(models("llama"), prompts, 3, **options)
 
 
+@pytest.mark.slow
 def test_options_of_other_types(models, written):
     model = models("llama")
     for options in ({"stop": "</s>"}, {"stop": [None]}, {"temperature": 1.0, "key": 0}):

@@ -114,6 +114,7 @@ KEPT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_except("gemma3", "qwen3")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_gives_the_logits_that_were_kept(models, name):
     found = logits(models(name), TOKENS)
@@ -167,6 +168,7 @@ def test_chunks_through_a_cache_are_the_full_pass(models, name):
     close(np.concatenate(found, 1), expected)
 
 
+@pytest.mark.slow
 def test_padding_on_the_left_changes_nothing(models):
     model, expected = models("gemma3"), logits(models("gemma3"), TOKENS)
     padded = np.concatenate([np.full((2, 3), 7), TOKENS], 1)
@@ -308,6 +310,7 @@ def test_parts_sum_to_the_logit_before_its_cap(models, name):
     close(total if cap is None else cap * np.tanh(total / cap), found)
 
 
+@pytest.mark.slow
 def test_a_heads_part_is_what_the_norm_leaves_of_it(models):
     """With the factors of attention's norm and the last one held, a head's part is its output through both."""
     model, direction = models("olmo2"), np.random.default_rng(4).normal(size=32).astype(np.float32)

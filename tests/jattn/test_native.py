@@ -153,7 +153,7 @@ def widths():
 @needs_package
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.slow_except(
-    "full", "window", "no rows", "packed", "a window of each head", "dropout", "rows of -inf, and of the least float",
+    "full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float",
 )  # fmt: skip
 def test_every_width_is_the_dense_formula(name, getkey):
     qkv = arrays(getkey())
@@ -325,7 +325,8 @@ def test_what_an_array_hides_may_be_nan(by, queries, getkey):
 
 
 @needs_package
-@pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [4, T])
 def test_gradients_of_other_arrays(queries, getkey):
     """Of a bias and of a table of relative biases, beside those of query, key and value."""
     qkv = arrays(getkey(), queries)
@@ -425,6 +426,7 @@ def test_calls_at_the_same_time(getkey):
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@pytest.mark.slow
 @needs_package
 def test_in_a_scan(getkey):
     qkv = arrays(getkey(), 20, 33)
@@ -439,6 +441,7 @@ def test_in_a_scan(getkey):
     compare(*(jax.grad(functools.partial(loss, name), (0, 1, 2))(*qkv) for name in ("native", "xla")))
 
 
+@pytest.mark.slow
 @needs_package
 @pytest.mark.parametrize("spec", [("batch", None, "heads"), pytest.param((), marks=pytest.mark.slow)])
 def test_on_a_mesh_of_explicit_axes(spec, getkey):

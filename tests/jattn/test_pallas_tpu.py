@@ -174,6 +174,7 @@ def test_other_derivatives_are_blockwises():
         np.testing.assert_allclose(ours, dense, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_head_with_a_traced_slope():
     q, k, v = (x[:1, :8, :1] for x in qkv())
 
@@ -213,6 +214,7 @@ def test_in_x64():
         np.testing.assert_allclose(attend(PallasTPU((256, 128), interpret=True)), attend("xla"), rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_on_each_device_of_a_mesh():
     mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     spec = jax.sharding.NamedSharding(mesh, jax.P("batch", None, "heads", None))

@@ -450,6 +450,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow_except("RMS norm, grouped queries, no biases, a head")
 def test_the_parts_of_a_transformer_sum_to_the_logit(kind):

@@ -304,6 +304,7 @@ def test_what_stands_beside_is_a_report(given):
         _reports("compare", given)
 
 
+@pytest.mark.slow
 def test_weights_under_another_mask_are_refused():
     """Otherwise the picture would show what the model did not do."""
     sown = sown_by(Ours(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (B, T, N * H)), sow_heads=True)

@@ -73,6 +73,7 @@ def test_while_a_model_decodes_from_a_cache():
     np.testing.assert_array_equal(retrieval_score(jnp.concatenate(rows, 2), slots, tokens[0, answer:], inside), wanted)
 
 
+@pytest.mark.slow
 def test_jitted_and_over_a_batch():
     weights = jnp.asarray(np.random.default_rng(1).random((3, 2, 4, 6)), jnp.float32)
     tokens, written = jnp.arange(18).reshape(3, 6) % 5, jnp.arange(12).reshape(3, 4) % 5

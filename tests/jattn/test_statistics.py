@@ -233,7 +233,7 @@ DETECTORS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_except("duplicate_token", "induction")
+@pytest.mark.slow_except("induction")
 @pytest.mark.parametrize("name", DETECTORS)
 def test_a_detector_knows_its_own_kind_alone(known, name):
     chance = known["uniform"][name]

@@ -114,6 +114,7 @@ def test_one_head_alone_matters(model):
     assert found.table(1).splitlines()[1].split()[:2] == ["1", "1"]
 
 
+@pytest.mark.slow
 def test_statistics_and_attribution(model):
     found = survey_of(model, TOKENS, exact=0)
     sown = sown_by(model, sow_statistics={"names": NAMES, "tokens": jnp.asarray(TOKENS)})
