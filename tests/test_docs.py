@@ -86,7 +86,7 @@ def _read(text: str) -> tuple[list[list[str]], list[str]]:
     return [FRACTION.sub(".", line).split() for line in lines], FRACTION.findall(text)
 
 
-@pytest.mark.slow_except("docs/architecture.md", "docs/extending.md", "docs/what-to-call.md")
+@pytest.mark.slow_except("docs/architecture.md", "docs/extending.md")
 @pytest.mark.parametrize(
     "path", [path for path in DOCUMENTS if path.name not in WITHOUT_CODE], ids=lambda path: str(path.relative_to(ROOT))
 )

@@ -228,6 +228,7 @@ def test_figures_are_embedded_in_the_colours_of_the_page(written):
     assert len(ids) == len(set(ids)) and {f"{name}-title" for name in drawn} <= set(ids)
 
 
+@pytest.mark.slow
 def test_a_figure_without_a_section_gets_one(written, monkeypatch, tmp_path):
     added = tmp_path / "added.svg"
     added.write_bytes((written[1].parent / "figures" / "curves.svg").read_bytes())
@@ -236,6 +237,7 @@ def test_a_figure_without_a_section_gets_one(written, monkeypatch, tmp_path):
     assert re.findall(r'<section id="(\w+)" class="drawn">', whole) == ["added"] and "accuracy over length" in whole
 
 
+@pytest.mark.slow
 def test_embedded_weights_are_those_found(written):
     findings, path = written
     text = read(path)

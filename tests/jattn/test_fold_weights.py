@@ -171,6 +171,7 @@ class TestValues:
         assert found.dtype == jnp.float32
         compare(found, weights_of(query, key))
 
+    @pytest.mark.slow
     def test_where_arrays_may_be_divided_heads_and_sequences_go_together(self):
         query, key = inputs()
         options = {"bias": floats(1, N, T, S), "key_value_seq_lengths": np.array([3, 9])}

@@ -187,6 +187,7 @@ def test_ragged_prompts_are_continued_as_each_alone(models):
         assert list(found) == greedy(models("gemma2"), prompt, 4)
 
 
+@pytest.mark.slow
 def test_a_layer_on_its_own_has_its_rotary_positions(models):
     few = TOKENS[:, :4]  # the window hides none of them
 

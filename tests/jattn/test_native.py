@@ -310,7 +310,7 @@ def test_what_nobody_sees_may_be_nan(queries, getkey):
 
 @needs_package
 @pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("by", ["mask array", "positions"])
+@pytest.mark.parametrize("by", ["mask array", pytest.param("positions", marks=pytest.mark.slow)])
 def test_what_an_array_hides_may_be_nan(by, queries, getkey):
     """Keys that a mask array or their positions hide, with a bias and dropout, too."""
     clean, hidden = arrays(getkey(), queries), np.arange(T) // 10 % 3 == 0

@@ -113,9 +113,8 @@ FEW = {
 
 
 @NEW
-@pytest.mark.parametrize(
-    "name", [name if name.startswith("one") else pytest.param(name, marks=pytest.mark.slow) for name in FEW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
 def test_few_queries_and_many_keys(name):
     """Several programs share the keys; query heads of one key head are rows of one block, if nothing tells them apart."""
     length, options = FEW[name]

@@ -103,6 +103,7 @@ def test_the_largest_estimates_are_measured(model):
     assert not none.exact.any() and (none.effect == none.estimate).all()
 
 
+@pytest.mark.slow
 def test_one_head_alone_matters(model):
     model = nnx.clone(model)
     for i, layer in enumerate(model.layers):
@@ -238,6 +239,7 @@ def test_norms_of_what_heads_write():
         survey_of(model, TOKENS, into=(1, 0))
 
 
+@pytest.mark.slow
 def test_the_report_has_effects_and_attribution(model, tmp_path):
     found = survey_of(model, TOKENS, exact=0)
     page = found.report(tmp_path / "heads.html", is_causal=True)
