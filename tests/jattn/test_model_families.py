@@ -134,6 +134,7 @@ def test_every_family_is_transformers(models, name):
 # layers with a window and layers without
 
 
+@pytest.mark.slow
 def test_two_kinds_of_layers_are_two_programs():
     def products(num_layers, name="gemma2"):
         config = {**CONFIGS[name], "num_hidden_layers": num_layers}

@@ -198,6 +198,7 @@ def test_is_lowered_for_nvidia_gpus_alone():
     assert text.count("mosaic_gpu_v2") == 4  # the log-sum-exp, the sums of queries, of keys, of offsets
 
 
+@pytest.mark.slow
 @NEW
 def test_one_head_with_a_traced_slope_is_lowered():
     x = jnp.ones((1, 128, 1, 64), jnp.bfloat16)

@@ -248,6 +248,7 @@ def test_the_report_has_effects_and_attribution(model, tmp_path):
     assert (tmp_path / "heads.html").read_text() == page.html and page.queries[0][0] == str(TOKENS[0, 0])
 
 
+@pytest.mark.slow
 def test_equal_layers_share_their_programs(model, caplog):
     longer = with_layers(*Model(1).layers, *Model(2).layers)
     survey_of(model, TOKENS, exact=2)
