@@ -268,7 +268,7 @@ def _program(
     pl.when(partial | full)(lambda: copy(own=False))
     for masked, listed in ((False, full), (True, partial)):
         if counts[masked]:
-            often = not grid.by_key and bool(2 * counts[masked] >= sum(counts))  # by key, a loop costs next to nothing
+            often = bool(2 * counts[masked] >= sum(counts))
             arguments = scores, steps, masked, often, (i, j), (b, n), ins, kept
             pl.when(listed)(functools.partial(_compute, *arguments))
 
