@@ -36,7 +36,7 @@ accelerator := $(if $(wildcard /dev/accel0 /dev/vfio/0),tpu,$(if $(shell command
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment (jattn list) into runs/, and again on ten fresh seeds (three hours)"
+	@echo "make experiments   run every experiment (jattn list) into runs/, and again on ten fresh seeds (hours)"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
 	@echo "make test-chips    compile for four TPUs and two GPUs without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
