@@ -1,5 +1,6 @@
 """``dot_product_attention``: checks its input, chooses an implementation and calls it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex, Unpack, overload
 
@@ -12,6 +13,7 @@ from jattn.core.arguments import (
     AttentionArgs,
     AttentionOptions,
     ScoreOptions,
+    Stack,
     flag,
     make_args,
     make_lse,
@@ -127,15 +129,33 @@ def dot_product_attention(
         query_positions=query_positions, kv_positions=kv_positions, dropout_rate=dropout_rate, dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
+    out, lse = _run(args, implementation, sinks)
+    if jnp.ndim(query) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if with_lse else out
+
+
+def attend_in_stack(
+    query: Array,
+    key: Array,
+    value: Array,
+    stack: Stack,
+    *,
+    implementation: str | Implementation | None = None,
+    sinks: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """``dot_product_attention`` with its residual, for a key and a value that are a layer of ``stack``."""
+    args = make_args(query, key, value, **options)
+    return _run(dataclasses.replace(args, stack=jax.lax.stop_gradient(stack)), implementation, sinks)
+
+
+def _run(args: AttentionArgs, implementation: object, sinks: ArrayLike | None) -> tuple[Array, Array]:
     if implementation is None or isinstance(implementation, str):
         out, lse = shard.on_each_device(choose(args, implementation).run, args, ("btnd", "btn"))
     else:
         out, lse = check_implementation(implementation).run(args)
-    if sinks is not None:
-        out, lse = merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
-    if jnp.ndim(query) == 3:
-        out, lse = out[0], lse[0]
-    return (out, lse) if with_lse else out
+    return (out, lse) if sinks is None else merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
 
 
 def attention_weights(

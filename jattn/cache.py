@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
 from jattn.core import shares
+from jattn.core.arguments import Stack
 from jattn.masks import Mask, Prefix, SlidingWindow
 from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.mods.validation import check_array
@@ -28,7 +29,9 @@ class KVCache:
 
     ``layer``: an index, traced or not, if keys and values are those of all layers, ``[L,B,C,K,H]``. A call with such a
     cache reads this layer's, and returns all of them. So a scan over layers carries one cache, of which a step writes
-    its tokens alone: ``dataclasses.replace(cache, layer=i)``.
+    its tokens alone: ``dataclasses.replace(cache, layer=i)``. On CPUs a step also reads them where they are, by
+    ``"native"`` (head dims that are multiples of 16) or by ``"decode"``, chunk by chunk: no layer is copied, and empty
+    slots cost nothing.
 
     Example:
         >>> cache = jattn.init_cache(1, capacity=4, num_kv_heads=2, head_dim=8, rolling=True)
@@ -287,6 +290,17 @@ def visible_keys(
         )
     both = [shares.join(cache.sharding, *pair) for pair in pairs]
     return *both, options | {"kv_positions": shares.join(cache.sharding, *spread, fill=-1)}
+
+
+def stack_of(cache: KVCache, key: Array) -> Stack | None:
+    """The arrays of all layers, if ``key [B,S,K,H]``, from ``visible_keys``, is a layer of them on this device."""
+    if (
+        cache.layer is None
+        or cache.sharding is not None
+        or (cache.key.shape[1:], cache.key.dtype) != (key.shape, key.dtype)
+    ):
+        return None
+    return Stack(cache.key, cache.value, cache.layer)
 
 
 def from_flax(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from jattn.api import attention_weights, dot_product_attention
-from jattn.cache import KVCache, append_chunk, nan_if_overflowed, visible_keys
+from jattn.api import attend_in_stack, attention_weights, dot_product_attention
+from jattn.cache import KVCache, append_chunk, nan_if_overflowed, stack_of, visible_keys
 from jattn.core.arguments import AttentionOptions, ScoreOptions
 from jattn.core.shard import dot_general
 from jattn.heads import statistics
 from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
-from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
+from jattn.kernels import Implementation, Kernel, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import Length, namespace
 from jattn.score_mods import ScoreMod
@@ -141,7 +141,12 @@ def attend_heads(
     pattern = each_key = None  # a gate, and query and key; a gate, and keys
     if patch is not None:
         (query, key, value), pattern, each_key = patched(patch, {"query": query, "key": key, "value": value}, lead)
-    z, lse = dot_product_attention(query, key, value, return_residual=True, **given)
+    kernel = given["implementation"]
+    own = frozen is None and patch is None and (kernel is None or isinstance(kernel, str | Kernel))
+    if own and cache is not None and (stack := stack_of(cache, key)) is not None:
+        z, lse = attend_in_stack(query, key, value, stack, **given)
+    else:
+        z, lse = dot_product_attention(query, key, value, return_residual=True, **given)
     if each_key is not None:
         z = replace_each(query, key, value, z, lse, *each_key, **given)
     if pattern is not None:

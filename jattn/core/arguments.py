@@ -45,6 +45,29 @@ class AttentionOptions(ScoreOptions, total=False):
 
 
 @pytree_dataclass
+class Stack:
+    """The arrays of all layers of which a call's key and value are one, for kernels that read these where they are.
+
+    XLA copies a layer to hand it to a kernel, which takes as long as to attend to it. What a kernel does not read of
+    ``AttentionArgs.key`` and ``value`` is not copied. Constants: gradients are those of key and value.
+    """
+
+    key: Float[Array, "L B S K H"]
+    value: Float[Array, "L B S K D"]
+    layer: Any  # an index
+
+    def take(self, columns: Chunk) -> tuple[Array, Array]:
+        """The layer's keys and values in these slots."""
+
+        def part(x: Array) -> Array:
+            _, B, _, K, H = x.shape
+            at = [jnp.asarray(i, jnp.int32) for i in (self.layer, 0, columns.first, 0, 0)]
+            return jax.lax.dynamic_slice(x, at, (1, B, columns.size, K, H))[0]
+
+        return part(self.key), part(self.value)
+
+
+@pytree_dataclass
 class AttentionArgs:
     """One checked call of ``jattn.dot_product_attention``, batched: all heads of all sequences.
 
@@ -68,6 +91,7 @@ class AttentionArgs:
     dropout: Dropout | None
     first_batch: Index = 0  # the indices of its first sequence and head, for masks, score functions and dropout
     first_head: Index = 0
+    stack: Stack | None = None  # of exactly this key and value; a call with others has none
     precision: jax.lax.PrecisionLike = static_field(default=None)
     sharded: bool = static_field(default=False)  # of a canonical call: whether its arrays may lie on several devices
 
@@ -103,14 +127,14 @@ class AttentionArgs:
             positions = self.kv_positions
             positions = slot_indices(columns)[None] if positions is None else take(positions, columns, 1)
             parts |= {"key": take(self.key, columns, 1), "kv_positions": positions, "kv_lengths": None}
-            parts["value"] = None if self.value is None else take(self.value, columns, 1)
+            parts |= {"value": None if self.value is None else take(self.value, columns, 1), "stack": None}
         query_heads = None
         if heads is not None:
             group = self.query.shape[2] // self.key.shape[2]
             query_heads = Chunk(heads.first * group, heads.size * group)
             key, value = parts.get("key", self.key), parts.get("value", self.value)
             parts |= {"query": take(parts.get("query", self.query), query_heads, 2), "key": take(key, heads, 2)}
-            parts |= {"value": None if value is None else take(value, heads, 2)}
+            parts |= {"value": None if value is None else take(value, heads, 2), "stack": None}
             parts["first_head"] = self.first_head + query_heads.first
         bias, *slot_masks = (
             take_pairs(x, rows=rows, columns=columns, heads=query_heads) for x in (self.bias, *self.slot_masks)

@@ -300,7 +300,7 @@ def per_device(
                 if fields.get(name) is not None:
                     kv_head = fields["first_head"] // (N // K)
                     fields[name] = jax.lax.dynamic_slice_in_dim(fields[name], kv_head, 1, axis=2)
-        own = dataclasses.replace(args, **fields)
+        own = dataclasses.replace(args, **fields, stack=None)
         return fn(dataclasses.replace(own, sharded=may_be_sharded(own)), *arrays)
 
     arrays = (sharded, traced, *(array for array, _ in extra))

@@ -41,7 +41,7 @@ PART = 1024  # keys of a task with few queries
 TILE, TABLE = 64, 4096  # at most: queries and keys of a tile; rows of a table of tiles
 FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, and their dense weights are small
 WIDTHS = (None, 4, 8, 16)
-VERSION = "0.1.0"  # of jattn-native, whose kernels take these operands
+VERSION = "0.1.1"  # of jattn-native, whose kernels take these operands
 FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
 _EXPORTED = "jax.export does not take its calls"
 
@@ -106,11 +106,16 @@ class Native(Kernel):
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         """By the kernels."""
         (B, T, N, _), S, D = args.query.shape, args.key.shape[1], args.value.shape[3]
-        types, name = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], "jattn_forward"
+        types, (key, value) = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], (args.key, args.value)
         if T < self.few:
-            name = "jattn_decode"
+            layer = jnp.int32(0)
+            if args.stack is not None and args.key.shape[3] % STEP == D % STEP == 0:  # others are padded, in a copy
+                key, value, layer = args.stack.key, args.stack.value, jnp.asarray(args.stack.layer, jnp.int32)
             types.append((B, -(-S // PART), N * T, _padded(D) + 2))  # each part's sums, maxima and sums of exponentials
-        out, row_max, row_sum, *_ = _call(name, args, self.width, [], types)
+            results = _call("jattn_decode", args, (args.query, key, value), self.width, [layer], types)
+        else:
+            results = _call("jattn_forward", args, (args.query, key, value), self.width, [], types)
+        out, row_max, row_sum, *_ = results
         return out[..., :D].astype(args.value.dtype), row_max, row_sum
 
     def backward(
@@ -126,8 +131,8 @@ class Native(Kernel):
         qkv = args.query, args.key, args.value
         types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
-        given = [row_max, _pad_features(d_acc), d_row_sum]
-        sums = _call("jattn_backward", args, self.width, given, types)
+        given = [x.astype(jnp.float32) for x in (row_max, _pad_features(d_acc), d_row_sum)]
+        sums = _call("jattn_backward", args, qkv, self.width, given, types)
         return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
 
 
@@ -136,22 +141,23 @@ def _padded(dim: int) -> int:
 
 
 def _pad_features(x: jax.Array) -> jax.Array:
-    return pad_end(x, (*x.shape[:3], _padded(x.shape[3])))
+    return pad_end(x, (*x.shape[:-1], _padded(x.shape[-1])))
 
 
 def _call(
     name: str,
     args: AttentionArgs,
+    qkv: Sequence[jax.Array],
     width: int | None,
     given: list[jax.Array],
     shapes: list[tuple[int, ...]],
 ) -> Sequence[jax.Array]:
     """The results of a kernel, float32 of these ``shapes``."""
     _library()
-    qkv = [_pad_features(x) for x in (args.query, args.key, args.value)]
+    qkv = [_pad_features(x) for x in qkv]
     if len({x.dtype for x in qkv}) > 1:
         qkv = [x.astype(jnp.float32) for x in qkv]
-    operands = [*qkv, *(x.astype(jnp.float32) for x in given), *_score_operands(args)]
+    operands = [*qkv, *given, *_score_operands(args)]
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
     rate = 0.0 if args.dropout is None else args.dropout.rate

@@ -8,7 +8,7 @@ import jax
 import jaxlib
 
 # jattn takes this version alone: it knows the kernels' operands.
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 
 @functools.cache

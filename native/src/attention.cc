@@ -212,9 +212,9 @@ static Pairs pairs_of(const ffi::AnyBuffer& x) {
 // not.
 static Scores scores_of(ffi::AnyBuffer& q, ffi::AnyBuffer& k, ffi::AnyBuffer& v, ffi::RemainingArgs& rest,
                         int32_t dropped) {
-  auto query = q.dimensions(), key = k.dimensions();
-  Scores s{(int)query[0], (int)query[1], (int)key[1], (int)query[2], (int)key[2], (int)query[3],
-           (int)v.dimensions()[3]};
+  auto query = q.dimensions(), key = k.dimensions().last(3);
+  Scores s{(int)query[0], (int)query[1], (int)key[0], (int)query[2], (int)key[1], (int)query[3],
+           (int)v.dimensions().back()};
   int i = 0;
   auto next = [&] { return *rest.get<ffi::AnyBuffer>(i++); };
   auto ints = [](const ffi::AnyBuffer& x) { return x.element_count() ? (const int*)x.untyped_data() : nullptr; };
@@ -371,16 +371,20 @@ static void decode_all(ffi::ThreadPool& pool, int width, const Scores& s, const 
   }
 }
 
+// Keys and values may be those of all layers, [L,B,S,K,H], of which the queries see one.
 static ffi::Error decode(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                         ffi::RemainingArgs rest, Result out, Result row_max, Result row_sum, Result scratch, int32_t width,
-                         int32_t dropped) {
+                         ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs rest, Result out, Result row_max,
+                         Result row_sum, Result scratch, int32_t width, int32_t dropped) {
   Scores s = scores_of(q, k, v, rest, dropped);
   const int parts = scratch->dimensions()[1];
+  const long last = k.dimensions().size() > 4 ? k.dimensions()[0] - 1 : 0;
+  const long first = std::max(std::min<long>(layer.typed_data()[0], last), 0L) * s.B * s.S * s.K;
   float *to = out->typed_data(), *to_max = row_max->typed_data(), *to_sum = row_sum->typed_data();
   float* other = scratch->typed_data();
   in_type_of(q, [&](auto x) {
     using In = decltype(x);
-    decode_all<In>(pool, resolved(width), s, {data<In>(q), data<In>(k), data<In>(v)}, to, to_max, to_sum, other, parts);
+    const In *key = data<In>(k) + first * s.H, *value = data<In>(v) + first * s.D;
+    decode_all<In>(pool, resolved(width), s, {data<In>(q), key, value}, to, to_max, to_sum, other, parts);
   });
   return ffi::Error::Success();
 }
@@ -395,4 +399,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     QKV.Arg<Floats>().Arg<Floats>().Arg<Floats>().RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jattn_decode, decode,
-    QKV.RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);
+    QKV.Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().Ret<Floats>().Ret<Floats>().Ret<Floats>().Ret<Floats>().SETTINGS);

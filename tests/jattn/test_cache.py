@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import chex
 import jax
@@ -14,6 +15,9 @@ import jattn
 import jattn.nnx  # registers the cache with flax.serialization
 from jattn import masks, score_mods
 from jattn.cache import KVCache
+from jattn.kernels.decode import Decode
+from jattn.kernels.native import Native
+from jattn.multi_head import attend_heads
 from jattn.positions import Rotary
 
 B, T, M, N, K, H, D = 2, 13, 12, 6, 3, 4, 5
@@ -208,6 +212,60 @@ def test_a_step_copies_no_more_than_a_layer_of_one_cache(layer, rolling):
 
     memory = jax.jit(step, donate_argnums=0).lower(cache, x[:1, :1]).compile().memory_analysis()
     assert memory.temp_size_in_bytes < sum(x.nbytes for x in held) / 2  # of one layer: a twelfth
+
+
+needs_native = pytest.mark.skipif(importlib.util.find_spec("jattn_native") is None, reason="needs jattn-native")
+IN_PLACE = [Decode(chunk=5), pytest.param(Native(), marks=needs_native)]
+
+
+def in_layer(implementation, query, cache, *chunk, **options):
+    """The heads' outputs of tokens that are appended to one layer."""
+    options = {"is_causal": True, "implementation": implementation, **options}
+    return attend_heads(query, *chunk, cache=cache, **options)[0]
+
+
+@pytest.mark.parametrize("length", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("implementation", IN_PLACE, ids=lambda x: x.name)
+def test_kernels_that_read_a_layer_in_place_have_the_same_results_and_derivatives(getkey, implementation, length):
+    sizes = (B, length, N, 16), (LAYERS, B, 12, K, 16), (LAYERS, B, 12, K, 16), (B, length, K, 16), (B, length, K, 16)
+    query, *held, key, value = (jax.random.normal(getkey(), size) for size in sizes)
+    held = [jnp.where(jnp.arange(12)[:, None, None] < 8, x, jnp.nan) for x in held]  # empty slots
+    held = [
+        x.at[1:].multiply(jnp.where(jnp.arange(1, LAYERS) == 2, 1, jnp.nan)[:, None, None, None, None]) for x in held
+    ]
+
+    def loss(implementation, arrays, layer):
+        query, held, chunk = arrays
+        cache = KVCache(*held, jnp.array([8, 3]), layer=layer)
+        z = in_layer(implementation, query, cache, *chunk, sinks=jnp.linspace(-1.0, 1.0, N))
+        return jnp.sin(z).sum(), z
+
+    of_both = [
+        jax.jit(jax.vmap(jax.value_and_grad(functools.partial(loss, which), has_aux=True), (None, 0)))(
+            (query, held, (key, value)), jnp.array([0, 2])
+        )
+        for which in (implementation, "xla")
+    ]
+    chex.assert_trees_all_close(*of_both, atol=2e-6)
+    assert np.isfinite(of_both[0][0][0]).all()
+
+
+@pytest.mark.parametrize("implementation", [None, "decode"])
+def test_kernels_read_a_layer_in_place(implementation):
+    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    held, token = abstract(LAYERS, 1, 100_000, K, 16), abstract(1, 1, K, 16)
+
+    def step(key, value, length, query, *chunk):
+        def one_layer(held, i):
+            cache = KVCache(*held, length, layer=i)
+            z, cache = attend_heads(query, *chunk, cache=cache, implementation=implementation)
+            return (cache.key, cache.value), z
+
+        return jax.lax.scan(one_layer, (key, value), jnp.arange(LAYERS))
+
+    given = held, held, jax.ShapeDtypeStruct((1,), jnp.int32), abstract(1, 1, N, 16), token, token
+    memory = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 100_000 * K * 16 * 4  # keys of one layer
 
 
 @pytest.mark.slow
