@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
+from jattn.blocks.backward import split_arrays
 from jattn.core import shard
 from jattn.core.arguments import (
     AttentionArgs,
@@ -129,7 +130,7 @@ def dot_product_attention(
         query_positions=query_positions, kv_positions=kv_positions, dropout_rate=dropout_rate, dropout_rng=dropout_rng,
         broadcast_dropout=broadcast_dropout, precision=precision,
     )  # fmt: skip
-    out, lse = _run(args, implementation, sinks)
+    out, lse = _with_sinks(_run(args, implementation), sinks)
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
     return (out, lse) if with_lse else out
@@ -141,21 +142,37 @@ def attend_in_stack(
     value: Array,
     stack: Stack,
     *,
-    implementation: str | Implementation | None = None,
+    implementation: str | None = None,
     sinks: ArrayLike | None = None,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """``dot_product_attention`` with its residual, for a key and a value that are a layer of ``stack``."""
-    args = make_args(query, key, value, **options)
-    return _run(dataclasses.replace(args, stack=jax.lax.stop_gradient(stack)), implementation, sinks)
+    """``dot_product_attention`` with its residual, for a key and a value that are a layer of ``stack``.
+
+    Derivatives are those of key and value. They do without the stack, which would be kept for each layer.
+    """
+    args = dataclasses.replace(make_args(query, key, value, **options), stack=stack)
+    arrays, join = split_arrays(args)
+
+    @jax.custom_jvp
+    def attend(*arrays: Array) -> tuple[Array, Array]:
+        return _run(join(arrays), implementation)
+
+    @attend.defjvp
+    def rule(arrays: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *x: _run(dataclasses.replace(join(x), stack=None), implementation), arrays, tangents)
+
+    return _with_sinks(attend(*arrays), sinks)
 
 
-def _run(args: AttentionArgs, implementation: object, sinks: ArrayLike | None) -> tuple[Array, Array]:
+def _run(args: AttentionArgs, implementation: object) -> tuple[Array, Array]:
     if implementation is None or isinstance(implementation, str):
-        out, lse = shard.on_each_device(choose(args, implementation).run, args, ("btnd", "btn"))
-    else:
-        out, lse = check_implementation(implementation).run(args)
-    return (out, lse) if sinks is None else merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
+        return shard.on_each_device(choose(args, implementation).run, args, ("btnd", "btn"))
+    return check_implementation(implementation).run(args)
+
+
+def _with_sinks(results: tuple[Array, Array], sinks: ArrayLike | None) -> tuple[Array, Array]:
+    out, lse = results
+    return results if sinks is None else merge(out, lse, jnp.zeros_like(out), make_sinks(sinks, lse))
 
 
 def attention_weights(

@@ -300,7 +300,8 @@ def stack_of(cache: KVCache, key: Array) -> Stack | None:
         or (cache.key.shape[1:], cache.key.dtype) != (key.shape, key.dtype)
     ):
         return None
-    return Stack(cache.key, cache.value, cache.layer)
+    layer = jnp.asarray(cache.layer, jnp.int32)  # of a number, each layer would be compiled
+    return Stack(cache.key, cache.value, jnp.where(layer < 0, layer + len(cache.key), layer))
 
 
 def from_flax(cached_key: Array, cached_value: Array, cache_index: Array, key: Array) -> KVCache:

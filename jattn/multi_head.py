@@ -20,7 +20,7 @@ from jattn.core.shard import dot_general
 from jattn.heads import statistics
 from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
-from jattn.kernels import Implementation, Kernel, OverDevices, ReducesWeights, Unsupported
+from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
 from jattn.mods.arrays import Length, namespace
 from jattn.score_mods import ScoreMod
@@ -142,7 +142,7 @@ def attend_heads(
     if patch is not None:
         (query, key, value), pattern, each_key = patched(patch, {"query": query, "key": key, "value": value}, lead)
     kernel = given["implementation"]
-    own = frozen is None and patch is None and (kernel is None or isinstance(kernel, str | Kernel))
+    own = frozen is None and patch is None and (kernel is None or isinstance(kernel, str))
     if own and cache is not None and (stack := stack_of(cache, key)) is not None:
         z, lse = attend_in_stack(query, key, value, stack, **given)
     else:

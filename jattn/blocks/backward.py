@@ -59,7 +59,7 @@ def differentiable(
         lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
             others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
     """
-    leaves, (arrays, join) = jax.tree.leaves(args), _split_arrays(args)
+    leaves, (arrays, join) = jax.tree.leaves(args), split_arrays(args)
     query, _, value = leaves[:3]
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     dtype = softmax_dtype(query)
@@ -97,7 +97,7 @@ def differentiable(
     return z, log_sum_exp(row_max, row_sum)
 
 
-def _split_arrays(tree: PyTree) -> tuple[list[Array], Callable[[Iterable[Array]], PyTree]]:
+def split_arrays(tree: PyTree) -> tuple[list[Array], Callable[[Iterable[Array]], PyTree]]:
     """The JAX arrays among the leaves, and a function that puts others in their place."""
     leaves, structure = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -128,7 +128,7 @@ class _Tangents:
     def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
         out, row_max, inverse = results[0], lax.stop_gradient(results[1]), _inverse(results[2])
         if self.rounded and self.lse is not None:
-            arrays, join = _split_arrays(args)
+            arrays, join = split_arrays(args)
             row_max = self.lse(platform, join(lax.stop_gradient(arrays)), *static)
         acc, row_sum = self.accumulate(platform, args, row_max, *static)
         rest = row_sum
@@ -148,7 +148,7 @@ class _Tangents:
         *static: Hashable,
     ) -> tuple[Array, Array]:
         """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has that of ``by``."""
-        arrays, join = _split_arrays(args)
+        arrays, join = split_arrays(args)
 
         @jax.custom_jvp
         def zeros(by: Array, row_max: Array, arrays: list[Array]) -> tuple[Array, Array]:

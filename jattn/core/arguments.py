@@ -49,7 +49,7 @@ class Stack:
     """The arrays of all layers of which a call's key and value are one, for kernels that read these where they are.
 
     XLA copies a layer to hand it to a kernel, which takes as long as to attend to it. What a kernel does not read of
-    ``AttentionArgs.key`` and ``value`` is not copied. Constants: gradients are those of key and value.
+    ``AttentionArgs.key`` and ``value`` is not copied. What is differentiated has none (``jattn.api.attend_in_stack``).
     """
 
     key: Float[Array, "L B S K H"]

@@ -232,7 +232,7 @@ def _accumulate(platform: str, args: AttentionArgs, row_max: Array, kernel: Kern
 
 def _lse(platform: str, args: AttentionArgs, kernel: Kernel) -> Array:
     """``[B,T,N]``, of blockwise's scores."""
-    no_value = dataclasses.replace(args, value=args.key[..., :0], stack=None)
+    no_value = dataclasses.replace(args, value=args.key[..., :0])
     return online_softmax.log_sum_exp(*online_softmax.forward(platform, no_value, kernel._block_sizes)[1:])
 
 
@@ -255,7 +255,6 @@ class PlainKernel(Kernel):
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        args = dataclasses.replace(args, stack=None)
         run = lambda *qkv: self.run(dataclasses.replace(args, **dict(zip(("query", "key", "value"), qkv, strict=True))))
         (out, lse), pull = jax.vjp(run, args.query, args.key, args.value)
         d_out, d_row_sum = cotangents

@@ -58,7 +58,7 @@ class Decode(PlainKernel):
             raise ValueError(f"chunk must be a positive number of keys, got {self.chunk!r}")
         out = jax.ShapeDtypeStruct((B, T, N, D), args.value.dtype)
         lse = jax.ShapeDtypeStruct((B, T, N), softmax_dtype(args.query))
-        return deferred.call(_RUN, canonical(args), self.chunk, out=(out, lse))
+        return deferred.call(_run, canonical(args), self.chunk, out=(out, lse))
 
 
 def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
@@ -102,14 +102,6 @@ def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, 
     row_sum = jnp.where(seen, state.row_sum, 1.0)  # 1, so that quotient and log have finite derivatives
     out = (state.acc / row_sum[..., None]).astype(args.value.dtype)
     return out, jnp.where(seen, state.row_max + jnp.log(row_sum), -jnp.inf)
-
-
-def _run_copied(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, Array]:
-    """``_run`` as a function of key and value, which the derivatives are of."""
-    return _run(platform, dataclasses.replace(args, stack=None), chunk)
-
-
-_RUN = deferred.CustomRules(_run_copied, run=_run)
 
 
 def _slice_keys(args: AttentionArgs, first: Array, size: int, begin: Array | None) -> AttentionArgs:
