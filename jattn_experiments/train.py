@@ -243,7 +243,8 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
         else:
             logits = setup.model.apply(params, batch.tokens, at=batch.at)
         objective = loss_of(logits, batch, train.place_weights)
-        return objective + penalty * begun * spread.mean(), (objective, logits)
+        counts = begun if train.entropy_below is None else begun & (objective < train.entropy_below)
+        return objective + penalty * counts * spread.mean(), (objective, logits)
 
     (_, (loss, logits)), gradient = jax.value_and_grad(objective, has_aux=True)(state["params"])
     updates, optimizer = setup.optimizer.update(gradient, state["optimizer"], state["params"])

@@ -138,6 +138,12 @@ def _train_rules(config: Config, task: Task) -> list[_Rule]:
         ("train.keep", train.keep, train.keep >= 0, ">= 0"),
         ("train.warmup", train.warmup, 0 <= train.warmup < train.steps, warmup),
         ("train.entropy_after", train.entropy_after, 0 <= train.entropy_after <= 1, "from 0 to 1"),
+        (
+            "train.entropy_below",
+            train.entropy_below,
+            train.entropy_below is None or train.entropy_below > 0,
+            "> 0 nats, or null for any loss",
+        ),
         ("train.final_rate", train.final_rate, 0 <= train.final_rate <= 1, "from 0 to 1"),
         ("train.b2", train.b2, 0 < train.b2 < 1, "between 0 and 1"),
         ("train.weight_decay", train.weight_decay, train.weight_decay >= 0, ">= 0"),

@@ -96,6 +96,8 @@ class Train:
         clip: Maximum global gradient norm.
         entropy_penalty: Loss weight of the heads' mean entropy (0 to 1); makes heads choose.
         entropy_after: Share of the steps (0 to 1) after which that penalty begins; heads choose sooner without it.
+        entropy_below: Loss in nats below which that penalty counts, in each step and for each seed: heads that have
+            yet to learn are let alone; null means any loss.
         place_weights: Loss weight of each place; null means 1 each.
         log_every: Steps averaged in each line of metrics.
         look_every: Steps between looks at the heads.
@@ -117,6 +119,7 @@ class Train:
     clip: float = 1.0
     entropy_penalty: float = 0.0
     entropy_after: float = 0.0
+    entropy_below: float | None = None
     place_weights: list[float] | None = None
     log_every: int = 10
     look_every: int = 50

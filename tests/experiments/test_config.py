@@ -118,6 +118,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["name: base/..\n"], "name: expected letters, digits, '_' and '-', got 'base/..'"),
         (["--sweep num_heads=2"], "sweep: 'num_heads' is not an option; expected SECTION.OPTION"),
         (["--train.entropy_after 400"], "train.entropy_after: expected from 0 to 1, got 400"),
+        (["--train.entropy_below 0"], "train.entropy_below: expected > 0 nats, or null for any loss, got 0.0"),
         (["--train.entropy_penalty -1"], "train.entropy_penalty: expected >= 0, got -1.0"),
         (["--task.kind shift_bank --task.offsets [1,1]"], "task.offsets: expected distinct numbers >= 1"),
         (["--task.kind shift_bank --train.place_weights [1]"], "train.place_weights: expected 4 numbers > 0"),

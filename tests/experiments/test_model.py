@@ -198,9 +198,17 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     task = config.Task("shift_bank", length=12, symbols=3)
     options = {"task": task, "model": config.Model(num_heads=2, model_dim=8, head_dim=4)}
     gradients = []
-    for penalty, begins in ((0.0, 0.0), (0.5, 0.0), (0.5, 0.25)):
+    # The loss of random answers, log(3) nats, is between the two thresholds.
+    for penalty, begins, below in ((0.0, 0.0, None), (0.5, 0.0, 5.0), (0.5, 0.25, None), (0.5, 0.0, 0.1)):
         train_options = config.Train(
-            seeds=1, steps=4, warmup=0, batch=4, entropy_penalty=penalty, entropy_after=begins, clip=1e9
+            seeds=1,
+            steps=4,
+            warmup=0,
+            batch=4,
+            entropy_penalty=penalty,
+            entropy_after=begins,
+            entropy_below=below,
+            clip=1e9,
         )
         setup = train.Setup.of(config.Config("x", train=train_options, **options))
         if not gradients:
@@ -215,9 +223,10 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     )
     entropy = jax.jit(entropy)
     slopes = jax.tree.leaves(entropy(state["params"]))
-    for without, with_penalty, before_it, slope in zip(*moments, slopes, strict=True):
+    for without, with_penalty, before_it, not_learned, slope in zip(*moments, slopes, strict=True):
         np.testing.assert_allclose(with_penalty - without, 0.1 * 0.5 * slope, atol=1e-6)
         np.testing.assert_allclose(before_it, without, atol=1e-6)
+        np.testing.assert_allclose(not_learned, without, atol=1e-6)
 
 
 @pytest.mark.slow
