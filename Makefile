@@ -53,11 +53,12 @@ help:
 train: $(VENV)/.installed-experiments
 	$(python) -m jattn_experiments run copy --out runs/copy $(ARGS)
 
-# A stopped experiment resumes. The experiments on real models need their weights and readers.
+# A stopped experiment resumes. The experiments on real models need their weights and readers. Ten more seeds of recall_8192
+# would take a day.
 experiments: $(VENV)/.installed-test
 	@for config in jattn_experiments/configs/*.yaml; do \
 		echo "== $$config"; \
-		case $$config in *minilm_heads*|*smollm2*|*long_heads*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
+		case $$config in *minilm_heads*|*smollm2*|*long_heads*|*recall_8192*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
 		$(python) -m jattn_experiments run --config $$config $$fresh $(ARGS) || exit 1; \
 	done
 
