@@ -294,11 +294,9 @@ def visible_keys(
 
 def stack_of(cache: KVCache, key: Array) -> Stack | None:
     """The arrays of all layers, if ``key [B,S,K,H]``, from ``visible_keys``, is a layer of them on this device."""
-    if (
-        cache.layer is None
-        or cache.sharding is not None
-        or (cache.key.shape[1:], cache.key.dtype) != (key.shape, key.dtype)
-    ):
+    if cache.layer is None or cache.sharding is not None or cache.key.shape[1:] != key.shape:
+        return None
+    if not cache.key.dtype == cache.value.dtype == key.dtype:  # what attention casts is a copy already
         return None
     layer = jnp.asarray(cache.layer, jnp.int32)  # of a number, each layer would be compiled
     return Stack(cache.key, cache.value, jnp.where(layer < 0, layer + len(cache.key), layer))
