@@ -193,10 +193,12 @@ def _say(line: str) -> None:
 
 def updates(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array]]]:
     """A jitted ``(state, steps [n]) -> (state, metrics {name: [n,R]})``, with the metrics on every device."""
-    update = jax.vmap(lambda state, key, step: train_step(setup, state, key, step), (0, 0, None))
+
+    def update(state: State, step: Array) -> Any:
+        return devices.over_seeds(setup.mesh, lambda state, key: train_step(setup, state, key, step), state, setup.keys)
 
     def run(state: State, steps: Array) -> Any:
-        state, metrics = jax.lax.scan(lambda s, step: update(s, setup.keys, step), state, steps)
+        state, metrics = jax.lax.scan(update, state, steps)
         shardings = devices.of_state(setup.mesh, state), devices.whole(setup.mesh)
         return jax.lax.with_sharding_constraint((state, metrics), shardings)
 
@@ -304,7 +306,7 @@ def look_at(setup: Setup) -> Callable[[Any], dict[str, Any]]:
     def looking(params: Any) -> dict[str, Any]:
         first = jax.tree.map(lambda leaf: leaf[0], params)
         examples = head_scores.weights_of(transformer, first, task.probe(first_key, EXAMPLES).tokens)
-        return jax.vmap(of_one_seed)(params, setup.keys) | {"examples": examples}
+        return devices.over_seeds(setup.looking.mesh, of_one_seed, params, setup.keys) | {"examples": examples}
 
     return looking
 

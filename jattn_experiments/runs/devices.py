@@ -9,6 +9,7 @@ communication (``jattn.sharding``); XLA inserts the rest. Random numbers depend 
 import contextlib
 import itertools
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -128,6 +129,17 @@ def split(mesh: Mesh, batch: Any) -> Any:
     if mesh.shape["sequence"] > 1:
         batch = jax.tree.map(lambda leaf: to_zigzag(leaf, mesh.shape["sequence"]), batch)
     return jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data", "sequence")))
+
+
+def over_seeds(mesh: Mesh, function: Callable[..., Any], *arrays: Any) -> Any:
+    """``function`` of each seed's part of ``arrays``, whose leaves have a leading axis of seeds.
+
+    One after another on a single CPU device, whose caches hold what one seed computes but not all of them; elsewhere
+    side by side.
+    """
+    if mesh.size == 1 and mesh.devices.item().platform == "cpu":
+        return jax.lax.map(lambda one: function(*one), arrays)
+    return jax.vmap(function)(*arrays)
 
 
 def on_one(mesh: Mesh, tree: Any) -> Any:

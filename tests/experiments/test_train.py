@@ -162,6 +162,18 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
     assert jnp.isfinite(metrics["loss"]) and not metrics["finite"]
 
 
+def test_on_one_cpu_device_seeds_share_the_memory_of_one(tiny):
+    alone, together = (
+        train.Setup.of(config.load(["--config", str(tiny), "--train.batch", "64", "--train.seeds", seeds])[0])
+        for seeds in ("1", "8")
+    )
+    compiled = [train.updates(one).lower(one.init(), jnp.arange(2)).compile() for one in (alone, together)]
+    sizes = [one.memory_analysis() for one in compiled]
+    assert sizes[1].temp_size_in_bytes < 2 * sizes[0].temp_size_in_bytes
+    metrics = [step(one.init(), jnp.arange(2))[1] for step, one in zip(compiled, (alone, together), strict=True)]
+    chex.assert_trees_all_close(*(jax.tree.map(lambda leaf: leaf[:, :1], one) for one in metrics), rtol=1e-5)
+
+
 SHORT = """
 name: short
 task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
