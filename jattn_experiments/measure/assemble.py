@@ -83,7 +83,10 @@ def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, lis
 
 
 def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """A curve per metric of the controls; a line per combination of the options after the first."""
+    """A panel per metric of the controls, with a line per combination of the options after the first.
+
+    With one option, the accuracy of a task with several answers has a line per answer in addition.
+    """
     base = results[""]
     if not base.config.sweep:
         return {}
@@ -99,6 +102,12 @@ def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list
             lines[", ".join(tail) or base.config.name] = [
                 [float(value), *claims.measure(result, result.trained, metric)] for value, result in found
             ]
+    if len(base.places) > 1 and not others:
+        points = [(value, results[f"{option}={value}"]) for value in sorted(values)]
+        curves[f"accuracy over {option}"] = {
+            place: [[float(value), *claims.measure(one, one.trained, claims.AT + place)] for value, one in points]
+            for place in base.places
+        }
     return curves
 
 

@@ -41,6 +41,7 @@ from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.folder import write_atomically
 
 MANY = 6  # with more heads per layer, names are short and figures wider
+MOST_TICKS = 8  # values of a curve's option that are all written at its axis
 WIDE = 16  # range of a curve's x above which its axis is logarithmic
 LINE_BUDGET = 400  # points per line: more than can be told apart
 PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only medians are drawn
@@ -328,10 +329,12 @@ def curves_figure(findings: Findings) -> Figure:
         _draw_lines(ax, panel)  # of controls too, whose seeds may be others
         ax.set_title(panel.title, parse_math=False)
         ax.set_xlabel(panel.x_label, parse_math=False)
-        x = np.concatenate([line.x for line in panel.lines])
-        if x.min() > 0 and x.max() >= WIDE * x.min():
+        x = np.unique(np.concatenate([line.x for line in panel.lines]))
+        if x[0] > 0 and x[-1] >= WIDE * x[0]:
             ax.set_xscale("log", base=2)
-            ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        if len(x) <= MOST_TICKS:
+            ax.set_xticks(x)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(f"{plain(findings.name)}: curves ({_seeds(findings)})", fontsize=10)
     return figure

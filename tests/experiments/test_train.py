@@ -283,6 +283,18 @@ def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
     assert assemble._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
 
+def test_a_sweep_of_one_option_has_a_line_for_each_place():
+    base = config.Config("x", sweep={"model.num_layers": [3, 1]})
+    results = {"": claims.Result(base, ("near", "far"), [0], 1, None, None, {})}
+    for layers, accuracy in ((3, [1.0, 0.75]), (1, [0.5, 0.25])):
+        measured = types.SimpleNamespace(accuracy=np.array([accuracy]), hardened=np.ones((1, 2)))
+        results[f"model.num_layers={layers}"] = results[""]._replace(trained=measured)
+    assert assemble._sweep_curves(results)["accuracy over model.num_layers"] == {
+        "near": [[1, 0.5], [3, 1.0]],
+        "far": [[1, 0.25], [3, 0.75]],
+    }
+
+
 @pytest.mark.slow
 def test_groups_of_heads_are_switched_off_together(tiny):
     setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
