@@ -31,12 +31,13 @@ comma := ,
 # What this machine has, for JAX's package with its compiler and drivers.
 accelerator := $(if $(wildcard /dev/accel0 /dev/vfio/0),tpu,$(if $(shell command -v nvidia-smi 2>/dev/null),gpu))
 
-.PHONY: help train experiments test test-all test-chips chips on-chip this-chip on-chip-bundle soak docs notebooks dist lint format clean
+.PHONY: help train experiments replications test test-all test-chips chips on-chip this-chip on-chip-bundle soak docs notebooks dist lint format clean
 .NOTPARALLEL: # two pips in one environment would conflict
 
 help:
 	@echo "make train         train the copy task and write its report to runs/copy"
-	@echo "make experiments   run every experiment (jattn list) into runs/, and again on ten fresh seeds (hours)"
+	@echo "make experiments   run every experiment (jattn list) into runs/ (hours)"
+	@echo "make replications  then train each again on ten fresh seeds (as long again)"
 	@echo "make test          run the tests (about five minutes on two cores)"
 	@echo "make test-all      all tests: also full training runs, subprocesses and a browser (twenty to forty minutes)"
 	@echo "make test-chips    compile for four TPUs and two GPUs without having one (hours); ARGS=\"--cells v5e,128,causal\" for a part"
@@ -53,13 +54,21 @@ help:
 train: $(VENV)/.installed-experiments
 	$(python) -m jattn_experiments run copy --out runs/copy $(ARGS)
 
-# A stopped experiment resumes. The experiments on real models need their weights and readers. Ten more seeds of recall_8192
-# would take a day.
+# What stopped goes on, what has finished is not run again. The experiments on real models need their weights and readers.
 experiments: $(VENV)/.installed-test
 	@for config in jattn_experiments/configs/*.yaml; do \
-		echo "== $$config"; \
-		case $$config in *minilm_heads*|*smollm2*|*long_heads*|*recall_8192*) fresh= ;; *) fresh="--replicate 10" ;; esac; \
-		$(python) -m jattn_experiments run --config $$config $$fresh $(ARGS) || exit 1; \
+		name=$$(basename $$config .yaml); \
+		if test -f runs/$$name/report.html; then echo "== $$name: finished; remove runs/$$name to run it again"; continue; fi; \
+		echo "== $$name"; $(python) -m jattn_experiments run --config $$config $(ARGS) || exit 1; \
+	done
+
+# Models that were not trained here have no seeds. Ten more seeds of recall_8192 would take a day.
+replications: experiments
+	@for config in jattn_experiments/configs/*.yaml; do \
+		name=$$(basename $$config .yaml); \
+		case $$name in minilm_heads|smollm2|long_heads|recall_8192) continue ;; esac; \
+		if test -f runs/$$name/replication/findings.json; then echo "== $$name: replicated"; continue; fi; \
+		echo "== $$name, ten more seeds"; $(python) -m jattn_experiments run --config $$config --replicate 10 $(ARGS) || exit 1; \
 	done
 
 test: $(VENV)/.installed-test
