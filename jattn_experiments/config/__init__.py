@@ -1,5 +1,6 @@
 """Configs of experiments: the schema, the rules for its values, and how it is read."""
 
+from jattn_experiments.config.controls import points_of as points_of
 from jattn_experiments.config.controls import variants as variants
 from jattn_experiments.config.load import CONFIGS as CONFIGS
 from jattn_experiments.config.load import Asked as Asked

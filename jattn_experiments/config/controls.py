@@ -13,23 +13,47 @@ from jattn_experiments.config.schema import SECTIONS, Config
 def variants(config: Config) -> dict[str, Config]:
     """The configs of all controls by name, then those of the sweep as "OPTION=VALUE,OPTION=VALUE".
 
-    Each is ``config`` with overrides and without claims. A sweep keeps the point that equals ``config``.
+    Each is ``config`` with overrides and without claims. A sweep keeps the point that equals ``config``. What a value
+    brings along is not part of the name.
     """
     for kind, named in (("controls", config.controls), ("sweep", config.sweep)):
         _check_names(kind, named)
-    for option, values in config.sweep.items():
-        words = [str(value) for value in values]
-        good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
-        if not good or option == "train.seeds":
-            raise ValueError(f"sweep.{option}: expected distinct numbers or words (not of train.seeds), got {values}")
+    swept = {option: points_of(config, option) for option in config.sweep}
     for name, changed in config.controls.items():
         _check_names(f"controls.{name}", changed)
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"controls: expected names of letters, digits, '_' and '-', got {name!r}")
-    points = [dict(zip(config.sweep, values, strict=True)) for values in itertools.product(*config.sweep.values())]
-    swept = {",".join(f"{key}={value}" for key, value in point.items()): point for point in points if point}
     found = {name: _vary(config, f"controls.{name}", name, changed) for name, changed in config.controls.items()}
-    return found | {name: _vary(config, "sweep", name, changed) for name, changed in swept.items()}
+    for point in itertools.product(*swept.values()) if swept else ():
+        name = ",".join(f"{option}={value}" for option, (value, _) in zip(swept, point, strict=True))
+        changed: dict[str, Any] = {}
+        for option, (_, more) in zip(swept, point, strict=True):
+            if twice := sorted(changed.keys() & more.keys()):
+                raise ValueError(f"sweep.{option}: two values of a point give {twice[0]}")
+            changed |= more
+        found[name] = _vary(config, "sweep", name, changed)
+    return found
+
+
+def points_of(config: Config, option: str) -> list[tuple[Any, dict[str, Any]]]:
+    """The values of one option of the sweep, each with all that it changes: the option and what it brings along.
+
+    Raises:
+        ValueError: values are equal, no numbers or words, or a mapping without the option.
+    """
+    key, found = f"sweep.{option}", []
+    for given in config.sweep[option]:
+        changed = given if isinstance(given, dict) else {option: given}
+        _check_names(key, changed)
+        found.append((changed.get(option, ""), changed))
+    words = [str(value) for value, _ in found]
+    good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
+    if not good or any("train.seeds" in changed for _, changed in found):
+        raise ValueError(
+            f"{key}: expected distinct numbers or words (not of train.seeds), or {{{option}: VALUE, OPTION: VALUE}} "
+            f"for one that brings others along, got {config.sweep[option]}"
+        )
+    return found
 
 
 def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Config:

@@ -285,7 +285,7 @@ class Config:
         long: The long texts on which the language model is examined instead; there is no toy model then.
         controls: Variants for comparison, trained by the same loop: name -> dotted overrides.
         sweep: Option -> values; each combination is another control. If the first option is numeric, curves are
-            drawn over it.
+            drawn over it. A value may bring others along: {model.model_dim: 256, train.learning_rate: 1.0e-3}.
         claims: What the run should show.
     """
 

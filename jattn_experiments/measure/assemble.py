@@ -9,6 +9,7 @@ import numpy as np
 
 from jattn.heads import Roles
 from jattn_experiments import tasks
+from jattn_experiments.config import points_of
 from jattn_experiments.measure import claims, evaluate, head_scores
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings, plain
@@ -90,7 +91,8 @@ def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list
     base = results[""]
     if not base.config.sweep:
         return {}
-    (option, values), *others = base.config.sweep.items()
+    swept = {option: [value for value, _ in points_of(base.config, option)] for option in base.config.sweep}
+    (option, values), *others = swept.items()
     if not all(isinstance(value, int | float) for value in values):
         return {}  # words have no axis; the table of controls lists them
     curves: dict[str, dict[str, list[list[float]]]] = {}

@@ -60,6 +60,17 @@ def test_a_sweep_is_a_product_of_values(tmp_path):
     assert same == found
 
 
+def test_a_value_of_a_sweep_brings_others_along(tmp_path):
+    values = "[1, {model.num_heads: 2, train.steps: 60}]"
+    found = load(tmp_path, BASE, f"sweep: {{model.num_heads: {values}, model.position: [none]}}\n").config
+    points = config.variants(found)
+    assert list(points) == ["one_head", *(f"model.num_heads={heads},model.position=none" for heads in (1, 2))]
+    asked = [(one.model.num_heads, one.model.position, one.train.steps) for one in list(points.values())[1:]]
+    assert asked == [(1, "none", 100), (2, "none", 60)]
+    words = ["--sweep", f"model.num_heads={values[1:-1]}", "--sweep", "model.position=none"]
+    assert config.load(["--config", str(tmp_path / "0.yaml"), *words]).config == found
+
+
 def test_processes_are_no_part_of_the_config(tmp_path):
     words = "--distributed --coordinator host:1234 --num_processes 2 --process_id 1"
     found = load(tmp_path, BASE, words)
@@ -110,6 +121,19 @@ def test_processes_are_no_part_of_the_config(tmp_path):
         (["--sweep model.num_heads=1,1"], "sweep.model.num_heads: expected distinct numbers or words"),
         (["--sweep task.offsets=[1,2],[3]"], "sweep.task.offsets: expected distinct numbers or words"),
         (["sweep: {model.num_heads: []}\n"], "sweep.model.num_heads: expected distinct numbers or words"),
+        (
+            ["sweep: {model.num_heads: [1, {train.steps: 60}]}\n"],
+            "or {model.num_heads: VALUE, OPTION: VALUE} for one that brings others along, got [1, {'train.steps': 60}]",
+        ),
+        (
+            ["sweep: {model.num_heads: [{model.num_heads: 2, train.seeds: 2}]}\n"],
+            "numbers or words (not of train.seeds)",
+        ),
+        (["sweep: {model.num_heads: [{model.num_heads: 2, 1: 2}]}\n"], "expected names as text, quoted where YAML"),
+        (
+            ["sweep: {model.num_heads: [{model.num_heads: 2, train.steps: 9}], train.steps: [3]}\n"],
+            "sweep.train.steps: two values of a point give train.steps",
+        ),
         (["--sweep train.seeds=1,2"], "sweep.train.seeds: expected distinct numbers or words (not of train.seeds)"),
         (
             ["controls: {..: {model.num_heads: 2}}\n"],

@@ -267,7 +267,7 @@ claims:
 
 
 def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
-    sweep = {"model.num_heads": [4, 1], "model.position": ["none", "alibi"]}
+    sweep = {"model.num_heads": [{"model.num_heads": 4, "train.steps": 9}, 1], "model.position": ["none", "alibi"]}
     base = config.Config("x", sweep=sweep)
     results = {"": claims.Result(base, ("a",), [0], 1, None, None, {})}
     for number, (heads, position) in enumerate(((4, "none"), (4, "alibi"), (1, "none"), (1, "alibi"))):
