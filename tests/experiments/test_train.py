@@ -325,13 +325,14 @@ def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
 
 @pytest.mark.slow
 def test_a_config_of_the_project_asks_for_metrics_that_there_are():
+    observations = {"recall_8192"}  # its one claim failed; the file says so
     for file in config.CONFIGS.glob("*.yaml"):
         settings = config.read(file)
         if settings.kind is config.Kind.LANGUAGE_MODEL:
             language_model.check(settings)
         elif settings.kind is config.Kind.TRAINING:
             claims.check(settings, run._known_metrics)
-            assert settings.claims, file.name
+            assert bool(settings.claims) == (file.stem not in observations), file.name
 
 
 @pytest.mark.parametrize(
