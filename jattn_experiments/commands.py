@@ -45,7 +45,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def _run(asked: config.Asked) -> int:
     # slow to import: a wrong option or --help need not wait for JAX and Orbax
     from jattn_experiments.replicate import replicate, with_replication
-    from jattn_experiments.run import DifferentConfig, prepared, run
+    from jattn_experiments.run import DifferentConfig, finished, prepared, run
     from jattn_experiments.runs import devices
 
     settings, out, processes = asked.config, asked.out, asked.processes
@@ -64,7 +64,7 @@ def _run(asked: config.Asked) -> int:
         except OSError as wrong:
             return fail(f"--out: {out}: {wrong}")
         try:
-            findings = run(settings, out)
+            findings = finished(settings, out) if asked.replicate else run(settings, out)
             if asked.replicate:
                 replicate(settings, out, asked.replicate, asked.replicate_seed)
             if findings is None:  # the first process has them

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jattn_experiments.config import Config, variants
-from jattn_experiments.run import prepared, run
+from jattn_experiments.run import finished, prepared
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Damaged, read_json, write_atomically
@@ -22,17 +22,17 @@ _KEPT = ("seeds", "values", "passed", "failed", "needed", "holds", "rate", "agai
 
 
 def replicate(config: Config, out: Path, count: int, first_seed: int | None) -> Findings | None:
-    """Trains ``config`` on ``count`` seeds from ``first_seed`` on, in ``out/replication``, or resumes that.
+    """Trains ``config`` on ``count`` seeds from ``first_seed`` on, in ``out/replication``, or resumes or takes that.
 
     By default the first seed is drawn from the system's entropy, once for a folder.
 
     Raises:
-        The errors of ``prepared`` and ``run``.
+        The errors of ``prepared`` and ``finished``.
     """
     beside = out / FOLDER
     again = fresh(config, count, _first_seed(beside, config, count) if first_seed is None else first_seed)
     with prepared(again, beside):
-        return run(again, beside)
+        return finished(again, beside)
 
 
 def fresh(config: Config, count: int, first_seed: int) -> Config:

@@ -57,6 +57,15 @@ def test_a_replication_is_judged_by_the_same_claims(finished, capsys, monkeypatc
     assert json.loads((out / "claims.json").read_text()) == rows
     assert "fresh seeds" in capsys.readouterr().out
     assert "fresh seeds passed" in (out / "report.html").read_text()
+    # Asked for again, neither is measured: without checkpoints they would be trained from the start.
+    checkpoints = [folder / "checkpoints" for folder in (out, out / "replication")]
+    for one in checkpoints:
+        one.rename(one.with_name("moved"))
+    assert main(["run", "--config", str(file), "--out", str(out), "--replicate", "3"]) == 0
+    assert json.loads((out / "claims.json").read_text()) == rows
+    for one in checkpoints:
+        assert not one.exists()
+        one.with_name("moved").rename(one)
     words = ["run", "--config", str(file), "--out", str(out), "--replicate", "3", "--replicate_seed", "60"]
     assert main(words) == 2, "the folder holds another replication"
     assert "train.first_seed was 50, now 60" in capsys.readouterr().err
