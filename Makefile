@@ -56,7 +56,7 @@ train: $(VENV)/.installed-experiments
 
 # What stopped goes on, what has finished is not run again. The experiments on real models need their weights and readers.
 experiments: $(VENV)/.installed-test
-	@for config in jattn_experiments/configs/*.yaml; do \
+	@for config in configs/*.yaml; do \
 		name=$$(basename $$config .yaml); \
 		if test -f runs/$$name/report.html; then echo "== $$name: finished; remove runs/$$name to run it again"; continue; fi; \
 		echo "== $$name"; $(python) -m jattn_experiments run --config $$config $(ARGS) || exit 1; \
@@ -64,7 +64,7 @@ experiments: $(VENV)/.installed-test
 
 # Models that were not trained here have no seeds. Ten more seeds of recall_8192 would take a day.
 replications: experiments
-	@for config in jattn_experiments/configs/*.yaml; do \
+	@for config in configs/*.yaml; do \
 		name=$$(basename $$config .yaml); \
 		case $$name in minilm_heads|smollm2|long_heads|recall_8192) continue ;; esac; \
 		if test -f runs/$$name/replication/findings.json; then echo "== $$name: replicated"; continue; fi; \

@@ -16,15 +16,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jattn import masks, score_mods
+from jattn._blocks.block_mask import block_mask
+from jattn._blocks.blockwise import blockwise
+from jattn._core.attention import attend
+from jattn._core.merge import merge, unmerge
+from jattn._core.vmap import over_heads
+from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn.api import attention_weights, dot_product_attention, explain, fold_weights
-from jattn.blocks.block_mask import block_mask
-from jattn.blocks.blockwise import blockwise
 from jattn.cache import KVCache, append, init_cache
-from jattn.core.attention import attend
-from jattn.core.merge import merge, unmerge
-from jattn.core.vmap import over_heads
 from jattn.kernels import Unsupported
-from jattn.mods.pytree import pytree_dataclass, static_field
 
 if TYPE_CHECKING:
     from jattn import heads, positions, sharding

@@ -12,9 +12,9 @@ import numpy as np
 from flax import serialization
 from jaxtyping import Array, ArrayLike
 
+from jattn._core.attention import softmax_dtype
+from jattn._mods.keywords import unknown_keyword
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
-from jattn.core.attention import softmax_dtype
-from jattn.mods.keywords import unknown_keyword
 from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn.blocks.backward import split_arrays
-from jattn.core import shard
-from jattn.core.arguments import (
+from jattn._blocks.backward import split_arrays
+from jattn._core import shard
+from jattn._core.arguments import (
     AttentionArgs,
     AttentionOptions,
     ScoreOptions,
@@ -20,12 +20,12 @@ from jattn.core.arguments import (
     make_lse,
     make_sinks,
 )
-from jattn.core.merge import merge
+from jattn._core.merge import merge
+from jattn._mods.keywords import suggest_keywords
 from jattn.kernels import Implementation, OverDevices, dense
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import check_implementation, choose, explain_choice
 from jattn.masks import MaskFunction
-from jattn.mods.keywords import suggest_keywords
 from jattn.score_mods import ScoreMod
 
 

@@ -11,11 +11,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
-from jattn.core import shares
-from jattn.core.arguments import Stack
+from jattn._core import shares
+from jattn._core.arguments import Stack
+from jattn._mods.pytree import pytree_dataclass, static_field
+from jattn._mods.validation import check_array
 from jattn.masks import Mask, Prefix, SlidingWindow
-from jattn.mods.pytree import pytree_dataclass, static_field
-from jattn.mods.validation import check_array
 
 
 @pytree_dataclass

@@ -11,6 +11,8 @@ from flax.linen import dot_product_attention as flaxs_attention
 from flax.linen import dot_product_attention_weights as flaxs_weights
 from jaxtyping import Array, ArrayLike
 
+from jattn._core import shard
+from jattn._core.attention import softmax_dtype
 from jattn._flax import (
     attend_as_flax,
     call_options,
@@ -27,8 +29,6 @@ from jattn._flax import (
     with_learned,
 )
 from jattn.cache import KVCache, from_flax, to_flax
-from jattn.core import shard
-from jattn.core.attention import softmax_dtype
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
 from jattn.multi_head import CallOptions, common_dtype

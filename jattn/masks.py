@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.mods.arrays import namespace
-from jattn.mods.check_bounds import check_bounds
-from jattn.mods.lookup import count_pairs, look_up, look_up_row, range_in_row, shared
-from jattn.mods.mask import And, Indices, Interval, Mask, MaskFunction, Not, Or, and_masks, bounds, interval, or_masks
-from jattn.mods.pytree import pytree_dataclass
-from jattn.mods.validation import (
+from jattn._mods.arrays import namespace
+from jattn._mods.check_bounds import check_bounds
+from jattn._mods.lookup import count_pairs, look_up, look_up_row, range_in_row, shared
+from jattn._mods.mask import And, Indices, Interval, Mask, MaskFunction, Not, Or, and_masks, bounds, interval, or_masks
+from jattn._mods.pytree import pytree_dataclass
+from jattn._mods.validation import (
     LARGEST,
     LEAST,
     at_least,

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from jattn._core.arguments import AttentionOptions, ScoreOptions
+from jattn._core.shard import dot_general
+from jattn._mods.arrays import Length, namespace
 from jattn.api import attend_in_stack, attention_weights, dot_product_attention
 from jattn.cache import KVCache, append_chunk, nan_if_overflowed, stack_of, visible_keys
-from jattn.core.arguments import AttentionOptions, ScoreOptions
-from jattn.core.shard import dot_general
 from jattn.heads import statistics
 from jattn.heads._each_key import replace_each
 from jattn.heads._gates import expand_gate, patched, replace_both, through_gate
 from jattn.kernels import Implementation, OverDevices, ReducesWeights, Unsupported
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import Length, namespace
 from jattn.score_mods import ScoreMod
 from jattn.sharding._head_parallel import OverMesh
 from jattn.sharding._split_keys import for_cache

@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, ArrayLike
 
+from jattn._core import shard
 from jattn._flax import (
     attend_as_flax,
     call_options,
@@ -25,11 +26,10 @@ from jattn._flax import (
     split_results,
     weights_as_flax,
 )
+from jattn._mods.keywords import suggest_keywords
 from jattn.cache import KVCache, from_flax, to_flax
-from jattn.core import shard
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
-from jattn.mods.keywords import suggest_keywords
 from jattn.multi_head import CallOptions
 from jattn.score_mods import ScoreMod
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from jattn.mods.validation import to_int32
+from jattn._mods.validation import to_int32
 
 __all__ = ["LinearScaling", "Llama3Scaling", "Rotary", "YarnScaling", "sinusoidal"]
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.mods.arrays import AnyArray, Index, Length
-from jattn.mods.pytree import as_part, pytree_dataclass, static_field
-from jattn.mods.validation import LARGEST, check_fits, to_int32
+from jattn._mods.arrays import AnyArray, Index, Length
+from jattn._mods.pytree import as_part, pytree_dataclass, static_field
+from jattn._mods.validation import LARGEST, check_fits, to_int32
 
 __all__ = ["Alibi", "RelativeBias", "ScoreMod", "SoftCap", "Then", "alibi_slopes", "then"]
 

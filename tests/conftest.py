@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 
-from jattn.core import deferred
+from jattn._core import deferred
 
 os.environ.setdefault("MPLBACKEND", "agg")  # before matplotlib; also for the commands that tests start
 

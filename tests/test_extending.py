@@ -38,7 +38,7 @@ def test_every_kind_of_thing_is_there():
 @pytest.fixture
 def changed(tmp_path) -> Path:
     """A copy of the repository with all changes applied."""
-    for folder in ("jattn", "jattn_experiments", "tests"):
+    for folder in ("jattn", "experiments/jattn_experiments", "configs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)  # or `git apply` uses a parent's repository
@@ -58,7 +58,7 @@ def test_every_change_applies(changed):
 @pytest.mark.slow
 def test_every_change_works(changed):
     environment = os.environ | {
-        "PYTHONPATH": str(changed),
+        "PYTHONPATH": f"{changed}{os.pathsep}{changed / 'experiments'}",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     for command in fenced("check"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 JATTN = Path(__file__).parents[1] / "jattn"
-EXPERIMENTS = Path(__file__).parents[1] / "jattn_experiments"
+EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "jattn_experiments"
 DOCS = Path(__file__).parents[1] / "docs"
 
 # The script that draws the tables also reads them.

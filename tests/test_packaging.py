@@ -63,9 +63,9 @@ def test_the_wheel_needs_what_jattn_imports_and_nothing_else():
 
 def test_the_experiments_declare_what_they_import():
     needed = modules(*extra("experiments"))
-    assert needed <= imported("jattn_experiments") | {"jsonargparse"}, "declared and imported nowhere"
+    assert needed <= imported("experiments/jattn_experiments") | {"jsonargparse"}, "declared and imported nowhere"
     declared = modules(*PROJECT["dependencies"], *extra("experiments", "hf"))
-    assert imported("jattn_experiments") - OPTIONAL <= declared, "imported and declared nowhere"
+    assert imported("experiments/jattn_experiments") - OPTIONAL <= declared, "imported and declared nowhere"
 
 
 def test_the_tests_declare_what_they_import():

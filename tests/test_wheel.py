@@ -79,9 +79,17 @@ def contents(wheel):
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(released):
-    packages = ("jattn", "jattn_experiments")
-    files = {file for package in packages for file in (ROOT / package).rglob("*") if file.is_file()}
-    expected = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
+    places = {  # in the checkout, and in the wheel
+        "jattn": "jattn",
+        "experiments/jattn_experiments": "jattn_experiments",
+        "configs": "jattn_experiments/configs",
+    }
+    expected = {
+        f"{there}/{file.relative_to(ROOT / here)}"
+        for here, there in places.items()
+        for file in (ROOT / here).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
     info = f"jattn-{jattn.__version__}.dist-info"
     held = contents(released[0])
     assert {name for name in held if not name.startswith(f"{info}/")} == expected
@@ -136,7 +144,7 @@ def test_the_wheel_works_alone(version, released, tmp_path):
     pip(python, "install", *pins, f"{wheel}[experiments]", cwd=empty)
     run(python, "-c", IMPORT_ALL, cwd=empty)
     listed = run(python.with_name("jattn"), "list", cwd=empty)
-    assert all(file.stem in listed for file in (ROOT / "jattn_experiments/configs").glob("*.yaml"))
+    assert all(file.stem in listed for file in (ROOT / "configs").glob("*.yaml"))
     small = {"task.length": 12, "evaluate.batch": 8, "claims": [], "controls": {}}
     brief = {"train.steps": 60, "train.seeds": 1, "train.batch": 4, "train.checkpoint_every": 60}
     options = [f"--{name}={value}" for name, value in {**small, **brief}.items()]

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jattn._mods.arrays import AnyArray, Index
+from jattn._mods.pytree import pytree_dataclass, static_field
+from jattn._mods.validation import check_fits
 from jattn.masks import Mask, MaskFunction, and_masks, bounds
-from jattn.mods.arrays import AnyArray, Index
-from jattn.mods.pytree import pytree_dataclass, static_field
-from jattn.mods.validation import check_fits
 
 KINDS = ("zero", "mean", "resample")
 Heads = Sequence[Any]  # of pairs (layer, head)

@@ -14,8 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float
 
-from jattn.core.attention import softmax_dtype
-from jattn.mods.validation import to_int32
+from jattn._core.attention import softmax_dtype
+from jattn._mods.validation import to_int32
 
 LOGITS = 2**22  # at once, of one head
 

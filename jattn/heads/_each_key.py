@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from jattn.blocks.block import Block, BlockedHead, BlockPlan, split_head
-from jattn.blocks.block_lists import Piece, split_axis
-from jattn.blocks.online_softmax import join_rows, log_sum_exp, online_softmax, scan_blocks
-from jattn.blocks.plan import BlockSizes, plan_args
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs, make_args, make_sinks
-from jattn.core.attention import Head, softmax_dtype
-from jattn.core.merge import merge
-from jattn.core.shard import on_each_device
-from jattn.core.vmap import canonical
+from jattn._blocks.block import Block, BlockedHead, BlockPlan, split_head
+from jattn._blocks.block_lists import Piece, split_axis
+from jattn._blocks.online_softmax import join_rows, log_sum_exp, online_softmax, scan_blocks
+from jattn._blocks.plan import BlockSizes, plan_args
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs, make_args, make_sinks
+from jattn._core.attention import Head, softmax_dtype
+from jattn._core.merge import merge
+from jattn._core.shard import on_each_device
+from jattn._core.vmap import canonical
 from jattn.kernels.blockwise import Blockwise
 
 # A key of more weight is its query's largest. Not 1/2, because two keys of 1/2 may both be rounded up.

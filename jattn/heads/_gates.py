@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn.core.attention import softmax_dtype
-from jattn.mods.arrays import Length
+from jattn._core.attention import softmax_dtype
+from jattn._mods.arrays import Length
 
 PatternPatch = tuple[Array, tuple[Array, Array]]  # a gate [B|1, T|1, N, 1], and another query and key
 KeyPatch = tuple[Array, Array]  # a gate [B|1, S|1, K], and other keys [B,S,K,H]

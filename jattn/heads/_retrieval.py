@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from jattn.mods.validation import to_int32
+from jattn._mods.validation import to_int32
 
 
 def retrieval_score(

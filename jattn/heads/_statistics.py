@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, DTypeLike
 
+from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
+from jattn._core.attention import softmax_dtype
+from jattn._core.shard import with_whole_axis
+from jattn._mods.arrays import Length, arange, namespace
+from jattn._mods.lookup import ranks
+from jattn._mods.validation import check_array, to_int32
 from jattn.api import dot_product_attention, fold_weights
-from jattn.core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
-from jattn.core.attention import softmax_dtype
-from jattn.core.shard import with_whole_axis
 from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import Length, arange, namespace
-from jattn.mods.lookup import ranks
-from jattn.mods.validation import check_array, to_int32
 
 
 class _Block(NamedTuple):

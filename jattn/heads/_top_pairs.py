@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn.core import shard
-from jattn.core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
-from jattn.core.attention import softmax_dtype
+from jattn._core import shard
+from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
+from jattn._core.attention import softmax_dtype
 from jattn.kernels.blockwise import Blockwise
 from jattn.masks import MaskFunction
 

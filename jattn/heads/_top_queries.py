@@ -6,8 +6,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
-from jattn.mods.pytree import pytree_dataclass
-from jattn.mods.validation import to_int32
+from jattn._mods.pytree import pytree_dataclass
+from jattn._mods.validation import to_int32
 
 
 @pytree_dataclass

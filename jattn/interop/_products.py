@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn.core import shard
+from jattn._core import shard
 
 FEW = 4  # rows; the weight is read once for each
 LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache when they are converted

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike
 
 from jattn import masks
+from jattn._core import shares
 from jattn.cache import KVCache, init_cache, within_capacity
-from jattn.core import shares
 from jattn.interop._block import Block, Config
 from jattn.interop._per_layer import stack_options
 from jattn.interop._products import dot_general

@@ -1,6 +1,6 @@
 """Implementations of attention, one per file or folder, behind one interface.
 
-Each takes ``AttentionArgs`` (``jattn.core.arguments``). To add one, subclass ``Kernel`` in a file here and name it in
+Each takes ``AttentionArgs`` (``jattn._core.arguments``). To add one, subclass ``Kernel`` in a file here and name it in
 ``jattn.kernels.dispatch``: override ``forward``, ``backward`` if it has one, and ``refusals``. The conformance table of
 the tests then runs it on every case.
 """
@@ -15,16 +15,16 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from jattn.blocks import backward, online_softmax
-from jattn.blocks.plan import BlockSizes
-from jattn.blocks.reduction import Reduction, reduce_weights
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
-from jattn.core.shard import is_typed, may_be_sharded, on_each_device, per_device, replicated_on
-from jattn.core.vmap import canonical
-from jattn.mods.arrays import Length
+from jattn._blocks import backward, online_softmax
+from jattn._blocks.plan import BlockSizes
+from jattn._blocks.reduction import Reduction, reduce_weights
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._core.shard import is_typed, may_be_sharded, on_each_device, per_device, replicated_on
+from jattn._core.vmap import canonical
+from jattn._mods.arrays import Length
 
-# ``out [B,T,N,D]`` in the value's dtype, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``.
+# ``out [B,T,N,D]`` in the value's dtype; ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``.
 Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"]]
 
 SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
@@ -102,7 +102,7 @@ class ReducesWeights(Protocol):
     def map_parts(
         self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
-        """``fn(args, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn.core.shard.per_device``."""
+        """``fn(args, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn._core.shard.per_device``."""
         ...
 
 
@@ -125,7 +125,7 @@ class OverDevices(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An implementation in linear memory with the derivative rule of ``jattn.blocks.backward``.
+    """An implementation in linear memory with the derivative rule of ``jattn._blocks.backward``.
 
     A subclass is a frozen dataclass of its settings. It overrides ``forward``, ``backward`` and what it refuses:
     ``dtypes``, ``takes`` and ``refusals``. What it does not override is blockwise's: the backward pass, forward mode,
@@ -167,7 +167,7 @@ class Kernel:
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        """The cotangents of query, key and value, as in ``jattn.blocks.backward.differentiable``."""
+        """The cotangents of query, key and value, as in ``jattn._blocks.backward.differentiable``."""
         return backward.gradients_of_qkv(platform, args, results, cotangents, self._block_sizes)
 
     @property

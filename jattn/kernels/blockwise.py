@@ -1,4 +1,4 @@
-"""``"blockwise"``: the O(T + S) formula of ``jattn.blocks``, head by head. Supports every call."""
+"""``"blockwise"``: the O(T + S) formula of ``jattn._blocks``, head by head. Supports every call."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array, PyTree
 
-from jattn.blocks import backward, online_softmax
-from jattn.blocks.plan import BlockSizes, describe_work, plan_args
-from jattn.blocks.reduction import fold_blocks, reduce_weights
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
-from jattn.core.attention import softmax_dtype
-from jattn.core.vmap import canonical
+from jattn._blocks import backward, online_softmax
+from jattn._blocks.plan import BlockSizes, describe_work, plan_args
+from jattn._blocks.reduction import fold_blocks, reduce_weights
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import softmax_dtype
+from jattn._core.vmap import canonical
 from jattn.kernels import ReducingKernel, Reduction, Results
 
 
@@ -21,7 +21,7 @@ from jattn.kernels import ReducingKernel, Reduction, Results
 class Blockwise(ReducingKernel):
     """``implementation=``: ``"blockwise"`` with your own block sizes.
 
-    ``block_sizes``: queries and keys per block; ``choose_blocks`` in ``jattn.blocks.block_lists`` sets the default.
+    ``block_sizes``: queries and keys per block; ``choose_blocks`` in ``jattn._blocks.block_lists`` sets the default.
     Changes no result beyond rounding.
     """
 
@@ -53,7 +53,7 @@ class Blockwise(ReducingKernel):
         return reduce_weights(args, reduction, self.block_sizes)
 
     def fold_weights(self, args: AttentionArgs, step: Callable, init: PyTree, lse: Array | None) -> PyTree[Array]:
-        """``jattn.blocks.reduction.fold_blocks``; ``lse [B,T,N]`` is computed if it is None."""
+        """``jattn._blocks.reduction.fold_blocks``; ``lse [B,T,N]`` is computed if it is None."""
         if lse is None:
             lse = self._run(dataclasses.replace(args, value=args.key[..., :0]))[1]
         return fold_blocks(args, step, init, lse, self.block_sizes)

@@ -20,12 +20,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import mod_semantics, pad_end
+from jattn._mods.validation import LEAST
 from jattn.kernels import Kernel, Results, Unsupported
 from jattn.masks import and_masks, interval
-from jattn.mods.arrays import mod_semantics, pad_end
-from jattn.mods.validation import LEAST
 
 # From this JAX on it is the default: before, it broadcast keys that a vmap shares wrongly.
 OLDEST = (0, 11, 2)

@@ -2,7 +2,7 @@
 
 With few queries, reading keys and values takes most of the time. So each chunk is read once for all heads, and chunks
 that no query sees are not read: empty slots of a cache cost nothing. The sums over chunks are those of
-``jattn.blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every call; besides O(S) it holds
+``jattn._blocks.online_softmax``, differentiated by JAX, chunk by chunk. Supports every call; besides O(S) it holds
 ``[B,N,T,chunk]`` scores.
 """
 
@@ -18,14 +18,14 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn.blocks.block import product_dtype
-from jattn.blocks.plan import block_table
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
-from jattn.core.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
-from jattn.core.chunk import Chunk, slot_indices
-from jattn.core.dropout import drop
-from jattn.core.vmap import canonical, over_args
+from jattn._blocks.block import product_dtype
+from jattn._blocks.plan import block_table
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import Head, finish_scores, row_maximum, softmax_dtype, visible_pairs
+from jattn._core.chunk import Chunk, slot_indices
+from jattn._core.dropout import drop
+from jattn._core.vmap import canonical, over_args
 from jattn.kernels import PlainKernel
 
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full

@@ -1,4 +1,4 @@
-"""``"xla"``: the dense formula of ``jattn.core.attention``, vmapped over heads. The reference; supports every call."""
+"""``"xla"``: the dense formula of ``jattn._core.attention``, vmapped over heads. The reference; supports every call."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import ClassVar
 import jax
 from jax.core import Tracer
 
-from jattn.core.arguments import AttentionArgs
-from jattn.core.attention import dense, dense_weights
-from jattn.core.deferred import compiled
-from jattn.core.vmap import canonical, over_args
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import dense, dense_weights
+from jattn._core.deferred import compiled
+from jattn._core.vmap import canonical, over_args
 from jattn.kernels import PlainKernel
 
 

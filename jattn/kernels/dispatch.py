@@ -7,9 +7,11 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array
 
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
-from jattn.core.vmap import canonical
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._core.vmap import canonical
+from jattn._mods.arrays import without_mesh
+from jattn._mods.pytree import holds_plain_function
 from jattn.kernels import (
     PLATFORMS,
     Implementation,
@@ -28,8 +30,6 @@ from jattn.kernels.native import Native
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
-from jattn.mods.arrays import without_mesh
-from jattn.mods.pytree import holds_plain_function
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
     kernel.name: kernel

@@ -1,6 +1,6 @@
 """``"native"``: C++ kernels for CPUs, in the package ``jattn-native``, which the folder ``native`` builds.
 
-The online softmax of ``jattn.blocks.online_softmax``, with the scores of a tile in the nearest cache. Backward as in
+The online softmax of ``jattn._blocks.online_softmax``, with the scores of a tile in the nearest cache. Backward as in
 FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the same derivative rule. With few queries each key is read
 once for all heads. For masks under which a query sees an interval of keys, or those of its segment, and mask arrays.
 Bias and mask arrays are read where they are. Forward mode, higher orders and the gradients of arrays besides query, key
@@ -21,19 +21,19 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn.blocks.backward import of_sums
-from jattn.blocks.plan import describe_work, plan_args
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
-from jattn.core.dropout import Dropout, dropout_seeds
+from jattn._blocks.backward import of_sums
+from jattn._blocks.plan import describe_work, plan_args
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._core.dropout import Dropout, dropout_seeds
+from jattn._mods.arrays import AnyArray, mod_semantics, pad_end
+from jattn._mods.lookup import ranks
+from jattn._mods.mask import conjuncts
+from jattn._mods.validation import LARGEST, LEAST
 from jattn.kernels import OPTIONS, Kernel, Results
 from jattn.kernels.dense import Dense
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
-from jattn.mods.arrays import AnyArray, mod_semantics, pad_end
-from jattn.mods.lookup import ranks
-from jattn.mods.mask import conjuncts
-from jattn.mods.validation import LARGEST, LEAST
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
 
 STEP = 16  # head dims are padded to multiples of the widest vector
@@ -161,7 +161,7 @@ def _call(
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
     rate = 0.0 if args.dropout is None else args.dropout.rate
-    threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn.core.dropout
+    threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))  # as in jattn._core.dropout
     return kernel(*operands, width=np.int32(width or 0), dropped=threshold.view(np.int32))
 
 

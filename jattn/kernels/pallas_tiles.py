@@ -13,10 +13,10 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jattn.core.arguments import AttentionArgs
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import arange
+from jattn._mods.tile_function import HEAD, KEY, PAIR, QUERY, TileFunction, make_tile_function, reason_against, spread
 from jattn.kernels import ReducingKernel, Reduction, Results
-from jattn.mods.arrays import arange
-from jattn.mods.tile_function import HEAD, KEY, PAIR, QUERY, TileFunction, make_tile_function, reason_against, spread
 
 LARGEST_DIM = 256
 Ref = Any  # an array in a kernel's memory: Pallas has several types of them, none of them public

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
 from jattn.kernels.pallas_tpu.schedule import block_sizes
 
 Table = Sequence[Mapping[str, Any]]

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jattn import heads, masks
+from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn.interop import Transformer
-from jattn.mods.pytree import pytree_dataclass, static_field
 
 Metric = Callable[[Array, Array], Array]  # of one sequence: logits [T,V], tokens [T]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jattn.core.arguments import ScoreOptions
+from jattn._core.arguments import ScoreOptions
 from jattn.heads import collect
 
 OPTIONS = frozenset({"bias", "mask", *ScoreOptions.__annotations__})

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
+from jattn._core import shard
+from jattn._core.arguments import AttentionArgs, AttentionOptions
+from jattn._core.shard import MeshAxes, axes_by_kind
 from jattn.api import dot_product_attention
-from jattn.core import shard
-from jattn.core.arguments import AttentionArgs, AttentionOptions
-from jattn.core.shard import MeshAxes, axes_by_kind
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, by_name, choose
 from jattn.masks import MaskFunction
@@ -61,7 +61,7 @@ class OverMesh:
         return self.per_device(on_device, args, out_axes, *extra)
 
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn.core.shard.per_device``."""
+        """``jattn._core.shard.per_device``."""
         return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
 
     def _named_axes(self) -> MeshAxes:

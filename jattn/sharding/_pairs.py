@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jattn.blocks.block_lists import SMALL, tile
-from jattn.core.arguments import AttentionArgs
-from jattn.core.chunk import Chunk
+from jattn._blocks.block_lists import SMALL, tile
+from jattn._core.arguments import AttentionArgs
+from jattn._core.chunk import Chunk
+from jattn._mods.arrays import Index
+from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn.kernels import Kernel, Unsupported
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import And, Causal, Mask, MaskFunction, Not, Or, SlidingWindow, bounds, interval
-from jattn.mods.arrays import Index
-from jattn.mods.pytree import pytree_dataclass, static_field
 from jattn.score_mods import SoftCap
 from jattn.sharding._rotation import Hop, RingPlan
 

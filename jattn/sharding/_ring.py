@@ -10,17 +10,17 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
+from jattn._blocks.block_lists import tile
+from jattn._blocks.block_mask import Visibility
+from jattn._blocks.plan import block_table
+from jattn._core import shard
+from jattn._core.arguments import AttentionArgs, AttentionOptions
+from jattn._core.attention import softmax_dtype
+from jattn._mods.arrays import AnyArray
 from jattn.api import dot_product_attention
-from jattn.blocks.block_lists import tile
-from jattn.blocks.block_mask import Visibility
-from jattn.blocks.plan import block_table
-from jattn.core import shard
-from jattn.core.arguments import AttentionArgs, AttentionOptions
-from jattn.core.attention import softmax_dtype
 from jattn.kernels import Kernel, Reduction
 from jattn.kernels.dispatch import by_name
 from jattn.masks import MaskFunction
-from jattn.mods.arrays import AnyArray
 from jattn.sharding._head_parallel import Axes, OverMesh, in_units
 from jattn.sharding._pairs import seen_by_distance
 from jattn.sharding._ring_attention import ring_attend
@@ -127,7 +127,7 @@ class Ring(OverMesh):
         return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
 
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn.core.shard.per_device`` with a sharded sequence and tables, without the slot masks of the lengths."""
+        """``jattn._core.shard.per_device`` with a sharded sequence and tables, without the lengths' slot masks."""
         args, tables = divide(args, self._turn)
 
         def with_own_tables(part, *arrays):

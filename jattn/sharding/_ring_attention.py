@@ -2,7 +2,7 @@
 
 ``jattn.merge`` joins the results of the hops. If ``row_max`` is the log-sum-exp of whole rows, the sums ``acc`` and
 ``row_sum`` of all hops add up to ``acc = out`` and ``row_sum = 1``. So their derivatives add up to those of
-``out = acc / row_sum`` and ``lse = row_max + log(row_sum)`` (``jattn.blocks.backward``), and the backward pass rotates
+``out = acc / row_sum`` and ``lse = row_max + log(row_sum)`` (``jattn._blocks.backward``), and the backward pass rotates
 the keys once more, with a device holding only its own and those at hand. A tangent rotates in the same way.
 """
 
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn.blocks import backward
-from jattn.blocks.online_softmax import log_sum_exp
-from jattn.core.arguments import AttentionArgs
-from jattn.core.attention import softmax_dtype
-from jattn.core.merge import merge
-from jattn.core.vmap import canonical
+from jattn._blocks import backward
+from jattn._blocks.online_softmax import log_sum_exp
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import softmax_dtype
+from jattn._core.merge import merge
+from jattn._core.vmap import canonical
 from jattn.kernels import Results
 from jattn.sharding._pairs import each_pair
 from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, put_chunk, take_chunk
@@ -171,7 +171,7 @@ def _with_leaves(args: AttentionArgs, numbers: Sequence[int], values: Sequence[A
 def _product(platform: str, args: AttentionArgs, results: Sequence[Array], d_out: Array, ring: RingPlan) -> Array:
     """The sums ``[B,T,N]`` of ``d_out * out``. If out was rounded, it is computed anew: the keys rotate once more.
 
-    As for ``jattn.blocks.backward._Tangents``.
+    As for ``jattn._blocks.backward._Tangents``.
     """
     out, row_max = results
     if out.dtype == row_max.dtype:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn.core.arguments import AttentionArgs
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import Index
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
-from jattn.mods.arrays import Index
 from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, take_chunk
 from jattn.sharding._tables import rotating, with_keys
 

@@ -18,10 +18,10 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jattn.core.arguments import AttentionArgs
-from jattn.core.chunk import Chunk, take, take_pairs
+from jattn._core.arguments import AttentionArgs
+from jattn._core.chunk import Chunk, take, take_pairs
+from jattn._mods.arrays import AnyArray, Index
 from jattn.kernels import Kernel
-from jattn.mods.arrays import AnyArray, Index
 from jattn.sharding._tables import of_chunks
 
 #: The layouts of a ring, each with the number of chunks of the sequence that a device holds.

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from jattn.core import shard
-from jattn.core.arguments import AttentionArgs, masks_of_lengths
-from jattn.core.attention import softmax_dtype
-from jattn.core.merge import merge_devices
-from jattn.core.shares import axes_of
+from jattn._core import shard
+from jattn._core.arguments import AttentionArgs, masks_of_lengths
+from jattn._core.attention import softmax_dtype
+from jattn._core.merge import merge_devices
+from jattn._core.shares import axes_of
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, by_name, choose
 from jattn.sharding._head_parallel import Axes, OverMesh, in_units
@@ -119,7 +119,7 @@ class SplitKeys(OverMesh):
         return fn(args, *(array for array, _ in extra))
 
     def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``jattn.core.shard.per_device`` with sharded keys: lengths and positions are those of each device's slots."""
+        """``jattn._core.shard.per_device`` with sharded keys: lengths and positions are of each device's slots."""
         mesh_axes = self.mesh_axes(args)
         # What is seen by position, so that slots must have theirs.
         by_position = bool(args.masks) or args.score_mod is not None or args.dropout is not None

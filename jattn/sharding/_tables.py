@@ -12,13 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn.core.arguments import AttentionArgs
-from jattn.core.chunk import Chunk, take
+from jattn._core.arguments import AttentionArgs
+from jattn._core.chunk import Chunk, take
+from jattn._mods.arrays import Index, Length
+from jattn._mods.lookup import look_up_row
+from jattn._mods.mask import conjuncts
+from jattn._mods.pytree import pytree_dataclass
 from jattn.masks import Dense, MaskFunction, Segments
-from jattn.mods.arrays import Index, Length
-from jattn.mods.lookup import look_up_row
-from jattn.mods.mask import conjuncts
-from jattn.mods.pytree import pytree_dataclass
 
 
 @pytree_dataclass

@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, ArrayLike, PyTree
 
+from jattn._core import shard
+from jattn._core.arguments import AttentionArgs, AttentionOptions
+from jattn._core.shard import MeshAxes
 from jattn.api import dot_product_attention
-from jattn.core import shard
-from jattn.core.arguments import AttentionArgs, AttentionOptions
-from jattn.core.shard import MeshAxes
 from jattn.kernels import Reduction
 from jattn.masks import MaskFunction
 from jattn.sharding._head_parallel import Axes, HeadParallel, OverMesh, in_units

@@ -39,6 +39,6 @@ def test_options_are_read_before_jax_is_imported(words):
 @pytest.mark.slow
 def test_output_to_a_full_disk_is_an_error_in_one_line():
     with Path("/dev/full").open("wb") as full:
-        words = [sys.executable, "-m", "experiments", "list"]  # the command's other name in a checkout
+        words = [sys.executable, "-m", "jattn_experiments", "list"]
         process = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=200, text=True)
     assert (process.returncode, process.stderr) == (1, "error: output: No space left on device\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.core.arguments import AttentionOptions, ScoreOptions, make_args
+from jattn._core.arguments import AttentionOptions, ScoreOptions, make_args
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.dense import Dense
 from jattn.multi_head import LayerOptions, attend_heads

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.core.arguments import make_args
+from jattn._core.arguments import make_args
 from jattn.masks import Causal, Dense, Padding, Segments, SlidingWindow
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, then
 

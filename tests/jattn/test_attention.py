@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core.arguments import make_args
-from jattn.core.attention import dense_weights, make_head
-from jattn.core.chunk import Chunk
-from jattn.core.dropout import Dropout, dropout_keep, dropout_seeds
+from jattn._core.arguments import make_args
+from jattn._core.attention import dense_weights, make_head
+from jattn._core.chunk import Chunk
+from jattn._core.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.dense import Dense
 from tests import reference
 

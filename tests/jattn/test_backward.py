@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core import deferred
+from jattn._core import deferred
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.native import Native

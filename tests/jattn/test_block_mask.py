@@ -12,9 +12,9 @@ import pytest
 
 import jattn
 from jattn import masks
-from jattn.blocks import block_lists as block_lists_module
-from jattn.blocks.block_lists import LARGE, SMALL, block_lists, choose_blocks, split_axis, tile
-from jattn.blocks.block_mask import Visibility
+from jattn._blocks import block_lists as block_lists_module
+from jattn._blocks.block_lists import LARGE, SMALL, block_lists, choose_blocks, split_axis, tile
+from jattn._blocks.block_mask import Visibility
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
 
 B, N, T, S = 2, 3, 7, 11

@@ -12,8 +12,8 @@ import pytest
 
 import jattn
 from jattn import blockwise, masks, score_mods
-from jattn.core.attention import attend
-from jattn.core.vmap import over_heads, sequential_vmap
+from jattn._core.attention import attend
+from jattn._core.vmap import over_heads, sequential_vmap
 from jattn.kernels.blockwise import Blockwise
 
 T, S, H, D = 13, 17, 5, 3

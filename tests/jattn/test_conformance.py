@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.core.dropout import Dropout, dropout_keep, dropout_seeds
+from jattn._core.dropout import Dropout, dropout_keep, dropout_seeds
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
 from jattn.kernels.dispatch import IMPLEMENTATIONS

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jattn
 from jattn import heads, masks, score_mods
-from jattn.core import deferred
-from jattn.core.attention import NAMES
+from jattn._core import deferred
+from jattn._core.attention import NAMES
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
 

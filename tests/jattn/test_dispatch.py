@@ -11,7 +11,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core.arguments import make_args
+from jattn._core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import IMPLEMENTATIONS, PLATFORMS, Dispatch
 from jattn.kernels.pallas_tpu import PallasTPU

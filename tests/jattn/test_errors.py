@@ -16,8 +16,8 @@ from flax import nnx
 import jattn
 import jattn.linen
 import jattn.nnx
+from jattn._mods.arrays import CONVENTION
 from jattn.kernels.splash import Splash
-from jattn.mods.arrays import CONVENTION
 from tests.jattn.error_table import ROWS
 
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import jattn
 from jattn import masks
+from jattn._mods.arrays import mod_semantics
+from jattn._mods.lookup import range_in_row
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
-from jattn.mods.arrays import mod_semantics
-from jattn.mods.lookup import range_in_row
 
 T, S = 7, 11
 IDS = np.array([[0, 0, 1, 1, 1, 2, 2], [3, 3, 3, 4, 4, 4, 4]])

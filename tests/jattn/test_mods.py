@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jattn
 from jattn import heads, masks
-from jattn.blocks import plan
-from jattn.core import shard
-from jattn.core.arguments import make_args
+from jattn._blocks import plan
+from jattn._core import shard
+from jattn._core.arguments import make_args
+from jattn._mods import pytree
+from jattn._mods.closure_convert import closure_convert
 from jattn.kernels import blockwise
 from jattn.masks import Causal, Dense, Padding, Prefix, Segments, SlidingWindow
-from jattn.mods import pytree
-from jattn.mods.closure_convert import closure_convert
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, then
 
 IDS = np.array([0, 0, 1, 1], np.int32)

@@ -12,7 +12,7 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core import deferred
+from jattn._core import deferred
 from jattn.heads import statistics
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise

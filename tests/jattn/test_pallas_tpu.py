@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core.arguments import make_args
-from jattn.core.vmap import canonical
+from jattn._core.arguments import make_args
+from jattn._core.vmap import canonical
 from jattn.kernels import Unsupported
 from jattn.kernels.pallas_tpu import OLDEST, PallasTPU
 from jattn.kernels.pallas_tpu.schedule import block_sizes, schedule, split_entry

@@ -8,8 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core.arguments import make_args
-from jattn.core.vmap import canonical
+from jattn._core.arguments import make_args
+from jattn._core.vmap import canonical
 from jattn.heads import statistics
 from jattn.kernels import Reduction, Unsupported
 from jattn.kernels.blockwise import Blockwise

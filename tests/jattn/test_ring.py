@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn import heads, masks
-from jattn.core.arguments import make_args
+from jattn._core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
 from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
 from jattn_experiments.bench.ring_cases import (

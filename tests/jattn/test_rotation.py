@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core.arguments import make_args
-from jattn.core.attention import NAMES
+from jattn._core.arguments import make_args
+from jattn._core.attention import NAMES
 from jattn.kernels.splash import Splash
 from jattn.sharding import Ring, from_zigzag, ring_attention, to_zigzag
 from jattn.sharding._pairs import EVERYTHING, NOTHING, SOMETHING, Ahead, seen_by_distance

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jattn import score_mods
-from jattn.mods.arrays import mod_semantics
-from jattn.mods.validation import check_fits
+from jattn._mods.arrays import mod_semantics
+from jattn._mods.validation import check_fits
 
 Q, KV = np.arange(150)[:, None], np.arange(170)[None, :]
 SCORE = np.random.default_rng(0).normal(size=(150, 170)).astype(np.float32)

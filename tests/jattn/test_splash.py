@@ -12,8 +12,8 @@ import pytest
 
 import jattn
 from jattn import masks, score_mods
-from jattn.core.arguments import make_args
-from jattn.core.vmap import canonical
+from jattn._core.arguments import make_args
+from jattn._core.vmap import canonical
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn.kernels.splash import Splash, _plan, default_block_sizes
 from jattn.kernels.splash.kernel import make_kernel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jattn import masks, score_mods
-from jattn.mods.tile_function import HEAD, KEY, QUERY, NotElementwise, make_tile_function
+from jattn._mods.tile_function import HEAD, KEY, QUERY, NotElementwise, make_tile_function
 
 B, N, L = 2, 4, 6
 IDS = np.array([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]], np.int32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.core.arguments import make_args
+from jattn._core.arguments import make_args
 from jattn.kernels import tuned
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.pallas_tpu.pipeline import make_plan

@@ -53,7 +53,7 @@ static const Case CASES[] = {
 };
 constexpr uint32_t DROPPED = 1u << 30;  // of 2^32
 
-// jattn.core.dropout's hash.
+// jattn._core.dropout's hash.
 static uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352d, x = (x ^ (x >> 15)) * 0x846ca68b;
   return x ^ (x >> 16);

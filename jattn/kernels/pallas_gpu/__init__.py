@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jattn.core import deferred
-from jattn.core.arguments import AttentionArgs
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import cdiv
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_tiles import PallasKernel
-from jattn.mods.arrays import cdiv
 
 OLDEST = (0, 11, 2)  # of JAX: what the kernels are written in changes with each
 ENTRIES = 2**24  # blocks in the lists: 64 MiB

@@ -18,14 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Bool
 
-from jattn.blocks.plan import block_table
+from jattn._blocks.plan import block_table
+from jattn._mods.arrays import namespace
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, SHARED, STAGES, TRANSFORMS, Step
 from jattn.kernels.pallas_gpu.reduction import Values
 from jattn.kernels.pallas_gpu.schedule import ROWS, row_lists
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Tile
 from jattn.kernels.pallas_tiles import Ref
-from jattn.mods.arrays import namespace
 
 SIZE = ROWS, ROWS
 WIDE = 2 * ROWS  # the offsets of a block, and one that it does not have

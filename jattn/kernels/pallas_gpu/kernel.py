@@ -3,7 +3,7 @@
 Written in Mosaic GPU, for Hopper GPUs: products by ``wgmma`` from shared memory, which the copy engine fills ahead.
 Forward as in FlashAttention-3 (https://arxiv.org/abs/2407.08608), two warpgroups in turn; backward as in
 FlashAttention-2 (https://arxiv.org/abs/2307.08691), one kernel for query's gradient and one for key's and value's, with
-the rule of ``jattn.blocks.backward``. Arrays keep their order of axes and are not copied. Forward mode,
+the rule of ``jattn._blocks.backward``. Arrays keep their order of axes and are not copied. Forward mode,
 higher orders and the gradients of arrays besides query, key and value are blockwise's.
 """
 
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.backward import of_sums
-from jattn.blocks.plan import visibility
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.backward import of_sums
+from jattn._blocks.plan import visibility
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import cdiv, pad_end
+from jattn._mods.tile_function import QUERY
 from jattn.kernels import Reduction, Results
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_gpu.diagonals import sum_diagonals
@@ -25,8 +27,6 @@ from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.split_kv import choose_num_splits, merge_splits, pack_gqa, unpack_gqa
 from jattn.kernels.pallas_gpu.tile import LOG2E, GPUPlan, Place, Tile, make_plan
 from jattn.kernels.pallas_tiles import LARGEST_DIM, Ref
-from jattn.mods.arrays import cdiv, pad_end
-from jattn.mods.tile_function import QUERY
 
 LEAST = jnp.finfo(jnp.float32).min
 
@@ -50,7 +50,7 @@ def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:
 
 
 def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
-    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``.
+    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``.
 
     ``row_max`` is the lse, so that the cotangent of ``acc`` is that of the output, in the dtype that kernels multiply.
     """
@@ -109,7 +109,7 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
 def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasGPU
 ) -> list[jax.Array]:
-    """The cotangents of query, key and value, by the formulas of ``jattn.blocks.backward.of_sums``."""
+    """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     H, D = args.query.shape[3], args.value.shape[3]
     q, k, v = (_padded(x) for x in (args.query, args.key, args.value))

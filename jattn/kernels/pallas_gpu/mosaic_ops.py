@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.typing import ArrayLike
 
-from jattn.mods.jaxpr import bind_equation, evaluate
-from jattn.mods.tile_function import CALLS, ELEMENTWISE, spread
+from jattn._mods.jaxpr import bind_equation, evaluate
+from jattn._mods.tile_function import CALLS, ELEMENTWISE, spread
 
 _CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 

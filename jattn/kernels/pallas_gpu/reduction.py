@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jattn._mods.tile_function import KEY, QUERY
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_gpu.pipeline import Kernel, Step, Steps, full
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Place, Tile
 from jattn.kernels.pallas_tiles import Ref
-from jattn.mods.tile_function import KEY, QUERY
 
 BLOCK = 2 * ROWS, 64  # rows and columns: half of those of the forward pass leave registers for the values
 

@@ -4,7 +4,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from jattn.mods.arrays import cdiv, namespace, pad_end
+from jattn._mods.arrays import cdiv, namespace, pad_end
 
 ROWS = 64  # of a warpgroup: a wgmma computes so many
 Table = Bool[Array | np.ndarray, "batch rows columns"]  # of blocks; one for all sequences if batch is 1
@@ -16,7 +16,7 @@ def row_lists(any_visible: Table, all_visible: Table, by_key: bool, num_splits: 
 
     An entry is twice the block's column, plus 1 unless the block is full. A row without blocks gets one that is not.
     ``num_splits``: deals out each row's list to as many rows, at most one for each column. Unlike
-    ``jattn.blocks.block_lists.block_lists``, a row's full and partial blocks are in one list, which one program reads.
+    ``jattn._blocks.block_lists.block_lists``, a row's full and partial blocks are in one list, which one program reads.
     """
     xp = namespace(any_visible, all_visible)
     if by_key:

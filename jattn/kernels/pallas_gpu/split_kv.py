@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.core.arguments import AttentionArgs
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.closure_convert import depends_on
 from jattn.kernels.pallas_gpu.schedule import ROWS
-from jattn.mods.closure_convert import depends_on
 
 PROGRAMS = 132  # at once: multiprocessors of an H100
 LEAST_BLOCKS = 4  # of keys for a program, which merging then costs little of

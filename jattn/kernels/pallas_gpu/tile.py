@@ -11,14 +11,14 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.blocks.plan import block_table, visibility
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.plan import block_table, visibility
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import pad_end
+from jattn._mods.tile_function import QUERY
 from jattn.kernels import pallas_tiles
 from jattn.kernels.pallas_gpu import mosaic_ops
 from jattn.kernels.pallas_gpu.schedule import ROWS, Lists, row_lists
 from jattn.kernels.pallas_tiles import Ref
-from jattn.mods.arrays import pad_end
-from jattn.mods.tile_function import QUERY
 
 Interpret = plgpu.InterpretGPUParams | None
 LOG2E = math.log2(math.e)

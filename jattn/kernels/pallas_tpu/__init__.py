@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jattn.blocks.block_lists import two_sizes
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.block_lists import two_sizes
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import cdiv
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import PallasKernel
 from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
-from jattn.mods.arrays import cdiv
 
 ENTRIES = 2**17  # blocks in scalar memory: half a mebibyte
 OLDEST = (0, 12)  # JAX in which ``in_place`` is tested; 0.10's interpreter reshapes no bitcast reference

@@ -1,7 +1,7 @@
 """The kernels of ``pallas_tpu``: forward, backward and reduction, each as settings and a call that one of them takes.
 
 Forward and backward as in FlashAttention-2 (https://arxiv.org/abs/2307.08691), with the derivative rule of
-``jattn.blocks.backward``: the backward kernels take the cotangents of ``acc`` and ``row_sum``, so that of the lse is
+``jattn._blocks.backward``: the backward kernels take the cotangents of ``acc`` and ``row_sum``, so that of the lse is
 exact. Forward mode, higher orders and the gradients of arrays besides query, key and value are blockwise's.
 
 Scores are transposed, ``[keys, queries]``. Queries and their softmax sums then lie along the lanes of a register: the
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jattn.blocks.backward import of_sums
-from jattn.blocks.online_softmax import log_sum_exp
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.backward import of_sums
+from jattn._blocks.online_softmax import log_sum_exp
+from jattn._core.arguments import AttentionArgs
 from jattn.kernels import Reduction, Results
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU
@@ -38,7 +38,7 @@ def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasTPU) -> di
 
 
 def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
-    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn.blocks.online_softmax``."""
+    """``out [B,T,N,D]``, and ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``."""
     plan = make_plan(args, settings, settings.block_sizes, WIDE_TILE)
     D, rows, scores = max(args.value.shape[3], 1), plan.size[0], plan.scores()
     value = plan.add_value()
@@ -76,7 +76,7 @@ def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
 def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
 ) -> list[jax.Array]:
-    """The cotangents of query, key and value, by the formulas of ``jattn.blocks.backward.of_sums``."""
+    """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
     out, row_max, row_sum = results
     # 1, or 0 for a row that sees nothing, whose cotangent of acc counts for nothing. Then that of acc is no new array.
     row_sum = row_sum if args.query.dtype == jnp.float32 else jnp.ones_like(row_sum)

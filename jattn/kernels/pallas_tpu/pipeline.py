@@ -12,15 +12,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jattn.blocks.block_lists import choose_size
-from jattn.blocks.plan import block_table, visibility
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.block_lists import choose_size
+from jattn._blocks.plan import block_table, visibility
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import pad_end
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU, in_place
 from jattn.kernels.pallas_tpu.schedule import LARGE, SMALL, TILE, Table, block_sizes, schedule, split_entry
 from jattn.kernels.pallas_tpu.tile import Operands, Scores
 from jattn.kernels.tuned import measured_sizes
-from jattn.mods.arrays import pad_end
 
 Result = tuple[str, jax.ShapeDtypeStruct]  # what it belongs to, as the kinds of ``Operands``, and its type
 Scratch = Sequence[tuple[tuple[int, ...], DTypeLike]]  # shapes and dtypes
@@ -96,7 +96,7 @@ def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] |
     """The plan for blocks of these sizes, or of the default ones, in tiles of ``at_a_time`` queries, or of 128.
 
     The default ones are large, as measured on the program's chip or else ``LARGE``. They are ``SMALL`` if that skips
-    enough of the matrix to pay off, as in ``jattn.blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in
+    enough of the matrix to pay off, as in ``jattn._blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in
     float32 with more than 128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jattn._mods.arrays import pad_end
 from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call
 from jattn.kernels.pallas_tpu.schedule import TILE
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
-from jattn.mods.arrays import pad_end
 
 FEW = 4  # statistics, up to which the loop over a block's queries is unrolled: compiling takes as long as the code is
 

@@ -4,7 +4,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from jattn.mods.arrays import mod_semantics, namespace
+from jattn._mods.arrays import mod_semantics, namespace
 
 TILE = 128  # queries and keys of a tile: the lanes of a register
 WIDE_TILE = 256  # queries of a tile in forward and backward: as many columns as a v6e's matrix unit has
@@ -26,7 +26,7 @@ def block_sizes(T: int, S: int, largest: int = LARGE) -> tuple[int, int]:
 def schedule(any_visible: Table, all_visible: Table, by_key: bool) -> Int32[Array | np.ndarray, "batch entries"]:
     """The blocks to compute, row by row (or column by column, ``by_key``), as ``split_entry`` reads them.
 
-    Unlike ``jattn.blocks.block_lists.block_lists``, full and partial blocks are in one list. A row (or column) without
+    Unlike ``jattn._blocks.block_lists.block_lists``, full and partial blocks are in one list. A row (or column) without
     blocks gets one entry that computes nothing, because its result has to be written. If the number of blocks is known
     only at run time, there is an entry for every block, and those past the end do nothing.
     """

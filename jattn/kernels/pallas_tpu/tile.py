@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from jattn.core.arguments import AttentionArgs
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import pad_end
+from jattn._mods.tile_function import QUERY
 from jattn.kernels import pallas_tiles
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import in_place
 from jattn.kernels.pallas_tpu.schedule import TILE
-from jattn.mods.arrays import pad_end
-from jattn.mods.tile_function import QUERY
 
 Index = int | Array
 

@@ -21,16 +21,16 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn.blocks.backward import of_sums
-from jattn.blocks.block import BlockPlan
-from jattn.blocks.block_lists import two_sizes
-from jattn.blocks.plan import describe_work
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.backward import of_sums
+from jattn._blocks.block import BlockPlan
+from jattn._blocks.block_lists import two_sizes
+from jattn._blocks.plan import describe_work
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import cdiv, mod_semantics, pad_end
 from jattn.kernels import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
 from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
 from jattn.kernels.tuned import measured_sizes
-from jattn.mods.arrays import cdiv, mod_semantics, pad_end
 from jattn.score_mods import SoftCap
 
 LARGEST_BLOCK = 512

@@ -136,7 +136,7 @@ def backward(
 def _plain_types() -> contextlib.AbstractContextManager:
     """Inside ``jax.shard_map`` a kernel's results must say over which mesh axes they vary, which splash's do not.
 
-    Here they need not, because what is lowered has plain types (``jattn.core.deferred``). Pallas turns the check off in
-    the same way; there is no public one.
+    Here they need not, because what is lowered has plain types (``jattn._core.deferred``). Pallas turns the check off
+    in the same way; there is no public one.
     """
     return config._check_vma(False)

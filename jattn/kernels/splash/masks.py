@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jattn.blocks.block_lists import split_axis
-from jattn.blocks.block_mask import Visibility
-from jattn.core.arguments import AttentionArgs
+from jattn._blocks.block_lists import split_axis
+from jattn._blocks.block_mask import Visibility
+from jattn._core.arguments import AttentionArgs
+from jattn._mods.arrays import calling, cdiv, without_mesh
+from jattn._mods.closure_convert import Elementwise, depends_on
+from jattn._mods.lookup import ranks
+from jattn._mods.mask import conjuncts
+from jattn._mods.pytree import known
+from jattn._mods.tile_function import NotElementwise, make_tile_function
 from jattn.kernels import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
-from jattn.mods.arrays import calling, cdiv, without_mesh
-from jattn.mods.closure_convert import Elementwise, depends_on
-from jattn.mods.lookup import ranks
-from jattn.mods.mask import conjuncts
-from jattn.mods.pytree import known
-from jattn.mods.tile_function import NotElementwise, make_tile_function
 
 
 @dataclasses.dataclass(frozen=True)

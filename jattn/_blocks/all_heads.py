@@ -1,0 +1,208 @@
+"""Blocks of all heads at once, on an accelerator: the gradients of query, key and value, and a GPU's forward pass.
+
+A block of rows or columns is a slice ``[B, rows, N, H]`` of an array ``[blocks, B, rows, N, H]``. That is the order in
+which the arrays lie in memory, so that they are not copied. Every operation inside the loops is a kernel that a GPU
+launches, or a copy, unless XLA fuses it with another.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jattn._blocks.block import Block, BlockedHead, BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
+from jattn._blocks.block_lists import BlockList, Run, block_lists, fold_row, runs_of_rows, split_axis
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import row_maximum, softmax_dtype
+from jattn._core.vmap import over_args
+from jattn._mods.arrays import Index
+
+GPUS = "cuda", "rocm"
+
+
+def forward(
+    platform: str, args: AttentionArgs, plan: BlockPlan
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"]]:
+    """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``.
+
+    ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
+    """
+    rows, columns = plan.size
+    call = _blocked_call(platform, args, plan)
+    queries, keys, values = _parts(args.query, rows), _parts(args.key, columns), _parts(args.value, columns)
+    lists = block_lists(plan.any_visible[0], plan.all_visible[0])
+    blocks, B, _, N, _ = queries.shape
+    dtype, lead = softmax_dtype(args.query), (B, N, rows)
+
+    def row_of_blocks(run, i, results):
+        q = queries[i]
+
+        def visit(state, j, masked):
+            add = functools.partial(_add_to_softmax, masked)
+            return call.of_heads(add, 0, q, keys[j], values[j], state, i, j, masked)
+
+        least = jnp.finfo(dtype).min  # not -inf, because -inf - -inf is NaN
+        state = jnp.zeros((*lead, values.shape[-1]), dtype), jnp.full(lead, least, dtype), jnp.zeros(lead, dtype)
+        acc, row_max, row_sum = fold_row(lists, i, visit, state, run)
+        # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
+        out = (acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]).astype(args.value.dtype)
+        found = (jnp.moveaxis(x, 1, 2) for x in (out, row_max, row_sum))
+        return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, found, strict=True))
+
+    by_row = jnp.zeros((blocks, B, rows, N), dtype)
+    results = jnp.zeros((*by_row.shape, values.shape[-1]), args.value.dtype), by_row, by_row
+    out, row_max, row_sum = _over_rows(row_of_blocks, _runs(platform, lists), results)
+    return _join(out, args.query), _join(row_max, args.query), _join(row_sum, args.query)
+
+
+def _add_to_softmax(
+    masked: bool, blocked: BlockedHead, block: Block, acc: Array, row_max: Array, row_sum: Array
+) -> tuple[Array, Array, Array]:
+    """``acc``, ``row_max`` and ``row_sum`` of one head with a block added."""
+    scores, v = blocked.scores(block, 0, 0, masked)
+    # The old maximum goes through the reduction: together they are one kernel.
+    new_max = row_maximum(jnp.maximum(scores, row_max[:, None]))
+    rescale, exponentials = jnp.exp(row_max - new_max), jnp.exp(scores - new_max[:, None])
+    block_acc = blocked.product("qk,dk->qd", blocked.drop(exponentials, 0, 0), v)
+    return acc * rescale[:, None] + block_acc, new_max, row_sum * rescale + jnp.sum(exponentials, axis=1)
+
+
+def gradients(
+    platform: str,
+    args: AttentionArgs,
+    row_max: Float[Array, "B T N"],
+    d_acc: Float[Array, "B T N D"],
+    d_row_sum: Float[Array, "B T N"],
+    plan: BlockPlan,
+) -> tuple[Array, Array, Array]:
+    """The cotangents of query, key and value from those of ``acc`` and ``row_sum``; ``plan`` as in ``forward``."""
+    rows, columns = plan.size
+    call = _blocked_call(platform, args, plan)
+    dtype = softmax_dtype(args.query)
+    row_max = jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype)
+    by_row = [_parts(x, rows) for x in (args.query, row_max, d_acc, d_row_sum)]
+    keys, values = (_parts(x, columns) for x in (args.key, args.value))
+    lists = block_lists(plan.any_visible[0], plan.all_visible[0])
+
+    def row_of_blocks(run, i, results):
+        q, row_max, *cotangents = (x[i] for x in by_row)
+
+        def softmax_sums(blocked: BlockedHead, block: Block, row_max: Array, masked: bool) -> tuple[Array, Array]:
+            scores, v = blocked.scores(block, 0, 0, masked)
+            return blocked.softmax_sums(scores, v, row_max, 0, 0)
+
+        def visit(state, j, masked):
+            d_q, d_k, d_v = state
+            one_head, per_head = functools.partial(softmax_sums, masked=masked), [jnp.moveaxis(row_max, 2, 1)]
+            # In the softmax's dtype, so that the blocks' gradients are added up in it.
+            qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
+            _, pull = jax.vjp(lambda q, k, v: call.of_heads(one_head, 1, q, k, v, per_head, i, j, masked), *qkv)
+            from_q, *others = pull(tuple(cotangents))
+            from_k, from_v = (jnp.moveaxis(x, 1, 2) for x in others)
+            return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
+
+        d_query, *sums = results
+        d_q, *sums = fold_row(lists, i, visit, (jnp.zeros(q.shape, dtype), *sums), run)
+        return lax.dynamic_update_index_in_dim(d_query, d_q.astype(d_query.dtype), i, 0), *sums
+
+    # With the heads before the columns, as products return them.
+    zeros = (jnp.moveaxis(jnp.zeros(x.shape, dtype), 2, 3) for x in (keys, values))
+    results = _over_rows(row_of_blocks, _runs(platform, lists), (jnp.zeros_like(by_row[0]), *zeros))
+    results = results[0], *(jnp.moveaxis(x, 2, 3) for x in results[1:])
+    found = zip(results, (args.query, args.key, args.value), strict=True)
+    d_query, d_key, d_value = (_join(x, like).astype(like.dtype) for x, like in found)
+    return d_query, d_key, d_value
+
+
+def _runs(platform: str, lists: tuple[BlockList, BlockList]) -> list[Run]:
+    """A GPU's host waits for every condition of a loop whose number of trips it does not know."""
+    return runs_of_rows(lists) if platform in GPUS else [(0, lists[0].starts.shape[0] - 1)]
+
+
+def _over_rows(row_of_blocks: Callable, runs: Sequence[Run], results: tuple[Array, ...]) -> tuple[Array, ...]:
+    """``results = row_of_blocks(run, i, results)`` for every row of blocks."""
+    for run in runs:
+        results = lax.fori_loop(*run, functools.partial(row_of_blocks, run), results)
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockedCall:
+    """A call whose blocks are taken for all heads at once."""
+
+    platform: str
+    args: AttentionArgs  # bias and slot masks padded to whole blocks
+    plan: BlockPlan
+    query_positions: Array  # [blocks, B|1, rows]
+    kv_positions: Array
+
+    def of_heads(
+        self,
+        fn: Callable,
+        out_axes: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        per_head: Sequence[Array],
+        i: Index,
+        j: Index,
+        masked: bool,
+    ) -> tuple[Array, ...]:
+        """``fn(blocked, block, *per_head)`` of one block of every head, as of a call with a single block.
+
+        ``out_axes``, ``per_head``: as in ``over_args``.
+        """
+
+        def one_head(q, k, v, head, *own):
+            visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
+            one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
+            blocked = split_head(self.platform, q, k, v, head, one_block, differentiated=False)
+            # Not taken from blocked: of arrays with an axis for the one block, XLA for GPU transposes copies.
+            q, k, v = (x.astype(blocked.dtype) for x in (q, k.swapaxes(0, 1), v.swapaxes(0, 1)))
+            return fn(blocked, Block(q, k, v, blocked.arrays.bias), *own)
+
+        block = dataclasses.replace(self._block(i, j, masked), query=q, key=k, value=v)
+        return over_args(one_head, block, out_axes, per_head=per_head)
+
+    def _block(self, i: Index, j: Index, masked: bool) -> AttentionArgs:
+        args, size = self.args, self.plan.size
+        return dataclasses.replace(
+            args,
+            bias=None if args.bias is None else take_block(args.bias, i, j, size),
+            slot_masks=tuple(take_block(x, i, j, size) for x in args.slot_masks) if masked else (),
+            query_positions=self.query_positions[i],
+            kv_positions=self.kv_positions[j],
+        )
+
+
+def _blocked_call(platform: str, args: AttentionArgs, plan: BlockPlan) -> _BlockedCall:
+    (T, S), (rows, columns) = (args.query.shape[1], args.key.shape[1]), plan.size
+    query_positions, kv_positions = (
+        _parts(jnp.arange(length)[None] if positions is None else jnp.asarray(positions), size, fill=None)
+        for positions, length, size in ((args.query_positions, T, rows), (args.kv_positions, S, columns))
+    )
+    padded = dataclasses.replace(
+        args,
+        bias=None if args.bias is None else pad_to_blocks(args.bias, plan.size),
+        slot_masks=tuple(pad_slot_masks(args.slot_masks, (T, S), plan.size, lead=(1, 1))),
+    )
+    return _BlockedCall(platform, padded, plan, query_positions, kv_positions)
+
+
+def _parts(x: Array, size: int, fill: int | None = 0) -> Array:
+    """``[B, T, ...] -> [blocks, B, rows, ...]``."""
+    return jnp.moveaxis(split_axis(x, 1, size, fill), 1, 0)
+
+
+def _join(parts: Array, like: Array) -> Array:
+    """``_parts`` undone, without its padding: as many rows as ``like`` has."""
+    return lax.collapse(jnp.moveaxis(parts, 0, 1), 1, 3)[:, : like.shape[1]]
+
+
+def _add_at(x: Array, i: Index, y: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, x[i] + y, i, 0)

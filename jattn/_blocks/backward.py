@@ -1,0 +1,239 @@
+"""The derivatives of blockwise attention, in linear memory, on every platform and to any order.
+
+They all come from one linear rule. For a fixed ``row_max`` both sums of ``online_softmax``, ``acc`` and ``row_sum``,
+are plain sums over blocks, so their tangents are the sums of the blocks' tangents, and
+``d out = (d acc - out d row_sum) / row_sum``. The rule is a scan over blocks that recomputes each block from its inputs
+(``accumulate``). JAX transposes it into the backward pass, again block by block, and differentiates it again for higher
+orders. So the derivative of a score function or a mask's arrays is JAX's, of ``BlockedHead.scores``.
+
+On one accelerator, ``jattn._blocks.all_heads`` computes the cotangents of query, key and value.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from jattn._blocks.all_heads import gradients
+from jattn._blocks.block import BlockPlan, split_head
+from jattn._blocks.block_lists import split_axis
+from jattn._blocks.online_softmax import join_rows, log_sum_exp, scan_blocks
+from jattn._blocks.plan import BlockSizes, plan_args
+from jattn._core import deferred
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import NAMES, Head, softmax_dtype
+
+# ``out``, ``row_max`` and ``row_sum`` of one head or of many, as in ``online_softmax``.
+Results = tuple[Float[Array, "*axes D"], Float[Array, "*rows"], Float[Array, "*rows"]]
+
+
+def differentiable(
+    forward: Callable,
+    accumulate: Callable,
+    args: PyTree,
+    *static: Hashable,
+    backward: Callable | None = None,
+    count: int | None = 3,
+    alone: bool = False,
+    lse: Callable | None = None,
+) -> tuple[Array, Array]:
+    """``(out, lse)`` of one head or of many, with the rule at the top of this file.
+
+    Args:
+        forward: ``(platform, args, *static) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
+            ``[..., T, ..., D]``; the others ``[..., T, ...]``.
+        accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
+        args: a pytree whose first three leaves are query, key and value.
+        static: hashable.
+        backward: ``(platform, (args, results, *static), cotangents, wanted) -> those of the arrays in args``: the
+            reverse derivative, written by hand, where nothing but the first ``count`` arrays is differentiated, or also
+            there if ``not alone``; None: all arrays. ``results``: what ``forward`` returned; ``cotangents``: of
+            ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the numbers of the arrays
+            whose cotangents are asked for.
+        lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
+            others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
+    """
+    leaves, (arrays, join) = jax.tree.leaves(args), split_arrays(args)
+    query, _, value = leaves[:3]
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    dtype = softmax_dtype(query)
+    rows = jax.ShapeDtypeStruct(query.shape[:-1], dtype)
+    out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
+    change = jax.ShapeDtypeStruct(out.shape, dtype)
+
+    @jax.custom_jvp
+    def compute(*arrays: Array) -> tuple[Array, Array, Array]:
+        return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
+
+    def rule(given: Sequence[ArrayLike], input_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
+        arrays = [jnp.asarray(x) for x in given]  # jax.jvp hands plain numbers on
+        z, row_max, row_sum = compute(*arrays)
+        # With these names a remat policy can save everything that the rule needs besides the inputs.
+        z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
+        is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in input_tangents]
+        known = [None if zero else jnp.asarray(x) for x, zero in zip(input_tangents, is_zero, strict=True)]
+        zeros = jnp.zeros_like(row_max)
+        if all(x is None for x in known):
+            return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
+        rest = iter(known)
+        tangents = [next(rest) if array else None for array in is_array]
+        results = z, row_max, row_sum
+        linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]), lse)
+        if backward is not None:
+            covered = len(arrays) if count is None else count
+            linear = deferred.CustomRules(linear, vjp=backward, count=covered, results=2, alone=alone)
+        d_out, d_row_sum = deferred.jvp(linear, (join(arrays), results, *static), tangents, out=(change, rows))
+        # The rule treats row_max as a constant: out and lse are the same for any value of it.
+        return (z, row_max, row_sum), (d_out.astype(z.dtype), zeros, d_row_sum)
+
+    compute.defjvp(rule, symbolic_zeros=True)
+    z, row_max, row_sum = compute(*arrays)
+    return z, log_sum_exp(row_max, row_sum)
+
+
+def split_arrays(tree: PyTree) -> tuple[list[Array], Callable[[Iterable[Array]], PyTree]]:
+    """The JAX arrays among the leaves, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    # Without the arrays: JAX's caches keep what closes over join, and traced arrays must not outlive their trace.
+    static = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+
+    def join(arrays: Iterable[Array]) -> PyTree:
+        rest = iter(arrays)
+        return structure.unflatten([next(rest) if array else x for x, array in zip(static, is_array, strict=True)])
+
+    return [x for x, array in zip(leaves, is_array, strict=True) if array], join
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangents:
+    """Has the tangents of ``out`` and ``row_sum``, for results that ``forward`` returned.
+
+    ``rounded``: allow for the rounding of ``out``, in a pass of its own. Scores that move together change no weight,
+    but with a rounded ``out`` in the rule the tangent of their sum does not vanish. That hardly shows in the gradients
+    of query, key and value, but it does in those of biases and of what score functions capture, which sum over rows.
+    So does an lse that is not that of the scores: then ``lse`` computes theirs, as in ``differentiable``.
+    """
+
+    accumulate: Callable
+    rounded: bool
+    lse: Callable | None
+
+    def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
+        out, row_max, inverse = results[0], lax.stop_gradient(results[1]), _inverse(results[2])
+        if self.rounded and self.lse is not None:
+            arrays, join = split_arrays(args)
+            row_max = self.lse(platform, join(lax.stop_gradient(arrays)), *static)
+        acc, row_sum = self.accumulate(platform, args, row_max, *static)
+        rest = row_sum
+        if self.rounded:
+            # If row_max moves by the tangent of the lse, hardly a tangent of row_sum is left to multiply out by.
+            moved = self._moved(platform, args, row_max, row_sum * inverse, (acc, row_sum), *static)
+            acc, rest = jax.tree.map(jnp.add, (acc, row_sum), moved)
+        return acc * inverse[..., None] - out.astype(acc.dtype) * (rest * inverse)[..., None], row_sum
+
+    def _moved(
+        self,
+        platform: str,
+        args: PyTree,
+        row_max: Array,
+        by: Array,
+        like: tuple[Array, Array],
+        *static: Hashable,
+    ) -> tuple[Array, Array]:
+        """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has that of ``by``."""
+        arrays, join = split_arrays(args)
+
+        @jax.custom_jvp
+        def zeros(by: Array, row_max: Array, arrays: list[Array]) -> tuple[Array, Array]:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+        @zeros.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple:
+            _, row_max, arrays = primals
+            sums = lambda row_max: self.accumulate(platform, join(arrays), row_max, *static)
+            return zeros(*primals), jax.jvp(sums, (row_max,), tangents[:1])[1]
+
+        return zeros(by, row_max, arrays)
+
+
+def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tuple[Array, Array]:
+    """The cotangents of ``acc`` and ``row_sum`` from those of ``out`` and ``row_sum``; None is zero.
+
+    With ``p = exp(score - row_max)`` they give ``d_value = sum_q p d_acc`` and
+    ``d_score = p (d_acc · value + d_row_sum)``: FlashAttention-2's backward pass (https://arxiv.org/abs/2307.08691).
+    """
+    out, _, row_sum = results
+    d_out, d_row_sum = cotangents
+    d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else d_row_sum
+    if d_out is None:
+        return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
+    d_acc = d_out * _inverse(row_sum)[..., None]
+    # Not d_acc times out, of which XLA would hold a second copy.
+    return d_acc, d_row_sum - (d_out * out.astype(d_acc.dtype)).sum(-1) * _inverse(row_sum)
+
+
+def _inverse(row_sum: Array) -> Array:
+    # Not maximum(row_sum, 1): at a row_sum of 1 that would halve second derivatives.
+    return 1.0 / jnp.where(row_sum != 0.0, row_sum, 1.0)
+
+
+def accumulate(
+    platform: str, args: AttentionArgs, row_max: Float[Array, "B T N"], sizes: BlockSizes
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
+    """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a canonical call, for any ``row_max``."""
+    one_head, per_head = functools.partial(accumulate_head, platform), [jnp.moveaxis(row_max, 2, 1)]
+    plan = plan_args(platform, args, sizes)
+    return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
+
+
+def accumulate_head(
+    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, row_max: Array
+) -> tuple[Array, Array]:
+    """``acc [T,D]`` and ``row_sum [T]`` as at the top of this file, for any ``row_max [T]``.
+
+    In the softmax's dtype; differentiable in linear memory. If ``row_max`` is the lse over a
+    larger set of keys, the ``acc`` of all its subsets add up to the output, and their ``row_sum`` to 1.
+    """
+    blocked = split_head(platform, q, k, v, head, plan)
+    dtype = blocked.arrays.q.dtype
+    row_max = split_axis(jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype), 0, plan.size[0])
+
+    def visit(sums, i, j, masked, if_listed):
+        block, block_max = blocked.take(i, j), row_max[i]
+
+        nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums)
+
+        def of_piece(piece):
+            own_max = block_max if piece is None else block_max[piece[0]]
+            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), own_max, i, j, piece)
+
+        added = if_listed(lambda: blocked.by_piece(masked, of_piece, nothing), nothing)
+        return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
+
+    zeros = jnp.zeros((*blocked.arrays.q.shape[:2], v.shape[1]), dtype), jnp.zeros_like(row_max)
+    return tuple(join_rows(x, q) for x in scan_blocks(visit, zeros, blocked))  # type: ignore
+
+
+def gradients_of_qkv(
+    platform: str, args: AttentionArgs, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
+) -> tuple[Array, Array, Array]:
+    """The cotangents of query, key and value of a canonical call.
+
+    ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
+    """
+    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
+    plan = plan_args(platform, args, sizes)
+    if plan.all_at_once and not args.sharded:
+        return gradients(platform, args, row_max, d_acc, d_row_sum, plan.blocks)
+
+    def of_qkv(query, key, value):
+        return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
+
+    return jax.vjp(of_qkv, args.query, args.key, args.value)[1]((d_acc, d_row_sum))

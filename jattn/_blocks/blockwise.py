@@ -1,0 +1,55 @@
+"""``jattn.blockwise``: attention of one head in linear memory."""
+
+from typing import Unpack
+
+from jaxtyping import Array, ArrayLike, Float
+
+from jattn._blocks.backward import accumulate_head, differentiable
+from jattn._blocks.online_softmax import forward_head
+from jattn._blocks.plan import BlockSizes, plan_head
+from jattn._core.attention import HeadOptions, convert_mods, make_head
+
+
+def blockwise(
+    q: Float[Array, "T H"],
+    k: Float[Array, "S H"],
+    v: Float[Array, "S D"],
+    *,
+    head: ArrayLike | None = None,
+    block_sizes: tuple[int, int] | None = None,
+    **options: Unpack[HeadOptions],
+) -> tuple[Float[Array, "T D"], Float[Array, " T"]]:
+    """``jattn.attend``, with the same options and results, without ever holding a ``[T,S]`` array.
+
+    Differentiable in forward and reverse mode, to any order, in ``q, k, v, bias, scale`` and every float array that
+    ``score_mod`` captures. Memory stays O(T + S) throughout, under every remat policy. Under ``vmap`` over anything
+    that the mask depends on, every block is computed; ``jattn.dot_product_attention`` decides outside of the vmap which
+    blocks to skip.
+
+    Args:
+        block_sizes: queries and keys per block; ``choose_blocks`` in ``jattn._blocks.block_lists`` sets the default.
+            Changes no result beyond rounding.
+        others: as in ``jattn.attend``.
+
+    Raises:
+        TypeError, ValueError: as ``jattn.attend``, or ``block_sizes`` are not two positive integers.
+
+    Example:
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 8))
+        >>> causal = jattn.masks.Causal()
+        >>> out, lse = jattn.blockwise(q, k, v, mask=causal, block_sizes=(2, 2))
+        >>> np.allclose(out, jattn.attend(q, k, v, mask=causal)[0], atol=1e-4)
+        True
+    """
+    checked_head = convert_mods(make_head(q, k, v, head, **options), q, (q.shape[0], k.shape[0]))
+    return differentiable(_forward, _accumulate, (q, k, v, checked_head), block_sizes)
+
+
+def _forward(platform: str, qkv_and_head: tuple, block_sizes: BlockSizes) -> tuple[Array, Array, Array]:
+    q, k, v, head = qkv_and_head
+    return forward_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes, forward=True))
+
+
+def _accumulate(platform: str, qkv_and_head: tuple, row_max: Array, block_sizes: BlockSizes) -> tuple[Array, Array]:
+    q, k, v, head = qkv_and_head
+    return accumulate_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes), row_max)

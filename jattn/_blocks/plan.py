@@ -1,0 +1,136 @@
+"""How the heads of a call are split into blocks, and whether they run one by one or all at once.
+
+The blocks to skip are chosen here, outside of any vmap, where a condition still saves work. All heads of a sequence
+share one table: a block is computed if any head sees it. If masks differ by sequence, each has its own table.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from jattn._blocks.block import BlockPlan
+from jattn._blocks.block_lists import Piece, Size, Tables, choose_blocks
+from jattn._blocks.block_mask import Visibility
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import Head
+from jattn._core.vmap import Loop, over_args
+from jattn._mods.arrays import AnyArray, Length, arange, cdiv
+
+BlockSizes = Any  # queries and keys per block, not checked before ``choose_blocks``; None: the default
+
+
+class HeadsPlan(NamedTuple):
+    """How to split all heads, with the tables of all sequences, and how to run heads and sequences."""
+
+    blocks: BlockPlan
+    heads: Loop
+    sequences: Loop
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every step computes a block of all heads of all sequences."""
+        return self.heads == self.sequences == Loop.VMAP
+
+    def over_heads(
+        self,
+        one_head: Callable,
+        args: AttentionArgs,
+        out_axes: PyTree[int],
+        *,
+        per_head: Sequence[Array] = (),
+        per_sequence: Sequence[Array] = (),
+        recompute: bool = False,
+    ) -> PyTree[Array]:
+        """``one_head(q, k, v, head, plan, *per_head, *per_sequence)`` for every head, with its sequence's ``plan``.
+
+        The rest as in ``over_args``.
+        """
+        own = len(per_head)
+
+        def with_plan(q, k, v, head, *arrays):
+            tables = {"any_visible": arrays[own], "all_visible": arrays[own + 1]}
+            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:own], *arrays[own + 2 :])
+
+        return over_args(
+            with_plan,
+            args,
+            out_axes,
+            per_head=per_head,
+            per_sequence=(self.blocks.any_visible, self.blocks.all_visible, *per_sequence),
+            sequences=self.sequences,
+            heads=self.heads,
+            recompute=recompute,
+        )
+
+
+def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward: bool = False) -> HeadsPlan:
+    """The plan of a canonical call.
+
+    On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
+    the cache. If an axis may be sharded over devices, a loop over it would gather it; then vmap, with one table for
+    all sequences. On one accelerator vmap, but over sequences only if they share a table.
+    """
+    lengths = args.query.shape[1], args.key.shape[1]
+    size, (any_visible, all_visible), pieces = choose_blocks(
+        functools.partial(block_table, args), *lengths, sizes, cuts=platform == "cpu", large_if_cut=forward
+    )
+    if args.sharded:
+        any_visible, all_visible = any_visible.any(0, keepdims=True), all_visible.all(0, keepdims=True)
+    blocks = BlockPlan(size, any_visible, all_visible, visibility(args).all_seen(), pieces)
+    if args.sharded:
+        return HeadsPlan(blocks, Loop.VMAP, Loop.VMAP)
+    if platform == "cpu":
+        return HeadsPlan(blocks, Loop.SEQUENTIAL, Loop.SEQUENTIAL)
+    return HeadsPlan(blocks, Loop.VMAP, Loop.SEQUENTIAL if any_visible.shape[0] > 1 else Loop.VMAP)
+
+
+def plan_head(
+    platform: str, q: Array, k: Array, head: Head, block_sizes: BlockSizes, *, forward: bool = False
+) -> BlockPlan:
+    """The plan of a single head."""
+    lengths, own = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
+    pairs = Visibility(lengths, head.masks, head.slot_masks, *own)
+    size, tables, pieces = choose_blocks(
+        pairs.blocks, *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
+    )
+    return BlockPlan(size, *tables, pairs.all_seen(), pieces)
+
+
+def visibility(args: AttentionArgs) -> Visibility:
+    """Which pairs of a call are visible, with leading axes ``[B|1, N|1]``."""
+    B, T, N, _ = args.query.shape
+    b, h = args.first_batch + arange(B)[:, None], args.first_head + arange(N)[None, :]
+    positions = (None if x is None else x[:, None] for x in (args.query_positions, args.kv_positions))
+    return Visibility((T, args.key.shape[1]), args.masks, args.slot_masks, b, h, *positions)
+
+
+def block_table(args: AttentionArgs, size: Size) -> Tables:
+    """``(any_visible, all_visible)``, each ``[B|1, blocks of T, blocks of S]``, for all heads of a sequence."""
+    any_visible, all_visible = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in visibility(args).blocks(size))
+    return any_visible.any(1), all_visible.all(1)
+
+
+def describe_work(plan: BlockPlan, lengths: tuple[Length, Length]) -> str:
+    """How much of the ``[T,S]`` matrix a plan computes, as a predicate of the kernel that has it."""
+    any_visible, all_visible = plan.any_visible, plan.all_visible
+    if not isinstance(any_visible, np.ndarray) or not isinstance(all_visible, np.ndarray):
+        return "skips empty blocks; which they are depends on arrays that are known only when it runs"
+    (rows, columns), (T, S) = plan.size, lengths
+
+    def pairs(piece: Piece) -> AnyArray:
+        """How many of the pairs in this piece of each block lie within the matrix, ``[blocks of T, blocks of S]``."""
+        ends = [np.arange(cdiv(length, size)) * size for length, size in zip(lengths, plan.size, strict=True)]
+        counts = [
+            np.clip(length - starts, part.start, part.stop) - part.start
+            for length, starts, part in zip(lengths, ends, piece, strict=True)
+        ]
+        return counts[0][:, None] * counts[1]
+
+    whole = pairs((slice(0, rows), slice(0, columns)))
+    partial = sum(map(pairs, plan.pieces)) if plan.pieces else whole
+    computed = np.where(all_visible, whole, np.where(any_visible, partial, 0)).sum((-2, -1)).mean()
+    percent = 100 * computed / max(T * S, 1)
+    return f"computes {percent:.{int(0 < percent < 10)}f}% of the pairs in blocks of {rows} x {columns}"

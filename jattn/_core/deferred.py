@@ -1,0 +1,267 @@
+"""A primitive whose function is traced at lowering: each ``call`` is a single operation that JAX transforms.
+
+``call(fn, *args, out=...)`` adds one operation to the program; ``fn(platform, *args)`` is traced when that operation is
+lowered. Blockwise attention relies on the consequences:
+
+- ``platform`` is what the program is lowered for (``"cpu"``, ``"cuda"``, ``"rocm"``, ``"tpu"``), not the platform of
+  the tracing process. ``jax.export`` for several platforms holds a program for each.
+- A remat policy applies to the operation as a whole, not to the products inside, so it cannot save their blocks.
+- Inside ``jax.shard_map`` the function sees plain arrays of one device, whichever mesh axes they vary over.
+- Eager calls compile once: two operations are equal if they compute the same, whatever objects they were made from.
+
+The operation can be differentiated and batched like ``fn``, in forward and reverse mode and to any order.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import ShapedArray, Tracer
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from jattn._core.operation import OPERAND, Batched, CustomRules, DeferredCall, Jvp, Operation, Settings, is_floating
+from jattn._mods.arrays import Length
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+else:
+    Primitive = Any  # slow to import
+
+PROGRAMS = 256  # compiled eager calls to cache
+Types = tuple[tuple[tuple[Length, ...], np.dtype], ...]  # the shapes and dtypes of an operation's results
+
+
+def call(fn: Callable | CustomRules, *args: object, out: object) -> Any:
+    """``fn(platform, *args)``, traced at lowering.
+
+    Args:
+        fn: a function at module level, or another that compares by value, such as its ``CustomRules``. It returns a
+            pytree of arrays and captures no traced values.
+        args: pytrees. Arrays among their leaves are operands. Under a transformation only JAX arrays are, and NumPy
+            arrays stay static in ``fn``. Other leaves, and the pytrees' structure, must be hashable.
+        out: ``jax.ShapeDtypeStruct``s (or arrays) like ``fn``'s results.
+    """
+    function, operands = _deferred_call(fn, args)
+    return jax.tree.unflatten(jax.tree.structure(out), _bind(function, operands, jax.tree.leaves(out)))
+
+
+def jvp(fn: Callable | CustomRules, args: tuple, tangents: Sequence[Array | None], *, out: object) -> Any:
+    """The tangents of ``call(fn, *args, out=out)``, without its results, which must all be floating.
+
+    ``tangents``: one for each leaf of ``args[0]``, None for zero.
+    """
+    function, operands = _deferred_call(fn, args)
+    numbers = iter(range(len(operands)))
+    positions = [next(numbers) if leaf is OPERAND else None for leaf in function.leaves]
+    at = tuple(n for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None)
+    nonzero = [x for n, x in zip(positions, tangents, strict=False) if x is not None and n is not None]
+    types = jax.tree.leaves(out)
+    results = _bind(Jvp(function, at, tuple(range(len(types)))), [*operands, *nonzero], types)
+    return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def at_lowering(fn: Callable, *args: object) -> Any:
+    """``fn(*args)``, which must return no arrays, with those of ``args`` traced as ``call`` traces them at lowering."""
+    function, operands = _deferred_call(fn, args)
+    found = []
+    jax.eval_shape(lambda *operands: found.append(fn(*function.arguments(operands))), *operands)
+    return found[0]
+
+
+def compiled(fn: Callable, *args: object) -> Any:
+    """``fn(*args)`` of no traced arrays, compiled once. Arguments as in ``call``."""
+    function, operands = _deferred_call(fn, args)
+    return _jitted(function)(*operands)
+
+
+@functools.lru_cache(PROGRAMS)
+def _jitted(function: DeferredCall) -> Callable:
+    return jax.jit(lambda *operands: function.fn(*function.arguments(operands)), inline=True)
+
+
+def _deferred_call(fn: Callable, args: tuple) -> tuple[DeferredCall, list[Array]]:
+    leaves, structure = jax.tree.flatten(args)
+    eager = not any(isinstance(leaf, Tracer) for leaf in leaves)
+    kinds = (jax.Array, np.ndarray, np.generic, float) if eager else jax.Array
+    is_operand = [isinstance(leaf, kinds) for leaf in leaves]
+    static = tuple(OPERAND if dynamic else leaf for leaf, dynamic in zip(leaves, is_operand, strict=True))
+    operands = [jnp.asarray(leaf) for leaf, dynamic in zip(leaves, is_operand, strict=True) if dynamic]
+    # fn is traced later, under the settings of now.
+    return DeferredCall(fn, structure, static, _settings()), operands
+
+
+def _settings() -> Settings:
+    return Settings(jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+
+
+def _bind(
+    function: Operation, operands: Sequence[Any], out: Sequence[Array | ShapedArray | jax.ShapeDtypeStruct]
+) -> list[Array]:
+    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+    if varying:
+        operands = [_varying(x, varying) for x in operands]
+    results = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in out)
+    return primitive().bind(*operands, function=function, results=results)
+
+
+def _varying(x: ArrayLike, axes: frozenset[str]) -> ArrayLike:
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+@functools.cache
+def primitive() -> Primitive:
+    """What ``call`` puts into programs. Made by the first call: jax.extend imports Pallas, which takes a while."""
+    from jax.extend.core import Primitive
+
+    deferred_p = Primitive("jattn")
+    deferred_p.multiple_results = True
+    deferred_p.def_impl(_eager)
+    deferred_p.def_abstract_eval(_types)
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        mlir.register_lowering(deferred_p, functools.partial(_lower, platform), platform=platform)
+    ad.primitive_jvps[deferred_p] = _jvp
+    ad.primitive_transposes[deferred_p] = _transpose
+    batching.primitive_batchers[deferred_p] = _batch
+    return deferred_p
+
+
+def _eager(*operands: ArrayLike, function: Operation, results: Types) -> list[Array]:
+    with jax.disable_jit(False):  # only jit lowers
+        return _compiled(function, results)(*operands)
+
+
+@functools.lru_cache(PROGRAMS)
+def _compiled(function: Operation, results: Types) -> Callable:
+    return jax.jit(functools.partial(primitive().bind, function=function, results=results))
+
+
+def _types(*operands: ShapedArray, function: Operation, results: Types) -> list[ShapedArray]:
+    like = next((x for x in operands if not x.sharding.mesh.empty), operands[0])
+    whole = (PartitionSpec(*(None,) * len(shape)) for shape, _ in results)
+    return [
+        like.update(shape=shape, dtype=dtype, weak_type=False, sharding=NamedSharding(like.sharding.mesh, spec))
+        for (shape, dtype), spec in zip(results, whole, strict=True)
+    ]
+
+
+def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results: Types) -> Sequence[Any]:
+    def run(*operands: Array) -> list[Array]:
+        with _under(function.settings), _lowered_as(ctx.module_context):
+            outputs = function(platform, *operands)
+        types = tuple((tuple(x.shape), x.dtype) for x in outputs)
+        assert types == results, f"{function}: {types} is not {results}"
+        return outputs
+
+    plain = [ShapedArray(x.shape, x.dtype, x.weak_type) for x in ctx.avals_in]
+    module, context = ctx.module_context, ctx.module_context.axis_context
+    if getattr(context, "num_devices", 0) == 1 and context.device_assignment is None:
+        # JAX lists the devices only where it sees an operation that XLA asks how to divide, and cuDNN's is hidden here.
+        module = module.replace(axis_context=dataclasses.replace(context, device_assignment=(None,)))
+    ctx = ctx.replace(module_context=module, avals_in=plain, avals_out=[ShapedArray(*result) for result in results])
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+@contextlib.contextmanager
+def _under(settings: Settings) -> Iterator[None]:
+    with jax.enable_x64(settings.x64), jax.default_matmul_precision(settings.matmul_precision):
+        yield
+
+
+_partitioned: contextvars.ContextVar[bool] = contextvars.ContextVar("partitioned", default=False)
+_exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
+_device: contextvars.ContextVar[Any] = contextvars.ContextVar("device", default=None)
+
+
+def is_partitioned() -> bool:
+    """Whether the program that is being lowered is one that XLA divides over devices, which it cannot do to a kernel.
+
+    What ``jax.jit`` makes of arrays on several devices is, unless all axes of their mesh are manual.
+    """
+    return _partitioned.get()
+
+
+def is_exported() -> bool:
+    """Whether the program that is being lowered is for ``jax.export``: to be run by other versions, elsewhere."""
+    return _exported.get()
+
+
+def device() -> Any:
+    """A device of the backend that the program is being lowered with, there or not; None outside of lowering.
+
+    What is lowered for another platform, as by ``jax.export``, has a device of this machine.
+    """
+    return _device.get()
+
+
+@contextlib.contextmanager
+def _lowered_as(module: Any) -> Iterator[None]:
+    context = module.axis_context
+    if hasattr(context, "manual_axes"):  # inside jax.shard_map
+        manual = context.manual_axes | set(context.mesh.manual_axes)
+        partitioned = bool(context.manual_axes) and manual != set(context.mesh.axis_names)
+    else:
+        partitioned = getattr(context, "num_devices", 1) != 1
+    device = None if module.backend is None else module.backend.devices()[0]
+    tokens = _partitioned.set(partitioned), _exported.set(module.lowering_parameters.for_export), _device.set(device)
+    try:
+        yield
+    finally:
+        for variable, token in zip((_partitioned, _exported, _device), tokens, strict=True):
+            variable.reset(token)
+
+
+def _jvp(
+    operands: Sequence[ArrayLike], tangents: Sequence[ArrayLike | ad.Zero], *, function: Operation, results: Types
+) -> tuple[list[Array], list[Array | ad.Zero]]:
+    primals_out = primitive().bind(*operands, function=function, results=results)
+    at = tuple(i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero))
+    floating = [is_floating(x) for x in primals_out]
+    types = [jax.ShapeDtypeStruct(*result) for result, is_float in zip(results, floating, strict=True) if is_float]
+    kept = tuple(range(len(types)))
+    tangents_out = iter(_bind(Jvp(function, at, kept), [*operands, *(tangents[i] for i in at)], types))
+    zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals_out)
+    return primals_out, [
+        next(tangents_out) if has_tangent else zero for has_tangent, zero in zip(floating, zeros, strict=True)
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[ArrayLike | ad.Zero],
+    *operands: ArrayLike | ad.UndefinedPrimal,
+    function: Jvp | Batched,
+    results: Types,
+) -> list[Array | None]:
+    primals, linear = operands[: -function.linear], operands[-function.linear :]
+    types = [x.aval if isinstance(x, ad.UndefinedPrimal) else jax.typeof(x) for x in linear]
+    nonzero = [i for i, x in enumerate(cotangents) if not isinstance(x, ad.Zero)]
+    if not nonzero:
+        return [None] * len(operands)
+    results_ct = _bind(function.transposed(nonzero), [*primals, *(cotangents[i] for i in nonzero)], types)
+    linear_ct = [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, results_ct, strict=True)]
+    return [None] * len(primals) + linear_ct
+
+
+def _batch(
+    operands: Sequence[ArrayLike], axes: Sequence[int | None], *, function: Operation, results: Types
+) -> tuple[list[Array], list[int]]:
+    size = next(jnp.shape(x)[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    linear_from = len(operands) - function.linear
+    moved, to = [], []
+    for i, (x, axis) in enumerate(zip(operands, axes, strict=True)):
+        if axis is not None:
+            moved.append(jnp.moveaxis(x, axis, 0))
+        else:  # every entry of the batch gets its own cotangent
+            moved.append(jnp.broadcast_to(x, (size, *jnp.shape(x))) if i >= linear_from else x)
+        to.append(None if axis is None and i < linear_from else 0)
+    out = [jax.ShapeDtypeStruct((size, *shape), dtype) for shape, dtype in results]
+    return _bind(Batched(function, tuple(to)), moved, out), [0] * len(out)

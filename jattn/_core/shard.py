@@ -1,0 +1,329 @@
+"""Calls on a mesh: which axes are sharded, and how to run a function on each device's part.
+
+``MeshAxes`` names the mesh axes over which sequences, heads and length are sharded. ``per_device`` runs a function of
+``AttentionArgs`` on each device's part of them with ``jax.shard_map``. Masks, score functions and dropout see global
+indices: each part knows its first sequence and head, and positions are data.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import convert_mods
+
+# The axes of each field of a AttentionArgs: the letters of the legend in lower case. "c" are the columns of an array by
+# pairs, which are whole in a ring; "." is never sharded.
+AXES: Mapping[str, str] = {
+    "query": "btnh",
+    "key": "bskh",
+    "value": "bskd",
+    "bias": "bntc",
+    "slot_masks": "bntc",
+    "query_lengths": "b",
+    "kv_lengths": "b",
+    "query_positions": "bt",
+    "kv_positions": "bs",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """The axes of ``mesh`` over which sequences, heads and length are sharded; ``()`` if they are not.
+
+    ``length`` is that of queries and keys. Over ``keys``, keys alone are sharded, with the columns of arrays by pairs.
+    """
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    length: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh, **arguments: tuple[str, str | Sequence[str] | None]) -> "MeshAxes":
+        """From the fields' names, each with a pair of an argument's name and its value, the mesh axes.
+
+        Raises:
+            ValueError: the mesh has no such axis, or an axis appears twice.
+        """
+        return cls(mesh, **axes_by_kind(mesh, arguments))
+
+    @property
+    def named(self) -> set[str]:
+        """All axes over which something is sharded."""
+        return {*self.batch, *self.heads, *self.length, *self.keys}
+
+    @property
+    def leaves_axes(self) -> bool:
+        """Whether the mesh has other axes, which are left to XLA and may divide what one device computes."""
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        return any(
+            kind == AxisType.Auto and self.mesh.shape[name] > 1 and name not in self.named for name, kind in kinds
+        )
+
+    def with_types(self, query: Array) -> "MeshAxes":
+        """With the axes of sequences and heads from the query's type, unless already given."""
+        mesh, axes = _explicit(query)
+        if mesh is None or mesh.shape != self.mesh.shape:
+            return self
+        batch, heads = (tuple(name for name in names if name not in self.named) for names in (axes[0], axes[2]))
+        return dataclasses.replace(self, batch=self.batch or batch, heads=self.heads or heads)
+
+    def __str__(self):
+        kinds = {"sequences": "batch", "heads": "heads", "length": "length", "keys": "keys"}
+        parts = [f"{name} over {self.names(kind)}" for name, kind in kinds.items() if getattr(self, kind)]
+        return ", ".join(parts) or "nothing divided"
+
+    def parts(self, kind: str) -> int:
+        """The number of devices over which ``"batch"``, ``"heads"``, ``"length"`` or ``"keys"`` is sharded."""
+        return math.prod(self.mesh.shape[name] for name in getattr(self, kind))
+
+    def check(self, args: AttentionArgs, multiple: int = 1) -> None:
+        """Raises ``ValueError`` if a size is not a multiple of its devices (a length: ``multiple`` times as many)."""
+        (B, T, N, _), (_, S, K, _) = args.query.shape, args.key.shape
+        heads, multiple = self.parts("heads"), multiple if self.length else 1
+        self.check_size("batch", "sequences (B)", B)
+        self.check_size("heads", "query heads (N)", N)
+        self.check_size("length", "queries (T)", T, multiple)
+        self.check_size("length", "keys (S)", S, multiple)
+        self.check_size("keys", "keys (S)", S)
+        if K % heads and heads % K:
+            raise ValueError(
+                f"{K} key/value heads (K) cannot be divided over {self.names('heads')}: one must divide the other"
+            )
+
+    def check_size(self, kind: str, label: str, size: int, multiple: int = 1) -> None:
+        """Raises ``ValueError`` if ``size`` is not a multiple of ``multiple`` times the devices of ``kind``."""
+        wanted = self.parts(kind) * multiple
+        if size % wanted:
+            raise ValueError(
+                f"{size} {label} cannot be divided over {self.names(kind)}: they must be a multiple of {wanted}"
+            )
+
+    def spec(self, axes: str, shape: Sequence[int], whole_kv_heads: bool) -> PartitionSpec:
+        """The spec of an array with these ``axes``; an axis of size 1, which broadcasts, is not sharded."""
+        by_letter = {"b": self.batch, "n": self.heads, "t": self.length, "s": self.length or self.keys, "c": self.keys,
+              "k": () if whole_kv_heads else self.heads}  # fmt: skip
+        names = [by_letter.get(axis, ()) if size != 1 else () for axis, size in zip(axes, shape, strict=False)]
+        return PartitionSpec(*(name or None for name in names))
+
+    def names(self, kind: str) -> str:
+        """The mesh axes of a kind and their sizes, in words."""
+        sizes = (f"{name!r} ({self.mesh.shape[name]} devices)" for name in getattr(self, kind))
+        return f"mesh {'axes' if len(getattr(self, kind)) > 1 else 'axis'} {' and '.join(sizes)}"
+
+
+def axes_by_kind(
+    mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each kind, from the name of its argument and its value; raises as ``MeshAxes.of``."""
+    found: dict[str, tuple[str, ...]] = {}
+    for kind, (argument, axes) in arguments.items():
+        names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for i, name in enumerate(names):
+            if name not in mesh.shape:
+                has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
+                raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
+            if name in names[:i] or any(name in others for others in found.values()):
+                raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
+        found[kind] = names
+    return found
+
+
+def on_each_device(fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
+    """``fn(args, *arrays)``, on each device's part if the query's type says that it is sharded.
+
+    Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
+    """
+    mesh_axes = mesh_axes_of(args)
+    if mesh_axes is None:
+        return fn(args, *(array for array, _ in extra))
+    return per_device(fn, args, mesh_axes, out_axes, *extra)
+
+
+def dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> Array:
+    """``jax.lax.dot_general`` that also accepts a sharded contracted axis without an ``out_sharding``.
+
+    The result is then summed over the devices and keeps the sharding of the remaining axes: ``sum_i z_i W_i^O`` with a
+    head on each device.
+    """
+    if out_sharding is None:
+        (contracted, others), (batch, batch_others) = dimension_numbers
+        mesh, left = _explicit(lhs)
+        _, right = _explicit(rhs)
+        if not batch and any(left[axis] for axis in contracted) and any(right[axis] for axis in others):
+            rest = [names for axis, names in enumerate(left) if axis not in contracted]
+            rest += [names for axis, names in enumerate(right) if axis not in others]
+            out_sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in rest)))
+    return jax.lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+    )
+
+
+def with_whole_axis(x: Array, axis: int) -> Array:
+    """``x``, with ``axis`` whole on every device if its type says that it is sharded.
+
+    On other meshes XLA partitions the work by itself.
+    """
+    mesh, axes = _explicit(x)
+    axis %= x.ndim
+    if not axes[axis]:
+        return x
+    spec = (None if i == axis else names or None for i, names in enumerate(axes))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
+    """The mesh axes in the query's type; None if the type does not say.
+
+    Raises:
+        ValueError: the length or the head dim is sharded, or key and value are sharded unlike the query.
+    """
+    mesh, axes = _explicit(args.query)
+    if not any(axes) and not any(any(_explicit(x)[1]) for x in (args.key, args.value) if x is not None):
+        return None
+    batch, length, heads, dim = axes
+    for label, names, hint in (
+        ("length (axis T)", length, "use jattn.sharding.ring_attention, or jax.sharding.reshard"),
+        ("head dim (axis H)", dim, "use jax.sharding.reshard"),
+    ):
+        if math.prod(mesh.shape[name] for name in names) > 1:
+            sizes = ", ".join(f"{name!r} ({mesh.shape[name]} devices)" for name in names)
+            raise ValueError(f"the queries' {label} is sharded over {sizes}, but attention needs it whole: {hint}")
+    for name in ("key", "value"):
+        other = getattr(args, name)
+        own = _explicit(other)[1] if other is not None else ((),) * 4
+        if own[0] not in ((), batch) or own[1] or own[2] not in ((), heads) or own[3]:
+            raise ValueError(
+                f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(args.query)}: sequences and heads "
+                f"of {name} must be sharded like the query's or replicated, and its other axes must be whole; keys "
+                f"sharded by length take implementation=jattn.sharding.SplitKeys(mesh, axis)"
+            )
+    return MeshAxes(mesh, batch, heads)
+
+
+def _explicit(x: Array) -> tuple[Any, list[tuple[str, ...]]]:
+    """The mesh in an array's type, and for each of its axes the explicit mesh axes it is sharded over."""
+    sharding = jax.typeof(x).sharding
+    mesh = sharding.mesh
+    if mesh.empty:
+        return None, [()] * x.ndim
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    spec = [() if names is None else names if isinstance(names, tuple) else (names,) for names in sharding.spec]
+    spec += [()] * (x.ndim - len(spec))
+    return mesh, [tuple(name for name in names if kinds[name] == AxisType.Explicit) for names in spec]
+
+
+def replicated_on(args: AttentionArgs) -> MeshAxes | None:
+    """The mesh of a call that is whole on each of its devices: all axes are explicit, and types name none of them."""
+    mesh = jax.typeof(args.query).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    if mesh.empty or any(is_typed(x) for x in (args.query, args.key, args.value) if x is not None):
+        return None
+    kinds = {kind for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True) if size > 1}
+    return MeshAxes(mesh) if kinds == {AxisType.Explicit} else None
+
+
+def may_be_sharded(args: AttentionArgs) -> bool:
+    """Whether the arrays may lie on several devices: their types or the current mesh have axes that are not manual.
+
+    Inside ``jax.shard_map`` all axes are manual, and the arrays are one device's own.
+    """
+    meshes = [jax.typeof(x).sharding.mesh for x in (args.query, args.key)] + [jax.sharding.get_abstract_mesh()]
+    return any(
+        size > 1 and kind != AxisType.Manual
+        for mesh in meshes
+        if not mesh.empty
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
+
+
+def is_typed(x: Array) -> bool:
+    """Whether the array's type says that it is sharded."""
+    return any(_explicit(x)[1])
+
+
+def per_device(
+    fn: Callable,
+    args: AttentionArgs,
+    mesh_axes: MeshAxes,
+    out_axes: PyTree[str],
+    *extra: tuple[Array, str],
+    multiple: int = 1,
+) -> Any:
+    """``fn(part of the call, *parts of arrays)`` on every device of a mesh, with its results assembled.
+
+    Args:
+        out_axes: for each result (a pytree of them) the letters of its axes, as in ``AXES``; further axes are whole.
+        extra: arrays, each with the letters of its axes.
+        multiple: the chunks of the sequence on each device, as in ``MeshAxes.check``.
+    """
+    mesh_axes.check(args, multiple)
+    whole_kv_heads = args.key.shape[2] % mesh_axes.parts("heads") != 0
+    args = convert_mods(args, args.query, (args.query.shape[1], args.key.shape[1]))
+    sharded, sharded_specs = {}, {}
+    for name, axes in AXES.items():
+        whole = getattr(args, name)
+        if whole is None:
+            continue
+        sharded_specs[name] = jax.tree.map(lambda x, axes=axes: mesh_axes.spec(axes, x.shape, whole_kv_heads), whole)
+        sharded[name] = whole
+    extra_specs = [mesh_axes.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
+    leaves, structure = jax.tree.flatten((args.masks, args.score_mod, args.scale, args.dropout))
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays stay static
+    (B, _, N, _), K = args.query.shape, args.key.shape[2]
+
+    def part(sharded: dict[str, Any], traced: list, *arrays: Array) -> PyTree:
+        rest = iter(traced)
+        joined = jax.tree.unflatten(structure, [next(rest) if isinstance(x, jax.Array) else x for x in leaves])
+        fields = dict(zip(("masks", "score_mod", "scale", "dropout"), joined, strict=True)) | sharded
+        for kind, size in (("batch", B), ("heads", N)):
+            if names := getattr(mesh_axes, kind):
+                first = jax.lax.axis_index(names) * (size // mesh_axes.parts(kind))
+                fields["first_batch" if kind == "batch" else "first_head"] = first
+        if whole_kv_heads:  # a single one serves all heads of this device
+            for name in ("key", "value"):
+                if fields.get(name) is not None:
+                    kv_head = fields["first_head"] // (N // K)
+                    fields[name] = jax.lax.dynamic_slice_in_dim(fields[name], kv_head, 1, axis=2)
+        own = dataclasses.replace(args, **fields, stack=None)
+        return fn(dataclasses.replace(own, sharded=may_be_sharded(own)), *arrays)
+
+    arrays = (sharded, traced, *(array for array, _ in extra))
+    in_specs = (sharded_specs, [PartitionSpec()] * len(traced), *extra_specs)
+    out_specs = jax.tree.map(lambda axes: mesh_axes.spec(axes, [0] * len(axes), whole_kv_heads), out_axes)
+    return map_shards(part, mesh_axes.mesh, mesh_axes.named, in_specs, out_specs)(*arrays)
+
+
+def map_shards(
+    fn: Callable, mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
+) -> Callable:
+    """``jax.shard_map`` of ``fn`` over the ``named`` axes, on both kinds of meshes, for arrays placed anywhere."""
+    # Unnamed Auto axes are left to XLA, which may be partitioning over them.
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    manual = {name for name, kind in kinds if name in named or kind != AxisType.Auto}
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    sharded = jax.shard_map(fn, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+
+    @jax.jit  # needed inside jit, too: there, constants get types
+    def run(*arrays: Any) -> PyTree:
+        if AxisType.Explicit in mesh.axis_types:
+            reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            arrays = jax.tree.map(reshard, arrays, in_specs)
+        return sharded(*arrays)
+
+    return run

@@ -1,0 +1,141 @@
+"""Arrays ``[B,C,K,...]`` whose slots are shared out over the devices of a mesh: those of a sharded key-value cache.
+
+A ``NamedSharding`` names the mesh axes of B, C and K; further axes are whole. Each function moves tokens between the
+devices as far as needed and never puts all slots, or a whole chunk that was sharded, on one device.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jattn._core.shard import MeshAxes, map_shards
+
+
+def axes_of(sharding: NamedSharding) -> MeshAxes:
+    """The mesh axes of batch, keys and heads."""
+    batch, slots, heads = (*sharding.spec, None, None, None)[:3]
+    name = "sharding"
+    return MeshAxes.of(sharding.mesh, batch=(name, batch), keys=(name, slots), heads=(name, heads))
+
+
+def check_sharding(sharding: object, batch: int, capacity: int, num_kv_heads: int) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless arrays of these sizes can be shared out like that."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        raise TypeError(
+            f"sharding must be a jax.sharding.NamedSharding of a mesh of devices, such as NamedSharding(mesh, "
+            f"PartitionSpec(None, 'sequence')), got {sharding!r}"
+        )
+    if any(names is not None for names in sharding.spec[3:]):
+        raise ValueError(f"sharding names mesh axes for [B, C, K], and head_dim stays whole; got {sharding.spec}")
+    axes = axes_of(sharding)
+    for kind, label, size in (
+        ("batch", "batch_size", batch), ("keys", "capacity", capacity), ("heads", "num_kv_heads", num_kv_heads),
+    ):  # fmt: skip
+        if size % axes.parts(kind):
+            raise ValueError(
+                f"{label} {size} cannot be divided over {axes.names(kind)}: it must be a multiple of {axes.parts(kind)}"
+            )
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Array:
+    """``jnp.zeros``; if sharded, each device makes its own part, also inside ``jit`` and on both kinds of meshes."""
+    return jnp.zeros(shape, dtype) if sharding is None else _sharded_zeros(shape, dtype, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that an eager call compiles once
+def _sharded_zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+    part = sharding.shard_shape(shape)
+    named = [name for names in sharding.spec if names for name in ((names,) if isinstance(names, str) else names)]
+    return map_shards(lambda: jnp.zeros(part, dtype), sharding.mesh, named, (), sharding.spec)()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def put(
+    sharding: NamedSharding, sharded: bool, in_a_row: bool, held: Sequence[Array], chunk: Sequence[Array], slots: Array
+) -> list[Array]:
+    """Each array of ``held`` with the tokens of ``chunk [B,L,...]`` at ``slots [B|1,L]``; from slot C on, none are put.
+
+    Args:
+        sharded: the chunk is sharded over the axes of the slots, if L divides; otherwise every device has all of it.
+            The parts of a sharded chunk pass from device to device, as far as any token has to go.
+        in_a_row: the slots of each sequence are consecutive.
+    """
+    axes, L, C = axes_of(sharding), slots.shape[1], held[0].shape[1]
+    if 0 in (L, C):
+        return list(held)
+    P = axes.parts("keys")
+    share = C // P
+    put_own = _put_run if in_a_row else _put_rows
+    sharded = sharded and L % P == 0
+    rotates = sharded and P > 1
+    # A token of device p whose slot is on device q passes over p - q devices.
+    hops = (np.arange(L, dtype=np.int32)[None] // (L // P) - slots // share) % P if rotates else 0
+    hops = jnp.max(jnp.where(slots < C, hops, 0))
+
+    def on_device(held: list[Array], chunk: list[Array], slots: Array, hops: Array) -> list[Array]:
+        def put_part(held: list[Array], chunk: list[Array], slots: Array) -> list[Array]:
+            own = slots - jax.lax.axis_index(axes.keys) * share
+            return [put_own(old, x, own) for old, x in zip(held, chunk, strict=True)]
+
+        def send(part: tuple) -> tuple:
+            back = [(device, (device - 1) % P) for device in range(P)]
+            return jax.tree.map(lambda x: jax.lax.ppermute(x, axes.keys, back), part)
+
+        def hop(carry: tuple, step: Array) -> tuple[tuple, None]:
+            held, part = carry
+            # After the last hop, a device puts the same part again, so that ``held`` need not pass through a branch.
+            part = jax.lax.cond(step <= hops, send, lambda part: part, part)
+            return (put_part(held, *part), part), None
+
+        held = put_part(held, chunk, slots)
+        if rotates:
+            (held, _), _ = jax.lax.scan(hop, (held, (chunk, slots)), jnp.arange(1, P))
+        return held
+
+    spec, of_slots = sharding.spec, ("bs" if sharded else "b.")
+    of_held, of_chunk = [spec] * len(held), [axes.spec(f"{of_slots}k", (0, 0, 0), False)] * len(held)
+    in_specs = of_held, of_chunk, axes.spec(of_slots, slots.shape, False), PartitionSpec()
+    return map_shards(on_device, axes.mesh, axes.named, in_specs, of_held)(list(held), list(chunk), slots, hops)
+
+
+def join(sharding: NamedSharding, held: Array, chunk: Array, fill: Any = 0) -> Array:
+    """``held [B,C,...]`` and ``chunk [B,L,...]`` in one array: each device has its own slots, then a part of the chunk.
+
+    The chunk is filled up with ``fill`` to a length that divides.
+    """
+    axes = axes_of(sharding)
+    missing = -chunk.shape[1] % axes.parts("keys")
+    chunk = jnp.pad(chunk, [(0, 0), (0, missing)] + [(0, 0)] * (chunk.ndim - 2), constant_values=fill)
+    spec = axes.spec("bsk"[: held.ndim], held.shape, False)
+    return map_shards(lambda *parts: jnp.concatenate(parts, 1), axes.mesh, axes.named, (spec, spec), spec)(held, chunk)
+
+
+def _put_rows(old: Array, x: Array, slots: Array) -> Array:
+    """``old [B,c,...]`` with the tokens ``x [B,L,...]`` at those of ``slots [B|1,L]`` that it has."""
+    slots = jnp.where(slots >= 0, slots, old.shape[1])  # a negative one counts from the end
+    return old.at[np.arange(old.shape[0])[:, None], slots].set(x, mode="drop")
+
+
+def _put_run(old: Array, x: Array, slots: Array) -> Array:
+    """The same for consecutive slots: one slice is read and written, not a row for each token."""
+
+    def put_from(old: Array, x: Array, first: Array) -> Array:
+        size = min(x.shape[1], old.shape[1])
+        before = jnp.clip(-first, 0, x.shape[1] - size)  # tokens that other devices have
+        x, first = jax.lax.dynamic_slice_in_dim(x, before, size, 1), first + before
+        start = jnp.clip(first, 0, old.shape[1] - size)
+        tokens = start - first + jnp.arange(size, dtype=jnp.int32)
+        own = ((tokens >= 0) & (tokens < size)).reshape(1, size, *[1] * (x.ndim - 2))
+        kept = jax.lax.dynamic_slice_in_dim(old, start, size, 1)
+        new = jnp.where(own, jnp.roll(x, first - start, 1), kept)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, start, 1)
+
+    if slots.shape[0] == 1:
+        return put_from(old, x, slots[0, 0])
+    return jax.vmap(lambda old, x, first: put_from(old[None], x[None], first)[0])(old, x, slots[:, 0])

@@ -1,0 +1,193 @@
+"""Maps a function of one head over all heads of a sequence, and over all sequences of a call."""
+
+import dataclasses
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jattn._core.arguments import AttentionArgs
+from jattn._core.attention import Head, convert_mods, softmax_dtype
+from jattn._core.shard import may_be_sharded
+
+
+class Loop(enum.Enum):
+    """How ``over_args`` runs one head's function for many: all at once, or one by one with only one's arrays live."""
+
+    VMAP = "vmap"
+    SEQUENTIAL = "sequential"
+
+
+def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.vmap) -> Callable:
+    """Maps ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head over all heads of a sequence, by ``vmap``.
+
+    The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
+    one entry per head, or of 1, shared by all (``value`` and ``rest`` may be None). If K < N, every N/K consecutive
+    query heads share a key and value head, which is not repeated (grouped queries, https://arxiv.org/abs/2305.13245).
+    ``out_axes``: the head axis of each output, counted from the front, as in ``jax.vmap``. With ``sequential_vmap`` as
+    ``lift``, the heads run in a loop. If ``fn`` has a keyword-only argument ``head``, as ``attend`` and
+    ``functools.partial(attend, ...)`` do, it receives the head's index.
+
+    Raises:
+        ValueError: N is not a multiple of K.
+
+    Example:
+        >>> from functools import partial
+        >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 4, 2, 8))  # [T,N,H]
+        >>> alibi = jattn.score_mods.Alibi(jattn.score_mods.alibi_slopes(2))  # differs by head
+        >>> out, lse = jattn.over_heads(partial(jattn.attend, score_mod=alibi))(query, key, value)
+        >>> np.allclose(out, jattn.dot_product_attention(query, key, value, score_mod=alibi), atol=1e-4)
+        True
+    """
+    if _takes_head(fn):
+
+        def with_head(q, k, v, index, *rest):
+            return fn(q, k, v, *rest, head=index)
+
+        one_head = over_heads(with_head, out_axes, lift=lift)
+        return lambda query, key, value, *rest: one_head(query, key, value, jnp.arange(query.shape[1]), *rest)
+
+    def mapped(query, key, value, *rest):
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        if num_kv_heads == 0 or num_heads % num_kv_heads:
+            raise ValueError(f"the {num_heads} query heads must be a multiple of the {num_kv_heads} key/value heads")
+        rest, axes = map_axes(rest)
+        value_axis = None if value is None else 1
+        if num_heads == num_kv_heads:
+            return lift(fn, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
+        groups = (num_kv_heads, num_heads // num_kv_heads)
+        query = query.reshape(query.shape[0], *groups, *query.shape[2:])
+        rest = [x if axis is None else x.reshape(*groups, *x.shape[1:]) for x, axis in zip(rest, axes, strict=True)]
+        one_group = lift(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
+        out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
+
+        def join(axis, part):  # joins the kv head axis with the axis of its queries, which follows it
+            return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_heads, *x.shape[axis + 2 :]), part)
+
+        return jax.tree.map(join, out_axes, out)
+
+    return mapped
+
+
+def _takes_head(fn: Callable) -> bool:
+    """Whether ``fn`` has a keyword-only argument ``head`` that is not yet bound."""
+    given = fn.keywords if isinstance(fn, functools.partial) else {}
+    try:
+        return "head" not in given and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def sequential_vmap(
+    fn: Callable, in_axes: Sequence[int | None], out_axes: PyTree[int] = 0, *, recompute: bool = False
+) -> Callable:
+    """``jax.vmap(fn, in_axes, out_axes)`` as a loop, so that only one call's arrays are live.
+
+    ``recompute``: the backward pass calls ``fn`` again instead of saving residuals of each call.
+    """
+
+    def mapped(*args):
+        (count,) = {x.shape[axis] for x, axis in zip(args, in_axes, strict=True) if axis is not None}
+        if count == 0:
+            return jax.vmap(fn, in_axes, out_axes)(*args)
+
+        def call(i):
+            # Index inside the loop: lax.map over the arrays would first copy them with this axis in front.
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
+            return fn(*(x if axis is None else pick(x, axis=axis) for x, axis in zip(args, in_axes, strict=True)))
+
+        def move(axis, part):
+            return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
+
+        # The checkpoint includes the indexing; otherwise the slices would be saved for every call.
+        called = jax.checkpoint(call, prevent_cse=False) if recompute else call
+        return jax.tree.map(move, out_axes, jax.lax.map(called, jnp.arange(count)))
+
+    return mapped
+
+
+def _vmap(loop: Loop, recompute: bool = False) -> Callable:
+    if loop == Loop.VMAP:
+        return jax.vmap
+    return functools.partial(sequential_vmap, recompute=recompute)
+
+
+def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
+    """``arrays`` for ``vmap`` and their ``in_axes``: a leading axis of 1 is dropped and shared, others are mapped."""
+    shared = [x is None or x.shape[0] == 1 for x in arrays]
+    arrays = [x[0] if is_shared and x is not None else x for x, is_shared in zip(arrays, shared, strict=True)]
+    return arrays, [None if is_shared else 0 for is_shared in shared]
+
+
+def canonical(args: AttentionArgs) -> AttentionArgs:
+    """The call with its functions traced and its scale as an array, so that equal calls share one compilation.
+
+    The default scale is None: kernels that have it built in need not multiply. It also says whether the arrays may be
+    ``sharded``, which types no longer show where the program is lowered.
+    """
+    scale, head_dim = args.scale, args.query.shape[-1]
+    if scale is not None:
+        is_default = isinstance(scale, float) and head_dim > 0 and scale == head_dim**-0.5
+        scale = None if is_default else jnp.asarray(scale, softmax_dtype(args.query))
+    lengths = args.query.shape[1], args.key.shape[1]
+    own = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))
+    return convert_mods(own, args.query, lengths)
+
+
+def over_args(
+    one_head: Callable,
+    args: AttentionArgs,
+    out_axes: PyTree[int],
+    *,
+    per_head: Sequence[Any] = (),
+    per_sequence: Sequence[Any] = (),
+    sequences: Loop = Loop.VMAP,
+    heads: Loop = Loop.VMAP,
+    recompute: bool = False,
+) -> Any:
+    """``one_head(q, k, v, head, *per_head, *per_sequence)`` for every head of every sequence.
+
+    Args:
+        one_head: its fourth argument is that head's ``Head``.
+        out_axes: as in ``over_heads``, without the batch axis, which comes first.
+        per_head, per_sequence: arrays with leading axes ``[B|1, N|1]`` and ``[B|1]``. NumPy arrays whose leading axis
+            is 1 stay NumPy arrays.
+        sequences, heads: how to run them.
+        recompute: whether the backward pass computes sequential heads again, instead of saving each one's residuals.
+    """
+    slot_masks = args.slot_masks
+    by_head, by_sequence = [args.bias, *slot_masks, *per_head], [args.query_positions, args.kv_positions]
+    arrays, axes = map_axes([*by_head, *by_sequence, *per_sequence])
+
+    def one_sequence(batch, query, key, value, *arrays):
+        own_by_head, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
+
+        def with_options(q, k, v, index, bias, *arrays):
+            options = Head(
+                masks=args.masks,
+                slot_masks=arrays[: len(slot_masks)],
+                bias=bias,
+                score_mod=args.score_mod,
+                scale=args.scale,
+                batch=batch,
+                head=index,
+                query_positions=query_positions,
+                kv_positions=kv_positions,
+                dropout=args.dropout,
+                precision=args.precision,
+            )
+            return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
+
+        index = args.first_head + jnp.arange(args.query.shape[2])
+        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *own_by_head)
+
+    batch = args.first_batch + jnp.arange(args.query.shape[0])
+    value_axis = None if args.value is None else 0
+    return _vmap(sequences)(one_sequence, in_axes=(0, 0, 0, value_axis, *axes))(
+        batch, args.query, args.key, args.value, *arrays
+    )

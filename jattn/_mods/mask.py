@@ -1,0 +1,299 @@
+"""The base class of masks, and how masks combine. ``jattn.masks`` has the masks themselves."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jattn._mods.arrays import calling, namespace
+from jattn._mods.pytree import as_part, holds_plain_function, known, pytree_dataclass
+from jattn._mods.validation import check_fits
+
+#: The type of a mask: ``(b, h, q_idx, kv_idx) -> bool``, elementwise on arrays that broadcast.
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+Indices = np.integer | np.ndarray | jax.Array  # int32
+Ends = int | Indices
+Interval = tuple[Ends, Ends]
+
+
+class Mask:
+    """Base class of masks that combine with others and can bound blocks. Any plain function is a mask, too.
+
+    A subclass defines ``__call__``, and ``bounds`` if implementations shall skip its empty blocks. See also
+    :func:`~jattn.pytree_dataclass`, which makes it a pytree, and :func:`~jattn.masks.check_bounds`.
+
+    Example:
+        >>> @jattn.pytree_dataclass
+        ... class Even(jattn.masks.Mask):
+        ...     def __call__(self, b, h, q_idx, kv_idx):
+        ...         return kv_idx % 2 == 0
+        >>> i = np.arange(4)
+        >>> print((Even() & jattn.masks.Causal())(0, 0, i[:, None], i).astype(int)[-1])
+        [1 0 1 0]
+    """
+
+    __array_ufunc__ = None  # array & mask must call __rand__, not broadcast over the array
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        """``True`` where a pair is visible; index arrays broadcast."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which pairs are visible: define __call__")
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        """``(any_visible, all_visible)`` for the block ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
+
+        ``any_visible`` is False only if no pair of the block is visible, and ``all_visible`` is True only if all pairs
+        are: sound, but not always tight. NumPy bools if everything is static, otherwise arrays. Arguments broadcast, so
+        one call can describe a grid of blocks.
+
+        A wrong answer gives wrong numbers without an error: check yours with ``jattn.masks.check_bounds``.
+        """
+        return np.True_, np.False_
+
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
+        """``(first, last)``: a query sees the keys ``first <= kv_idx <= last`` and no others; none if ``last < first``.
+
+        None if what a query sees is not always one interval of keys. That must follow from the class and its static
+        fields alone, not from the indices or from arrays. Unlike ``bounds``, an interval must be exact: kernels for a
+        few kinds of masks use it in place of ``__call__``, and so run with a mask class of your own. Check it with
+        ``jattn.masks.check_bounds``, too.
+
+        int32, clipped where a sum overflows, or Python integers that are the same for all queries. ``-2**31`` and
+        ``2**31 - 1`` mean no limit on that side, and keys there are not part of any interval. NumPy if everything is
+        static, otherwise JAX arrays. Arguments, int32, broadcast; a result has only the axes that it depends on.
+        """
+        return None
+
+    def check(self, B, N, T, S) -> None:
+        """Raises ``ValueError`` if the mask does not fit B sequences, N heads, T queries and S keys.
+
+        Called by ``dot_product_attention``. T and S are None if positions are given; tables may then have any length.
+        """
+
+    def __and__(self, other):
+        return And(self, _as_mask(other))
+
+    def __rand__(self, other):
+        return And(_as_mask(other), self)
+
+    def __or__(self, other):
+        return Or(self, _as_mask(other))
+
+    def __ror__(self, other):
+        return Or(_as_mask(other), self)
+
+    def __invert__(self):
+        return Not(self)
+
+    @property
+    def ndim(self):
+        """A mask has none. Flax's ``combine_masks`` reads it first, and its error then says what to write instead."""
+        raise AttributeError(
+            f"{type(self).__name__} is a mask object, not an array, so it has no ndim: instead of combine_masks, join "
+            "masks by &, as in Causal() & masks.Dense(array)"
+        )
+
+    def __bool__(self):
+        raise TypeError(f"a mask has no truth value ({type(self).__name__}): join masks by &, | and ~, not and, or")
+
+
+def _as_parts(mask: Mask, *fields: str) -> None:
+    for name in fields:
+        object.__setattr__(mask, name, _as_mask(getattr(mask, name)))
+
+
+def _as_mask(mask: object) -> MaskFunction:
+    if not callable(mask):
+        hint = "; wrap an array as masks.Dense(array)" if hasattr(mask, "shape") else ""
+        raise TypeError(f"a mask must be a callable (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}{hint}")
+    if isinstance(mask, type):
+        raise TypeError(f"a mask must be an object, got the class {mask.__name__}; write {mask.__name__}(...)")
+    return as_part(mask)
+
+
+def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    """``mask.bounds(...)``; ``(True, False)`` for a plain function.
+
+    Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+
+    Example:
+        >>> causal = jattn.masks.Causal()
+        >>> jattn.masks.bounds(causal, 0, 0, 4, 7, 0, 3)  # queries 4 to 7 see all of the keys 0 to 3
+        (True, True)
+        >>> jattn.masks.bounds(causal, 0, 0, 0, 3, 4, 7)  # queries 0 to 3 see none of the keys 4 to 7
+        (False, False)
+    """
+    if not isinstance(mask, Mask):
+        return np.True_, np.False_
+    with calling("mask.bounds"):
+        return known(mask).bounds(b, h, q_min, q_max, kv_min, kv_max)
+
+
+def interval(mask: MaskFunction, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
+    """``mask.interval(...)``; None for a plain function, and for a mask that holds one.
+
+    A mask of a class that is not registered with JAX is one, too: where its values are traced, only ``__call__`` is
+    left of it. Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
+
+    Example:
+        >>> mask = jattn.masks.SlidingWindow(2) & jattn.masks.Prefix(4)
+        >>> b = h = np.int32(0)
+        >>> first, last = jattn.masks.interval(mask, b, h, np.arange(6, dtype=np.int32))
+        >>> first.tolist(), last.tolist()
+        ([-2, -1, 0, 1, 2, 3], [0, 1, 2, 3, 3, 3])
+    """
+    if not isinstance(mask, Mask) or holds_plain_function(mask):
+        return None
+    with calling("mask.interval"):
+        return known(mask).interval(b, h, q_idx)
+
+
+def conjuncts(mask: MaskFunction) -> list[MaskFunction]:
+    """The masks that ``mask`` joins by ``&``; itself if it joins none."""
+    return [*conjuncts(mask.left), *conjuncts(mask.right)] if isinstance(mask, And) else [mask]
+
+
+@pytree_dataclass
+class _Pair(Mask):
+    """Two masks, joined pair by pair by ``join``."""
+
+    left: MaskFunction
+    right: MaskFunction
+
+    join: ClassVar[Callable]
+
+    def __post_init__(self):
+        _as_parts(self, "left", "right")
+
+    def check(self, B, N, T, S) -> None:
+        check_fits(self.left, B, N, T, S)
+        check_fits(self.right, B, N, T, S)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.join(self.left(b, h, q_idx, kv_idx), self.right(b, h, q_idx, kv_idx))
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
+        right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
+        return self.join(left_any, right_any), self.join(left_all, right_all)
+
+
+@pytree_dataclass
+class And(_Pair):
+    """Visible where both masks are True; write ``a & b``.
+
+    Example:
+        >>> mask, i = jattn.masks.Causal() & jattn.masks.SlidingWindow(1), np.arange(3)
+        >>> isinstance(mask, jattn.masks.And)
+        True
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 0 0]
+         [1 1 0]
+         [0 1 1]]
+    """
+
+    join = operator.and_
+
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
+        left, right = interval(self.left, b, h, q_idx), interval(self.right, b, h, q_idx)
+        if left is None or right is None:
+            return None
+        return _larger(left[0], right[0]), _smaller(left[1], right[1])
+
+
+@pytree_dataclass
+class Or(_Pair):
+    """Visible where either mask is True; write ``a | b``.
+
+    Example:
+        >>> mask, i = jattn.masks.Causal() | jattn.masks.Prefix(2), np.arange(3)
+        >>> isinstance(mask, jattn.masks.Or)
+        True
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[1 1 0]
+         [1 1 0]
+         [1 1 1]]
+    """
+
+    join = operator.or_
+
+    def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval | None:
+        """One interval if both start at the same key for every query; others may leave a gap."""
+        left, right = interval(self.left, b, h, q_idx), interval(self.right, b, h, q_idx)
+        if left is None or right is None or not isinstance(left[0], int) or not isinstance(right[0], int):
+            return None
+        return (left[0], _larger(left[1], right[1])) if left[0] == right[0] else None
+
+
+@pytree_dataclass
+class Not(Mask):
+    """Visible where the mask is False; write ``~a``.
+
+    Example:
+        >>> mask, i = ~jattn.masks.Causal(), np.arange(3)
+        >>> isinstance(mask, jattn.masks.Not)
+        True
+        >>> print(mask(0, 0, i[:, None], i).astype(int))
+        [[0 1 1]
+         [0 0 1]
+         [0 0 0]]
+    """
+
+    mask: MaskFunction
+
+    def __post_init__(self):
+        _as_parts(self, "mask")
+
+    def check(self, B, N, T, S) -> None:
+        check_fits(self.mask, B, N, T, S)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return True ^ self.mask(b, h, q_idx, kv_idx)
+
+    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+        any_visible, all_visible = bounds(self.mask, b, h, q_min, q_max, kv_min, kv_max)
+        return True ^ all_visible, True ^ any_visible
+
+
+def _larger(x: Ends, y: Ends) -> Ends:
+    return max(x, y) if isinstance(x, int) and isinstance(y, int) else namespace(x, y).maximum(x, y)
+
+
+def _smaller(x: Ends, y: Ends) -> Ends:
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else namespace(x, y).minimum(x, y)
+
+
+def and_masks(*masks: MaskFunction) -> Mask:
+    """Visible where all of ``masks`` (``Mask`` objects or plain functions) are True.
+
+    Raises:
+        TypeError: one of them is not callable, or is a class.
+        ValueError: there are none.
+
+    Example:
+        >>> even, late = lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0, lambda b, h, q_idx, kv_idx: kv_idx > 2
+        >>> print(jattn.masks.and_masks(even, late)(0, 0, 0, np.arange(6)).astype(int))
+        [0 0 0 0 1 0]
+    """
+    return _join(And, masks, "and_masks")
+
+
+def or_masks(*masks: MaskFunction) -> Mask:
+    """Visible where any of ``masks`` (``Mask`` objects or plain functions) is True. Raises as ``and_masks``.
+
+    Example:
+        >>> even, late = lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0, lambda b, h, q_idx, kv_idx: kv_idx > 2
+        >>> print(jattn.masks.or_masks(even, late)(0, 0, 0, np.arange(6)).astype(int))
+        [1 0 1 1 1 1]
+    """
+    return _join(Or, masks, "or_masks")
+
+
+def _join(join, masks, name):
+    if not masks:
+        raise ValueError(f"{name}() needs at least one mask")
+    joined, *rest = map(_as_mask, masks)
+    for mask in rest:
+        joined = join(joined, mask)
+    return joined if isinstance(joined, Mask) else Not(Not(joined))  # wraps a single plain function in a Mask
