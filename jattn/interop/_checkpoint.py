@@ -10,26 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
+from jattn.interop._families import family_of
 from jattn.interop._gguf import read_gguf
 from jattn.interop._safetensors import read_folder
-from jattn.interop.bert import BERT
+from jattn.interop._transformer import Transformer
 from jattn.interop.family import Family
-from jattn.interop.gemma import GEMMA2, GEMMA3
-from jattn.interop.gpt2 import GPT2
-from jattn.interop.gpt_neox import GPT_NEOX
-from jattn.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from jattn.interop.olmo2 import OLMO2
-from jattn.interop.phi3 import PHI3
-from jattn.interop.transformer import Transformer
 
 Tensors = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
-#: The families whose checkpoints can be read, by ``model_type``.
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2)
-}
 # Modules that a checkpoint may hold in one, by the end of the path in ``Family.layer``.
 FUSED = {
     "attention.fused": ("attention.query", "attention.key", "attention.value"),
@@ -115,7 +105,7 @@ def from_tensors(
         raise TypeError(f"ignore must be a sequence of prefixes of names, got the string {ignore!r}; use ({ignore!r},)")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of the parameters must be floating, got {jnp.dtype(dtype)}")
-    family = _family(config) if family is None else family
+    family = family_of(config) if family is None else family
     tensors = {
         name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(tuple(ignore))
     }
@@ -148,32 +138,6 @@ def from_tensors(
             (path, leaf.replace(jnp.stack([jnp.asarray(x, dtype) for x in parts]) if array is None else array))
         )
     return nnx.merge(graph, nnx.from_flat_state(state))
-
-
-def read_config(config: Mapping[str, Any]) -> Config:
-    """The sizes and the kind of model in Hugging Face's ``config.json`` of one of ``FAMILIES``.
-
-    Args:
-        config: the file as a dict.
-
-    Raises:
-        ValueError: another ``model_type``, a missing key, or one that the model here does not support or know.
-
-    Example:
-        >>> published = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-        >>> published |= {"vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
-        >>> config = jattn.interop.read_config(published)
-        >>> config.num_layers, config.size_of_head, config.norm, config.causal
-        (12, 64, 'layer', True)
-    """
-    return _family(config).config(config)
-
-
-def _family(config: Mapping[str, Any]) -> Family:
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {name!r}; or pass family=")
-    return FAMILIES[name]
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:

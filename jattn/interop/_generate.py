@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jattn.cache import KVCache
-from jattn.interop.transformer import Transformer
+from jattn.interop._transformer import Transformer
 
 CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import heads
-from jattn.interop.transformer import Transformer, layer_options
+from jattn.interop._transformer import Transformer, layer_options
 
 
 def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str, Any]]:

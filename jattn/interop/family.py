@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.interop._block import ACTIVATIONS, Config
+from jattn.interop._config import ACTIVATIONS, Config
 from jattn.positions import LinearScaling, Llama3Scaling, Rotary
 
 # Where most families' configs have the sizes of a ``Config``.

@@ -22,11 +22,11 @@ from jattn.kernels import Kernel, Reduction
 from jattn.kernels.dispatch import by_name
 from jattn.masks import MaskFunction
 from jattn.sharding._head_parallel import Axes, OverMesh, in_units
+from jattn.sharding._mask_tables import divide, with_tables
 from jattn.sharding._pairs import seen_by_distance
 from jattn.sharding._ring_attention import ring_attend
 from jattn.sharding._ring_fold import ring_fold
 from jattn.sharding._rotation import LAYOUTS, RingPlan
-from jattn.sharding._tables import divide, with_tables
 
 
 @dataclasses.dataclass(frozen=True)

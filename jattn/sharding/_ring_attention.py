@@ -20,9 +20,9 @@ from jattn._core.attention import softmax_dtype
 from jattn._core.merge import merge
 from jattn._core.vmap import canonical
 from jattn.kernels import Results
+from jattn.sharding._mask_tables import rotating, with_keys
 from jattn.sharding._pairs import each_pair
 from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, put_chunk, take_chunk
-from jattn.sharding._tables import rotating, with_keys
 
 
 def ring_attend(ring: RingPlan, args: AttentionArgs) -> tuple[Array, Array]:

@@ -10,8 +10,8 @@ from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import Index
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
+from jattn.sharding._mask_tables import rotating, with_keys
 from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, take_chunk
-from jattn.sharding._tables import rotating, with_keys
 
 
 def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:

@@ -22,7 +22,7 @@ from jattn._core.arguments import AttentionArgs
 from jattn._core.chunk import Chunk, take, take_pairs
 from jattn._mods.arrays import AnyArray, Index
 from jattn.kernels import Kernel
-from jattn.sharding._tables import of_chunks
+from jattn.sharding._mask_tables import of_chunks
 
 #: The layouts of a ring, each with the number of chunks of the sequence that a device holds.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}

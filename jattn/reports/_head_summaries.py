@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from jattn import heads
 from jattn.api import dot_product_attention, fold_weights
-from jattn.reports._layers import Layer
+from jattn.reports._read_heads import Layer
 
 DENSE = 2**23  # weights of a report; beyond it, only the largest of each query are kept
 TOP = 2**21  # of these, over all queries and heads

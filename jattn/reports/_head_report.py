@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import ArrayLike
 
 from jattn.heads import Roles
-from jattn.reports._layers import Layer, read_layers
-from jattn.reports._look import Looked, look
-from jattn.reports._roles import label
-from jattn.reports._sides import page_of
-from jattn.reports._tokens import read_tokens
-from jattn.reports.page import Head
+from jattn.reports._head_summaries import Looked, look
+from jattn.reports._html_page import Head
+from jattn.reports._read_heads import Layer, read_layers
+from jattn.reports._read_tokens import read_tokens
+from jattn.reports._role_labels import label
+from jattn.reports._side_by_side import page_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

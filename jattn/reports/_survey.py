@@ -15,12 +15,12 @@ from jaxtyping import Array, ArrayLike
 from jattn import heads
 from jattn.heads._ablation import KINDS
 from jattn.interop import Transformer
-from jattn.reports._attribution import attribution, out_kernels
 from jattn.reports._clean_run import PATTERNS, Clean, roles_of, run_clean, track
 from jattn.reports._effects import batches, estimated, exactly, heads_at_once
+from jattn.reports._head_report import Report, report
 from jattn.reports._language_model import Layer, Metric, embed, measured, next_token_loss, parts_of
 from jattn.reports._paths_into import Paths, paths_into
-from jattn.reports.report import Report, report
+from jattn.reports._survey_attribution import attribution, out_kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn import heads
 from jattn._core.attention import softmax_dtype
-from jattn.interop.transformer import Transformer
+from jattn.interop._transformer import Transformer
 
 
 def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **options: Any) -> dict[str, Array]:

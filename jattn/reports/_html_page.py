@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.reports.packing import Frame, pack
+from jattn.reports._pack_weights import Frame, pack
 
 HERE = Path(__file__).parent
 SCRIPTS = ("data.js", "picture.js", "explorer.js", "reading.js")  # concatenated in this order
