@@ -1,7 +1,6 @@
 """What a report shows of a layer, from queries and keys: weights while they are few, else each query's largest."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +11,9 @@ from jaxtyping import Array
 
 from jattn import heads
 from jattn.api import dot_product_attention, fold_weights
+from jattn.reports._kept_weights import kept
 from jattn.reports._read_heads import Layer
 
-DENSE = 2**23  # weights of a report; beyond it, only the largest of each query are kept
-TOP = 2**21  # of these, over all queries and heads
-MOST, LEAST = 32, 2  # of one query
-ROWS = 600_000  # queries of all heads that are drawn; of more sequences, only the first are
-BLOCKS, FEWEST, CELLS = 64, 16, 2**20  # along a side of a coarse picture, at most and at least; of all pictures
 OF_TEXT = ("previous_token", "current_token", "duplicate_token", "induction", "distance")  # of self-attention only
 NAMES = ("entropy", "max_weight", "first_token", *OF_TEXT)
 
@@ -47,12 +42,7 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
         ValueError: a layer's weights do not sum to 1.
     """
     B, _, T, S = layers[0].shape
-    of_one = T * sum(layer.shape[1] for layer in layers)
-    drawn, k, side = B, 0, 1
-    if B * of_one * S > DENSE:
-        drawn = min(B, max(ROWS // of_one, 1))
-        k = min(max(TOP // (drawn * of_one), LEAST), MOST, S)
-        side = min(max(math.isqrt(CELLS * T // (drawn * of_one)), FEWEST), BLOCKS)
+    drawn, k, side = kept(B, T * sum(layer.shape[1] for layer in layers), T, S)
     names = [name for name in NAMES if of_text or name not in OF_TEXT]
     names = tuple(name for name in names if ids is not None or name not in heads.OF_TOKENS)
     eligible = np.arange(T) < np.asarray(lengths)[:, None]

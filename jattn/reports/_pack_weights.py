@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST = 2  # of each query's largest weights are kept as long as possible
+from jattn.reports._kept_weights import COARSE_BITS, LEAST_BITS_OF_LARGEST, STAGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +37,6 @@ class Frame:
     heads: Sequence[str] | None = None
 
 
-# What is tried until it fits: the bits of a weight, the share of the largest weight below which others are left out,
-# and how many of each query's largest weights are kept nevertheless.
-_STAGES = (
-    *((bits, 0.0, 0) for bits in (16, 12, 10, 8)),
-    *((8, 0.002 * 1.5**i, FIRST) for i in range(14)),
-    *((8, 0.002 * 1.5**i, 0) for i in range(17)),
-)
-
-
 def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list[str], float]:
     """What the page's data says of each frame, its bytes in base64, and the largest weight of all.
 
@@ -55,7 +46,7 @@ def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list
     top = max(float(np.max(np.nan_to_num(array), initial=0.0)) for array in arrays)
     top = top if top > 0 else 1.0
     made: list[tuple[str, dict[str, Any]]] = []
-    for stage in _STAGES:
+    for stage in STAGES:
         made = [_packed(frame, top, *stage) for frame in frames]
         if sum(len(blob) for blob, _ in made) <= room:
             break
@@ -77,12 +68,12 @@ def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> 
         shown, parts, entry["k"] = frame.weights, [weights], 0
     else:
         assert frame.top is not None and frame.keys is not None and frame.coarse is not None
-        shown, bits = frame.top, max(bits, 10)
+        shown, bits = frame.top, max(bits, LEAST_BITS_OF_LARGEST)
         kept = np.where((frame.top >= dropped * top) | (np.arange(frame.top.shape[-1]) < first), frame.top, 0.0)
         weights = np.moveaxis(_coded(kept, top, bits).astype("<u2"), -1, 0)
         keys = np.where(weights > 0, np.moveaxis(frame.keys, -1, 0), 0)
         wide = int(np.max(keys, initial=0)) > 0xFFFF
-        parts = [keys.astype("<u4" if wide else "<u2"), weights, _coded(frame.coarse, 1.0, 8)]
+        parts = [keys.astype("<u4" if wide else "<u2"), weights, _coded(frame.coarse, 1.0, COARSE_BITS)]
         entry |= {"k": len(weights), "wide": wide, "side": list(frame.coarse.shape[1:]), "span": list(frame.span)}
         notes.append(
             f"From afar, blocks of tokens are drawn; up close, the {len(weights)} largest weights of each query, one "

@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 import jattn
 from jattn import heads, reports
-from jattn.reports import _head_summaries, _matching, _pack_weights
+from jattn.reports import _kept_weights, _matching, _pack_weights
 from jattn.reports._head_report import _reports
 from tests.web_page import embedded, weights_of
 
@@ -341,8 +341,8 @@ def test_nan_is_said():
 
 @pytest.mark.slow
 def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
-    monkeypatch.setattr(_head_summaries, "DENSE", 0)
-    monkeypatch.setattr(_head_summaries, "BLOCKS", 4)
+    monkeypatch.setattr(_kept_weights, "ALL_WEIGHTS", 0)
+    monkeypatch.setattr(_kept_weights, "MOST_BLOCKS", 4)
     words = [[f"w{i}" for i in range(9)], [f"w{i}" for i in range(5)]]
     layers = qk(T=9, S=9)
     report = jattn.report(layers, words, is_causal=True)
@@ -356,8 +356,8 @@ def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
 
 @pytest.mark.slow
 def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
-    monkeypatch.setattr(_head_summaries, "DENSE", 0)
-    monkeypatch.setattr(_head_summaries, "ROWS", 2 * L * N * 9 - 1)
+    monkeypatch.setattr(_kept_weights, "ALL_WEIGHTS", 0)
+    monkeypatch.setattr(_kept_weights, "DRAWN_QUERIES", 2 * L * N * 9 - 1)
     layers = qk(T=9, S=9)
     report = jattn.report(layers, [[f"w{i}" for i in range(9)]] * B, is_causal=True)
     assert len(embedded(report.html)["views"]) == len(report.queries) == 1
