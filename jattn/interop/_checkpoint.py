@@ -113,9 +113,9 @@ def from_tensors(
     for name in tensors:
         prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
         names.setdefault(name.removeprefix(prefix), []).append(name)
-    if twice := [" and ".join(own) for own in names.values() if len(own) > 1]:
+    if twice := [" and ".join(stored) for stored in names.values() if len(stored) > 1]:
         raise ValueError(f"tensors that are the same parameter: {', '.join(twice)}; leave one out with ignore=")
-    tensors = {name: tensors[own[0]] for name, own in names.items()}
+    tensors = {name: tensors[stored[0]] for name, stored in names.items()}
     sizes = family.config(config)
     if sizes.num_layers > len(tensors):  # checked before that many layers are built
         raise ValueError(f"the config has {sizes.num_layers} layers, but there are only {len(tensors)} tensors")
@@ -132,25 +132,22 @@ def from_tensors(
     placed = _place(tensors, family, sizes, {name: leaf.shape for _, name, leaf in flat})
     state = []
     for path, name, leaf in flat:
-        parts = placed.pop(name)  # one at a time: a model may fill the memory
-        array = jnp.asarray(parts[0], dtype) if len(parts) == 1 and not name.startswith("layers.") else None
-        state.append(
-            (path, leaf.replace(jnp.stack([jnp.asarray(x, dtype) for x in parts]) if array is None else array))
-        )
+        parts = (jnp.asarray(x, dtype) for x in placed.pop(name))  # one at a time: a model may fill the memory
+        state.append((path, leaf.replace(jnp.stack(list(parts)) if name.startswith("layers.") else next(parts))))
     return nnx.merge(graph, nnx.from_flat_state(state))
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:
     """Raises ``ValueError`` if there is an output embedding and it is not the input's."""
-    found = {
+    embeddings = {
         name: np.asarray(tensors[name])
         for module in ("token_embed", "head")
         for name in (f"{one}.weight" for one in family.modules.get(module, ()))
         if name in tensors
     }
-    if len(found) < 2:
+    if len(embeddings) < 2:
         return
-    (ours, embedding), (theirs, head) = found.items()
+    (ours, embedding), (theirs, head) = embeddings.items()
     if not np.array_equal(embedding, head):
         raise ValueError(
             f"the config ties the embeddings (tie_word_embeddings), but {theirs} differs from {ours}; leave it out "
@@ -193,11 +190,11 @@ def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -
         if any(placed[target][source.layer or 0] is not None for target in source.targets):
             twice.append(source.name)
         for target, part in zip(source.targets, parts, strict=True):
-            own_shape = expected[target] if source.layer is None else expected[target][1:]
-            placed[target][source.layer or 0] = () if part is None else part.reshape(own_shape)
+            shape_of_one = expected[target] if source.layer is None else expected[target][1:]
+            placed[target][source.layer or 0] = () if part is None else part.reshape(shape_of_one)
     problems = {
         "missing": [
-            name if len(parts) == 1 and not name.startswith("layers.") else name.replace("layers.", f"layers.{i}.", 1)
+            name.replace("layers.", f"layers.{i}.", 1)
             for name, parts in placed.items() for i, part in enumerate(parts) if part is None
         ],
         "left over": list(tensors.keys() - used),

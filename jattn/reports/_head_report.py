@@ -147,17 +147,17 @@ def report(
     judged = "Roles are judged against heads that cannot have them (jattn.heads.roles)." if nulls else ""
     others = _reports("compare", compare)
     note = " ".join([*notes, judged]).strip()
-    made = Report(title, names, queries[:drawn], keys[:drawn], cross, looked, numbers, labels, note, others)
+    page = Report(title, names, queries[:drawn], keys[:drawn], cross, looked, numbers, labels, note, others)
     if path is not None:
-        made.save(path)
-    return made
+        page.save(path)
+    return page
 
 
-def _reports(name: str, given: Any) -> tuple[Report, ...]:
-    several = () if given is None else (given,) if isinstance(given, Report) else given
+def _reports(name: str, argument: Any) -> tuple[Report, ...]:
+    several = () if argument is None else (argument,) if isinstance(argument, Report) else argument
     if not (isinstance(several, list | tuple) and all(isinstance(one, Report) for one in several)):
         raise TypeError(
-            f"{name} must be a Report, as jattn.report returns, or a list of them; got {type(given).__name__}"
+            f"{name} must be a Report, as jattn.report returns, or a list of them; got {type(argument).__name__}"
         )
     return tuple(several)
 

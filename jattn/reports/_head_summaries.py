@@ -47,7 +47,7 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
     names = tuple(name for name in names if ids is not None or name not in heads.OF_TOKENS)
     eligible = np.arange(T) < np.asarray(lengths)[:, None]
     tokens = None if ids is None or not set(names) & set(heads.OF_TOKENS) else ids
-    found = []
+    of_layers = []
     for layer in layers:
         arrays, static = _split(layer.options)
         parts = _look(
@@ -55,10 +55,10 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
         )
         parts = jax.tree.map(np.asarray, parts)
         _check_sums(layer, parts.pop("sums"))
-        found.append(parts)
-    drawn_of = [name for name in found[0] if name != "numbers"]
-    together = {name: np.concatenate([parts[name][:drawn] for parts in found], 1) for name in drawn_of}
-    numbers = {name: np.concatenate([_mean(*parts["numbers"][name]) for parts in found]) for name in names}
+        of_layers.append(parts)
+    drawn_of = [name for name in of_layers[0] if name != "numbers"]
+    together = {name: np.concatenate([parts[name][:drawn] for parts in of_layers], 1) for name in drawn_of}
+    numbers = {name: np.concatenate([_mean(*parts["numbers"][name]) for parts in of_layers]) for name in names}
     return Looked(*(together.get(name) for name in ("weights", "top", "keys", "coarse")), length=S, numbers=numbers)
 
 
@@ -73,13 +73,16 @@ def _split(options: Any) -> tuple[dict[str, Any], tuple]:
 
 
 @functools.partial(jax.jit, static_argnames=("static", "k", "side", "names"))
-def _look(query, key, lse, tokens, eligible, arrays, *, static, k, side, names) -> dict[str, Any]:
+def _look(
+    query: Array, key: Array, lse: Array | None, tokens: Array | None, eligible: Array, arrays: dict[str, Any], *,
+    static: tuple, k: int, side: int, names: tuple[str, ...],
+) -> dict[str, Any]:  # fmt: skip
     options = {**arrays, **dict(static)}
     if lse is None:
         no_value = jnp.zeros((*key.shape[:-1], 0), key.dtype)
         lse = dot_product_attention(query, key, no_value, return_residual=True, **options)[1]
-    found = heads.statistics(query, key, lse=lse, tokens=tokens, names=names, eligible=eligible, **options)
-    numbers = {name: (found[name], found["support"][name]) for name in names}
+    means = heads.statistics(query, key, lse=lse, tokens=tokens, names=names, eligible=eligible, **options)
+    numbers = {name: (means[name], means["support"][name]) for name in names}
     T, S = query.shape[1], key.shape[1]
     if not k:
         weights = fold_weights(_put, jnp.zeros((T, S)), query, key, lse=lse, **options)

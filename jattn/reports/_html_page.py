@@ -96,9 +96,8 @@ class Page:
             entry["frames"] = [next(rest) for _ in view.frames]
         elements = (f'<script id="blob-{i}" type="text/plain">{blob}</script>' for i, blob in enumerate(blobs))
         slots |= {"data": _json(data), "blobs": "\n".join(elements)}
-        return re.sub(
-            r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read("page.html")
-        )  # one pass: values may have braces
+        # One pass: values may have braces.
+        return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read("page.html"))
 
 
 def _json(data: Any) -> str:

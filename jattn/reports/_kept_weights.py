@@ -5,7 +5,6 @@ At 4,096 tokens and 8 heads, it is each query's 32 largest weights and a coarse 
 """
 
 import math
-from typing import NamedTuple
 
 # Weights of all sequences and heads up to which all are kept, as of 600 tokens and 23 heads; beyond, only each query's
 # largest and a coarse picture. More would hardly fit: at a byte each, these are 8 MB before they are compressed.
@@ -35,19 +34,14 @@ STAGES = (
 )
 
 
-class Kept(NamedTuple):
-    """What is computed for a page. ``of_query``: how many weights of each, 0 for all."""
+def kept(B: int, rows: int, T: int, S: int) -> tuple[int, int, int]:
+    """What is kept of B sequences of T queries and S keys, each with so many ``rows``: the queries of all heads.
 
-    sequences: int
-    of_query: int
-    blocks: int  # along a side of the coarse picture
-
-
-def kept(B: int, rows: int, T: int, S: int) -> Kept:
-    """What is kept of B sequences of T queries and S keys, each with so many ``rows``: the queries of all heads."""
+    The number of sequences; that of each query's largest weights, 0 for all; and that of blocks along a coarse side.
+    """
     if B * rows * S <= ALL_WEIGHTS:
-        return Kept(B, 0, 1)
+        return B, 0, 1
     drawn = min(B, max(DRAWN_QUERIES // rows, 1))
     of_query = min(max(LARGEST_WEIGHTS // (drawn * rows), LEAST_OF_QUERY), MOST_OF_QUERY, S)
     blocks = min(max(math.isqrt(COARSE_CELLS * T // (drawn * rows)), LEAST_BLOCKS), MOST_BLOCKS)
-    return Kept(drawn, of_query, blocks)
+    return drawn, of_query, blocks
