@@ -169,9 +169,9 @@ def _labels(
     """The labels of queries and keys; None if not given (positions are shown instead)."""
     if key_tokens is None and shape[0] == shape[1]:
         key_tokens = tokens
-    for name, given, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
-        if given is not None and len(given) != size:
-            raise ValueError(f"{name} has {len(given)} entries, expected {axis}={size} for weights of shape {shape}")
+    for name, labels, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
+        if labels is not None and len(labels) != size:
+            raise ValueError(f"{name} has {len(labels)} entries, expected {axis}={size} for weights of shape {shape}")
     return _all_shown(tokens), _all_shown(key_tokens)
 
 

@@ -26,13 +26,15 @@ def test_every_kind_of_thing_is_there():
         "A mask",
         "A score function",
         "A statistic of heads",
+        "A column of the survey's table",
+        "A model family",
         "A kernel",
         "A task",
         "A claim",
         "A figure",
         "A peer in the benchmark",
     }
-    assert set(sections()) == shown and len(fenced("check")) == 6 and len(fenced("diff")) == 7
+    assert set(sections()) == shown and len(fenced("check")) == 8 and len(fenced("diff")) == 10
 
 
 @pytest.fixture

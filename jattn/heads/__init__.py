@@ -10,7 +10,6 @@ null distribution; ``collect``, what a model's layers have sown.
 """
 
 from jattn.heads._ablation import ablate, forbid, importance
-from jattn.heads._attribution import logit_attribution
 from jattn.heads._circuits import (
     composition,
     copying_score,
@@ -20,7 +19,7 @@ from jattn.heads._circuits import (
     target_rank,
 )
 from jattn.heads._collect import collect
-from jattn.heads._dense import (
+from jattn.heads._dense_statistics import (
     entropy,
     first_token,
     induction,
@@ -30,6 +29,7 @@ from jattn.heads._dense import (
     target_weight,
 )
 from jattn.heads._divergence import divergence
+from jattn.heads._logit_attribution import logit_attribution
 from jattn.heads._patching import attribution_patch, patch
 from jattn.heads._paths import path_patch, qk_attribution
 from jattn.heads._retrieval import retrieval_score

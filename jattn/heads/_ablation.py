@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jattn._mods.arrays import AnyArray, Index
+from jattn._mods.arrays import AnyArray, Index, Length
 from jattn._mods.pytree import pytree_dataclass, static_field
 from jattn._mods.validation import check_fits
 from jattn.masks import Mask, MaskFunction, and_masks, bounds
@@ -209,16 +209,16 @@ class Forbidden(Mask):
     def __post_init__(self):
         object.__setattr__(self, "pattern", and_masks(self.pattern))
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` if a head does not exist or the pattern does not fit."""
         if any(head >= N for head in self.heads):
             raise ValueError(f"forbid: heads must be below N = {N}, the number of query heads, got {list(self.heads)}")
         check_fits(self.pattern, B, N, T, S)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index):
         return True ^ (self.pattern(b, h, q_idx, kv_idx) & self._chosen(h))
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> tuple[Any, Any]:
         any_visible, all_visible = bounds(self.pattern, b, h, q_min, q_max, kv_min, kv_max)
         return True ^ (all_visible & self._chosen(h)), True ^ (any_visible & self._chosen(h))
 
@@ -235,15 +235,15 @@ class OfHeads(Mask):
 
     heads: AnyArray
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` if there is not a bool for each head."""
         if jnp.shape(self.heads) != (N,):
             raise ValueError(
                 f"forbid: heads must be bools [N] = [{N}], one for each query head, got {list(jnp.shape(self.heads))}"
             )
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index):
         return self.heads[h]
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> tuple[Any, Any]:
         return self.heads[h], self.heads[h]

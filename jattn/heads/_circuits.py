@@ -117,8 +117,8 @@ def copying_score(
 
     def one_head(value: Array, out: Array) -> tuple[Array, Array]:  # [M,D], [D,M]
         read, write = embed @ value, out @ unembed  # [V,D], [D,V]
-        own = jax.lax.map(lambda row: jnp.argmax(row @ write), read) == jnp.arange(len(read))
-        return own.mean(dtype=read.dtype), write @ read
+        copied = jax.lax.map(lambda row: jnp.argmax(row @ write), read) == jnp.arange(len(read))
+        return copied.mean(dtype=read.dtype), write @ read
 
     argmax, small = jax.vmap(one_head, (1, 0))(value, out)
     eigenvalues = jnp.linalg.eigvals(small)
@@ -186,8 +186,8 @@ def _ranks(embed: Array, value: Array, out: Array, unembed: Array, pairs: tuple[
             # Without the barrier, XLA may compute the target's logit twice, rounded in two ways. A product and a
             # difference may become one operation with one rounding, so only a comparison knows what is equal.
             logits = jax.lax.optimization_barrier(_entry(embed, pair[0]).astype(read.dtype) @ read @ write)
-            own = _entry(logits, pair[1])
-            larger_less_smaller = jnp.where(logits == own, 0.0, jnp.sign(logits - own)).sum()
+            target = _entry(logits, pair[1])
+            larger_less_smaller = jnp.where(logits == target, 0.0, jnp.sign(logits - target)).sum()
             return (logits.shape[0] - 1 + larger_less_smaller) / 2
 
         return jax.lax.map(rank, pairs, batch_size=chunk)

@@ -38,10 +38,10 @@ def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[A
     """
     if name not in _RANKS:
         raise ValueError(f"name must be one of {', '.join(_RANKS)}, got {name!r}")
-    found = sorted(_named(sown, name, ()), key=lambda entry: _natural(entry[0]))
-    if not found:
+    entries = sorted(_named(sown, name, ()), key=lambda entry: _natural(entry[0]))
+    if not entries:
         raise ValueError(f"no layer has sown {name!r}; pass sow_{name.partition('_')[2]}= to the model")
-    return [layer for _, value in found for layer in _layers(value, name)]
+    return [layer for _, value in entries for layer in _layers(value, name)]
 
 
 def _named(node: PyTree, name: str, path: tuple) -> Iterator[tuple[tuple, PyTree]]:
@@ -61,7 +61,7 @@ def _last_call(value: PyTree) -> PyTree:
 def _natural(path: tuple) -> list[list[int | str]]:
     """A key by which ``layer_10`` comes after ``layer_9``."""
     parts = [re.split(r"(\d+)", str(key)) for key in path]
-    return [[int(part) if part.isdigit() else part for part in own] for own in parts]
+    return [[int(part) if part.isdigit() else part for part in name] for name in parts]
 
 
 def _layers(value: PyTree, name: str) -> list[PyTree]:

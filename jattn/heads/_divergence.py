@@ -10,7 +10,7 @@ from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args
 from jattn._core.attention import softmax_dtype
 from jattn._core.vmap import canonical
-from jattn.heads._dense import jensen_shannon
+from jattn.heads._dense_statistics import jensen_shannon
 from jattn.heads._statistics import eligible_rows
 from jattn.kernels import dense as dense_kernel
 from jattn.masks import MaskFunction

@@ -13,6 +13,7 @@ most, so that is one more pass. Source: https://arxiv.org/abs/2403.00745 (Kramá
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from jattn._core.attention import Head, softmax_dtype
 from jattn._core.merge import merge
 from jattn._core.shard import on_each_device
 from jattn._core.vmap import canonical
+from jattn._mods.arrays import Index
 from jattn.kernels.blockwise import Blockwise
 
 # A key of more weight is its query's largest. Not 1/2, because two keys of 1/2 may both be rounded up.
@@ -69,12 +71,12 @@ def replace_each(
     args = canonical(dataclasses.replace(make_args(query, key, value, **options), value=both))
     sizes = implementation.block_sizes if isinstance(implementation, Blockwise) else None
 
-    def change(args: AttentionArgs, own: Array, lse: Array, off: Array, *sinks: Array) -> Array:
-        types = jax.ShapeDtypeStruct(own.shape, dtype), jax.ShapeDtypeStruct(lse.shape, dtype)
+    def change(args: AttentionArgs, z: Array, lse: Array, off: Array, *sinks: Array) -> Array:
+        types = jax.ShapeDtypeStruct(z.shape, dtype), jax.ShapeDtypeStruct(lse.shape, dtype)
         u, rest = deferred.call(_without_largest, args, lse, sizes, out=types)
         if sinks:
             u, rest = merge(u, rest, jnp.zeros_like(u), make_sinks(sinks[0], rest))
-        return deferred.call(_change, args, (own, lse, u, rest), off, sizes, out=types[0])
+        return deferred.call(_change, args, (z, lse, u, rest), off, sizes, out=types[0])
 
     arrays = [(z.astype(dtype), "btnd"), (lse, "btn")] + ([] if sinks is None else [(jnp.asarray(sinks), "n")])
     # All but off is constant: in no derivative does 0 meet inf. NumPy arrays stay as they are, static.
@@ -88,7 +90,7 @@ def _without_largest(platform: str, args: AttentionArgs, lse: Array, sizes: Bloc
     plan = plan_args(platform, args, sizes)
     D = args.value.shape[-1] - args.query.shape[-1]
 
-    def one_head(q, k, v_and_fill, head, plan, lse):
+    def one_head(q: Array, k: Array, v_and_fill: Array, head: Head, plan: BlockPlan, lse: Array) -> tuple[Array, Array]:
         blocked = split_head(platform, q, k, v_and_fill[:, :D], head, plan)
         hidden = _WithoutLargest(**vars(blocked), lse=split_axis(lse, 0, plan.size[0]))
         out, row_max, row_sum = (join_rows(x, q) for x in online_softmax(hidden, False, blocked.dtype))
@@ -101,7 +103,7 @@ def _without_largest(platform: str, args: AttentionArgs, lse: Array, sizes: Bloc
 class _WithoutLargest(BlockedHead):
     lse: Array  # [blocks, rows]
 
-    def scores(self, block: Block, i, j, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
+    def scores(self, block: Block, i: Index, j: Index, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
         scores, v = super().scores(block, i, j, masked, piece)
         lse = self.lse[i] if piece is None else self.lse[i][piece[0]]
         return jnp.where(scores - lse[:, None] > math.log(LARGEST), -jnp.inf, scores), v
@@ -125,7 +127,7 @@ def _change_of_head(
     by_row = [split_axis(x, 0, plan.size[0]) for x in by_query]
     D = by_query[0].shape[-1]
 
-    def visit(changes, i, j, masked, if_listed):
+    def visit(changes: Array, i: Index, j: Index, masked: bool, if_listed: Callable[..., Array]) -> Array:
         block, off, (z, lse, u, rest) = blocked.take(i, j), off_by_column[j], (x[i] for x in by_row)
 
         def compute():

@@ -93,8 +93,8 @@ def patched(
         if name not in patch:
             continue
         gate, fill = patch[name]
-        own = f"the gate of patch[{name!r}]"
-        results[name] = through_gate(x, expand_gate(gate, x, lead, own), fill, lead, f"the fill of patch[{name!r}]")
+        label = f"the gate of patch[{name!r}]"
+        results[name] = through_gate(x, expand_gate(gate, x, lead, label), fill, lead, f"the fill of patch[{name!r}]")
     pattern = each = None
     if "pattern" in patch:
         gate, pair = patch["pattern"]

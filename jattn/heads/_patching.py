@@ -70,7 +70,7 @@ def patch(
             of_axis = jnp.arange(T)[:, None] if axis == -3 else jnp.arange(N)[None]
             here &= (of_axis == index).reshape(*lead, *of_axis.shape)
         gates = [jnp.where(here & (layer == i), 0.0, 1.0) for i in range(len(source))]
-        return run([_options(what, gate, own) for gate, own in zip(gates, source, strict=True)])
+        return run([_options(what, gate, sown) for gate, sown in zip(gates, source, strict=True)])
 
     return with_axes(run_each(run_with, jnp.arange(math.prod(axes)), batch_size), axes)
 
@@ -120,7 +120,7 @@ def attribution_patch(
     gate = jnp.ones((*lead, 1, source[0]["query"].shape[-2]) if keys_at_once else (*lead, T, N))
 
     def metric(gates: list[Array]) -> Array:
-        result = jnp.asarray(run([_estimate(what, by, *own) for own in zip(gates, source, strict=True)]))
+        result = jnp.asarray(run([_estimate(what, by, gate, sown) for gate, sown in zip(gates, source, strict=True)]))
         if result.shape != () or not jnp.issubdtype(result.dtype, jnp.floating):
             raise ValueError(f"run must return a floating scalar, got {result.dtype} of shape {list(result.shape)}")
         return result

@@ -144,5 +144,4 @@ def _projected(parts: Array, params: Mapping[str, Array]) -> Array:
     bias = params.get("bias")
     if bias is None:
         return shares
-    own = jnp.broadcast_to(bias.astype(dtype), (1, *shares.shape[1:]))
-    return jnp.concatenate([shares, own])
+    return jnp.concatenate([shares, jnp.broadcast_to(bias.astype(dtype), (1, *shares.shape[1:]))])

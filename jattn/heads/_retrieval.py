@@ -50,11 +50,11 @@ def retrieval_score(
         for name, x in (("tokens", tokens), ("written", written))
     )
     needle = jnp.asarray(needle)
-    (G, S), given = weights.shape[-2:], (tokens.shape, written.shape, needle.shape)
-    if given != ((S,), (G,), (S,)):
+    (G, S), shapes = weights.shape[-2:], (tokens.shape, written.shape, needle.shape)
+    if shapes != ((S,), (G,), (S,)):
         raise ValueError(
             f"tokens, written and needle must be [S], [G] and [S] = [{S}], [{G}] and [{S}], for weights of shape "
-            f"{list(weights.shape)}, got {', '.join(str(list(shape)) for shape in given)}"
+            f"{list(weights.shape)}, got {', '.join(str(list(shape)) for shape in shapes)}"
         )
     if needle.dtype != bool:
         raise ValueError(f"needle must be bool, True for the places of the needle, got {needle.dtype}")

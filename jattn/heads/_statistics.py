@@ -150,15 +150,15 @@ def statistics(
         raise TypeError("statistics takes no sinks=: they are in the lse; pass lse= of the call with sinks")
     args = make_args(query, key, None, bias, mask, **options)
     (B, T, _, _), S, one_sequence = args.query.shape, args.key.shape[1], jnp.ndim(query) == 3
-    given = lse is not None
+    lse_passed = lse is not None
     if lse is None:
         no_value = jnp.zeros((*args.key.shape[:-1], 0), args.key.dtype)
         static = {"implementation": implementation, "return_residual": True}
         lse = dot_product_attention(args.query, args.key, no_value, bias, mask, **static, **options)[1]
-    lse = make_lse(jnp.asarray(lse), args, one_sequence and given)
+    lse = make_lse(jnp.asarray(lse), args, one_sequence and lse_passed)
     counts = jnp.ones((1, T), bool) if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
     by_query = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
-    count_visible = given or "entropy" in names
+    count_visible = lse_passed or "entropy" in names
     slots = [arange(n) if order is None else order for n, order in ((n, folding.slots(n)) for n in (T, S))]
 
     def of_part(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array | dict[str, Array]]:
@@ -168,7 +168,7 @@ def statistics(
         kinds = tuple((name, _STATISTICS[name].reduction) for name in reduced)
         reduction = Reduction(lse, rows, columns, _Values(reduced), kinds, count_visible)
         sums = folding.fold(args, reduction)
-        return _averages(names, sums, S, lse, given, rows)
+        return _averages(names, sums, S, lse, lse_passed, rows)
 
     out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
     extra = [(lse, "btn"), *((x, "bt") for x in by_query.values())]
@@ -184,8 +184,8 @@ def _pair_data(
     ``q_slots``, ``kv_slots``: the token in each slot.
     """
     q_positions, kv_positions = (
-        jnp.asarray(slots[None] if own is None else own)
-        for own, slots in ((args.query_positions, q_slots), (args.kv_positions, kv_slots))
+        jnp.asarray(slots[None] if positions is None else positions)
+        for positions, slots in ((args.query_positions, q_slots), (args.kv_positions, kv_slots))
     )
     rows = {"counts": by_query["counts"], "position": q_positions, "slot": jnp.asarray(q_slots)[None]}
     columns = {"position": kv_positions, "slot": jnp.asarray(kv_slots)[None]}
@@ -245,11 +245,11 @@ class _Values:
 
 
 def _averages(
-    names: Sequence[str], sums: dict[str, Array], S: Length, lse: Array, given: bool, rows: dict[str, Array]
+    names: Sequence[str], sums: dict[str, Array], S: Length, lse: Array, may_have_sinks: bool, rows: dict[str, Array]
 ) -> dict[str, Array | dict[str, Array]]:
-    """The means over eligible queries, from the sums ``[B,N,...]``; ``given``: the lse may include sinks."""
+    """The means over eligible queries, from the sums ``[B,N,...]``; of the lse, ``may_have_sinks``."""
     lse, visible = jnp.moveaxis(lse, 2, 1), sums.get("visible")  # [B,N,T]
-    eligible = _eligible(rows, lse, visible, given)
+    eligible = _eligible(rows, lse, visible, may_have_sinks)
     counted = {name: eligible[_STATISTICS[name].queries] for name in names}
     if "entropy" in names and visible is not None:
         most = jnp.log(jnp.maximum(visible, 2).astype(lse.dtype))
@@ -271,10 +271,10 @@ def _averages(
     return results
 
 
-def _eligible(rows: dict[str, Array], lse: Array, visible: Array | None, given: bool) -> dict[str, Array]:
+def _eligible(rows: dict[str, Array], lse: Array, visible: Array | None, may_have_sinks: bool) -> dict[str, Array]:
     """The queries that a mean may run over, bool ``[B,N,T]``, from the lse and number of visible keys ``[B,N,T]``."""
     seeing = rows["counts"][:, None] & (lse != -jnp.inf)  # a NaN counts as seen
-    if given and visible is not None:  # with sinks, a row that sees no key has a finite lse
+    if may_have_sinks and visible is not None:  # with sinks, a row that sees no key has a finite lse
         seeing &= visible > 0
     eligible = {"seeing": seeing, "later": seeing & (rows["position"] > 0)[:, None]}
     if visible is not None:

@@ -100,9 +100,9 @@ def _keep(carry: tuple[Array, Array], log_weights: Array, q_idx: Array, kv_idx: 
     (best, slots), rows = carry, q_idx[:, 0]
     k = best.shape[1]
     log_weights = jnp.where(jnp.isnan(log_weights), jnp.inf, log_weights)
-    found, columns = _largest(log_weights, k)
+    largest, columns = _largest(log_weights, k)
     # Blocks come in any order, so slots decide ties. The -1 of an empty place comes before the slots of hidden keys.
-    negated = -jnp.concatenate([best[rows], found], 1)
+    negated = -jnp.concatenate([best[rows], largest], 1)
     slot = jnp.concatenate([slots[rows], kv_idx[0, columns]], 1)
     negated, slot = jax.lax.sort((negated, slot), num_keys=2)
     return best.at[rows].set(-negated[:, :k]), slots.at[rows].set(slot[:, :k])
@@ -115,11 +115,11 @@ def _largest(x: Array, k: int) -> tuple[Array, Array]:
     """
     rows, columns = x.shape
     if columns <= k * GROUP:
-        found, index = jax.lax.top_k(x, min(k, columns))
-        return found, index
+        largest, index = jax.lax.top_k(x, min(k, columns))
+        return largest, index
     x = jnp.pad(x, ((0, 0), (0, -columns % GROUP)), constant_values=-jnp.inf)
     x = x.reshape(rows, -1, GROUP)
     groups = jnp.sort(jax.lax.top_k(x.max(2), k)[1], 1)
     within = jnp.take_along_axis(x, groups[:, :, None], 1).reshape(rows, k * GROUP)
-    found, index = jax.lax.top_k(within, k)
-    return found, jnp.take_along_axis(groups, index // GROUP, 1) * GROUP + index % GROUP
+    largest, index = jax.lax.top_k(within, k)
+    return largest, jnp.take_along_axis(groups, index // GROUP, 1) * GROUP + index % GROUP

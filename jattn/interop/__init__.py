@@ -7,18 +7,20 @@ separate or fused, and weights stored ``[out,in]`` (PyTorch's Linear) or ``[in,o
 must find its place; otherwise the error lists what is missing, left over or of another shape. ``generate`` writes with
 a causal model; ``look`` gives every head's queries, keys and values; ``logit_parts`` says which head wrote a logit.
 
-One file per family; ``family`` says what a family is, ``transformer`` is the model of all, ``_safetensors`` and
-``_gguf`` read, ``_checkpoint`` places tensors in the model.
+One file per family, listed in ``_families``; ``family`` says what a family is, ``_transformer`` is the model of all,
+with the options in ``_config``; ``_safetensors`` and ``_gguf`` read, ``_checkpoint`` places tensors in the model.
 """
 
-from jattn.interop._attribution import logit_parts
-from jattn.interop._block import Block, Config
-from jattn.interop._checkpoint import FAMILIES, from_tensors, load, read_config
+from jattn.interop._checkpoint import from_tensors, load
+from jattn.interop._config import Config
+from jattn.interop._families import FAMILIES, read_config
 from jattn.interop._generate import generate, stream
+from jattn.interop._logit_parts import logit_parts
 from jattn.interop._look import look
 from jattn.interop._tokenizer import chatml, tokenizer
+from jattn.interop._transformer import Transformer
+from jattn.interop._transformer_block import Block
 from jattn.interop.family import Family
-from jattn.interop.transformer import Transformer
 
 __all__ = [
     "FAMILIES",

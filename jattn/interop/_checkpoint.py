@@ -10,26 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
+from jattn.interop._families import family_of
 from jattn.interop._gguf import read_gguf
 from jattn.interop._safetensors import read_folder
-from jattn.interop.bert import BERT
+from jattn.interop._transformer import Transformer
 from jattn.interop.family import Family
-from jattn.interop.gemma import GEMMA2, GEMMA3
-from jattn.interop.gpt2 import GPT2
-from jattn.interop.gpt_neox import GPT_NEOX
-from jattn.interop.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from jattn.interop.olmo2 import OLMO2
-from jattn.interop.phi3 import PHI3
-from jattn.interop.transformer import Transformer
 
 Tensors = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
-#: The families whose checkpoints can be read, by ``model_type``.
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (BERT, GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2)
-}
 # Modules that a checkpoint may hold in one, by the end of the path in ``Family.layer``.
 FUSED = {
     "attention.fused": ("attention.query", "attention.key", "attention.value"),
@@ -115,7 +105,7 @@ def from_tensors(
         raise TypeError(f"ignore must be a sequence of prefixes of names, got the string {ignore!r}; use ({ignore!r},)")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype of the parameters must be floating, got {jnp.dtype(dtype)}")
-    family = _family(config) if family is None else family
+    family = family_of(config) if family is None else family
     tensors = {
         name: x for name, x in tensors.items() if not BUFFERS.search(name) and not name.startswith(tuple(ignore))
     }
@@ -123,9 +113,9 @@ def from_tensors(
     for name in tensors:
         prefix = next((prefix for prefix in family.prefixes if name.startswith(prefix)), "")
         names.setdefault(name.removeprefix(prefix), []).append(name)
-    if twice := [" and ".join(own) for own in names.values() if len(own) > 1]:
+    if twice := [" and ".join(stored) for stored in names.values() if len(stored) > 1]:
         raise ValueError(f"tensors that are the same parameter: {', '.join(twice)}; leave one out with ignore=")
-    tensors = {name: tensors[own[0]] for name, own in names.items()}
+    tensors = {name: tensors[stored[0]] for name, stored in names.items()}
     sizes = family.config(config)
     if sizes.num_layers > len(tensors):  # checked before that many layers are built
         raise ValueError(f"the config has {sizes.num_layers} layers, but there are only {len(tensors)} tensors")
@@ -142,51 +132,22 @@ def from_tensors(
     placed = _place(tensors, family, sizes, {name: leaf.shape for _, name, leaf in flat})
     state = []
     for path, name, leaf in flat:
-        parts = placed.pop(name)  # one at a time: a model may fill the memory
-        array = jnp.asarray(parts[0], dtype) if len(parts) == 1 and not name.startswith("layers.") else None
-        state.append(
-            (path, leaf.replace(jnp.stack([jnp.asarray(x, dtype) for x in parts]) if array is None else array))
-        )
+        parts = (jnp.asarray(x, dtype) for x in placed.pop(name))  # one at a time: a model may fill the memory
+        state.append((path, leaf.replace(jnp.stack(list(parts)) if name.startswith("layers.") else next(parts))))
     return nnx.merge(graph, nnx.from_flat_state(state))
-
-
-def read_config(config: Mapping[str, Any]) -> Config:
-    """The sizes and the kind of model in Hugging Face's ``config.json`` of one of ``FAMILIES``.
-
-    Args:
-        config: the file as a dict.
-
-    Raises:
-        ValueError: another ``model_type``, a missing key, or one that the model here does not support or know.
-
-    Example:
-        >>> published = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-        >>> published |= {"vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
-        >>> config = jattn.interop.read_config(published)
-        >>> config.num_layers, config.size_of_head, config.norm, config.causal
-        (12, 64, 'layer', True)
-    """
-    return _family(config).config(config)
-
-
-def _family(config: Mapping[str, Any]) -> Family:
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}, got {name!r}; or pass family=")
-    return FAMILIES[name]
 
 
 def _check_tied(tensors: Tensors, family: Family) -> None:
     """Raises ``ValueError`` if there is an output embedding and it is not the input's."""
-    found = {
+    embeddings = {
         name: np.asarray(tensors[name])
         for module in ("token_embed", "head")
         for name in (f"{one}.weight" for one in family.modules.get(module, ()))
         if name in tensors
     }
-    if len(found) < 2:
+    if len(embeddings) < 2:
         return
-    (ours, embedding), (theirs, head) = found.items()
+    (ours, embedding), (theirs, head) = embeddings.items()
     if not np.array_equal(embedding, head):
         raise ValueError(
             f"the config ties the embeddings (tie_word_embeddings), but {theirs} differs from {ours}; leave it out "
@@ -229,11 +190,11 @@ def _place(tensors: Tensors, family: Family, config: Config, expected: Shapes) -
         if any(placed[target][source.layer or 0] is not None for target in source.targets):
             twice.append(source.name)
         for target, part in zip(source.targets, parts, strict=True):
-            own_shape = expected[target] if source.layer is None else expected[target][1:]
-            placed[target][source.layer or 0] = () if part is None else part.reshape(own_shape)
+            shape_of_one = expected[target] if source.layer is None else expected[target][1:]
+            placed[target][source.layer or 0] = () if part is None else part.reshape(shape_of_one)
     problems = {
         "missing": [
-            name if len(parts) == 1 and not name.startswith("layers.") else name.replace("layers.", f"layers.{i}.", 1)
+            name.replace("layers.", f"layers.{i}.", 1)
             for name, parts in placed.items() for i, part in enumerate(parts) if part is None
         ],
         "left over": list(tensors.keys() - used),

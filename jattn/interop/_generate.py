@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jattn.cache import KVCache
-from jattn.interop.transformer import Transformer
+from jattn.interop._transformer import Transformer
 
 CHUNK = 128  # tokens of a prompt at once; the cache's capacity is a multiple, too, so that few shapes are compiled
 
@@ -86,16 +86,16 @@ def stream(
         [(2,), (2,), (2,), (2,)]
     """
     prompts = list(prompts)
-    given = [np.asarray(prompt) for prompt in prompts]
+    texts = [np.asarray(prompt) for prompt in prompts]
     vocabulary = model.config.vocabulary
-    for i, prompt in enumerate(given):
+    for i, prompt in enumerate(texts):
         if prompt.ndim != 1 or not prompt.size or not np.issubdtype(prompt.dtype, np.integer):
             raise ValueError(f"prompts must be lists of tokens, none empty; prompt {i} is {prompts[i]!r}")
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise ValueError(
                 f"prompts must hold tokens from 0 to {vocabulary - 1}, got {prompt.min()} to {prompt.max()}"
             )
-    if not given:
+    if not texts:
         raise ValueError("prompts must hold at least one list of tokens, got none")
     max_new_tokens = operator.index(max_new_tokens)
     if max_new_tokens < 0:
@@ -119,7 +119,7 @@ def stream(
         raise TypeError(f"stop must be a sequence of tokens, integers, got {stop!r}") from None
     if any(not 0 <= token < vocabulary for token in ends):
         raise ValueError(f"stop must hold tokens from 0 to {vocabulary - 1}, got {sorted(ends)}")
-    cache, chunks = _prepare(model, given, max_new_tokens, cache_dtype)
+    cache, chunks = _prepare(model, texts, max_new_tokens, cache_dtype)
     top_p = None if top_p == 1 else top_p
     return _stream(model, cache, chunks, max_new_tokens, (temperature, top_k, top_p), ends, key)
 
@@ -180,10 +180,10 @@ def _advance(
 ) -> tuple[Array, Array, KVCache]:  # fmt: skip
     """The next token ``[B]`` after a chunk ``[B,T]``, each sequence's last hidden state ``[B,M]``, and the cache."""
     model = nnx.merge(graph, state)
-    found, cache = model(tokens, valid=valid, cache=cache)
+    states, cache = model(tokens, valid=valid, cache=cache)
     last = tokens.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)
-    own = jnp.take_along_axis(found, last[:, None, None], axis=1)[:, 0]
-    hidden = jnp.where(valid.any(1)[:, None], own.astype(hidden.dtype), hidden)
+    at_last = jnp.take_along_axis(states, last[:, None, None], axis=1)[:, 0]
+    hidden = jnp.where(valid.any(1)[:, None], at_last.astype(hidden.dtype), hidden)
     logits = model.logits(hidden).astype(jnp.float32)
     if not drawn:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), hidden, cache

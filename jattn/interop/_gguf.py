@@ -85,16 +85,17 @@ def read_vocabulary(file: Path) -> dict[str, Any]:
 
 def _refuse_others(fields: Mapping[str, Any], family: str) -> None:
     """Raises ``ValueError`` for a field that changes what the model computes and is not read."""
-    own = {name.removeprefix(f"{family}."): x for name, x in fields.items() if name.startswith(f"{family}.")}
-    head_dim = own.get(
-        "attention.key_length", own.get("embedding_length", 0) // max(own.get("attention.head_count", 1), 1)
+    options = {name.removeprefix(f"{family}."): x for name, x in fields.items() if name.startswith(f"{family}.")}
+    head_dim = options.get(
+        "attention.key_length", options.get("embedding_length", 0) // max(options.get("attention.head_count", 1), 1)
     )
     neutral = {
         "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0, "attention.causal": True, "expert_count": 0,
-        "expert_used_count": 0, "vocab_size": own.get("vocab_size"), "rope.scaling.finetuned": False,
+        "expert_used_count": 0, "vocab_size": options.get("vocab_size"), "rope.scaling.finetuned": False,
     }  # fmt: skip
-    others = {name: x for name, x in own.items() if name not in _CONFIG and (name not in neutral or neutral[name] != x)}
+    unread = {name: x for name, x in options.items() if name not in _CONFIG}
+    others = {name: x for name, x in unread.items() if name not in neutral or neutral[name] != x}
     if others:
         raise ValueError(f"options that are not known here: {others}")
 
@@ -114,15 +115,7 @@ def _open(file: Path) -> Any:
 def _damaged(file: Path) -> Any:
     try:
         yield
-    except (
-        ValueError,
-        IndexError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        UnicodeDecodeError,
-        NotImplementedError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
         raise ValueError(f"{file} is damaged or not a GGUF file: {error}") from error
 
 

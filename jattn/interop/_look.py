@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, ArrayLike
 
 from jattn import heads
-from jattn.interop.transformer import Transformer, layer_options
+from jattn.interop._transformer import Transformer, layer_options
 
 
 def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str, Any]]:
@@ -50,8 +50,8 @@ def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str
         raise TypeError("cache: look sees whole sequences; pass all tokens, and valid= for padding")
     config, per_layer = model.config, options.get("per_layer") or [{}] * model.config.num_layers
     shared = {name: x for name, x in options.items() if name not in ("per_layer", "valid", "token_types")}
-    every = [{"is_causal": config.causal, "scale": config.scale, **shared, **own} for own in per_layer]
-    if any("pattern" in (own.get("patch") or {}) for own in every):
+    every = [{"is_causal": config.causal, "scale": config.scale, **shared, **layer} for layer in per_layer]
+    if any("pattern" in (layer.get("patch") or {}) for layer in every):
         raise ValueError("a patch of the pattern mixes the weights of two queries and keys; no options give them again")
     for name in {"valid", "token_types"} & options.keys():
         options[name] = None if options[name] is None else jnp.asarray(options[name])
@@ -63,8 +63,8 @@ def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str
     sown = _sown(graph, structure, fixed, is_array, state, jnp.asarray(tokens), arrays)
     valid = options.get("valid")
     valid = None if valid is None else jnp.asarray(valid, bool)
-    own_options = (layer_options(config, own, local, valid) for own, local in zip(every, config.is_local, strict=True))
-    return [{**own, **_score_options(model, given)} for own, given in zip(sown, own_options, strict=True)]
+    calls = (layer_options(config, layer, local, valid) for layer, local in zip(every, config.is_local, strict=True))
+    return [{**arrays, **_score_options(model, call)} for arrays, call in zip(sown, calls, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -78,14 +78,14 @@ def _sown(
     return heads.collect(watch(nnx.merge(graph, state))[1])
 
 
-def _score_options(model: Transformer, given: Mapping[str, Any]) -> dict[str, Any]:
+def _score_options(model: Transformer, call: Mapping[str, Any]) -> dict[str, Any]:
     """Those options of ``fold_weights`` that a layer has, from those of its attention call."""
-    mask, positions = given.get("mask"), given.get("input_positions")
-    found = {
+    mask, positions = call.get("mask"), call.get("input_positions")
+    options = {
         "mask": mask if mask is None or callable(mask) else jnp.asarray(mask, bool),
-        "score_mod": model.layers.attention.score_mod if given.get("score_mod") is None else given["score_mod"],
+        "score_mod": model.layers.attention.score_mod if call.get("score_mod") is None else call["score_mod"],
         "query_positions": positions,
         "kv_positions": positions,
-        **{name: given.get(name) for name in ("is_causal", "local_window_size", "scale", "bias")},
+        **{name: call.get(name) for name in ("is_causal", "local_window_size", "scale", "bias")},
     }
-    return {name: x for name, x in found.items() if x is not None}
+    return {name: x for name, x in options.items() if x is not None}

@@ -15,7 +15,7 @@ _GATED = ("head_gate", "head_fill", "patch")  # a layer without them is one with
 
 def stack_options(
     per_layer: Sequence[Mapping[str, Any]] | None, num_layers: int, shared: Mapping[str, Any]
-) -> tuple[Any, Callable]:
+) -> tuple[Any, Callable[[Sequence[Array]], dict[str, Any]]]:
     """The arrays of all layers' options, stacked, and a function from one layer's arrays to its options.
 
     ``shared``: options that a layer has unless it has its own.
@@ -30,47 +30,49 @@ def stack_options(
         raise ValueError(
             f"per_layer must have the same masks and functions for every layer, got {structures[0]} and {other}"
         )
-    is_array = [any(isinstance(leaf, jax.Array | np.ndarray) for leaf in own) for own in zip(*leaves, strict=True)]
-    for leaf, *others in (own for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if not array):
+    by_leaf = list(zip(*leaves, strict=True))  # of each leaf, its values in all layers
+    is_array = [any(isinstance(leaf, jax.Array | np.ndarray) for leaf in values) for values in by_leaf]
+    for leaf, *others in (values for values, array in zip(by_leaf, is_array, strict=True) if not array):
         if any(other is not leaf and other != leaf for other in others):
             raise ValueError(
                 f"per_layer must have the same {type(leaf).__name__} for every layer, got {leaf!r} and others"
             )
-    shapes = [{jnp.shape(x) for x in own} for own in zip(*leaves, strict=True)]
-    if any(len(own) > 1 for own in shapes):
+    shapes = [{jnp.shape(x) for x in values} for values in by_leaf]
+    if any(len(different) > 1 for different in shapes):
         raise ValueError(f"per_layer must have arrays of one shape for every layer, got {max(shapes, key=len)}")
-    arrays = [jnp.stack(own) for own, array in zip(zip(*leaves, strict=True), is_array, strict=True) if array]
+    arrays = [jnp.stack(values) for values, array in zip(by_leaf, is_array, strict=True) if array]
 
-    def with_own(own: Sequence[Array]) -> dict[str, Any]:
-        rest = iter(own)
+    def options_of(layer: Sequence[Array]) -> dict[str, Any]:
+        rest = iter(layer)
         both = zip(leaves[0], is_array, strict=True)
         return structures[0].unflatten([next(rest) if array else leaf for leaf, array in both])
 
-    return arrays, with_own
+    return arrays, options_of
 
 
 def _with_neutral(per_layer: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The options of every layer, with gates of 1 for a layer that has no gate where another has one."""
     gates = {name: shared[name] for name in _GATED if name in shared}
-    given: list[dict[str, Any]] = [
-        {name: x for name, x in {**gates, **own}.items() if x is not None or name not in _GATED} for own in per_layer
+    every: list[dict[str, Any]] = [
+        {name: x for name, x in {**gates, **options}.items() if x is not None or name not in _GATED}
+        for options in per_layer
     ]
-    some = {name: x for own in given for name, x in own.items()}
+    some = {name: x for options in every for name, x in options.items()}
     neutral: dict[str, Any] = {}
     if "head_gate" in some:
         neutral["head_gate"], neutral["head_fill"] = _neutral(some["head_gate"], some.get("head_fill"))
-    patches = [checked_patch(own.get("patch", {})) for own in given]
-    patch = {name: _neutral(*pair) for own_patch in patches for name, pair in own_patch.items()}
+    patches = [checked_patch(options.get("patch", {})) for options in every]
+    patch = {name: _neutral(*pair) for of_layer in patches for name, pair in of_layer.items()}
     completed = []
-    for i, (own, own_patch) in enumerate(zip(given, patches, strict=True)):
-        if missing := sorted(some.keys() - own.keys() - set(_GATED)):
+    for i, (options, of_layer) in enumerate(zip(every, patches, strict=True)):
+        if missing := sorted(some.keys() - options.keys() - set(_GATED)):
             raise ValueError(
                 f"per_layer must give {missing[0]} to every layer or to none, got none for layer {i}; a layer may lack "
                 f"only {', '.join(_GATED)}"
             )
-        if "head_fill" in own and "head_gate" not in own:
+        if "head_fill" in options and "head_gate" not in options:
             raise ValueError(f"layer {i} of per_layer has head_fill without head_gate, which selects the heads to fill")
-        completed.append({**neutral, **own, **({"patch": {**patch, **own_patch}} if patch else {})})
+        completed.append({**neutral, **options, **({"patch": {**patch, **of_layer}} if patch else {})})
     return completed
 
 

@@ -72,25 +72,25 @@ def _from_vocabulary(fields: Mapping[str, Any]) -> Any:
     tokens, merges = fields["ggml.tokens"], [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"of {len(tokens)} tokens, only {len(set(tokens))} differ")
-    found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[fields.get("ggml.pre", "gpt-2")] else []
-    found.pre_tokenizer = pre_tokenizers.Sequence([*digits, by_bytes])
-    found.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     kinds = list(zip(tokens, fields.get("ggml.token_type", [1] * len(tokens)), strict=True))
-    found.add_special_tokens(
+    tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == _CONTROL]
     )
-    found.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _WHOLE])
     ends = {end: _token_at(end, fields) for end in ("bos", "eos") if fields.get(f"ggml.add_{end}_token", False)}
     if ends:
         one, other = ([end for end in ("bos", text, "eos") if end == text or end in ends] for text in ("$A", "$B"))
-        found.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=one,
             pair=one + other,
             special_tokens=[{"id": end, "ids": [i], "tokens": [tokens[i]]} for end, i in ends.items()],
         )
-    return found
+    return tokenizer
 
 
 def _token_at(end: str, fields: Mapping[str, Any]) -> int:
@@ -119,5 +119,5 @@ def chatml(messages: Sequence[tuple[str, str]]) -> str:
         Hello!<|im_end|>
         <|im_start|>assistant
     """
-    said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
-    return f"{said}<|im_start|>assistant\n"
+    turns = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    return f"{turns}<|im_start|>assistant\n"

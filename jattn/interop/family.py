@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.interop._block import ACTIVATIONS, Config
+from jattn.interop._config import ACTIVATIONS, Config
 from jattn.positions import LinearScaling, Llama3Scaling, Rotary
 
 # Where most families' configs have the sizes of a ``Config``.
@@ -93,21 +93,20 @@ def numbers(
     kind = config.get("model_type")
     if missing := [key for key in keys.values() if key not in config]:
         raise ValueError(f"the config of a {kind} has no {', '.join(missing)}")
-    found = {**keys, **{name: key for name, key in (optional or {}).items() if config.get(key) is not None}}
-    for key in found.values():
+    present = {**keys, **{name: key for name, key in (optional or {}).items() if config.get(key) is not None}}
+    for key in present.values():
         if type(config[key]) is not int or config[key] < (key != "type_vocab_size"):
             raise ValueError(f"{key} must be a positive integer in the config of a {kind}, got {config[key]!r}")
-    return {name: config[key] for name, key in found.items()}
+    return {name: config[key] for name, key in present.items()}
 
 
 def small(config: Mapping[str, Any], key: str) -> float:
     """The number in [0, 1) under a key, such as a norm's epsilon. Raises ``ValueError`` if there is none."""
+    kind = config.get("model_type")
     if key not in config:
-        raise ValueError(f"the config of a {config.get('model_type')} has no {key}")
+        raise ValueError(f"the config of a {kind} has no {key}")
     if isinstance(config[key], bool) or not isinstance(config[key], int | float) or not 0 <= config[key] < 1:
-        raise ValueError(
-            f"{key} must be a small number in the config of a {config.get('model_type')}, got {config[key]!r}"
-        )
+        raise ValueError(f"{key} must be a small number in the config of a {kind}, got {config[key]!r}")
     return config[key]
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
 from jattn.interop.family import (
     SIZES,
     Family,

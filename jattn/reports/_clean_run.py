@@ -46,13 +46,13 @@ def run_clean(layers: Iterable[Layer], x: Array, tokens: Array) -> Clean:
     """A run from the embedded tokens ``x``, with statistics by ``tokens``."""
     streams, seen, statistics = [x], [], []
     for layer in layers:
-        x, own, of_layer = look(layer, x, tokens, NAMES)
+        x, sown, of_layer = look(layer, x, tokens, NAMES)
         streams.append(x)
-        seen.append(own)
+        seen.append(sown)
         statistics.append(of_layer)
-    if len(shapes := {own["z"].shape for own in seen}) > 1:
+    if len(shapes := {sown["z"].shape for sown in seen}) > 1:
         raise ValueError(f"the layers of the model must have outputs z of one shape, got {sorted(shapes)}")
-    return Clean(streams, seen, {name: np.stack([own[name] for own in statistics]) for name in NAMES})
+    return Clean(streams, seen, {name: np.stack([of_layer[name] for of_layer in statistics]) for name in NAMES})
 
 
 def roles_of(
@@ -67,8 +67,8 @@ def roles_of(
 
     def statistics(model: nnx.Module, what: str, by: Array = tokens, of: Array = tokens) -> dict[str, np.ndarray]:
         whole, layers = parts_of(model)
-        found = run_clean(track(layers, what), embed(whole, of), by).statistics
-        return {name: found[name] for name in PATTERNS}
+        run = run_clean(track(layers, what), embed(whole, of), by)
+        return {name: run.statistics[name] for name in PATTERNS}
 
     of_heads = clean.statistics["entropy"].size
     count = math.ceil((math.ceil(len(PATTERNS) / LEVEL) - 1) / of_heads)
@@ -78,8 +78,8 @@ def roles_of(
     usual = statistics(model, "shuffled tokens", of=shuffled)
     of_tokens = statistics(model, "judged by shuffled tokens", by=shuffled)
     usual |= {name: of_tokens[name] for name in heads.OF_TOKENS}
-    found = heads.roles({name: clean.statistics[name] for name in PATTERNS}, null, level=LEVEL, baseline=usual)
-    return found, (
+    roles = heads.roles({name: clean.statistics[name] for name in PATTERNS}, null, level=LEVEL, baseline=usual)
+    return roles, (
         f"role: null, {null[PATTERNS[0]].size} heads of models with random parameters ({count}); baseline, this model "
         f"on shuffled tokens; of {' and '.join(heads.OF_TOKENS)}, its clean run judged by shuffled tokens"
     )

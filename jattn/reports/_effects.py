@@ -30,7 +30,7 @@ def estimated(
             y = step(layer, y, options)
         return measured(whole, y, tokens, metric)
 
-    fills = [{"z": jnp.broadcast_to(fill_of(own, kind), own.shape)} for own in z]
+    fills = [{"z": jnp.broadcast_to(fill_of(of_layer, kind), of_layer.shape)} for of_layer in z]
     estimates = np.asarray(heads.attribution_patch(run, fills, by="head_position"))
     return estimates.sum(-1), abs(estimates).sum(-1)
 
@@ -45,7 +45,7 @@ def batches(chosen: np.ndarray, at_once: int) -> list[tuple[int, list[int]]]:
     """``chosen [L,N]`` as pairs of a layer and those of its heads that run at once."""
     of_layers = [np.flatnonzero(row).tolist() for row in chosen]
     return [
-        (layer, own[at : at + at_once]) for layer, own in enumerate(of_layers) for at in range(0, len(own), at_once)
+        (layer, row[at : at + at_once]) for layer, row in enumerate(of_layers) for at in range(0, len(row), at_once)
     ]
 
 
@@ -66,7 +66,7 @@ def exactly(
     """
     N = z[0].shape[-2]
     at_once = heads_at_once(N, tokens)
-    found = np.full((len(layers), N), np.nan)
+    results = np.full((len(layers), N), np.nan)
     for first, of_layer in chosen:
 
         def run(per_layer: Sequence[dict[str, Any]], first: int = first) -> Array:
@@ -78,5 +78,5 @@ def exactly(
         groups: list[Any] = [[(0, head)] for head in of_layer]
         groups += [[]] * (at_once - len(groups))
         values = heads.ablate(run, [{"z": z[first]}], kind, groups=groups)
-        found[first, of_layer] = np.asarray(values)[: len(of_layer)]
-    return found
+        results[first, of_layer] = np.asarray(values)[: len(of_layer)]
+    return results

@@ -141,8 +141,8 @@ def step(layer: Layer, x: Array, options: Mapping[str, Any]) -> Array:
 @functools.partial(jax.jit, static_argnames="names")
 def look(layer: Layer, x: Array, tokens: Array, names: tuple[str, ...], patch: Any = None) -> tuple[Array, Any, Any]:
     """The layer's output, what its attention sows (``sow_heads``), and statistics ``{name: [N]}`` by ``tokens``."""
-    asked = {"names": names, "tokens": tokens}
-    y, sown = layer(x, sow_heads=True, sow_statistics=asked, **({} if patch is None else {"patch": patch}))
+    request = {"names": names, "tokens": tokens}
+    y, sown = layer(x, sow_heads=True, sow_statistics=request, **({} if patch is None else {"patch": patch}))
     try:
         of_heads, of_statistics = heads.collect(sown), heads.collect(sown, "attention_statistics")
     except ValueError:
@@ -160,8 +160,8 @@ def measured(whole: Whole, x: Array, tokens: Array, metric: Metric) -> Float[Arr
     model = whole.model
 
     @jax.checkpoint
-    def of_sequence(own: tuple[Array, Array]) -> Array:
-        x, tokens = own
+    def of_sequence(sequence: tuple[Array, Array]) -> Array:
+        x, tokens = sequence
         value = jnp.asarray(metric(model.unembed(x[None])[0], tokens))
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(

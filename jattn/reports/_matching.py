@@ -25,15 +25,14 @@ def matched(one: Any, other: Any) -> np.ndarray:
     for i in range(len(one.queries)):
         mine, yours = (_pattern(report.looked, i) for report in (one, other))
         if mine.shape[1:] == yours.shape[1:]:
-            distance += np.stack([abs(head - yours).sum((1, 2)) for head in mine]) / (
-                2 * mine.shape[1] * len(one.queries)
-            )
+            most = 2 * mine.shape[1] * len(one.queries)
+            distance += np.stack([abs(head - yours).sum((1, 2)) for head in mine]) / most
     if alike:
         distance += FAR * (layers[:, None] != theirs[None])
-    found = np.full(len(layers), -1)
+    matches = np.full(len(layers), -1)
     rows, columns = linear_sum_assignment(np.nan_to_num(distance, nan=FAR))
-    found[rows] = columns
-    return found
+    matches[rows] = columns
+    return matches
 
 
 def _pattern(looked: Any, i: int) -> np.ndarray:

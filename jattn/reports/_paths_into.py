@@ -67,16 +67,16 @@ def paths_into(
         pattern: a statistic.
         at_once: the number of paths.
     """
-    own = [{"z": x} for x in z]
-    score, query, key = _changes(layer, stream, own, out, tokens, into[1], pattern, at_once)
+    clean = [{"z": x} for x in z]
+    score, query, key = _changes(layer, stream, clean, out, tokens, into[1], pattern, at_once)
     return Paths(into, pattern, float(score), np.asarray(query), np.asarray(key))
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "at_once"))
 def _changes(
-    layer: Layer, stream: Array, own: list, out: list, tokens: Array, head: ArrayLike, pattern: str, at_once: int
+    layer: Layer, stream: Array, clean: list, out: list, tokens: Array, head: ArrayLike, pattern: str, at_once: int
 ) -> list[Array]:
-    other = [{"z": jnp.roll(x["z"], 1, 0)} for x in own]
+    other = [{"z": jnp.roll(x["z"], 1, 0)} for x in clean]
 
     def score(patch: dict | None = None) -> Array:
         return look(layer, stream, tokens, (pattern,), patch)[2][pattern][head]
@@ -88,6 +88,6 @@ def _changes(
 
         return read
 
-    clean = score()
-    scores = [heads.path_patch(through(by), stream, own, other, out, batch_size=at_once) for by in ("query", "key")]
-    return [clean, *(changed - clean for changed in scores)]
+    before = score()
+    after = [heads.path_patch(through(by), stream, clean, other, out, batch_size=at_once) for by in ("query", "key")]
+    return [before, *(changed - before for changed in after)]

@@ -34,7 +34,7 @@ async function inflated(blob) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
-/** All weights of a frame, or each query's largest and a coarse picture; see jattn/reports/packing.py. */
+/** All weights of a frame, or each query's largest and a coarse picture; see jattn/reports/_pack_weights.py. */
 class Frame {
   constructor(view, entry) {
     Object.assign(this, entry);

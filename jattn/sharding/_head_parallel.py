@@ -17,6 +17,7 @@ from jattn.kernels.dispatch import Dispatch, by_name, choose
 from jattn.masks import MaskFunction
 
 Axes = str | Sequence[str] | None
+OnPart = Callable[..., PyTree]  # ``fn(args, *arrays)``, of a device's part of the call and of arrays
 
 
 class OverMesh:
@@ -60,7 +61,7 @@ class OverMesh:
         out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
         return self.per_device(on_device, args, out_axes, *extra)
 
-    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device``."""
         return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
 
@@ -134,7 +135,7 @@ class HeadParallel(OverMesh):
         """As in ``jattn.kernels.ReducesWeights``, for the part of one device."""
         return Dispatch().fold(args, reduction)
 
-    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``per_device``: each device computes and folds its own heads and sequences."""
         return self.per_device(fn, args, out_axes, *extra)
 

@@ -40,13 +40,13 @@ class Ahead(Mask):
     mask: MaskFunction
     by: int = static_field()
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index):
         return self.mask(b, h, q_idx + self.by, kv_idx)
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> tuple[Any, Any]:
         return bounds(self.mask, b, h, q_min + self.by, q_max + self.by, kv_min, kv_max)
 
-    def interval(self, b, h, q_idx):
+    def interval(self, b: Index, h: Index, q_idx: Index):
         return interval(self.mask, b, h, q_idx + self.by)
 
 
@@ -61,13 +61,13 @@ def seen_by_distance(args: AttentionArgs, chunks: int) -> tuple[int, ...] | None
     simple = T == S and not args.slot_masks and all(x is None for x in others)
     if not (simple and isinstance(args.score_mod, SoftCap | None) and all(map(_is_of_distance, args.masks))):
         return None
-    last, found = np.int32(T // chunks - 1), []
+    last, kinds = np.int32(T // chunks - 1), []
     for distance in range(-chunks + 1, chunks):
         first = np.int32(distance * (last + 1))
         either = [bounds(mask, np.int32(0), np.int32(0), first, first + last, np.int32(0), last) for mask in args.masks]
         seen = [all(one) for one in zip((True, True), *either, strict=True)]
-        found.append(EVERYTHING if seen[1] else SOMETHING if seen[0] else NOTHING)
-    return tuple(found)
+        kinds.append(EVERYTHING if seen[1] else SOMETHING if seen[0] else NOTHING)
+    return tuple(kinds)
 
 
 def _is_of_distance(mask: MaskFunction) -> bool:
@@ -79,7 +79,13 @@ def _is_of_distance(mask: MaskFunction) -> bool:
     return type(mask) in (Causal, SlidingWindow) and known
 
 
-def each_pair(ring: RingPlan, platform: str, args: AttentionArgs, hop: Hop, visit: Callable, carry: PyTree) -> PyTree:
+# From a device's queries and the keys at hand, the call of two of their chunks.
+CallOf = Callable[[AttentionArgs], AttentionArgs]
+# ``carry = visit(carry, kernel, call_of, i, j)``: the work with the i-th chunk of queries and the j-th of keys.
+VisitPair = Callable[[PyTree, Kernel, CallOf, Index, Index], PyTree]
+
+
+def each_pair(ring: RingPlan, platform: str, args: AttentionArgs, hop: Hop, visit: VisitPair, carry: PyTree) -> PyTree:
     """``carry = visit(carry, kernel, call_of, i, j)`` for the i-th chunk of queries and the j-th of the keys at hand.
 
     ``args``: the device's queries, and the keys at hand. ``call_of(args)`` is the call for the two chunks, which
@@ -89,18 +95,18 @@ def each_pair(ring: RingPlan, platform: str, args: AttentionArgs, hop: Hop, visi
     source = (device - hop.step) % ring.devices
     if not _runs_by_distance(ring, platform, args):
 
-        def any_pair(carry, i, j):
+        def any_pair(carry: PyTree, i: Index, j: Index) -> PyTree:
             call_of = lambda args: ring.part(args, source, i, j)
             return visit(carry, kernel_of(ring, platform, call_of(args)), call_of, i, j)
 
         return ring.over_pairs(any_pair, carry)
     masks_of, numbers = _masks_by_distance(ring, args, hop)
 
-    def known_pair(carry, i, j):
+    def known_pair(carry: PyTree, i: Index, j: Index) -> PyTree:
         distance = ring.number(device, i) - ring.number(source, j)
         number = jnp.asarray(numbers)[distance]  # from the end, if negative
 
-        def of(masks):
+        def of(masks: Sequence[MaskFunction] | None) -> PyTree:
             if masks is None:
                 return carry
             call_of = lambda args: _call(ring, args, masks, i, j)

@@ -21,12 +21,12 @@ from jattn.api import dot_product_attention
 from jattn.kernels import Kernel, Reduction
 from jattn.kernels.dispatch import by_name
 from jattn.masks import MaskFunction
-from jattn.sharding._head_parallel import Axes, OverMesh, in_units
+from jattn.sharding._head_parallel import Axes, OnPart, OverMesh, in_units
+from jattn.sharding._mask_tables import divide, with_tables
 from jattn.sharding._pairs import seen_by_distance
 from jattn.sharding._ring_attention import ring_attend
 from jattn.sharding._ring_fold import ring_fold
 from jattn.sharding._rotation import LAYOUTS, RingPlan
-from jattn.sharding._tables import divide, with_tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Ring(OverMesh):
         args = self._without_default_positions(args)
         plan = dataclasses.replace(self.plan(args), gradient_dtype=None)
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
-        return self.fold_parts(lambda part, own: ring_fold(plan, platform, part, own), args, reduction)
+        return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), args, reduction)
 
-    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
         return fn(args, *(array for array, _ in extra))
 
@@ -126,22 +126,22 @@ class Ring(OverMesh):
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
         return None if self.layout == "contiguous" else _order(length, self.mesh.shape[self.axis_name], self.layout)
 
-    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device`` with a sharded sequence and tables, without the lengths' slot masks."""
         args, tables = divide(args, self._turn)
 
-        def with_own_tables(part, *arrays):
+        def on_part(part: AttentionArgs, *arrays: Array) -> PyTree:
             return fn(with_tables(part, arrays[len(extra) :]), *arrays[: len(extra)])
 
         mesh_axes, multiple = self.mesh_axes(args), LAYOUTS[self.layout]
-        return shard.per_device(with_own_tables, args, mesh_axes, out_axes, *extra, *tables, multiple=multiple)
+        return shard.per_device(on_part, args, mesh_axes, out_axes, *extra, *tables, multiple=multiple)
 
     def _without_default_positions(self, args: AttentionArgs) -> AttentionArgs:
         """The call without positions that are known and are those of the layout, as the layer functions give them."""
-        given = {"query_positions": (args.query_positions, args.query), "kv_positions": (args.kv_positions, args.key)}
+        fields = {"query_positions": (args.query_positions, args.query), "kv_positions": (args.kv_positions, args.key)}
         default = {
             name: None
-            for name, (positions, x) in given.items()
+            for name, (positions, x) in fields.items()
             if isinstance(positions, np.ndarray) and (positions == self._turn(np.arange(x.shape[1]), 0)).all()
         }
         return dataclasses.replace(args, **default)
@@ -284,10 +284,10 @@ def ring_blocks(
     )
     lengths = rows.shape[1], columns.shape[1]
     pairs = ((Visibility(lengths, [mask], q_positions=row, kv_positions=column) for column in columns) for row in rows)
-    table = [[one.blocks(tile(*lengths))[0].sum() for one in own] for own in pairs]
+    table = [[one.blocks(tile(*lengths))[0].sum() for one in row] for row in pairs]
     blocks = np.array(table, int).reshape(devices, chunks, devices, chunks).sum((1, 3))
-    own = np.arange(devices)
-    return np.stack([blocks[own, (own - step) % devices] for step in range(devices)], 1)
+    device = np.arange(devices)
+    return np.stack([blocks[device, (device - step) % devices] for step in range(devices)], 1)
 
 
 def _order(length: int, devices: int, layout: str) -> np.ndarray:
@@ -305,7 +305,7 @@ def _order(length: int, devices: int, layout: str) -> np.ndarray:
     return pieces.reshape(-1)
 
 
-def _reorder(x: ArrayLike, devices: int, axis: int, choose_order: Callable) -> Array:
+def _reorder(x: ArrayLike, devices: int, axis: int, choose_order: Callable[[np.ndarray], np.ndarray]) -> Array:
     x = jnp.asarray(x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"x of shape {list(x.shape)} has no axis {axis}; pass the sequence axis as axis=")

@@ -8,10 +8,12 @@ the keys once more, with a device holding only its own and those at hand. A tang
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import PyTree
 
 from jattn._blocks import backward
 from jattn._blocks.online_softmax import log_sum_exp
@@ -19,10 +21,11 @@ from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import softmax_dtype
 from jattn._core.merge import merge
 from jattn._core.vmap import canonical
-from jattn.kernels import Results
-from jattn.sharding._pairs import each_pair
-from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, put_chunk, take_chunk
-from jattn.sharding._tables import rotating, with_keys
+from jattn._mods.arrays import Index
+from jattn.kernels import Kernel, Results
+from jattn.sharding._mask_tables import rotating, with_keys
+from jattn.sharding._pairs import CallOf, each_pair
+from jattn.sharding._rotation import Hop, RingPlan, add_chunk, each_kv_head, put_chunk, take_chunk
 
 
 def ring_attend(ring: RingPlan, args: AttentionArgs) -> tuple[Array, Array]:
@@ -38,13 +41,13 @@ def _forward(platform: str, args: AttentionArgs, ring: RingPlan) -> Results:
     dtype, (B, T, N, _), D = softmax_dtype(args.query), args.query.shape, args.value.shape[3]
     t = T // ring.chunks
 
-    def attend_group(outputs, args, h):
+    def attend_group(outputs: list[Array], args: AttentionArgs, h: Index) -> list[Array]:
         G = args.query.shape[2]
 
-        def visit(state, keys, hop):
+        def visit(state: PyTree, keys: dict[str, Any], hop: Hop) -> tuple[PyTree, None]:
             at_hand = with_keys(args, keys)
 
-            def attend(state, kernel, call_of, i, j):
+            def attend(state: PyTree, kernel: Kernel, call_of: CallOf, i: Index, j: Index) -> PyTree:
                 old_out, old_lse = (take_chunk(x, i, t, 1) for x in state)
                 out, *sums = kernel.forward(platform, call_of(at_hand))
                 merged = merge(old_out, old_lse, out.astype(dtype), log_sum_exp(*sums))
@@ -72,24 +75,25 @@ def _accumulate(platform: str, args: AttentionArgs, row_max: Array, ring: RingPl
 
 
 def _add_sums(
-    platform: str, args: AttentionArgs, row_max: Array, ring: RingPlan, add: Callable, like: Sequence, *rows: Array
-) -> list[Array]:
+    platform: str, args: AttentionArgs, row_max: Array, ring: RingPlan, add: Callable[..., list[Array]],
+    like: Sequence, *rows: Array,
+) -> list[Array]:  # fmt: skip
     """``totals = add(totals, acc, row_sum, i, *rows)`` of each pair of chunks, from zeros ``like`` ``[B,T,N,...]`` on.
 
     i: the number of the chunk of queries, of which ``rows`` are given.
     """
 
-    def of_group(totals, args, h):
+    def of_group(totals: list[Array], args: AttentionArgs, h: Index) -> list[Array]:
         t, G = args.query.shape[1] // ring.chunks, args.query.shape[2]
         of_heads = [take_chunk(x, h, G, 2) for x in (row_max, *rows)]
 
-        def visit(state, keys, hop):
+        def visit(state: PyTree, keys: dict[str, Any], hop: Hop) -> tuple[PyTree, None]:
             at_hand = with_keys(args, keys)
 
-            def of_pair(state, kernel, call_of, i, j):
-                own_max, *own = (take_chunk(x, i, t, 1) for x in of_heads)
-                sums = backward.accumulate(platform, call_of(at_hand), own_max, kernel._block_sizes)
-                return add(state, *sums, i, *own)
+            def of_pair(state: PyTree, kernel: Kernel, call_of: CallOf, i: Index, j: Index) -> PyTree:
+                chunk_max, *chunk_rows = (take_chunk(x, i, t, 1) for x in of_heads)
+                sums = backward.accumulate(platform, call_of(at_hand), chunk_max, kernel._block_sizes)
+                return add(state, *sums, i, *chunk_rows)
 
             return each_pair(ring, platform, at_hand, hop, of_pair, state), None
 
@@ -115,48 +119,48 @@ def _backward(
     if captured:
         d_row_sum = jnp.where(seen, d_row_sum - _product(platform, args, (out, row_max), d_out, ring), 0)
 
-    def of_group(gradients, args, h):
+    def of_group(gradients: list[Array], args: AttentionArgs, h: Index) -> list[Array]:
         t, G = args.query.shape[1] // ring.chunks, args.query.shape[2]
         rows = [take_chunk(x, h, G, 2) for x in (out, row_max, row_sum, d_out, d_row_sum)]
 
-        def visit(state, keys, hop):
+        def visit(state: PyTree, keys: dict[str, Any], hop: Hop) -> tuple[PyTree, PyTree]:
             at_hand = with_keys(args, keys)
 
-            def differentiate(sums, kernel, call_of, i, j):
-                own_out, own_max, own_sum, d_out, d_row_sum = (take_chunk(x, i, t, 1) for x in rows)
+            def differentiate(sums: PyTree, kernel: Kernel, call_of: CallOf, i: Index, j: Index) -> list[Array]:
+                chunk_out, chunk_max, chunk_sum, d_out, d_row_sum = (take_chunk(x, i, t, 1) for x in rows)
                 call, cotangents = call_of(at_hand), (d_out.astype(dtype), d_row_sum)
 
-                def accumulate(query, key, value, *others):
+                def accumulate(query: Array, key: Array, value: Array, *others: Array) -> PyTree:
                     call = dataclasses.replace(
                         call_of(_with_leaves(at_hand, captured, others)), query=query, key=key, value=value
                     )
-                    return backward.accumulate(platform, call, own_max, kernel._block_sizes)
+                    return backward.accumulate(platform, call, chunk_max, kernel._block_sizes)
 
                 if captured:
                     others = [jax.tree.leaves(at_hand)[n] for n in captured]
-                    found = jax.vjp(accumulate, call.query, call.key, call.value, *others)[1](cotangents)
+                    of_pair = jax.vjp(accumulate, call.query, call.key, call.value, *others)[1](cotangents)
                 else:
-                    found = kernel.backward(platform, call, (own_out, own_max, own_sum), cotangents)
+                    of_pair = kernel.backward(platform, call, (chunk_out, chunk_max, chunk_sum), cotangents)
                 numbers = i, j, j, *(0 for _ in captured)
-                return [add_chunk(x, y.astype(x.dtype), n) for x, y, n in zip(sums, found, numbers, strict=True)]
+                return [add_chunk(x, y.astype(x.dtype), n) for x, y, n in zip(sums, of_pair, numbers, strict=True)]
 
             d_query, *d_captured = state
             zeros = [jnp.zeros(x.shape, dtype) for x in (at_hand.key, at_hand.value)]
             sums = each_pair(ring, platform, at_hand, hop, differentiate, [d_query, *zeros, *d_captured])
             return [sums[0], *sums[3:]], sums[1:3]
 
-        own = jax.tree.leaves(args)
-        zeros = [jnp.zeros(own[n].shape, softmax_dtype(own[n])) for n in (0, *captured)]
+        of_call = jax.tree.leaves(args)
+        zeros = [jnp.zeros(of_call[n].shape, softmax_dtype(of_call[n])) for n in (0, *captured)]
         (d_query, *d_captured), d_key_value = ring.rotate(visit, zeros, rotating(args), sums=True)
-        found = [d_query, *d_key_value, *d_captured]
-        return [add_chunk(x, chunk.astype(x.dtype), h) for x, chunk in zip(gradients, found, strict=True)]
+        of_heads = [d_query, *d_key_value, *d_captured]
+        return [add_chunk(x, chunk.astype(x.dtype), h) for x, chunk in zip(gradients, of_heads, strict=True)]
 
     numbers = [*range(3), *captured]
     # Those of all heads are added up, the others are a head's own.
     dtypes = [leaves[n].dtype if n < 3 else softmax_dtype(leaves[n]) for n in numbers]
     zeros = [jnp.zeros(leaves[n].shape, kind) for n, kind in zip(numbers, dtypes, strict=True)]
-    found = each_kv_head(platform, of_group, zeros, args)
-    by_leaf = {n: x.astype(leaves[n].dtype) for n, x in zip(numbers, found, strict=True)}
+    gradients = each_kv_head(platform, of_group, zeros, args)
+    by_leaf = {n: x.astype(leaves[n].dtype) for n, x in zip(numbers, gradients, strict=True)}
     return {i: by_leaf[arrays[i]] for i in wanted}
 
 

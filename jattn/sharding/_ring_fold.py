@@ -10,8 +10,8 @@ from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import Index
 from jattn.kernels import Reduction
 from jattn.kernels.blockwise import Blockwise
-from jattn.sharding._rotation import RingPlan, add_chunk, each_kv_head, take_chunk
-from jattn.sharding._tables import rotating, with_keys
+from jattn.sharding._mask_tables import rotating, with_keys
+from jattn.sharding._rotation import Hop, RingPlan, add_chunk, each_kv_head, take_chunk
 
 
 def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
@@ -34,22 +34,22 @@ def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Red
             if (kind == "column_sum") == by_key
         }
 
-    def fold_group(results, args, h):
+    def fold_group(results: dict[str, Array], args: AttentionArgs, h: Index) -> dict[str, Array]:
         G = args.query.shape[2]
         group_lse = take_chunk(reduction.lse, h, G, 2)
 
-        def visit(state, keys, hop):
-            own_keys, columns = keys
-            at_hand, source = with_keys(args, own_keys), (device - hop.step) % ring.devices
+        def visit(state: dict[str, Array], keys: tuple, hop: Hop) -> tuple[dict[str, Array], dict[str, Array]]:
+            travelling, columns = keys
+            at_hand, source = with_keys(args, travelling), (device - hop.step) % ring.devices
 
-            def fold_pair(carry, i, j):
-                own = dataclasses.replace(
+            def fold_pair(carry: dict[str, Array], i: Index, j: Index) -> dict[str, Array]:
+                of_pair = dataclasses.replace(
                     reduction,
                     lse=take_chunk(group_lse, i, t, 1),
                     rows={name: take_chunk(x, i, t, 1) for name, x in reduction.rows.items()},
                     columns={name: take_chunk(x, j, s, 1) for name, x in columns.items()},
                 )
-                chunk = Blockwise().fold(ring.part(at_hand, source, i, j), own)
+                chunk = Blockwise().fold(ring.part(at_hand, source, i, j), of_pair)
                 first = ring.tokens(source, j, s)[0] - ring.tokens(device, i, t)[0]
                 starts = {
                     "row_sum": i * t,

@@ -22,7 +22,7 @@ from jattn._core.arguments import AttentionArgs
 from jattn._core.chunk import Chunk, take, take_pairs
 from jattn._mods.arrays import AnyArray, Index
 from jattn.kernels import Kernel
-from jattn.sharding._tables import of_chunks
+from jattn.sharding._mask_tables import of_chunks
 
 #: The layouts of a ring, each with the number of chunks of the sequence that a device holds.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}
@@ -35,6 +35,14 @@ class Hop(NamedTuple):
 
     step: Index
     possible: tuple[int, ...]  # what ``step`` may be, if it is traced
+
+
+# ``state, added = visit(state, keys, hop)``: the work with the keys of one device, and what it adds for them.
+Visit = Callable[[PyTree, PyTree, Hop], tuple[Any, Any]]
+# ``carry = visit(carry, i, j)``: the work with the i-th chunk of queries and the j-th of keys.
+VisitChunks = Callable[[PyTree, Index, Index], PyTree]
+# ``carry = of_kv_head(carry, args, h)``: the work with the call of the h-th key/value head.
+OfKvHead = Callable[[PyTree, AttentionArgs, Index], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +62,7 @@ class RingPlan:
         """The number of chunks of the sequence on each device."""
         return LAYOUTS[self.layout]
 
-    def rotate(self, visit: Callable, state: Any, keys: PyTree, *, sums: bool = False) -> tuple[Any, Any]:
+    def rotate(self, visit: Visit, state: PyTree, keys: PyTree, *, sums: bool = False) -> tuple[Any, Any]:
         """``state, added = visit(state, keys, hop)`` with the ``keys`` of every device that are needed, one by one.
 
         With ``sums``, also returns what the devices ``added`` for the keys of this one, summed up. Its own keys then
@@ -63,16 +71,16 @@ class RingPlan:
         """
         total = None
         visits = self.steps[1:] if sums else self.steps
-        own, gaps = keys, np.diff(visits)
+        home, gaps = keys, np.diff(visits)
 
-        def work(state, total, keys, hop, before, after):
+        def work(state: PyTree, total: PyTree, keys: PyTree, hop: Hop, before: int, after: int) -> tuple:
             # What has arrived leaves before more work begins: otherwise XLA may hide a hop behind too little.
             state, total, keys = jax.lax.optimization_barrier((state, total, keys))
             following, arriving = self.send(keys, after), self._send_sums(total, before)
             state, added = visit(state, keys, hop)
             return state, added if total is None else jax.tree.map(jnp.add, arriving, added), following
 
-        def in_loop(k):
+        def in_loop(k: int) -> bool | np.bool_:
             """Whether the k-th visit is like its neighbours: one step from each."""
             follows = not sums or (k > 0 and gaps[k - 1] == 1)
             return follows and k < len(gaps) and gaps[k] == 1
@@ -85,7 +93,7 @@ class RingPlan:
             if len(alike) > 1:
                 steps = tuple(visits[i] for i in alike)
 
-                def body(carry, step, steps=steps):
+                def body(carry: tuple, step: Array, steps: tuple[int, ...] = steps) -> tuple[tuple, None]:
                     state, total, keys = carry
                     return work(state, total, keys, Hop(step, steps), 1, 1), None
 
@@ -96,10 +104,10 @@ class RingPlan:
                 state, total, keys = work(state, total, keys, Hop(visits[k], visits[k : k + 1]), before, after)
                 k += 1
         if sums:
-            state, total, _ = work(state, total, own, Hop(0, (0,)), -visits[-1] if visits else 0, 0)
+            state, total, _ = work(state, total, home, Hop(0, (0,)), -visits[-1] if visits else 0, 0)
         return jax.lax.optimization_barrier((state, total))
 
-    def over_pairs(self, visit: Callable, carry: PyTree) -> PyTree:
+    def over_pairs(self, visit: VisitChunks, carry: PyTree) -> PyTree:
         """``carry = visit(carry, i, j)`` for the i-th chunk of queries and the j-th of keys."""
         if self.chunks == 1:
             return visit(carry, 0, 0)
@@ -151,15 +159,15 @@ class RingPlan:
         return jax.tree.map(lambda x, like: x.astype(like.dtype), sent, tree)
 
 
-def each_kv_head(platform: str, fn: Callable, carry: PyTree, args: AttentionArgs) -> PyTree:
-    """``carry = fn(carry, the call of a key/value head, its index)``, or once with the call of all heads.
+def each_kv_head(platform: str, of_kv_head: OfKvHead, carry: PyTree, args: AttentionArgs) -> PyTree:
+    """``carry = of_kv_head(carry, args, h)`` with the call of each key/value head, or once with that of all heads.
 
     One by one, as with many queries on each device, all that the rotation holds is that of a single head.
     """
     T, K = args.query.shape[1], args.key.shape[2]
     if K == 1 or (platform != "cpu" and T < MANY):
-        return fn(carry, args, 0)
-    body = lambda carry, h: (fn(carry, args.take(heads=Chunk(h, 1)), h), None)
+        return of_kv_head(carry, args, 0)
+    body = lambda carry, h: (of_kv_head(carry, args.take(heads=Chunk(h, 1)), h), None)
     return jax.lax.scan(body, carry, jnp.arange(K))[0]
 
 

@@ -16,7 +16,7 @@ from jattn._core.merge import merge_devices
 from jattn._core.shares import axes_of
 from jattn.kernels import Reduction
 from jattn.kernels.dispatch import Dispatch, by_name, choose
-from jattn.sharding._head_parallel import Axes, OverMesh, in_units
+from jattn.sharding._head_parallel import Axes, OnPart, OverMesh, in_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SplitKeys(OverMesh):
         axes, (T, S) = self.mesh_axes(args).keys, (args.query.shape[1], args.key.shape[1])
 
         def fold_on_device(part: AttentionArgs, of_part: Reduction) -> dict[str, Array]:
-            own = Dispatch().fold(part, of_part)
+            sums = Dispatch().fold(part, of_part)
             first = jax.lax.axis_index(axes) * part.key.shape[1]
 
             def over_devices(kind: str, x: Array) -> Array:
@@ -110,15 +110,15 @@ class SplitKeys(OverMesh):
                     x = jax.lax.dynamic_update_slice_in_dim(whole, x, first, axis=2)
                 return jax.lax.psum(x, axes)
 
-            return {name: over_devices(reduction.result_kinds[name], x) for name, x in own.items()}
+            return {name: over_devices(reduction.result_kinds[name], x) for name, x in sums.items()}
 
         return self.fold_parts(fold_on_device, args, reduction)
 
-    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
         return fn(args, *(array for array, _ in extra))
 
-    def per_device(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device`` with sharded keys: lengths and positions are of each device's slots."""
         mesh_axes = self.mesh_axes(args)
         # What is seen by position, so that slots must have theirs.
@@ -133,8 +133,8 @@ class SplitKeys(OverMesh):
             if positions is None and by_position:
                 positions = (first + jnp.arange(s, dtype=jnp.int32))[None]
             slot_masks = (*part.slot_masks, *masks_of_lengths(part.query_lengths, lengths, T, s))
-            own = {"kv_lengths": lengths, "kv_positions": positions, "slot_masks": slot_masks}
-            return fn(dataclasses.replace(part, **own), *arrays)
+            fields = {"kv_lengths": lengths, "kv_positions": positions, "slot_masks": slot_masks}
+            return fn(dataclasses.replace(part, **fields), *arrays)
 
         args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])
         return shard.per_device(on_part, args, mesh_axes, out_axes, *extra)

@@ -17,7 +17,7 @@ from jattn._core.shard import MeshAxes
 from jattn.api import dot_product_attention
 from jattn.kernels import Reduction
 from jattn.masks import MaskFunction
-from jattn.sharding._head_parallel import Axes, HeadParallel, OverMesh, in_units
+from jattn.sharding._head_parallel import Axes, HeadParallel, OnPart, OverMesh, in_units
 from jattn.sharding._ring import Ring
 
 
@@ -85,7 +85,7 @@ class Ulysses(OverMesh):
         """The token in each slot of the layout, ``[length]``; None if contiguous."""
         return None if self.ring_axis is None else Ring(self.mesh, self.ring_axis, layout=self.layout).slots(length)
 
-    def map_parts(self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``fn(args, *arrays)`` as in ``HeadParallel`` or ``Ring``, which ``fold`` is that of, after the exchange."""
         mesh_axes = self.mesh_axes(args)
         extra = tuple((self._to_heads(mesh_axes, x, axes) if "n" in axes else x, axes) for x, axes in extra)

@@ -276,9 +276,9 @@ def of_tables(model, ids):
     """What the ids give in each table, with all tokens valid and with those of id 0."""
     embed, tokens = functools.partial(model._embedded, cache=None), jnp.asarray(np.arange(5)[None])
     calls = (
-        functools.partial(embed, ids, token_types=None, given=None),
-        functools.partial(embed, tokens, token_types=ids, given=None),
-        functools.partial(embed, tokens, token_types=None, given=ids[0]),
+        functools.partial(embed, ids, token_types=None, positions=None),
+        functools.partial(embed, tokens, token_types=ids, positions=None),
+        functools.partial(embed, tokens, token_types=None, positions=ids[0]),
     )
     return [(call(valid=None), call(valid=ids == 0)) for call in calls]
 

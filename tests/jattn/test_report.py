@@ -13,8 +13,8 @@ from flax import linen, nnx
 
 import jattn
 from jattn import heads, reports
-from jattn.reports import _look, _matching, packing
-from jattn.reports.report import _reports
+from jattn.reports import _kept_weights, _matching, _pack_weights
+from jattn.reports._head_report import _reports
 from tests.web_page import embedded, weights_of
 
 L, B, T, N, K, H = 2, 2, 7, 4, 2, 5
@@ -314,17 +314,17 @@ def test_weights_under_another_mask_are_refused():
 
 def test_what_does_not_fit_is_left_out_and_said():
     rng = np.random.default_rng(0)
-    frame = packing.Frame("a", rng.random((6, 40, 40)).astype(np.float32) ** 8)
+    frame = _pack_weights.Frame("a", rng.random((6, 40, 40)).astype(np.float32) ** 8)
     rooms = (10**6, 14_000, 5_000, 100)
-    whole, fewer, coarser, none = (packing.pack([frame], room) for room in rooms)
+    whole, fewer, coarser, none = (_pack_weights.pack([frame], room) for room in rooms)
     assert whole[0][0]["bits"] == 16 and whole[0][0]["note"] == ""
     assert fewer[0][0]["bits"] < 16 and f"1/{2 ** fewer[0][0]['bits'] - 1} of the largest" in fewer[0][0]["note"]
     assert "Weights below" in coarser[0][0]["note"] and coarser[0][0]["dropped"] > 0
     assert all(len(packed[1][0]) <= room for packed, room in zip((whole, fewer, coarser, none), rooms, strict=True))
-    top = packing.Frame(
+    top = _pack_weights.Frame(
         "a", None, rng.random((6, 40, 5)) ** 3 + 0.002, np.zeros((6, 40, 5), int), frame.weights[:, :4, :4]
     )
-    tried = [packing.pack([top], room) for room in range(500, 3000, 50)]
+    tried = [_pack_weights.pack([top], room) for room in range(500, 3000, 50)]
     blob = next(blobs[0] for entries, blobs, _ in tried if "unless they are among a query's 2" in entries[0]["note"])
     codes = np.frombuffer(zlib.decompress(base64.b64decode(blob)), "<u2")[5 * 240 : 10 * 240].reshape(5, 6, 40)
     assert (codes[:2] > 0).mean() > 0.9 > (codes[2:] > 0).mean()
@@ -341,8 +341,8 @@ def test_nan_is_said():
 
 @pytest.mark.slow
 def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
-    monkeypatch.setattr(_look, "DENSE", 0)
-    monkeypatch.setattr(_look, "BLOCKS", 4)
+    monkeypatch.setattr(_kept_weights, "ALL_WEIGHTS", 0)
+    monkeypatch.setattr(_kept_weights, "MOST_BLOCKS", 4)
     words = [[f"w{i}" for i in range(9)], [f"w{i}" for i in range(5)]]
     layers = qk(T=9, S=9)
     report = jattn.report(layers, words, is_causal=True)
@@ -356,8 +356,8 @@ def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
 
 @pytest.mark.slow
 def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
-    monkeypatch.setattr(_look, "DENSE", 0)
-    monkeypatch.setattr(_look, "ROWS", 2 * L * N * 9 - 1)
+    monkeypatch.setattr(_kept_weights, "ALL_WEIGHTS", 0)
+    monkeypatch.setattr(_kept_weights, "DRAWN_QUERIES", 2 * L * N * 9 - 1)
     layers = qk(T=9, S=9)
     report = jattn.report(layers, [[f"w{i}" for i in range(9)]] * B, is_causal=True)
     assert len(embedded(report.html)["views"]) == len(report.queries) == 1

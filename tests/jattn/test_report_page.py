@@ -147,8 +147,8 @@ def long(T):
 
 def test_a_long_text_from_afar_and_up_close(monkeypatch, tmp_path):
     size = 300
-    monkeypatch.setattr("jattn.reports._look.DENSE", 1000)
-    monkeypatch.setattr("jattn.reports._look.TOP", 4 * 2 * size)
+    monkeypatch.setattr("jattn.reports._kept_weights.ALL_WEIGHTS", 1000)
+    monkeypatch.setattr("jattn.reports._kept_weights.LARGEST_WEIGHTS", 4 * 2 * size)
     given = long(size)
     report = jattn.report(given, [f"w{i}" for i in range(size)], is_causal=True)
     script = (

@@ -8,8 +8,8 @@ from math import isqrt
 
 import numpy as np
 
-from jattn.reports.packing import Frame
-from jattn.reports.page import Head, Numbers, View
+from jattn.reports._html_page import Head, Numbers, View
+from jattn.reports._pack_weights import Frame
 from jattn_experiments.report.plot_data import BLOCKS, WHEN, first_look, head_codes, head_titles, pooled
 from jattn_experiments.runs.findings import Findings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.reports.page import Page
+from jattn.reports._html_page import Page
 from jattn_experiments.report.curves import in_unit
 from jattn_experiments.report.data import heads, numbers, views
 from jattn_experiments.report.figures import write_figures

@@ -50,9 +50,9 @@ def attribution(
     of_norm: dict[str, Any] = {}
     if norm is not None:
         of_norm = {"norm": "rms" if isinstance(norm, nnx.RMSNorm) else "layer", "epsilon": norm.epsilon}
-        given = {name: getattr(norm, name, None) for name in ("scale", "bias")}
-        of_norm |= {name: x[...] for name, x in given.items() if x is not None}
+        parameters = {name: getattr(norm, name, None) for name in ("scale", "bias")}
+        of_norm |= {name: x[...] for name, x in parameters.items() if x is not None}
 
     each = zip(z, kernels, strict=True)
-    shares = [heads.logit_attribution({"heads": own}, directions, stream, **of_norm)["heads"] for own in each]
+    shares = [heads.logit_attribution({"heads": of_layer}, directions, stream, **of_norm)["heads"] for of_layer in each]
     return np.stack([of_layer[:, :last].mean((0, 1)) for of_layer in shares]), what

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
 from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, rotary, small
 
 

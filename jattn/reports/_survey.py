@@ -15,12 +15,12 @@ from jaxtyping import Array, ArrayLike
 from jattn import heads
 from jattn.heads._ablation import KINDS
 from jattn.interop import Transformer
-from jattn.reports._attribution import attribution, out_kernels
 from jattn.reports._clean_run import PATTERNS, Clean, roles_of, run_clean, track
 from jattn.reports._effects import batches, estimated, exactly, heads_at_once
+from jattn.reports._head_report import Report, report
 from jattn.reports._language_model import Layer, Metric, embed, measured, next_token_loss, parts_of
 from jattn.reports._paths_into import Paths, paths_into
-from jattn.reports.report import Report, report
+from jattn.reports._survey_attribution import attribution, out_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,10 @@ class Survey:
 
     def table(self, rows: int = 20) -> str:
         """The heads with the largest effects as text, one a line; then paths and notes. ``~`` marks an estimate."""
-        columns = {name: own for name, own in self.columns().items() if name not in PATTERNS}
+        columns = {name: values for name, values in self.columns().items() if name not in PATTERNS}
         effects, exact = columns["effect"], columns.pop("exact")
-        columns["effect"] = np.array([f"{'' if own else '~'}{x:+.4f}" for x, own in zip(effects, exact, strict=True)])
+        marks = np.where(exact, "", "~")
+        columns["effect"] = np.array([f"{mark}{x:+.4f}" for mark, x in zip(marks, effects, strict=True)])
         order = np.argsort(-abs(effects), kind="stable")[:rows]
         lines = [list(columns), *([_cell(values[at]) for values in columns.values()] for at in order)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -180,7 +181,7 @@ def survey(
     if not math.isfinite(value):
         raise ValueError(f"metric must be finite on the clean run, got {value}; are all tokens in the vocabulary?")
     roles, of_roles = roles_of(model, clean, tokens, twins, tracked)
-    z = [own["z"] for own in clean.seen]
+    z = [sown["z"] for sown in clean.seen]
     shares, of_shares = attribution(model, z, clean.streams[-1], tokens, directions)
     shape = clean.statistics["entropy"].shape
     estimate, chosen = None, np.ones(shape, bool)
@@ -205,18 +206,18 @@ def survey(
 
 def _checked(tokens: ArrayLike, kind: str, exact: int | None) -> Array:
     """The tokens; raises ``ValueError`` for these arguments."""
-    found = jnp.asarray(tokens)
-    if found.ndim != 2 or not jnp.issubdtype(found.dtype, jnp.integer) or not found.shape[0] or found.shape[1] < 2:
+    ids = jnp.asarray(tokens)
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.shape[0] or ids.shape[1] < 2:
         raise ValueError(
-            f"tokens must be integers [B, T] with T at least 2, got {found.dtype} of shape {list(found.shape)}"
+            f"tokens must be integers [B, T] with T at least 2, got {ids.dtype} of shape {list(ids.shape)}"
         )
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if kind == "resample" and found.shape[0] < 2:
-        raise ValueError(f"kind='resample' needs at least 2 sequences, got tokens of shape {list(found.shape)}")
+    if kind == "resample" and ids.shape[0] < 2:
+        raise ValueError(f"kind='resample' needs at least 2 sequences, got tokens of shape {list(ids.shape)}")
     if exact is not None and exact < 0:
         raise ValueError(f"exact must be a number of heads, or None for all, got {exact}")
-    return found
+    return ids
 
 
 def _metric(model: nnx.Module, metric: Metric | None) -> Metric:
@@ -277,7 +278,7 @@ def _for_report(model: nnx.Module, layers: Sequence[Layer], clean: Clean) -> lis
     if isinstance(model, Transformer):
         options = {"scale": model.config.scale, "score_mod": model.layers.attention.score_mod}
     every = [
-        {name: own[name] for name in ("query", "key", "lse")} | options | {"mask": layer.mask}
-        for layer, own in zip(layers, clean.seen, strict=True)
+        {name: sown[name] for name in ("query", "key", "lse")} | options | {"mask": layer.mask}
+        for layer, sown in zip(layers, clean.seen, strict=True)
     ]
-    return [{name: x for name, x in own.items() if x is not None} for own in every]
+    return [{name: x for name, x in of_layer.items() if x is not None} for of_layer in every]

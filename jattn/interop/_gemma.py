@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
 from jattn.interop.family import (
     SIZES,
     activation,
@@ -41,13 +41,13 @@ def gemma3(options: Mapping[str, Any]) -> Config:
     """The sizes in the config of a Gemma 3, of text."""
     refuse(options, attn_logit_softcapping=None)
     refuse_others(options, *_READ, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
-    given = options.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or given.keys() - {_LOCAL, _GLOBAL}:
-        raise ValueError(f"rope_parameters must have entries {_LOCAL} and {_GLOBAL} in this config, got {given!r}")
+    by_kind = options.get("rope_parameters") or {}
+    if not isinstance(by_kind, Mapping) or by_kind.keys() - {_LOCAL, _GLOBAL}:
+        raise ValueError(f"rope_parameters must have entries {_LOCAL} and {_GLOBAL} in this config, got {by_kind!r}")
     bases = options.get("rope_local_base_freq", 10000.0), options.get("rope_theta", 1000000.0)
-    local = {"rope_parameters": given.get(_LOCAL), "rope_theta": bases[0]}
+    local = {"rope_parameters": by_kind.get(_LOCAL), "rope_theta": bases[0]}
     scaling = options.get("rope_scaling")
-    others = {"rope_parameters": given.get(_GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling}
+    others = {"rope_parameters": by_kind.get(_GLOBAL), "rope_theta": bases[1], "rope_scaling": scaling}
     # Older versions called it so; newer ones keep it under the second name, also where layer_types says something else.
     pattern = numbers(options, {}, {"pattern": "sliding_window_pattern"})
     if options.get("layer_types") is None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
 from jattn.interop.family import numbers, refuse, refuse_others, rotary
 from jattn.interop.llama import LLAMA, READ, UNCHANGED, llama, refuse_windows
 

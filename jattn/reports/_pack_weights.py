@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST = 2  # of each query's largest weights are kept as long as possible
+from jattn.reports._kept_weights import COARSE_BITS, LEAST_BITS_OF_LARGEST, STAGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +37,6 @@ class Frame:
     heads: Sequence[str] | None = None
 
 
-# What is tried until it fits: the bits of a weight, the share of the largest weight below which others are left out,
-# and how many of each query's largest weights are kept nevertheless.
-_STAGES = (
-    *((bits, 0.0, 0) for bits in (16, 12, 10, 8)),
-    *((8, 0.002 * 1.5**i, FIRST) for i in range(14)),
-    *((8, 0.002 * 1.5**i, 0) for i in range(17)),
-)
-
-
 def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list[str], float]:
     """What the page's data says of each frame, its bytes in base64, and the largest weight of all.
 
@@ -54,35 +45,31 @@ def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list
     arrays = [array for frame in frames for array in (frame.weights, frame.top) if array is not None]
     top = max(float(np.max(np.nan_to_num(array), initial=0.0)) for array in arrays)
     top = top if top > 0 else 1.0
-    made: list[tuple[str, dict[str, Any]]] = []
-    for stage in _STAGES:
-        made = [_packed(frame, top, *stage) for frame in frames]
-        if sum(len(blob) for blob, _ in made) <= room:
+    parts: list[tuple[str, dict[str, Any]]] = []
+    for stage in STAGES:
+        parts = [_packed(frame, top, *stage) for frame in frames]
+        if sum(len(blob) for blob, _ in parts) <= room:
             break
-    entries = [{"blob": f"blob-{i}", "top": top, **entry} for i, (_, entry) in enumerate(made)]
-    return entries, [blob for blob, _ in made], top
+    entries = [{"blob": f"blob-{i}", "top": top, **entry} for i, (_, entry) in enumerate(parts)]
+    return entries, [blob for blob, _ in parts], top
 
 
 def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> tuple[str, dict[str, Any]]:
     """The bytes of a frame, and how the page reads them."""
-    entry: dict[str, Any] = {
-        "title": frame.title,
-        "step": frame.step,
-        "numbers": frame.numbers,
-        "dropped": dropped * top,
-    }
+    least = dropped * top
+    entry: dict[str, Any] = {"title": frame.title, "step": frame.step, "numbers": frame.numbers, "dropped": least}
     notes = []
     if frame.weights is not None:
-        weights = _coded(np.where(frame.weights >= dropped * top, frame.weights, 0.0), top, bits)
+        weights = _coded(np.where(frame.weights >= least, frame.weights, 0.0), top, bits)
         shown, parts, entry["k"] = frame.weights, [weights], 0
     else:
         assert frame.top is not None and frame.keys is not None and frame.coarse is not None
-        shown, bits = frame.top, max(bits, 10)
-        kept = np.where((frame.top >= dropped * top) | (np.arange(frame.top.shape[-1]) < first), frame.top, 0.0)
+        shown, bits = frame.top, max(bits, LEAST_BITS_OF_LARGEST)
+        kept = np.where((frame.top >= least) | (np.arange(frame.top.shape[-1]) < first), frame.top, 0.0)
         weights = np.moveaxis(_coded(kept, top, bits).astype("<u2"), -1, 0)
         keys = np.where(weights > 0, np.moveaxis(frame.keys, -1, 0), 0)
         wide = int(np.max(keys, initial=0)) > 0xFFFF
-        parts = [keys.astype("<u4" if wide else "<u2"), weights, _coded(frame.coarse, 1.0, 8)]
+        parts = [keys.astype("<u4" if wide else "<u2"), weights, _coded(frame.coarse, 1.0, COARSE_BITS)]
         entry |= {"k": len(weights), "wide": wide, "side": list(frame.coarse.shape[1:]), "span": list(frame.span)}
         notes.append(
             f"From afar, blocks of tokens are drawn; up close, the {len(weights)} largest weights of each query, one "
@@ -94,7 +81,7 @@ def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> 
         notes.append(f"Weights are rounded to 1/{2**bits - 1} of the largest.")
     if dropped:
         others = f", unless they are among a query's {first} largest," if first and entry["k"] else ""
-        notes.append(f"Weights below {dropped * top:.2g}{others} are left out to keep the page small.")
+        notes.append(f"Weights below {least:.2g}{others} are left out to keep the page small.")
     whole = b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
     entry |= {"bits": bits, "note": " ".join(notes)} | ({} if frame.heads is None else {"heads": list(frame.heads)})
     return base64.b64encode(zlib.compress(whole, 6)).decode(), entry

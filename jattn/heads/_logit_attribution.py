@@ -68,8 +68,8 @@ def logit_attribution(
         factor = jax.lax.rsqrt((stream**2).mean(-1) + epsilon)
     shares = {name: _share(name, part, read, factor) for name, part in parts.items()}
     if bias is not None:
-        own = jnp.broadcast_to((directions * _rank(bias.astype(dtype), stream.ndim)).sum(-1), full[:-1])
-        shares["bias"] = shares["bias"] + own if "bias" in shares else own
+        of_norm = jnp.broadcast_to((directions * _rank(bias.astype(dtype), stream.ndim)).sum(-1), full[:-1])
+        shares["bias"] = shares["bias"] + of_norm if "bias" in shares else of_norm
     return shares
 
 

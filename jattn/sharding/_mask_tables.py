@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jattn._core.arguments import AttentionArgs
 from jattn._core.chunk import Chunk, take
-from jattn._mods.arrays import Index, Length
+from jattn._mods.arrays import AnyArray, Index, Length
 from jattn._mods.lookup import look_up_row
 from jattn._mods.mask import conjuncts
 from jattn._mods.pytree import pytree_dataclass
@@ -29,23 +29,25 @@ class SegmentsAtHand(Segments):
     first_query: Index = 0
     first_key: Index = 0
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> tuple[Any, Any]:
         b, first, first_key = b - self.first_batch, self.first_query, self.first_key
         ids = Segments(self.query_ids, self.kv_ids)
         return ids.bounds(b, h, q_min - first, q_max - first, kv_min - first_key, kv_max - first_key)
 
-    def _query_ids_at(self, b, q_idx):
+    def _query_ids_at(self, b: Index, q_idx: Index):
         return look_up_row(self.query_ids, b - self.first_batch, q_idx - self.first_query)
 
-    def _key_ids_at(self, b, kv_idx):
+    def _key_ids_at(self, b: Index, kv_idx: Index):
         return look_up_row(self._key_ids(), b - self.first_batch, kv_idx - self.first_key)
 
 
-def divide(args: AttentionArgs, turn: Callable) -> tuple[AttentionArgs, list[tuple[Array, str]]]:
+Turn = Callable[[AnyArray, int], AnyArray]  # ``turn(x, axis)``: ``x`` in the order of a ring's layout
+
+
+def divide(args: AttentionArgs, turn: Turn) -> tuple[AttentionArgs, list[tuple[Array, str]]]:
     """The call without the masks whose tables can be divided, and these tables with the letters of their axes.
 
     It is also without the mask arrays of the lengths, which ``RingPlan.part`` makes for the chunks that it takes.
-    ``turn(x, axis)``: ``x`` in the order of the ring's layout.
     """
     T, S = args.query.shape[1], args.key.shape[1]
     args = dataclasses.replace(args, slot_masks=args.slot_masks[: args.has_mask_array])

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from jattn.reports.packing import Frame, pack
+from jattn.reports._kept_weights import FRAME_LETTERS, PAGE_LETTERS
+from jattn.reports._pack_weights import Frame, pack
 
 HERE = Path(__file__).parent
 SCRIPTS = ("data.js", "picture.js", "explorer.js", "reading.js")  # concatenated in this order
-MOST = 5_900_000  # letters of a page, nearly all of one byte
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Page:
     style: str = ""
     script: str = ""
 
-    def html(self, most: int = MOST) -> str:
+    def html(self, most: int = PAGE_LETTERS) -> str:
         """The file. The weights have the room that the rest leaves of ``most`` letters."""
         slots = {
             "title": html.escape(self.title),
@@ -89,16 +89,15 @@ class Page:
             ],
         }
         frames = [frame for view in self.views for frame in view.frames]
-        room = most - len(_json(data)) - sum(map(len, slots.values())) - 600 * len(frames)
+        room = most - len(_json(data)) - sum(map(len, slots.values())) - FRAME_LETTERS * len(frames)
         entries, blobs, data["top"] = pack(frames, room)
         rest = iter(entries)
         for entry, view in zip(data["views"], self.views, strict=True):
             entry["frames"] = [next(rest) for _ in view.frames]
         elements = (f'<script id="blob-{i}" type="text/plain">{blob}</script>' for i, blob in enumerate(blobs))
         slots |= {"data": _json(data), "blobs": "\n".join(elements)}
-        return re.sub(
-            r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read("page.html")
-        )  # one pass: values may have braces
+        # One pass: values may have braces.
+        return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], _read("page.html"))
 
 
 def _json(data: Any) -> str:

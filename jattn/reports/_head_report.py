@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import ArrayLike
 
 from jattn.heads import Roles
-from jattn.reports._layers import Layer, read_layers
-from jattn.reports._look import Looked, look
-from jattn.reports._roles import label
-from jattn.reports._sides import page_of
-from jattn.reports._tokens import read_tokens
-from jattn.reports.page import Head
+from jattn.reports._head_summaries import Looked, look
+from jattn.reports._html_page import Head
+from jattn.reports._read_heads import Layer, read_layers
+from jattn.reports._read_tokens import read_tokens
+from jattn.reports._role_labels import label
+from jattn.reports._side_by_side import page_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,17 +147,17 @@ def report(
     judged = "Roles are judged against heads that cannot have them (jattn.heads.roles)." if nulls else ""
     others = _reports("compare", compare)
     note = " ".join([*notes, judged]).strip()
-    made = Report(title, names, queries[:drawn], keys[:drawn], cross, looked, numbers, labels, note, others)
+    page = Report(title, names, queries[:drawn], keys[:drawn], cross, looked, numbers, labels, note, others)
     if path is not None:
-        made.save(path)
-    return made
+        page.save(path)
+    return page
 
 
-def _reports(name: str, given: Any) -> tuple[Report, ...]:
-    several = () if given is None else (given,) if isinstance(given, Report) else given
+def _reports(name: str, argument: Any) -> tuple[Report, ...]:
+    several = () if argument is None else (argument,) if isinstance(argument, Report) else argument
     if not (isinstance(several, list | tuple) and all(isinstance(one, Report) for one in several)):
         raise TypeError(
-            f"{name} must be a Report, as jattn.report returns, or a list of them; got {type(given).__name__}"
+            f"{name} must be a Report, as jattn.report returns, or a list of them; got {type(argument).__name__}"
         )
     return tuple(several)
 

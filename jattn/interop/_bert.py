@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
 from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, small
 
 

@@ -62,11 +62,11 @@ def read_layers(heads: Any, options: Mapping[str, Any]) -> list[Layer]:
     ]
     B, _, T, S = layers[0].shape
     for layer in layers:
-        own = tuple(size for size, axis in zip(layer.shape, "BNTS", strict=True) if axis != "N")
-        if own != (B, T, S):
+        sizes = tuple(size for size, axis in zip(layer.shape, "BNTS", strict=True) if axis != "N")
+        if sizes != (B, T, S):
             raise ValueError(
-                f"{layer.name} has (B, T, S) = {own}, but {layers[0].name} has {(B, T, S)}; a report shows layers that "
-                "see the same sequences: make one for self-attention and another for cross-attention"
+                f"{layer.name} has (B, T, S) = {sizes}, but {layers[0].name} has {(B, T, S)}; a report shows layers "
+                "that see the same sequences: make one for self-attention and another for cross-attention"
             )
         if 0 in layer.shape:
             raise ValueError(f"{layer.name} is empty: (B, N, T, S) = {layer.shape}")
@@ -89,7 +89,7 @@ def _layers_of_weights(weights: Any) -> list[Any]:
 
 
 def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
-    own: Mapping[str, Any] = {}
+    of_layer: Mapping[str, Any] = {}
     if isinstance(entry, Mapping):
         if "query" not in entry or "key" not in entry:
             raise ValueError(
@@ -99,7 +99,7 @@ def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
         for unknown in entry.keys() - OPTIONS - SOWN:
             raise TypeError(f"{name} takes no {unknown!r}; options of the weights are {', '.join(sorted(OPTIONS))}")
         query, key, lse = entry["query"], entry["key"], entry.get("lse")
-        own = {option: entry[option] for option in entry.keys() & OPTIONS}
+        of_layer = {option: entry[option] for option in entry.keys() & OPTIONS}
     elif _is_array(entry):
         return _of_weights(name, entry)
     elif isinstance(entry, Sequence) and len(entry) in (2, 3):
@@ -120,7 +120,7 @@ def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
         )
     if query.ndim == 3:
         query, key, lse = query[None], key[None], None if lse is None else lse[None]
-    return Layer(name, query, key, lse, {**options, **own})
+    return Layer(name, query, key, lse, {**options, **of_layer})
 
 
 def _of_weights(name: str, weights: Any) -> Layer:

@@ -6,7 +6,7 @@ Source: Radford et al., 2019, "Language Models are Unsupervised Multitask Learne
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.interop._block import Config
+from jattn.interop._config import Config
 from jattn.interop.family import SIZES, Family, activation, numbers, refuse, refuse_others, small
 
 

@@ -15,9 +15,10 @@ from jaxtyping import Array, ArrayLike
 from jattn import masks
 from jattn._core import shares
 from jattn.cache import KVCache, init_cache, within_capacity
-from jattn.interop._block import Block, Config
+from jattn.interop._config import Config
 from jattn.interop._per_layer import stack_options
 from jattn.interop._products import dot_general
+from jattn.interop._transformer_block import Block
 
 
 class Transformer(nnx.Module):
@@ -94,11 +95,8 @@ class Transformer(nnx.Module):
         """
         tokens, config = jnp.asarray(tokens), self.config
         limit = config.max_length if config.position is None and cache is None else None
-        if (
-            tokens.ndim != 2
-            or not jnp.issubdtype(tokens.dtype, jnp.integer)
-            or (limit is not None and tokens.shape[1] > limit)
-        ):
+        integers = tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)
+        if not integers or (limit is not None and tokens.shape[1] > limit):
             within = "" if limit is None else f" with T at most {limit}"
             raise ValueError(
                 f"tokens must be integers [B, T]{within}, got {tokens.dtype} of shape {list(tokens.shape)}"
@@ -207,15 +205,15 @@ class Transformer(nnx.Module):
         return block
 
     def _embedded(
-        self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any, given: ArrayLike | None
+        self, tokens: Array, valid: Array | None, token_types: ArrayLike | None, cache: Any, positions: ArrayLike | None
     ) -> Array:
         x = _rows(self.token_embed, tokens, valid)
         if self.config.embed_scale is not None:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.position_embed is not None:
             T = tokens.shape[1]
-            if given is not None:
-                positions = jnp.asarray(given)
+            if positions is not None:
+                positions = jnp.asarray(positions)
             elif cache is not None:
                 positions = jnp.maximum(cache.next_positions(T, valid), 0)
             else:
@@ -232,25 +230,25 @@ class Transformer(nnx.Module):
     ) -> tuple[Array, KVCache | None]:
         """A scan over the layers. All layers' cache goes from step to step, so that XLA writes into it in place."""
         config, L = self.config, self.config.num_layers
-        arrays, with_own = stack_options(per_layer, L, options)
+        arrays, options_of = stack_options(per_layer, L, options)
         graph, sown_before, state = nnx.split(self.layers, nnx.Intermediate, ...)
 
         def one_layer(carry: Any, entry: Any) -> tuple[Any, Any]:
-            (x, held), (i, local, own_state, own_arrays) = carry, entry
+            (x, held), (i, local, parameters, option_arrays) = carry, entry
 
             def of_kind(local: bool) -> tuple[Array, tuple, Any]:
                 # What was sown before is not a layer's business. Sowing changes it in place, so each call has its own.
                 nothing = jax.tree.map(_emptied, sown_before, is_leaf=lambda x: isinstance(x, nnx.Variable))
-                block = nnx.merge(graph, nothing, own_state)
+                block = nnx.merge(graph, nothing, parameters)
                 if local and config.local_position is not None:
                     block.attention.position = config.local_position
-                given = {**options, **with_own(own_arrays)}
+                call = {**options, **options_of(option_arrays)}
                 if cache is None:
-                    y, new = block(x, **layer_options(config, given, local, valid)), held
+                    y, new = block(x, **layer_options(config, call, local, valid)), held
                 else:
-                    own = layer_options(config, given, local)
+                    call = layer_options(config, call, local)
                     of_layer = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
-                    y, new = block(x, **own, cache=of_layer, valid=valid)
+                    y, new = block(x, **call, cache=of_layer, valid=valid)
                     new = new.key, new.value
                 # Parameters or a cache of more bits do not change the stream's dtype.
                 return y.astype(x.dtype), new, nnx.state(block, nnx.Intermediate)
@@ -308,12 +306,12 @@ def _rows(embed: nnx.Embed, indices: Array, valid: Array | None) -> Array:
     return table.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def layer_options(config: Config, given: Mapping[str, Any], local: bool, valid: Array | None = None) -> dict[str, Any]:
-    """The options of a layer's attention call: those ``given``, its window, and padding in the mask."""
+def layer_options(config: Config, call: Mapping[str, Any], local: bool, valid: Array | None = None) -> dict[str, Any]:
+    """The options of a layer's attention ``call``, with its window, and with padding in the mask."""
     window = {"local_window_size": (config.window - 1, 0)} if local and config.window is not None else {}
-    options = {**window, **given}
+    options = {**window, **call}
     if valid is not None:
-        options["mask"] = _mask_padding(valid, given.get("mask"), given.get("input_positions"))
+        options["mask"] = _mask_padding(valid, call.get("mask"), call.get("input_positions"))
     return options
 
 

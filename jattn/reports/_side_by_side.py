@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jattn.reports._html_page import Numbers, Page, View
 from jattn.reports._matching import matched
-from jattn.reports.packing import Frame
-from jattn.reports.page import Numbers, Page, View
+from jattn.reports._pack_weights import Frame
 
 
 @dataclasses.dataclass(frozen=True)

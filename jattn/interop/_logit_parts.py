@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn import heads
 from jattn._core.attention import softmax_dtype
-from jattn.interop.transformer import Transformer
+from jattn.interop._transformer import Transformer
 
 
 def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **options: Any) -> dict[str, Array]:
@@ -52,13 +52,13 @@ def logit_parts(model: Transformer, tokens: ArrayLike, directions: Array, **opti
     residual, stream = layers["residual_parts"][0], sown["last_stream"][0]
     kernel = out.kernel[...]  # [L,N,D,M]
     out_bias = jnp.zeros((1, 1, 1, 1)) if out.bias is None else out.bias[...][:, None, None]  # [L,1,1,M]
-    own_norm: Any = model.layers.attention_out_norm
-    if own_norm is not None:
-        dtype, own_scale = softmax_dtype(stream), own_norm.scale[...][:, None, None]
+    out_norm: Any = model.layers.attention_out_norm
+    if out_norm is not None:
+        dtype, out_scale = softmax_dtype(stream), out_norm.scale[...][:, None, None]
         squares = jnp.square(residual["attention"].astype(dtype))
         factor = jax.lax.rsqrt(squares.mean(-1, keepdims=True) + config.norm_epsilon)  # [L,B,T,1]
-        z, kernel = z.astype(dtype) * factor[..., None], kernel * own_scale
-        out_bias = (out_bias * own_scale).astype(dtype) * factor
+        z, kernel = z.astype(dtype) * factor[..., None], kernel * out_scale
+        out_bias = (out_bias * out_scale).astype(dtype) * factor
     parts: dict[str, Any] = {
         "embedding": residual["input"][0],
         "heads": (z, kernel),

@@ -47,7 +47,7 @@ def read_tokens(
 
 def _of_strings(name: str, texts: Sequence[Sequence[str]], B: int, length: int) -> tuple[list[list[str]], np.ndarray]:
     lengths = [len(text) for text in texts]
-    if len(texts) != B or not all(0 < own <= length for own in lengths):
+    if len(texts) != B or not all(0 < count <= length for count in lengths):
         raise ValueError(
             f"{name} must be {B} list{'s' * (B > 1)} of 1 to {length} strings, a list for each sequence in heads and a "
             f"string for each token; got {len(texts)} of {lengths[0] if len(set(lengths)) == 1 else lengths}"

@@ -1,7 +1,6 @@
 """What a report shows of a layer, from queries and keys: weights while they are few, else each query's largest."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +11,9 @@ from jaxtyping import Array
 
 from jattn import heads
 from jattn.api import dot_product_attention, fold_weights
-from jattn.reports._layers import Layer
+from jattn.reports._kept_weights import kept
+from jattn.reports._read_heads import Layer
 
-DENSE = 2**23  # weights of a report; beyond it, only the largest of each query are kept
-TOP = 2**21  # of these, over all queries and heads
-MOST, LEAST = 32, 2  # of one query
-ROWS = 600_000  # queries of all heads that are drawn; of more sequences, only the first are
-BLOCKS, FEWEST, CELLS = 64, 16, 2**20  # along a side of a coarse picture, at most and at least; of all pictures
 OF_TEXT = ("previous_token", "current_token", "duplicate_token", "induction", "distance")  # of self-attention only
 NAMES = ("entropy", "max_weight", "first_token", *OF_TEXT)
 
@@ -47,17 +42,12 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
         ValueError: a layer's weights do not sum to 1.
     """
     B, _, T, S = layers[0].shape
-    of_one = T * sum(layer.shape[1] for layer in layers)
-    drawn, k, side = B, 0, 1
-    if B * of_one * S > DENSE:
-        drawn = min(B, max(ROWS // of_one, 1))
-        k = min(max(TOP // (drawn * of_one), LEAST), MOST, S)
-        side = min(max(math.isqrt(CELLS * T // (drawn * of_one)), FEWEST), BLOCKS)
+    drawn, k, side = kept(B, T * sum(layer.shape[1] for layer in layers), T, S)
     names = [name for name in NAMES if of_text or name not in OF_TEXT]
     names = tuple(name for name in names if ids is not None or name not in heads.OF_TOKENS)
     eligible = np.arange(T) < np.asarray(lengths)[:, None]
     tokens = None if ids is None or not set(names) & set(heads.OF_TOKENS) else ids
-    found = []
+    of_layers = []
     for layer in layers:
         arrays, static = _split(layer.options)
         parts = _look(
@@ -65,10 +55,10 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
         )
         parts = jax.tree.map(np.asarray, parts)
         _check_sums(layer, parts.pop("sums"))
-        found.append(parts)
-    drawn_of = [name for name in found[0] if name != "numbers"]
-    together = {name: np.concatenate([parts[name][:drawn] for parts in found], 1) for name in drawn_of}
-    numbers = {name: np.concatenate([_mean(*parts["numbers"][name]) for parts in found]) for name in names}
+        of_layers.append(parts)
+    drawn_of = [name for name in of_layers[0] if name != "numbers"]
+    together = {name: np.concatenate([parts[name][:drawn] for parts in of_layers], 1) for name in drawn_of}
+    numbers = {name: np.concatenate([_mean(*parts["numbers"][name]) for parts in of_layers]) for name in names}
     return Looked(*(together.get(name) for name in ("weights", "top", "keys", "coarse")), length=S, numbers=numbers)
 
 
@@ -83,13 +73,16 @@ def _split(options: Any) -> tuple[dict[str, Any], tuple]:
 
 
 @functools.partial(jax.jit, static_argnames=("static", "k", "side", "names"))
-def _look(query, key, lse, tokens, eligible, arrays, *, static, k, side, names) -> dict[str, Any]:
+def _look(
+    query: Array, key: Array, lse: Array | None, tokens: Array | None, eligible: Array, arrays: dict[str, Any], *,
+    static: tuple, k: int, side: int, names: tuple[str, ...],
+) -> dict[str, Any]:  # fmt: skip
     options = {**arrays, **dict(static)}
     if lse is None:
         no_value = jnp.zeros((*key.shape[:-1], 0), key.dtype)
         lse = dot_product_attention(query, key, no_value, return_residual=True, **options)[1]
-    found = heads.statistics(query, key, lse=lse, tokens=tokens, names=names, eligible=eligible, **options)
-    numbers = {name: (found[name], found["support"][name]) for name in names}
+    means = heads.statistics(query, key, lse=lse, tokens=tokens, names=names, eligible=eligible, **options)
+    numbers = {name: (means[name], means["support"][name]) for name in names}
     T, S = query.shape[1], key.shape[1]
     if not k:
         weights = fold_weights(_put, jnp.zeros((T, S)), query, key, lse=lse, **options)
