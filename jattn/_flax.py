@@ -92,13 +92,13 @@ def own_options(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in ("dropout_rate", "broadcast_dropout", "dtype", "precision")}
 
 
-def call_options(given: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
+def call_options(options: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
-    for name in given.keys() - known:
+    for name in options.keys() - known:
         meant = unknown_keyword(name, ["mask", "is_causal", *known])
         raise TypeError(f"{meant}; besides Flax's own, a call takes {', '.join(sorted(known))}")
-    return {**given, "score_mod": score_mod if given.get("score_mod") is None else given["score_mod"]}
+    return {**options, "score_mod": score_mod if options.get("score_mod") is None else options["score_mod"]}
 
 
 def to_learn(mod: Any) -> dict[str, Any]:
@@ -212,9 +212,9 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
 
 def refuse_extras(attention_fn: Callable, **extras: Any) -> None:
     """Raises if options beyond Flax's keywords are given, which a custom ``attention_fn`` would not receive."""
-    given = [name for name, value in extras.items() if value is not None]
-    if given:
+    names = [name for name, value in extras.items() if value is not None]
+    if names:
         raise ValueError(
-            f"{', '.join(given)}: only for jattn's own attention_fn, but this module calls "
+            f"{', '.join(names)}: only for jattn's own attention_fn, but this module calls "
             f"{getattr(attention_fn, '__name__', attention_fn)!r}, which gets Flax's keywords"
         )

@@ -268,8 +268,8 @@ def fold_weights(
     leaves, structure = jax.tree.flatten(init)
 
     def fold(args: AttentionArgs, *data: Array) -> Any:  # on a mesh, what is sharded must be an argument
-        start, given = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
-        return (implementation or Blockwise()).fold_weights(args, step_on_logs, start, given[0] if given else None)
+        start, rest = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
+        return (implementation or Blockwise()).fold_weights(args, step_on_logs, start, rest[0] if rest else None)
 
     extra = [*((leaf, "") for leaf in leaves), *([] if lse is None else [(lse, "btn")])]
     carries = shard.on_each_device(fold, args, jax.tree.map(lambda x: "bn", init), *extra)

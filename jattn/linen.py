@@ -283,23 +283,23 @@ class MultiHeadDotProductAttention(nn.Module):
             **call_options(options, self._own_score_mod()),
         }
         cache = extras.get("cache")
-        own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
+        module_cache, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
         keywords = self._keywords(deterministic, dropout_rng) | {"mask": mask}
         einsums = self._einsums()
         new_cache = None
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
-            if own is not None:
-                extras["cache"], is_causal = own, is_causal or not callable(mask)
+            if module_cache is not None:
+                extras["cache"], is_causal = module_cache, is_causal or not callable(mask)
             requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
             results = attend_as_flax(query, key, value, is_causal=is_causal, **requested, **keywords, **extras)
             z, intermediates, new_cache = split_results(results, **requested, force_fp32=self.force_fp32_for_softmax)
             for name, intermediate in intermediates.items():
                 self.sow("intermediates", name, intermediate)
         else:
-            asked = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, is_causal=is_causal or None, **asked, **extras)
-            if own is not None:
-                key, value, keywords["mask"], new_cache = decode_as_flax(own, key, value, mask)
+            sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, is_causal=is_causal or None, **sow_options, **extras)
+            if module_cache is not None:
+                key, value, keywords["mask"], new_cache = decode_as_flax(module_cache, key, value, mask)
             keywords |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
             known = inspect.signature(self.attention_fn).parameters
             keywords = {name: option for name, option in keywords.items() if name in known}

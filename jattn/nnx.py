@@ -324,27 +324,27 @@ class MultiHeadAttention(nnx.Module):
         }
         cache = extras.get("cache")
         decode = (self.decode if decode is None else decode) and cache is None
-        own = self._own_cache(key) if decode else None
+        module_cache = self._own_cache(key) if decode else None
         keywords = self._keywords(deterministic, rngs) | {"mask": mask, "is_causal": is_causal}
         if input_positions is not None:
             keywords["input_positions"] = input_positions
         new_cache = None
         if self.attention_fn is dot_product_attention:
-            if own is not None:
-                extras["cache"], keywords["is_causal"] = own, is_causal or not callable(mask)
+            if module_cache is not None:
+                extras["cache"], keywords["is_causal"] = module_cache, is_causal or not callable(mask)
             requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
             results = attend_as_flax(query, key, value, **requested, **keywords, **extras)
             z, intermediates, new_cache = split_results(results, **requested)
             for name, intermediate in intermediates.items():
                 self.sow(nnx.Intermediate, name, intermediate)
         else:
-            asked = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, **asked, **extras)
-            if own is not None:
+            sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, **sow_options, **extras)
+            if module_cache is not None:
                 keywords["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
-                key, value, keywords["mask"], new_cache = decode_as_flax(own, key, value, mask)
+                key, value, keywords["mask"], new_cache = decode_as_flax(module_cache, key, value, mask)
             z = self.attention_fn(query, key, value, module=self if sow_weights else None, **keywords)
-        if own is not None and new_cache is not None:
+        if module_cache is not None and new_cache is not None:
             self._keep(new_cache)
         y = self.out(z, out_sharding=out_sharding)
         return y if cache is None else (y, new_cache)

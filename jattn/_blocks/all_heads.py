@@ -51,8 +51,8 @@ def forward(
         acc, row_max, row_sum = fold_row(lists, i, visit, state, run)
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         out = (acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]).astype(args.value.dtype)
-        found = (jnp.moveaxis(x, 1, 2) for x in (out, row_max, row_sum))
-        return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, found, strict=True))
+        of_row = (jnp.moveaxis(x, 1, 2) for x in (out, row_max, row_sum))
+        return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, of_row, strict=True))
 
     by_row = jnp.zeros((blocks, B, rows, N), dtype)
     results = jnp.zeros((*by_row.shape, values.shape[-1]), args.value.dtype), by_row, by_row
@@ -114,8 +114,8 @@ def gradients(
     zeros = (jnp.moveaxis(jnp.zeros(x.shape, dtype), 2, 3) for x in (keys, values))
     results = _over_rows(row_of_blocks, _runs(platform, lists), (jnp.zeros_like(by_row[0]), *zeros))
     results = results[0], *(jnp.moveaxis(x, 2, 3) for x in results[1:])
-    found = zip(results, (args.query, args.key, args.value), strict=True)
-    d_query, d_key, d_value = (_join(x, like).astype(like.dtype) for x, like in found)
+    qkv = args.query, args.key, args.value
+    d_query, d_key, d_value = (_join(x, like).astype(like.dtype) for x, like in zip(results, qkv, strict=True))
     return d_query, d_key, d_value
 
 
@@ -158,13 +158,13 @@ class _BlockedCall:
         ``out_axes``, ``per_head``: as in ``over_args``.
         """
 
-        def one_head(q, k, v, head, *own):
+        def one_head(q, k, v, head, *arrays):
             visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
             one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
             blocked = split_head(self.platform, q, k, v, head, one_block, differentiated=False)
             # Not taken from blocked: of arrays with an axis for the one block, XLA for GPU transposes copies.
             q, k, v = (x.astype(blocked.dtype) for x in (q, k.swapaxes(0, 1), v.swapaxes(0, 1)))
-            return fn(blocked, Block(q, k, v, blocked.arrays.bias), *own)
+            return fn(blocked, Block(q, k, v, blocked.arrays.bias), *arrays)
 
         block = dataclasses.replace(self._block(i, j, masked), query=q, key=k, value=v)
         return over_args(one_head, block, out_axes, per_head=per_head)

@@ -71,8 +71,10 @@ def differentiable(
     def compute(*arrays: Array) -> tuple[Array, Array, Array]:
         return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
 
-    def rule(given: Sequence[ArrayLike], input_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
-        arrays = [jnp.asarray(x) for x in given]  # jax.jvp hands plain numbers on
+    def rule(
+        primals: Sequence[ArrayLike], input_tangents: Sequence[ArrayLike | SymbolicZero]
+    ) -> tuple[Results, Results]:
+        arrays = [jnp.asarray(x) for x in primals]  # jax.jvp hands plain numbers on
         z, row_max, row_sum = compute(*arrays)
         # With these names a remat policy can save everything that the rule needs besides the inputs.
         z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
@@ -211,8 +213,8 @@ def accumulate_head(
         nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums)
 
         def of_piece(piece):
-            own_max = block_max if piece is None else block_max[piece[0]]
-            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), own_max, i, j, piece)
+            piece_max = block_max if piece is None else block_max[piece[0]]
+            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), piece_max, i, j, piece)
 
         added = if_listed(lambda: blocked.by_piece(masked, of_piece, nothing), nothing)
         return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)

@@ -194,8 +194,8 @@ def _index(axis: int) -> Callable:
     def batched(size, in_batched, x, i):
         if in_batched == [True, False]:
             return _index(axis + 1)(x, i), True
-        own = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
-        return jax.vmap(own, [0 if is_batched else None for is_batched in in_batched])(x, i), True
+        index_one = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+        return jax.vmap(index_one, [0 if is_batched else None for is_batched in in_batched])(x, i), True
 
     return index
 

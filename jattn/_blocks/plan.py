@@ -48,11 +48,11 @@ class HeadsPlan(NamedTuple):
 
         The rest as in ``over_args``.
         """
-        own = len(per_head)
+        count = len(per_head)
 
         def with_plan(q, k, v, head, *arrays):
-            tables = {"any_visible": arrays[own], "all_visible": arrays[own + 1]}
-            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:own], *arrays[own + 2 :])
+            tables = {"any_visible": arrays[count], "all_visible": arrays[count + 1]}
+            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:count], *arrays[count + 2 :])
 
         return over_args(
             with_plan,
@@ -91,8 +91,8 @@ def plan_head(
     platform: str, q: Array, k: Array, head: Head, block_sizes: BlockSizes, *, forward: bool = False
 ) -> BlockPlan:
     """The plan of a single head."""
-    lengths, own = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
-    pairs = Visibility(lengths, head.masks, head.slot_masks, *own)
+    lengths, indices = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
+    pairs = Visibility(lengths, head.masks, head.slot_masks, *indices)
     size, tables, pieces = choose_blocks(
         pairs.blocks, *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
     )

@@ -70,10 +70,10 @@ def reduce_weights(args: AttentionArgs, reduction: Reduction, sizes: BlockSizes)
     structure = jax.tree.structure((reduction.rows, reduction.columns))
 
     def step(carry: dict, log_weights: Array, q_idx: Array, kv_idx: Array, *data: Array) -> dict[str, Array]:
-        own = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
-        row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in own)
-        found = reduction.values(log_weights, row, column)
-        return {name: _added(x, kinds[name], found[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
+        sides = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
+        row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in sides)
+        values = reduction.values(log_weights, row, column)
+        return {name: _added(x, kinds[name], values[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
 
     data = jax.tree.leaves((reduction.rows, reduction.columns))
     results = fold_blocks(args, step, init, reduction.lse, sizes, data)
@@ -127,8 +127,8 @@ def _fold(
     plan = plan_args(platform, args, size)
     rows, columns = plan.blocks.size
 
-    def one_head(q, k, v, head, own_plan, lse, *extra):
-        blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, own_plan)
+    def one_head(q, k, v, head, head_plan, lse, *extra):
+        blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, head_plan)
         block_lse = split_axis(lse.astype(blocked.arrays.q.dtype), 0, rows)
         block_lse = jnp.where(block_lse == -jnp.inf, 0.0, block_lse)  # a row that sees nothing: exp(-inf - 0) = 0
 
@@ -155,9 +155,9 @@ def _count_visible(platform: str, args: AttentionArgs, sizes: BlockSizes) -> Arr
     plan = plan_args(platform, args, sizes)
     rows, columns = plan.blocks.size
 
-    def one_head(q, k, v, head, own_plan):
+    def one_head(q, k, v, head, head_plan):
         no_features, head = jnp.zeros((k.shape[0], 0), k.dtype), dataclasses.replace(head, scale=1.0)
-        blocked = split_head(platform, q[:, :0], no_features, no_features, head, own_plan)
+        blocked = split_head(platform, q[:, :0], no_features, no_features, head, head_plan)
 
         def visit(counts, i, j, masked, if_listed):
             def compute():

@@ -320,13 +320,12 @@ def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
     return Dropout(rng, rate, broadcast)
 
 
-def make_lse(given: ArrayLike, args: AttentionArgs, one_sequence: bool) -> Array:
+def make_lse(lse: ArrayLike, args: AttentionArgs, one_sequence: bool) -> Array:
     """The argument ``lse`` as ``[B,T,N]``, checked, in the softmax's dtype."""
-    lse = jnp.asarray(_array("lse", given))
-    lse = lse[None] if one_sequence else lse
-    rows = args.query.shape[:3]
-    check_array("lse", lse, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)
-    return lse.astype(softmax_dtype(args.query))
+    array, rows = jnp.asarray(_array("lse", lse)), args.query.shape[:3]
+    array = array[None] if one_sequence else array
+    check_array("lse", array, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)
+    return array.astype(softmax_dtype(args.query))
 
 
 def make_sinks(sinks: ArrayLike, lse: Array) -> Array:

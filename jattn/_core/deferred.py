@@ -72,9 +72,9 @@ def jvp(fn: Callable | CustomRules, args: tuple, tangents: Sequence[Array | None
 def at_lowering(fn: Callable, *args: object) -> Any:
     """``fn(*args)``, which must return no arrays, with those of ``args`` traced as ``call`` traces them at lowering."""
     function, operands = _deferred_call(fn, args)
-    found = []
-    jax.eval_shape(lambda *operands: found.append(fn(*function.arguments(operands))), *operands)
-    return found[0]
+    results = []
+    jax.eval_shape(lambda *operands: results.append(fn(*function.arguments(operands))), *operands)
+    return results[0]
 
 
 def compiled(fn: Callable, *args: object) -> Any:

@@ -147,8 +147,8 @@ class Vjp(Jvp):
             _, pull = jax.vjp(self._function(platform, primals, others), *(primals[i] for i in others))
             pulled |= zip(others, pull(cotangents), strict=True)
         if by_rule and rules is not None and rules.vjp is not None and isinstance(self.of, DeferredCall):
-            given = dict(zip(self.kept, cotangents, strict=True))
-            every = [given.get(i) for i in range(rules.results)]
+            by_result = dict(zip(self.kept, cotangents, strict=True))
+            every = [by_result.get(i) for i in range(rules.results)]
             first = rules.vjp(platform, self.of.arguments(primals), every, by_rule)
             pulled |= {i: first[i] for i in by_rule}
         return [pulled[i] for i in self.at]

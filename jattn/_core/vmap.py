@@ -76,9 +76,9 @@ def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.
 
 def _takes_head(fn: Callable) -> bool:
     """Whether ``fn`` has a keyword-only argument ``head`` that is not yet bound."""
-    given = fn.keywords if isinstance(fn, functools.partial) else {}
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
     try:
-        return "head" not in given and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
+        return "head" not in bound and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
     except (KeyError, TypeError, ValueError):
         return False
 
@@ -135,8 +135,8 @@ def canonical(args: AttentionArgs) -> AttentionArgs:
         is_default = isinstance(scale, float) and head_dim > 0 and scale == head_dim**-0.5
         scale = None if is_default else jnp.asarray(scale, softmax_dtype(args.query))
     lengths = args.query.shape[1], args.key.shape[1]
-    own = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))
-    return convert_mods(own, args.query, lengths)
+    args = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))
+    return convert_mods(args, args.query, lengths)
 
 
 def over_args(
@@ -165,7 +165,7 @@ def over_args(
     arrays, axes = map_axes([*by_head, *by_sequence, *per_sequence])
 
     def one_sequence(batch, query, key, value, *arrays):
-        own_by_head, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
+        of_heads, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
 
         def with_options(q, k, v, index, bias, *arrays):
             options = Head(
@@ -184,7 +184,7 @@ def over_args(
             return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
 
         index = args.first_head + jnp.arange(args.query.shape[2])
-        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *own_by_head)
+        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *of_heads)
 
     batch = args.first_batch + jnp.arange(args.query.shape[0])
     value_axis = None if args.value is None else 0

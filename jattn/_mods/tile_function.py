@@ -77,8 +77,8 @@ class TileFunction:
         for number, axis in self.outside.items():
             positions = {HEAD: np.zeros((1, 1), np.int32), QUERY: q_positions, KEY: kv_positions}[axis]
             depends = self.axes[number]
-            own_batch = batch if "b" in depends or positions.shape[0] != 1 else batch[:1]
-            own_heads = heads if "h" in depends else heads[:1]
+            array_batch = batch if "b" in depends or positions.shape[0] != 1 else batch[:1]
+            array_heads = heads if "h" in depends else heads[:1]
 
             def value(b: Array, h: Array, index: Array, number: int = number) -> Array:
                 of_pair = dict(zip(self.arguments[-4:], (b, h, index, index), strict=True))
@@ -86,9 +86,9 @@ class TileFunction:
 
             of_index = jax.vmap(value, (None, None, 0))
             of_head = jax.vmap(of_index, (None, 0, None))
-            rows = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (own_batch.shape[0], positions.shape[1]))
+            rows = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (array_batch.shape[0], positions.shape[1]))
             with mod_semantics():
-                array = jax.vmap(of_head, (0, None, 0))(own_batch, own_heads, rows)
+                array = jax.vmap(of_head, (0, None, 0))(array_batch, array_heads, rows)
             results.append(array[..., 0] if axis == HEAD else array)
         return results
 
