@@ -189,7 +189,7 @@ def _inverse(row_sum: Array) -> Array:
 def accumulate(
     platform: str, args: AttentionArgs, row_max: Float[Array, "B T N"], sizes: BlockSizes
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
-    """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a canonical call, for any ``row_max``."""
+    """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a call, for any ``row_max``."""
     one_head, per_head = functools.partial(accumulate_head, platform), [jnp.moveaxis(row_max, 2, 1)]
     plan = plan_args(platform, args, sizes)
     return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
@@ -226,7 +226,7 @@ def accumulate_head(
 def gradients_of_qkv(
     platform: str, args: AttentionArgs, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
 ) -> tuple[Array, Array, Array]:
-    """The cotangents of query, key and value of a canonical call.
+    """The cotangents of query, key and value of a call.
 
     ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
     """

@@ -26,7 +26,7 @@ from jattn._core.attention import Head, row_maximum, softmax_dtype
 
 
 def forward(platform: str, args: AttentionArgs, sizes: BlockSizes) -> tuple[Array, Array, Array]:
-    """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call."""
+    """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call (``jattn._core.vmap.canonical``)."""
     plan = plan_args(platform, args, sizes, forward=True)
     if platform in all_heads.GPUS and plan.all_at_once and not args.sharded:
         return all_heads.forward(platform, args, plan.blocks)

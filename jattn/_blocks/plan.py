@@ -67,7 +67,7 @@ class HeadsPlan(NamedTuple):
 
 
 def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward: bool = False) -> HeadsPlan:
-    """The plan of a canonical call.
+    """The plan of a canonical call (``jattn._core.vmap.canonical``).
 
     On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
     the cache. If an axis may be sharded over devices, a loop over it would gather it; then vmap, with one table for

@@ -93,7 +93,7 @@ class AttentionArgs:
     first_head: Index = 0
     stack: Stack | None = None  # of exactly this key and value; a call with others has none
     precision: jax.lax.PrecisionLike = static_field(default=None)
-    sharded: bool = static_field(default=False)  # of a canonical call: whether its arrays may lie on several devices
+    sharded: bool = static_field(default=False)  # the arrays may lie on several devices; set by ``canonical``
 
     @property
     def score_scale(self) -> AnyArray | int | float:

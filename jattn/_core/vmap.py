@@ -125,10 +125,12 @@ def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
 
 
 def canonical(args: AttentionArgs) -> AttentionArgs:
-    """The call with its functions traced and its scale as an array, so that equal calls share one compilation.
+    """The *canonical call*: a checked call in the form in which equal calls are equal and share one compilation.
 
-    The default scale is None: kernels that have it built in need not multiply. It also says whether the arrays may be
-    ``sharded``, which types no longer show where the program is lowered.
+    Plain masks and score functions are expanded into traced ones, whose captured arrays are leaves, and the scale
+    becomes an array of the softmax's dtype. The default scale is dropped (None), because kernels that have it built in
+    need not multiply. ``sharded`` notes whether the arrays may lie on several devices, which types no longer show where
+    the program is lowered; batch axes and the rank of bias and mask arrays were already broadcast by ``make_args``.
     """
     scale, head_dim = args.scale, args.query.shape[-1]
     if scale is not None:
