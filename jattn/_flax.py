@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jattn._core.attention import softmax_dtype
 from jattn._mods.keywords import unknown_keyword
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
 from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
+
+# An ``attention_fn`` of Flax's modules: ``(query, key, value, **Flax's keywords) -> [..., T, N, D]``.
+AttentionFunction = Callable[Concatenate[Array, Array, Array, ...], Array]
 
 
 def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
@@ -115,7 +118,7 @@ def to_learn(mod: Any) -> dict[str, Any]:
 def with_learned(mod: Any, learned: Mapping[str, Any]) -> Any:
     """``mod`` with the arrays of ``to_learn`` replaced by their learned values."""
 
-    def put(path, leaf):
+    def put(path: tuple, leaf: Any) -> Any:
         return (
             functools.reduce(lambda place, name: place[name], _names(path), learned) if is_float_array(leaf) else leaf
         )
@@ -210,7 +213,7 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
     return key, value, written if mask is None else jnp.logical_and(mask, written), appended
 
 
-def refuse_extras(attention_fn: Callable, **extras: Any) -> None:
+def refuse_extras(attention_fn: AttentionFunction, **extras: Any) -> None:
     """Raises if options beyond Flax's keywords are given, which a custom ``attention_fn`` would not receive."""
     names = [name for name, value in extras.items() if value is not None]
     if names:

@@ -1,7 +1,6 @@
 """``dot_product_attention``: checks its input, chooses an implementation and calls it."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex, Unpack, overload
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn._blocks.backward import split_arrays
+from jattn._blocks.reduction import FoldStep
 from jattn._core import shard
 from jattn._core.arguments import (
     AttentionArgs,
@@ -206,7 +206,7 @@ def attention_weights(
 
 
 def fold_weights(
-    step: Callable[[Any, Array, Array, Array], Any],
+    step: FoldStep,
     init: Any,
     query: ArrayLike,
     key: ArrayLike,

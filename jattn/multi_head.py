@@ -353,7 +353,7 @@ def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
     if params["kernel"].shape[0] != x.shape[-1]:
         raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, as in the kernel, got {x.shape}")
 
-    def one_head(kernel):
+    def one_head(kernel: Array) -> Array:
         return jnp.matmul(x, kernel, precision=precision)
 
     projected = jax.vmap(one_head, in_axes=1, out_axes=-2)(params["kernel"])

@@ -20,6 +20,7 @@ MOST_RUNS = 2  # loops over rows of blocks; XLA keeps buffers for each, and comp
 Size = tuple[int, int]  # rows and columns of a block
 Piece = tuple[slice, slice]
 Run = tuple[Any, Any]  # the first of some rows, and the end
+Visit = Callable[[PyTree, Index, bool], PyTree]  # ``(state, j, masked) -> state``, as ``fold_row`` calls it
 Tables = tuple[AnyArray, AnyArray]  # ``any_visible`` and ``all_visible`` of ``jattn._blocks.block_mask``
 
 
@@ -189,7 +190,7 @@ def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
 
 
 def fold_row(
-    lists: tuple[BlockList, BlockList], i: Index, visit: Callable, state: PyTree, run: Run | None = None
+    lists: tuple[BlockList, BlockList], i: Index, visit: Visit, state: PyTree, run: Run | None = None
 ) -> PyTree:
     """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: the full ones, then the partial ones.
 

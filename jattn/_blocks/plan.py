@@ -6,7 +6,7 @@ share one table: a block is computed if any head sees it. If masks differ by seq
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, PyTree
@@ -36,7 +36,7 @@ class HeadsPlan(NamedTuple):
 
     def over_heads(
         self,
-        one_head: Callable,
+        one_head: Callable[Concatenate[Array, Array, Any, Head, BlockPlan, ...], PyTree],
         args: AttentionArgs,
         out_axes: PyTree[int],
         *,
@@ -50,7 +50,7 @@ class HeadsPlan(NamedTuple):
         """
         count = len(per_head)
 
-        def with_plan(q, k, v, head, *arrays):
+        def with_plan(q: Array, k: Array, v: Any, head: Head, *arrays: Any) -> PyTree:
             tables = {"any_visible": arrays[count], "all_visible": arrays[count + 1]}
             return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:count], *arrays[count + 2 :])
 

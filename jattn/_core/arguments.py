@@ -144,11 +144,12 @@ class AttentionArgs:
 
 @suggest_keywords
 def make_args(
-    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
-    key_value_seq_lengths=None, local_window_size=None, score_mod=None, query_positions=None, kv_positions=None,
-    dropout_rate=0.0, dropout_rng=None, broadcast_dropout=False, precision=None,
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: Any = None, is_causal: Any = False,
+    query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
+    score_mod: Any = None, query_positions: Any = None, kv_positions: Any = None, dropout_rate: Any = 0.0,
+    dropout_rng: Any = None, broadcast_dropout: Any = False, precision: jax.lax.PrecisionLike = None,
 ) -> AttentionArgs:  # fmt: skip
-    """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks."""
+    """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks. Takes anything."""
     query, key, value = _qkv(query, key, value)
     B, T, N, _ = query.shape
     S = key.shape[1]
@@ -199,7 +200,7 @@ def make_args(
     )
 
 
-def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
+def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
     arrays = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     arrays = {name: jnp.asarray(_array(name, x)) for name, x in arrays.items()}
     shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())

@@ -325,7 +325,7 @@ def _softmax(scores: Float[Array, "T S"]) -> tuple[Float[Array, "T S"], Float[Ar
 
 
 @_softmax.defjvp
-def _softmax_jvp(primals, tangents):
+def _softmax_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple, tuple]:
     # In terms of the weights, so that no second matrix is saved for the derivative.
     (scores,), (tangent,) = primals, tangents
     weights, log_row_sum = _softmax(scores)

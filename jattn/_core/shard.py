@@ -8,7 +8,7 @@ indices: each part knows its first sequence and head, and positions are data.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -31,6 +31,8 @@ AXES: Mapping[str, str] = {
     "query_positions": "bt",
     "kv_positions": "bs",
 }
+# What runs on each device's part of a call: ``(args, *arrays) -> pytree of arrays``.
+PartFunction = Callable[Concatenate[AttentionArgs, ...], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,7 @@ def axes_by_kind(
     return by_kind
 
 
-def on_each_device(fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
+def on_each_device(fn: PartFunction, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
     """``fn(args, *arrays)``, on each device's part if the query's type says that it is sharded.
 
     Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
@@ -258,7 +260,7 @@ def is_typed(x: Array) -> bool:
 
 
 def per_device(
-    fn: Callable,
+    fn: PartFunction,
     args: AttentionArgs,
     mesh_axes: MeshAxes,
     out_axes: PyTree[str],
@@ -310,8 +312,8 @@ def per_device(
 
 
 def map_shards(
-    fn: Callable, mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
-) -> Callable:
+    fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
     """``jax.shard_map`` of ``fn`` over the ``named`` axes, on both kinds of meshes, for arrays placed anywhere."""
     # Unnamed Auto axes are left to XLA, which may be partitioning over them.
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int
 
 from jattn._mods.arrays import calling, mod_semantics
+from jattn._mods.contracts import MaskFunction, ScoreMod
 from jattn._mods.jaxpr import bind_equation, evaluate
 from jattn._mods.pytree import known
 
@@ -122,7 +123,7 @@ class TileFunction:
         return needed
 
 
-def make_tile_function(mod: Callable, score_dtype: DTypeLike | None = None) -> TileFunction:
+def make_tile_function(mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | None = None) -> TileFunction:
     """``mod``, a mask, or a score function if ``score_dtype`` is given, traced for one pair.
 
     Raises ``NotElementwise`` if an operation on pairs is not among ``ELEMENTWISE``.
@@ -158,7 +159,7 @@ def make_tile_function(mod: Callable, score_dtype: DTypeLike | None = None) -> T
     return traced
 
 
-def reason_against(masks: Sequence[Callable], score_mod: Callable | None) -> str | None:
+def reason_against(masks: Sequence[MaskFunction], score_mod: ScoreMod | None) -> str | None:
     """Why a kernel cannot evaluate them, or None."""
     mods = [("mask", mask, None) for mask in masks]
     mods += [] if score_mod is None else [("score_mod", score_mod, jnp.float32)]
