@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jattn._core.attention import softmax_dtype
 from jattn._mods.keywords import unknown_keyword
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
 from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
+
+# An ``attention_fn`` of Flax's modules: ``(query, key, value, **Flax's keywords) -> [..., T, N, D]``.
+AttentionFunction = Callable[Concatenate[Array, Array, Array, ...], Array]
 
 
 def _restored(cache: KVCache, saved: dict[str, Any]) -> KVCache:
@@ -92,13 +95,13 @@ def own_options(module: Any) -> dict[str, Any]:
     return {name: getattr(module, name) for name in ("dropout_rate", "broadcast_dropout", "dtype", "precision")}
 
 
-def call_options(given: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
+def call_options(options: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
-    for name in given.keys() - known:
+    for name in options.keys() - known:
         meant = unknown_keyword(name, ["mask", "is_causal", *known])
         raise TypeError(f"{meant}; besides Flax's own, a call takes {', '.join(sorted(known))}")
-    return {**given, "score_mod": score_mod if given.get("score_mod") is None else given["score_mod"]}
+    return {**options, "score_mod": score_mod if options.get("score_mod") is None else options["score_mod"]}
 
 
 def to_learn(mod: Any) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def to_learn(mod: Any) -> dict[str, Any]:
 def with_learned(mod: Any, learned: Mapping[str, Any]) -> Any:
     """``mod`` with the arrays of ``to_learn`` replaced by their learned values."""
 
-    def put(path, leaf):
+    def put(path: tuple, leaf: Any) -> Any:
         return (
             functools.reduce(lambda place, name: place[name], _names(path), learned) if is_float_array(leaf) else leaf
         )
@@ -210,11 +213,11 @@ def decode_as_flax(cache: KVCache, key: Array, value: Array, mask: Any):
     return key, value, written if mask is None else jnp.logical_and(mask, written), appended
 
 
-def refuse_extras(attention_fn: Callable, **extras: Any) -> None:
+def refuse_extras(attention_fn: AttentionFunction, **extras: Any) -> None:
     """Raises if options beyond Flax's keywords are given, which a custom ``attention_fn`` would not receive."""
-    given = [name for name, value in extras.items() if value is not None]
-    if given:
+    names = [name for name, value in extras.items() if value is not None]
+    if names:
         raise ValueError(
-            f"{', '.join(given)}: only for jattn's own attention_fn, but this module calls "
+            f"{', '.join(names)}: only for jattn's own attention_fn, but this module calls "
             f"{getattr(attention_fn, '__name__', attention_fn)!r}, which gets Flax's keywords"
         )

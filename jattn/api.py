@@ -1,7 +1,6 @@
 """``dot_product_attention``: checks its input, chooses an implementation and calls it."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, SupportsIndex, Unpack, overload
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from jattn._blocks.backward import split_arrays
+from jattn._blocks.reduction import FoldStep
 from jattn._core import shard
 from jattn._core.arguments import (
     AttentionArgs,
@@ -206,7 +206,7 @@ def attention_weights(
 
 
 def fold_weights(
-    step: Callable[[Any, Array, Array, Array], Any],
+    step: FoldStep,
     init: Any,
     query: ArrayLike,
     key: ArrayLike,
@@ -268,8 +268,8 @@ def fold_weights(
     leaves, structure = jax.tree.flatten(init)
 
     def fold(args: AttentionArgs, *data: Array) -> Any:  # on a mesh, what is sharded must be an argument
-        start, given = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
-        return (implementation or Blockwise()).fold_weights(args, step_on_logs, start, given[0] if given else None)
+        start, rest = structure.unflatten(data[: len(leaves)]), data[len(leaves) :]
+        return (implementation or Blockwise()).fold_weights(args, step_on_logs, start, rest[0] if rest else None)
 
     extra = [*((leaf, "") for leaf in leaves), *([] if lse is None else [(lse, "btn")])]
     carries = shard.on_each_device(fold, args, jax.tree.map(lambda x: "bn", init), *extra)

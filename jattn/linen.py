@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dot_product_attention as flaxs_attention
 from flax.linen import dot_product_attention_weights as flaxs_weights
+from flax.typing import DotGeneralT, Initializer
 from jaxtyping import Array, ArrayLike
 
 from jattn._core import shard
 from jattn._core.attention import softmax_dtype
 from jattn._flax import (
+    AttentionFunction,
     attend_as_flax,
     call_options,
     choose_deterministic,
@@ -41,6 +43,7 @@ __all__ = [
     "dot_product_attention",
     "dot_product_attention_weights",
 ]
+Einsum = Callable[..., Array]
 
 
 def dot_product_attention(
@@ -114,7 +117,7 @@ def dot_product_attention(
     return z
 
 
-def _only_flaxs(attention_fn: Callable, mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
+def _only_flaxs(attention_fn: Callable[..., Array], mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
     """Raises where custom products, which Flax's own function computes, come with more than its arguments."""
     if is_causal or callable(mask):
         raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
@@ -208,21 +211,21 @@ class MultiHeadDotProductAttention(nn.Module):
     dropout_rate: float = 0.0
     deterministic: bool | None = None
     precision: Any = None
-    kernel_init: Callable = nn.initializers.lecun_normal()
-    out_kernel_init: Callable | None = None
-    bias_init: Callable = nn.initializers.zeros_init()
-    out_bias_init: Callable | None = None
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    out_bias_init: Initializer | None = None
     use_bias: bool = True
-    attention_fn: Callable[..., Array] = dot_product_attention
+    attention_fn: AttentionFunction = dot_product_attention
     decode: bool = False
     normalize_qk: bool = False
     force_fp32_for_softmax: bool = False
-    qkv_dot_general: Callable | None = None
-    out_dot_general: Callable | None = None
+    qkv_dot_general: DotGeneralT | None = None
+    out_dot_general: DotGeneralT | None = None
     qkv_dot_general_cls: Any = None
     out_dot_general_cls: Any = None
-    qk_attn_weights_einsum_cls: Callable | None = None
-    attn_weights_value_einsum_cls: Callable | None = None
+    qk_attn_weights_einsum_cls: Callable[..., Einsum] | None = None
+    attn_weights_value_einsum_cls: Callable[..., Einsum] | None = None
     num_kv_heads: int | None = None
     value_dim: int | None = None
     position: Callable[[Array, Array], Array] | None = None
@@ -283,30 +286,30 @@ class MultiHeadDotProductAttention(nn.Module):
             **call_options(options, self._own_score_mod()),
         }
         cache = extras.get("cache")
-        own, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
+        module_cache, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
         keywords = self._keywords(deterministic, dropout_rng) | {"mask": mask}
         einsums = self._einsums()
         new_cache = None
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
-            if own is not None:
-                extras["cache"], is_causal = own, is_causal or not callable(mask)
+            if module_cache is not None:
+                extras["cache"], is_causal = module_cache, is_causal or not callable(mask)
             requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
             results = attend_as_flax(query, key, value, is_causal=is_causal, **requested, **keywords, **extras)
             z, intermediates, new_cache = split_results(results, **requested, force_fp32=self.force_fp32_for_softmax)
             for name, intermediate in intermediates.items():
                 self.sow("intermediates", name, intermediate)
         else:
-            asked = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, is_causal=is_causal or None, **asked, **extras)
-            if own is not None:
-                key, value, keywords["mask"], new_cache = decode_as_flax(own, key, value, mask)
+            sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, is_causal=is_causal or None, **sow_options, **extras)
+            if module_cache is not None:
+                key, value, keywords["mask"], new_cache = decode_as_flax(module_cache, key, value, mask)
             keywords |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
             known = inspect.signature(self.attention_fn).parameters
             keywords = {name: option for name, option in keywords.items() if name in known}
             if sow_weights:
                 keywords["module"] = self
             z = self.attention_fn(query, key, value, **keywords)
-        if keep is not None:
+        if keep is not None and new_cache is not None:
             keep(new_cache)
         y = self._project_out(z, self.out_features or inputs_q.shape[-1])
         return y if cache is None else (y, new_cache)
@@ -339,7 +342,7 @@ class MultiHeadDotProductAttention(nn.Module):
         value = dense("value", num_kv_heads, value_dim)(inputs_v)
         norm = choose_norm(self.normalize_qk, self.qk_norm)
         if norm is not None:
-            kind: Callable = nn.RMSNorm if norm == "rms" else nn.LayerNorm
+            kind: Callable[..., nn.Module] = nn.RMSNorm if norm == "rms" else nn.LayerNorm
             options: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
             options |= {} if norm == "rms" else {"use_bias": False}
             query, key = kind(name="query_ln", **options)(query), kind(name="key_ln", **options)(key)
@@ -383,7 +386,7 @@ class MultiHeadDotProductAttention(nn.Module):
         return self.param("sinks", nn.initializers.zeros_init(), (self.num_heads,), self.param_dtype)
 
     @nn.nowrap
-    def _einsums(self) -> dict[str, Callable | None]:
+    def _einsums(self) -> dict[str, Einsum | None]:
         """The custom products, by their names in ``attention_fn``; None where the module has no class for one."""
         qk, weights_value = self.qk_attn_weights_einsum_cls, self.attn_weights_value_einsum_cls
         return {
@@ -392,7 +395,7 @@ class MultiHeadDotProductAttention(nn.Module):
         }
 
     @nn.nowrap
-    def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable | None]:
+    def _own_cache(self, key: Array, value: Array) -> tuple[KVCache | None, Callable[[KVCache], None] | None]:
         """Flax's collection ``cache``, and a function that updates it. None in the call that creates the
         collection, whose input has the cache's maximum length.
         """
@@ -475,11 +478,5 @@ class SelfAttention(MultiHeadDotProductAttention):
             DeprecationWarning,
             stacklevel=2,
         )
-        return super().__call__(
-            inputs_q,
-            mask=mask,
-            deterministic=deterministic,
-            dropout_rng=dropout_rng,
-            sow_weights=sow_weights,
-            **options,
-        )
+        dropout: dict[str, Any] = {"deterministic": deterministic, "dropout_rng": dropout_rng}
+        return super().__call__(inputs_q, mask=mask, sow_weights=sow_weights, **dropout, **options)

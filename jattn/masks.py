@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn._mods.arrays import namespace
+from jattn._mods.arrays import AnyArray, Bools, Index, Length, namespace
 from jattn._mods.check_bounds import check_bounds
+from jattn._mods.contracts import MaskFunction
 from jattn._mods.lookup import count_pairs, look_up, look_up_row, range_in_row, shared
-from jattn._mods.mask import And, Indices, Interval, Mask, MaskFunction, Not, Or, and_masks, bounds, interval, or_masks
+from jattn._mods.mask import And, Bounds, Indices, Interval, Mask, Not, Or, and_masks, bounds, interval, or_masks
 from jattn._mods.pytree import pytree_dataclass
 from jattn._mods.validation import (
     LARGEST,
@@ -52,10 +53,10 @@ class Causal(Mask):
          [1 1 1 1]]
     """
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         return kv_idx <= q_idx
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         return kv_min <= q_max, kv_max <= q_min
 
     def interval(self, b: Indices, h: Indices, q_idx: Indices) -> Interval:
@@ -88,11 +89,11 @@ class SlidingWindow(Mask):
         check_number(self.left, "masks.SlidingWindow", "left")
         check_number(self.right, "masks.SlidingWindow", "right")
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         left, right = self._sides()
         return at_least(kv_idx, q_idx, -left) & at_most(kv_idx, q_idx, right)
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         left, right = self._sides()
         any_visible = at_least(kv_max, q_min, -left) & at_most(kv_min, q_max, right)
         return any_visible, at_least(kv_min, q_max, -left) & at_most(kv_max, q_min, right)
@@ -130,10 +131,10 @@ class Prefix(Mask):
     def __post_init__(self):
         check_number(self.length, "masks.Prefix", "length")
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         return kv_idx < number(self.length)
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         length = number(self.length)
         return kv_min < length, kv_max < length
 
@@ -163,14 +164,14 @@ class Padding(Mask):
         check_table(self.lengths, "masks.Padding", "lengths", ranks=(1,), kind="i")
         object.__setattr__(self, "lengths", to_int32("masks.Padding: lengths", self.lengths))
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         check_sizes(self.lengths, "masks.Padding", "lengths", B=B)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         length, known = self._length(b)
         return (kv_idx < length) & known
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         length, known = self._length(b)
         return (kv_min < length) & known, (kv_max < length) & known
 
@@ -179,7 +180,7 @@ class Padding(Mask):
         xp = namespace(length, known)
         return LEAST, xp.where(known, xp.maximum(length, LEAST + 1), LEAST + 1) - 1
 
-    def _length(self, b):
+    def _length(self, b: Index) -> tuple[AnyArray, Bools]:
         return (self.lengths[0], np.True_) if self.lengths.shape[0] == 1 else look_up(self.lengths, b)
 
 
@@ -213,7 +214,7 @@ class Segments(Mask):
             if isinstance(ids, np.ndarray):  # JAX would truncate these to 32 bits, and different ids could become equal
                 object.__setattr__(self, name, to_int32(f"masks.Segments: {name}", ids))
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         common = np.promote_types(self.query_ids.dtype, self._key_ids().dtype)
         if common.kind == "f" or (common.itemsize > 4 and not jax.config.jax_enable_x64):
             raise TypeError(
@@ -225,26 +226,26 @@ class Segments(Mask):
         hint = "" if self.kv_ids is not None else "; keys of another length than the queries need kv_ids"
         check_sizes(self._key_ids(), "masks.Segments", "query_ids" if hint else "kv_ids", hint, B=B, S=S)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         query_id, query_inside = self._query_ids_at(b, q_idx)
         kv_id, kv_inside = self._key_ids_at(b, kv_idx)
         return (query_id == kv_id) & query_inside & kv_inside
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         q_low, q_high, q_all = range_in_row(self.query_ids, b, q_min, q_max)
         kv_low, kv_high, kv_all = range_in_row(self._key_ids(), b, kv_min, kv_max)
         any_visible = (q_low <= kv_high) & (kv_low <= q_high)
         same_id = (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
         return any_visible, same_id & q_all & kv_all
 
-    def _query_ids_at(self, b, q_idx):
+    def _query_ids_at(self, b: Index, q_idx: Index) -> tuple[AnyArray, Bools]:
         """The ids of queries, and whether they lie in the table."""
         return look_up_row(self.query_ids, b, q_idx)
 
-    def _key_ids_at(self, b, kv_idx):
+    def _key_ids_at(self, b: Index, kv_idx: Index) -> tuple[AnyArray, Bools]:
         return look_up_row(self._key_ids(), b, kv_idx)
 
-    def _key_ids(self):
+    def _key_ids(self) -> AnyArray:
         return self.query_ids if self.kv_ids is None else self.kv_ids
 
 
@@ -272,19 +273,19 @@ class Dense(Mask):
     def __post_init__(self):
         check_table(self.array, "masks.Dense", "array", ranks=(2, 3, 4), kind="b")
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         check_sizes(self.array, "masks.Dense", "array", shared="BNTS", B=B, N=N, T=T, S=S)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         table = self._table()
         q_idx = q_idx if table.shape[2] != 1 else q_idx * 0
         kv_idx = kv_idx if table.shape[3] != 1 else kv_idx * 0
         value, inside = look_up(table, *shared(table, b, h), q_idx, kv_idx)
         return value & inside
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         visible, pairs, inside = count_pairs(self._table(), b, h, q_min, q_max, kv_min, kv_max)
         return visible > 0, (visible == pairs) & inside
 
-    def _table(self):
+    def _table(self) -> AnyArray:
         return self.array[(None,) * (4 - self.array.ndim)]

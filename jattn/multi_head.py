@@ -127,31 +127,31 @@ def attend_heads(
     if cache is not None and cache.sharding is not None and (implementation is None or isinstance(implementation, str)):
         implementation = for_cache(cache.sharding, implementation)
     lead = query.shape[:-3]
-    given: dict[str, Any] = {"bias": bias, "mask": mask, "implementation": implementation, **options}
+    arguments: dict[str, Any] = {"bias": bias, "mask": mask, "implementation": implementation, **options}
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax
         query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         for name in ("query_positions", "kv_positions"):
-            given[name] = _one_batch_axis(given.get(name), lead, 1)
+            arguments[name] = _one_batch_axis(arguments.get(name), lead, 1)
         for name in ("mask", "bias"):
-            given[name] = _one_batch_axis(given[name], lead, 3)
+            arguments[name] = _one_batch_axis(arguments[name], lead, 3)
         valid = _one_batch_axis(valid, lead, 1)
-    query, key, value, cache = _with_positions_and_cache(query, key, value, position, cache, valid, given)
+    query, key, value, cache = _with_positions_and_cache(query, key, value, position, cache, valid, arguments)
     if frozen is not None:
         query, key = replace_both(frozen, query, key, lead)
     pattern = each_key = None  # a gate, and query and key; a gate, and keys
     if patch is not None:
         (query, key, value), pattern, each_key = patched(patch, {"query": query, "key": key, "value": value}, lead)
-    kernel = given["implementation"]
-    own = frozen is None and patch is None and (kernel is None or isinstance(kernel, str))
-    if own and cache is not None and (stack := stack_of(cache, key)) is not None:
-        z, lse = attend_in_stack(query, key, value, stack, **given)
+    kernel = arguments["implementation"]
+    reads_stack = frozen is None and patch is None and (kernel is None or isinstance(kernel, str))
+    if reads_stack and cache is not None and (stack := stack_of(cache, key)) is not None:
+        z, lse = attend_in_stack(query, key, value, stack, **arguments)
     else:
-        z, lse = dot_product_attention(query, key, value, return_residual=True, **given)
+        z, lse = dot_product_attention(query, key, value, return_residual=True, **arguments)
     if each_key is not None:
-        z = replace_each(query, key, value, z, lse, *each_key, **given)
+        z = replace_each(query, key, value, z, lse, *each_key, **arguments)
     if pattern is not None:
         gate, (other_query, other_key) = pattern
-        other = dot_product_attention(other_query, other_key, value, **given)
+        other = dot_product_attention(other_query, other_key, value, **arguments)
         z = through_gate(z, gate, other, z.shape[:-3])
     if head_gate is not None:
         z = through_gate(z, expand_gate(head_gate, z, lead), head_fill, lead)
@@ -159,7 +159,7 @@ def attend_heads(
         raise ValueError("head_fill without head_gate: the gate selects the heads to fill")
     z = z if cache is None else nan_if_overflowed(cache, z)
     heads = {"query": query, "key": key, "value": value, "lse": lse, "z": z}
-    extras = _extras(heads, pattern, lead, given, return_weights, return_statistics, return_heads)
+    extras = _extras(heads, pattern, lead, arguments, return_weights, return_statistics, return_heads)
     results = [z.reshape(*lead, *z.shape[-3:]), *extras, *([] if cache is None else [cache])]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -171,14 +171,14 @@ def _with_positions_and_cache(
     position: Callable[[Array, Array], Array] | None,
     cache: KVCache | None,
     valid: ArrayLike | None,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> tuple[Array, Array, Array, KVCache | None]:
     """Query, key, value and cache with ``position`` applied and the chunk appended to the cache.
 
-    Updates the options ``given`` to ``dot_product_attention``: its positions, and what of the cache is visible.
+    Updates the ``arguments`` of ``dot_product_attention``: its positions, and what of the cache is visible.
     """
-    implementation = given["implementation"]
-    query_positions, kv_positions = given.get("query_positions"), given.get("kv_positions")
+    implementation = arguments["implementation"]
+    query_positions, kv_positions = arguments.get("query_positions"), arguments.get("kv_positions")
     slots_of = implementation.slots if isinstance(implementation, ReducesWeights) else lambda length: None
     if slots_of(query.shape[1]) is not None:  # slots are not in the tokens' order: positions default to the tokens'
         if cache is not None:
@@ -193,12 +193,13 @@ def _with_positions_and_cache(
         query = position(query, _or_arange(query_positions, query))
         key = position(key, _or_arange(kv_positions, key))
     if cache is None:
-        given |= {"query_positions": query_positions, "kv_positions": kv_positions}
+        arguments |= {"query_positions": query_positions, "kv_positions": kv_positions}
         return query, key, value, None
     in_a_ring = isinstance(implementation, OverMesh) and "length" in implementation.kinds
     appended = append_chunk(cache, key, value, valid, sharded=in_a_ring)
-    key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, given["mask"], given["bias"])
-    given |= {"query_positions": chunk_positions, "kv_positions": None} | visibility
+    mask, bias = arguments["mask"], arguments["bias"]
+    key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, mask, bias)
+    arguments |= {"query_positions": chunk_positions, "kv_positions": None} | visibility
     return *common_dtype(query, key, value, None), appended
 
 
@@ -352,7 +353,7 @@ def project(params: dict[str, Array], x: Array, precision: Any = None) -> Array:
     if params["kernel"].shape[0] != x.shape[-1]:
         raise ValueError(f"the input's last axis must be {params['kernel'].shape[0]}, as in the kernel, got {x.shape}")
 
-    def one_head(kernel):
+    def one_head(kernel: Array) -> Array:
         return jnp.matmul(x, kernel, precision=precision)
 
     projected = jax.vmap(one_head, in_axes=1, out_axes=-2)(params["kernel"])

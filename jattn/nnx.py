@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
+from flax.typing import DotGeneralT, Initializer
 from jaxtyping import Array, ArrayLike
 
 from jattn._core import shard
 from jattn._flax import (
+    AttentionFunction,
     attend_as_flax,
     call_options,
     choose_deterministic,
@@ -36,6 +38,7 @@ from jattn.score_mods import ScoreMod
 __all__ = ["MultiHeadAttention", "dot_product_attention", "dot_product_attention_weights"]
 
 Metadata = Mapping[str, Any]
+PromoteDtype = Callable[..., Any]  # Flax's ``(arrays, *, dtype) -> arrays of one dtype``
 NOTHING: Metadata = MappingProxyType({})
 
 
@@ -52,7 +55,7 @@ def dot_product_attention(
     dtype: Any = None,
     precision: Any = None,
     module: nnx.Module | None = None,
-    promote_dtype: Callable = dtypes.promote_dtype,
+    promote_dtype: PromoteDtype = dtypes.promote_dtype,
     is_causal: bool = False,
     sow_heads: bool = False,
     **extras: Any,
@@ -109,7 +112,7 @@ def dot_product_attention_weights(
     dtype: Any = None,
     precision: Any = None,
     module: nnx.Module | None = None,
-    promote_dtype: Callable = dtypes.promote_dtype,
+    promote_dtype: PromoteDtype = dtypes.promote_dtype,
     is_causal: bool = False,
     **extras: Any,
 ) -> Array:
@@ -190,19 +193,19 @@ class MultiHeadAttention(nnx.Module):
         dropout_rate: float = 0.0,
         deterministic: bool | None = None,
         precision: Any = None,
-        kernel_init: Callable = nnx.initializers.lecun_normal(),
-        out_kernel_init: Callable | None = None,
-        bias_init: Callable = nnx.initializers.zeros_init(),
-        out_bias_init: Callable | None = None,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = nnx.initializers.zeros_init(),
+        out_bias_init: Initializer | None = None,
         use_bias: bool = True,
-        attention_fn: Callable[..., Array] = dot_product_attention,
+        attention_fn: AttentionFunction = dot_product_attention,
         decode: bool | None = None,
         normalize_qk: bool = False,
-        qkv_promote_dtype: Callable = dtypes.promote_dtype,
-        out_promote_dtype: Callable = dtypes.promote_dtype,
-        ln_promote_dtype: Callable = dtypes.promote_dtype,
-        qkv_dot_general: Callable | None = None,
-        out_dot_general: Callable | None = None,
+        qkv_promote_dtype: PromoteDtype = dtypes.promote_dtype,
+        out_promote_dtype: PromoteDtype = dtypes.promote_dtype,
+        ln_promote_dtype: PromoteDtype = dtypes.promote_dtype,
+        qkv_dot_general: DotGeneralT | None = None,
+        out_dot_general: DotGeneralT | None = None,
         qkv_dot_general_cls: Any = None,
         out_dot_general_cls: Any = None,
         rngs: nnx.Rngs,
@@ -243,7 +246,7 @@ class MultiHeadAttention(nnx.Module):
         self.normalize_qk = norm is not None
         self.query_ln = self.key_ln = nnx.data(None)
         if norm is not None:
-            kind: Callable = nnx.RMSNorm if norm == "rms" else nnx.LayerNorm
+            kind: Callable[..., nnx.Module] = nnx.RMSNorm if norm == "rms" else nnx.LayerNorm
             options: dict[str, Any] = (
                 shared | {"promote_dtype": ln_promote_dtype} | ({} if norm == "rms" else {"use_bias": False})
             )
@@ -324,27 +327,27 @@ class MultiHeadAttention(nnx.Module):
         }
         cache = extras.get("cache")
         decode = (self.decode if decode is None else decode) and cache is None
-        own = self._own_cache(key) if decode else None
+        module_cache = self._own_cache(key) if decode else None
         keywords = self._keywords(deterministic, rngs) | {"mask": mask, "is_causal": is_causal}
         if input_positions is not None:
             keywords["input_positions"] = input_positions
         new_cache = None
         if self.attention_fn is dot_product_attention:
-            if own is not None:
-                extras["cache"], keywords["is_causal"] = own, is_causal or not callable(mask)
+            if module_cache is not None:
+                extras["cache"], keywords["is_causal"] = module_cache, is_causal or not callable(mask)
             requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
             results = attend_as_flax(query, key, value, **requested, **keywords, **extras)
             z, intermediates, new_cache = split_results(results, **requested)
             for name, intermediate in intermediates.items():
                 self.sow(nnx.Intermediate, name, intermediate)
         else:
-            asked = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, **asked, **extras)
-            if own is not None:
+            sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
+            refuse_extras(self.attention_fn, **sow_options, **extras)
+            if module_cache is not None:
                 keywords["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
-                key, value, keywords["mask"], new_cache = decode_as_flax(own, key, value, mask)
+                key, value, keywords["mask"], new_cache = decode_as_flax(module_cache, key, value, mask)
             z = self.attention_fn(query, key, value, module=self if sow_weights else None, **keywords)
-        if own is not None and new_cache is not None:
+        if module_cache is not None and new_cache is not None:
             self._keep(new_cache)
         y = self.out(z, out_sharding=out_sharding)
         return y if cache is None else (y, new_cache)

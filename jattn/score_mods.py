@@ -8,7 +8,6 @@ Every array that it holds or captures is differentiated.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,13 +15,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jattn._mods.arrays import AnyArray, Index, Length
+from jattn._mods.contracts import ScoreMod
 from jattn._mods.pytree import as_part, pytree_dataclass, static_field
 from jattn._mods.validation import LARGEST, check_fits, to_int32
 
 __all__ = ["Alibi", "RelativeBias", "ScoreMod", "SoftCap", "Then", "alibi_slopes", "then"]
-
-#: The type of a score function: ``(score, b, h, q_idx, kv_idx) -> score``, elementwise on arrays that broadcast.
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -69,11 +66,11 @@ class Alibi:
     def __post_init__(self):
         _check_float_table("Alibi", "slopes", self.slopes, "[N]", rank=1)
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` unless there are N slopes."""
         _check_heads("Alibi", "slopes", self.slopes, "[N]", N)
 
-    def __call__(self, score, b, h, q_idx, kv_idx):
+    def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> AnyArray:
         slopes = jnp.asarray(self.slopes)
         dtype = jnp.promote_types(slopes.dtype, jnp.float32)
         # In two halves, whose differences are exact in float, even if the positions' difference overflows int32.
@@ -119,16 +116,16 @@ class RelativeBias:
                 f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
             )
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` unless the table has N columns."""
         _check_heads("RelativeBias", "table", self.table, "[num_buckets, N]", N)
 
-    def __call__(self, score, b, h, q_idx, kv_idx):
+    def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> AnyArray:
         # The head's column first: under vmap over heads its look-up then gathers rows of all heads, and its transpose,
         # the table's gradient, adds up rows.
         return score + jnp.asarray(self.table)[:, h][self.bucket(_offset(q_idx, kv_idx))]
 
-    def bucket(self, offset):
+    def bucket(self, offset: AnyArray) -> AnyArray:
         """The bucket of each ``offset = kv - q``, integers of offset's shape."""
         buckets, first = self.table.shape[0], 0
         if self.bidirectional:
@@ -170,7 +167,7 @@ class SoftCap:
         if isinstance(cap, int | float | np.generic | np.ndarray) and not np.greater(cap, 0):
             raise ValueError(f"score_mods.SoftCap: cap must be positive, got {cap}")
 
-    def __call__(self, score, b, h, q_idx, kv_idx):
+    def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> AnyArray:
         return self.cap * jnp.tanh(score / self.cap)
 
 
@@ -192,12 +189,12 @@ class Then:
         for name in ("first", "second"):
             object.__setattr__(self, name, as_part(getattr(self, name)))
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises what the ``check`` of either raises."""
         check_fits(self.first, B, N, T, S)
         check_fits(self.second, B, N, T, S)
 
-    def __call__(self, score, b, h, q_idx, kv_idx):
+    def __call__(self, score: AnyArray, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Any:
         return self.second(self.first(score, b, h, q_idx, kv_idx), b, h, q_idx, kv_idx)
 
 

@@ -72,7 +72,7 @@ def marks() -> dict[str, str]:
 
 
 def _parameters(value: Any) -> str:
-    if not (inspect.isclass(value) or inspect.isroutine(value)):
+    if not (inspect.isclass(value) or inspect.isroutine(value)) or getattr(value, "_is_protocol", False):
         return ""
     function = value
     if inspect.isclass(value):  # whose own signature a metaclass may hide

@@ -8,17 +8,18 @@ launches, or a copy, unless XLA fuses it with another.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Concatenate
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jattn._blocks.block import Block, BlockedHead, BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
 from jattn._blocks.block_lists import BlockList, Run, block_lists, fold_row, runs_of_rows, split_axis
 from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import row_maximum, softmax_dtype
+from jattn._core.attention import Head, row_maximum, softmax_dtype
 from jattn._core.vmap import over_args
 from jattn._mods.arrays import Index
 
@@ -39,10 +40,10 @@ def forward(
     blocks, B, _, N, _ = queries.shape
     dtype, lead = softmax_dtype(args.query), (B, N, rows)
 
-    def row_of_blocks(run, i, results):
+    def row_of_blocks(run: Run, i: Index, results: tuple[Array, ...]) -> tuple[Array, ...]:
         q = queries[i]
 
-        def visit(state, j, masked):
+        def visit(state: tuple, j: Index, masked: bool) -> tuple:
             add = functools.partial(_add_to_softmax, masked)
             return call.of_heads(add, 0, q, keys[j], values[j], state, i, j, masked)
 
@@ -51,8 +52,8 @@ def forward(
         acc, row_max, row_sum = fold_row(lists, i, visit, state, run)
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
         out = (acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]).astype(args.value.dtype)
-        found = (jnp.moveaxis(x, 1, 2) for x in (out, row_max, row_sum))
-        return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, found, strict=True))
+        of_row = (jnp.moveaxis(x, 1, 2) for x in (out, row_max, row_sum))
+        return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, of_row, strict=True))
 
     by_row = jnp.zeros((blocks, B, rows, N), dtype)
     results = jnp.zeros((*by_row.shape, values.shape[-1]), args.value.dtype), by_row, by_row
@@ -89,14 +90,14 @@ def gradients(
     keys, values = (_parts(x, columns) for x in (args.key, args.value))
     lists = block_lists(plan.any_visible[0], plan.all_visible[0])
 
-    def row_of_blocks(run, i, results):
+    def row_of_blocks(run: Run, i: Index, results: tuple[Array, ...]) -> tuple[Array, ...]:
         q, row_max, *cotangents = (x[i] for x in by_row)
 
         def softmax_sums(blocked: BlockedHead, block: Block, row_max: Array, masked: bool) -> tuple[Array, Array]:
             scores, v = blocked.scores(block, 0, 0, masked)
             return blocked.softmax_sums(scores, v, row_max, 0, 0)
 
-        def visit(state, j, masked):
+        def visit(state: tuple, j: Index, masked: bool) -> tuple:
             d_q, d_k, d_v = state
             one_head, per_head = functools.partial(softmax_sums, masked=masked), [jnp.moveaxis(row_max, 2, 1)]
             # In the softmax's dtype, so that the blocks' gradients are added up in it.
@@ -114,8 +115,8 @@ def gradients(
     zeros = (jnp.moveaxis(jnp.zeros(x.shape, dtype), 2, 3) for x in (keys, values))
     results = _over_rows(row_of_blocks, _runs(platform, lists), (jnp.zeros_like(by_row[0]), *zeros))
     results = results[0], *(jnp.moveaxis(x, 2, 3) for x in results[1:])
-    found = zip(results, (args.query, args.key, args.value), strict=True)
-    d_query, d_key, d_value = (_join(x, like).astype(like.dtype) for x, like in found)
+    qkv = args.query, args.key, args.value
+    d_query, d_key, d_value = (_join(x, like).astype(like.dtype) for x, like in zip(results, qkv, strict=True))
     return d_query, d_key, d_value
 
 
@@ -124,7 +125,7 @@ def _runs(platform: str, lists: tuple[BlockList, BlockList]) -> list[Run]:
     return runs_of_rows(lists) if platform in GPUS else [(0, lists[0].starts.shape[0] - 1)]
 
 
-def _over_rows(row_of_blocks: Callable, runs: Sequence[Run], results: tuple[Array, ...]) -> tuple[Array, ...]:
+def _over_rows(row_of_blocks: Callable[[Run, Index, tuple], tuple], runs: Sequence[Run], results: tuple) -> tuple:
     """``results = row_of_blocks(run, i, results)`` for every row of blocks."""
     for run in runs:
         results = lax.fori_loop(*run, functools.partial(row_of_blocks, run), results)
@@ -143,7 +144,7 @@ class _BlockedCall:
 
     def of_heads(
         self,
-        fn: Callable,
+        fn: Callable[Concatenate[BlockedHead, Block, ...], PyTree],
         out_axes: int,
         q: Array,
         k: Array,
@@ -158,13 +159,13 @@ class _BlockedCall:
         ``out_axes``, ``per_head``: as in ``over_args``.
         """
 
-        def one_head(q, k, v, head, *own):
+        def one_head(q: Array, k: Array, v: Array, head: Head, *arrays: Array) -> PyTree:
             visible, full = np.ones((1, 1), bool), np.full((1, 1), not masked)
             one_block = BlockPlan(self.plan.size, visible, full, self.plan.all_seen)
             blocked = split_head(self.platform, q, k, v, head, one_block, differentiated=False)
             # Not taken from blocked: of arrays with an axis for the one block, XLA for GPU transposes copies.
             q, k, v = (x.astype(blocked.dtype) for x in (q, k.swapaxes(0, 1), v.swapaxes(0, 1)))
-            return fn(blocked, Block(q, k, v, blocked.arrays.bias), *own)
+            return fn(blocked, Block(q, k, v, blocked.arrays.bias), *arrays)
 
         block = dataclasses.replace(self._block(i, j, masked), query=q, key=k, value=v)
         return over_args(one_head, block, out_axes, per_head=per_head)

@@ -22,26 +22,27 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jattn._blocks.all_heads import gradients
 from jattn._blocks.block import BlockPlan, split_head
-from jattn._blocks.block_lists import split_axis
-from jattn._blocks.online_softmax import join_rows, log_sum_exp, scan_blocks
+from jattn._blocks.block_lists import Piece, split_axis
+from jattn._blocks.online_softmax import IfListed, join_rows, log_sum_exp, scan_blocks
 from jattn._blocks.plan import BlockSizes, plan_args
 from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import NAMES, Head, softmax_dtype
+from jattn._core.operation import ReverseRule
 
 # ``out``, ``row_max`` and ``row_sum`` of one head or of many, as in ``online_softmax``.
 Results = tuple[Float[Array, "*axes D"], Float[Array, "*rows"], Float[Array, "*rows"]]
 
 
 def differentiable(
-    forward: Callable,
-    accumulate: Callable,
+    forward: deferred.Function,
+    accumulate: deferred.Function,
     args: PyTree,
     *static: Hashable,
-    backward: Callable | None = None,
+    backward: ReverseRule | None = None,
     count: int | None = 3,
     alone: bool = False,
-    lse: Callable | None = None,
+    lse: deferred.Function | None = None,
 ) -> tuple[Array, Array]:
     """``(out, lse)`` of one head or of many, with the rule at the top of this file.
 
@@ -55,7 +56,7 @@ def differentiable(
             reverse derivative, written by hand, where nothing but the first ``count`` arrays is differentiated, or also
             there if ``not alone``; None: all arrays. ``results``: what ``forward`` returned; ``cotangents``: of
             ``out``, in the softmax's dtype, and of ``row_sum`` (``of_sums``); ``wanted``: the numbers of the arrays
-            whose cotangents are asked for.
+            whose cotangents are needed.
         lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
             others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
     """
@@ -71,20 +72,21 @@ def differentiable(
     def compute(*arrays: Array) -> tuple[Array, Array, Array]:
         return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
 
-    def rule(given: Sequence[ArrayLike], input_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
-        arrays = [jnp.asarray(x) for x in given]  # jax.jvp hands plain numbers on
+    def rule(primals: Sequence[ArrayLike], in_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
+        arrays = [jnp.asarray(x) for x in primals]  # jax.jvp hands plain numbers on
         z, row_max, row_sum = compute(*arrays)
         # With these names a remat policy can save everything that the rule needs besides the inputs.
         z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
-        is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in input_tangents]
-        known = [None if zero else jnp.asarray(x) for x, zero in zip(input_tangents, is_zero, strict=True)]
+        is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in in_tangents]
+        known = [None if zero else jnp.asarray(x) for x, zero in zip(in_tangents, is_zero, strict=True)]
         zeros = jnp.zeros_like(row_max)
         if all(x is None for x in known):
             return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
         rest = iter(known)
         tangents = [next(rest) if array else None for array in is_array]
         results = z, row_max, row_sum
-        linear: Callable = _Tangents(accumulate, z.dtype != dtype and any(x is not None for x in tangents[3:]), lse)
+        rounded = z.dtype != dtype and any(x is not None for x in tangents[3:])
+        linear: deferred.Function = _Tangents(accumulate, rounded, lse)
         if backward is not None:
             covered = len(arrays) if count is None else count
             linear = deferred.CustomRules(linear, vjp=backward, count=covered, results=2, alone=alone)
@@ -121,9 +123,9 @@ class _Tangents:
     So does an lse that is not that of the scores: then ``lse`` computes theirs, as in ``differentiable``.
     """
 
-    accumulate: Callable
+    accumulate: deferred.Function
     rounded: bool
-    lse: Callable | None
+    lse: deferred.Function | None
 
     def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
         out, row_max, inverse = results[0], lax.stop_gradient(results[1]), _inverse(results[2])
@@ -139,13 +141,7 @@ class _Tangents:
         return acc * inverse[..., None] - out.astype(acc.dtype) * (rest * inverse)[..., None], row_sum
 
     def _moved(
-        self,
-        platform: str,
-        args: PyTree,
-        row_max: Array,
-        by: Array,
-        like: tuple[Array, Array],
-        *static: Hashable,
+        self, platform: str, args: PyTree, row_max: Array, by: Array, like: tuple[Array, Array], *static: Hashable
     ) -> tuple[Array, Array]:
         """Zeros ``like`` ``acc`` and ``row_sum``, with their tangents where ``row_max`` has that of ``by``."""
         arrays, join = split_arrays(args)
@@ -187,7 +183,7 @@ def _inverse(row_sum: Array) -> Array:
 def accumulate(
     platform: str, args: AttentionArgs, row_max: Float[Array, "B T N"], sizes: BlockSizes
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"]]:
-    """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a canonical call, for any ``row_max``."""
+    """``acc = sum exp(score - row_max) value`` and ``row_sum`` of a call, for any ``row_max``."""
     one_head, per_head = functools.partial(accumulate_head, platform), [jnp.moveaxis(row_max, 2, 1)]
     plan = plan_args(platform, args, sizes)
     return plan.over_heads(one_head, args, out_axes=1, per_head=per_head, recompute=True)
@@ -205,14 +201,14 @@ def accumulate_head(
     dtype = blocked.arrays.q.dtype
     row_max = split_axis(jnp.where(row_max == -jnp.inf, 0.0, row_max).astype(dtype), 0, plan.size[0])
 
-    def visit(sums, i, j, masked, if_listed):
+    def visit(sums: tuple, i: Array, j: Array, masked: bool, if_listed: IfListed) -> tuple:
         block, block_max = blocked.take(i, j), row_max[i]
 
         nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), sums)
 
-        def of_piece(piece):
-            own_max = block_max if piece is None else block_max[piece[0]]
-            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), own_max, i, j, piece)
+        def of_piece(piece: Piece | None) -> tuple[Array, Array]:
+            piece_max = block_max if piece is None else block_max[piece[0]]
+            return blocked.softmax_sums(*blocked.scores(block, i, j, masked, piece), piece_max, i, j, piece)
 
         added = if_listed(lambda: blocked.by_piece(masked, of_piece, nothing), nothing)
         return jax.tree.map(lambda x, y: x.at[i].add(y), sums, added)
@@ -224,7 +220,7 @@ def accumulate_head(
 def gradients_of_qkv(
     platform: str, args: AttentionArgs, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
 ) -> tuple[Array, Array, Array]:
-    """The cotangents of query, key and value of a canonical call.
+    """The cotangents of query, key and value of a call.
 
     ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
     """
@@ -233,7 +229,7 @@ def gradients_of_qkv(
     if plan.all_at_once and not args.sharded:
         return gradients(platform, args, row_max, d_acc, d_row_sum, plan.blocks)
 
-    def of_qkv(query, key, value):
+    def of_qkv(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
 
     return jax.vjp(of_qkv, args.query, args.key, args.value)[1]((d_acc, d_row_sum))

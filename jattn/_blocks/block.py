@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,10 +12,10 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from jattn._blocks.block_lists import BlockList, Piece, block_lists, split_axis
+from jattn._blocks.block_lists import BlockList, Piece, Size, block_lists, split_axis
 from jattn._core.attention import Head, apply_score_mod, evaluate_mask, softmax_dtype
 from jattn._core.dropout import drop
-from jattn._mods.arrays import AnyArray, Length, cdiv, pad_end
+from jattn._mods.arrays import AnyArray, Index, Length, cdiv, pad_end
 
 
 class HeadArrays(NamedTuple):
@@ -65,7 +65,7 @@ class BlockedHead:
     product_dtype: DTypeLike
     lists: tuple[BlockList, BlockList]  # of the full and of the partial blocks
 
-    def visible(self, i, j, piece: Piece | None = None) -> Array:
+    def visible(self, i: Index, j: Index, piece: Piece | None = None) -> Array:
         """The visible pairs of a partial block, or of a piece of it, bool ``[rows, columns]``."""
         indices = self.indices(i, j, piece)
         visible = jnp.ones((indices[2].shape[0], indices[3].shape[1]), bool)
@@ -75,7 +75,7 @@ class BlockedHead:
             visible &= _of_piece(take_block(array, i, j, self.plan.size), piece)
         return visible
 
-    def scores(self, block: Block, i, j, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
+    def scores(self, block: Block, i: Index, j: Index, masked: bool, piece: Piece | None = None) -> tuple[Array, Array]:
         """The scores ``[rows, columns]`` of a block, -inf where masked, and its values ``[D, columns]``.
 
         With ``piece``, those of its rows and columns alone.
@@ -100,7 +100,7 @@ class BlockedHead:
         return (scores if visible is None else jnp.where(visible, scores, -jnp.inf)), v
 
     def softmax_sums(
-        self, scores: Array, v: Array, row_max: Array, i, j, piece: Piece | None = None
+        self, scores: Array, v: Array, row_max: Array, i: Index, j: Index, piece: Piece | None = None
     ) -> tuple[Array, Array]:
         """The contribution of the block, or of a piece of it, to ``acc`` and ``row_sum``."""
         exponentials = jnp.exp(scores - row_max[:, None])
@@ -123,7 +123,7 @@ class BlockedHead:
             end = piece[0].stop
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
-    def drop(self, exponentials: Array, i, j, piece: Piece | None = None) -> Array:
+    def drop(self, exponentials: Array, i: Index, j: Index, piece: Piece | None = None) -> Array:
         """The exponentials, or weights, of the block after dropout."""
         return drop(exponentials, self.options.dropout, self.indices(i, j, piece))
 
@@ -131,7 +131,7 @@ class BlockedHead:
         """An einsum in ``product_dtype`` that accumulates in the dtype of its arguments, as its derivatives do."""
         return _product(subscripts, self.product_dtype, self.options.precision, x, y)
 
-    def take(self, i, j, *, transposable: bool = True) -> Block:
+    def take(self, i: Index, j: Index, *, transposable: bool = True) -> Block:
         """The slices of block ``(i, j)``, linear in the arrays."""
         index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False) if transposable else _index(0)
         arrays = self.arrays
@@ -139,7 +139,7 @@ class BlockedHead:
         q, k, v = (index(x, at).astype(self.dtype) for x, at in ((arrays.q, i), (arrays.k, j), (arrays.v, j)))
         return Block(q, k, v, bias)
 
-    def indices(self, i, j, piece: Piece | None = None) -> tuple:
+    def indices(self, i: Index, j: Index, piece: Piece | None = None) -> tuple:
         rows, columns = self.arrays.q_positions[i], self.arrays.kv_positions[j]
         if piece is not None:
             rows, columns = rows[piece[0]], columns[piece[1]]
@@ -183,19 +183,19 @@ def _of_piece(array: Array, piece: Piece | None) -> Array:
 
 
 @functools.cache
-def _index(axis: int) -> Callable:
+def _index(axis: int) -> Callable[[Array, Index], Array]:
     """``(x, i) -> x[i]`` on an axis. Remains a slice under ``vmap``, where JAX's own becomes a slower gather."""
 
     @jax.custom_batching.custom_vmap
-    def index(x, i):
+    def index(x: Array, i: Index) -> Array:
         return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
 
     @index.def_vmap
-    def batched(size, in_batched, x, i):
+    def batched(size: int, in_batched: Sequence[bool], x: Array, i: Index) -> tuple[Array, bool]:
         if in_batched == [True, False]:
             return _index(axis + 1)(x, i), True
-        own = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
-        return jax.vmap(own, [0 if is_batched else None for is_batched in in_batched])(x, i), True
+        index_one = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)
+        return jax.vmap(index_one, [0 if is_batched else None for is_batched in in_batched])(x, i), True
 
     return index
 
@@ -206,7 +206,7 @@ def _product(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, x: Arr
     return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=x.dtype)
 
 
-def _product_jvp(subscripts, dtype, precision, primals, tangents):
+def _product_jvp(subscripts: str, dtype: DTypeLike, precision: PrecisionLike, primals: tuple, tangents: tuple):
     # The tangents keep their dtype. If they were cast like the operands, the transposed products would be rounded to
     # ``dtype`` block by block, before they are summed. A tangent that is zero is not multiplied: that would be work for
     # nothing, and XLA's CPU compiler (jaxlib 0.10 to 0.12) sums products with a single number, broadcast, wrongly.
@@ -227,7 +227,7 @@ def product_dtype(platform: str, x: Array) -> DTypeLike:
     return softmax_dtype(x) if platform == "cpu" else x.dtype
 
 
-def pad_to_blocks(array: Array, block_size: tuple[int, int]) -> Array:
+def pad_to_blocks(array: Array, block_size: Size) -> Array:
     """``[..., T|1, S|1]`` zero-padded to whole blocks."""
     padded = [
         1 if length == 1 else cdiv(length, size) * size
@@ -237,10 +237,7 @@ def pad_to_blocks(array: Array, block_size: tuple[int, int]) -> Array:
 
 
 def pad_slot_masks(
-    slot_masks: Iterable[AnyArray],
-    lengths: tuple[Length, Length],
-    block_size: tuple[int, int],
-    lead: tuple[int, ...] = (),
+    slot_masks: Iterable[AnyArray], lengths: tuple[Length, Length], block_size: Size, lead: tuple[int, ...] = ()
 ) -> list[Array]:
     """Slot masks ``[*lead, T|1, S|1]`` zero-padded to whole blocks, with those that hide the padding of the others."""
     (T, S), (rows, columns) = lengths, block_size
@@ -252,7 +249,7 @@ def pad_slot_masks(
     return [pad_to_blocks(jnp.asarray(x), block_size) for x in slot_masks]
 
 
-def take_block(array: Array, i, j, block_size: tuple[int, int]) -> Array:
+def take_block(array: Array, i: Index, j: Index, block_size: Size) -> Array:
     """Block ``(i, j)`` of an array ``[..., T|1, S|1]``; an axis of size 1 is shared by all blocks."""
     lead, lengths = array.shape[:-2], array.shape[-2:]
     sizes = [1 if length == 1 else size for length, size in zip(lengths, block_size, strict=True)]

@@ -20,6 +20,7 @@ MOST_RUNS = 2  # loops over rows of blocks; XLA keeps buffers for each, and comp
 Size = tuple[int, int]  # rows and columns of a block
 Piece = tuple[slice, slice]
 Run = tuple[Any, Any]  # the first of some rows, and the end
+Visit = Callable[[PyTree, Index, bool], PyTree]  # ``(state, j, masked) -> state``, as ``fold_row`` calls it
 Tables = tuple[AnyArray, AnyArray]  # ``any_visible`` and ``all_visible`` of ``jattn._blocks.block_mask``
 
 
@@ -63,8 +64,8 @@ def choose_blocks(
             min(size, max(length, 1)) if isinstance(length, int) else size for size, length in ((rows, T), (columns, S))
         )
         block = rows, columns
-        found = tables(block)
-        return block, found, cut(tables, block, found) if cuts else ()
+        block_tables = tables(block)
+        return block, block_tables, cut(tables, block, block_tables) if cuts else ()
     large = tile(T, S)
     if cuts and large_if_cut:
         coarse = tables(large)
@@ -72,8 +73,8 @@ def choose_blocks(
         pieces = cut(tables, large, coarse) if several else ()
         if pieces:
             return large, coarse, pieces
-    size, found = choose_size(tables, large, tile(T, S, SMALL))
-    return size, found, cut(tables, size, found) if cuts else ()
+    size, block_tables = choose_size(tables, large, tile(T, S, SMALL))
+    return size, block_tables, cut(tables, size, block_tables) if cuts else ()
 
 
 def choose_size(tables: Callable[[Size], Tables], large: Size, small: Size) -> tuple[Size, Tables]:
@@ -86,16 +87,16 @@ def choose_size(tables: Callable[[Size], Tables], large: Size, small: Size) -> t
     return large, coarse
 
 
-def cut(tables: Callable[[Size], Tables], size: Size, found: Tables) -> tuple[Piece, ...]:
+def cut(tables: Callable[[Size], Tables], size: Size, block_tables: Tables) -> tuple[Piece, ...]:
     """The pieces of every partial block that hold its visible pairs: for some rows, the columns that any of them sees.
 
     The diagonal blocks of a causal mask need ten sixteenths of their pairs. None if the tables are not static, or
-    little is left out. ``found``: ``tables(size)``.
+    little is left out. ``block_tables``: ``tables(size)``.
     """
     parts = [step // PIECE for step in size]
     if min(parts) < 2 or any(step % number for step, number in zip(size, parts, strict=True)):
         return ()
-    partial = found[0] & True ^ found[1]
+    partial = block_tables[0] & True ^ block_tables[1]
     if not isinstance(partial, np.ndarray) or not partial.any():
         return ()
     small = size[0] // parts[0], size[1] // parts[1]
@@ -170,8 +171,9 @@ class BlockList:
 
 
 def _of_run(by_row: np.ndarray, i: Index, run: Run | None) -> Index:
-    own = by_row[slice(*run)] if run else by_row[:0]
-    return int(own[0]) if own.size and (own == own[0]).all() else jnp.asarray(by_row, jnp.int32)[i]  # also in x64
+    values = by_row[slice(*run)] if run else by_row[:0]
+    same = values.size and (values == values[0]).all()
+    return int(values[0]) if same else jnp.asarray(by_row, jnp.int32)[i]  # also in x64
 
 
 def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
@@ -188,7 +190,7 @@ def runs_of_rows(lists: tuple[BlockList, BlockList]) -> list[Run]:
 
 
 def fold_row(
-    lists: tuple[BlockList, BlockList], i: Index, visit: Callable, state: PyTree, run: Run | None = None
+    lists: tuple[BlockList, BlockList], i: Index, visit: Visit, state: PyTree, run: Run | None = None
 ) -> PyTree:
     """``state = visit(state, j, masked)`` over the blocks ``(i, j)`` of row i: the full ones, then the partial ones.
 

@@ -7,12 +7,13 @@ disappear while tracing.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 
 from jattn._blocks.block_lists import SMALL, Size, Tables, split_axis, tile, two_sizes
 from jattn._core.attention import check_mod
@@ -96,13 +97,13 @@ class BlockMask(Mask):
     lengths: tuple[int, int] = static_field()
     size: tuple[int, int] = static_field()
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         check_fits(self.mask, B, N, T, S)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Any:
         return self.mask(b, h, q_idx, kv_idx)
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> Tables:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Tables:
         (rows, columns), (T, S) = self.size, self.lengths
         B, N = self.any_visible.shape[:2]
         b, h = (0 if size == 1 else index for index, size in ((b, B), (h, N)))  # a size of 1 is shared
@@ -161,7 +162,7 @@ def block_mask(
         for length, step in zip((query_length, kv_length), size, strict=True)
     )
 
-    def evaluate_block(b, h, q_idx, kv_idx):
+    def evaluate_block(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> tuple[Array, Array]:
         real = (q_idx >= 0)[:, None] & (kv_idx >= 0)[None, :]
         with calling("mask"):
             visible = mask(b, h, q_idx[:, None], kv_idx[None, :])
@@ -169,12 +170,12 @@ def block_mask(
             visible = jnp.broadcast_to(visible, real.shape)
         return (visible & real).any(), (visible | ~real).all()
 
-    def table(b, h):
+    def table(b: Array, h: Array) -> tuple[Array, Array]:
         return jax.lax.map(
             lambda q: jax.lax.map(lambda kv: evaluate_block(b, h, q, kv), jnp.asarray(kv_blocks)), jnp.asarray(q_blocks)
         )
 
-    def tables():
+    def tables() -> tuple[Array, Array]:
         heads, sequences = jnp.arange(num_heads or 1), jnp.arange(batch or 1)
         return jax.lax.map(lambda b: jax.lax.map(lambda h: table(b, h), heads), sequences)
 

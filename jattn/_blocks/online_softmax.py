@@ -19,14 +19,18 @@ from jaxtyping import Array, PyTree
 
 from jattn._blocks import all_heads
 from jattn._blocks.block import BlockedHead, BlockPlan, product_dtype, split_head
-from jattn._blocks.block_lists import fold_row
+from jattn._blocks.block_lists import BlockList, Piece, fold_row
 from jattn._blocks.plan import BlockSizes, plan_args
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import Head, row_maximum, softmax_dtype
+from jattn._mods.arrays import Index
+
+IfListed = Callable[[Callable[[], PyTree], PyTree], PyTree]  # ``(compute, otherwise) -> one of them``
+VisitListed = Callable[[PyTree, Array, Array, bool, IfListed], PyTree]  # as ``scan_blocks`` calls it
 
 
 def forward(platform: str, args: AttentionArgs, sizes: BlockSizes) -> tuple[Array, Array, Array]:
-    """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call."""
+    """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call (``jattn._core.vmap.canonical``)."""
     plan = plan_args(platform, args, sizes, forward=True)
     if platform in all_heads.GPUS and plan.all_at_once and not args.sharded:
         return all_heads.forward(platform, args, plan.blocks)
@@ -51,11 +55,11 @@ def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: DTypeLike) -> 
     """
     rows, q, v, dtype = blocked.plan.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
 
-    def row_of_blocks(i):
-        def visit(state, j, masked):
+    def row_of_blocks(i: Array) -> tuple[Array, Array, Array]:
+        def visit(state: tuple, j: Index, masked: bool) -> tuple:
             block = blocked.take(i, j, transposable=False)
 
-            def of_piece(piece):
+            def of_piece(piece: Piece | None) -> tuple[Array, Array, Array]:
                 acc, row_max, row_sum = state if piece is None else (x[piece[0]] for x in state)
                 scores, v = blocked.scores(block, i, j, masked, piece)
                 if summed:
@@ -80,7 +84,7 @@ def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: DTypeLike) -> 
     return jax.lax.map(row_of_blocks, jnp.arange(q.shape[0], dtype=jnp.int32))
 
 
-def scan_blocks(visit: Callable, carry: PyTree, blocked: BlockedHead) -> PyTree:
+def scan_blocks(visit: VisitListed, carry: PyTree, blocked: BlockedHead) -> PyTree:
     """``carry = visit(carry, i, j, masked, if_listed)`` over all blocks that are not empty.
 
     ``if_listed(compute, otherwise)`` is ``compute()``, except past the end of a list whose length is known only at run
@@ -91,19 +95,16 @@ def scan_blocks(visit: Callable, carry: PyTree, blocked: BlockedHead) -> PyTree:
         if blocks.row.shape[0] == 0:
             continue
 
-        def body(carry, entry, masked=masked, blocks=blocks):
+        def body(carry: PyTree, entry: tuple, masked: bool = masked, blocks: BlockList = blocks) -> tuple[PyTree, None]:
             p, i, j = entry
 
-            def if_listed(compute, otherwise):
+            def if_listed(compute: Callable[[], PyTree], otherwise: PyTree) -> PyTree:
                 return compute() if blocks.whole else jax.lax.cond(p < blocks.starts[-1], compute, lambda: otherwise)
 
             return visit(carry, i, j, masked, if_listed), None
 
-        entries = (
-            jnp.arange(blocks.row.shape[0], dtype=jnp.int32),
-            jnp.asarray(blocks.row),
-            jnp.asarray(blocks.column),
-        )
+        numbers = jnp.arange(blocks.row.shape[0], dtype=jnp.int32)
+        entries = numbers, jnp.asarray(blocks.row), jnp.asarray(blocks.column)
         carry, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), carry, entries)
     return carry
 

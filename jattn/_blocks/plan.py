@@ -6,7 +6,7 @@ share one table: a block is computed if any head sees it. If masks differ by seq
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, PyTree
@@ -36,7 +36,7 @@ class HeadsPlan(NamedTuple):
 
     def over_heads(
         self,
-        one_head: Callable,
+        one_head: Callable[Concatenate[Array, Array, Any, Head, BlockPlan, ...], PyTree],
         args: AttentionArgs,
         out_axes: PyTree[int],
         *,
@@ -48,11 +48,11 @@ class HeadsPlan(NamedTuple):
 
         The rest as in ``over_args``.
         """
-        own = len(per_head)
+        count = len(per_head)
 
-        def with_plan(q, k, v, head, *arrays):
-            tables = {"any_visible": arrays[own], "all_visible": arrays[own + 1]}
-            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:own], *arrays[own + 2 :])
+        def with_plan(q: Array, k: Array, v: Any, head: Head, *arrays: Any) -> PyTree:
+            tables = {"any_visible": arrays[count], "all_visible": arrays[count + 1]}
+            return one_head(q, k, v, head, self.blocks._replace(**tables), *arrays[:count], *arrays[count + 2 :])
 
         return over_args(
             with_plan,
@@ -67,7 +67,7 @@ class HeadsPlan(NamedTuple):
 
 
 def plan_args(platform: str, args: AttentionArgs, sizes: BlockSizes, *, forward: bool = False) -> HeadsPlan:
-    """The plan of a canonical call.
+    """The plan of a canonical call (``jattn._core.vmap.canonical``).
 
     On one CPU device, heads and sequences run one by one: a single head keeps all cores busy, and its blocks stay in
     the cache. If an axis may be sharded over devices, a loop over it would gather it; then vmap, with one table for
@@ -91,8 +91,8 @@ def plan_head(
     platform: str, q: Array, k: Array, head: Head, block_sizes: BlockSizes, *, forward: bool = False
 ) -> BlockPlan:
     """The plan of a single head."""
-    lengths, own = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
-    pairs = Visibility(lengths, head.masks, head.slot_masks, *own)
+    lengths, indices = (q.shape[0], k.shape[0]), (head.batch, head.head, head.query_positions, head.kv_positions)
+    pairs = Visibility(lengths, head.masks, head.slot_masks, *indices)
     size, tables, pieces = choose_blocks(
         pairs.blocks, *lengths, block_sizes, cuts=platform == "cpu", large_if_cut=forward
     )

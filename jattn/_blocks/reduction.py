@@ -2,22 +2,33 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Concatenate, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jattn._blocks.block import split_head
+from jattn._blocks.block import BlockPlan, split_head
 from jattn._blocks.block_lists import Size, split_axis
-from jattn._blocks.online_softmax import join_rows, scan_blocks
+from jattn._blocks.online_softmax import IfListed, join_rows, scan_blocks
 from jattn._blocks.plan import BlockSizes, plan_args
 from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
-from jattn._core.attention import softmax_dtype
+from jattn._core.attention import Head, softmax_dtype
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import Length
-from jattn._mods.closure_convert import traced
+from jattn._mods.closure_convert import Traced, traced
 from jattn._mods.pytree import pytree_dataclass, static_field
+
+# A step that gets log weights, which are -inf where a weight is 0, and its sequence's entries of further arrays.
+LogStep = Callable[Concatenate[Any, Array, Array, Array, ...], Any]
+
+
+@runtime_checkable
+class FoldStep(Protocol):
+    """A step of ``jattn.fold_weights``: the carry after a block's ``weights [t,s]``, whose slots are the indices."""
+
+    def __call__(self, carry: Any, weights: Array, q_idx: Array, kv_idx: Array, /) -> Any: ...
 
 
 @pytree_dataclass
@@ -35,7 +46,7 @@ class Reduction:
     lse: Float[Array, "B T N"]
     rows: dict[str, Bool[Array, "#B T"] | Int[Array, "#B T"]]
     columns: dict[str, Bool[Array, "#B S"] | Int[Array, "#B S"]]
-    values: Callable = static_field()
+    values: Callable[[Array, dict[str, Array], dict[str, Array]], dict[str, Array]] = static_field()
     kinds: tuple[tuple[str, str], ...] = static_field()
     count_visible: bool = static_field()  # also return the number of keys that each query sees, as ``visible``
 
@@ -70,10 +81,10 @@ def reduce_weights(args: AttentionArgs, reduction: Reduction, sizes: BlockSizes)
     structure = jax.tree.structure((reduction.rows, reduction.columns))
 
     def step(carry: dict, log_weights: Array, q_idx: Array, kv_idx: Array, *data: Array) -> dict[str, Array]:
-        own = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
-        row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in own)
-        found = reduction.values(log_weights, row, column)
-        return {name: _added(x, kinds[name], found[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
+        sides = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
+        row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in sides)
+        values = reduction.values(log_weights, row, column)
+        return {name: _added(x, kinds[name], values[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
 
     data = jax.tree.leaves((reduction.rows, reduction.columns))
     results = fold_blocks(args, step, init, reduction.lse, sizes, data)
@@ -81,7 +92,7 @@ def reduce_weights(args: AttentionArgs, reduction: Reduction, sizes: BlockSizes)
 
 
 def fold_blocks(
-    args: AttentionArgs, step: Callable, init: PyTree, lse: Array, sizes: BlockSizes, per_sequence: Sequence[Array] = ()
+    args: AttentionArgs, step: LogStep, init: PyTree, lse: Array, sizes: BlockSizes, per_sequence: Sequence[Array] = ()
 ) -> PyTree[Array]:
     """``carry = step(carry, log_weights, q_idx, kv_idx)`` over the blocks of every head: carries ``[B,N,...]``.
 
@@ -122,20 +133,20 @@ def count_visible(args: AttentionArgs, sizes: BlockSizes) -> Int[Array, "B N T"]
 
 
 def _fold(
-    platform: str, args: AttentionArgs, step: Callable, init: list[Array], lse: Array, per_sequence: list, size: Size
+    platform: str, args: AttentionArgs, step: Traced, init: list[Array], lse: Array, per_sequence: list, size: Size
 ) -> list[Array]:
     plan = plan_args(platform, args, size)
     rows, columns = plan.blocks.size
 
-    def one_head(q, k, v, head, own_plan, lse, *extra):
-        blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, own_plan)
+    def one_head(q: Array, k: Array, v: Any, head: Head, head_plan: BlockPlan, lse: Array, *extra: Array) -> list:
+        blocked = split_head(platform, q, k, jnp.zeros((k.shape[0], 0), k.dtype), head, head_plan)
         block_lse = split_axis(lse.astype(blocked.arrays.q.dtype), 0, rows)
         block_lse = jnp.where(block_lse == -jnp.inf, 0.0, block_lse)  # a row that sees nothing: exp(-inf - 0) = 0
 
-        def visit(carry, i, j, masked, if_listed):
+        def visit(carry: list[Array], i: Array, j: Array, masked: bool, if_listed: IfListed) -> list[Array]:
             block, row_lse = blocked.take(i, j), block_lse[i][:, None]
 
-            def compute():
+            def compute() -> list[Array]:
                 scores = blocked.scores(block, i, j, masked)[0]
                 log_weights = jnp.where(scores == -jnp.inf, scores, scores - row_lse)  # 0, also where the lse is NaN
                 q_idx = i * rows + jnp.arange(rows, dtype=i.dtype)
@@ -155,12 +166,12 @@ def _count_visible(platform: str, args: AttentionArgs, sizes: BlockSizes) -> Arr
     plan = plan_args(platform, args, sizes)
     rows, columns = plan.blocks.size
 
-    def one_head(q, k, v, head, own_plan):
+    def one_head(q: Array, k: Array, v: Any, head: Head, head_plan: BlockPlan) -> Array:
         no_features, head = jnp.zeros((k.shape[0], 0), k.dtype), dataclasses.replace(head, scale=1.0)
-        blocked = split_head(platform, q[:, :0], no_features, no_features, head, own_plan)
+        blocked = split_head(platform, q[:, :0], no_features, no_features, head, head_plan)
 
-        def visit(counts, i, j, masked, if_listed):
-            def compute():
+        def visit(counts: Array, i: Array, j: Array, masked: bool, if_listed: IfListed) -> Array:
+            def compute() -> Array:
                 return blocked.visible(i, j).sum(1, dtype=jnp.int32) if masked else jnp.full(rows, columns, jnp.int32)
 
             return counts.at[i].add(if_listed(compute, jnp.zeros(rows, jnp.int32)))

@@ -93,7 +93,7 @@ class AttentionArgs:
     first_head: Index = 0
     stack: Stack | None = None  # of exactly this key and value; a call with others has none
     precision: jax.lax.PrecisionLike = static_field(default=None)
-    sharded: bool = static_field(default=False)  # of a canonical call: whether its arrays may lie on several devices
+    sharded: bool = static_field(default=False)  # the arrays may lie on several devices; set by ``canonical``
 
     @property
     def score_scale(self) -> AnyArray | int | float:
@@ -144,11 +144,12 @@ class AttentionArgs:
 
 @suggest_keywords
 def make_args(
-    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
-    key_value_seq_lengths=None, local_window_size=None, score_mod=None, query_positions=None, kv_positions=None,
-    dropout_rate=0.0, dropout_rng=None, broadcast_dropout=False, precision=None,
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: Any = None, is_causal: Any = False,
+    query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: Any = None,
+    score_mod: Any = None, query_positions: Any = None, kv_positions: Any = None, dropout_rate: Any = 0.0,
+    dropout_rng: Any = None, broadcast_dropout: Any = False, precision: jax.lax.PrecisionLike = None,
 ) -> AttentionArgs:  # fmt: skip
-    """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks."""
+    """The checked call: batched, with ``is_causal`` and ``local_window_size`` turned into masks. Takes anything."""
     query, key, value = _qkv(query, key, value)
     B, T, N, _ = query.shape
     S = key.shape[1]
@@ -199,7 +200,7 @@ def make_args(
     )
 
 
-def _qkv(query, key, value) -> tuple[Array, Array, Array | None]:
+def _qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array | None]:
     arrays = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     arrays = {name: jnp.asarray(_array(name, x)) for name, x in arrays.items()}
     shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
@@ -320,13 +321,12 @@ def _dropout(rate: Any, rng: Array | None, broadcast: bool) -> Dropout | None:
     return Dropout(rng, rate, broadcast)
 
 
-def make_lse(given: ArrayLike, args: AttentionArgs, one_sequence: bool) -> Array:
+def make_lse(lse: ArrayLike, args: AttentionArgs, one_sequence: bool) -> Array:
     """The argument ``lse`` as ``[B,T,N]``, checked, in the softmax's dtype."""
-    lse = jnp.asarray(_array("lse", given))
-    lse = lse[None] if one_sequence else lse
-    rows = args.query.shape[:3]
-    check_array("lse", lse, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)
-    return lse.astype(softmax_dtype(args.query))
+    array, rows = jnp.asarray(_array("lse", lse)), args.query.shape[:3]
+    array = array[None] if one_sequence else array
+    check_array("lse", array, f"floats [B, T, N] = {list(rows)}", jnp.floating, rows)
+    return array.astype(softmax_dtype(args.query))
 
 
 def make_sinks(sinks: ArrayLike, lse: Array) -> Array:

@@ -162,10 +162,10 @@ def make_head(
 ) -> Head:  # fmt: skip
     """The options of ``attend``, checked; ``v`` is None if only the weights are needed."""
     lengths = _lengths_of_head(q, k, v)
-    given = () if mask is None else tuple(mask) if isinstance(mask, tuple | list) else (mask,)
-    given, score_mod = tuple(check_signature("mask", part) for part in given), check_signature("score_mod", score_mod)
-    masks = tuple(part for part in given if callable(part))
-    slot_masks = tuple(part for part in given if not callable(part))
+    parts = () if mask is None else tuple(mask) if isinstance(mask, tuple | list) else (mask,)
+    parts, score_mod = tuple(check_signature("mask", part) for part in parts), check_signature("score_mod", score_mod)
+    masks = tuple(part for part in parts if callable(part))
+    slot_masks = tuple(part for part in parts if not callable(part))
     for array in slot_masks:
         if jnp.result_type(array) != bool:
             raise TypeError(
@@ -325,7 +325,7 @@ def _softmax(scores: Float[Array, "T S"]) -> tuple[Float[Array, "T S"], Float[Ar
 
 
 @_softmax.defjvp
-def _softmax_jvp(primals, tangents):
+def _softmax_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[tuple, tuple]:
     # In terms of the weights, so that no second matrix is saved for the derivative.
     (scores,), (tangent,) = primals, tangents
     weights, log_row_sum = _softmax(scores)

@@ -17,7 +17,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,11 @@ else:
     Primitive = Any  # slow to import
 
 PROGRAMS = 256  # compiled eager calls to cache
+Function = Callable[Concatenate[str, ...], Any] | CustomRules  # ``(platform, *args) -> pytree of arrays``
 Types = tuple[tuple[tuple[Length, ...], np.dtype], ...]  # the shapes and dtypes of an operation's results
 
 
-def call(fn: Callable | CustomRules, *args: object, out: object) -> Any:
+def call(fn: Function, *args: object, out: object) -> Any:
     """``fn(platform, *args)``, traced at lowering.
 
     Args:
@@ -54,7 +55,7 @@ def call(fn: Callable | CustomRules, *args: object, out: object) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), _bind(function, operands, jax.tree.leaves(out)))
 
 
-def jvp(fn: Callable | CustomRules, args: tuple, tangents: Sequence[Array | None], *, out: object) -> Any:
+def jvp(fn: Function, args: tuple, tangents: Sequence[Array | None], *, out: object) -> Any:
     """The tangents of ``call(fn, *args, out=out)``, without its results, which must all be floating.
 
     ``tangents``: one for each leaf of ``args[0]``, None for zero.
@@ -69,26 +70,26 @@ def jvp(fn: Callable | CustomRules, args: tuple, tangents: Sequence[Array | None
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def at_lowering(fn: Callable, *args: object) -> Any:
+def at_lowering(fn: Callable[..., Any], *args: object) -> Any:
     """``fn(*args)``, which must return no arrays, with those of ``args`` traced as ``call`` traces them at lowering."""
     function, operands = _deferred_call(fn, args)
-    found = []
-    jax.eval_shape(lambda *operands: found.append(fn(*function.arguments(operands))), *operands)
-    return found[0]
+    results = []
+    jax.eval_shape(lambda *operands: results.append(fn(*function.arguments(operands))), *operands)
+    return results[0]
 
 
-def compiled(fn: Callable, *args: object) -> Any:
+def compiled(fn: Callable[..., Any], *args: object) -> Any:
     """``fn(*args)`` of no traced arrays, compiled once. Arguments as in ``call``."""
     function, operands = _deferred_call(fn, args)
     return _jitted(function)(*operands)
 
 
 @functools.lru_cache(PROGRAMS)
-def _jitted(function: DeferredCall) -> Callable:
+def _jitted(function: DeferredCall) -> Callable[..., Any]:
     return jax.jit(lambda *operands: function.fn(*function.arguments(operands)), inline=True)
 
 
-def _deferred_call(fn: Callable, args: tuple) -> tuple[DeferredCall, list[Array]]:
+def _deferred_call(fn: Callable[..., Any], args: tuple) -> tuple[DeferredCall, list[Array]]:
     leaves, structure = jax.tree.flatten(args)
     eager = not any(isinstance(leaf, Tracer) for leaf in leaves)
     kinds = (jax.Array, np.ndarray, np.generic, float) if eager else jax.Array
@@ -141,7 +142,7 @@ def _eager(*operands: ArrayLike, function: Operation, results: Types) -> list[Ar
 
 
 @functools.lru_cache(PROGRAMS)
-def _compiled(function: Operation, results: Types) -> Callable:
+def _compiled(function: Operation, results: Types) -> Callable[..., list[Array]]:
     return jax.jit(functools.partial(primitive().bind, function=function, results=results))
 
 

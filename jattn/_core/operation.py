@@ -5,8 +5,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Concatenate, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,16 @@ import numpy as np
 from jax import Array
 
 OPERAND = object()  # placeholder for an array among the leaves of a DeferredCall
+
+
+@runtime_checkable
+class ReverseRule(Protocol):
+    """The first reverse derivative: the cotangents of the operands by their numbers, of those ``wanted`` at least.
+
+    ``args`` are those of the function. ``cotangents``: one for each floating result, None if nothing depends on it.
+    """
+
+    def __call__(self, platform: str, args: Any, cotangents: Sequence, wanted: list[int], /) -> Sequence | Mapping: ...
 
 
 class Settings(NamedTuple):
@@ -30,16 +40,15 @@ class CustomRules:
     Args:
         fn: a function for ``jattn._core.deferred.call``, which also takes ``platform`` first.
         run: computes the same results as ``fn``; ``fn`` does if this is None.
-        vjp: ``(platform, args, cotangents, wanted) -> cotangents of the first count operands``, of those ``wanted`` at
-            least: the first reverse derivative. A cotangent is None for a floating result that nothing depends on.
+        vjp: the first reverse derivative, by the first ``count`` operands.
         count: the number of operands that ``vjp`` covers.
         results: the number of floating results.
         alone: whether ``vjp`` is only used where no other operand is differentiated.
     """
 
-    fn: Callable
-    run: Callable | None = None
-    vjp: Callable | None = None
+    fn: Callable[Concatenate[str, ...], Any]
+    run: Callable[Concatenate[str, ...], Any] | None = None
+    vjp: ReverseRule | None = None
     count: int = 0
     results: int = 1
     alone: bool = False
@@ -57,7 +66,7 @@ class CustomRules:
 class DeferredCall:
     """``fn(platform, *args)`` as a function of the arrays among the leaves of ``args``."""
 
-    fn: Callable
+    fn: Callable[Concatenate[str, ...], Any]
     structure: Any  # of args
     leaves: tuple[object, ...]
     settings: Settings  # those of the call
@@ -115,7 +124,7 @@ class Jvp(_Transformed):
         inputs = tuple(primals[i] for i in self.at)
         return jax.jvp(self._function(platform, primals, self.at), inputs, tuple(tangents))[1]
 
-    def _function(self, platform: str, primals: Sequence[Array], at: Sequence[int]) -> Callable:
+    def _function(self, platform: str, primals: Sequence[Array], at: Sequence[int]) -> Callable[..., list[Array]]:
         def of_inputs(*inputs: Array) -> list[Array]:
             operands = list(primals)
             for i, x in zip(at, inputs, strict=True):
@@ -147,8 +156,8 @@ class Vjp(Jvp):
             _, pull = jax.vjp(self._function(platform, primals, others), *(primals[i] for i in others))
             pulled |= zip(others, pull(cotangents), strict=True)
         if by_rule and rules is not None and rules.vjp is not None and isinstance(self.of, DeferredCall):
-            given = dict(zip(self.kept, cotangents, strict=True))
-            every = [given.get(i) for i in range(rules.results)]
+            by_result = dict(zip(self.kept, cotangents, strict=True))
+            every = [by_result.get(i) for i in range(rules.results)]
             first = rules.vjp(platform, self.of.arguments(primals), every, by_rule)
             pulled |= {i: first[i] for i in by_rule}
         return [pulled[i] for i in self.at]

@@ -8,7 +8,7 @@ indices: each part knows its first sequence and head, and positions are data.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -31,6 +31,8 @@ AXES: Mapping[str, str] = {
     "query_positions": "bt",
     "kv_positions": "bs",
 }
+# What runs on each device's part of a call: ``(args, *arrays) -> pytree of arrays``.
+PartFunction = Callable[Concatenate[AttentionArgs, ...], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,20 +126,20 @@ def axes_by_kind(
     mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
 ) -> dict[str, tuple[str, ...]]:
     """The mesh axes of each kind, from the name of its argument and its value; raises as ``MeshAxes.of``."""
-    found: dict[str, tuple[str, ...]] = {}
+    by_kind: dict[str, tuple[str, ...]] = {}
     for kind, (argument, axes) in arguments.items():
         names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for i, name in enumerate(names):
             if name not in mesh.shape:
                 has = ", ".join(f"{axis!r} ({size} devices)" for axis, size in mesh.shape.items())
                 raise ValueError(f"{argument}={axes!r}: the mesh has no axis {name!r}; it has {has}")
-            if name in names[:i] or any(name in others for others in found.values()):
+            if name in names[:i] or any(name in others for others in by_kind.values()):
                 raise ValueError(f"{argument}={axes!r}: the mesh axis {name!r} is given twice")
-        found[kind] = names
-    return found
+        by_kind[kind] = names
+    return by_kind
 
 
-def on_each_device(fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
+def on_each_device(fn: PartFunction, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> Any:
     """``fn(args, *arrays)``, on each device's part if the query's type says that it is sharded.
 
     Types carry sharding on meshes of ``AxisType.Explicit``; on others XLA partitions the work.
@@ -206,8 +208,8 @@ def mesh_axes_of(args: AttentionArgs) -> MeshAxes | None:
             raise ValueError(f"the queries' {label} is sharded over {sizes}, but attention needs it whole: {hint}")
     for name in ("key", "value"):
         other = getattr(args, name)
-        own = _explicit(other)[1] if other is not None else ((),) * 4
-        if own[0] not in ((), batch) or own[1] or own[2] not in ((), heads) or own[3]:
+        of_batch, of_length, of_heads, of_dim = _explicit(other)[1] if other is not None else ((),) * 4
+        if of_batch not in ((), batch) or of_length or of_heads not in ((), heads) or of_dim:
             raise ValueError(
                 f"{name} is sharded as {jax.typeof(other)}, query as {jax.typeof(args.query)}: sequences and heads "
                 f"of {name} must be sharded like the query's or replicated, and its other axes must be whole; keys "
@@ -258,7 +260,7 @@ def is_typed(x: Array) -> bool:
 
 
 def per_device(
-    fn: Callable,
+    fn: PartFunction,
     args: AttentionArgs,
     mesh_axes: MeshAxes,
     out_axes: PyTree[str],
@@ -300,8 +302,8 @@ def per_device(
                 if fields.get(name) is not None:
                     kv_head = fields["first_head"] // (N // K)
                     fields[name] = jax.lax.dynamic_slice_in_dim(fields[name], kv_head, 1, axis=2)
-        own = dataclasses.replace(args, **fields, stack=None)
-        return fn(dataclasses.replace(own, sharded=may_be_sharded(own)), *arrays)
+        local = dataclasses.replace(args, **fields, stack=None)
+        return fn(dataclasses.replace(local, sharded=may_be_sharded(local)), *arrays)
 
     arrays = (sharded, traced, *(array for array, _ in extra))
     in_specs = (sharded_specs, [PartitionSpec()] * len(traced), *extra_specs)
@@ -310,8 +312,8 @@ def per_device(
 
 
 def map_shards(
-    fn: Callable, mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
-) -> Callable:
+    fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, named: Collection[str], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
     """``jax.shard_map`` of ``fn`` over the ``named`` axes, on both kinds of meshes, for arrays placed anywhere."""
     # Unnamed Auto axes are left to XLA, which may be partitioning over them.
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -71,7 +71,7 @@ def put(
         return list(held)
     P = axes.parts("keys")
     share = C // P
-    put_own = _put_run if in_a_row else _put_rows
+    put_tokens = _put_run if in_a_row else _put_rows
     sharded = sharded and L % P == 0
     rotates = sharded and P > 1
     # A token of device p whose slot is on device q passes over p - q devices.
@@ -80,8 +80,8 @@ def put(
 
     def on_device(held: list[Array], chunk: list[Array], slots: Array, hops: Array) -> list[Array]:
         def put_part(held: list[Array], chunk: list[Array], slots: Array) -> list[Array]:
-            own = slots - jax.lax.axis_index(axes.keys) * share
-            return [put_own(old, x, own) for old, x in zip(held, chunk, strict=True)]
+            local_slots = slots - jax.lax.axis_index(axes.keys) * share
+            return [put_tokens(old, x, local_slots) for old, x in zip(held, chunk, strict=True)]
 
         def send(part: tuple) -> tuple:
             back = [(device, (device - 1) % P) for device in range(P)]
@@ -131,9 +131,9 @@ def _put_run(old: Array, x: Array, slots: Array) -> Array:
         x, first = jax.lax.dynamic_slice_in_dim(x, before, size, 1), first + before
         start = jnp.clip(first, 0, old.shape[1] - size)
         tokens = start - first + jnp.arange(size, dtype=jnp.int32)
-        own = ((tokens >= 0) & (tokens < size)).reshape(1, size, *[1] * (x.ndim - 2))
+        from_chunk = ((tokens >= 0) & (tokens < size)).reshape(1, size, *[1] * (x.ndim - 2))
         kept = jax.lax.dynamic_slice_in_dim(old, start, size, 1)
-        new = jnp.where(own, jnp.roll(x, first - start, 1), kept)
+        new = jnp.where(from_chunk, jnp.roll(x, first - start, 1), kept)
         return jax.lax.dynamic_update_slice_in_dim(old, new, start, 1)
 
     if slots.shape[0] == 1:

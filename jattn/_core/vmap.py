@@ -5,15 +5,20 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import Head, convert_mods, softmax_dtype
 from jattn._core.shard import may_be_sharded
+
+# A function of one head: ``(q [T,H], k [S,H], v [S,D], *rest) -> pytree of arrays``; v may be None.
+HeadFunction = Callable[Concatenate[Array, Array, Any, ...], PyTree]
+Mapped = Callable[..., PyTree]
+Lift = Callable[..., Mapped]  # ``jax.vmap``, or a loop: ``(fn, in_axes, out_axes) -> fn over an axis``
 
 
 class Loop(enum.Enum):
@@ -23,7 +28,7 @@ class Loop(enum.Enum):
     SEQUENTIAL = "sequential"
 
 
-def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.vmap) -> Callable:
+def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.vmap) -> Mapped:
     """Maps ``fn(q [T,H], k [S,H], v [S,D], *rest)`` of one head over all heads of a sequence, by ``vmap``.
 
     The result takes ``query [T,N,H]``, ``key [S,K,H]``, ``value [S,K,D]`` and arrays ``rest`` with a leading axis of N,
@@ -46,27 +51,27 @@ def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.
     """
     if _takes_head(fn):
 
-        def with_head(q, k, v, index, *rest):
+        def with_head(q: Array, k: Array, v: Any, index: Array, *rest: Any) -> PyTree:
             return fn(q, k, v, *rest, head=index)
 
         one_head = over_heads(with_head, out_axes, lift=lift)
         return lambda query, key, value, *rest: one_head(query, key, value, jnp.arange(query.shape[1]), *rest)
 
-    def mapped(query, key, value, *rest):
+    def mapped(query: Array, key: Array, value: Any, *rest: Any) -> PyTree:
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         if num_kv_heads == 0 or num_heads % num_kv_heads:
             raise ValueError(f"the {num_heads} query heads must be a multiple of the {num_kv_heads} key/value heads")
-        rest, axes = map_axes(rest)
+        arrays, axes = map_axes(rest)
         value_axis = None if value is None else 1
         if num_heads == num_kv_heads:
-            return lift(fn, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
+            return lift(fn, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *arrays)
         groups = (num_kv_heads, num_heads // num_kv_heads)
         query = query.reshape(query.shape[0], *groups, *query.shape[2:])
-        rest = [x if axis is None else x.reshape(*groups, *x.shape[1:]) for x, axis in zip(rest, axes, strict=True)]
+        arrays = [x if axis is None else x.reshape(*groups, *x.shape[1:]) for x, axis in zip(arrays, axes, strict=True)]
         one_group = lift(fn, in_axes=(1, None, None, *axes), out_axes=out_axes)
-        out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *rest)
+        out = lift(one_group, in_axes=(1, 1, value_axis, *axes), out_axes=out_axes)(query, key, value, *arrays)
 
-        def join(axis, part):  # joins the kv head axis with the axis of its queries, which follows it
+        def join(axis: int, part: PyTree) -> PyTree:  # joins the kv head axis with that of its queries, which follows
             return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_heads, *x.shape[axis + 2 :]), part)
 
         return jax.tree.map(join, out_axes, out)
@@ -74,34 +79,34 @@ def over_heads(fn: Callable, out_axes: PyTree[int] = 1, *, lift: Callable = jax.
     return mapped
 
 
-def _takes_head(fn: Callable) -> bool:
+def _takes_head(fn: HeadFunction) -> bool:
     """Whether ``fn`` has a keyword-only argument ``head`` that is not yet bound."""
-    given = fn.keywords if isinstance(fn, functools.partial) else {}
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
     try:
-        return "head" not in given and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
+        return "head" not in bound and inspect.signature(fn).parameters["head"].kind == inspect.Parameter.KEYWORD_ONLY
     except (KeyError, TypeError, ValueError):
         return False
 
 
 def sequential_vmap(
-    fn: Callable, in_axes: Sequence[int | None], out_axes: PyTree[int] = 0, *, recompute: bool = False
-) -> Callable:
+    fn: Mapped, in_axes: Sequence[int | None], out_axes: PyTree[int] = 0, *, recompute: bool = False
+) -> Mapped:
     """``jax.vmap(fn, in_axes, out_axes)`` as a loop, so that only one call's arrays are live.
 
     ``recompute``: the backward pass calls ``fn`` again instead of saving residuals of each call.
     """
 
-    def mapped(*args):
+    def mapped(*args: Any) -> PyTree:
         (count,) = {x.shape[axis] for x, axis in zip(args, in_axes, strict=True) if axis is not None}
         if count == 0:
             return jax.vmap(fn, in_axes, out_axes)(*args)
 
-        def call(i):
+        def call(i: Array) -> PyTree:
             # Index inside the loop: lax.map over the arrays would first copy them with this axis in front.
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
             return fn(*(x if axis is None else pick(x, axis=axis) for x, axis in zip(args, in_axes, strict=True)))
 
-        def move(axis, part):
+        def move(axis: int, part: PyTree) -> PyTree:
             return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), part)
 
         # The checkpoint includes the indexing; otherwise the slices would be saved for every call.
@@ -111,7 +116,7 @@ def sequential_vmap(
     return mapped
 
 
-def _vmap(loop: Loop, recompute: bool = False) -> Callable:
+def _vmap(loop: Loop, recompute: bool = False) -> Lift:
     if loop == Loop.VMAP:
         return jax.vmap
     return functools.partial(sequential_vmap, recompute=recompute)
@@ -125,22 +130,24 @@ def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
 
 
 def canonical(args: AttentionArgs) -> AttentionArgs:
-    """The call with its functions traced and its scale as an array, so that equal calls share one compilation.
+    """The *canonical call*: a checked call in the form in which equal calls are equal and share one compilation.
 
-    The default scale is None: kernels that have it built in need not multiply. It also says whether the arrays may be
-    ``sharded``, which types no longer show where the program is lowered.
+    Plain masks and score functions are expanded into traced ones, whose captured arrays are leaves, and the scale
+    becomes an array of the softmax's dtype. The default scale is dropped (None), because kernels that have it built in
+    need not multiply. ``sharded`` notes whether the arrays may lie on several devices, which types no longer show where
+    the program is lowered; batch axes and the rank of bias and mask arrays were already broadcast by ``make_args``.
     """
     scale, head_dim = args.scale, args.query.shape[-1]
     if scale is not None:
         is_default = isinstance(scale, float) and head_dim > 0 and scale == head_dim**-0.5
         scale = None if is_default else jnp.asarray(scale, softmax_dtype(args.query))
     lengths = args.query.shape[1], args.key.shape[1]
-    own = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))
-    return convert_mods(own, args.query, lengths)
+    args = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))
+    return convert_mods(args, args.query, lengths)
 
 
 def over_args(
-    one_head: Callable,
+    one_head: Callable[Concatenate[Array, Array, Any, Head, ...], PyTree],
     args: AttentionArgs,
     out_axes: PyTree[int],
     *,
@@ -164,10 +171,10 @@ def over_args(
     by_head, by_sequence = [args.bias, *slot_masks, *per_head], [args.query_positions, args.kv_positions]
     arrays, axes = map_axes([*by_head, *by_sequence, *per_sequence])
 
-    def one_sequence(batch, query, key, value, *arrays):
-        own_by_head, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
+    def one_sequence(batch: Array, query: Array, key: Array, value: Any, *arrays: Any) -> PyTree:
+        of_heads, (query_positions, kv_positions, *extra) = arrays[: len(by_head)], arrays[len(by_head) :]
 
-        def with_options(q, k, v, index, bias, *arrays):
+        def with_options(q: Array, k: Array, v: Any, index: Array, bias: Array | None, *arrays: Any) -> PyTree:
             options = Head(
                 masks=args.masks,
                 slot_masks=arrays[: len(slot_masks)],
@@ -184,7 +191,7 @@ def over_args(
             return one_head(q, k, v, options, *arrays[len(slot_masks) :], *extra)
 
         index = args.first_head + jnp.arange(args.query.shape[2])
-        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *own_by_head)
+        return over_heads(with_options, out_axes, lift=_vmap(heads, recompute))(query, key, value, index, *of_heads)
 
     batch = args.first_batch + jnp.arange(args.query.shape[0])
     value_axis = None if args.value is None else 0

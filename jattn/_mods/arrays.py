@@ -18,10 +18,11 @@ CONVENTION = (
 
 Length = Any  # an int, or a symbolic dimension of jax.export
 if TYPE_CHECKING:  # type checkers know no operators that both kinds of arrays have
-    AnyArray = Index = Any
+    AnyArray = Index = Bools = Any
 else:
     AnyArray = jax.Array | np.ndarray | np.generic  # NumPy's where everything is static, JAX's otherwise
     Index = AnyArray | int
+    Bools = AnyArray | bool
 
 
 def namespace(*arrays: object) -> Any:

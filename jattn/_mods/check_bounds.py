@@ -103,22 +103,22 @@ def _check_rows(mask: Mask, pairs: np.ndarray, b: np.ndarray, h: np.ndarray, q: 
 def _intervals(length: int) -> tuple[np.ndarray, np.ndarray]:
     """The first and the last index of each interval, int32, short ones first."""
     sizes = range(1, length + 1) if length <= EVERY else [2**i for i in range(length.bit_length() + 1)]
-    found = [
+    intervals = [
         (start, min(start + size, length) - 1)
         for size in sizes
         for start in (range(length - size + 1) if length <= EVERY else range(0, length, max(size // 2, 1)))
     ]
-    first, last = np.array(found, np.int32).reshape(-1, 2).T
+    first, last = np.array(intervals, np.int32).reshape(-1, 2).T
     return first, last
 
 
-def _two_bools(mask: Mask, found: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
-    if not isinstance(found, tuple | list) or len(found) != 2 or any(np.asarray(x).dtype != bool for x in found):
+def _two_bools(mask: Mask, answer: Any, shape: tuple[int, ...]) -> list[np.ndarray]:
+    if not isinstance(answer, tuple | list) or len(answer) != 2 or any(np.asarray(x).dtype != bool for x in answer):
         raise TypeError(
             f"{type(mask).__name__}.bounds must return two bools or arrays of bools, (any_visible, all_visible), got "
-            f"{found!r}"
+            f"{answer!r}"
         )
-    return [np.broadcast_to(x, shape) for x in found]
+    return [np.broadcast_to(x, shape) for x in answer]
 
 
 def _pair(at: Sequence[int | np.integer]) -> str:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, PyTree
 
 from jattn._mods.arrays import Length, calling, without_mesh
+from jattn._mods.contracts import MaskFunction, ScoreMod
 from jattn._mods.jaxpr import HashableJaxpr, array_type, bind_equation, evaluate
 from jattn._mods.pytree import StaticFunction, holds_plain_function, is_function, pytree_dataclass, static_field
 
@@ -82,7 +83,7 @@ def closure_convert(
     return Elementwise(traced(on_one_pair, *arguments(1, 1, *score)))
 
 
-def traced(fn: Callable, *types: jax.ShapeDtypeStruct) -> Traced:
+def traced(fn: Callable[..., PyTree], *types: jax.ShapeDtypeStruct) -> Traced:
     """``fn``, traced for arguments of these types."""
     program = jax.make_jaxpr(fn)(*types)
     # Without its constants: caches of programs keep it, and traced arrays must not outlive their trace.
@@ -90,7 +91,7 @@ def traced(fn: Callable, *types: jax.ShapeDtypeStruct) -> Traced:
     return Traced(list(program.consts), HashableJaxpr(open_jaxpr))
 
 
-def depends_on(mod: Callable, index: int, *score: DTypeLike) -> bool:
+def depends_on(mod: MaskFunction | ScoreMod, index: int, *score: DTypeLike) -> bool:
     """Whether the result of a mask or score function depends on its argument ``index``."""
 
     def on_one_pair(*args: Array) -> Array:

@@ -7,15 +7,15 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jattn._mods.arrays import calling, namespace
+from jattn._mods.arrays import Bools, Index, Length, calling, namespace
+from jattn._mods.contracts import MaskFunction
 from jattn._mods.pytree import as_part, holds_plain_function, known, pytree_dataclass
 from jattn._mods.validation import check_fits
 
-#: The type of a mask: ``(b, h, q_idx, kv_idx) -> bool``, elementwise on arrays that broadcast.
-MaskFunction = Callable[[Any, Any, Any, Any], Any]
 Indices = np.integer | np.ndarray | jax.Array  # int32
 Ends = int | Indices
 Interval = tuple[Ends, Ends]
+Bounds = tuple[Bools, Bools]
 
 
 class Mask:
@@ -36,11 +36,11 @@ class Mask:
 
     __array_ufunc__ = None  # array & mask must call __rand__, not broadcast over the array
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         """``True`` where a pair is visible; index arrays broadcast."""
         raise NotImplementedError(f"{type(self).__name__} does not say which pairs are visible: define __call__")
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         """``(any_visible, all_visible)`` for the block ``[q_min, q_max] x [kv_min, kv_max]``, both ends included.
 
         ``any_visible`` is False only if no pair of the block is visible, and ``all_visible`` is True only if all pairs
@@ -65,25 +65,25 @@ class Mask:
         """
         return None
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         """Raises ``ValueError`` if the mask does not fit B sequences, N heads, T queries and S keys.
 
         Called by ``dot_product_attention``. T and S are None if positions are given; tables may then have any length.
         """
 
-    def __and__(self, other):
+    def __and__(self, other: object) -> "And":
         return And(self, _as_mask(other))
 
-    def __rand__(self, other):
+    def __rand__(self, other: object) -> "And":
         return And(_as_mask(other), self)
 
-    def __or__(self, other):
+    def __or__(self, other: object) -> "Or":
         return Or(self, _as_mask(other))
 
-    def __ror__(self, other):
+    def __ror__(self, other: object) -> "Or":
         return Or(_as_mask(other), self)
 
-    def __invert__(self):
+    def __invert__(self) -> "Not":
         return Not(self)
 
     @property
@@ -112,7 +112,7 @@ def _as_mask(mask: object) -> MaskFunction:
     return as_part(mask)
 
 
-def bounds(mask: MaskFunction, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+def bounds(mask: MaskFunction, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
     """``mask.bounds(...)``; ``(True, False)`` for a plain function.
 
     Concrete arrays in the mask are passed as NumPy arrays, so that the result is static.
@@ -161,19 +161,19 @@ class _Pair(Mask):
     left: MaskFunction
     right: MaskFunction
 
-    join: ClassVar[Callable]
+    join: ClassVar[Callable[..., Any]]
 
     def __post_init__(self):
         _as_parts(self, "left", "right")
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         check_fits(self.left, B, N, T, S)
         check_fits(self.right, B, N, T, S)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Any:
         return self.join(self.left(b, h, q_idx, kv_idx), self.right(b, h, q_idx, kv_idx))
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         left_any, left_all = bounds(self.left, b, h, q_min, q_max, kv_min, kv_max)
         right_any, right_all = bounds(self.right, b, h, q_min, q_max, kv_min, kv_max)
         return self.join(left_any, right_any), self.join(left_all, right_all)
@@ -245,13 +245,13 @@ class Not(Mask):
     def __post_init__(self):
         _as_parts(self, "mask")
 
-    def check(self, B, N, T, S) -> None:
+    def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
         check_fits(self.mask, B, N, T, S)
 
-    def __call__(self, b, h, q_idx, kv_idx):
+    def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Any:
         return True ^ self.mask(b, h, q_idx, kv_idx)
 
-    def bounds(self, b, h, q_min, q_max, kv_min, kv_max) -> tuple[Any, Any]:
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> Bounds:
         any_visible, all_visible = bounds(self.mask, b, h, q_min, q_max, kv_min, kv_max)
         return True ^ all_visible, True ^ any_visible
 
@@ -290,7 +290,7 @@ def or_masks(*masks: MaskFunction) -> Mask:
     return _join(Or, masks, "or_masks")
 
 
-def _join(join, masks, name):
+def _join(join: type[_Pair], masks: tuple, name: str) -> Mask:
     if not masks:
         raise ValueError(f"{name}() needs at least one mask")
     joined, *rest = map(_as_mask, masks)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -62,14 +62,14 @@ def pytree_dataclass(cls: Class) -> Class:
     static = tuple(field.name for field in fields if field.metadata.get("static"))
     keys = tuple(map(GetAttrKey, data))
 
-    def flatten(tree):
+    def flatten(tree: object) -> tuple[tuple, tuple]:
         return tuple(getattr(tree, name) for name in data), tuple(getattr(tree, name) for name in static)
 
-    def flatten_with_keys(tree):
+    def flatten_with_keys(tree: object) -> tuple[tuple, tuple]:
         children, structure = flatten(tree)
         return tuple(zip(keys, children, strict=True)), structure
 
-    def unflatten(structure, children):
+    def unflatten(structure: tuple, children: Iterable) -> object:
         tree = object.__new__(cls)  # not cls(...): JAX also unflattens placeholders, which __post_init__ would refuse
         for name, value in (*zip(data, children, strict=True), *zip(static, structure, strict=True)):
             object.__setattr__(tree, name, value)
@@ -105,9 +105,9 @@ def _values(tree: PyTree) -> tuple | None:
 class StaticFunction:
     """A plain function in a pytree: part of its structure, compared by identity, as static arguments of ``jax.jit``."""
 
-    function: Callable = static_field()
+    function: Callable[..., Any] = static_field()
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
 

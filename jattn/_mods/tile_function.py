@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int
 
 from jattn._mods.arrays import calling, mod_semantics
+from jattn._mods.contracts import MaskFunction, ScoreMod
 from jattn._mods.jaxpr import bind_equation, evaluate
 from jattn._mods.pytree import known
 
@@ -77,8 +78,8 @@ class TileFunction:
         for number, axis in self.outside.items():
             positions = {HEAD: np.zeros((1, 1), np.int32), QUERY: q_positions, KEY: kv_positions}[axis]
             depends = self.axes[number]
-            own_batch = batch if "b" in depends or positions.shape[0] != 1 else batch[:1]
-            own_heads = heads if "h" in depends else heads[:1]
+            array_batch = batch if "b" in depends or positions.shape[0] != 1 else batch[:1]
+            array_heads = heads if "h" in depends else heads[:1]
 
             def value(b: Array, h: Array, index: Array, number: int = number) -> Array:
                 of_pair = dict(zip(self.arguments[-4:], (b, h, index, index), strict=True))
@@ -86,9 +87,9 @@ class TileFunction:
 
             of_index = jax.vmap(value, (None, None, 0))
             of_head = jax.vmap(of_index, (None, 0, None))
-            rows = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (own_batch.shape[0], positions.shape[1]))
+            rows = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (array_batch.shape[0], positions.shape[1]))
             with mod_semantics():
-                array = jax.vmap(of_head, (0, None, 0))(own_batch, own_heads, rows)
+                array = jax.vmap(of_head, (0, None, 0))(array_batch, array_heads, rows)
             results.append(array[..., 0] if axis == HEAD else array)
         return results
 
@@ -122,7 +123,7 @@ class TileFunction:
         return needed
 
 
-def make_tile_function(mod: Callable, score_dtype: DTypeLike | None = None) -> TileFunction:
+def make_tile_function(mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | None = None) -> TileFunction:
     """``mod``, a mask, or a score function if ``score_dtype`` is given, traced for one pair.
 
     Raises ``NotElementwise`` if an operation on pairs is not among ``ELEMENTWISE``.
@@ -158,7 +159,7 @@ def make_tile_function(mod: Callable, score_dtype: DTypeLike | None = None) -> T
     return traced
 
 
-def reason_against(masks: Sequence[Callable], score_mod: Callable | None) -> str | None:
+def reason_against(masks: Sequence[MaskFunction], score_mod: ScoreMod | None) -> str | None:
     """Why a kernel cannot evaluate them, or None."""
     mods = [("mask", mask, None) for mask in masks]
     mods += [] if score_mod is None else [("score_mod", score_mod, jnp.float32)]

@@ -107,7 +107,7 @@ class Scores:
             scale=operands.scalars(jnp.asarray(args.score_scale, jnp.float32).reshape(1, 1)),
             bias=None if args.bias is None else _add_pairs(operands, args.bias.astype(jnp.float32), T),
             masks=[_add_mod(args, operands, mask, None) for mask in args.masks],
-            score_mod=args.score_mod and _add_mod(args, operands, args.score_mod, jnp.float32),
+            score_mod=None if args.score_mod is None else _add_mod(args, operands, args.score_mod, jnp.float32),
             slot_masks=[_add_pairs(operands, jnp.asarray(x).astype(jnp.int32), T) for x in args.slot_masks],
             positions=positions,
             all_seen=all_seen,

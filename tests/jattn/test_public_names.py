@@ -17,8 +17,6 @@ NAMES = public_names()
 GIVEN = {"jax": jax, "jnp": jnp, "np": np, "jattn": jattn}
 # Names without an example of their own, and why.
 WITHOUT = {
-    "jattn.masks.MaskFunction": "a type",
-    "jattn.score_mods.ScoreMod": "a type",
     "jattn.heads.MIXED": "a constant",
     "jattn.heads.OF_TOKENS": "a constant",
     "jattn.heads.STATISTICS": "a constant",

@@ -122,7 +122,7 @@ def test_a_table_for_other_heads():
         (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),
         (lambda: score_mods.SoftCap(np.ones(3)), r"cap must be a number .* got shape \(3,\)"),
         (lambda: score_mods.then(score_mods.SoftCap), "must be callable, got the class SoftCap"),
-        (lambda: score_mods.then(3), "must be callable|Expected type: .*Callable"),
+        (lambda: score_mods.then(3), "must be callable|Expected type: .*ScoreMod"),
         (lambda: score_mods.then(), "at least one"),
     ],
 )
