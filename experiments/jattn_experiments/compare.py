@@ -67,7 +67,7 @@ def compare(first: Any, second: Any) -> Comparison:
     from scipy.optimize import linear_sum_assignment
 
     from jattn import heads
-    from jattn_experiments.measure import head_scores
+    from jattn_experiments import head_scores
     from jattn_experiments.measure.evaluate import LOOK_BATCH, noise_floor
     from jattn_experiments.train import LOOK_DATA, PROBE_DATA
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jattn_experiments import tasks
+from jattn_experiments import head_scores, tasks
 from jattn_experiments.config import Config, Kind, differences, variants
-from jattn_experiments.measure import claims, evaluate, head_scores, language_model, long_heads, sentence_encoder
+from jattn_experiments.measure import claims, evaluate, language_model, long_heads, sentence_encoder
 from jattn_experiments.measure.assemble import assemble
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.checkpoint import saved_steps

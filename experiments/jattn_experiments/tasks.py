@@ -1,6 +1,6 @@
 """The tasks: pure functions from a key to a batch, with the position that each read-out should attend to.
 
-``batches.Task`` says what a task may define. Those of published papers are in ``paper_tasks``.
+``batches.Task`` says what a task may define. Tasks of papers: ``paper_tasks``, ``hop_task`` and ``text_task``.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jattn_experiments.batches import TASKS, Batch, Rule, Task, ask, letter, permutations
-from jattn_experiments.config.schema import Task as Options
+from jattn_experiments.hop_task import Hop as Hop
 from jattn_experiments.paper_tasks import Histogram as Histogram
-from jattn_experiments.paper_tasks import Hop as Hop
 from jattn_experiments.paper_tasks import Markov as Markov
 from jattn_experiments.paper_tasks import Recall as Recall
+from jattn_experiments.schema import Task as Options
 from jattn_experiments.text_task import Text as Text
 
 

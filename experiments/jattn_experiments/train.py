@@ -14,9 +14,8 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jattn_experiments import batches, model, tasks
+from jattn_experiments import batches, head_scores, model, tasks
 from jattn_experiments.config import Config, of_plain
-from jattn_experiments.measure import head_scores
 from jattn_experiments.runs import devices, stopping
 from jattn_experiments.runs.checkpoint import Checkpoints, named
 from jattn_experiments.runs.folder import Damaged, read_json

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jattn import heads
-from jattn_experiments import batches, config, model, onset, run, tasks, train
-from jattn_experiments.measure import claims, evaluate, head_scores
+from jattn_experiments import batches, config, head_scores, model, onset, run, tasks, train
+from jattn_experiments.measure import claims, evaluate
 from tests import reference
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")

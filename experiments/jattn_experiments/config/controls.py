@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from jattn_experiments.config.parser import of_plain, one_line
-from jattn_experiments.config.schema import SECTIONS, Config
+from jattn_experiments.schema import SECTIONS, Config
 
 
 def variants(config: Config) -> dict[str, Config]:

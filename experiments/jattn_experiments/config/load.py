@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jattn_experiments.config.controls import variants
 from jattn_experiments.config.parser import Parser, Processes, build, build_and_parse
-from jattn_experiments.config.schema import Config
+from jattn_experiments.schema import Config
 
 # In the package where jattn was installed from a wheel, at the top of a checkout.
 _IN_WHEEL = Path(__file__).parents[1] / "configs"

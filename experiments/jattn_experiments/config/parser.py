@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import jsonargparse
 import yaml
 
-from jattn_experiments.config.schema import SECTIONS, Config
+from jattn_experiments.schema import SECTIONS, Config
 
 
 class Processes(NamedTuple):

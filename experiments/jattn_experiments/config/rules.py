@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
-from jattn_experiments.config.schema import Config, Kind
+from jattn_experiments.schema import Config, Kind
 from jattn_experiments.tasks import TASKS, Task, make
 
 _POSITIVE = {

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jattn.heads import Roles
-from jattn_experiments import tasks
+from jattn_experiments import head_scores, tasks
 from jattn_experiments.config import points_of
-from jattn_experiments.measure import claims, evaluate, head_scores
+from jattn_experiments.measure import claims, evaluate
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.history import History

@@ -11,8 +11,8 @@ from jax import Array
 
 from jattn import heads
 from jattn.heads import MIXED
+from jattn_experiments import head_scores
 from jattn_experiments.batches import Batch, Patch
-from jattn_experiments.measure import head_scores
 from jattn_experiments.model import Transformer, layer_by_layer
 from jattn_experiments.runs import devices
 from jattn_experiments.tasks import CopyString

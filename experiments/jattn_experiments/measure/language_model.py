@@ -21,8 +21,9 @@ from jax import Array
 from rich.progress import track
 
 from jattn import heads, interop
+from jattn_experiments import head_scores
 from jattn_experiments.config import Config
-from jattn_experiments.measure import evaluate, head_scores, language_metrics, paths, sequences, toy_model
+from jattn_experiments.measure import evaluate, language_metrics, paths, sequences, toy_model
 from jattn_experiments.measure.language_metrics import GROUPS, METRICS, OF_TOY, PATTERNS, TOY
 from jattn_experiments.measure.sequences import PLACES, Sequences
 from jattn_experiments.model_files import model_file

@@ -24,8 +24,9 @@ from jax import Array
 from rich.progress import Progress
 
 from jattn import heads, interop, masks
+from jattn_experiments import head_scores
 from jattn_experiments.config import Config
-from jattn_experiments.measure import evaluate, head_scores, long_metrics, long_texts, paths, sequences
+from jattn_experiments.measure import evaluate, long_metrics, long_texts, paths, sequences
 from jattn_experiments.measure.language_model import NULL_HEADS, Model, output_norms
 from jattn_experiments.measure.long_metrics import COPIES, PATTERNS
 from jattn_experiments.measure.long_model import ROWS, Answer, Reader

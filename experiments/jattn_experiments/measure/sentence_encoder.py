@@ -17,8 +17,9 @@ from rich.progress import track
 
 from jattn import heads, interop
 from jattn.heads import MIXED
+from jattn_experiments import head_scores
 from jattn_experiments.config import Config, SentenceEncoder
-from jattn_experiments.measure import claims, evaluate, head_scores
+from jattn_experiments.measure import claims, evaluate
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.terminal import Terminal
