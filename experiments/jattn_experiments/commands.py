@@ -25,31 +25,30 @@ def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
     if "--distributed" in arguments:
         stopping.abort_in_one_line()  # to read a config imports JAX
-    asked = config.load(arguments)
-    settings, processes = asked.config, asked.processes
+    request = config.load(arguments)
     with stopping.stoppable():
         try:
-            status = _run(asked)
+            status = _run(request)
         except BaseException as error:
-            if (number := stopping.asked()) is None:
+            if (number := stopping.last_signal()) is None:
                 raise
             warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves coroutines behind
             # a library may have converted the exception
-            said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
-            status = fail(f"{said}; rerun to resume", status=128 + number)
-    if processes is not None and status > 1:  # this one was refused or stopped; the others may go on
+            where = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{request.config.name}: stopped"
+            status = fail(f"{where}; rerun to resume", status=128 + number)
+    if request.processes is not None and status > 1:  # this one was refused or stopped; the others may go on
         _leave(status)
     return status
 
 
-def _run(asked: config.Asked) -> int:
+def _run(request: config.Request) -> int:
     # slow to import: a wrong option or --help need not wait for JAX and Orbax
     from jattn_experiments.replicate import replicate, with_replication
     from jattn_experiments.run import DifferentConfig, finished, prepared, run
     from jattn_experiments.runs import devices
 
-    settings, out, processes = asked.config, asked.out, asked.processes
-    if asked.replicate and settings.kind is not config.Kind.TRAINING:
+    settings, out, processes = request.config, request.out, request.processes
+    if request.replicate and settings.kind is not config.Kind.TRAINING:
         return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
     with contextlib.ExitStack() as stack:
         try:
@@ -64,9 +63,9 @@ def _run(asked: config.Asked) -> int:
         except OSError as wrong:
             return fail(f"--out: {out}: {wrong}")
         try:
-            findings = finished(settings, out) if asked.replicate else run(settings, out)
-            if asked.replicate:
-                replicate(settings, out, asked.replicate, asked.replicate_seed)
+            findings = finished(settings, out) if request.replicate else run(settings, out)
+            if request.replicate:
+                replicate(settings, out, request.replicate, request.replicate_seed)
             if findings is None:  # the first process has them
                 return 0
             findings = with_replication(findings, out)
@@ -84,7 +83,7 @@ def _run(asked: config.Asked) -> int:
     _show(findings)
     print(f"report: {report}")
     failed = [claim["name"] for claim in findings.claims if not _holds(claim)]
-    return fail(f"claims that fail: {', '.join(failed)}", status=1) if asked.check and failed else 0
+    return fail(f"claims that fail: {', '.join(failed)}", status=1) if request.check and failed else 0
 
 
 def _holds(claim: dict[str, Any]) -> bool:
