@@ -17,8 +17,8 @@ MANY = 40  # rows of heads that a terminal shows
 def compare_command(arguments: Sequence[str]) -> int:
     """Compares the heads of two models: two runs, or two checkpoints of one."""
     parser = config.Parser(prog="jattn compare", description=compare_command.__doc__)
-    said = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
-    parser.add_argument("--run", type=str, required=True, action="append", help=said)
+    run = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
+    parser.add_argument("--run", type=str, required=True, action="append", help=run)
     parser.add_argument(
         "--out", type=str | None, default=None, help="the first seed's heads, side by side: a PNG, or an HTML page"
     )
@@ -29,16 +29,16 @@ def compare_command(arguments: Sequence[str]) -> int:
 
     try:
         both = [load_run.load(run) for run in options.run]
-        found = compare(*both)
+        comparison = compare(*both)
     except (ValueError, OSError) as wrong:
         return fail(f"--run: {wrong}")
-    _show(found, both[0].setup.seeds[0], *options.run)
+    _show(comparison, both[0].setup.seeds[0], *options.run)
     if options.out:
         try:
             if Path(options.out).suffix == ".html":
                 page_of_runs(both, options.run, Path(options.out))
             else:
-                _draw(found, Path(options.out), *options.run)
+                _draw(comparison, Path(options.out), *options.run)
         except (OSError, ValueError) as wrong:
             return fail(f"--out: {wrong}")
         print(f"picture: {options.out}")
@@ -120,52 +120,41 @@ def compare(first: Any, second: Any) -> Comparison:
     )
 
 
-def _show(found: Comparison, first_seed: int, first: str, second: str) -> None:
+def _show(comparison: Comparison, first_seed: int, first: str, second: str) -> None:
     title = f"{first} and {second}: heads matched by their patterns"
-    table = Table(
-        "seed",
-        "layer",
-        "head",
-        "matched",
-        "distance",
-        "noise floor",
-        "what changed most",
-        title=title,
-        title_justify="left",
-    )
-    rows = list(np.ndindex(found.match.shape))
+    columns = ("seed", "layer", "head", "matched", "distance", "noise floor", "what changed most")
+    table = Table(*columns, title=title, title_justify="left")
+    rows = list(np.ndindex(comparison.match.shape))
     for at in rows[:MANY]:
         (name, before, after) = max(
-            ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in found.scores.items()),
+            ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in comparison.scores.items()),
             key=lambda row: abs(row[1] - row[2]),
         )
-        distance, floor = found.distance[at], found.floor[at]
+        distance, floor = comparison.distance[at], comparison.floor[at]
         shown = f"[bold]{distance:.3f}[/]" if distance > floor else f"{distance:.3f}"
-        which = (str(first_seed + at[0]), *map(str, at[1:]), str(found.match[at]))
+        which = (str(first_seed + at[0]), *map(str, at[1:]), str(comparison.match[at]))
         table.add_row(*which, shown, f"{floor:.3f}", f"{name}: {before:.2f} to {after:.2f}")
     if len(rows) > MANY:
         table.caption = f"and {len(rows) - MANY} more heads"
     Terminal().print(table)
-    above = int((found.distance > found.floor).sum())
-    said = f"{above} of {len(rows)} heads differ by more than the noise floor"
-    print(f"{said}; median distance {np.median(found.distance):.3f}")
+    above = int((comparison.distance > comparison.floor).sum())
+    median = f"median distance {np.median(comparison.distance):.3f}"
+    print(f"{above} of {len(rows)} heads differ by more than the noise floor; {median}")
 
 
-def _draw(found: Comparison, file: Path, first: str, second: str) -> None:
+def _draw(comparison: Comparison, file: Path, first: str, second: str) -> None:
     """The first seed's mean patterns: a column per head, the first model's above the second's."""
     from matplotlib.figure import Figure
 
-    layers, count = found.patterns.shape[1:3]
+    layers, count = comparison.patterns.shape[1:3]
     figure = Figure(figsize=(1.6 * layers * count + 0.4, 4), layout="constrained")
     axes = figure.subplots(2, layers * count, squeeze=False)
-    for row, (name, patterns) in enumerate(zip((first, second), found.patterns, strict=True)):
+    for row, (name, patterns) in enumerate(zip((first, second), comparison.patterns, strict=True)):
         for column, (layer, head) in enumerate(np.ndindex(layers, count)):
-            one, own = axes[row, column], head if row == 0 else found.match[0, layer, head]
-            one.imshow(patterns[layer, head], cmap="Greys", vmin=0, vmax=1)
-            one.set(xticks=[], yticks=[])
-            one.set_title(
-                f"layer {layer} head {own}" + (f"\n{found.distance[0, layer, head]:.2f} apart" if row else ""),
-                fontsize=8,
-            )
+            number = comparison.match[0, layer, head] if row else head
+            apart = f"\n{comparison.distance[0, layer, head]:.2f} apart" if row else ""
+            axes[row, column].imshow(patterns[layer, head], cmap="Greys", vmin=0, vmax=1)
+            axes[row, column].set(xticks=[], yticks=[])
+            axes[row, column].set_title(f"layer {layer} head {number}{apart}", fontsize=8)
         axes[row, 0].set_ylabel(name, fontsize=8)
     figure.savefig(file, dpi=120)

@@ -76,16 +76,16 @@ class Hop(Task, kind="hop"):
         for _ in range(self.hops):
             at.append(jnp.where(at[-1] < 0, -1, jnp.take_along_axis(last, jnp.maximum(at[-1], 0), 1)))
         where = jnp.stack(at, -1)  # [B,T-1,A]
-        found = jnp.take_along_axis(chars[..., None], jnp.maximum(where, 0), 1)
-        targets = jnp.where(where < 0, self.symbols, found)
-        asked = jnp.broadcast_to(jnp.arange(self.hops + 1)[None, None] == hops[:, None, None], where.shape)
-        sources = jnp.where(asked & (where >= 0), where + 1, -1)  # the first token is before all symbols
+        symbols = jnp.take_along_axis(chars[..., None], jnp.maximum(where, 0), 1)
+        targets = jnp.where(where < 0, self.symbols, symbols)
+        counts = jnp.broadcast_to(jnp.arange(self.hops + 1)[None, None] == hops[:, None, None], where.shape)
+        sources = jnp.where(counts & (where >= 0), where + 1, -1)  # the first token is before all symbols
         first = lambda x, value: jnp.pad(x, ((0, 0), (1, 0), (0, 0)), constant_values=value)
         tokens = jnp.concatenate([self.symbols + hops[:, None], chars], 1)
         return Batch(
             tokens=tokens[..., None],
             targets=first(targets, 0),
-            target_weights=first(asked.astype(jnp.float32), 0),
+            target_weights=first(counts.astype(jnp.float32), 0),
             sources=first(sources, -1),
             real=jnp.broadcast_to(jnp.arange(self.length)[None] > 0, tokens.shape),
         )
@@ -131,11 +131,11 @@ class Hop(Task, kind="hop"):
         near = (position >= end[:, None]) & (position <= end[:, None] + 2)
         changed, can_change = exchanged(keys[0], end)
         around = self._anew(keys[1], changed, end - 2, end + 2)
-        asked, can_ask = exchanged(keys[2], first)
-        apart = self._anew(keys[3], asked, first - 2, first)
-        leads = jnp.stack([self._behind(x)[rows, first, asked[rows, first]] for x in (chars, apart)])
+        diversion, can_divert = exchanged(keys[2], first)
+        apart = self._anew(keys[3], diversion, first - 2, first)
+        leads = jnp.stack([self._behind(x)[rows, first, diversion[rows, first]] for x in (chars, apart)])
         here, there = (x[rows, at] for x, at in zip((chars, apart), leads, strict=True))
-        differ = can_ask & jnp.all((leads >= 0) & (first[None] - leads > 2), 0)
+        differ = can_divert & jnp.all((leads >= 0) & (first[None] - leads > 2), 0)
         differ &= (here != there) & (here != answer) & (there != answer)
         return {
             "near the end": patch(around, near, changed[rows, end], can_change, "key", "value"),

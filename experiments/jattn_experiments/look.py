@@ -28,8 +28,8 @@ def _parser() -> config.Parser:
     parser = config.Parser(prog="jattn look", description=look_command.__doc__)
     parser.add_argument("--run", type=str | None, default=None, help="folder of a run, which may still train")
     parser.add_argument("--step", type=int | None, default=None, help="one of its looks; default: the last")
-    said = "smollm2, a GGUF file or a folder; given twice, both stand side by side"
-    parser.add_argument("--model", type=str, default=None, action="append", help=said)
+    model = "smollm2, a GGUF file or a folder; given twice, both stand side by side"
+    parser.add_argument("--model", type=str, default=None, action="append", help=model)
     parser.add_argument("--text", type=str | None, default=None, help="file of the text that the model reads")
     parser.add_argument("--tokens", type=int, default=512, help="how many of the text at most")
     parser.add_argument(
@@ -101,12 +101,12 @@ def page_of_runs(saved: Sequence[Any], names: Sequence[str], path: Path) -> Path
     setup = saved[0].setup.looking
     tokens = setup.task.probe(jax.random.fold_in(setup.keys[0], PROBE_DATA), EXAMPLES).tokens
     labels = [setup.task.labels(example) for example in np.asarray(tokens).tolist()]
-    made: list[Any] = []
+    reports: list[jattn.reports.Report] = []
     for one, name in reversed(list(zip(saved, names, strict=True))):
         params = jax.tree.map(lambda leaf: leaf[0], one.params)
         _, kept = one.setup.model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
-        made.append(jattn.report(kept["intermediates"], labels, title=str(name), compare=made))
-    return made[-1].save(path)
+        reports.append(jattn.report(kept["intermediates"], labels, title=str(name), compare=reports))
+    return reports[-1].save(path)
 
 
 def _look_at_models(options: Any) -> int:
@@ -127,7 +127,7 @@ def _look_at_models(options: Any) -> int:
     import jattn
     from jattn import interop
 
-    made: list[Any] = []
+    reports: list[jattn.reports.Report] = []
     for name, source in reversed(list(zip(options.model, sources, strict=True))):
         try:
             tokenizer, model = interop.tokenizer(source), interop.load(source)
@@ -141,9 +141,9 @@ def _look_at_models(options: Any) -> int:
             heads = interop.look(model, ids)
         except ValueError as wrong:
             return fail(f"--model: {wrong}")
-        made.append(jattn.report(heads, ids, tokenizer=tokenizer, title=Path(name).stem, compare=made))
+        reports.append(jattn.report(heads, ids, tokenizer=tokenizer, title=Path(name).stem, compare=reports))
     try:
-        page = made[-1].save(options.out or "heads.html")
+        page = reports[-1].save(options.out or "heads.html")
     except OSError as wrong:
         return fail(f"--out: {wrong}")
     print(f"page: {page}")

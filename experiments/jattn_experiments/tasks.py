@@ -57,10 +57,10 @@ class CopyFromFourPlaces(Task, kind="copy"):
         fixed = jnp.broadcast_to(fixed, (batch, *fixed.shape))
         sources = jnp.concatenate([fixed, same_key[..., None]], -1)  # [B,T,4]
 
-        asked_ever = (position >= half) & ~_has_twins(fixed[0])
-        asked = asked_ever[None, :] & ~_has_twins(sources)
-        real = jnp.broadcast_to(asked_ever[None, :], keys.shape)
-        return ask(jnp.stack([keys, values], -1), values, sources, asked, real)
+        eligible = (position >= half) & ~_has_twins(fixed[0])
+        queries = eligible[None, :] & ~_has_twins(sources)
+        real = jnp.broadcast_to(eligible[None, :], keys.shape)
+        return ask(jnp.stack([keys, values], -1), values, sources, queries, real)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """A short label for each token of one sequence ``[T,F]``: key and value, like "c7"."""
@@ -119,18 +119,18 @@ class CopyString(Task, kind="copy_string"):
         position = jnp.arange(size)[None, :]
         symbols = jax.random.randint(key, (lengths.shape[0], size), 0, self.symbols)
         offset = position - lengths - 1  # from SEP
-        asked = (offset >= 0) & (offset < lengths)
+        queries = (offset >= 0) & (offset < lengths)
         original = jnp.where(offset > 0, offset, position)  # the position whose symbol a token repeats
         tokens = jnp.take_along_axis(symbols, original, 1)
         tokens = jnp.where(position == 0, bos, tokens)
         tokens = jnp.where(offset == 0, sep, tokens)
         tokens = jnp.where(offset >= lengths, pad, tokens)
-        sources = jnp.where(asked, offset + 1, -1)
-        targets = jnp.where(asked, jnp.take_along_axis(symbols, jnp.maximum(sources, 0), 1), 0)
+        sources = jnp.where(queries, offset + 1, -1)
+        targets = jnp.where(queries, jnp.take_along_axis(symbols, jnp.maximum(sources, 0), 1), 0)
         return Batch(
             tokens=tokens[..., None],
             targets=targets[..., None],
-            target_weights=asked[..., None].astype(jnp.float32),
+            target_weights=queries[..., None].astype(jnp.float32),
             sources=sources[..., None],
             real=offset < lengths,
         )
@@ -175,8 +175,8 @@ class ShiftBank(Task, kind="shift_bank"):
         tokens = jax.random.randint(key, (batch, self.length), 0, self.symbols)
         position = jnp.arange(self.length)
         sources = position[:, None] - jnp.array(self.offsets)[None]
-        asked = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
-        return ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
+        queries = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
+        return ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), queries, queries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,16 +213,16 @@ class Induction(Task, kind="induction"):
         kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
         is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
         repeated, pairs = self._repeated(repeated_key, batch), self._pairs(pairs_key, batch)
-        tokens, sources, asked = (
+        tokens, sources, queries = (
             jnp.where(is_repeated.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(repeated, pairs, strict=True)
         )
-        return ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+        return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout: no prefix, a period of the middle length."""
         period = jnp.full((batch, 1), (self.shortest + self.longest) // 2)
-        tokens, sources, asked = self._repeat(key, jnp.zeros_like(period), period)
-        return ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+        tokens, sources, queries = self._repeat(key, jnp.zeros_like(period), period)
+        return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
 
     def _repeated(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
         symbol_key, prefix_key, period_key = jax.random.split(key, 3)
@@ -231,7 +231,7 @@ class Induction(Task, kind="induction"):
         return self._repeat(symbol_key, prefix, period)
 
     def _repeat(self, key: Array, prefix: Array, period: Array) -> tuple[Array, Array, Array]:
-        """``(tokens, sources, asked)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""
+        """``(tokens, sources, queries)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""
         order, position = permutations(key, len(prefix), self.symbols), jnp.arange(self.length)[None]
         first = jnp.where(position < prefix, position, prefix + (position - prefix) % period)
         return jnp.take_along_axis(order, first, 1), position - period + 1, position - prefix >= period
@@ -268,8 +268,8 @@ class Skills(Task, kind="skills"):
         behind = jnp.arange(self.length)[:, None] - jnp.array([[3, 5, 7]])
         sources = jnp.concatenate([jnp.broadcast_to(behind, (*tokens.shape, 3)), first[..., None] + 1], -1)
         answers = jnp.take_along_axis(tokens[..., None], jnp.maximum(sources, 0), 1)
-        asked = at_keys & ~_has_twins(answers)
-        return ask(tokens[..., None], tokens, sources, asked, jnp.ones(tokens.shape, bool))
+        queries = at_keys & ~_has_twins(answers)
+        return ask(tokens[..., None], tokens, sources, queries, jnp.ones(tokens.shape, bool))
 
 
 def _pairs_twice(key: Array, batch: int, length: int, symbols: int) -> tuple[Array, Array, Array]:

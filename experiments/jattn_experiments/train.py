@@ -212,7 +212,7 @@ def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array
         state, metrics = update(state, steps)
         looked = looking(devices.on_one(setup.mesh, state["params"]))
         at_the_end = {
-            name: jnp.broadcast_to(found, (len(steps), *found.shape)) for name, found in looked["held_out"].items()
+            name: jnp.broadcast_to(value, (len(steps), *value.shape)) for name, value in looked["held_out"].items()
         }
         return state, metrics | at_the_end, looked
 
@@ -262,15 +262,15 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
 def loss_of(logits: Array, batch: batches.Batch, place_weights: list[float] | None = None) -> Array:
     """The mean cross-entropy of the answers that count, in nats."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-    asked = batch.target_weights * jnp.array(place_weights or [1.0] * logits.shape[-2])[None, None]
-    return jnp.sum(loss * asked) / jnp.sum(asked)
+    weights = batch.target_weights * jnp.array(place_weights or [1.0] * logits.shape[-2])[None, None]
+    return jnp.sum(loss * weights) / jnp.sum(weights)
 
 
 def judge(logits: Array, batch: batches.Batch) -> tuple[Array, Array]:
     """Share of correct answers per place ``[A]``, and of sequences answered without a mistake."""
-    right, asked = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
-    accuracy = jnp.sum(right & asked, (0, 1)) / jnp.maximum(jnp.sum(asked, (0, 1)), 1)
-    return accuracy, jnp.mean(jnp.all(right | ~asked, (1, 2)))
+    right, counts = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
+    accuracy = jnp.sum(right & counts, (0, 1)) / jnp.maximum(jnp.sum(counts, (0, 1)), 1)
+    return accuracy, jnp.mean(jnp.all(right | ~counts, (1, 2)))
 
 
 def held_out(transformer: model.Transformer, task: tasks.Task, params: Any, key: Array, size: int) -> dict[str, Array]:

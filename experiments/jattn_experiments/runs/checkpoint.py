@@ -79,8 +79,8 @@ class Checkpoints:
         if error is None:  # otherwise threads go on failing until the program ends
             sys.stderr = stderr
         if not devices.everywhere(error is None):
-            said = _first_line(error) if error else "by another process"
-            raise OSError(f"the checkpoint of step {step} could not be written: {said}") from error
+            reason = _first_line(error) if error else "by another process"
+            raise OSError(f"the checkpoint of step {step} could not be written: {reason}") from error
 
     def load(self, step: int, like: Any) -> Any:
         """The state saved at ``step``, with the structure, shapes, dtypes and shardings of ``like``.
@@ -214,9 +214,9 @@ def _checked(folder: Path) -> dict[str, str]:
     files, words = contents.get("files"), contents.get("beside")
     if not isinstance(files, dict) or not isinstance(words, dict):
         raise Damaged(f"{folder / _CONTENTS}: expected 'files' and 'beside', got {list(contents)}")
-    found = _digests(folder)
-    del found[_CONTENTS]
-    changed = sorted(file for file in {**files, **found} if files.get(file) != found.get(file))
+    digests = _digests(folder)
+    del digests[_CONTENTS]
+    changed = sorted(file for file in {**files, **digests} if files.get(file) != digests.get(file))
     if changed:
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise Damaged(f"{folder}: the checkpoint is damaged: {changed[0]!r}{others} is not what was written")
