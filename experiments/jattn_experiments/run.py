@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jattn_experiments import head_scores, tasks
 from jattn_experiments.config import Config, Kind, differences, variants
 from jattn_experiments.measure import claims, evaluate, language_model, long_heads, sentence_encoder
 from jattn_experiments.measure.assemble import assemble
@@ -62,7 +61,7 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
 
 
 def _check_training(config: Config, out: Path) -> None:
-    claims.check(config, _known_metrics)
+    claims.check(config)
     devices.check(config)
     for one, folder in _trainings(config, out).values():
         if one.train.start and not saved_steps(folder / "checkpoints"):  # a run that resumes does not need its start
@@ -73,11 +72,11 @@ def _check_training(config: Config, out: Path) -> None:
 def _trainings(config: Config, out: Path) -> dict[str, tuple[Config, Path]]:
     """The config and folder of the run, under "", of its controls and of the points of its sweep."""
     itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
-    found = {"": (config, out)}
+    trainings = {"": (config, out)}
     for name, variant in variants(config).items():
         same = dataclasses.replace(variant, name=config.name) == itself  # this point of the sweep is the run itself
-        found[name] = found[""] if same else (variant, out / "controls" / name)
-    return found
+        trainings[name] = trainings[""] if same else (variant, out / "controls" / name)
+    return trainings
 
 
 def _mark(config: Config, out: Path) -> None:
@@ -95,12 +94,6 @@ def _mark(config: Config, out: Path) -> None:
 def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
     """A config without what does not affect its numbers, so a run can resume on more or fewer devices."""
     return {name: value for name, value in plain.items() if name != "mesh"}
-
-
-def _known_metrics(config: Config) -> list[str]:
-    task = tasks.make(config.task)
-    scores = {claims.BEST: (*task.located, *head_scores.ALL), claims.TURN: (*task.located, *head_scores.TRACKED)}
-    return claims.known_metrics(config, task.places, task.located, scores, task.roles, task.levels)
 
 
 def run(config: Config, out: Path) -> Findings | None:
@@ -136,12 +129,12 @@ def finished(config: Config, out: Path) -> Findings | None:
     Raises:
         The errors of ``run``.
     """
-    found = None
+    findings = None
     if devices.is_first():
         with contextlib.suppress(FileNotFoundError, Damaged, TypeError):  # unfinished, altered or of another version
-            found = Findings.load(out)
-    if devices.agreed(np.array(found is not None)):
-        return found
+            findings = Findings.load(out)
+    if devices.agreed(np.array(findings is not None)):
+        return findings
     return run(config, out)
 
 

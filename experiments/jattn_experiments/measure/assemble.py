@@ -100,9 +100,9 @@ def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list
         lines = curves.setdefault(f"{plain(metric)} over {option}", {})
         for rest in itertools.product(*(values for _, values in others)):
             tail = [f"{key}={value}" for (key, _), value in zip(others, rest, strict=True)]
-            found = [(value, results[",".join([f"{option}={value}", *tail])]) for value in sorted(values)]
+            points = [(value, results[",".join([f"{option}={value}", *tail])]) for value in sorted(values)]
             lines[", ".join(tail) or base.config.name] = [
-                [float(value), *claims.measure(result, result.trained, metric)] for value, result in found
+                [float(value), *claims.measure(result, result.trained, metric)] for value, result in points
             ]
     if len(base.places) > 1 and not others:
         points = [(value, results[f"{option}={value}"]) for value in sorted(values)]

@@ -86,12 +86,12 @@ def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
     tokens = looking.task.sample(key, 2).tokens
     _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
-    found = logits()
-    accuracy, exact_match = judge(found, batch)
+    answered = logits()
+    accuracy, exact_match = judge(answered, batch)
     return {
         "accuracy": accuracy,
         "exact_match": exact_match,
-        "loss": loss_of(found, batch),
+        "loss": loss_of(answered, batch),
         "levels": {name: level.mean() for name, level in batch.levels.items()},
         "ablated": heads.ablate(lambda per_layer: answers(per_layer=per_layer)[0], clean, batch_size=len(clean) * 4),
         "hardened": answers(harden=True)[0],
@@ -186,10 +186,10 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
         return jax.lax.map(lambda shift: head_scores.of_shuffled(setup.model, setup.task, params, batch, shift), shifts)
 
     keys = jax.vmap(jax.random.key)(jnp.arange(math.ceil(needed / heads_each)))
-    found = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)
+    by_chance = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)
     beside = jax.jit(lambda both: jax.lax.map(shuffled, both))((params, setup.keys))
     return {
-        name: np.concatenate([np.ravel(one[name]) for one in (found, beside) if name in one])
+        name: np.concatenate([np.ravel(one[name]) for one in (by_chance, beside) if name in one])
         for name in setup.task.roles
     }
 
@@ -216,9 +216,9 @@ def num_parameters(params: Any) -> int:
     return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(params))
 
 
-def drops(found: Measured) -> np.ndarray:
+def drops(measured: Measured) -> np.ndarray:
     """``[R,L,N,A]``: the accuracy each place loses without a head."""
-    return found.accuracy[:, None, None] - found.ablated
+    return measured.accuracy[:, None, None] - measured.ablated
 
 
 def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
@@ -227,13 +227,13 @@ def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
     return heads.roles(scores, null(setup, params), level=LEVEL)
 
 
-def head_rows(seeds: list[int], found: heads.Roles) -> list[dict[str, Any]]:
+def head_rows(seeds: list[int], roles: heads.Roles) -> list[dict[str, Any]]:
     """Rows ``{seed, layer, head, role, score, null, p_value}`` of all heads; ``null`` is the threshold."""
     rows = []
-    for r, layer, head in np.ndindex(found.label.shape):
+    for r, layer, head in np.ndindex(roles.label.shape):
         at = r, layer, head
-        row = {"seed": seeds[r], "layer": layer, "head": head, "role": str(found.label[at])}
-        numbers = {"score": found.score[at], "null": found.threshold[at], "p_value": found.p_value[at]}
+        row = {"seed": seeds[r], "layer": layer, "head": head, "role": str(roles.label[at])}
+        numbers = {"score": roles.score[at], "null": roles.threshold[at], "p_value": roles.p_value[at]}
         rows.append(row | {name: float(number) for name, number in numbers.items()})
     return rows
 
