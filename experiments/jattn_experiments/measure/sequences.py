@@ -72,9 +72,9 @@ def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
     text = np.stack([pieces[at] for at in rng.permutation(len(pieces))[:count]])
     text = np.concatenate([np.full((count, 1), first), text], 1).astype(np.int32)
     short = np.concatenate([short, text[: EXAMPLES - 1, : 1 + 2 * SHORT]])
-    found = Sequences(chosen, tested, text, short, [], period)
-    words = [[tokenizer.decode([token], skip_special_tokens=False) for token in short[i]] for i in found.examples]
-    return dataclasses.replace(found, words=words)
+    drawn = Sequences(chosen, tested, text, short, [], period)
+    words = [[tokenizer.decode([token], skip_special_tokens=False) for token in short[i]] for i in drawn.examples]
+    return dataclasses.replace(drawn, words=words)
 
 
 def ordinary_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
@@ -85,10 +85,10 @@ def ordinary_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
 
 def continue_bigrams(tokens: np.ndarray) -> np.ndarray:
     """``[B,T-1]``: whether a token and the next one stood next to each other before, in ``tokens [B,T]``."""
-    found = np.zeros((tokens.shape[0], tokens.shape[1] - 1), bool)
+    repeats = np.zeros((tokens.shape[0], tokens.shape[1] - 1), bool)
     for row, sequence in enumerate(tokens.tolist()):
         seen = set()
         for at, pair in enumerate(zip(sequence, sequence[1:], strict=False)):
-            found[row, at] = pair in seen
+            repeats[row, at] = pair in seen
             seen.add(pair)
-    return found
+    return repeats
