@@ -45,7 +45,8 @@ Rule = tuple[str, bool, str]  # an option, whether its value is valid, what was 
 class Task:
     """Base of tasks: tokens are single symbols, in sequences of one length, unless a task says otherwise.
 
-    A task is a frozen dataclass. Its fields are those options of ``config.Task`` that it takes.
+    A task is a frozen dataclass. Its fields are those options of ``config.Task`` that it takes. What it overrides means
+    what it does here.
     """
 
     length: int

@@ -1,6 +1,6 @@
 """What a model's heads do on a batch: the scores tracked during training, and those at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,12 @@ def _with_statistics(
     request = {"names": list(names), **patterns, "eligible": batch.real}
     logits, kept = model.apply(params, batch.tokens, sow_statistics=request, mutable=["intermediates"], **options)
     layers = layer_by_layer(kept["intermediates"], "attention_statistics")
-    return logits, {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}, kept["intermediates"]
+    return logits, of_layers(layers, names), kept["intermediates"]
+
+
+def of_layers(layers: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+    """The statistics ``[L,N]``, averaged over a batch, that the layers' attention has sown."""
+    return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
 
 
 def entropy(weights: Array, batch: Batch) -> Array:

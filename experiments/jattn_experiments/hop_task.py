@@ -27,7 +27,6 @@ class Hop(Task, kind="hop"):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Names of the read-outs."""
         return tuple(f"{k} hops" for k in range(self.hops + 1))
 
     @property
@@ -37,7 +36,6 @@ class Hop(Task, kind="hop"):
 
     @property
     def patches(self) -> tuple[str, ...]:
-        """Names of what ``patch`` returns."""
         return ("near the end", "elsewhere", "leads here") if self.hops > 1 else ()
 
     @property
@@ -60,7 +58,6 @@ class Hop(Task, kind="hop"):
         return [("symbols", self.symbols > 1, "at least 2: neighbours differ")]
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         hop_key, symbol_key = jax.random.split(key)
         return self._of_hops(symbol_key, jax.random.randint(hop_key, (batch,), 0, self.hops + 1))
 
@@ -166,5 +163,4 @@ class Hop(Task, kind="hop"):
         return jnp.take_along_axis(self._behind(chars), chars[..., None], -1)[..., 0]
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         return [letter(token) if token < self.symbols else f"{token - self.symbols}x" for (token,) in tokens]

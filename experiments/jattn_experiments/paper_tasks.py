@@ -103,7 +103,6 @@ class Recall(Task, kind="recall"):
         return [("pairs", self.pairs <= most, f"at most {most}: a quarter of task.length, half of task.symbols")]
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         key_key, value_key, gap_key = jax.random.split(key, 3)
         half, context = self.symbols // 2, 2 * self.pairs
         keys, values = self._distinct(key_key, batch, 1, half), self._distinct(value_key, batch, half, self.symbols)
@@ -131,7 +130,6 @@ class Recall(Task, kind="recall"):
         return jnp.take_along_axis(ids, permutations(order_key, batch, self.pairs), 1)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         return ["·" if token == 0 else str(token) for (token,) in tokens]
 
 
@@ -191,7 +189,6 @@ class Histogram(Task, kind="histogram"):
         return predict(tokens, jnp.where(real, counts - 1, 0), real)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         return ["·" if token == self.padding else letter(token) for (token,) in tokens]
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,12 @@ from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
 from jattn_experiments.runs.history import Clock
 from jattn_experiments.train import Setup, Trained, train
+
+EXAMINATIONS = {
+    Kind.SENTENCE_ENCODER: sentence_encoder,
+    Kind.LANGUAGE_MODEL: language_model,
+    Kind.LONG_TEXTS: long_heads,
+}
 
 
 class DifferentConfig(Exception):
@@ -38,15 +43,10 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         Damaged: ``config.json`` in ``out`` is not a config.
         OSError: ``out`` is not writable.
     """
-    match config.kind:
-        case Kind.SENTENCE_ENCODER:
-            sentence_encoder.check(config)
-        case Kind.LANGUAGE_MODEL:
-            language_model.check(config)
-        case Kind.LONG_TEXTS:
-            long_heads.check(config)
-        case Kind.TRAINING:
-            _check_training(config, out)
+    if config.kind in EXAMINATIONS:
+        EXAMINATIONS[config.kind].check(config)
+    else:
+        _check_training(config, out)
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():
@@ -87,13 +87,9 @@ def _mark(config: Config, out: Path) -> None:
         write_atomically(file, json.dumps(plain, indent=1).encode())
         return
     saved = read_json(file, dict, "the config of a run")
-    if different := differences(*(_of_any_mesh(one) for one in (saved, plain))):
+    # The mesh does not affect the numbers: a run can resume on more or fewer devices.
+    if different := differences(saved | {"mesh": None}, plain | {"mesh": None}):
         raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
-
-
-def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
-    """A config without what does not affect its numbers, so a run can resume on more or fewer devices."""
-    return {name: value for name, value in plain.items() if name != "mesh"}
 
 
 def run(config: Config, out: Path) -> Findings | None:
@@ -107,15 +103,8 @@ def run(config: Config, out: Path) -> Findings | None:
         OSError: ``out`` is not writable.
         Stopped: a signal arrived.
     """
-    match config.kind:
-        case Kind.SENTENCE_ENCODER:
-            findings = sentence_encoder.run(config)
-        case Kind.LANGUAGE_MODEL:
-            findings = language_model.run(config, out)
-        case Kind.LONG_TEXTS:
-            findings = long_heads.run(config, out)
-        case Kind.TRAINING:
-            findings = _train(config, out)
+    examination = EXAMINATIONS.get(config.kind)
+    findings = examination.run(config, out) if examination else _train(config, out)
     if findings is None:
         return None
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
@@ -153,21 +142,9 @@ def _train(config: Config, out: Path) -> Findings | None:
 
 
 def _result(run: Trained) -> claims.Result:
-    setup = run.setup
+    setup, first = run.setup, devices.is_first()  # which holds the history
     trained, untrained = evaluate.measure(setup, run.params, run.untrained)
-    nothing = np.zeros(0), {}
-    look_steps, tracked = run.history.scores() if devices.is_first() else nothing
-    metric_steps, metrics = run.history.metrics() if devices.is_first() else nothing
-    return claims.Result(
-        config=setup.config,
-        places=setup.task.places,
-        seeds=setup.seeds,
-        parameters=evaluate.num_parameters(run.params),
-        trained=trained,
-        untrained=untrained,
-        groups={},
-        look_steps=look_steps,
-        tracked=tracked,
-        metric_steps=metric_steps,
-        metrics=metrics,
-    )
+    looks, metrics = (run.history.scores(), run.history.metrics()) if first else ((np.zeros(0), {}),) * 2
+    parameters = evaluate.num_parameters(run.params)
+    models = setup.task.places, setup.seeds, parameters, trained, untrained
+    return claims.Result(setup.config, *models, {}, *looks, *metrics)

@@ -44,7 +44,6 @@ class CopyFromFourPlaces(Task, kind="copy"):
         return self.length // 2, self.symbols
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         half = self.length // 2
         first_key, second_key, value_key = jax.random.split(key, 3)
         first, second = (permutations(key, batch, half) for key in (first_key, second_key))
@@ -125,18 +124,9 @@ class CopyString(Task, kind="copy_string"):
         tokens = jnp.where(position == 0, bos, tokens)
         tokens = jnp.where(offset == 0, sep, tokens)
         tokens = jnp.where(offset >= lengths, pad, tokens)
-        sources = jnp.where(queries, offset + 1, -1)
-        targets = jnp.where(queries, jnp.take_along_axis(symbols, jnp.maximum(sources, 0), 1), 0)
-        return Batch(
-            tokens=tokens[..., None],
-            targets=targets[..., None],
-            target_weights=queries[..., None].astype(jnp.float32),
-            sources=sources[..., None],
-            real=offset < lengths,
-        )
+        return ask(tokens[..., None], symbols, (offset + 1)[..., None], queries, offset < lengths)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         special = {self.symbols: "BOS", self.symbols + 1: "SEP", self.symbols + 2: "·"}
         return [special.get(int(token), letter(token)) for (token,) in tokens]
 
@@ -155,12 +145,10 @@ class ShiftBank(Task, kind="shift_bank"):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Names of the read-outs."""
         return tuple(f"{offset} back" for offset in self.offsets)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Patterns that a head may have."""
         previous = () if 1 in self.offsets else ("previous_token",)
         return (*self.places, *previous, "current_token", "first_token", "duplicate_token", "induction")
 
@@ -212,10 +200,9 @@ class Induction(Task, kind="induction"):
         """``batch`` sequences of either kind, at random."""
         kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
         is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
-        repeated, pairs = self._repeated(repeated_key, batch), self._pairs(pairs_key, batch)
-        tokens, sources, queries = (
-            jnp.where(is_repeated.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(repeated, pairs, strict=True)
-        )
+        tokens, first, at_keys = _pairs_twice(pairs_key, batch, self.length, self.symbols)
+        both = zip(self._repeated(repeated_key, batch), (tokens, first + 1, at_keys), strict=True)
+        tokens, sources, queries = (jnp.where(is_repeated[:, None], repeated, pairs) for repeated, pairs in both)
         return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
 
     def probe(self, key: Array, batch: int) -> Batch:
@@ -235,10 +222,6 @@ class Induction(Task, kind="induction"):
         order, position = permutations(key, len(prefix), self.symbols), jnp.arange(self.length)[None]
         first = jnp.where(position < prefix, position, prefix + (position - prefix) % period)
         return jnp.take_along_axis(order, first, 1), position - period + 1, position - prefix >= period
-
-    def _pairs(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
-        tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
-        return tokens, first + 1, at_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +246,6 @@ class Skills(Task, kind="skills"):
         return [("symbols", self.symbols >= self.length // 2, "at least half of task.length")]
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
         behind = jnp.arange(self.length)[:, None] - jnp.array([[3, 5, 7]])
         sources = jnp.concatenate([jnp.broadcast_to(behind, (*tokens.shape, 3)), first[..., None] + 1], -1)

@@ -211,10 +211,9 @@ def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array
     def run(state: State, steps: Array) -> Any:
         state, metrics = update(state, steps)
         looked = looking(devices.on_one(setup.mesh, state["params"]))
-        at_the_end = {
-            name: jnp.broadcast_to(value, (len(steps), *value.shape)) for name, value in looked["held_out"].items()
-        }
-        return state, metrics | at_the_end, looked
+        for name, value in looked["held_out"].items():
+            metrics = metrics | {name: jnp.broadcast_to(value, (len(steps), *value.shape))}
+        return state, metrics, looked
 
     return run
 
@@ -229,14 +228,10 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
         penalty, begun = train.entropy_penalty, step >= train.entropy_after * train.steps
         if penalty and (batch.tokens.shape[1] > DENSE or setup.mesh.shape["sequence"] > 1):
             # As much work again as attention itself, forward and backward: not before it counts.
+            none = jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads))
+            plain = lambda params: (setup.model.apply(params, batch.tokens, at=batch.at), none)
             logits, spread = jax.lax.cond(
-                begun,
-                lambda params: head_scores.with_entropy(setup.model, params, batch),
-                lambda params: (
-                    setup.model.apply(params, batch.tokens, at=batch.at),
-                    jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads)),
-                ),
-                params,
+                begun, lambda params: head_scores.with_entropy(setup.model, params, batch), plain, params
             )
         elif penalty:
             logits, weights = head_scores.with_weights(setup.model, params, batch.tokens, at=batch.at)

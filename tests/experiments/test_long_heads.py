@@ -139,9 +139,7 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     cache = reader.read(before, prompt.tokens[prompt.start : prompt.question], gates)
     assert int(before.length.ravel()[0]) == prompt.start  # what was read before can go on in another way
     everywhere = np.ones(LENGTH, bool)  # a random model copies nothing from a needle
-    found = reader.answer(
-        cache, prompt.tokens, prompt.question, everywhere, prompt.answer, gates=gates, blind=blind, hidden=hidden
-    )
+    found = reader.answer(cache, prompt._replace(needle=everywhere), gates=gates, blind=blind, hidden=hidden)
 
     asks = np.arange(LENGTH) >= prompt.question
     pattern = lambda b, h, q_idx, kv_idx: jnp.asarray(hidden)[kv_idx] & jnp.asarray(asks)[q_idx]

@@ -74,7 +74,7 @@ def kill_after(process, step, out):
 def state_of(out):
     setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
     checkpoints = Checkpoints(out / "checkpoints")
-    assert checkpoints.latest == 40
+    assert checkpoints.steps[-1] == 40
     return checkpoints.load(40, setup.init())
 
 
@@ -140,7 +140,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
     assert run_main(["run", *words, "--out", str(broken)]) == 1
     said = capsys.readouterr().err
     assert "seed 1" in said and "step 14;" in said and said.count("\n") == 1
-    assert Checkpoints(broken / "checkpoints").latest == 8
+    assert Checkpoints(broken / "checkpoints").steps[-1] == 8
     assert "NaN" not in (broken / "metrics.jsonl").read_text()
 
     monkeypatch.undo()

@@ -24,17 +24,18 @@ LARGEST = 3.4028234663852886e38  # of float32, the dtype of all computation
 
 def check(config: Config) -> None:
     """Raises ``ValueError`` for invalid values of the right type."""
-    _follow(config, _basic_rules(config))
+    follow(config, _basic_rules(config))
     for key, value in _floats(dataclasses.asdict(config)):
         if not abs(value) <= LARGEST:
             raise ValueError(f"{key}: expected a finite float32 number, got {value!r}")
     task = make(config.task)
     for rules in (_task_rules, _model_rules, _train_rules, _mesh_rules, _look_length_rules, _other_rules):
-        _follow(config, rules(config, task))
+        follow(config, rules(config, task))
     _check_claims(config)
 
 
-def _follow(config: Config, rules: Iterator[Rule]) -> None:
+def follow(config: Config, rules: Iterator[Rule]) -> None:
+    """Raises ``ValueError`` for the first rule ``(dotted option, whether its value is valid, what was expected)``."""
     for key, good, expected in rules:
         if not good:
             value = functools.reduce(getattr, key.split("."), config)

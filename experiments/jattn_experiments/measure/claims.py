@@ -225,6 +225,11 @@ def _measured(text: str, results: dict[str, Result]) -> tuple[Result, list[float
     return result, measure(result, result.trained, metric), untrained
 
 
+def row(name: str, metric: str, values: list[float], parameters: int | str = "") -> dict[str, Any]:
+    """One row of the table of controls."""
+    return {"name": name, "metric": metric, "values": values, "parameters": parameters}
+
+
 def verdict(
     claim: Claim, values: list[float], reference: list[float], seeds: list[int], what: str = "untrained"
 ) -> dict[str, Any]:

@@ -75,9 +75,7 @@ def controls(config: Config, metrics: dict[str, Measure]) -> list[dict[str, Any]
         if not (measure.reference or toy):
             continue
         each = [(config.name, measure.values), (measure.what, measure.reference), ("toy", toy.values if toy else [])]
-        rows += [
-            {"name": name, "metric": metric, "values": values, "parameters": ""} for name, values in each if values
-        ]
+        rows += [claims.row(name, metric, values) for name, values in each if values]
     return rows
 
 

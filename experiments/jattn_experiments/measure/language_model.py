@@ -20,14 +20,7 @@ from rich.progress import track
 from jattn import heads, interop
 from jattn_experiments import head_scores
 from jattn_experiments.config import Config
-from jattn_experiments.measure import (
-    evaluate,
-    induction_paths,
-    language_metrics,
-    saved_model,
-    sequences,
-    toy_baseline,
-)
+from jattn_experiments.measure import evaluate, induction_paths, language_metrics, saved_model, sequences, toy_baseline
 from jattn_experiments.measure.head_groups import Heads, among, matched_groups, one_off, strongest
 from jattn_experiments.measure.language_metrics import GROUPS, METRICS, OF_TOY, PATTERNS, TOY
 from jattn_experiments.measure.saved_model import Model, output_norms, pair
@@ -50,12 +43,12 @@ def check(config: Config) -> None:
         )
     for claim in config.claims:
         saved_model.check_claim(claim, [*METRICS, *(TOY + name for name in OF_TOY)], not claim.metric.startswith(TOY))
-    saved_model.need("language", "experiments,hf,gguf", ("safetensors", "tokenizers", "gguf"))
-    file_of(config)
+    check_file(config, "language")
 
 
-def file_of(config: Config) -> Path:
-    """The file of the language model. Raises ``ValueError`` if there is none."""
+def check_file(config: Config, section: str) -> Path:
+    """The file of the language model. Raises ``ValueError`` if it, or a package that reads it, is missing."""
+    saved_model.need(section, "experiments,hf,gguf", ("safetensors", "tokenizers", "gguf"))
     try:
         return model_file(config.language.model)
     except ValueError as wrong:
@@ -79,7 +72,8 @@ def run(config: Config, out: Path) -> Findings:
         name: matched_groups(group, options.matched, looked["norms"], besides, rng) for name, group in ranked.items()
     }
     measured = _measured(model, data, ranked, matches)
-    single = judge(model, data, _rows(data, SINGLE))
+    few = np.arange(SINGLE)
+    single = judge(model, data, np.concatenate([few, len(data.tested) + few]))
     accuracy, ablated = single(np.ones(model.shape))[1], _ablate_each(single, model.shape)
     roles, twin = _roles(looked, twins), twins[0]
     off = {str(role): single(roles.label[0] != role)[1][None] for role in np.unique(roles.label) if role in PATTERNS}
@@ -94,8 +88,8 @@ def run(config: Config, out: Path) -> Findings:
         scores=pair(twin, looked, (*PATTERNS, "max_weight", "entropy")),
         statistics=pair(twin, looked, head_scores.ALL),
         offsets=np.arange(1 - data.short.shape[1], data.short.shape[1]),
-        example_weights=np.stack([twin["examples"], looked["examples"]]),
-        mean_weights=np.stack([twin["mean"], looked["mean"]]),
+        example_weights=np.stack([twin["example_weights"], looked["example_weights"]]),
+        mean_weights=np.stack([twin["mean_weights"], looked["mean_weights"]]),
         **pair(twin, looked, ("offset_profile", "divergence", "noise")),
         accuracy=accuracy[None],
         ablated=ablated[None],
@@ -116,14 +110,11 @@ def look_at(model: Model, data: Sequences) -> dict[str, Any]:
         layers = heads.collect(model.sown(state, short, sow_weights=True), "attention_weights")
         weights = jnp.stack(layers, 1)  # [B,L,N,T,T]
         random, rows = weights[: sequences.SHOWN], jnp.ones(short.shape[1], bool)
-        flat = random.reshape(len(random), -1, *random.shape[3:])
-        profile = jax.vmap(heads.offset_profile)(flat.mean(0))
+        profile = jax.vmap(jax.vmap(heads.offset_profile))(random.mean(0))
         return {
-            "examples": weights[data.examples],
-            "mean": random.mean(0),
-            "offset_profile": profile.reshape(len(layers), -1, 2 * short.shape[1] - 1),
-            "divergence": heads.pattern_divergence(flat.mean(0), rows),
-            "noise": evaluate.noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), rows),
+            "example_weights": weights[sequences.EXAMPLE_ROWS],
+            "offset_profile": profile,
+            **evaluate.of_patterns(random, rows),
         }
 
     statistics = saved_model.statistics_of(model)
@@ -156,11 +147,6 @@ def judge(model: Model, data: Sequences, rows: Any = slice(None)) -> Judge:
         return jnp.stack([jnp.stack([x.mean(where=place) for place in places]) for x in (loss, right)])
 
     return lambda gates: np.asarray(of(model.state, jnp.asarray(gates, jnp.float32)))
-
-
-def _rows(data: Sequences, count: int) -> np.ndarray:
-    """The first ``count`` sequences of random tokens and of text in ``data.judged``."""
-    return np.concatenate([np.arange(count), len(data.tested) + np.arange(count)])
 
 
 def _ablate_each(single: Judge, shape: tuple[int, ...]) -> np.ndarray:

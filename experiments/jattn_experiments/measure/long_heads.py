@@ -7,18 +7,20 @@ parameters. What has been measured is kept in ``out/parts``, so a stopped run go
 
 import functools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from rich.progress import Progress
 
 from jattn import heads, interop
 from jattn_experiments import head_scores
+from jattn_experiments.batches import Rule
 from jattn_experiments.config import Config
+from jattn_experiments.config.rules import follow
 from jattn_experiments.measure import (
     evaluate,
     language_metrics,
@@ -32,7 +34,7 @@ from jattn_experiments.measure.head_groups import Heads, among, matched_groups, 
 from jattn_experiments.measure.long_looks import SPANS, distances, patterns, pictured, sinks, zoom
 from jattn_experiments.measure.long_losses import Judge, streams
 from jattn_experiments.measure.long_metrics import COPIES, PATTERNS
-from jattn_experiments.measure.long_needles import Part, Study, each_off, hidden, needles
+from jattn_experiments.measure.long_needles import Study, each_off, hidden, needles
 from jattn_experiments.measure.long_reader import ROWS
 from jattn_experiments.measure.saved_model import Model, output_norms
 from jattn_experiments.model_files import model_file
@@ -44,41 +46,32 @@ def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to long texts, or if the model is missing."""
     sections = ("pretrained", "task", "model", "train", "evaluate", "controls", "sweep", "mesh")
     saved_model.refuse(config, sections, "nothing is trained on long texts")
-    options = config.long
+    follow(config, _rules(config))
+    long_metrics.check(config)
+    long_texts.draw(config, interop.tokenizer(language_model.check_file(config, "long")))
+
+
+def _rules(config: Config) -> Iterator[Rule]:
+    options, lengths, longest = config.long, config.long.lengths, max(config.long.lengths)
     most = {"chosen": len(long_texts.CHOSEN), "texts": len(long_texts.JUDGED), "depths": len(long_texts.WORDS)}
     for name, largest in most.items():
-        if getattr(options, name) > largest:
-            raise ValueError(f"long.{name}: expected at most {largest}, got {getattr(options, name)}")
-    if min(options.lengths) < 64 or options.ablated not in options.lengths:
+        yield f"long.{name}", getattr(options, name) <= largest, f"at most {largest}"
+    enough = min(lengths) >= 64 and options.ablated in lengths
+    yield "long.lengths", enough, f"numbers from 64 on, one of them long.ablated={options.ablated}"
+    yield "long.lengths", len(set(lengths)) == len(lengths), "each number once"
+    once = min([*options.sizes, 1]) >= 1 and len(set(options.sizes)) == len(options.sizes)
+    yield "long.sizes", once, "numbers from 1 on, each once"
+    twice = f"at least twice long.window={options.window}, so that most tokens are beyond it"
+    yield "long.streamed", options.streamed >= 2 * options.window, twice
+    yield "long.pictured", options.pictured >= SPANS, f"at least {SPANS}, the blocks of a picture"
+    if max(options.streamed, options.pictured) > longest:
         raise ValueError(
-            f"long.lengths: expected numbers from 64 on, one of them long.ablated={options.ablated}, got "
-            f"{options.lengths}"
+            f"long.streamed, long.pictured: expected at most {longest} tokens, the longest of long.lengths, got "
+            f"{options.streamed} and {options.pictured}"
         )
-    if len(set(options.lengths)) < len(options.lengths):
-        raise ValueError(f"long.lengths: expected each number once, got {options.lengths}")
-    if min([*options.sizes, 1]) < 1 or len(set(options.sizes)) < len(options.sizes):
-        raise ValueError(f"long.sizes: expected numbers from 1 on, each once, got {options.sizes}")
-    if options.streamed < 2 * options.window:
-        raise ValueError(
-            f"long.streamed: expected at least twice long.window={options.window}, so that most tokens are beyond it, "
-            f"got {options.streamed}"
-        )
-    if options.pictured < SPANS:
-        raise ValueError(f"long.pictured: expected at least {SPANS}, the blocks of a picture, got {options.pictured}")
-    if max(options.streamed, options.pictured) > max(options.lengths):
-        raise ValueError(
-            f"long.streamed, long.pictured: expected at most {max(options.lengths)} tokens, the longest of "
-            f"long.lengths, got {options.streamed} and {options.pictured}"
-        )
-    farthest = max(options.lengths) - ROWS - 1
-    if not options.distances or not all(1 < distance <= farthest for distance in options.distances):
-        raise ValueError(
-            f"long.distances: expected 2 to {farthest}, what the longest of long.lengths has room for, got "
-            f"{options.distances}"
-        )
-    long_metrics.check(config)
-    saved_model.need("long", "experiments,hf,gguf", ("safetensors", "tokenizers", "gguf"))
-    long_texts.draw(config, interop.tokenizer(language_model.file_of(config)))
+    farthest = longest - ROWS - 1
+    near = options.distances and all(1 < distance <= farthest for distance in options.distances)
+    yield "long.distances", bool(near), f"2 to {farthest}, what the longest of long.lengths has room for"
 
 
 def run(config: Config, out: Path) -> Findings:
@@ -175,17 +168,19 @@ def _findings(config: Config, tokenizer: Any, measured: dict[str, Any], seconds:
     rows, spans = jnp.ones(mean.shape[-1], bool), mean.shape[-1]
     divergence = np.stack([np.asarray(heads.pattern_divergence(jnp.asarray(one.mean(0)), rows)) for one in flat])
     noise = np.stack([np.asarray(evaluate.noise_floor(*map(jnp.asarray, one[[0, -1]]), rows)) for one in flat])
+    words = [tokenizer.decode([token], skip_special_tokens=False) for token in measured["zoom"]["tokens"].tolist()]
+    profile = jax.vmap(jax.vmap(heads.offset_profile))  # the mean weight at each distance, in spans
     examples = [np.stack([shown[0], one["zoom"]["weights"]]) for shown, one in zip(pictures, both, strict=True)]
     return saved_model.findings(
         config,
         seconds,
         seeds=[config.language.seed],
         places=["answers"],
-        tokens=[_span_names(config.long.pictured, spans), _words(measured["zoom"], tokenizer)],
+        tokens=[_span_names(config.long.pictured, spans), words],
         scores={"retrieval": retrieval, **{name: statistics[name] for name in head_scores.TRACKED}},
         statistics=statistics,
         offsets=np.arange(1 - spans, spans) * (config.long.pictured // spans),
-        offset_profile=np.stack([np.asarray(_profiles(one)) for one in mean])[None],
+        offset_profile=np.stack([np.asarray(profile(jnp.asarray(one))) for one in mean])[None],
         example_weights=np.stack(examples),
         mean_weights=mean,
         divergence=divergence[None],
@@ -206,16 +201,6 @@ def _roles(measured: dict[str, Any]) -> heads.Roles:
     return saved_model.roles(model, twins, PATTERNS, baseline={name: model[name] for name in PATTERNS})
 
 
-def _profiles(weights: np.ndarray) -> Array:
-    """``[L,N,O]``: the mean weight at each distance, in spans."""
-    flat = jnp.asarray(weights).reshape(-1, *weights.shape[2:])
-    return jax.vmap(heads.offset_profile)(flat).reshape(*weights.shape[:2], -1)
-
-
 def _span_names(length: int, spans: int) -> list[str]:
     ends = [-(-i * length // spans) for i in range(spans + 1)]
     return [f"{start}-{end - 1}" for start, end in zip(ends, ends[1:], strict=False)]
-
-
-def _words(zoom: Part, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode([int(token)], skip_special_tokens=False) for token in zoom["tokens"]]

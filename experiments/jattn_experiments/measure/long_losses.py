@@ -29,26 +29,24 @@ class Judge:
             row[: 1 + len(tokens)] = [texts.first, *tokens]
         copied = sequences.continue_bigrams(self.texts)
         self.places = np.stack([copied, ~copied, np.ones_like(copied)])
-        self._loss, self._facts = jax.jit(self._loss_of_texts), jax.jit(self._right_facts)
+        self._of = jax.jit(self._of_state)
 
     def __call__(self, gates: np.ndarray) -> Part:
         """``loss [3]``: at tokens that continue a bigram, at others, and at all; ``facts [F]``: which are right."""
-        state, gates = self.model.state, jnp.asarray(gates, jnp.float32)
-        return {"loss": np.asarray(self._loss(state, gates)), "facts": np.asarray(self._facts(state, gates))}
+        return jax.tree.map(np.asarray, self._of(self.model.state, jnp.asarray(gates, jnp.float32)))
 
-    def _loss_of_texts(self, state: nnx.State, gates: Array) -> Array:
+    def _of_state(self, state: nnx.State, gates: Array) -> dict[str, Array]:
         model, per_layer = self.model.whole(state), [{"head_gate": gate} for gate in gates]
 
         def one_text(tokens: Array) -> Array:
             return _losses(model, model(tokens[None], per_layer=per_layer)[0], tokens)
 
         losses = jax.lax.map(one_text, self.texts)
-        return jnp.stack([losses.mean(where=place) for place in self.places])
-
-    def _right_facts(self, state: nnx.State, gates: Array) -> Array:
-        model, per_layer = self.model.whole(state), [{"head_gate": gate} for gate in gates]
-        hidden = model(self.starts, per_layer=per_layer)[np.arange(len(self.last)), self.last]
-        return model.logits(hidden).argmax(-1) == self.right
+        ends = model(self.starts, per_layer=per_layer)[np.arange(len(self.last)), self.last]
+        return {
+            "loss": jnp.stack([losses.mean(where=place) for place in self.places]),
+            "facts": model.logits(ends).argmax(-1) == self.right,
+        }
 
 
 def _losses(model: interop.Transformer, hidden: Array, tokens: Array) -> Array:

@@ -1,7 +1,7 @@
 """What is told of a language model on long texts: metrics, what they are compared with, curves and maps."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,68 +175,66 @@ def _stability(
     return result
 
 
-Curve = list[list[float]]  # [[x, y], ...]
+Curves = dict[str, dict[str, list[list[float]]]]  # "Y over X" -> line -> [[x, y], ...]
 
 
-def curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, Curve]]:
-    """What the report draws: ``"Y over X" -> line -> [[x, y], ...]``."""
+def curves(config: Config, measured: dict[str, Any]) -> Curves:
+    """What the report draws."""
     options, loss = config.long, _mean(measured["streams"], "loss")
     step = max(options.window // 2, 1)
     ends = range(step, loss.shape[1] + 1, step)
-    scores = _mean(measured["distances"], "score")
-    groups = {
-        f"the {TOP} strongest": _top_induction(measured),
-        "those that copy needles": tuple(np.transpose(measured["group"])),
-    }
+    scores, group = _mean(measured["distances"], "score"), tuple(np.transpose(measured["group"]))
+    copying = {f"the {TOP} strongest": _top_induction(measured), "those that copy needles": group}
     return {
         **_needle_curves(config, measured),
         **_sink_curves(config, measured),
         "loss in nats over position": {
-            name: [[end, float(values[end - step : end].mean())] for end in ends]
+            name: _line(ends, [values[end - step : end].mean() for end in ends])
             for name, values in zip(STREAMS, loss, strict=True)
         },
         "induction score over distance": {
-            name: [[d, float(each[at].mean())] for d, each in zip(options.distances, scores, strict=True)]
-            for name, at in groups.items()
+            name: _line(options.distances, [each[at].mean() for each in scores]) for name, at in copying.items()
         },
     }
 
 
-def _needle_curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, Curve]]:
+def _line(x: Iterable[int], y: Iterable[float]) -> list[list[float]]:
+    return [[one, float(value)] for one, value in zip(x, y, strict=True)]
+
+
+def _needle_curves(config: Config, measured: dict[str, Any]) -> Curves:
     options, group, scores = config.long, tuple(np.transpose(measured["group"])), measured["scores"]
-    lengths, needles = sorted(options.lengths), measured["needles"]
+    lengths, needles, kinds = sorted(options.lengths), measured["needles"], JUDGED[: options.texts]
     others = np.ones(scores.shape, bool)
     others[group] = False
     by_length = {length: _joined(needles[length])["score"].mean(0) for length in lengths}
-    kinds = JUDGED[: options.texts]
-    drawn: dict[str, dict[str, Curve]] = {
-        "needles found over tokens": {
-            kind: [
-                [n, float(np.mean([part["found"] for part, one in zip(needles[n], kinds, strict=True) if one == kind]))]
-                for n in lengths
-            ]
-            for kind in dict.fromkeys(kinds)
-        }
-    }
-    sizes = [size for size in options.sizes if f"largest {size}" in measured["off"]]
-    if sizes:
-        drawn["needles found over heads off"] = {
-            label: [[size, float(_joined(measured["off"][f"{name} {size}"])["found"].mean())] for size in sizes]
-            for label, name in (("largest retrieval scores", "largest"), ("others, matched", "random"))
-        }
-    drawn["mean retrieval score over tokens"] = {
-        label: [[n, float(by_length[n][at].mean())] for n in lengths]
-        for label, at in (("those that copy", group), ("all others", others))
-    }
     fresh, twin = by_length[options.ablated], measured["twins"][0]["scores"]
-    drawn["retrieval score over rank"] = {
-        label: [[i + 1, float(x)] for i, x in enumerate(np.sort(values, axis=None)[::-1])]
-        for label, values in (("texts to choose on", scores), ("other texts", fresh), ("random parameters", twin))
+    sizes = [size for size in options.sizes if f"largest {size}" in measured["off"]]
+
+    def share(kind: str, length: int) -> np.floating:
+        return np.mean([part["found"] for part, one in zip(needles[length], kinds, strict=True) if one == kind])
+
+    def without(name: str) -> list[list[float]]:
+        return _line(sizes, [_joined(measured["off"][f"{name} {size}"])["found"].mean() for size in sizes])
+
+    by_kind = {kind: _line(lengths, [share(kind, n) for n in lengths]) for kind in dict.fromkeys(kinds)}
+    off = {"largest retrieval scores": without("largest"), "others, matched": without("random")}
+    copying = {"those that copy": group, "all others": others}
+    ranked = {"texts to choose on": scores, "other texts": fresh, "random parameters": twin}
+    return {
+        "needles found over tokens": by_kind,
+        **({"needles found over heads off": off} if sizes else {}),
+        "mean retrieval score over tokens": {
+            label: _line(lengths, [by_length[n][at].mean() for n in lengths]) for label, at in copying.items()
+        },
+        "retrieval score over rank": {
+            label: _line(range(1, values.size + 1), np.sort(values, axis=None)[::-1])
+            for label, values in ranked.items()
+        },
     }
-    return drawn
 
 
-def _sink_curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str, Curve]]:
+def _sink_curves(config: Config, measured: dict[str, Any]) -> Curves:
     first, entropy = (_mean(measured["sinks"], name) for name in ("first", "entropy"))
     lengths = sink_lengths(config.long.lengths)
     over_tokens = {
@@ -244,12 +242,9 @@ def _sink_curves(config: Config, measured: dict[str, Any]) -> dict[str, dict[str
         "entropy as a share of log(tokens)": entropy / np.log(lengths)[:, None, None],
         "entropy in nats": entropy,
     }
-    quantiles = (("90% of heads below", 0.9), ("median head", 0.5), ("10% below", 0.1))
+    quantiles = {"90% of heads below": 0.9, "median head": 0.5, "10% below": 0.1}
     return {
-        f"{title} over tokens": {
-            label: [[n, float(np.quantile(values, q))] for n, values in zip(lengths, each, strict=True)]
-            for label, q in quantiles
-        }
+        f"{title} over tokens": {label: _line(lengths, np.quantile(each, q, (1, 2))) for label, q in quantiles.items()}
         for title, each in over_tokens.items()
     }
 

@@ -12,7 +12,7 @@ from jattn import KVCache
 from jattn_experiments.config import Config
 from jattn_experiments.measure import long_texts
 from jattn_experiments.measure.head_groups import Heads, among, one_off
-from jattn_experiments.measure.long_reader import Answer, Reader
+from jattn_experiments.measure.long_reader import Reader
 from jattn_experiments.measure.long_texts import Prompt, Texts
 from jattn_experiments.measure.saved_model import Model
 from jattn_experiments.runs.folder import Damaged, write_atomically
@@ -83,15 +83,11 @@ class Study:
             shared, at = reader.read(shared, prompt.tokens[at : prompt.start], gates), prompt.start
             yield prompt, reader.read(shared, prompt.tokens[prompt.start : prompt.question], gates)
 
-    def answer(self, length: int, cache: KVCache, prompt: Prompt, **options: Any) -> Answer:
-        """What the model writes, and the retrieval scores."""
-        tokens, _, _, question, needle, answer = prompt
-        return self.reader(length).answer(cache, tokens, question, needle, answer, **options)
-
 
 def needles(study: Study, number: int, length: int, gates: np.ndarray | None = None) -> Part:
     """``found [D]``, ``right [D]`` (the share of the answer's tokens) and ``score [D,L,N]`` at each depth."""
-    answers = [study.answer(length, cache, prompt, gates=gates) for prompt, cache in study.read(number, length, gates)]
+    reader = study.reader(length)
+    answers = [reader.answer(cache, prompt, gates) for prompt, cache in study.read(number, length, gates)]
     return {
         "found": np.array([answer.right.all() for answer in answers]),
         "right": np.array([answer.right.mean() for answer in answers]),
@@ -110,7 +106,7 @@ def hidden(study: Study, number: int, groups: list[Heads]) -> Part:
 
         def finds(group: Heads, places: np.ndarray, prompt: Prompt = prompt, cache: KVCache = cache) -> np.bool_:
             blind = among(group, study.model.shape)
-            return study.answer(length, cache, prompt, blind=blind, hidden=places).right.all()
+            return study.reader(length).answer(cache, prompt, blind=blind, hidden=places).right.all()
 
         at, size = np.arange(length), prompt.stop - prompt.start
         needle = (at >= prompt.start) & (at < prompt.stop)
@@ -128,7 +124,7 @@ def each_off(study: Study, number: int) -> Part:
     prompt, cache = list(study.read(number, length))[study.options.depths // 2]
 
     def accuracy(gates: np.ndarray) -> list[float]:
-        return [float(study.answer(length, cache, prompt, gates=gates).right.mean())]
+        return [float(study.reader(length).answer(cache, prompt, gates).right.mean())]
 
     each = [accuracy(gates) for gates in one_off(shape)]
     return {"whole": np.array(accuracy(np.ones(shape))), "each": np.array(each).reshape(*shape, 1)}

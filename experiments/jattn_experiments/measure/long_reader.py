@@ -14,6 +14,7 @@ from flax import nnx
 from jax import Array
 
 from jattn import KVCache, heads, interop, masks
+from jattn_experiments.measure.long_texts import Prompt
 from jattn_experiments.measure.saved_model import Model
 
 CHUNK = 256  # tokens read at once
@@ -38,7 +39,7 @@ class Reader:
     def __init__(self, model: Model, length: int):
         self.model, self.length, self.capacity = model, length, length + CHUNK
         self._read, self._answer = jax.jit(self._read_chunk, donate_argnums=1), jax.jit(self._answer_rows)
-        self._rows = jax.jit(self._weights_of_rows)
+        self._rows = jax.jit(lambda *arguments: self._looked(*arguments)[2])
         self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
     def empty(self) -> KVCache:
@@ -56,22 +57,19 @@ class Reader:
     def answer(
         self,
         cache: KVCache,
-        tokens: np.ndarray,
-        question: int,
-        needle: np.ndarray,
-        answer: int,
+        prompt: Prompt,
         gates: np.ndarray | None = None,
         blind: np.ndarray | None = None,
         hidden: np.ndarray | None = None,
     ) -> Answer:
-        """From the cache of ``tokens[:question]``, what the model writes in place of the last ``answer`` of them."""
-        rows = tokens[question:-1]
+        """From the cache of a prompt up to its question, what the model writes in place of the answer."""
+        tokens, answer = prompt.tokens, prompt.answer
+        rows = tokens[prompt.question : -1]
         written = np.full(ROWS, -1)
         written[len(rows) - answer : len(rows)] = tokens[-answer:]
-        slots, inside, unseen = np.full(self.capacity, -2), np.zeros(self.capacity, bool), np.zeros(self.capacity, bool)
-        slots[: len(tokens)], inside[: len(tokens)] = tokens, needle
-        if hidden is not None:
-            unseen[: len(hidden)] = hidden
+        more = self.capacity - len(tokens)
+        slots, inside = np.pad(tokens, (0, more), constant_values=-2), np.pad(prompt.needle, (0, more))
+        unseen = np.zeros(self.capacity, bool) if hidden is None else np.pad(hidden, (0, self.capacity - len(hidden)))
         chunk, valid = _padded(rows, ROWS)
         blind = np.zeros(self.model.shape, bool) if blind is None else blind
         likeliest, score = self._answer(
@@ -111,27 +109,18 @@ class Reader:
         (hidden, _), sown = nnx.capture(forward, nnx.Intermediate)(model)
         return model, hidden[0], jnp.stack(heads.collect(sown, "attention_weights"))[:, 0]
 
-    def _weights_of_rows(self, state: nnx.State, cache: KVCache, tokens: Array, valid: Array) -> Array:
-        return self._looked(state, cache, tokens, valid)[2]
-
     def _answer_rows(
         self, state: nnx.State, cache: KVCache, tokens: Array, valid: Array, gates: Array, blind: Array, unseen: Array,
         slots: Array, written: Array, needle: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
-        pattern = _keys(unseen)
-        options = [
-            {"head_gate": gate, "mask": masks.Causal() & heads.forbid(pattern, off)}
-            for gate, off in zip(gates, blind, strict=True)
-        ]
+        pattern = lambda b, h, q_idx, kv_idx: unseen[kv_idx]
+        seen = (masks.Causal() & heads.forbid(pattern, of_layer) for of_layer in blind)
+        options = [{"head_gate": gate, "mask": mask} for gate, mask in zip(gates, seen, strict=True)]
         model, hidden, weights = self._looked(state, cache, tokens, valid, per_layer=options)
         return model.logits(hidden).argmax(-1), heads.retrieval_score(weights, slots, written, needle)
 
 
-def _keys(unseen: Array) -> Any:
-    return lambda b, h, q_idx, kv_idx: unseen[kv_idx]
-
-
-def _padded(tokens: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _padded(tokens: Sequence[int] | np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """``[1,length]`` each: the tokens, then zeros, and which are tokens."""
     padded = np.zeros((1, length), np.int32)
     padded[0, : len(tokens)] = tokens

@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from jattn import heads, interop
+from jattn_experiments import head_scores
 from jattn_experiments.config import Claim, Config
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
@@ -85,7 +86,7 @@ def statistics_of(model: Model) -> Callable[[Array, Array, Sequence[str]], dict[
     def statistics(state: nnx.State, tokens: Array, of: Array, names: tuple[str, ...]) -> dict[str, Array]:
         request = {"names": names, "tokens": of}
         layers = heads.collect(model.sown(state, tokens, sow_statistics=request), "attention_statistics")
-        return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
+        return head_scores.of_layers(layers, names)
 
     run = jax.jit(statistics, static_argnums=3)
     return lambda tokens, of, names: run(model.state, tokens, of, tuple(names))

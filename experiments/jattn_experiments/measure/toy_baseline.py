@@ -32,10 +32,8 @@ def measure(config: Config, out: Path) -> dict[str, Measure]:
     ]
     for into in induction_paths.INTO:
         metrics[f"kept/{into}"] = Measure([float(one[f"{into} groups"][0] / one["clean"]) for one in routes])
-    each = [
-        score_of_strongest(one["key"], before) for one, before in zip(routes, scores["previous_token"], strict=True)
-    ]
-    return metrics | {"strongest_path": Measure(each)}
+    both = zip(routes, scores["previous_token"], strict=True)
+    return metrics | {"strongest_path": Measure([score_of_strongest(one["key"], before) for one, before in both])}
 
 
 def _paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

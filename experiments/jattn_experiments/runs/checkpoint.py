@@ -45,11 +45,6 @@ class Checkpoints:
         """Steps of the existing checkpoints, oldest first."""
         return saved_steps(self._folder)
 
-    @property
-    def latest(self) -> int | None:
-        """Step of the newest checkpoint, or None."""
-        return self.steps[-1] if self.steps else None
-
     def save(self, step: int, state: Any, beside: dict[str, str] | None = None) -> None:
         """Writes ``state``, a pytree of arrays, and returns when done. All processes call it together.
 
@@ -139,9 +134,7 @@ class Checkpoints:
         devices.everywhere(True)  # visible to all
 
     def _load(self, step: int, like: Any) -> tuple[Any, dict[str, str]]:
-        def described(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
+        described = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         folder, error = self._folder / f"{step}", ""
         state, words = None, {}
         if devices.is_first():
