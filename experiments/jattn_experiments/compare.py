@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from jattn_experiments import config
 from jattn_experiments.look import page_of_runs
-from jattn_experiments.runs.terminal import Terminal, fail
+from jattn_experiments.runs.terminal import Terminal, fail, refusing
+
+if TYPE_CHECKING:  # these import JAX
+    from jattn_experiments.load_run import Saved
+    from jattn_experiments.model import Transformer
 
 MANY = 40  # rows of heads that a terminal shows
 
@@ -27,20 +31,16 @@ def compare_command(arguments: Sequence[str]) -> int:
         return fail(f"--run: expected two runs, got {len(options.run)}")
     from jattn_experiments import load_run
 
-    try:
+    with refusing("--run", ValueError, OSError):
         both = [load_run.load(run) for run in options.run]
         comparison = compare(*both)
-    except (ValueError, OSError) as wrong:
-        return fail(f"--run: {wrong}")
     _show(comparison, both[0].setup.seeds[0], *options.run)
     if options.out:
-        try:
+        with refusing("--out", OSError, ValueError):
             if Path(options.out).suffix == ".html":
                 page_of_runs(both, options.run, Path(options.out))
             else:
                 _draw(comparison, Path(options.out), *options.run)
-        except (OSError, ValueError) as wrong:
-            return fail(f"--out: {wrong}")
         print(f"picture: {options.out}")
     return 0
 
@@ -55,8 +55,8 @@ class Comparison(NamedTuple):
     patterns: np.ndarray  # [2,L,N,T,T] the first seed's mean patterns, matched
 
 
-def compare(first: Any, second: Any) -> Comparison:
-    """The heads of two saved models (``jattn_experiments.load_run``), matched within each layer by their mean patterns.
+def compare(first: "Saved", second: "Saved") -> Comparison:
+    """The heads of two saved models, matched within each layer by their mean patterns.
 
     Both look at sequences of the first's task. A distance is a difference only above the floor.
 
@@ -68,7 +68,7 @@ def compare(first: Any, second: Any) -> Comparison:
 
     from jattn import heads
     from jattn_experiments import head_scores
-    from jattn_experiments.measure.evaluate import LOOK_BATCH, noise_floor
+    from jattn_experiments.measure.evaluate import LOOK_BATCH, of_patterns
     from jattn_experiments.train import LOOK_DATA, PROBE_DATA
 
     setups = [one.setup for one in (first, second)]
@@ -82,18 +82,12 @@ def compare(first: Any, second: Any) -> Comparison:
             raise ValueError(f"expected models of the same {name}, got {a} and {b}")
     seeds = min(len(setup.seeds) for setup in setups)
 
-    def of_seed(model: Any, params: Any, key: Any) -> tuple[Any, ...]:
+    def of_seed(model: Transformer, params: Any, key: jax.Array) -> tuple[Any, ...]:
         probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
-        weights = head_scores.weights_of(model, params, probe.tokens)
-        flat = weights.reshape(len(weights), -1, *weights.shape[3:])
+        patterns = of_patterns(head_scores.weights_of(model, params, probe.tokens), probe.real[0])
         batch = task.look(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
         scores = head_scores.scores(model, task, params, batch)[0]
-        return (
-            weights.mean(0),
-            noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), probe.real[0]),
-            scores,
-            probe.real[0],
-        )
+        return patterns["mean_weights"], patterns["noise"], scores, probe.real[0]
 
     measured = []
     for setup, one in zip(setups, (first, second), strict=True):
