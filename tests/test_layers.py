@@ -62,7 +62,7 @@ def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
         for line, name in imports(file, package):
             top, _, rest = name.partition(".")
             if top != package.name:
-                if top == "tests" or (top, package.name) == ("jattn_experiments", "jattn"):
+                if top in ("tests", "tools") or (top, package.name) == ("jattn_experiments", "jattn"):
                     found.append(f"{path}:{line}: imports {name}, which is not part of the library")
                 continue
             target = rest.partition(".")[0]
