@@ -44,14 +44,9 @@ def block(document: str, language: str) -> list[str]:
     return found[1].splitlines()
 
 
-def layers(document: str) -> list[list[str]]:
-    """The layers of jattn, the lowest first, each a list of rows: modules that stand side by side."""
-    return [line.split(maxsplit=1)[1].split(" < ") for line in block(document, "layers")]
-
-
-def allowed_imports(document: str) -> dict[str, str]:
-    """The packages and files of experiments, each with what it may import."""
-    return dict(line.partition(":")[::2] for line in block(document, "experiments"))
+def layers(document: str, language: str = "layers") -> list[list[str]]:
+    """The layers of jattn, or of "experiments", the lowest first, each a list of rows: modules side by side."""
+    return [line.split(maxsplit=1)[1].split(" < ") for line in block(document, language)]
 
 
 def steps(document: str) -> list[tuple[str, str]]:

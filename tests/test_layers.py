@@ -1,10 +1,8 @@
-"""Import rules: in jattn, imports only point down; in jattn_experiments, they follow a table.
+"""Import rules: in jattn and in jattn_experiments, imports only point down.
 
-Both tables are in docs/architecture.md. The modules of jattn are listed by layer and, in a layer, by row. A module may
-import modules of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle.
-Imports inside functions and for type checking count as well, since they are dependencies too.
-
-The packages of jattn_experiments are listed with what each may import. Import cycles are forbidden there, too.
+Both tables are in docs/architecture.md. Modules are listed by layer and, in a layer, by row. A module may import modules
+of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle. Imports inside
+functions and for type checking count as well, since they are dependencies too.
 """
 
 import ast
@@ -24,8 +22,8 @@ drawing = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(drawing)
 
 DOCUMENT = (DOCS / "architecture.md").read_text(encoding="utf-8")
-LAYERS = drawing.layers(DOCUMENT)  # the lowest first; one string is one row
-ALLOWED = drawing.allowed_imports(DOCUMENT)
+# The lowest first; one string is one row.
+LAYERS, LAYERS_OF_EXPERIMENTS = drawing.layers(DOCUMENT), drawing.layers(DOCUMENT, "experiments")
 
 
 def rows(layers: list[list[str]]) -> dict[str, int]:
@@ -63,9 +61,9 @@ def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
             continue
         for line, name in imports(file, package):
             top, _, rest = name.partition(".")
-            if top in ("jattn_experiments", "tests"):
-                found.append(f"{path}:{line}: imports {name}, which is not part of the library")
             if top != package.name:
+                if top in ("tests", "tools") or (top, package.name) == ("jattn_experiments", "jattn"):
+                    found.append(f"{path}:{line}: imports {name}, which is not part of the library")
                 continue
             target = rest.partition(".")[0]
             inside = target == module and len(path.parts) > 1  # an import within a package
@@ -76,27 +74,7 @@ def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
     return found + cycles(package, modules(package, "*/**/*.py"))
 
 
-def outside_the_table(package: Path, allowed: dict[str, str]) -> list[str]:
-    """Every import in ``package`` that ``allowed`` does not list, one message each."""
-    files, found = modules(package), []
-    for name, file in files.items():
-        module = name.removeprefix(package.name).removeprefix(".")
-        folder = module.partition(".")[0]
-        targets = allowed.get(module, allowed.get(folder))
-        if targets is None:
-            if module:
-                found.append(f"{module}: not in the table; add it to docs/architecture.md")
-            continue
-        known = [*targets.split(), *([folder] if module not in allowed or module == folder else [])]
-        for line, imported in imports(file, package):
-            if imported.partition(".")[0] in (package.name, "tests"):
-                target = (_longest(imported, files) or imported).removeprefix(f"{package.name}.")
-                if not any(f"{target}.".startswith(f"{one}.") for one in known):
-                    found.append(f"{module}:{line}: imports {imported}; {module} may import {', '.join(known)}")
-    return found + cycles(package, files)
-
-
-def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
+def modules(package: Path, pattern: str) -> dict[str, Path]:
     """The files of ``package``, keyed by dotted module name."""
     files = {}
     for file in sorted(package.glob(pattern)):
@@ -126,8 +104,8 @@ def test_imports_point_down():
     assert not pointing_up(JATTN, LAYERS)
 
 
-def test_experiments_import_what_they_may():
-    assert not outside_the_table(EXPERIMENTS, ALLOWED)
+def test_imports_of_the_experiments_point_down():
+    assert not pointing_up(EXPERIMENTS, LAYERS_OF_EXPERIMENTS)
 
 
 def test_the_drawing_is_that_of_the_tables():
@@ -139,8 +117,11 @@ def test_a_call_walks_through_files():
     assert len(steps) == 10 and all((JATTN / file).is_file() for file, _ in steps)
 
 
-def test_the_packages_of_experiments_exist():
-    assert set(ALLOWED) <= {".".join(name.split(".")[1:]) for name in modules(EXPERIMENTS)}, "a line without a file"
+@pytest.mark.parametrize(
+    "package, layers", [(JATTN, LAYERS), (EXPERIMENTS, LAYERS_OF_EXPERIMENTS)], ids=["jattn", "experiments"]
+)
+def test_all_in_the_table_exist(package, layers):
+    assert set(rows(layers)) <= {path.stem for path in package.iterdir()}, "a name without a file"
 
 
 def test_the_folder_is_that_of_jattn():
@@ -148,14 +129,14 @@ def test_the_folder_is_that_of_jattn():
     assert {"masks", "api"} <= modules, "read the wrong folder?"
 
 
-PLANTED_IN_JATTN = {
+PLANTED = {
     "up, relative, in a function": ("numbers.py", "def f():\n    from . import modules"),
     "same row": ("api.py", "from .cache import Cache"),
     "cycle through a package's __init__": ("kernels/blocks.py", "from library.kernels import Block"),
 }
 
 
-@pytest.mark.parametrize("path, code", PLANTED_IN_JATTN.values(), ids=PLANTED_IN_JATTN)
+@pytest.mark.parametrize("path, code", PLANTED.values(), ids=PLANTED)
 def test_a_planted_import_that_points_up_is_caught(tmp_path, path, code):
     layers = [["numbers", "arrays"], ["kernels", "api cache", "modules"]]
     package = tmp_path / "library"
@@ -177,34 +158,3 @@ def test_a_planted_import_that_points_up_is_caught(tmp_path, path, code):
 
     (package / path).write_text(code)
     assert len(pointing_up(package, layers)) == 1, pointing_up(package, layers)
-
-
-PLANTED_IN_EXPERIMENTS = {
-    "in a function": ("data/copy.py", "def f():\n    from library.model import layers"),
-    "a file of a package that is closed": ("run.py", "from library.model.layers import Layer"),
-    "cycle in a package": ("data/draw.py", "from library.data.copy import Batch"),
-}
-
-
-@pytest.mark.parametrize("path, code", PLANTED_IN_EXPERIMENTS.values(), ids=PLANTED_IN_EXPERIMENTS)
-def test_a_planted_import_outside_the_table_is_caught(tmp_path, path, code):
-    allowed = {"data": "", "data.load": "model.saved", "model": "", "run": "data model.saved"}
-    package = tmp_path / "library"
-    sound = {
-        "__init__.py": "",
-        "data/__init__.py": "",
-        "data/copy.py": "from library.data import draw\nfrom library_tools import model",
-        "data/draw.py": "import os",
-        "data/load.py": "from library.model import saved",
-        "model/__init__.py": "",
-        "model/saved.py": "",
-        "model/layers.py": "from . import saved",
-        "run.py": "from library.data.copy import Batch\nimport library.model.saved",
-    }
-    for name, text in sound.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
-    assert outside_the_table(package, allowed) == []
-
-    (package / path).write_text(code)
-    assert len(outside_the_table(package, allowed)) == 1, outside_the_table(package, allowed)

@@ -2,11 +2,11 @@
 
 ``tasks``, ``model``, ``train`` and ``run``, in this order, make up an experiment. Around them:
 
-- ``config``: the schema of an experiment, and how it is read; the files are in ``configs`` at the top of a checkout;
+- ``schema`` and ``config``: what a config may say, and how it is read; the files are in a checkout's ``configs``;
 - ``runs``: the folder of a run, its checkpoints, its devices, its findings;
-- ``measure``: looks at heads, evaluation, claims, and pretrained models (``model_files``: where they are);
+- ``measure``: evaluation, claims, and pretrained models (``model_files``: where they are);
 - ``report``: the page and figures of a run;
 - ``bench``: jattn compared with its peers, one file per suite.
 
-``commands`` and ``__main__`` are the command line. A table in docs/architecture.md says who may import whom.
+``commands`` and ``__main__`` are the command line. Imports point down, in the order of docs/architecture.md.
 """

@@ -30,7 +30,7 @@ def commands() -> dict[str, Callable[[Sequence[str]], int]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command; returns the exit status."""
-    from jattn_experiments.runs.terminal import fail
+    from jattn_experiments.runs.terminal import Refused, fail
 
     command, *rest = arguments or ["--help"]
     if command in ("-h", "--help"):
@@ -39,7 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     known = commands()
     if command not in known:
         return fail(f"no command {command!r}; expected one of {', '.join(known)}")
-    return known[command](rest)
+    try:
+        return known[command](rest)
+    except Refused as refused:
+        return fail(str(refused))
 
 
 def usage() -> argparse.ArgumentParser:

@@ -45,7 +45,8 @@ Rule = tuple[str, bool, str]  # an option, whether its value is valid, what was 
 class Task:
     """Base of tasks: tokens are single symbols, in sequences of one length, unless a task says otherwise.
 
-    A task is a frozen dataclass. Its fields are those options of ``config.Task`` that it takes.
+    A task is a frozen dataclass. Its fields are those options of ``config.Task`` that it takes. What it overrides means
+    what it does here.
     """
 
     length: int
@@ -121,12 +122,18 @@ class Task:
         return [letter(token) for (token,) in tokens]
 
 
-def ask(tokens: Array, values: Array, sources: Array, asked: Array, real: Array) -> Batch:
-    """The batch whose answers at ``asked [B,T]`` are the ``values [B,T]`` at ``sources [B,T,A]``."""
-    sources = jnp.where(asked[..., None], sources, -1)
+def ask(tokens: Array, values: Array, sources: Array, queries: Array, real: Array) -> Batch:
+    """The batch whose answers at ``queries [B,T]`` are the ``values [B,T]`` at ``sources [B,T,A]``."""
+    sources = jnp.where(queries[..., None], sources, -1)
     targets = jnp.take_along_axis(values[..., None], jnp.maximum(sources, 0), 1)
-    weights = jnp.broadcast_to(asked[..., None], sources.shape).astype(jnp.float32)
+    weights = jnp.broadcast_to(queries[..., None], sources.shape).astype(jnp.float32)
     return Batch(tokens, targets, weights, sources, real)
+
+
+def predict(tokens: Array, targets: Array, real: Array) -> Batch:
+    """The batch of ``tokens [B,T]`` whose answers at ``real [B,T]`` are ``targets [B,T]``, which are at no position."""
+    weights = real[..., None].astype(jnp.float32)
+    return Batch(tokens[..., None], targets[..., None], weights, jnp.full(weights.shape, -1), real)
 
 
 def permutations(key: Array, batch: int, length: int) -> Array:

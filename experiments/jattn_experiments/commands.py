@@ -8,9 +8,9 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.table import Table
 
@@ -18,63 +18,57 @@ from jattn_experiments import config
 from jattn_experiments.runs import stopping
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import RESULTS, Busy, Damaged
-from jattn_experiments.runs.terminal import Terminal, fail
+from jattn_experiments.runs.terminal import Refused, Terminal, fail, refusing
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Trains an experiment and reports on it."""
     if "--distributed" in arguments:
         stopping.abort_in_one_line()  # to read a config imports JAX
-    asked = config.load(arguments)
-    settings, processes = asked.config, asked.processes
+    request = config.load(arguments)
     with stopping.stoppable():
         try:
-            status = _run(asked)
+            status = _run(request)
         except BaseException as error:
-            if (number := stopping.asked()) is None:
+            if (number := stopping.last_signal()) is None:
                 raise
             warnings.simplefilter("ignore", RuntimeWarning)  # an interrupted save leaves coroutines behind
             # a library may have converted the exception
-            said = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{settings.name}: stopped"
-            status = fail(f"{said}; rerun to resume", status=128 + number)
-    if processes is not None and status > 1:  # this one was refused or stopped; the others may go on
+            where = (str(error) if isinstance(error, stopping.Stopped) else "") or f"{request.config.name}: stopped"
+            status = fail(f"{where}; rerun to resume", status=128 + number)
+    if request.processes is not None and status > 1:  # this one was refused or stopped; the others may go on
         _leave(status)
     return status
 
 
-def _run(asked: config.Asked) -> int:
+def _run(request: config.Request) -> int:
     # slow to import: a wrong option or --help need not wait for JAX and Orbax
     from jattn_experiments.replicate import replicate, with_replication
+    from jattn_experiments.report.page import write_report
     from jattn_experiments.run import DifferentConfig, finished, prepared, run
     from jattn_experiments.runs import devices
 
-    settings, out, processes = asked.config, asked.out, asked.processes
-    if asked.replicate and settings.kind is not config.Kind.TRAINING:
+    settings, out, processes = request.config, request.out, request.processes
+    if request.replicate and settings.kind is not config.Kind.TRAINING:
         return fail(f"--replicate: expected a config that trains, got {settings.name}, which examines a saved model")
     with contextlib.ExitStack() as stack:
         try:
             devices.start(settings, processes)
             stack.enter_context(prepared(settings, out))
-        except DifferentConfig as different:
-            return fail(*different.args)
-        except (Busy, Damaged) as refused:
-            return fail(f"--out: {refused}")
         except ValueError as wrong:
             return fail(str(wrong))
         except OSError as wrong:
             return fail(f"--out: {out}: {wrong}")
+        except (DifferentConfig, Busy, Damaged) as refused:
+            return _say_why(refused, out)
         try:
-            findings = finished(settings, out) if asked.replicate else run(settings, out)
-            if asked.replicate:
-                replicate(settings, out, asked.replicate, asked.replicate_seed)
+            findings = finished(settings, out) if request.replicate else run(settings, out)
+            if request.replicate:
+                replicate(settings, out, request.replicate, request.replicate_seed)
             if findings is None:  # the first process has them
                 return 0
             findings = with_replication(findings, out)
-            report = _write_report(findings, out)
-        except DifferentConfig as different:  # of the replication
-            return fail(*different.args)
-        except Busy as refused:
-            return fail(f"--out: {refused}")
+            report = write_report(findings, out)
         except Exception as error:
             stopping.check()
             status = _say_why(error, out)
@@ -83,12 +77,8 @@ def _run(asked: config.Asked) -> int:
             return status
     _show(findings)
     print(f"report: {report}")
-    failed = [claim["name"] for claim in findings.claims if not _holds(claim)]
-    return fail(f"claims that fail: {', '.join(failed)}", status=1) if asked.check and failed else 0
-
-
-def _holds(claim: dict[str, Any]) -> bool:
-    return claim["holds"] and claim.get("replication", claim)["holds"]
+    failed = [row["name"] for row in findings.claims if not (row["holds"] and row.get("replication", row)["holds"])]
+    return fail(f"claims that fail: {', '.join(failed)}", status=1) if request.check and failed else 0
 
 
 def list_command(arguments: Sequence[str]) -> int:
@@ -112,18 +102,12 @@ def report_command(arguments: Sequence[str]) -> int:
     parser = config.Parser(prog="jattn report", description=report_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     out = Path(parser.parse_args(arguments).run)
-    try:
-        findings = Findings.load(out)
-    except FileNotFoundError:
-        return fail(f"--run: expected the folder of a finished run, got {str(out)!r}")
-    except (Damaged, OSError) as wrong:
-        return fail(f"--run: {wrong}")
-    except TypeError:
-        return fail(f"--run: {str(out)!r} was written by another version; rerun its config")
-    try:
-        report = _write_report(findings, out)
-    except OSError as wrong:
-        return fail(f"--run: {wrong}")
+    from jattn_experiments.report.page import write_report
+
+    with refusing("--run", OSError):
+        with _of_a_finished_run(out):
+            findings = Findings.load(out)
+        report = write_report(findings, out)
     _show(findings)
     print(f"report: {report}")
     return 0
@@ -137,42 +121,43 @@ def keep_command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from jattn_experiments.runs.keep import keep
 
-    try:
+    with refusing("--to", OSError), _of_a_finished_run(Path(options.run)):
         print(f"kept: {keep(Path(options.run), Path(options.to))}")
-    except FileNotFoundError:
-        return fail(f"--run: expected the folder of a finished run, got {options.run!r}")
-    except Damaged as wrong:
-        return fail(f"--run: {wrong}")
-    except TypeError:
-        return fail(f"--run: {options.run!r} was written by another version; rerun its config")
-    except OSError as wrong:
-        return fail(f"--to: {wrong}")
     return 0
+
+
+@contextlib.contextmanager
+def _of_a_finished_run(out: Path) -> Iterator[None]:
+    """Within it, findings are read."""
+    try:
+        with refusing("--run", Damaged):
+            yield
+    except FileNotFoundError:
+        raise Refused(f"--run: expected the folder of a finished run, got {str(out)!r}") from None
+    except TypeError:
+        raise Refused(f"--run: {str(out)!r} was written by another version; rerun its config") from None
 
 
 def _say_why(error: Exception, out: Path) -> int:
     """Prints why a run ended, in one line for expected errors; returns the exit status."""
+    from jattn_experiments.run import DifferentConfig
     from jattn_experiments.train import Diverged
 
+    if isinstance(error, DifferentConfig):
+        return fail(*error.args)
     if isinstance(error, Diverged):
         return fail(str(error), status=1)
-    if isinstance(error, Damaged):
+    if isinstance(error, Busy | Damaged):
         return fail(f"--out: {error}")
     if isinstance(error, OSError):  # usually a full disk
         return fail(f"--out: {out}: {error}; rerun to resume from the last checkpoint", status=1)
-    from jax.errors import JaxRuntimeError
+    import jax
 
-    if isinstance(error, JaxRuntimeError) and _are_many():  # usually another process that died
+    if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:  # usually another that died
         line = str(error).splitlines()[0]
         return fail(f"stopped: {line}; {stopping.RESTART}", status=1)
     traceback.print_exception(error)
     return 1
-
-
-def _are_many() -> bool:
-    import jax
-
-    return jax.process_count() > 1
 
 
 def _leave(status: int) -> NoReturn:
@@ -180,12 +165,6 @@ def _leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _write_report(findings: Findings, out: Path) -> Path:
-    from jattn_experiments.report.page import write_report
-
-    return write_report(findings, out)
 
 
 def _show(findings: Findings) -> None:

@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from jattn_experiments import config
 from jattn_experiments.look import page_of_runs
-from jattn_experiments.runs.terminal import Terminal, fail
+from jattn_experiments.runs.terminal import Terminal, fail, refusing
+
+if TYPE_CHECKING:  # these import JAX
+    from jattn_experiments.load_run import Saved
+    from jattn_experiments.model import Transformer
 
 MANY = 40  # rows of heads that a terminal shows
 
@@ -17,8 +21,8 @@ MANY = 40  # rows of heads that a terminal shows
 def compare_command(arguments: Sequence[str]) -> int:
     """Compares the heads of two models: two runs, or two checkpoints of one."""
     parser = config.Parser(prog="jattn compare", description=compare_command.__doc__)
-    said = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
-    parser.add_argument("--run", type=str, required=True, action="append", help=said)
+    run = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
+    parser.add_argument("--run", type=str, required=True, action="append", help=run)
     parser.add_argument(
         "--out", type=str | None, default=None, help="the first seed's heads, side by side: a PNG, or an HTML page"
     )
@@ -27,20 +31,16 @@ def compare_command(arguments: Sequence[str]) -> int:
         return fail(f"--run: expected two runs, got {len(options.run)}")
     from jattn_experiments import load_run
 
-    try:
+    with refusing("--run", ValueError, OSError):
         both = [load_run.load(run) for run in options.run]
-        found = compare(*both)
-    except (ValueError, OSError) as wrong:
-        return fail(f"--run: {wrong}")
-    _show(found, both[0].setup.seeds[0], *options.run)
+        comparison = compare(*both)
+    _show(comparison, both[0].setup.seeds[0], *options.run)
     if options.out:
-        try:
+        with refusing("--out", OSError, ValueError):
             if Path(options.out).suffix == ".html":
                 page_of_runs(both, options.run, Path(options.out))
             else:
-                _draw(found, Path(options.out), *options.run)
-        except (OSError, ValueError) as wrong:
-            return fail(f"--out: {wrong}")
+                _draw(comparison, Path(options.out), *options.run)
         print(f"picture: {options.out}")
     return 0
 
@@ -55,8 +55,8 @@ class Comparison(NamedTuple):
     patterns: np.ndarray  # [2,L,N,T,T] the first seed's mean patterns, matched
 
 
-def compare(first: Any, second: Any) -> Comparison:
-    """The heads of two saved models (``jattn_experiments.load_run``), matched within each layer by their mean patterns.
+def compare(first: "Saved", second: "Saved") -> Comparison:
+    """The heads of two saved models, matched within each layer by their mean patterns.
 
     Both look at sequences of the first's task. A distance is a difference only above the floor.
 
@@ -67,8 +67,8 @@ def compare(first: Any, second: Any) -> Comparison:
     from scipy.optimize import linear_sum_assignment
 
     from jattn import heads
-    from jattn_experiments.measure import head_scores
-    from jattn_experiments.measure.evaluate import LOOK_BATCH, noise_floor
+    from jattn_experiments import head_scores
+    from jattn_experiments.measure.evaluate import LOOK_BATCH, of_patterns
     from jattn_experiments.train import LOOK_DATA, PROBE_DATA
 
     setups = [one.setup for one in (first, second)]
@@ -82,18 +82,12 @@ def compare(first: Any, second: Any) -> Comparison:
             raise ValueError(f"expected models of the same {name}, got {a} and {b}")
     seeds = min(len(setup.seeds) for setup in setups)
 
-    def of_seed(model: Any, params: Any, key: Any) -> tuple[Any, ...]:
+    def of_seed(model: Transformer, params: Any, key: jax.Array) -> tuple[Any, ...]:
         probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
-        weights = head_scores.weights_of(model, params, probe.tokens)
-        flat = weights.reshape(len(weights), -1, *weights.shape[3:])
+        patterns = of_patterns(head_scores.weights_of(model, params, probe.tokens), probe.real[0])
         batch = task.look(jax.random.fold_in(key, LOOK_DATA), LOOK_BATCH)
         scores = head_scores.scores(model, task, params, batch)[0]
-        return (
-            weights.mean(0),
-            noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), probe.real[0]),
-            scores,
-            probe.real[0],
-        )
+        return patterns["mean_weights"], patterns["noise"], scores, probe.real[0]
 
     measured = []
     for setup, one in zip(setups, (first, second), strict=True):
@@ -120,52 +114,41 @@ def compare(first: Any, second: Any) -> Comparison:
     )
 
 
-def _show(found: Comparison, first_seed: int, first: str, second: str) -> None:
+def _show(comparison: Comparison, first_seed: int, first: str, second: str) -> None:
     title = f"{first} and {second}: heads matched by their patterns"
-    table = Table(
-        "seed",
-        "layer",
-        "head",
-        "matched",
-        "distance",
-        "noise floor",
-        "what changed most",
-        title=title,
-        title_justify="left",
-    )
-    rows = list(np.ndindex(found.match.shape))
+    columns = ("seed", "layer", "head", "matched", "distance", "noise floor", "what changed most")
+    table = Table(*columns, title=title, title_justify="left")
+    rows = list(np.ndindex(comparison.match.shape))
     for at in rows[:MANY]:
         (name, before, after) = max(
-            ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in found.scores.items()),
+            ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in comparison.scores.items()),
             key=lambda row: abs(row[1] - row[2]),
         )
-        distance, floor = found.distance[at], found.floor[at]
+        distance, floor = comparison.distance[at], comparison.floor[at]
         shown = f"[bold]{distance:.3f}[/]" if distance > floor else f"{distance:.3f}"
-        which = (str(first_seed + at[0]), *map(str, at[1:]), str(found.match[at]))
+        which = (str(first_seed + at[0]), *map(str, at[1:]), str(comparison.match[at]))
         table.add_row(*which, shown, f"{floor:.3f}", f"{name}: {before:.2f} to {after:.2f}")
     if len(rows) > MANY:
         table.caption = f"and {len(rows) - MANY} more heads"
     Terminal().print(table)
-    above = int((found.distance > found.floor).sum())
-    said = f"{above} of {len(rows)} heads differ by more than the noise floor"
-    print(f"{said}; median distance {np.median(found.distance):.3f}")
+    above = int((comparison.distance > comparison.floor).sum())
+    median = f"median distance {np.median(comparison.distance):.3f}"
+    print(f"{above} of {len(rows)} heads differ by more than the noise floor; {median}")
 
 
-def _draw(found: Comparison, file: Path, first: str, second: str) -> None:
+def _draw(comparison: Comparison, file: Path, first: str, second: str) -> None:
     """The first seed's mean patterns: a column per head, the first model's above the second's."""
     from matplotlib.figure import Figure
 
-    layers, count = found.patterns.shape[1:3]
+    layers, count = comparison.patterns.shape[1:3]
     figure = Figure(figsize=(1.6 * layers * count + 0.4, 4), layout="constrained")
     axes = figure.subplots(2, layers * count, squeeze=False)
-    for row, (name, patterns) in enumerate(zip((first, second), found.patterns, strict=True)):
+    for row, (name, patterns) in enumerate(zip((first, second), comparison.patterns, strict=True)):
         for column, (layer, head) in enumerate(np.ndindex(layers, count)):
-            one, own = axes[row, column], head if row == 0 else found.match[0, layer, head]
-            one.imshow(patterns[layer, head], cmap="Greys", vmin=0, vmax=1)
-            one.set(xticks=[], yticks=[])
-            one.set_title(
-                f"layer {layer} head {own}" + (f"\n{found.distance[0, layer, head]:.2f} apart" if row else ""),
-                fontsize=8,
-            )
+            number = comparison.match[0, layer, head] if row else head
+            apart = f"\n{comparison.distance[0, layer, head]:.2f} apart" if row else ""
+            axes[row, column].imshow(patterns[layer, head], cmap="Greys", vmin=0, vmax=1)
+            axes[row, column].set(xticks=[], yticks=[])
+            axes[row, column].set_title(f"layer {layer} head {number}{apart}", fontsize=8)
         axes[row, 0].set_ylabel(name, fontsize=8)
     figure.savefig(file, dpi=120)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jattn_experiments import config
 from jattn_experiments.model_files import model_file
-from jattn_experiments.runs.terminal import fail
+from jattn_experiments.runs.terminal import fail, refusing
 
 END = "<|im_end|>"
 
@@ -22,24 +22,19 @@ def generate_command(arguments: Sequence[str]) -> int:
         return fail(f"--seed: expected 0 to 2^32 - 1, got {options.seed}")
     if options.dtype not in ("float32", "bfloat16", "float16"):
         return fail(f"--dtype: expected float32, bfloat16 or float16, got {options.dtype!r}")
-    try:
+    with refusing("--model", ValueError):
         source = model_file(options.model)
-    except ValueError as wrong:
-        return fail(f"--model: {wrong}")
     # slow to import: a wrong option need not wait for JAX
     import jax
 
     from jattn import interop
 
     started = time.perf_counter()
-    try:
+    with refusing("--model", ValueError, OSError, ImportError):
         tokenizer, model = interop.tokenizer(source), interop.load(source, dtype=options.dtype)
-    except (ValueError, OSError, ImportError) as wrong:
-        return fail(f"--model: {wrong}")
     loaded = time.perf_counter()
     text = interop.chatml([("system", options.system), ("user", options.text)]) if options.chat else options.text
     ends = [tokenizer.token_to_id(token) for token in (END, "<|endoftext|>", "</s>")]
-    drawing = {name: options[name] for name in ("temperature", "top_k", "top_p")}
     try:
         steps = interop.stream(
             model,
@@ -47,7 +42,7 @@ def generate_command(arguments: Sequence[str]) -> int:
             options.tokens,
             stop=[end for end in ends if end is not None],
             key=jax.random.key(options.seed),
-            **drawing,
+            **{name: options[name] for name in ("temperature", "top_k", "top_p")},
         )
     except ValueError as wrong:
         return fail(str(wrong))
@@ -80,12 +75,9 @@ def _parser() -> config.Parser:
     parser.add_argument("--model", type=str, default="smollm2", help="smollm2, a GGUF file or a folder")
     parser.add_argument("--tokens", type=int, default=100, help="how many to write at most")
     parser.add_argument("--chat", action="store_true", help="as a conversation (ChatML)")
-    parser.add_argument(
-        "--system", type=str, default="You are a helpful AI assistant.", help="with --chat: comes first"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0: the likeliest token; above, tokens are drawn"
-    )
+    assistant = "You are a helpful AI assistant."
+    parser.add_argument("--system", type=str, default=assistant, help="with --chat: comes first")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token; above: drawn tokens")
     parser.add_argument("--top_k", type=int | None, default=None, help="draw from so many likeliest tokens")
     parser.add_argument("--top_p", type=float | None, default=None, help="draw from the likeliest of this probability")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")

@@ -11,7 +11,7 @@ from jattn_experiments import config
 from jattn_experiments.model_files import model_file
 from jattn_experiments.runs.findings import plain
 from jattn_experiments.runs.folder import Damaged
-from jattn_experiments.runs.terminal import Terminal, fail
+from jattn_experiments.runs.terminal import Terminal, fail, refusing
 
 EXAMPLES = 4  # sequences of a run's page
 
@@ -28,8 +28,8 @@ def _parser() -> config.Parser:
     parser = config.Parser(prog="jattn look", description=look_command.__doc__)
     parser.add_argument("--run", type=str | None, default=None, help="folder of a run, which may still train")
     parser.add_argument("--step", type=int | None, default=None, help="one of its looks; default: the last")
-    said = "smollm2, a GGUF file or a folder; given twice, both stand side by side"
-    parser.add_argument("--model", type=str, default=None, action="append", help=said)
+    model = "smollm2, a GGUF file or a folder; given twice, both stand side by side"
+    parser.add_argument("--model", type=str, default=None, action="append", help=model)
     parser.add_argument("--text", type=str | None, default=None, help="file of the text that the model reads")
     parser.add_argument("--tokens", type=int, default=512, help="how many of the text at most")
     parser.add_argument(
@@ -47,21 +47,17 @@ def _look_at_run(options: Any) -> int:
     if not (folder / "metrics.jsonl").is_file():
         return fail(f"--run: expected the folder of a run that trains, got {options.run!r}")
     try:
-        steps, scores = History(folder, writes=False).scores()
-        first_seed = config_of(folder).train.first_seed
-    except (Damaged, OSError, ValueError) as wrong:
-        return fail(f"--run: {wrong}")
+        with refusing("--run", Damaged, OSError, ValueError):
+            steps, scores = History(folder, writes=False).scores()
+            first_seed = config_of(folder).train.first_seed
     except IndexError:
         return fail(f"--run: {options.run!r} has not looked at its heads yet")
     step = int(steps[-1]) if options.step is None else options.step
     if step not in steps:
         near = int(steps[np.abs(steps - step).argmin()])
         return fail(f"--step: expected a step of its looks, from {steps[0]} to {steps[-1]}, such as {near}, got {step}")
-    _show(
-        f"{folder.name}, step {step}",
-        first_seed,
-        {name: values[:, list(steps).index(step)] for name, values in scores.items()},
-    )
+    at_step = {name: values[:, list(steps).index(step)] for name, values in scores.items()}
+    _show(f"{folder.name}, step {step}", first_seed, at_step)
     from jattn_experiments import load_run
     from jattn_experiments.runs.checkpoint import saved_steps
 
@@ -69,14 +65,9 @@ def _look_at_run(options: Any) -> int:
     if not kept:
         print(f"no page: the run has no checkpoint up to step {step}; train.keep=0 keeps every one")
         return 0
-    run = f"{folder}@{kept[-1]}"
-    try:
-        page = page_of_runs(
-            [load_run.load(run)], [f"{folder.name}, step {kept[-1]}"], Path(options.out or folder / "heads.html")
-        )
-    except (ValueError, OSError) as wrong:
-        return fail(f"--out: {wrong}" if isinstance(wrong, OSError) else f"--run: {wrong}")
-    print(f"page: {page}")
+    with refusing("--run", ValueError), refusing("--out", OSError):
+        run, file = load_run.load(f"{folder}@{kept[-1]}"), Path(options.out or folder / "heads.html")
+        print(f"page: {page_of_runs([run], [f'{folder.name}, step {kept[-1]}'], file)}")
     return 0
 
 
@@ -101,12 +92,12 @@ def page_of_runs(saved: Sequence[Any], names: Sequence[str], path: Path) -> Path
     setup = saved[0].setup.looking
     tokens = setup.task.probe(jax.random.fold_in(setup.keys[0], PROBE_DATA), EXAMPLES).tokens
     labels = [setup.task.labels(example) for example in np.asarray(tokens).tolist()]
-    made: list[Any] = []
+    reports: list[jattn.reports.Report] = []
     for one, name in reversed(list(zip(saved, names, strict=True))):
         params = jax.tree.map(lambda leaf: leaf[0], one.params)
         _, kept = one.setup.model.apply(params, tokens, sow_weights=True, mutable=["intermediates"])
-        made.append(jattn.report(kept["intermediates"], labels, title=str(name), compare=made))
-    return made[-1].save(path)
+        reports.append(jattn.report(kept["intermediates"], labels, title=str(name), compare=reports))
+    return reports[-1].save(path)
 
 
 def _look_at_models(options: Any) -> int:
@@ -115,36 +106,25 @@ def _look_at_models(options: Any) -> int:
         return fail("--text: expected a file of the text that the model reads")
     if options.tokens < 1:
         return fail(f"--tokens: expected at least 1, got {options.tokens}")
-    try:
+    with refusing("--text", OSError, UnicodeDecodeError):
         text = Path(options.text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as wrong:
-        return fail(f"--text: {wrong}")
-    try:
+    with refusing("--model", ValueError):
         sources = [model_file(name) for name in options.model]
-    except ValueError as wrong:
-        return fail(f"--model: {wrong}")
     # slow to import: a wrong option need not wait for JAX
     import jattn
     from jattn import interop
 
-    made: list[Any] = []
+    reports: list[jattn.reports.Report] = []
     for name, source in reversed(list(zip(options.model, sources, strict=True))):
-        try:
+        with refusing("--model", ValueError, OSError, ImportError):
             tokenizer, model = interop.tokenizer(source), interop.load(source)
-        except (ValueError, OSError, ImportError) as wrong:
-            return fail(f"--model: {wrong}")
         ids = np.array([tokenizer.encode(text).ids[: options.tokens]])
         if not ids.size:
             return fail(f"--text: {options.text!r} has no tokens")
         print(f"{name}: {ids.shape[1]} tokens, {model.config.num_layers * model.config.num_heads} heads", flush=True)
-        try:
+        with refusing("--model", ValueError):
             heads = interop.look(model, ids)
-        except ValueError as wrong:
-            return fail(f"--model: {wrong}")
-        made.append(jattn.report(heads, ids, tokenizer=tokenizer, title=Path(name).stem, compare=made))
-    try:
-        page = made[-1].save(options.out or "heads.html")
-    except OSError as wrong:
-        return fail(f"--out: {wrong}")
-    print(f"page: {page}")
+        reports.append(jattn.report(heads, ids, tokenizer=tokenizer, title=Path(name).stem, compare=reports))
+    with refusing("--out", OSError):
+        print(f"page: {reports[-1].save(options.out or 'heads.html')}")
     return 0

@@ -11,15 +11,15 @@ def half_way(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
 
     Between two of the ``steps [P]``, by a straight line; the last step for a row that never rises.
     """
-    level, found = (values[:, 0] + values.max(1)) / 2, []
+    level, times = (values[:, 0] + values.max(1)) / 2, []
     for row, half in zip(values, level, strict=True):
         at = int(np.argmax(row >= half))
         if at == 0:
-            found.append(float(steps[-1]))
+            times.append(float(steps[-1]))
             continue
         share = (half - row[at - 1]) / (row[at] - row[at - 1])
-        found.append(float(steps[at - 1] + share * (steps[at] - steps[at - 1])))
-    return np.array(found)
+        times.append(float(steps[at - 1] + share * (steps[at] - steps[at - 1])))
+    return np.array(times)
 
 
 def half_fall(steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -36,8 +36,8 @@ def rate(passed: int, of: int) -> list[float] | None:
     """
     if of < FEW:
         return None
-    found = binomtest(passed, of).proportion_ci(0.95, "exact")
-    return [float(found.low), float(found.high)]
+    interval = binomtest(passed, of).proportion_ci(0.95, "exact")
+    return [float(interval.low), float(interval.high)]
 
 
 def again(passed: int, of: int, needed: int) -> float | None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jattn_experiments.batches import Batch, Patch, Rule, Task, letter, permutations
+from jattn_experiments.batches import Batch, Rule, Task, letter, permutations, predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +57,8 @@ class Markov(Task, kind="markov"):
         _, rest = jax.lax.scan(step, first, steps[1:])
         chain = jnp.concatenate([first[None], rest]).T  # [B,T+1]
         tokens, after = chain[:, :-1], chain[:, 1:]
-        return Batch(
-            tokens=tokens[..., None],
-            targets=after[..., None],
-            target_weights=jnp.ones((*tokens.shape, 1)),
-            sources=jnp.full((*tokens.shape, 1), -1),
-            real=jnp.ones(tokens.shape, bool),
-            levels=self._levels(transitions, tokens, after),
-        )
+        chains = predict(tokens, after, jnp.ones(tokens.shape, bool))
+        return chains._replace(levels=self._levels(transitions, tokens, after))
 
     def _transitions(self, key: Array, batch: int) -> Array:
         if self.prior == "dirichlet":
@@ -109,7 +103,6 @@ class Recall(Task, kind="recall"):
         return [("pairs", self.pairs <= most, f"at most {most}: a quarter of task.length, half of task.symbols")]
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         key_key, value_key, gap_key = jax.random.split(key, 3)
         half, context = self.symbols // 2, 2 * self.pairs
         keys, values = self._distinct(key_key, batch, 1, half), self._distinct(value_key, batch, half, self.symbols)
@@ -137,7 +130,6 @@ class Recall(Task, kind="recall"):
         return jnp.take_along_axis(ids, permutations(order_key, batch, self.pairs), 1)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         return ["·" if token == 0 else str(token) for (token,) in tokens]
 
 
@@ -194,177 +186,10 @@ class Histogram(Task, kind="histogram"):
         real = jnp.arange(self.length)[None] < lengths
         tokens = jnp.where(real, symbols, self.padding)
         counts = jnp.sum(tokens[:, :, None] == tokens[:, None, :], -1)
-        return Batch(
-            tokens=tokens[..., None],
-            targets=jnp.where(real, counts - 1, 0)[..., None],
-            target_weights=real[..., None].astype(jnp.float32),
-            sources=jnp.full((*tokens.shape, 1), -1),
-            real=real,
-        )
+        return predict(tokens, jnp.where(real, counts - 1, 0), real)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         return ["·" if token == self.padding else letter(token) for (token,) in tokens]
-
-
-@dataclasses.dataclass(frozen=True)
-class Hop(Task, kind="hop"):
-    """k-hop induction: go from a symbol to what followed its last earlier occurrence, k times, and say what is there.
-
-    The first token says k, from 0 to ``hops``; read-out k is asked where it is k. Neighbours differ. The answer is one
-    more class where a step has nowhere to go.
-    Source: Sanford, Hsu and Telgarsky, https://arxiv.org/abs/2402.09268, section 4, and its published code.
-    """
-
-    length: int = 100
-    symbols: int = 4
-    hops: int = 2
-
-    metrics = ("mean_accuracy",)
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """Names of the read-outs."""
-        return tuple(f"{k} hops" for k in range(self.hops + 1))
-
-    @property
-    def of_tokens(self) -> tuple[str, ...]:
-        """All places but the query itself."""
-        return self.places[1:]
-
-    @property
-    def patches(self) -> tuple[str, ...]:
-        """Names of what ``patch`` returns."""
-        return ("near the end", "elsewhere", "leads here") if self.hops > 1 else ()
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Patterns that a head may have; one hop is an induction head's."""
-        return (*self.places[1:], "previous_token", "current_token", "first_token", "duplicate_token")
-
-    @property
-    def vocabulary(self) -> tuple[int, ...]:
-        """Number of different ids in each field of a token: the symbols, then the numbers of hops."""
-        return (self.symbols + self.hops + 1,)
-
-    @property
-    def classes(self) -> int:
-        """Number of different answers: the symbols, and none."""
-        return self.symbols + 1
-
-    def rules(self) -> list[Rule]:
-        """Neighbours differ."""
-        return [("symbols", self.symbols > 1, "at least 2: neighbours differ")]
-
-    def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
-        hop_key, symbol_key = jax.random.split(key)
-        return self._of_hops(symbol_key, jax.random.randint(hop_key, (batch,), 0, self.hops + 1))
-
-    def probe(self, key: Array, batch: int) -> Batch:
-        """Sequences of one layout: those with the most hops."""
-        return self._of_hops(key, jnp.full((batch,), self.hops))
-
-    def _of_hops(self, key: Array, hops: Array) -> Batch:
-        chars = self._chars(key, len(hops))
-        position = jnp.arange(self.length - 1)[None]
-        last = self._one_hop(chars)
-        at = [jnp.broadcast_to(position, chars.shape)]
-        for _ in range(self.hops):
-            at.append(jnp.where(at[-1] < 0, -1, jnp.take_along_axis(last, jnp.maximum(at[-1], 0), 1)))
-        where = jnp.stack(at, -1)  # [B,T-1,A]
-        found = jnp.take_along_axis(chars[..., None], jnp.maximum(where, 0), 1)
-        targets = jnp.where(where < 0, self.symbols, found)
-        asked = jnp.broadcast_to(jnp.arange(self.hops + 1)[None, None] == hops[:, None, None], where.shape)
-        sources = jnp.where(asked & (where >= 0), where + 1, -1)  # the first token is before all symbols
-        first = lambda x, value: jnp.pad(x, ((0, 0), (1, 0), (0, 0)), constant_values=value)
-        tokens = jnp.concatenate([self.symbols + hops[:, None], chars], 1)
-        return Batch(
-            tokens=tokens[..., None],
-            targets=first(targets, 0),
-            target_weights=first(asked.astype(jnp.float32), 0),
-            sources=first(sources, -1),
-            real=jnp.broadcast_to(jnp.arange(self.length)[None] > 0, tokens.shape),
-        )
-
-    def patch(self, key: Array, batch: int) -> dict[str, Patch]:
-        """Tests of one way to go two hops: each position holds its last three symbols, and the last MLP chooses.
-
-        All are at queries whose first hop ends at least three symbols behind the second's end.
-
-        - "near the end": the second's end and the two positions behind it are read in a sequence that shares only the
-          five symbols there, with another symbol at that end. It becomes the answer.
-        - "elsewhere": all other positions are read in the same sequence with that other symbol. It does not.
-        - "leads here": the value at the first hop's end is read in a sequence with another symbol there, which shares
-          only the two symbols before it. The answer is where that symbol leads here, and not where it leads there.
-        """
-        if self.hops < 2:
-            return {}
-        chars_key, query_key, *keys = jax.random.split(key, 6)
-        many = 8 * batch  # of which those are kept that can be changed in this way
-        chars, rows = self._chars(chars_key, many), jnp.arange(many)
-        firsts = self._one_hop(chars)
-        ends = jnp.where(firsts < 0, -1, jnp.take_along_axis(firsts, jnp.maximum(firsts, 0), 1))
-        far = (ends >= 0) & (firsts - ends > 2)
-        query = jnp.argmax(far * jax.random.uniform(query_key, far.shape), 1)
-        far, first, end = (x[rows, query] for x in (far, firsts, ends))
-        answer = chars[rows, end]
-
-        def exchanged(key: Array, at: Array) -> tuple[Array, Array]:
-            """``chars`` with another symbol ``at [B]``, and whether there is one that differs from its neighbours."""
-            taken = jnp.stack([chars[rows, at + step] for step in (-1, 0, 1)], 1)
-            free = jnp.all(jax.nn.one_hot(taken, self.symbols) == 0, 1)
-            other = jnp.argmax(free * jax.random.uniform(key, free.shape), 1)
-            return chars.at[rows, at].set(other), far & free.any(1)
-
-        def patch(other: Array, at: Array, predicted: Array, counts: Array, *what: str) -> Patch:
-            best = jax.lax.top_k(counts.astype(jnp.float32), batch)[1]
-            tokens = lambda x: jnp.pad(x[best], ((0, 0), (1, 0)), constant_values=self.symbols + 2)[..., None]
-            at = jnp.pad(at[best], ((0, 0), (1, 0)))
-            each = (x[best] for x in (query + 1, answer, predicted, counts))
-            return Patch(tokens(chars), tokens(other), at, *each, place=2, what=what)
-
-        position = jnp.arange(self.length - 1)[None]
-        near = (position >= end[:, None]) & (position <= end[:, None] + 2)
-        changed, can_change = exchanged(keys[0], end)
-        around = self._anew(keys[1], changed, end - 2, end + 2)
-        asked, can_ask = exchanged(keys[2], first)
-        apart = self._anew(keys[3], asked, first - 2, first)
-        leads = jnp.stack([self._behind(x)[rows, first, asked[rows, first]] for x in (chars, apart)])
-        here, there = (x[rows, at] for x, at in zip((chars, apart), leads, strict=True))
-        differ = can_ask & jnp.all((leads >= 0) & (first[None] - leads > 2), 0)
-        differ &= (here != there) & (here != answer) & (there != answer)
-        return {
-            "near the end": patch(around, near, changed[rows, end], can_change, "key", "value"),
-            "elsewhere": patch(changed, ~near, changed[rows, end], can_change, "key", "value"),
-            "leads here": patch(apart, position == first[:, None], here, differ, "value"),
-        }
-
-    def _anew(self, key: Array, chars: Array, start: Array, stop: Array) -> Array:
-        """``chars [B,T-1]`` from ``start [B]`` to ``stop [B]``, and new ones before and behind."""
-        steps = jnp.cumsum(jax.random.randint(key, chars.shape, 1, self.symbols), 1)
-        near = jnp.clip(jnp.arange(chars.shape[1])[None], start[:, None], stop[:, None])
-        kept, begun = (jnp.take_along_axis(x, near, 1) for x in (chars, steps))
-        return (kept + steps - begun) % self.symbols
-
-    def _chars(self, key: Array, batch: int) -> Array:
-        """``[B,T-1]``: each symbol but the first is one of those that differ from the one before."""
-        steps = jax.random.randint(key, (batch, self.length - 1), 1, self.symbols).at[:, 0].add(-1)
-        return jnp.cumsum(steps, 1) % self.symbols
-
-    def _behind(self, chars: Array) -> Array:
-        """``[B,T-1,C]``: behind the last occurrence of each symbol before each position; -1 without one."""
-        each = jax.nn.one_hot(chars, self.symbols) > 0
-        seen = jax.lax.cummax(jnp.where(each, jnp.arange(chars.shape[1])[None, :, None], -2), 1)
-        return jnp.pad(seen[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-2) + 1
-
-    def _one_hop(self, chars: Array) -> Array:
-        """``[B,T-1]``: where one hop from each position ends; -1: nowhere."""
-        return jnp.take_along_axis(self._behind(chars), chars[..., None], -1)[..., 0]
-
-    def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
-        return [letter(token) if token < self.symbols else f"{token - self.symbols}x" for (token,) in tokens]
 
 
 def _drawn(probabilities: Array, uniform: Array) -> Array:

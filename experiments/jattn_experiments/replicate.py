@@ -40,9 +40,9 @@ def fresh(config: Config, count: int, first_seed: int) -> Config:
     seeds = {"": config.train.seeds} | {name: one.train.seeds for name, one in variants(config).items()}
     claims = []
     for claim in config.claims:
-        own = seeds[claim.metric.rpartition(":")[0]]
-        same = own != config.train.seeds  # a control with its own number of seeds keeps it
-        needed = claim.needed if same else math.ceil(claim.needed * count / own)
+        before = seeds[claim.metric.rpartition(":")[0]]
+        same = before != config.train.seeds  # a control with its own number of seeds keeps it
+        needed = claim.needed if same else math.ceil(claim.needed * count / before)
         claims.append(dataclasses.replace(claim, needed=needed))
     train = dataclasses.replace(config.train, seeds=count, first_seed=first_seed)
     return dataclasses.replace(config, train=train, claims=claims)
@@ -69,9 +69,9 @@ def with_replication(findings: Findings, out: Path) -> Findings:
         beside = Findings.load(out / FOLDER)
     except FileNotFoundError:
         return findings
-    found = {row["name"]: {name: row[name] for name in _KEPT} for row in beside.claims}
+    fresh_rows = {row["name"]: {name: row[name] for name in _KEPT} for row in beside.claims}
     rows: list[dict[str, Any]] = [
-        row | {"replication": found[row["name"]]} if row["name"] in found else row for row in findings.claims
+        row | {"replication": fresh_rows[row["name"]]} if row["name"] in fresh_rows else row for row in findings.claims
     ]
     findings = dataclasses.replace(findings, claims=rows)
     write_atomically(out / "claims.json", json.dumps(rows, indent=1).encode())

@@ -5,13 +5,11 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jattn_experiments import tasks
 from jattn_experiments.config import Config, Kind, differences, variants
-from jattn_experiments.measure import claims, evaluate, head_scores, language_model, long_heads, sentence_encoder
+from jattn_experiments.measure import claims, evaluate, language_model, long_heads, sentence_encoder
 from jattn_experiments.measure.assemble import assemble
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.checkpoint import saved_steps
@@ -19,6 +17,12 @@ from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Busy, Damaged, owned, read_json, write_atomically
 from jattn_experiments.runs.history import Clock
 from jattn_experiments.train import Setup, Trained, train
+
+EXAMINATIONS = {
+    Kind.SENTENCE_ENCODER: sentence_encoder,
+    Kind.LANGUAGE_MODEL: language_model,
+    Kind.LONG_TEXTS: long_heads,
+}
 
 
 class DifferentConfig(Exception):
@@ -39,15 +43,10 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
         Damaged: ``config.json`` in ``out`` is not a config.
         OSError: ``out`` is not writable.
     """
-    match config.kind:
-        case Kind.SENTENCE_ENCODER:
-            sentence_encoder.check(config)
-        case Kind.LANGUAGE_MODEL:
-            language_model.check(config)
-        case Kind.LONG_TEXTS:
-            long_heads.check(config)
-        case Kind.TRAINING:
-            _check_training(config, out)
+    if config.kind in EXAMINATIONS:
+        EXAMINATIONS[config.kind].check(config)
+    else:
+        _check_training(config, out)
     with contextlib.ExitStack() as stack:
         refused = None
         if devices.is_first():
@@ -62,7 +61,7 @@ def prepared(config: Config, out: Path) -> Iterator[None]:
 
 
 def _check_training(config: Config, out: Path) -> None:
-    claims.check(config, _known_metrics)
+    claims.check(config)
     devices.check(config)
     for one, folder in _trainings(config, out).values():
         if one.train.start and not saved_steps(folder / "checkpoints"):  # a run that resumes does not need its start
@@ -73,11 +72,11 @@ def _check_training(config: Config, out: Path) -> None:
 def _trainings(config: Config, out: Path) -> dict[str, tuple[Config, Path]]:
     """The config and folder of the run, under "", of its controls and of the points of its sweep."""
     itself = dataclasses.replace(config, controls={}, sweep={}, claims=[])
-    found = {"": (config, out)}
+    trainings = {"": (config, out)}
     for name, variant in variants(config).items():
         same = dataclasses.replace(variant, name=config.name) == itself  # this point of the sweep is the run itself
-        found[name] = found[""] if same else (variant, out / "controls" / name)
-    return found
+        trainings[name] = trainings[""] if same else (variant, out / "controls" / name)
+    return trainings
 
 
 def _mark(config: Config, out: Path) -> None:
@@ -88,19 +87,9 @@ def _mark(config: Config, out: Path) -> None:
         write_atomically(file, json.dumps(plain, indent=1).encode())
         return
     saved = read_json(file, dict, "the config of a run")
-    if different := differences(*(_of_any_mesh(one) for one in (saved, plain))):
+    # The mesh does not affect the numbers: a run can resume on more or fewer devices.
+    if different := differences(saved | {"mesh": None}, plain | {"mesh": None}):
         raise DifferentConfig(*(f"{out} holds another run: {line}" for line in different))
-
-
-def _of_any_mesh(plain: dict[str, Any]) -> dict[str, Any]:
-    """A config without what does not affect its numbers, so a run can resume on more or fewer devices."""
-    return {name: value for name, value in plain.items() if name != "mesh"}
-
-
-def _known_metrics(config: Config) -> list[str]:
-    task = tasks.make(config.task)
-    scores = {claims.BEST: (*task.located, *head_scores.ALL), claims.TURN: (*task.located, *head_scores.TRACKED)}
-    return claims.known_metrics(config, task.places, task.located, scores, task.roles, task.levels)
 
 
 def run(config: Config, out: Path) -> Findings | None:
@@ -114,15 +103,8 @@ def run(config: Config, out: Path) -> Findings | None:
         OSError: ``out`` is not writable.
         Stopped: a signal arrived.
     """
-    match config.kind:
-        case Kind.SENTENCE_ENCODER:
-            findings = sentence_encoder.run(config)
-        case Kind.LANGUAGE_MODEL:
-            findings = language_model.run(config, out)
-        case Kind.LONG_TEXTS:
-            findings = long_heads.run(config, out)
-        case Kind.TRAINING:
-            findings = _train(config, out)
+    examination = EXAMINATIONS.get(config.kind)
+    findings = examination.run(config, out) if examination else _train(config, out)
     if findings is None:
         return None
     write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
@@ -136,12 +118,12 @@ def finished(config: Config, out: Path) -> Findings | None:
     Raises:
         The errors of ``run``.
     """
-    found = None
+    findings = None
     if devices.is_first():
         with contextlib.suppress(FileNotFoundError, Damaged, TypeError):  # unfinished, altered or of another version
-            found = Findings.load(out)
-    if devices.agreed(np.array(found is not None)):
-        return found
+            findings = Findings.load(out)
+    if devices.agreed(np.array(findings is not None)):
+        return findings
     return run(config, out)
 
 
@@ -160,21 +142,9 @@ def _train(config: Config, out: Path) -> Findings | None:
 
 
 def _result(run: Trained) -> claims.Result:
-    setup = run.setup
+    setup, first = run.setup, devices.is_first()  # which holds the history
     trained, untrained = evaluate.measure(setup, run.params, run.untrained)
-    nothing = np.zeros(0), {}
-    look_steps, tracked = run.history.scores() if devices.is_first() else nothing
-    metric_steps, metrics = run.history.metrics() if devices.is_first() else nothing
-    return claims.Result(
-        config=setup.config,
-        places=setup.task.places,
-        seeds=setup.seeds,
-        parameters=evaluate.num_parameters(run.params),
-        trained=trained,
-        untrained=untrained,
-        groups={},
-        look_steps=look_steps,
-        tracked=tracked,
-        metric_steps=metric_steps,
-        metrics=metrics,
-    )
+    looks, metrics = (run.history.scores(), run.history.metrics()) if first else ((np.zeros(0), {}),) * 2
+    parameters = evaluate.num_parameters(run.params)
+    models = setup.task.places, setup.seeds, parameters, trained, untrained
+    return claims.Result(setup.config, *models, {}, *looks, *metrics)

@@ -1,6 +1,6 @@
 """The tasks: pure functions from a key to a batch, with the position that each read-out should attend to.
 
-``batches.Task`` says what a task may define. Those of published papers are in ``paper_tasks``.
+``batches.Task`` says what a task may define. Tasks of papers: ``paper_tasks``, ``hop_task`` and ``text_task``.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jattn_experiments.batches import TASKS, Batch, Rule, Task, ask, letter, permutations
-from jattn_experiments.config.schema import Task as Options
+from jattn_experiments.hop_task import Hop as Hop
 from jattn_experiments.paper_tasks import Histogram as Histogram
-from jattn_experiments.paper_tasks import Hop as Hop
 from jattn_experiments.paper_tasks import Markov as Markov
 from jattn_experiments.paper_tasks import Recall as Recall
+from jattn_experiments.schema import Task as Options
 from jattn_experiments.text_task import Text as Text
 
 
@@ -44,7 +44,6 @@ class CopyFromFourPlaces(Task, kind="copy"):
         return self.length // 2, self.symbols
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         half = self.length // 2
         first_key, second_key, value_key = jax.random.split(key, 3)
         first, second = (permutations(key, batch, half) for key in (first_key, second_key))
@@ -57,10 +56,10 @@ class CopyFromFourPlaces(Task, kind="copy"):
         fixed = jnp.broadcast_to(fixed, (batch, *fixed.shape))
         sources = jnp.concatenate([fixed, same_key[..., None]], -1)  # [B,T,4]
 
-        asked_ever = (position >= half) & ~_has_twins(fixed[0])
-        asked = asked_ever[None, :] & ~_has_twins(sources)
-        real = jnp.broadcast_to(asked_ever[None, :], keys.shape)
-        return ask(jnp.stack([keys, values], -1), values, sources, asked, real)
+        eligible = (position >= half) & ~_has_twins(fixed[0])
+        queries = eligible[None, :] & ~_has_twins(sources)
+        real = jnp.broadcast_to(eligible[None, :], keys.shape)
+        return ask(jnp.stack([keys, values], -1), values, sources, queries, real)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """A short label for each token of one sequence ``[T,F]``: key and value, like "c7"."""
@@ -119,24 +118,15 @@ class CopyString(Task, kind="copy_string"):
         position = jnp.arange(size)[None, :]
         symbols = jax.random.randint(key, (lengths.shape[0], size), 0, self.symbols)
         offset = position - lengths - 1  # from SEP
-        asked = (offset >= 0) & (offset < lengths)
+        queries = (offset >= 0) & (offset < lengths)
         original = jnp.where(offset > 0, offset, position)  # the position whose symbol a token repeats
         tokens = jnp.take_along_axis(symbols, original, 1)
         tokens = jnp.where(position == 0, bos, tokens)
         tokens = jnp.where(offset == 0, sep, tokens)
         tokens = jnp.where(offset >= lengths, pad, tokens)
-        sources = jnp.where(asked, offset + 1, -1)
-        targets = jnp.where(asked, jnp.take_along_axis(symbols, jnp.maximum(sources, 0), 1), 0)
-        return Batch(
-            tokens=tokens[..., None],
-            targets=targets[..., None],
-            target_weights=asked[..., None].astype(jnp.float32),
-            sources=sources[..., None],
-            real=offset < lengths,
-        )
+        return ask(tokens[..., None], symbols, (offset + 1)[..., None], queries, offset < lengths)
 
     def labels(self, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """A short label for each token of one sequence ``[T,1]``."""
         special = {self.symbols: "BOS", self.symbols + 1: "SEP", self.symbols + 2: "·"}
         return [special.get(int(token), letter(token)) for (token,) in tokens]
 
@@ -155,12 +145,10 @@ class ShiftBank(Task, kind="shift_bank"):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Names of the read-outs."""
         return tuple(f"{offset} back" for offset in self.offsets)
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Patterns that a head may have."""
         previous = () if 1 in self.offsets else ("previous_token",)
         return (*self.places, *previous, "current_token", "first_token", "duplicate_token", "induction")
 
@@ -175,8 +163,8 @@ class ShiftBank(Task, kind="shift_bank"):
         tokens = jax.random.randint(key, (batch, self.length), 0, self.symbols)
         position = jnp.arange(self.length)
         sources = position[:, None] - jnp.array(self.offsets)[None]
-        asked = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
-        return ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), asked, asked)
+        queries = jnp.broadcast_to(position >= max(self.offsets), tokens.shape)
+        return ask(tokens[..., None], tokens, jnp.broadcast_to(sources, (batch, *sources.shape)), queries, queries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,17 +200,16 @@ class Induction(Task, kind="induction"):
         """``batch`` sequences of either kind, at random."""
         kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
         is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
-        repeated, pairs = self._repeated(repeated_key, batch), self._pairs(pairs_key, batch)
-        tokens, sources, asked = (
-            jnp.where(is_repeated.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in zip(repeated, pairs, strict=True)
-        )
-        return ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+        tokens, first, at_keys = _pairs_twice(pairs_key, batch, self.length, self.symbols)
+        both = zip(self._repeated(repeated_key, batch), (tokens, first + 1, at_keys), strict=True)
+        tokens, sources, queries = (jnp.where(is_repeated[:, None], repeated, pairs) for repeated, pairs in both)
+        return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
 
     def probe(self, key: Array, batch: int) -> Batch:
         """Sequences of one layout: no prefix, a period of the middle length."""
         period = jnp.full((batch, 1), (self.shortest + self.longest) // 2)
-        tokens, sources, asked = self._repeat(key, jnp.zeros_like(period), period)
-        return ask(tokens[..., None], tokens, sources[..., None], asked, jnp.ones(tokens.shape, bool))
+        tokens, sources, queries = self._repeat(key, jnp.zeros_like(period), period)
+        return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
 
     def _repeated(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
         symbol_key, prefix_key, period_key = jax.random.split(key, 3)
@@ -231,14 +218,10 @@ class Induction(Task, kind="induction"):
         return self._repeat(symbol_key, prefix, period)
 
     def _repeat(self, key: Array, prefix: Array, period: Array) -> tuple[Array, Array, Array]:
-        """``(tokens, sources, asked)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""
+        """``(tokens, sources, queries)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""
         order, position = permutations(key, len(prefix), self.symbols), jnp.arange(self.length)[None]
         first = jnp.where(position < prefix, position, prefix + (position - prefix) % period)
         return jnp.take_along_axis(order, first, 1), position - period + 1, position - prefix >= period
-
-    def _pairs(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
-        tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
-        return tokens, first + 1, at_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,13 +246,12 @@ class Skills(Task, kind="skills"):
         return [("symbols", self.symbols >= self.length // 2, "at least half of task.length")]
 
     def sample(self, key: Array, batch: int) -> Batch:
-        """``batch`` sequences, different for every key."""
         tokens, first, at_keys = _pairs_twice(key, batch, self.length, self.symbols)
         behind = jnp.arange(self.length)[:, None] - jnp.array([[3, 5, 7]])
         sources = jnp.concatenate([jnp.broadcast_to(behind, (*tokens.shape, 3)), first[..., None] + 1], -1)
         answers = jnp.take_along_axis(tokens[..., None], jnp.maximum(sources, 0), 1)
-        asked = at_keys & ~_has_twins(answers)
-        return ask(tokens[..., None], tokens, sources, asked, jnp.ones(tokens.shape, bool))
+        queries = at_keys & ~_has_twins(answers)
+        return ask(tokens[..., None], tokens, sources, queries, jnp.ones(tokens.shape, bool))
 
 
 def _pairs_twice(key: Array, batch: int, length: int, symbols: int) -> tuple[Array, Array, Array]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jattn_experiments.batches import Batch, Rule, Task, permutations
+from jattn_experiments.batches import Batch, Rule, Task, permutations, predict
 
 BLOCK = 1024  # words in a row that are held out, or not
 HELD_OUT = 8  # one block of so many
@@ -86,13 +86,7 @@ class Text(Task, kind="text"):
 
 def _next(tokens: Array, real: Array) -> Batch:
     """The batch of ``tokens [B,T+1]`` in which each is to be told from those before it, at the ``real`` queries."""
-    return Batch(
-        tokens=tokens[:, :-1, None],
-        targets=tokens[:, 1:, None],
-        target_weights=real[..., None].astype(jnp.float32),
-        sources=jnp.full((*real.shape, 1), -1),
-        real=real,
-    )
+    return predict(tokens[:, :-1], tokens[:, 1:], real)
 
 
 @functools.cache

@@ -14,9 +14,8 @@ import optax
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jattn_experiments import batches, model, tasks
+from jattn_experiments import batches, head_scores, model, tasks
 from jattn_experiments.config import Config, of_plain
-from jattn_experiments.measure import head_scores
 from jattn_experiments.runs import devices, stopping
 from jattn_experiments.runs.checkpoint import Checkpoints, named
 from jattn_experiments.runs.folder import Damaged, read_json
@@ -212,10 +211,9 @@ def chunk(setup: Setup) -> Callable[[State, Array], tuple[State, dict[str, Array
     def run(state: State, steps: Array) -> Any:
         state, metrics = update(state, steps)
         looked = looking(devices.on_one(setup.mesh, state["params"]))
-        at_the_end = {
-            name: jnp.broadcast_to(found, (len(steps), *found.shape)) for name, found in looked["held_out"].items()
-        }
-        return state, metrics | at_the_end, looked
+        for name, value in looked["held_out"].items():
+            metrics = metrics | {name: jnp.broadcast_to(value, (len(steps), *value.shape))}
+        return state, metrics, looked
 
     return run
 
@@ -230,14 +228,10 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
         penalty, begun = train.entropy_penalty, step >= train.entropy_after * train.steps
         if penalty and (batch.tokens.shape[1] > DENSE or setup.mesh.shape["sequence"] > 1):
             # As much work again as attention itself, forward and backward: not before it counts.
+            none = jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads))
+            plain = lambda params: (setup.model.apply(params, batch.tokens, at=batch.at), none)
             logits, spread = jax.lax.cond(
-                begun,
-                lambda params: head_scores.with_entropy(setup.model, params, batch),
-                lambda params: (
-                    setup.model.apply(params, batch.tokens, at=batch.at),
-                    jnp.zeros((setup.config.model.num_layers, setup.config.model.num_heads)),
-                ),
-                params,
+                begun, lambda params: head_scores.with_entropy(setup.model, params, batch), plain, params
             )
         elif penalty:
             logits, weights = head_scores.with_weights(setup.model, params, batch.tokens, at=batch.at)
@@ -263,15 +257,15 @@ def train_step(setup: Setup, state: State, key: Array, step: Array) -> tuple[Sta
 def loss_of(logits: Array, batch: batches.Batch, place_weights: list[float] | None = None) -> Array:
     """The mean cross-entropy of the answers that count, in nats."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-    asked = batch.target_weights * jnp.array(place_weights or [1.0] * logits.shape[-2])[None, None]
-    return jnp.sum(loss * asked) / jnp.sum(asked)
+    weights = batch.target_weights * jnp.array(place_weights or [1.0] * logits.shape[-2])[None, None]
+    return jnp.sum(loss * weights) / jnp.sum(weights)
 
 
 def judge(logits: Array, batch: batches.Batch) -> tuple[Array, Array]:
     """Share of correct answers per place ``[A]``, and of sequences answered without a mistake."""
-    right, asked = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
-    accuracy = jnp.sum(right & asked, (0, 1)) / jnp.maximum(jnp.sum(asked, (0, 1)), 1)
-    return accuracy, jnp.mean(jnp.all(right | ~asked, (1, 2)))
+    right, counts = jnp.argmax(logits, -1) == batch.targets, batch.target_weights > 0
+    accuracy = jnp.sum(right & counts, (0, 1)) / jnp.maximum(jnp.sum(counts, (0, 1)), 1)
+    return accuracy, jnp.mean(jnp.all(right | ~counts, (1, 2)))
 
 
 def held_out(transformer: model.Transformer, task: tasks.Task, params: Any, key: Array, size: int) -> dict[str, Array]:

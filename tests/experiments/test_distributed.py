@@ -156,7 +156,7 @@ def assert_same(tiny, out, whole):
 def state_of(file, out):
     setup = train.Setup.of(config.load(["--config", str(file), "--mesh.sequence", "1"]).config)
     checkpoints = Checkpoints(out / "checkpoints")
-    assert checkpoints.latest == LAST
+    assert checkpoints.steps[-1] == LAST
     return checkpoints.load(LAST, setup.init())
 
 

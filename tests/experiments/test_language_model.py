@@ -11,7 +11,7 @@ from flax import nnx
 from jattn import heads, interop
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Claim, Config, Evaluate, LanguageModel, Mesh, Model, Task, Train
-from jattn_experiments.measure import language_model, paths, sequences
+from jattn_experiments.measure import head_groups, language_model, saved_model, sequences
 from jattn_experiments.run import prepared
 from jattn_experiments.runs.findings import Findings
 from tests.jattn.test_language_models import CONFIGS, VOCABULARY, tensors_of
@@ -58,7 +58,7 @@ def config(folder):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return language_model.Model.of(interop.load(folder))
+    return saved_model.Model.of(interop.load(folder))
 
 
 @pytest.fixture
@@ -139,15 +139,15 @@ def test_a_path_is_what_it_is_by_hand(model, data):
 def test_matched_groups_are_of_the_same_layers_and_norms():
     norms = np.exp(np.random.default_rng(0).normal(size=(4, 6)))
     group, besides = [(1, 0), (1, 3), (2, 5)], [(1, 1), (3, 0)]
-    found = paths.matched_groups(group, 50, norms, besides, np.random.default_rng(1))
+    found = head_groups.matched_groups(group, 50, norms, besides, np.random.default_rng(1))
     for other in found:
         assert [layer for layer, _ in other] == [1, 1, 2] and not set(other) & {*group, *besides}
     near = sorted((abs(np.log(norms[2, h] / norms[2, 5])), h) for h in range(5))[:4]
     assert {other[2][1] for other in found} == {h for _, h in near}
-    crowded = paths.matched_groups([(0, 0)], 5, np.ones((2, 1)), [], np.random.default_rng(0))
+    crowded = head_groups.matched_groups([(0, 0)], 5, np.ones((2, 1)), [], np.random.default_rng(0))
     assert crowded == [[(1, 0)]] * 5  # none of its layer is left
     with pytest.raises(ValueError, match=r"language\.group: there are no heads to compare 2 of 2 with"):
-        paths.matched_groups([(0, 0), (1, 0)], 1, np.ones((2, 1)), [], np.random.default_rng(0))
+        head_groups.matched_groups([(0, 0), (1, 0)], 1, np.ones((2, 1)), [], np.random.default_rng(0))
 
 
 @pytest.mark.slow

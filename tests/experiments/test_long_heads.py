@@ -13,8 +13,8 @@ from jattn.masks import Causal
 from jattn_experiments.__main__ import main
 from jattn_experiments.config import Claim, Config, LanguageModel, LongTexts, Mesh, Task
 from jattn_experiments.measure import long_heads, long_metrics, long_texts
-from jattn_experiments.measure.language_model import Model
-from jattn_experiments.measure.long_model import ROWS, Reader
+from jattn_experiments.measure.long_reader import ROWS, Reader
+from jattn_experiments.measure.saved_model import Model
 from jattn_experiments.run import prepared
 from jattn_experiments.runs.findings import Findings
 
@@ -45,9 +45,9 @@ def test_a_prompt_has_its_needle_where_it_says():
     needle = long_texts.Needle([7, 8, 9, 8], [7], [8, 9])
     text = np.arange(100, 200)
     for depth, before in ((0.0, 0), (0.5, 10), (1.0, 20)):
-        tokens, start, stop, asked, inside, answer = long_texts.prompt(text, needle, depth, 28, first=1)
+        tokens, start, stop, question, inside, answer = long_texts.prompt(text, needle, depth, 28, first=1)
         expected = [1, *text[:before], 7, 8, 9, 8, *text[before:20], 7, 8, 9]
-        assert tokens.tolist() == expected and (start, stop, asked, answer) == (1 + before, 5 + before, 25, 2)
+        assert tokens.tolist() == expected and (start, stop, question, answer) == (1 + before, 5 + before, 25, 2)
         assert np.flatnonzero(inside).tolist() == [start + 1, start + 2, start + 3]
     with pytest.raises(ValueError, match=r"long\.lengths: expected more than 8 tokens, which a needle takes, got 8"):
         long_texts.prompt(text, needle, 0.5, 8, first=1)
@@ -132,18 +132,16 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     whole, tokenizer = interop.load(tiny), interop.tokenizer(tiny)
     reader, texts = Reader(Model.of(interop.load(tiny)), LENGTH), long_texts.draw(config, tokenizer)
     prompt = long_texts.prompt(texts.judged[0], texts.needles[1][0], 0.5, LENGTH, texts.first)
-    gates, blind = np.ones(reader.shape, np.float32), np.zeros(reader.shape, bool)
+    gates, blind = np.ones(reader.model.shape, np.float32), np.zeros(reader.model.shape, bool)
     gates[0, 1], blind[1, 2], blind[0, 0] = 0.0, True, True
     hidden = (np.arange(LENGTH) >= prompt.start) & (np.arange(LENGTH) < prompt.stop)
     before = reader.read(reader.empty(), prompt.tokens[: prompt.start], gates)
-    cache = reader.read(before, prompt.tokens[prompt.start : prompt.asked], gates)
+    cache = reader.read(before, prompt.tokens[prompt.start : prompt.question], gates)
     assert int(before.length.ravel()[0]) == prompt.start  # what was read before can go on in another way
     everywhere = np.ones(LENGTH, bool)  # a random model copies nothing from a needle
-    found = reader.answer(
-        cache, prompt.tokens, prompt.asked, everywhere, prompt.answer, gates=gates, blind=blind, hidden=hidden
-    )
+    found = reader.answer(cache, prompt._replace(needle=everywhere), gates=gates, blind=blind, hidden=hidden)
 
-    asks = np.arange(LENGTH) >= prompt.asked
+    asks = np.arange(LENGTH) >= prompt.question
     pattern = lambda b, h, q_idx, kv_idx: jnp.asarray(hidden)[kv_idx] & jnp.asarray(asks)[q_idx]
     per_layer = [
         {"head_gate": gate, "mask": Causal() & heads.forbid(pattern, off)}
@@ -162,8 +160,8 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     score = heads.retrieval_score(weights[:, :, -G - 1 : -1], prompt.tokens, prompt.tokens[-G:], everywhere)
     assert 0 < found.score.max() <= 1
     np.testing.assert_allclose(found.score, score, atol=1e-6)
-    rows = reader.rows(cache, prompt.tokens[prompt.asked :])
-    assert rows.shape[2] == LENGTH - prompt.asked <= ROWS
+    rows = reader.rows(cache, prompt.tokens[prompt.question :])
+    assert rows.shape[2] == LENGTH - prompt.question <= ROWS
     np.testing.assert_allclose(rows.sum(-1), 1.0, atol=1e-5)
 
 

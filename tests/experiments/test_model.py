@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from jattn import heads
-from jattn_experiments import config, model, tasks, train
-from jattn_experiments.measure import claims, head_scores
+from jattn_experiments import config, head_scores, model, tasks, train
+from jattn_experiments.measure import claims
 from jattn_experiments.measure.evaluate import Measured
 
 POSITIONS = ["none", "sinusoidal", "learned", "rotary", "alibi", "relative"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jattn import heads
-from jattn_experiments import batches, config, model, onset, run, tasks, train
-from jattn_experiments.measure import claims, evaluate, head_scores
+from jattn_experiments import batches, config, head_scores, model, onset, tasks, train
+from jattn_experiments.measure import claims, evaluate
 from tests import reference
 
 pytestmark = pytest.mark.usefixtures("as_experiments_run")
@@ -225,7 +225,7 @@ def test_what_patches_change_is_a_metric_of_tasks_that_have_some():
     patched = [
         name
         for hops in (1, 2)
-        for name in run._known_metrics(config.Config("x", task=config.Task(kind="hop", hops=hops)))
+        for name in claims.known_metrics(config.Config("x", task=config.Task(kind="hop", hops=hops)))
         if name.startswith("patched/")
     ]
     assert patched == ["patched/near the end", "patched/elsewhere", "patched/leads here"]

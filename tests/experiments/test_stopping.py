@@ -35,11 +35,11 @@ def test_a_signal_is_an_exception_and_remembered():
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):
         with stopping.stoppable():
-            assert stopping.asked() is None
+            assert stopping.last_signal() is None
             stopping.check()
             with pytest.raises(stopping.Stopped):
                 signal.raise_signal(number)
-            assert stopping.asked() == number
+            assert stopping.last_signal() == number
             with pytest.raises(stopping.Stopped):  # as if a library had swallowed the first
                 stopping.check()
     assert signal.getsignal(signal.SIGTERM) == before
@@ -51,7 +51,7 @@ def test_a_signal_waits_for_what_is_held_and_a_second_does_not():
         with pytest.raises(stopping.Stopped), stopping.held():
             signal.raise_signal(signal.SIGTERM)
             done = True
-        assert done and stopping.asked() == signal.SIGTERM
+        assert done and stopping.last_signal() == signal.SIGTERM
     with stopping.stoppable(), pytest.raises(stopping.Stopped), stopping.held():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

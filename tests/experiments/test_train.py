@@ -74,7 +74,7 @@ def kill_after(process, step, out):
 def state_of(out):
     setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
     checkpoints = Checkpoints(out / "checkpoints")
-    assert checkpoints.latest == 40
+    assert checkpoints.steps[-1] == 40
     return checkpoints.load(40, setup.init())
 
 
@@ -140,7 +140,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
     assert run_main(["run", *words, "--out", str(broken)]) == 1
     said = capsys.readouterr().err
     assert "seed 1" in said and "step 14;" in said and said.count("\n") == 1
-    assert Checkpoints(broken / "checkpoints").latest == 8
+    assert Checkpoints(broken / "checkpoints").steps[-1] == 8
     assert "NaN" not in (broken / "metrics.jsonl").read_text()
 
     monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
         if settings.kind is config.Kind.LANGUAGE_MODEL:
             language_model.check(settings)
         elif settings.kind is config.Kind.TRAINING:
-            claims.check(settings, run._known_metrics)
+            claims.check(settings)
             assert bool(settings.claims) == (file.stem not in observations), file.name
 
 
@@ -358,7 +358,7 @@ def test_what_a_claim_takes_away_is_a_metric_of_the_same_seeds(minus, said):
     claim = config.Claim("a", "b", "divergence", 1, minus=minus, at_least=0.0)
     settings = config.Config("x", train=config.Train(seeds=2), controls={"few": {"train.seeds": 1}}, claims=[claim])
     with pytest.raises(ValueError, match=rf"^claims\.a\.{said}"):
-        claims.check(settings, run._known_metrics)
+        claims.check(settings)
 
 
 def test_a_claim_on_an_unknown_metric_is_refused_before_training(tiny, tmp_path, capsys):

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from jattn_experiments.config.parser import of_plain, one_line
-from jattn_experiments.config.schema import SECTIONS, Config
+from jattn_experiments.schema import SECTIONS, Config
 
 
 def variants(config: Config) -> dict[str, Config]:
@@ -23,7 +23,7 @@ def variants(config: Config) -> dict[str, Config]:
         _check_names(f"controls.{name}", changed)
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"controls: expected names of letters, digits, '_' and '-', got {name!r}")
-    found = {name: _vary(config, f"controls.{name}", name, changed) for name, changed in config.controls.items()}
+    configs = {name: _vary(config, f"controls.{name}", name, changed) for name, changed in config.controls.items()}
     for point in itertools.product(*swept.values()) if swept else ():
         name = ",".join(f"{option}={value}" for option, (value, _) in zip(swept, point, strict=True))
         changed: dict[str, Any] = {}
@@ -31,8 +31,8 @@ def variants(config: Config) -> dict[str, Config]:
             if twice := sorted(changed.keys() & more.keys()):
                 raise ValueError(f"sweep.{option}: two values of a point give {twice[0]}")
             changed |= more
-        found[name] = _vary(config, "sweep", name, changed)
-    return found
+        configs[name] = _vary(config, "sweep", name, changed)
+    return configs
 
 
 def points_of(config: Config, option: str) -> list[tuple[Any, dict[str, Any]]]:
@@ -41,19 +41,19 @@ def points_of(config: Config, option: str) -> list[tuple[Any, dict[str, Any]]]:
     Raises:
         ValueError: values are equal, no numbers or words, or a mapping without the option.
     """
-    key, found = f"sweep.{option}", []
-    for given in config.sweep[option]:
-        changed = given if isinstance(given, dict) else {option: given}
+    key, points = f"sweep.{option}", []
+    for value in config.sweep[option]:
+        changed = value if isinstance(value, dict) else {option: value}
         _check_names(key, changed)
-        found.append((changed.get(option, ""), changed))
-    words = [str(value) for value, _ in found]
+        points.append((changed.get(option, ""), changed))
+    words = [str(value) for value, _ in points]
     good = words and len(set(words)) == len(words) and all(re.fullmatch(r"[\w.+-]+", word) for word in words)
-    if not good or any("train.seeds" in changed for _, changed in found):
+    if not good or any("train.seeds" in changed for _, changed in points):
         raise ValueError(
             f"{key}: expected distinct numbers or words (not of train.seeds), or {{{option}: VALUE, OPTION: VALUE}} "
             f"for one that brings others along, got {config.sweep[option]}"
         )
-    return found
+    return points
 
 
 def _vary(config: Config, key: str, name: str, changed: dict[str, Any]) -> Config:

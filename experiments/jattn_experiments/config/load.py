@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from jattn_experiments.config.controls import variants
 from jattn_experiments.config.parser import Parser, Processes, build, build_and_parse
-from jattn_experiments.config.schema import Config
+from jattn_experiments.schema import Config
 
 # In the package where jattn was installed from a wheel, at the top of a checkout.
 _IN_WHEEL = Path(__file__).parents[1] / "configs"
 CONFIGS = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[3] / "configs"
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """The parsed command line of ``run``."""
 
     config: Config
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     replicate_seed: int | None  # the first of them; None: drawn
 
 
-def load(arguments: Sequence[str]) -> Asked:
+def load(arguments: Sequence[str]) -> Request:
     """Reads ``NAME [--out DIR] [--check] [--replicate N] [--sweep OPTION=A,B ...] [--train.steps 500]``.
 
     A NAME is one of ``CONFIGS`` or a YAML file; ``--config NAME`` is the same, anywhere. Later files and options
@@ -34,14 +34,14 @@ def load(arguments: Sequence[str]) -> Asked:
     """
     parser = Parser(prog="jattn run", description="Trains an experiment and reports on it.")
     parser.usage = "jattn run NAME [options]"
-    said = "one of jattn list, or a YAML file; later ones override earlier ones. As the first word, without --config"
-    parser.add_argument("--config", action="config", metavar="NAME", help=said)
+    name = "one of jattn list, or a YAML file; later ones override earlier ones. As the first word, without --config"
+    parser.add_argument("--config", action="config", metavar="NAME", help=name)
     parser.add_argument("--out", type=str, default=None, help="run folder")
     parser.add_argument("--check", action="store_true", help="Exit with status 1 when a claim fails")
-    said = "judge the claims on N fresh seeds as well, in a folder of the run's"
-    parser.add_argument("--replicate", type=int | None, default=None, metavar="N", help=said)
-    said = "the first of the fresh seeds; drawn by default"
-    parser.add_argument("--replicate_seed", type=int | None, default=None, help=said)
+    fresh = "judge the claims on N fresh seeds as well, in a folder of the run's"
+    parser.add_argument("--replicate", type=int | None, default=None, metavar="N", help=fresh)
+    first = "the first of the fresh seeds; drawn by default"
+    parser.add_argument("--replicate_seed", type=int | None, default=None, help=first)
     _add_processes(parser)
     try:
         config, parsed = build_and_parse(
@@ -55,7 +55,7 @@ def load(arguments: Sequence[str]) -> Asked:
     except RecursionError:
         parser.error("config: expected a few levels of nesting, got thousands, or an alias that contains itself")
     out = Path(parsed["out"] or f"runs/{config.name}")
-    return Asked(config, out, parsed["check"], processes, parsed["replicate"], parsed["replicate_seed"])
+    return Request(config, out, parsed["check"], processes, parsed["replicate"], parsed["replicate_seed"])
 
 
 def _check_replication(config: Config, count: int | None, first: int | None) -> None:
@@ -65,21 +65,21 @@ def _check_replication(config: Config, count: int | None, first: int | None) -> 
         return
     if count < 1:
         raise ValueError(f"replicate: expected > 0, got {count}")
-    most, own = 2**32 - count, config.train
+    most, start = 2**32 - count, config.train.first_seed
+    last = start + config.train.seeds - 1
     if first is not None and not 0 <= first <= most:
         raise ValueError(f"replicate_seed: expected from 0 to {most}, got {first}")
-    if first is not None and first < own.first_seed + own.seeds and own.first_seed < first + count:
-        last = own.first_seed + own.seeds - 1
-        raise ValueError(f"replicate_seed: expected other seeds than the run's {own.first_seed} to {last}, got {first}")
+    if first is not None and first <= last and start < first + count:
+        raise ValueError(f"replicate_seed: expected other seeds than the run's {start} to {last}, got {first}")
 
 
 def _add_processes(parser: Parser) -> None:
     """Not part of the config: other processes may resume the same run."""
     parser.add_argument("--distributed", action="store_true", help="This is one of several processes")
-    said = "by default detected by JAX (Slurm, MPI, Kubernetes, TPU)"
-    parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {said}")
-    parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {said}")
-    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {said}")
+    default = "by default detected by JAX (Slurm, MPI, Kubernetes, TPU)"
+    parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {default}")
+    parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {default}")
+    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {default}")
     parser.add_argument(
         "--local_devices", type=int | None, default=None, help="on CPU, devices of this process; default: its share"
     )
@@ -87,29 +87,28 @@ def _add_processes(parser: Parser) -> None:
 
 def _processes(parsed: Any) -> Processes | None:
     """The requested processes. Raises ``ValueError`` for arguments that are invalid or incomplete."""
-    found = Processes(*(parsed[name] for name in Processes._fields))
-    given = [name for name, value in found._asdict().items() if value is not None]
+    processes = Processes(*(parsed[name] for name in Processes._fields))
+    options = [name for name, value in processes._asdict().items() if value is not None]
     if not parsed["distributed"]:
-        if given:
-            raise ValueError(f"{given[0]}: expected --distributed with it")
+        if options:
+            raise ValueError(f"{options[0]}: expected --distributed with it")
         return None
-    if missing := [name for name in Processes._fields[:3] if name not in given]:
+    if missing := [name for name in Processes._fields[:3] if name not in options]:
         if len(missing) < 3:
             raise ValueError(
                 f"{missing[0]}: missing; expected all of coordinator, num_processes and process_id, or none of them"
             )
-        return found
-    _, count, number, _ = found
-    rules = [
-        ("coordinator", found.coordinator, re.fullmatch(r"\S+:\d+", found.coordinator), "HOST:PORT"),
-        ("num_processes", count, count > 0, "> 0"),
-        ("process_id", number, 0 <= number < count, f">= 0 and < num_processes={count}"),
-        ("local_devices", found.local_devices, found.local_devices is None or found.local_devices > 0, "> 0"),
-    ]
-    for key, value, good, expected in rules:
+        return processes
+    address, count, number, devices = processes
+    for key, good, expected in (
+        ("coordinator", re.fullmatch(r"\S+:\d+", address), "HOST:PORT"),
+        ("num_processes", count > 0, "> 0"),
+        ("process_id", 0 <= number < count, f">= 0 and < num_processes={count}"),
+        ("local_devices", devices is None or devices > 0, "> 0"),
+    ):
         if not good:
-            raise ValueError(f"{key}: expected {expected}, got {value!r}")
-    return found
+            raise ValueError(f"{key}: expected {expected}, got {getattr(processes, key)!r}")
+    return processes
 
 
 def _find_configs(arguments: Sequence[str]) -> list[str]:
@@ -125,9 +124,9 @@ def _find_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def _find_config(name: str) -> str:
-    own = CONFIGS / f"{name}.yaml"
-    if own.is_file():
-        return str(own)
+    file = CONFIGS / f"{name}.yaml"
+    if file.is_file():
+        return str(file)
     if "." not in name and not Path(name).exists():  # not meant as a file
         known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
         raise ValueError(f"config: expected a YAML file or one of {', '.join(known)}, got {name!r}")

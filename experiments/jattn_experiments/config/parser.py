@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import jsonargparse
 import yaml
 
-from jattn_experiments.config.schema import SECTIONS, Config
+from jattn_experiments.schema import SECTIONS, Config
 
 
 class Processes(NamedTuple):
@@ -64,8 +64,8 @@ def _load_yaml_once(text: str) -> Any:
                 waiting.append(value)
                 name = str(key.value)
                 if name in seen:
-                    said = f"{name}: given twice in one YAML file, in lines {seen[name]} and {key.start_mark.line + 1}"
-                    raise yaml.YAMLError(said)
+                    lines = f"in lines {seen[name]} and {key.start_mark.line + 1}"
+                    raise yaml.YAMLError(f"{name}: given twice in one YAML file, {lines}")
                 seen[name] = key.start_mark.line + 1
     return _load_yaml(text)
 
@@ -88,12 +88,12 @@ def build_and_parse(parser: Parser, parse: Callable[[Parser], jsonargparse.Names
     for section in SECTIONS:
         if not isinstance(parsed[section], jsonargparse.Namespace):
             raise ValueError(f"{section}: expected options, got {parsed[section]!r}")
-    found = parser.instantiate(parsed)
-    config = Config(**{field.name: found[field.name] for field in dataclasses.fields(Config)})
+    values = parser.instantiate(parsed)
+    config = Config(**{field.name: values[field.name] for field in dataclasses.fields(Config)})
     from jattn_experiments.config import rules  # slow to import: an option that does not parse need not wait for JAX
 
     rules.check(config)
-    return config, found
+    return config, values
 
 
 def one_line(message: str) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jattn.heads import Roles
-from jattn_experiments import tasks
+from jattn_experiments import head_scores, tasks
 from jattn_experiments.config import points_of
-from jattn_experiments.measure import claims, evaluate, head_scores
+from jattn_experiments.measure import claims, evaluate
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.history import History
@@ -51,7 +51,7 @@ def assemble(
         groups=results[""].groups,
         paths={},
         heads=evaluate.head_rows(setup.seeds, roles),
-        curves=_curves(results),
+        curves=_length_curves(results) | _sweep_curves(results),
         grids={},
         controls=_control_rows(results),
         claims=[claims.judge(claim, results) for claim in config.claims],
@@ -63,13 +63,11 @@ def _metric_order(name: str) -> tuple[int, str]:
     return (first.index(name) if name in first else len(first)), name
 
 
-def _curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Exact match over string length, a line per position scheme; metrics of a sweep, over its first option."""
-    return _length_curves(results) | _sweep_curves(results)
+Curves = dict[str, dict[str, list[list[float]]]]  # "Y over X" -> line -> [[x, y per seed ...], ...]
 
 
-def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
-    """Curves of the models that differ from the run only in their positions."""
+def _length_curves(results: dict[str, claims.Result]) -> Curves:
+    """Exact match over string length, of the models that differ from the run only in their positions."""
     base = results[""].config
     lengths = base.evaluate.lengths
     lines = {}
@@ -83,7 +81,7 @@ def _length_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, lis
     return {"exact match over string length": lines} if lines else {}
 
 
-def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list[list[float]]]]:
+def _sweep_curves(results: dict[str, claims.Result]) -> Curves:
     """A panel per metric of the controls, with a line per combination of the options after the first.
 
     With one option, the accuracy of a task with several answers has a line per answer in addition.
@@ -95,33 +93,30 @@ def _sweep_curves(results: dict[str, claims.Result]) -> dict[str, dict[str, list
     (option, values), *others = swept.items()
     if not all(isinstance(value, int | float) for value in values):
         return {}  # words have no axis; the table of controls lists them
-    curves: dict[str, dict[str, list[list[float]]]] = {}
+
+    def line(points: Sequence[str], metric: str) -> list[list[float]]:
+        each = zip(sorted(values), (results[point] for point in points), strict=True)
+        return [[float(value), *claims.measure(one, one.trained, metric)] for value, one in each]
+
+    curves: Curves = {}
     for metric in tasks.make(base.config.task).metrics:
         lines = curves.setdefault(f"{plain(metric)} over {option}", {})
         for rest in itertools.product(*(values for _, values in others)):
             tail = [f"{key}={value}" for (key, _), value in zip(others, rest, strict=True)]
-            found = [(value, results[",".join([f"{option}={value}", *tail])]) for value in sorted(values)]
-            lines[", ".join(tail) or base.config.name] = [
-                [float(value), *claims.measure(result, result.trained, metric)] for value, result in found
-            ]
+            points = [",".join([f"{option}={value}", *tail]) for value in sorted(values)]
+            lines[", ".join(tail) or base.config.name] = line(points, metric)
     if len(base.places) > 1 and not others:
-        points = [(value, results[f"{option}={value}"]) for value in sorted(values)]
-        curves[f"accuracy over {option}"] = {
-            place: [[float(value), *claims.measure(one, one.trained, claims.AT + place)] for value, one in points]
-            for place in base.places
-        }
+        points = [f"{option}={value}" for value in sorted(values)]
+        curves[f"accuracy over {option}"] = {place: line(points, claims.AT + place) for place in base.places}
     return curves
 
 
 def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
     """A row per control and metric, the run itself first."""
     return [
-        {
-            "name": name or result.config.name,
-            "metric": metric,
-            "values": claims.measure(result, result.trained, metric),
-            "parameters": result.parameters,
-        }
+        claims.row(
+            name or result.config.name, metric, claims.measure(result, result.trained, metric), result.parameters
+        )
         for metric in tasks.make(results[""].config.task).metrics
         for name, result in results.items()
     ]

@@ -11,8 +11,8 @@ from jax import Array
 
 from jattn import heads
 from jattn.heads import MIXED
+from jattn_experiments import head_scores
 from jattn_experiments.batches import Batch, Patch
-from jattn_experiments.measure import head_scores
 from jattn_experiments.model import Transformer, layer_by_layer
 from jattn_experiments.runs import devices
 from jattn_experiments.tasks import CopyString
@@ -76,25 +76,24 @@ def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
     """What one seed's model can do, with and without its heads."""
     looking, batch = setup.looking, _test_batch(setup, key)
 
-    def logits(**options: Any) -> Array:
+    def answers(**options: Any) -> Array:
         return setup.model.apply(params, batch.tokens, at=batch.at, **options)
-
-    def answers(**options: Any) -> tuple[Array, Array]:
-        return judge(logits(**options), batch)
 
     # only the number of heads is read, so short sequences suffice
     tokens = looking.task.sample(key, 2).tokens
     _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
-    found = logits()
-    accuracy, exact_match = judge(found, batch)
+    logits = answers()
+    accuracy, exact_match = judge(logits, batch)
     return {
         "accuracy": accuracy,
         "exact_match": exact_match,
-        "loss": loss_of(found, batch),
+        "loss": loss_of(logits, batch),
         "levels": {name: level.mean() for name, level in batch.levels.items()},
-        "ablated": heads.ablate(lambda per_layer: answers(per_layer=per_layer)[0], clean, batch_size=len(clean) * 4),
-        "hardened": answers(harden=True)[0],
+        "ablated": heads.ablate(
+            lambda options: judge(answers(per_layer=options), batch)[0], clean, batch_size=len(clean) * 4
+        ),
+        "hardened": judge(answers(harden=True), batch)[0],
     }
 
 
@@ -110,23 +109,17 @@ def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
     looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], looked_at)
     scores, weights = head_scores.scores(model, task, params, looked_at, head_scores.ALL)
     probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
-    patterns = head_scores.weights_of(model, params, probe.tokens)
-    flat, real = patterns.reshape(len(patterns), -1, *patterns.shape[3:]), probe.real[0]
+    patterns = of_patterns(head_scores.weights_of(model, params, probe.tokens), probe.real[0])
+    patches = task.patch(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
     late = held_out(model, task, params, jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
     return {
         "in_context": late.get("in_context", jnp.nan),
         "scores": scores,
         "offset_profile": head_scores.offset_profile(weights, looked_at),
-        "mean_weights": patterns.mean(0),
-        "divergence": heads.pattern_divergence(flat.mean(0), real),
-        "noise": noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
+        **patterns,
         "curve": _curve(setup, params, key),
-        "patched": {name: changed_by(model, params, one) for name, one in _patches(setup, key).items()},
+        "patched": {name: changed_by(model, params, one) for name, one in patches.items()},
     }
-
-
-def _patches(setup: Setup, key: Array) -> dict[str, Patch]:
-    return setup.task.patch(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
 
 
 def changed_by(model: Transformer, params: Any, patch: Patch) -> Array:
@@ -143,6 +136,16 @@ def changed_by(model: Transformer, params: Any, patch: Patch) -> Array:
     right = patch.counts & (answers() == patch.answer)
     changed = answers(patch={name: (gate, last[name]) for name in patch.what}) == patch.predicted
     return jnp.sum(right & changed) / jnp.maximum(jnp.sum(right), 1)
+
+
+def of_patterns(weights: Array, real: Array) -> dict[str, Array]:
+    """Of ``weights [B,L,N,T,T]`` of one layout: their mean, between heads their divergence, and its noise floor."""
+    flat = weights.reshape(len(weights), -1, *weights.shape[3:])
+    return {
+        "mean_weights": weights.mean(0),
+        "divergence": heads.pattern_divergence(flat.mean(0), real),
+        "noise": noise_floor(flat[0::2].mean(0), flat[1::2].mean(0), real),
+    }
 
 
 def noise_floor(one: Array, other: Array, real: Array) -> Array:
@@ -186,10 +189,10 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
         return jax.lax.map(lambda shift: head_scores.of_shuffled(setup.model, setup.task, params, batch, shift), shifts)
 
     keys = jax.vmap(jax.random.key)(jnp.arange(math.ceil(needed / heads_each)))
-    found = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)
+    by_chance = jax.jit(lambda keys: jax.lax.map(untrained, keys, batch_size=16))(keys)
     beside = jax.jit(lambda both: jax.lax.map(shuffled, both))((params, setup.keys))
     return {
-        name: np.concatenate([np.ravel(one[name]) for one in (found, beside) if name in one])
+        name: np.concatenate([np.ravel(one[name]) for one in (by_chance, beside) if name in one])
         for name in setup.task.roles
     }
 
@@ -216,9 +219,9 @@ def num_parameters(params: Any) -> int:
     return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(params))
 
 
-def drops(found: Measured) -> np.ndarray:
+def drops(measured: Measured) -> np.ndarray:
     """``[R,L,N,A]``: the accuracy each place loses without a head."""
-    return found.accuracy[:, None, None] - found.ablated
+    return measured.accuracy[:, None, None] - measured.ablated
 
 
 def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
@@ -227,13 +230,13 @@ def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
     return heads.roles(scores, null(setup, params), level=LEVEL)
 
 
-def head_rows(seeds: list[int], found: heads.Roles) -> list[dict[str, Any]]:
+def head_rows(seeds: list[int], roles: heads.Roles) -> list[dict[str, Any]]:
     """Rows ``{seed, layer, head, role, score, null, p_value}`` of all heads; ``null`` is the threshold."""
     rows = []
-    for r, layer, head in np.ndindex(found.label.shape):
+    for r, layer, head in np.ndindex(roles.label.shape):
         at = r, layer, head
-        row = {"seed": seeds[r], "layer": layer, "head": head, "role": str(found.label[at])}
-        numbers = {"score": found.score[at], "null": found.threshold[at], "p_value": found.p_value[at]}
+        row = {"seed": seeds[r], "layer": layer, "head": head, "role": str(roles.label[at])}
+        numbers = {"score": roles.score[at], "null": roles.threshold[at], "p_value": roles.p_value[at]}
         rows.append(row | {name: float(number) for name, number in numbers.items()})
     return rows
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jattn_experiments.config import Claim, Config
-from jattn_experiments.measure import claims, paths
+from jattn_experiments.measure import claims, induction_paths
+from jattn_experiments.measure.head_groups import Heads
 from jattn_experiments.measure.sequences import PLACES
 
 PATTERNS = ("previous_token", "current_token", "first_token", "duplicate_token", "induction")
@@ -13,7 +14,7 @@ GROUPS = ("induction", "previous_token")  # one of the heads with the largest sc
 TOY = "toy:"
 
 _OF_GROUPS = [f"{what}/{group}/{place}" for what in ("rise", "p") for group in GROUPS for place in PLACES]
-_OF_PATHS = [f"kept/{into}" for into in paths.INTO]
+_OF_PATHS = [f"kept/{into}" for into in induction_paths.INTO]
 METRICS = (
     *(f"loss/{place}" for place in PLACES), *(claims.BEST + name for name in PATTERNS), "chosen/induction",
     "chosen/previous_token", *_OF_GROUPS, *_OF_PATHS, "p/key", "strongest_path", "mean_accuracy",
@@ -35,24 +36,24 @@ def share_as_large(value: float, others: np.ndarray) -> float:
 
 
 def metrics_of(
-    found: dict[str, Any], looked: dict[str, Any], twin: dict[str, Any], ranked: dict[str, paths.Heads]
+    measured: dict[str, Any], looked: dict[str, Any], twin: dict[str, Any], ranked: dict[str, Heads]
 ) -> dict[str, Measure]:
-    """``METRICS``, from what was ``found`` with groups off, and what each head of the model and its twin scores."""
-    metrics = {f"loss/{place}": Measure([float(found["loss"][at])]) for at, place in enumerate(PLACES)}
-    metrics["mean_accuracy"] = Measure([float(found["accuracy"].mean())])
+    """``METRICS``, from what was ``measured`` with groups off, and what each head of the model and its twin scores."""
+    metrics = {f"loss/{place}": Measure([float(measured["loss"][at])]) for at, place in enumerate(PLACES)}
+    metrics["mean_accuracy"] = Measure([float(measured["accuracy"].mean())])
     for name in PATTERNS:
         metrics[claims.BEST + name] = Measure([float(looked[name].max())], [float(twin[name].max())])
     for name, group in ranked.items():
         at = tuple(np.transpose(group))
         every = [float(looked[name].mean())]
         metrics[f"chosen/{name}"] = Measure([float(looked[name][at].mean())], every, "all heads")
-        rises = found["rises"][name]
+        rises = measured["rises"][name]
         for i, place in enumerate(PLACES):
             itself, others = float(rises[0, i]), rises[1:, i]
             metrics[f"rise/{name}/{place}"] = Measure([itself], others.tolist(), "matched groups")
             metrics[f"p/{name}/{place}"] = Measure([share_as_large(itself, others)])
-    routes = found["paths"]
-    for into in paths.INTO:
+    routes = measured["paths"]
+    for into in induction_paths.INTO:
         kept = routes[f"{into} groups"] / routes["clean"]
         metrics[f"kept/{into}"] = Measure([float(kept[0])], kept[1:].tolist(), "matched groups")
         if into == "key":
@@ -74,9 +75,7 @@ def controls(config: Config, metrics: dict[str, Measure]) -> list[dict[str, Any]
         if not (measure.reference or toy):
             continue
         each = [(config.name, measure.values), (measure.what, measure.reference), ("toy", toy.values if toy else [])]
-        rows += [
-            {"name": name, "metric": metric, "values": values, "parameters": ""} for name, values in each if values
-        ]
+        rows += [claims.row(name, metric, values) for name, values in each if values]
     return rows
 
 

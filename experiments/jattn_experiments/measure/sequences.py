@@ -1,8 +1,7 @@
 """Sequences on which a language model's heads are examined: random tokens that repeat, and text of the Python docs."""
 
-import dataclasses
 from pydoc_data import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,11 +10,11 @@ from jattn_experiments.config import LanguageModel
 SHORT = 24  # random tokens before they repeat, in the sequences whose weights the report shows
 SHOWN = 16  # of these, for the mean of the weights
 EXAMPLES = 3  # the first of these, and text
+EXAMPLE_ROWS = np.array([0, *range(SHOWN, SHOWN + EXAMPLES - 1)])
 PLACES = ("second copy", "repeated bigrams", "other tokens")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """Tokens ``[B,T]`` of four kinds; short ones have other sizes."""
 
     chosen: np.ndarray  # random tokens, twice: those that heads are chosen on
@@ -29,11 +28,6 @@ class Sequences:
     def judged(self) -> np.ndarray:
         """``tested`` and ``text``: what the model's answers are measured on."""
         return np.concatenate([self.tested, self.text])
-
-    @property
-    def examples(self) -> np.ndarray:
-        """The indices of the examples in ``short``."""
-        return np.array([0, *range(SHOWN, SHOWN + EXAMPLES - 1)])
 
     def places(self) -> np.ndarray:
         """``[3,B,T-1]``: at which tokens of ``judged`` the next one belongs to each of ``PLACES``."""
@@ -72,9 +66,8 @@ def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
     text = np.stack([pieces[at] for at in rng.permutation(len(pieces))[:count]])
     text = np.concatenate([np.full((count, 1), first), text], 1).astype(np.int32)
     short = np.concatenate([short, text[: EXAMPLES - 1, : 1 + 2 * SHORT]])
-    found = Sequences(chosen, tested, text, short, [], period)
-    words = [[tokenizer.decode([token], skip_special_tokens=False) for token in short[i]] for i in found.examples]
-    return dataclasses.replace(found, words=words)
+    words = [[tokenizer.decode([token], skip_special_tokens=False) for token in row] for row in short[EXAMPLE_ROWS]]
+    return Sequences(chosen, tested, text, short, words, period)
 
 
 def ordinary_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
@@ -85,10 +78,10 @@ def ordinary_tokens(tokenizer: Any, vocabulary: int) -> np.ndarray:
 
 def continue_bigrams(tokens: np.ndarray) -> np.ndarray:
     """``[B,T-1]``: whether a token and the next one stood next to each other before, in ``tokens [B,T]``."""
-    found = np.zeros((tokens.shape[0], tokens.shape[1] - 1), bool)
+    repeats = np.zeros((tokens.shape[0], tokens.shape[1] - 1), bool)
     for row, sequence in enumerate(tokens.tolist()):
         seen = set()
         for at, pair in enumerate(zip(sequence, sequence[1:], strict=False)):
-            found[row, at] = pair in seen
+            repeats[row, at] = pair in seen
             seen.add(pair)
-    return found
+    return repeats

@@ -45,11 +45,6 @@ class Checkpoints:
         """Steps of the existing checkpoints, oldest first."""
         return saved_steps(self._folder)
 
-    @property
-    def latest(self) -> int | None:
-        """Step of the newest checkpoint, or None."""
-        return self.steps[-1] if self.steps else None
-
     def save(self, step: int, state: Any, beside: dict[str, str] | None = None) -> None:
         """Writes ``state``, a pytree of arrays, and returns when done. All processes call it together.
 
@@ -79,8 +74,8 @@ class Checkpoints:
         if error is None:  # otherwise threads go on failing until the program ends
             sys.stderr = stderr
         if not devices.everywhere(error is None):
-            said = _first_line(error) if error else "by another process"
-            raise OSError(f"the checkpoint of step {step} could not be written: {said}") from error
+            reason = _first_line(error) if error else "by another process"
+            raise OSError(f"the checkpoint of step {step} could not be written: {reason}") from error
 
     def load(self, step: int, like: Any) -> Any:
         """The state saved at ``step``, with the structure, shapes, dtypes and shardings of ``like``.
@@ -139,9 +134,7 @@ class Checkpoints:
         devices.everywhere(True)  # visible to all
 
     def _load(self, step: int, like: Any) -> tuple[Any, dict[str, str]]:
-        def described(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
+        described = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         folder, error = self._folder / f"{step}", ""
         state, words = None, {}
         if devices.is_first():
@@ -214,9 +207,9 @@ def _checked(folder: Path) -> dict[str, str]:
     files, words = contents.get("files"), contents.get("beside")
     if not isinstance(files, dict) or not isinstance(words, dict):
         raise Damaged(f"{folder / _CONTENTS}: expected 'files' and 'beside', got {list(contents)}")
-    found = _digests(folder)
-    del found[_CONTENTS]
-    changed = sorted(file for file in {**files, **found} if files.get(file) != found.get(file))
+    digests = _digests(folder)
+    del digests[_CONTENTS]
+    changed = sorted(file for file in {**files, **digests} if files.get(file) != digests.get(file))
     if changed:
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise Damaged(f"{folder}: the checkpoint is damaged: {changed[0]!r}{others} is not what was written")

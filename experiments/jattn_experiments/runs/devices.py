@@ -55,21 +55,21 @@ def _join(processes: config.Processes) -> None:
     try:
         jax.distributed.initialize(*named, heartbeat_timeout_seconds=_HEARTBEAT)
     except (RuntimeError, ValueError) as error:
-        said = "give --coordinator, --num_processes and --process_id" if named[0] is None else f"got {named}"
-        raise ValueError(f"--distributed: {str(error).splitlines()[0]} ({said})") from None
+        hint = "give --coordinator, --num_processes and --process_id" if named[0] is None else f"got {named}"
+        raise ValueError(f"--distributed: {str(error).splitlines()[0]} ({hint})") from None
 
 
 def check(settings: config.Config) -> None:
     """Raises ``ValueError`` if the devices do not fit the meshes of a config and its controls."""
     for one in (settings, *config.variants(settings).values()):
         mesh, there = one.mesh, len(jax.devices()) if one.mesh.size > 1 or jax.process_count() > 1 else 1
-        said = f"data={mesh.data} x heads={mesh.heads} x sequence={mesh.sequence}"
+        shape = f"data={mesh.data} x heads={mesh.heads} x sequence={mesh.sequence}"
         where = f"{there} {jax.default_backend()} devices"
         if mesh.size > there:
-            raise ValueError(f"mesh: expected at most the {where}, got {said} of {one.name}")
+            raise ValueError(f"mesh: expected at most the {where}, got {shape} of {one.name}")
         if mesh.size < there and jax.process_count() > 1:
             processes = f"{jax.process_count()} processes"
-            raise ValueError(f"mesh: expected all {where} of the {processes}, got {said} of {one.name}")
+            raise ValueError(f"mesh: expected all {where} of the {processes}, got {shape} of {one.name}")
 
 
 def make(options: config.Mesh) -> Mesh:

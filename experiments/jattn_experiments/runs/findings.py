@@ -44,9 +44,8 @@ class Findings:
     example_weights: np.ndarray  # [X,I,L,N,T,T] weights of the first seed on each example
     mean_weights: np.ndarray  # [2,L,N,T,T] weights of the first seed, averaged over a batch
     divergence: np.ndarray  # [R,2,L*N,L*N] Jensen-Shannon / ln 2 between heads' mean patterns
-    noise: (
-        np.ndarray
-    )  # [R,2,L*N] the same between two halves of the batch, for each head: the noise floor of divergence
+    # [R,2,L*N] the same between two halves of the batch, for each head: the noise floor of divergence
+    noise: np.ndarray
     accuracy: np.ndarray  # [R,A] per place, whole model
     ablated: np.ndarray  # [R,L,N,A] per place, one head switched off
     groups: Mapping[str, np.ndarray]  # role -> [R,A] per place, all heads of that role switched off
@@ -91,19 +90,19 @@ class Findings:
             Damaged: a file was altered.
             TypeError: another version wrote the files.
         """
-        found = read_json(folder / "findings.json", dict, "the findings of a run")
+        fields = read_json(folder / "findings.json", dict, "the findings of a run")
         content = (folder / "findings.npz").read_bytes()
-        if found.pop("sha256", None) != _digest(found, content):
+        if fields.pop("sha256", None) != _digest(fields, content):
             raise Damaged(f"{folder / 'findings.json'}: the findings are not what was written, or another version's")
-        found = {name: {} for name in NAMED} | found
+        fields = {name: {} for name in NAMED} | fields
         with np.load(io.BytesIO(content)) as arrays:
             for name in arrays:
                 field, _, key = name.partition("/")
                 if key:
-                    found[field][key] = arrays[name]
+                    fields[field][key] = arrays[name]
                 else:
-                    found[field] = arrays[name]
-        return cls(**found)
+                    fields[field] = arrays[name]
+        return cls(**fields)
 
 
 def _digest(plain: dict[str, Any], arrays: bytes) -> str:

@@ -64,9 +64,9 @@ def write_atomically(file: Path, content: bytes) -> None:
 def read_json(file: Path, expected: type, what: str) -> Any:
     """The contents of a JSON file. Raises ``Damaged`` if they are not an ``expected``; ``what`` describes them."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as wrong:
         raise Damaged(f"{file}: expected {what}, got invalid JSON: {str(wrong).splitlines()[0]}") from None
-    if not isinstance(found, expected):
-        raise Damaged(f"{file}: expected {what}, got a {type(found).__name__}")
-    return found
+    if not isinstance(content, expected):
+        raise Damaged(f"{file}: expected {what}, got a {type(content).__name__}")
+    return content

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn_experiments.runs.folder import Damaged, read_json, write_atomically
 
-_OWN = re.compile(r"(\d{8,})\.(npz|tmp)")  # files of looks
+_LOOK = re.compile(r"(\d{8,})\.(npz|tmp)")  # files of looks
 
 
 class History:
@@ -45,8 +45,8 @@ class History:
         text = self._until(step)
         write_atomically(self.lines, text)
         for file in self.looks.iterdir():
-            own = _OWN.fullmatch(file.name)
-            if own and (own[2] == "tmp" or int(own[1]) > step or not step):
+            name = _LOOK.fullmatch(file.name)
+            if name and (name[2] == "tmp" or int(name[1]) > step or not step):
                 file.unlink()
         self._hash(step)
 
@@ -56,8 +56,8 @@ class History:
             self._hash(step)
         except (Damaged, OSError) as wrong:
             return str(wrong)
-        for kind, found in self.digests().items():
-            if words.get(kind) != found:
+        for kind, digest in self.digests().items():
+            if words.get(kind) != digest:
                 where = self.lines if kind == "metrics" else self.looks
                 return (
                     f"{where}: expected what was written up to step {step}, got something else: cut, doubled or changed"
@@ -72,7 +72,7 @@ class History:
         """Recomputes ``digests`` from the files."""
         self._hashed_lines = hashlib.sha256(self._until(step))
         self._hashed_looks = hashlib.sha256()
-        names = (_OWN.fullmatch(file.name) for file in self.looks.iterdir())
+        names = (_LOOK.fullmatch(file.name) for file in self.looks.iterdir())
         steps = sorted(int(name[1]) for name in names if name and name[2] == "npz" and int(name[1]) <= step)
         for one in steps if step else []:
             self._hashed_looks.update(self._look_file(one).read_bytes())
@@ -134,16 +134,16 @@ class History:
     def _read(self) -> list[dict[str, Any]]:
         """All complete lines. Raises ``Damaged`` for an invalid line."""
         content = self.lines.read_bytes() if self.lines.exists() else b""
-        found = []
+        lines = []
         for number, line in enumerate(content.split(b"\n")[:-1], 1):
             try:
-                found.append(json.loads(line))
-                good = isinstance(found[-1]["step"], int)
+                lines.append(json.loads(line))
+                good = isinstance(lines[-1]["step"], int)
             except (ValueError, KeyError, TypeError, RecursionError):
                 good = False
             if not good:
                 raise Damaged(f"{self.lines}: expected JSON with a step in every line, got none in line {number}")
-        return found
+        return lines
 
     @staticmethod
     def _gather(lines: list[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -14,25 +14,25 @@ RESTART = "restart all processes to resume from the last checkpoint"  # after on
 class Stopped(KeyboardInterrupt):
     """A signal ended the program; the message, if any, says how far it got."""
 
-    def __init__(self, number: int, said: str = ""):
-        super().__init__(said)
+    def __init__(self, number: int, message: str = ""):
+        super().__init__(message)
         self.number = number
 
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # of XLA
-_asked: list[int] = []  # signals received
+_signals: list[int] = []  # received
 _held: list[bool] = []  # one for each ``held`` that is open
 
 
-def asked() -> int | None:
+def last_signal() -> int | None:
     """The last signal, even if a library swallowed or converted the exception; None if there was none."""
-    return _asked[-1] if _asked else None
+    return _signals[-1] if _signals else None
 
 
 def check() -> None:
     """Raises ``Stopped`` if a signal has arrived."""
-    if _asked:
-        raise Stopped(_asked[-1])
+    if _signals:
+        raise Stopped(_signals[-1])
 
 
 @contextlib.contextmanager
@@ -54,11 +54,11 @@ def stoppable() -> Iterator[None]:
     """Within it, SIGINT and SIGTERM raise ``Stopped``, so that resources are closed; main thread only."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _asked.append(number)
-        if not _held or len(_asked) > 1:
+        _signals.append(number)
+        if not _held or len(_signals) > 1:
             raise Stopped(number)
 
-    _asked.clear()
+    _signals.clear()
     before = {}
     for one in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(one) != signal.SIG_IGN:  # set by nohup and for a shell's background jobs
@@ -68,7 +68,7 @@ def stoppable() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-        _asked.clear()
+        _signals.clear()
 
 
 def abort_in_one_line() -> None:

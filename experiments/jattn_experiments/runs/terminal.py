@@ -1,7 +1,9 @@
 """Terminal output; a reader that stops (``| head -1``) stops nothing."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console
 
@@ -20,6 +22,19 @@ def drop_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+class Refused(Exception):
+    """Why a command does not do what it was called for, in one line; ``main`` prints it and returns status 2."""
+
+
+@contextlib.contextmanager
+def refusing(option: str, *errors: type[Exception]) -> Iterator[None]:
+    """Within it, these errors are the fault of an option: ``Refused``."""
+    try:
+        yield
+    except errors as wrong:
+        raise Refused(f"{option}: {wrong}") from None
 
 
 def fail(*lines: str, status: int = 2) -> int:

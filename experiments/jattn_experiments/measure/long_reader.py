@@ -4,7 +4,7 @@ Every function is compiled once for a capacity: chunks have one length, and what
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,9 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jattn import heads, masks
-from jattn_experiments.measure.language_model import Model
+from jattn import KVCache, heads, interop, masks
+from jattn_experiments.measure.long_texts import Prompt
+from jattn_experiments.measure.saved_model import Model
 
 CHUNK = 256  # tokens read at once
 ROWS = 32  # tokens whose weights are kept: a question and its answer
@@ -37,16 +38,15 @@ class Reader:
 
     def __init__(self, model: Model, length: int):
         self.model, self.length, self.capacity = model, length, length + CHUNK
-        self.shape = model.config.num_layers, model.config.num_heads
         self._read, self._answer = jax.jit(self._read_chunk, donate_argnums=1), jax.jit(self._answer_rows)
-        self._rows = jax.jit(self._weights_of_rows)
+        self._rows = jax.jit(lambda *arguments: self._looked(*arguments)[2])
         self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
 
-    def empty(self) -> Any:
+    def empty(self) -> KVCache:
         """A cache without tokens."""
-        return nnx.merge(self.model.graph, self.model.state).init_cache(1, self.capacity)
+        return self.model.whole(self.model.state).init_cache(1, self.capacity)
 
-    def read(self, cache: Any, tokens: Sequence[int] | np.ndarray, gates: np.ndarray | None = None) -> Any:
+    def read(self, cache: KVCache, tokens: Sequence[int] | np.ndarray, gates: np.ndarray | None = None) -> KVCache:
         """The cache with ``tokens`` appended; ``cache`` stays as it is."""
         gates, cache = self._gates(gates), self._copy(cache)
         for at in range(0, len(tokens), CHUNK):
@@ -56,75 +56,71 @@ class Reader:
 
     def answer(
         self,
-        cache: Any,
-        tokens: np.ndarray,
-        asked: int,
-        needle: np.ndarray,
-        answer: int,
+        cache: KVCache,
+        prompt: Prompt,
         gates: np.ndarray | None = None,
         blind: np.ndarray | None = None,
         hidden: np.ndarray | None = None,
     ) -> Answer:
-        """From the cache of ``tokens[:asked]``, what the model writes in the place of the last ``answer`` of them."""
-        rows = tokens[asked:-1]
+        """From the cache of a prompt up to its question, what the model writes in place of the answer."""
+        tokens, answer = prompt.tokens, prompt.answer
+        rows = tokens[prompt.question : -1]
         written = np.full(ROWS, -1)
         written[len(rows) - answer : len(rows)] = tokens[-answer:]
-        slots, inside, unseen = np.full(self.capacity, -2), np.zeros(self.capacity, bool), np.zeros(self.capacity, bool)
-        slots[: len(tokens)], inside[: len(tokens)] = tokens, needle
-        if hidden is not None:
-            unseen[: len(hidden)] = hidden
+        more = self.capacity - len(tokens)
+        slots, inside = np.pad(tokens, (0, more), constant_values=-2), np.pad(prompt.needle, (0, more))
+        unseen = np.zeros(self.capacity, bool) if hidden is None else np.pad(hidden, (0, self.capacity - len(hidden)))
         chunk, valid = _padded(rows, ROWS)
-        blind = np.zeros(self.shape, bool) if blind is None else blind
-        found = self._answer(
+        blind = np.zeros(self.model.shape, bool) if blind is None else blind
+        likeliest, score = self._answer(
             self.model.state, cache, chunk, valid, self._gates(gates), blind, unseen, slots, written, inside
         )
-        likeliest, score = jax.tree.map(np.asarray, found)
-        likeliest = likeliest[len(rows) - answer : len(rows)]
-        return Answer(likeliest, likeliest == tokens[-answer:], score)
+        likeliest = np.asarray(likeliest)[len(rows) - answer : len(rows)]
+        return Answer(likeliest, likeliest == tokens[-answer:], np.asarray(score))
 
-    def rows(self, cache: Any, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    def rows(self, cache: KVCache, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """``[L,N,G,capacity]``: the weights of G tokens after the cache, at most ``ROWS``."""
         chunk, valid = _padded(tokens, ROWS)
         return np.asarray(self._rows(self.model.state, cache, chunk, valid)[:, :, : len(tokens)])
 
+    def rows_at(self, tokens: np.ndarray, spans: Sequence[tuple[int, int]]) -> Iterator[np.ndarray]:
+        """``rows`` of each of the spans ``(start, stop)`` of a text, in their order."""
+        cache, at = self.empty(), 0
+        for start, stop in spans:
+            cache, at = self.read(cache, tokens[at:start]), start
+            yield self.rows(cache, tokens[start:stop])
+
     def _gates(self, gates: np.ndarray | None) -> np.ndarray:
-        return np.ones(self.shape, np.float32) if gates is None else np.asarray(gates, np.float32)
+        return np.ones(self.model.shape, np.float32) if gates is None else np.asarray(gates, np.float32)
 
-    def _read_chunk(self, state: Any, cache: Any, tokens: Array, valid: Array, gates: Array) -> Any:
-        model = nnx.merge(self.model.graph, state)
-        return model(tokens, cache=cache, valid=valid, per_layer=[{"head_gate": gate} for gate in gates])[1]
+    def _read_chunk(self, state: nnx.State, cache: KVCache, tokens: Array, valid: Array, gates: Array) -> KVCache:
+        per_layer = [{"head_gate": gate} for gate in gates]
+        return self.model.whole(state)(tokens, cache=cache, valid=valid, per_layer=per_layer)[1]
 
-    def _looked(self, state: Any, cache: Any, tokens: Array, valid: Array, **options: Any) -> tuple[Any, Array, Array]:
+    def _looked(
+        self, state: nnx.State, cache: KVCache, tokens: Array, valid: Array, **options: Any
+    ) -> tuple[interop.Transformer, Array, Array]:
         """The model, its hidden states ``[T,M]``, and the weights ``[L,N,T,C]``."""
 
-        def forward(model: Any) -> Any:
+        def forward(model: interop.Transformer) -> Any:
             return model(tokens, cache=cache, valid=valid, sow_weights=True, **options)
 
-        model = nnx.merge(self.model.graph, state)
+        model = self.model.whole(state)
         (hidden, _), sown = nnx.capture(forward, nnx.Intermediate)(model)
         return model, hidden[0], jnp.stack(heads.collect(sown, "attention_weights"))[:, 0]
 
-    def _weights_of_rows(self, state: Any, cache: Any, tokens: Array, valid: Array) -> Array:
-        return self._looked(state, cache, tokens, valid)[2]
-
     def _answer_rows(
-        self, state: Any, cache: Any, tokens: Array, valid: Array, gates: Array, blind: Array, unseen: Array,
+        self, state: nnx.State, cache: KVCache, tokens: Array, valid: Array, gates: Array, blind: Array, unseen: Array,
         slots: Array, written: Array, needle: Array,
     ) -> tuple[Array, Array]:  # fmt: skip
-        pattern = _keys(unseen)
-        options = [
-            {"head_gate": gate, "mask": masks.Causal() & heads.forbid(pattern, off)}
-            for gate, off in zip(gates, blind, strict=True)
-        ]
+        pattern = lambda b, h, q_idx, kv_idx: unseen[kv_idx]
+        seen = (masks.Causal() & heads.forbid(pattern, of_layer) for of_layer in blind)
+        options = [{"head_gate": gate, "mask": mask} for gate, mask in zip(gates, seen, strict=True)]
         model, hidden, weights = self._looked(state, cache, tokens, valid, per_layer=options)
         return model.logits(hidden).argmax(-1), heads.retrieval_score(weights, slots, written, needle)
 
 
-def _keys(unseen: Array) -> Any:
-    return lambda b, h, q_idx, kv_idx: unseen[kv_idx]
-
-
-def _padded(tokens: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _padded(tokens: Sequence[int] | np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """``[1,length]`` each: the tokens, then zeros, and which are tokens."""
     padded = np.zeros((1, length), np.int32)
     padded[0, : len(tokens)] = tokens

@@ -1,6 +1,6 @@
 """What a model's heads do on a batch: the scores tracked during training, and those at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,10 +33,24 @@ def weights_of(model: Transformer, params: Any, tokens: Array) -> Array:
 
 def with_entropy(model: Transformer, params: Any, batch: Batch) -> tuple[Array, Array]:
     """Logits, and the ``entropy [L,N]`` below from the modules' statistics: in linear memory, also in a ring."""
-    asked = {"names": ["entropy"], "eligible": batch.real}
-    logits, kept = model.apply(params, batch.tokens, at=batch.at, sow_statistics=asked, mutable=["intermediates"])
+    logits, statistics, _ = _with_statistics(model, params, batch, ["entropy"], at=batch.at)
+    return logits, statistics["entropy"]
+
+
+def _with_statistics(
+    model: Transformer, params: Any, batch: Batch, names: Sequence[str], tokens: Array | None = None, **options: Any
+) -> tuple[Array, dict[str, Array], dict[str, Any]]:
+    """Logits, the statistics ``names [L,N]``, with patterns of ``tokens [B,T]``, and all that the model sows."""
+    patterns = {} if tokens is None else {"tokens": tokens}
+    request = {"names": list(names), **patterns, "eligible": batch.real}
+    logits, kept = model.apply(params, batch.tokens, sow_statistics=request, mutable=["intermediates"], **options)
     layers = layer_by_layer(kept["intermediates"], "attention_statistics")
-    return logits, jnp.stack([layer["entropy"].mean(0) for layer in layers])
+    return logits, of_layers(layers, names), kept["intermediates"]
+
+
+def of_layers(layers: Sequence[Mapping[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+    """The statistics ``[L,N]``, averaged over a batch, that the layers' attention has sown."""
+    return {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
 
 
 def entropy(weights: Array, batch: Batch) -> Array:
@@ -53,12 +67,10 @@ def scores(
     For each place, the weight on its source, at queries with a target; then the statistics ``names`` of
     ``jattn.heads``, over all real queries.
     """
-    asked = {"names": list(names), "tokens": batch.tokens[..., 0], "eligible": batch.real}
-    _, kept = model.apply(params, batch.tokens, sow_weights=True, sow_statistics=asked, mutable=["intermediates"])
-    weights = attention_weights(kept["intermediates"])
-    layers = layer_by_layer(kept["intermediates"], "attention_statistics")
-    found = {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in names}
-    return of_places(task, weights, batch.sources) | found, weights
+    tokens = batch.tokens[..., 0]
+    _, statistics, sown = _with_statistics(model, params, batch, names, tokens, sow_weights=True)
+    weights = attention_weights(sown)
+    return of_places(task, weights, batch.sources) | statistics, weights
 
 
 def of_places(task: Task, weights: Array, sources: Array) -> dict[str, Array]:
@@ -82,16 +94,13 @@ def of_shuffled(model: Transformer, task: Task, params: Any, batch: Batch, shift
     The other is ``shift`` before it in the batch. This is what a head scores by chance: part of its roles' null.
     """
     tokens, sources = (jnp.roll(x, shift, 0) for x in (batch.tokens[..., 0], batch.sources))
-    asked = {"names": list(heads.OF_TOKENS), "tokens": tokens, "eligible": batch.real}
-    _, kept = model.apply(params, batch.tokens, sow_weights=True, sow_statistics=asked, mutable=["intermediates"])
-    layers = layer_by_layer(kept["intermediates"], "attention_statistics")
-    found = {name: jnp.stack([layer[name].mean(0) for layer in layers]) for name in heads.OF_TOKENS}
-    places = of_places(task, attention_weights(kept["intermediates"]), sources)
-    return found | {place: score for place, score in places.items() if place in task.of_tokens}
+    _, statistics, sown = _with_statistics(model, params, batch, heads.OF_TOKENS, tokens, sow_weights=True)
+    places = of_places(task, attention_weights(sown), sources)
+    return statistics | {place: score for place, score in places.items() if place in task.of_tokens}
 
 
 def _over_heads_and_batch(statistic: Any, weights: Array, of_sequence: Any) -> Any:
     for _ in range(2):
         statistic = jax.vmap(statistic, (0, None))
-    found = jax.vmap(statistic)(weights, of_sequence)
-    return jax.tree.map(lambda values: values.mean(0), found)
+    each = jax.vmap(statistic)(weights, of_sequence)
+    return jax.tree.map(lambda values: values.mean(0), each)

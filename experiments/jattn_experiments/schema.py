@@ -313,13 +313,8 @@ class Config:
         return Kind.LANGUAGE_MODEL if self.language != LanguageModel() else Kind.TRAINING
 
 
-SECTIONS = {
-    "task": Task,
-    "model": Model,
-    "train": Train,
-    "evaluate": Evaluate,
-    "mesh": Mesh,
-    "pretrained": SentenceEncoder,
-    "language": LanguageModel,
-    "long": LongTexts,
+SECTIONS: dict[str, type] = {
+    field.name: field.default_factory
+    for field in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(field.default_factory)
 }

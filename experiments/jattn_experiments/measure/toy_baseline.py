@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from jattn_experiments.config import Config, LanguageModel
-from jattn_experiments.measure import claims, evaluate, paths
+from jattn_experiments.measure import claims, evaluate, induction_paths
 from jattn_experiments.measure.language_metrics import GROUPS, PATTERNS, Measure, score_of_strongest
 from jattn_experiments.model import Block
 from jattn_experiments.train import TEST_DATA, Trained, train
@@ -22,24 +22,21 @@ def measure(config: Config, out: Path) -> dict[str, Measure]:
     itself = dataclasses.replace(config, name=f"{config.name}-toy", language=LanguageModel(), claims=[])
     trained = train(itself, out)
     setup = trained.setup
-    result, untrained = evaluate.measure(setup, trained.params, trained.untrained)
-    found = {"mean_accuracy": Measure(*(one.accuracy.mean(-1).tolist() for one in (result, untrained)))}
+    both = evaluate.measure(setup, trained.params, trained.untrained)
+    metrics = {"mean_accuracy": Measure(*(one.accuracy.mean(-1).tolist() for one in both))}
     for name in PATTERNS:
-        both = (one.scores[name].max((1, 2)).tolist() for one in (result, untrained))
-        found[claims.BEST + name] = Measure(*both)
-    scores = {name: np.asarray(result.scores[name]) for name in GROUPS}  # [R,L,N]
+        metrics[claims.BEST + name] = Measure(*(one.scores[name].max((1, 2)).tolist() for one in both))
+    scores = {name: np.asarray(both[0].scores[name]) for name in GROUPS}  # [R,L,N]
     routes = [
         _paths(trained, seed, {name: of[seed] for name, of in scores.items()}) for seed in range(len(setup.seeds))
     ]
-    for into in paths.INTO:
-        found[f"kept/{into}"] = Measure([float(one[f"{into} groups"][0] / one["clean"]) for one in routes])
-    each = [
-        score_of_strongest(one["key"], before) for one, before in zip(routes, scores["previous_token"], strict=True)
-    ]
-    return found | {"strongest_path": Measure(each)}
+    for into in induction_paths.INTO:
+        metrics[f"kept/{into}"] = Measure([float(one[f"{into} groups"][0] / one["clean"]) for one in routes])
+    both = zip(routes, scores["previous_token"], strict=True)
+    return metrics | {"strongest_path": Measure([score_of_strongest(one["key"], before) for one, before in both])}
 
 
-def _paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) -> Any:
+def _paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The paths from one seed's previous-token heads into its induction heads, those with half of the best score.
 
     Nothing is before the heads of the first layer, which are therefore no readers; ``scores [L,N]``.
@@ -54,22 +51,20 @@ def _paths(trained: Trained, seed: int, scores: Mapping[str, np.ndarray]) -> Any
     options: dict[str, Any] = {"sow_heads": True, "capture_intermediates": True, "mutable": ["intermediates"]}
     _, kept = setup.model.apply({"params": params}, tokens, **options)
     layers = [kept["intermediates"][f"layer_{i}"] for i in range(L)]
-    own = [layer["attention"]["attention_heads"][0] for layer in layers]
     outputs = [layer["__call__"][0] for layer in layers]
     block = Block(setup.config.model)
 
-    def sown_by(params: Any, stream: Array, **options: Any) -> Mapping[str, Any]:
+    def run(params: Any, stream: Array, **options: Any) -> Mapping[str, Any]:
         kept = block.apply({"params": params}, stream, False, options, mutable=["intermediates"])[1]
         return {name: sown[0] for name, sown in kept["intermediates"]["attention"].items()}
 
-    found = paths.scores(
-        sown_by,
-        lambda i: params[f"layer_{i}"],
-        [jnp.zeros_like(outputs[0]), *outputs[:-1]],
-        own,
-        [params[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(L)],
-        readers,
-        [senders],
-        {"names": ("induction",), "tokens": tokens[..., 0]},
+    return induction_paths.scores(
+        run,
+        layers=lambda i: params[f"layer_{i}"],
+        streams=[jnp.zeros_like(outputs[0]), *outputs[:-1]],
+        sown=[layer["attention"]["attention_heads"][0] for layer in layers],
+        kernels=[params[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(L)],
+        readers=readers,
+        groups=[senders],
+        tokens=tokens[..., 0],
     )
-    return jax.tree.map(np.asarray, found)
