@@ -24,7 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn_experiments.bench import chip_report, conformance
+from jattn.testing import AT_SIZE, CASES
+from jattn_experiments.bench import chip_report
 from jattn_experiments.bench.cases import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.worker import Worker
@@ -236,25 +237,24 @@ def _steps(sizes: Sizes) -> Iterator[Step]:
         yield from _contests(sizes, cases, longer)
         yield from _contests(sizes, ("window", "segments", "alibi", "softcap"), [first])
         for kernel in sizes.kernels:
-            yield from _right(kernel, "small", conformance.CASES)
+            yield from _right(kernel, "small", [name for name, case in CASES.items() if not case.poisoned])
 
 
 def _is_right(sizes: Sizes, kernel: str) -> Iterator[Step]:
     if sizes.rehearsal:
         yield from _right(kernel, "small", IN_SHORT)
     else:
-        yield from _right(kernel, "at size", conformance.AT_SIZE)
+        yield from _right(kernel, "at size", list(AT_SIZE))
     asked = {"ask": "bits", "kernel": kernel, "head_dim": sizes.head_dims[0]}
     length, num_heads, times = (64, 2, 2) if sizes.rehearsal else (2048, 8, 20)
     asked |= {"length": length, "num_heads": num_heads, "times": times}
     checks = ("looking", "looking, gradient", "twice", "twice, gradient")
     yield "bits", {"kernel": kernel}, [asked | {"check": check} for check in checks]
-    yield from _right(kernel, "unseen", conformance.POISONED)
+    yield from _right(kernel, "unseen", [name for name, case in CASES.items() if case.poisoned])
 
 
-def _right(kernel: str, table: str, cases: Sequence[str] | Mapping[str, Any]) -> Iterator[Step]:
+def _right(kernel: str, table: str, names: Sequence[str]) -> Iterator[Step]:
     """The cases of a table, in several steps: what one of them loses at the end of the run is little."""
-    names = list(cases)
     size = math.ceil(len(names) / (SHARES[table] if len(names) > len(IN_SHORT) else 1))
     for part in range(math.ceil(len(names) / size)):
         key = {"kernel": kernel, "table": table, "share": part}
