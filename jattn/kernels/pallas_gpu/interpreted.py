@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
 from jattn._core.vmap import canonical
-from jattn.kernels import Reduction, Results
 from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.kernel import Results
 from jattn.kernels.pallas_gpu import PallasGPU
 
 
