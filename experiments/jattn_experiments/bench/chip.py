@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import sys
@@ -29,7 +28,6 @@ from jattn_experiments.bench import chip_report
 from jattn_experiments.bench.cases import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.worker import Worker
-from jattn_experiments.runs.folder import write_atomically
 
 # Those that have never run come first.
 KERNELS = {
@@ -48,7 +46,6 @@ COMMAND = (sys.executable, "-m", "jattn_experiments.bench.chip_worker")
 # Two devices make a ring of a CPU.
 REHEARSED = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 ON_CHIP = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves memory for the peers
-FILE = "block_sizes.json"
 PATIENCE = 2  # processes that a kernel may end before it is asked no more
 
 
@@ -303,13 +300,6 @@ def wrong(results: Results) -> str | None:
     return f"not right here: {', '.join(bad)}" if bad else None
 
 
-def draw(results: Results, file: Path) -> None:
-    """``chip.png``, and beside it the table of block sizes."""
-    chip_report.write_figure(results, file)
-    found = chip_report.block_sizes(results)
-    write_atomically(file.with_name(FILE), (json.dumps(found, indent=1) + "\n").encode())
-
-
 SUITE = Suite(
     name="chip",
     parts={
@@ -325,7 +315,7 @@ SUITE = Suite(
     jobs=jobs,
     markdown=chip_report.markdown,
     shown=chip_report.shown,
-    draw=draw,
+    draw=chip_report.write_figure,
     sizes=Sizes.read,
     line=line,
     wrong=wrong,

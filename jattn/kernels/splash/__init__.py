@@ -30,7 +30,6 @@ from jattn._mods.arrays import cdiv, mod_semantics, pad_end
 from jattn.kernels.kernel import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
 from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
-from jattn.kernels.tuned import measured_sizes
 from jattn.score_mods import SoftCap
 
 LARGEST_BLOCK = 512
@@ -173,8 +172,7 @@ def _plan(args: AttentionArgs, settings: Splash) -> SplashPlan:
 
 def _block_sizes(args: AttentionArgs, settings: Splash) -> tuple[int, int]:
     (_, T, _, H), S = args.query.shape, args.key.shape[1]
-    sizes = settings.block_sizes or measured_sizes("splash", args)
-    return sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
+    return settings.block_sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
 
 
 def _soft_cap(args: AttentionArgs) -> float | None:
