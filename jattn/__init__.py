@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jattn import nnx as nnx
     from jattn import plots as plots
     from jattn import reports as reports
+    from jattn import testing as testing
     from jattn.multi_head import init_multi_head, multi_head_attention
     from jattn.reports import report, survey
 
@@ -68,7 +69,7 @@ __all__ = [
 
 # Imported when they are first used, so that `import jattn` takes little longer than `import jax`. Flax's modules and
 # matplotlib take a while.
-_LATER = ("heads", "interop", "linen", "nnx", "plots", "positions", "reports", "sharding")
+_LATER = ("heads", "interop", "linen", "nnx", "plots", "positions", "reports", "sharding", "testing")
 _LATER_FROM = {
     "init_multi_head": "multi_head",
     "multi_head_attention": "multi_head",

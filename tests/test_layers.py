@@ -3,6 +3,7 @@
 Both tables are in docs/architecture.md. Modules are listed by layer and, in a layer, by row. A module may import modules
 of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle. Imports inside
 functions and for type checking count as well, since they are dependencies too.
+The tests of jattn import nothing from the experiments, nor from their tests.
 """
 
 import ast
@@ -15,6 +16,7 @@ import pytest
 JATTN = Path(__file__).parents[1] / "jattn"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "jattn_experiments"
 DOCS = Path(__file__).parents[1] / "docs"
+TESTS = Path(__file__).parent
 
 # The script that draws the tables also reads them.
 _spec = importlib.util.spec_from_file_location("drawing", DOCS / "drawing.py")
@@ -100,12 +102,43 @@ def _longest(name: str, files: dict[str, Path]) -> str | None:
     return name or None
 
 
+def of_the_experiments(tests: Path) -> list[str]:
+    """Every import from the experiments, or from their tests, in the tests of jattn, one message each."""
+    return [
+        f"{file.relative_to(tests)}:{line}: imports {name}; the tests of jattn need jattn alone"
+        for file in sorted((tests / "jattn").rglob("*.py"))
+        for line, name in imports(file, tests)
+        if f"{name}.".startswith(("jattn_experiments.", f"{tests.name}.experiments."))
+    ]
+
+
 def test_imports_point_down():
     assert not pointing_up(JATTN, LAYERS)
 
 
 def test_imports_of_the_experiments_point_down():
     assert not pointing_up(EXPERIMENTS, LAYERS_OF_EXPERIMENTS)
+
+
+def test_the_tests_of_jattn_import_nothing_from_the_experiments():
+    assert not of_the_experiments(TESTS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f():\n    from jattn_experiments.bench import peers",
+        "from ..experiments import processes",
+        "import tests.experiments",
+    ],
+)
+def test_a_planted_import_from_the_experiments_is_caught(tmp_path, code):
+    file = tmp_path / "tests" / "jattn" / "test_masks.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import jattn\nfrom tests.jattn import test_api\nfrom tests import reference")
+    assert of_the_experiments(tmp_path / "tests") == []
+    file.write_text(code)
+    assert len(of_the_experiments(tmp_path / "tests")) == 1
 
 
 def test_the_drawing_is_that_of_the_tables():

@@ -9,12 +9,12 @@ from jaxtyping import Array, PyTree
 
 from jattn._blocks import backward, online_softmax
 from jattn._blocks.plan import BlockSizes, describe_work, plan_args
-from jattn._blocks.reduction import fold_blocks, reduce_weights
+from jattn._blocks.reduction import Reduction, fold_blocks, reduce_weights
 from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import softmax_dtype
 from jattn._core.vmap import canonical
-from jattn.kernels import ReducingKernel, Reduction, Results
+from jattn.kernels.kernel import ReducingKernel, Results
 
 
 @dataclasses.dataclass(frozen=True)

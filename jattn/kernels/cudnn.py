@@ -24,7 +24,8 @@ from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import mod_semantics, pad_end
 from jattn._mods.validation import LEAST
-from jattn.kernels import Kernel, Results, Unsupported
+from jattn.kernels.interface import Unsupported
+from jattn.kernels.kernel import Kernel, Results
 from jattn.masks import and_masks, interval
 
 # From this JAX on it is the default: before, it broadcast keys that a vmap shares wrongly.

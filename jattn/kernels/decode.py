@@ -26,7 +26,7 @@ from jattn._core.attention import Head, finish_scores, row_maximum, softmax_dtyp
 from jattn._core.chunk import Chunk, slot_indices
 from jattn._core.dropout import drop
 from jattn._core.vmap import canonical, over_args
-from jattn.kernels import PlainKernel
+from jattn.kernels.kernel import PlainKernel
 
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
 

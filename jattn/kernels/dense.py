@@ -11,7 +11,7 @@ from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import dense, dense_weights
 from jattn._core.deferred import compiled
 from jattn._core.vmap import canonical, over_args
-from jattn.kernels import PlainKernel
+from jattn.kernels.kernel import PlainKernel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,25 +7,18 @@ from typing import ClassVar
 import jax
 from jaxtyping import Array
 
+from jattn._blocks.reduction import Reduction
 from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import without_mesh
 from jattn._mods.pytree import holds_plain_function
-from jattn.kernels import (
-    PLATFORMS,
-    Implementation,
-    Kernel,
-    OverDevices,
-    ReducingKernel,
-    Reduction,
-    Results,
-    Unsupported,
-)
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
 from jattn.kernels.dense import Dense
+from jattn.kernels.interface import Implementation, OverDevices, Unsupported
+from jattn.kernels.kernel import PLATFORMS, Kernel, ReducingKernel, Results
 from jattn.kernels.native import Native
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
@@ -66,7 +59,7 @@ class Dispatch(ReducingKernel):
     Where arrays besides query, key and value have gradients, all gradients are blockwise's.
     """
 
-    name: ClassVar[str] = "None"
+    name: ClassVar[str] = "by platform"  # no name to pass: it stands in no table
     backward_is_for_qkv_alone: ClassVar[bool] = True
 
     def kernel(self, platform: str, args: AttentionArgs) -> Kernel:

@@ -30,8 +30,8 @@ from jattn._mods.arrays import AnyArray, mod_semantics, pad_end
 from jattn._mods.lookup import ranks
 from jattn._mods.mask import conjuncts
 from jattn._mods.validation import LARGEST, LEAST
-from jattn.kernels import OPTIONS, Kernel, Results
 from jattn.kernels.dense import Dense
+from jattn.kernels.kernel import OPTIONS, Kernel, Results
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.score_mods import Alibi, RelativeBias, SoftCap

@@ -13,17 +13,18 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import arange
 from jattn._mods.tile_function import HEAD, KEY, PAIR, QUERY, TileFunction, make_tile_function, reason_against, spread
-from jattn.kernels import ReducingKernel, Reduction, Results
+from jattn.kernels.kernel import ReducingKernel, Results
 
 LARGEST_DIM = 256
 Ref = Any  # an array in a kernel's memory: Pallas has several types of them, none of them public
 
 
 class PallasKernel(ReducingKernel):
-    """Our own kernels for one kind of chip, in the module ``kernel`` of its package."""
+    """Our own kernels for one kind of chip, in the module ``passes`` of its package."""
 
     takes: ClassVar[frozenset[str]] = frozenset(
         {"bias", "mask array", "score_mod", "query positions", "key positions", "precision"}
@@ -43,7 +44,7 @@ class PallasKernel(ReducingKernel):
     @property
     def _kernel(self) -> ModuleType:
         """Imported when first used: Pallas takes as long to import as half of jattn."""
-        return importlib.import_module(f"jattn.kernels.{self.name}.kernel")
+        return importlib.import_module(f"jattn.kernels.{self.name}.passes")
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         return self._kernel.forward(args, self)

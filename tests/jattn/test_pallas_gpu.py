@@ -17,9 +17,9 @@ from jattn.heads import statistics
 from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
+from jattn.kernels.pallas_gpu.interpreted import Interpreted
 from jattn.kernels.pallas_gpu.mosaic_ops import FUNCTIONS, run
 from jattn.kernels.pallas_gpu.schedule import row_lists
-from jattn_experiments.bench.interpreted import Interpreted
 
 B, T, S, N, K, H = 1, 203, 150, 2, 1, 64
 SLOPES = jnp.asarray(np.float32([0.5, 0.1]))

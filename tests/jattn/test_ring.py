@@ -13,19 +13,10 @@ from jattn import heads, masks
 from jattn._core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
 from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
-from jattn_experiments.bench.ring_cases import (
-    CASES,
-    Case,
-    call,
-    expected,
-    in_a_ring,
-    inputs,
-    mesh_of,
-    numbers,
-    off,
-    values_alone,
-    with_gradients,
-)
+from jattn.testing import Case
+from jattn.testing._check import run, values_and_gradients
+from jattn.testing._reference import inputs
+from jattn.testing._ring_cases import CASES, expected, in_a_ring, largest_error, mesh_of, numbers, values_alone
 from tests.jattn.test_backward import check_against_dense
 
 P = 4
@@ -41,7 +32,7 @@ def test_values_are_those_of_one_device(name):
     # `bench --suite sharding` tests all gradients, layouts and numbers of devices, which takes a quarter of an hour
     how = Ring(mesh_of(P), "sequence", layout="zigzag" if list(CASES).index(name) % 2 else "contiguous")
     found, wanted = in_a_ring(name, how, values_alone), expected(name, values_alone)
-    assert off(found, wanted) <= 1e-5
+    assert largest_error(found, wanted) <= 1e-5
 
 
 @pytest.mark.slow
@@ -75,21 +66,23 @@ def test_in_blocks_that_divide_nothing(name):
 @pytest.mark.slow
 def test_the_comparison_is_not_a_dummy():
     results, _ = expected("causal")
-    assert off(results, expected("causal")[0]) == 0.0
+    assert largest_error(results, expected("causal")[0]) == 0.0
     out, lse = (x.copy() for x in results)
     out[0, 3, 1, 2] += 1e-3
-    assert off((out, lse), results) > 1e-4
-    assert off((out, np.where(lse == lse.max(), np.nan, lse)), results) == np.inf
-    assert off(in_a_ring("plain", Ring(mesh_of(2), "sequence"))[0], results) > 0.1
+    assert largest_error((out, lse), results) > 1e-4
+    assert largest_error((out, np.where(lse == lse.max(), np.nan, lse)), results) == np.inf
+    assert largest_error(in_a_ring("plain", Ring(mesh_of(2), "sequence"))[0], results) > 0.1
 
 
 @pytest.mark.slow
 def test_bfloat16_is_as_good_as_on_one_device():
-    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in inputs(CASES["causal"]).items()}
     (exact, _), _ = expected("causal")
-    here, there = (call(CASES["causal"], given, how)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
+    case, arrays = CASES["causal"].of(jnp.bfloat16), inputs(CASES["causal"])
+    here, there = (run(case, how, arrays)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
     assert there.dtype == jnp.bfloat16
-    assert off(there.astype(jnp.float32), exact) <= 1.5 * off(here.astype(jnp.float32), exact) <= 0.03
+    assert (
+        largest_error(there.astype(jnp.float32), exact) <= 1.5 * largest_error(here.astype(jnp.float32), exact) <= 0.03
+    )
 
 
 @pytest.mark.slow
@@ -108,11 +101,11 @@ def test_sequences_heads_and_length_at_once(kinds):
     given = inputs(case)
     placed = {name: jax.device_put(x, lies) if x.ndim == 4 else jnp.asarray(x) for name, x in given.items()}
     how = Ring(mesh, "sequence", **axes)
-    compiled = jax.jit(lambda x: with_gradients(lambda x: call(case, x, how), x)).lower(placed).compile()
+    compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x)).lower(placed).compile()
     results, gradients = compiled(placed)
     wanted, wanted_gradients = expected("function that captures a table")
-    assert off(results, wanted) <= 1e-5
-    assert off(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
+    assert largest_error(results, wanted) <= 1e-5
+    assert largest_error(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
     assert results[0].sharding.is_equivalent_to(lies, 4) and gradients["key"].sharding.is_equivalent_to(lies, 4)
     text = compiled.as_text()
     assert "collective-permute" in text and "all-gather" not in text
@@ -124,9 +117,12 @@ def test_key_heads_that_all_devices_have():
     mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
     case = CASES["function that captures a table"]
     how = Ring(mesh, "sequence", head_axis="heads")
-    found = jax.jit(lambda x: with_gradients(lambda x: call(case, x, how), x))(inputs(case))
+    found = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x))(inputs(case))
     wanted = expected("function that captures a table")
-    assert off(found[0], wanted[0]) <= 1e-5 and off(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
+    assert (
+        largest_error(found[0], wanted[0]) <= 1e-5
+        and largest_error(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
+    )
 
 
 def lowered(devices, layout, length, N=4, hops=None, **options):
@@ -280,8 +276,8 @@ def test_what_nobody_sees_may_be_nan():
     for filled, value in ((clean, 0.0), (dirty, np.nan)):
         filled["key"][:, 20:], filled["value"][:, 20:] = value, value
     case = Case({"key_value_seq_lengths": np.array([20, 13])})
-    run = jax.jit(lambda x: with_gradients(lambda x: call(case, x, Ring(mesh_of(2), "sequence")), x))
-    jax.tree.map(np.testing.assert_array_equal, run(clean), run(dirty))
+    compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, Ring(mesh_of(2), "sequence"), x), x))
+    jax.tree.map(np.testing.assert_array_equal, compiled(clean), compiled(dirty))
 
 
 def test_no_queries_no_keys():
@@ -298,6 +294,6 @@ def test_a_query_that_sees_nothing_has_no_gradient():
     case = Case({"query_seq_lengths": np.array([20, 3])})
     given = {name: jnp.asarray(x) for name, x in inputs(CASES["plain"]).items()}
     how = Ring(mesh_of(2), "sequence")
-    found = jax.jit(jax.grad(lambda given: jnp.sum(jnp.sqrt(jnp.abs(call(case, given, how)[0])))))(given)
+    found = jax.jit(jax.grad(lambda given: jnp.sum(jnp.sqrt(jnp.abs(run(case, how, given)[0])))))(given)
     assert all(np.isfinite(x).all() and np.any(x != 0) for x in found.values())
     assert not found["query"][0, 20:].any() and not found["query"][1, 3:].any()

@@ -15,7 +15,9 @@ from jattn._core.attention import NAMES
 from jattn.kernels.splash import Splash
 from jattn.sharding import Ring, from_zigzag, ring_attention, to_zigzag
 from jattn.sharding._pairs import EVERYTHING, NOTHING, SOMETHING, Ahead, seen_by_distance
-from jattn_experiments.bench.ring_cases import CASES, call, inputs, mesh_of, off
+from jattn.testing._check import run
+from jattn.testing._reference import inputs
+from jattn.testing._ring_cases import CASES, largest_error, mesh_of
 
 
 def args_of(length, **options):
@@ -126,12 +128,12 @@ def test_gradients_that_travel_in_bfloat16_are_rounded_once_a_hop():
 
     def gradients(dtype):
         how = Ring(mesh_of(4), "sequence", gradient_dtype=dtype)
-        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(call(CASES["causal"], x, how)[0]))))(given)
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(run(CASES["causal"], how, x)[0]))))(given)
 
     exact, rounded = gradients(None), gradients(jnp.bfloat16)
     np.testing.assert_array_equal(exact["query"], rounded["query"])
     for name in ("key", "value"):
-        assert 1e-4 < off(rounded[name], exact[name]) < 4 * 2**-9
+        assert 1e-4 < largest_error(rounded[name], exact[name]) < 4 * 2**-9
 
 
 @pytest.mark.slow
@@ -148,11 +150,11 @@ def test_tangents_are_those_of_one_device(name):
     rng = np.random.default_rng(5)
     by = {key: rng.normal(size=np.shape(x)).astype(np.float32) for key, x in given.items()}
     found, wanted = (
-        jax.jit(lambda x, by, how=how: jax.jvp(lambda x: call(case, x, how), (x,), (by,)))(given, by)
+        jax.jit(lambda x, by, how=how: jax.jvp(lambda x: run(case, how, x), (x,), (by,)))(given, by)
         for how in (Ring(mesh_of(4), "sequence"), "xla")
     )
     finite = lambda results: jax.tree.map(lambda x: np.where(np.isfinite(x), x, 0.0), results)
-    assert off(found[0], wanted[0]) <= 1e-5 and off(finite(found[1]), finite(wanted[1])) <= 1e-4
+    assert largest_error(found[0], wanted[0]) <= 1e-5 and largest_error(finite(found[1]), finite(wanted[1])) <= 1e-4
 
 
 @pytest.mark.slow
@@ -161,14 +163,14 @@ def test_second_derivatives_are_those_of_one_device():
     case, given = CASES["causal"], {name: jnp.asarray(x) for name, x in inputs(CASES["causal"]).items()}
 
     def second(how):
-        loss = lambda x: jnp.sum(jnp.sin(call(case, x, how)[0]))
+        loss = lambda x: jnp.sum(jnp.sin(run(case, how, x)[0]))
         ahead = jax.jvp(jax.grad(loss), (given,), (given,))[1]
         return ahead, jax.grad(lambda x: jax.jvp(loss, (x,), (given,))[1])(given)
 
     (found, back), (wanted, _) = (
         jax.jit(lambda how=how: second(how))() for how in (Ring(mesh_of(2), "sequence"), "xla")
     )
-    assert off(found, wanted) <= 1e-4 and off(back, wanted) <= 1e-4
+    assert largest_error(found, wanted) <= 1e-4 and largest_error(back, wanted) <= 1e-4
 
 
 LONG = {"length": 512, "devices": 2, "head_dim": 128}
@@ -199,7 +201,7 @@ def test_each_hop_runs_a_kernel_of_static_masks(layout, options):
     """JAX's splash kernels, interpreted: they take no positions, so the device picks the call for the chunks it has."""
     how = Ring(mesh_of(2), "sequence", layout=layout, implementation=Splash((128, 128), interpret=True))
     found, wanted = long_call(how, layout, **options), long_call("xla", "contiguous", **options)
-    assert off(found[0][1], wanted[0][1]) <= 1e-5 and off(found[1], wanted[1]) <= 1e-4
+    assert largest_error(found[0][1], wanted[0][1]) <= 1e-5 and largest_error(found[1], wanted[1]) <= 1e-4
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ def test_each_hop_runs_the_kernel_of_its_platform():
     found, plain = (long_call(one, "zigzag", **options) for one in how.values())
     wanted = long_call("xla", "contiguous", **options)
     for results in (found, plain):
-        assert off(results[0][1], wanted[0][1]) <= 1e-5 and off(results[1], wanted[1]) <= 1e-4
+        assert largest_error(results[0][1], wanted[0][1]) <= 1e-5 and largest_error(results[1], wanted[1]) <= 1e-4
     arrays = [jnp.ones((1, LONG["length"], n, 128)) for n in (4, 2, 2)]
     texts = [
         jax.jit(lambda *x, one=one: jattn.dot_product_attention(*x, implementation=one, **options))

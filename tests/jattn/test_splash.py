@@ -16,7 +16,7 @@ from jattn._core.arguments import make_args
 from jattn._core.vmap import canonical
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn.kernels.splash import Splash, _plan, default_block_sizes
-from jattn.kernels.splash.kernel import make_kernel
+from jattn.kernels.splash.jax_splash import make_kernel
 
 INTERPRETED = Splash((128, 128), interpret=True)
 RNG = np.random.default_rng(0)

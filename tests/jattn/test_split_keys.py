@@ -18,7 +18,9 @@ from jattn import heads, masks
 from jattn.cache import KVCache, append_chunk
 from jattn.positions import Rotary
 from jattn.sharding import Ring, SplitKeys
-from jattn_experiments.bench.ring_cases import CASES, call, expected, inputs, mesh_of, off, values_alone, with_gradients
+from jattn.testing._check import run, values_and_gradients
+from jattn.testing._reference import inputs
+from jattn.testing._ring_cases import AGAINST, CASES, expected, largest_error, mesh_of, values_alone
 
 B, M, N, K, H, D = 2, 12, 4, 2, 4, 5
 ALONG = PartitionSpec(None, "sequence")
@@ -26,8 +28,8 @@ ALONG = PartitionSpec(None, "sequence")
 
 def across(name, devices, differentiate=values_alone):
     """One case of the conformance table with its keys sharded."""
-    how = SplitKeys(mesh_of(devices), "sequence", implementation=CASES[name].against)
-    return jax.jit(lambda given: differentiate(lambda x: call(CASES[name], x, how), given))(inputs(CASES[name]))
+    how = SplitKeys(mesh_of(devices), "sequence", implementation=AGAINST.get(name, "xla"))
+    return jax.jit(lambda given: differentiate(lambda x: run(CASES[name], how, x), given))(inputs(CASES[name]))
 
 
 @pytest.mark.slow_except("1-nobody sees anything", "1-lengths, one of them 0")
@@ -36,7 +38,7 @@ def across(name, devices, differentiate=values_alone):
 def test_values_are_those_of_one_device(name, turn):
     """Each case on two of 1, 2, 4 and 8 devices."""
     devices = (1, 2, 4, 8)[(list(CASES).index(name) + 2 * turn) % 4]
-    assert off(across(name, devices), expected(name, values_alone)) <= 1e-5
+    assert largest_error(across(name, devices), expected(name, values_alone)) <= 1e-5
 
 
 @pytest.mark.slow
@@ -44,18 +46,25 @@ def test_values_are_those_of_one_device(name, turn):
     "name", ["lengths, one of them 0", "bias", "sinks", "function that captures a table", "dropout"]
 )
 def test_gradients_are_those_of_one_device(name):
-    (results, gradients), (wanted, wanted_gradients) = across(name, 4, with_gradients), expected(name)
-    assert off(results, wanted) <= 1e-5 and off(gradients, {x: wanted_gradients[x] for x in gradients}) <= 1e-4
+    (results, gradients), (wanted, wanted_gradients) = across(name, 4, values_and_gradients), expected(name)
+    assert (
+        largest_error(results, wanted) <= 1e-5
+        and largest_error(gradients, {x: wanted_gradients[x] for x in gradients}) <= 1e-4
+    )
 
 
 @pytest.mark.slow
 def test_bfloat16_is_merged_in_float32():
-    given = {name: jnp.asarray(x, jnp.bfloat16) for name, x in inputs(CASES["causal"]).items()}
     (exact, _), _ = expected("causal")
+    case, arrays = CASES["causal"].of(jnp.bfloat16), inputs(CASES["causal"])
     how = SplitKeys(mesh_of(8), "sequence")
-    one, all_devices = (call(CASES["causal"], given, how)[0] for how in ("xla", how))
+    one, all_devices = (run(case, how, arrays)[0] for how in ("xla", how))
     assert all_devices.dtype == jnp.bfloat16
-    assert off(all_devices.astype(jnp.float32), exact) <= 1.5 * off(one.astype(jnp.float32), exact) <= 0.03
+    assert (
+        largest_error(all_devices.astype(jnp.float32), exact)
+        <= 1.5 * largest_error(one.astype(jnp.float32), exact)
+        <= 0.03
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import sys
@@ -24,11 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn_experiments.bench import chip_report, conformance
+from jattn.testing import AT_SIZE, CASES
+from jattn_experiments.bench import chip_report
 from jattn_experiments.bench.cases import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.worker import Worker
-from jattn_experiments.runs.folder import write_atomically
 
 # Those that have never run come first.
 KERNELS = {
@@ -47,7 +46,6 @@ COMMAND = (sys.executable, "-m", "jattn_experiments.bench.chip_worker")
 # Two devices make a ring of a CPU.
 REHEARSED = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
 ON_CHIP = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves memory for the peers
-FILE = "block_sizes.json"
 PATIENCE = 2  # processes that a kernel may end before it is asked no more
 
 
@@ -236,25 +234,24 @@ def _steps(sizes: Sizes) -> Iterator[Step]:
         yield from _contests(sizes, cases, longer)
         yield from _contests(sizes, ("window", "segments", "alibi", "softcap"), [first])
         for kernel in sizes.kernels:
-            yield from _right(kernel, "small", conformance.CASES)
+            yield from _right(kernel, "small", [name for name, case in CASES.items() if not case.poisoned])
 
 
 def _is_right(sizes: Sizes, kernel: str) -> Iterator[Step]:
     if sizes.rehearsal:
         yield from _right(kernel, "small", IN_SHORT)
     else:
-        yield from _right(kernel, "at size", conformance.AT_SIZE)
+        yield from _right(kernel, "at size", list(AT_SIZE))
     asked = {"ask": "bits", "kernel": kernel, "head_dim": sizes.head_dims[0]}
     length, num_heads, times = (64, 2, 2) if sizes.rehearsal else (2048, 8, 20)
     asked |= {"length": length, "num_heads": num_heads, "times": times}
     checks = ("looking", "looking, gradient", "twice", "twice, gradient")
     yield "bits", {"kernel": kernel}, [asked | {"check": check} for check in checks]
-    yield from _right(kernel, "unseen", conformance.POISONED)
+    yield from _right(kernel, "unseen", [name for name, case in CASES.items() if case.poisoned])
 
 
-def _right(kernel: str, table: str, cases: Sequence[str] | Mapping[str, Any]) -> Iterator[Step]:
+def _right(kernel: str, table: str, names: Sequence[str]) -> Iterator[Step]:
     """The cases of a table, in several steps: what one of them loses at the end of the run is little."""
-    names = list(cases)
     size = math.ceil(len(names) / (SHARES[table] if len(names) > len(IN_SHORT) else 1))
     for part in range(math.ceil(len(names) / size)):
         key = {"kernel": kernel, "table": table, "share": part}
@@ -303,13 +300,6 @@ def wrong(results: Results) -> str | None:
     return f"not right here: {', '.join(bad)}" if bad else None
 
 
-def draw(results: Results, file: Path) -> None:
-    """``chip.png``, and beside it the table of block sizes."""
-    chip_report.write_figure(results, file)
-    found = chip_report.block_sizes(results)
-    write_atomically(file.with_name(FILE), (json.dumps(found, indent=1) + "\n").encode())
-
-
 SUITE = Suite(
     name="chip",
     parts={
@@ -325,7 +315,7 @@ SUITE = Suite(
     jobs=jobs,
     markdown=chip_report.markdown,
     shown=chip_report.shown,
-    draw=draw,
+    draw=chip_report.write_figure,
     sizes=Sizes.read,
     line=line,
     wrong=wrong,

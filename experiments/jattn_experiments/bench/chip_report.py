@@ -1,4 +1,4 @@
-"""What the chip suite's results say: the verdict on each kernel, the tables, the figure, and block sizes to keep."""
+"""What the chip suite's results say: the verdict on each kernel, the tables and the figure."""
 
 import dataclasses
 import inspect
@@ -17,8 +17,6 @@ from jattn_experiments.bench.tables import listed, report, short_number, table
 from jattn_experiments.report.style import DPI, PALETTE, STYLE, WIDTH
 
 TUNABLE = tuple(name for name, kernel in IMPLEMENTATIONS.items() if hasattr(kernel, "block_sizes"))
-READING = ("splash", "pallas_tpu")  # the kernels that read ``jattn/kernels/block_sizes.json``
-WORTH = 0.97  # block sizes are kept if they take less than this share of the default's time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,23 +136,6 @@ def said(row: Row) -> str:
     return ", ".join(
         f"{name} {short_number(time / 1e3)} ms" for name, time in sorted(times.items(), key=lambda x: x[1])
     )
-
-
-def block_sizes(results: Results) -> list[dict[str, Any]]:
-    """Entries for ``jattn/kernels/block_sizes.json``: sizes that took less than ``WORTH`` of the default's time."""
-    found = []
-    for row in results.of("tuned"):
-        times = row["answers"][0].get("medians", {})
-        best = min(times, key=times.__getitem__, default="default")
-        if row["kernel"] in READING and "default" in times and times[best] < WORTH * times["default"]:
-            entry = {
-                "chip": results.about["environment"]["device"],
-                "kernel": row["kernel"],
-                "head_dim": row["head_dim"],
-            }
-            entry |= {"length": row["length"], "sizes": [int(x) for x in best.split("x")]}
-            found.append(entry | {"gain": round(times["default"] / times[best], 3)})
-    return found
 
 
 def shown(results: Results) -> str:

@@ -18,15 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from jattn import testing
 from jattn.kernels import ReducesWeights
 from jattn.kernels.dispatch import IMPLEMENTATIONS
+from jattn.kernels.pallas_gpu.interpreted import Interpreted
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 from jattn.sharding import Ring
-from jattn_experiments.bench import conformance, peers, timing
-from jattn_experiments.bench.cases import CASES, Problem
-from jattn_experiments.bench.conformance import Case, error, inputs, poisoned, reference, run, values_and_gradients
-from jattn_experiments.bench.interpreted import Interpreted
+from jattn.testing import AT_SIZE, CASES, Case
+from jattn.testing._check import same_bits
+from jattn.testing._ring_cases import largest_error
+from jattn_experiments.bench import peers, timing
+from jattn_experiments.bench.cases import CASES as TIMED
+from jattn_experiments.bench.cases import Problem
 from jattn_experiments.bench.worker import serve
 
 # Kernels of chips that a CPU interprets.
@@ -36,9 +40,9 @@ INTERPRETED = {
     "pallas_gpu (interpreted)": Interpreted,
 }
 TABLES: Mapping[str, Mapping[str, Case]] = {
-    "at size": conformance.AT_SIZE,
-    "small": conformance.CASES,
-    "unseen": conformance.POISONED,
+    "at size": AT_SIZE,
+    "small": {name: case for name, case in CASES.items() if not case.poisoned},
+    "unseen": {name: case for name, case in CASES.items() if case.poisoned},
 }
 STATISTICS = ("entropy", "distance", "previous_token", "max_logit")
 TURN = 0.03  # seconds of work in a turn: launching takes less
@@ -98,39 +102,10 @@ def _of_nvidia(*fields: str) -> dict[str, str]:
 
 
 def right(kernel: str, table: str, case: str) -> dict[str, Any]:
-    """One case of the conformance table: values, log-sum-exp and gradients, beside the formula in float64.
-
-    Of ``"unseen"``, whether NaN in what nobody sees changes a bit. ``error``: the largest, as a share of its tolerance.
-    """
-    implementation, one = kernel_of(kernel), TABLES[table][case]
-    dtypes = [jnp.dtype(x) for x in getattr(implementation, "dtypes", ())]
-    if dtypes and jnp.dtype(one.dtype) not in dtypes:
-        if one.dtype != jnp.float32:
-            return {"result": "refused", "reason": f"takes no {jnp.dtype(one.dtype)}"}
-        one = one.of(dtypes[-1])
-    both = jax.jit(lambda given: values_and_gradients(lambda x: run(one, implementation, x), given))
-    # Products of float32 in full: by default, a TPU's and a GPU's round their factors.
-    with jax.default_matmul_precision("highest" if one.dtype == jnp.float32 else "default"):
-        if table == "unseen":
-            clean, *others = (jax.device_get(both(poisoned(one, value))) for value in (0.0, np.nan, np.inf))
-            same = all(_same_bits(clean, other) for other in others)
-            return {"result": "right" if same else "wrong", "reason": None if same else "NaN in unseen keys shows"}
-        (out, lse), gradients = jax.device_get(both(inputs(one)))
-    (exact_out, exact_lse), exact = reference(one, inputs(one))
-    of_gradients = 2 if one.dtype == jnp.float32 else 8
-    errors = {"out": error(out, exact_out), "lse": error(lse, exact_lse)}
-    errors |= {f"gradient of {name}": error(x, exact[name]) / of_gradients for name, x in gradients.items()}
-    worst = max(errors, key=errors.__getitem__)
-    share = errors[worst] / one.tolerance
-    if share <= 1.0:
-        return {"result": "right", "reason": None, "error": share}
-    size = f"{share:.3g} times its tolerance" if np.isfinite(share) else "NaN, or infinite where it should not be"
-    return {"result": "wrong", "reason": f"{worst} is off by {size}", "error": min(share, 1e30)}
-
-
-def _same_bits(one: Any, other: Any) -> bool:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+    """One case of the conformance table; ``error``: the largest, as a share of its tolerance."""
+    outcome = testing.examine(kernel_of(kernel), TABLES[table][case])
+    result: dict[str, Any] = {"result": outcome.result, "reason": outcome.reason}
+    return result if outcome.error is None else result | {"error": min(outcome.error, 1e30)}
 
 
 def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, times: int) -> dict[str, Any]:
@@ -162,16 +137,16 @@ def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, ti
     call = jax.jit(of(alone))
     first = jax.device_get(call(query, key, value)[0])
     if what == "looking":
-        same, reason = _same_bits(first, jax.jit(of(looked))(query, key, value)[0]), "statistics beside it change bits"
+        same, reason = same_bits(first, jax.jit(of(looked))(query, key, value)[0]), "statistics beside it change bits"
     else:
-        differ = sum(not _same_bits(first, call(query, key, value)[0]) for _ in range(times))
+        differ = sum(not same_bits(first, call(query, key, value)[0]) for _ in range(times))
         same, reason = differ == 0, f"{differ} of {times} equal calls differ: a race, or sums in no fixed order"
     return {"result": "right" if same else "wrong", "reason": None if same else reason}
 
 
 def _contestants(kernels: Sequence[str], device: str) -> list[peers.Contestant]:
     """The plain call, the kernels, and the peers that are there."""
-    every = tuple(CASES)
+    every = tuple(TIMED)
     found: list[peers.Contestant] = [
         peers.InJax(f"jattn {word}", peers.by_jattn(kernel_of(word)), every, linear=every) for word in kernels
     ]
@@ -305,8 +280,7 @@ def ring(length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str
     divided = both(Ring(mesh, "sequence"), [jax.device_put(jnp.asarray(x, dtype), where) for x in arrays])
     whole = both("blockwise", [jnp.asarray(x, dtype) for x in arrays])
     ((_, out), gradients), ((_, one), exact) = jax.device_get(divided(1)), jax.device_get(whole(1))
-    errors = [error(out, one), *(error(x, y) / 4 for x, y in zip(gradients, exact, strict=True))]
-    off = max(errors) / (1e-5 if dtype == jnp.float32 else 2e-2)
+    off = max(largest_error(out, one), largest_error(gradients, exact) / 4) / (1e-5 if dtype == jnp.float32 else 2e-2)
     found = _timed({"ring": divided, "one device": whole}, seconds)
     result, reason = ("right", None) if off <= 1.0 else ("wrong", f"off by {off:.3g} times the tolerance")
     return found | {"result": result, "reason": reason, "devices": devices}

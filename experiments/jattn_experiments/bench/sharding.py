@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import masks, sharding
 from jattn.sharding import LAYOUTS, ring_blocks
+from jattn.testing._ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.cases import Plan
 from jattn_experiments.bench.hlo import collectives
-from jattn_experiments.bench.ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
 from jattn_experiments.bench.tables import Asked, asked_table, listed, report, table
 

@@ -1,6 +1,6 @@
 """``"pallas_gpu"``: our own GPU kernels, for any mask and score function of elementwise operations.
 
-This file is what the kernels refuse; they are in ``kernel.py`` and ``reduction.py``, on top of ``pipeline.py`` (the
+This file is what the kernels refuse; they are in ``passes.py`` and ``row_sums.py``, on top of ``pipeline.py`` (the
 loop over blocks), ``tile.py`` (the scores of a tile) and ``schedule.py`` (the lists of blocks).
 """
 

@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Bool
 
 from jattn._blocks.plan import block_table
+from jattn._blocks.reduction import Reduction
 from jattn._mods.arrays import namespace
-from jattn.kernels import Reduction
 from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, SHARED, STAGES, TRANSFORMS, Step
-from jattn.kernels.pallas_gpu.reduction import Values
+from jattn.kernels.pallas_gpu.row_sums import Values
 from jattn.kernels.pallas_gpu.schedule import ROWS, row_lists
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Tile
 from jattn.kernels.pallas_tiles import Ref

@@ -150,7 +150,7 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
 
 
 @dataclasses.dataclass
-class Kernel:
+class MosaicKernel:
     """One kernel.
 
     Args:
@@ -264,7 +264,7 @@ class Kernel:
 class _At:
     """A kernel's body in one warpgroup."""
 
-    kernel: Kernel
+    kernel: MosaicKernel
     kept: dict[str, Ref]
     ins: Sequence[Ref]
     head: tuple[jax.Array, jax.Array]

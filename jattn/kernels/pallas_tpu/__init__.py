@@ -1,6 +1,6 @@
 """``"pallas_tpu"``: our own TPU kernels, for any mask and score function of elementwise operations.
 
-This file is what the kernels refuse; they are in ``kernel.py`` and ``reduction.py``, on top of ``pipeline.py`` (the
+This file is what the kernels refuse; they are in ``passes.py`` and ``block_sums.py``, on top of ``pipeline.py`` (the
 loops over blocks), ``tile.py`` (the scores of a tile), ``in_place.py`` (arrays read as they lie in memory) and
 ``schedule.py`` (the list of blocks).
 """
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jattn._blocks.block_lists import two_sizes
+from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import cdiv
-from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import PallasKernel
 from jattn.kernels.pallas_tpu.schedule import MOST, SMALL, TILE
 

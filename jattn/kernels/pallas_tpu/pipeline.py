@@ -20,7 +20,6 @@ from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU, in_place
 from jattn.kernels.pallas_tpu.schedule import LARGE, SMALL, TILE, Table, block_sizes, schedule, split_entry
 from jattn.kernels.pallas_tpu.tile import Operands, Scores
-from jattn.kernels.tuned import measured_sizes
 
 Result = tuple[str, jax.ShapeDtypeStruct]  # what it belongs to, as the kinds of ``Operands``, and its type
 Scratch = Sequence[tuple[tuple[int, ...], DTypeLike]]  # shapes and dtypes
@@ -95,17 +94,15 @@ class TPUPlan:
 def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:
     """The plan for blocks of these sizes, or of the default ones, in tiles of ``at_a_time`` queries, or of 128.
 
-    The default ones are large, as measured on the program's chip or else ``LARGE``. They are ``SMALL`` if that skips
-    enough of the matrix to pay off, as in ``jattn._blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in
-    float32 with more than 128 features.
+    The default ones are ``LARGE``. They are ``SMALL`` if that skips enough of the matrix to pay off, as in
+    ``jattn._blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more than 128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]
     tables, found = functools.partial(block_table, args), None
     if sizes is None:
         dim = args.query.shape[3] if args.value is None else max(args.query.shape[3], args.value.shape[3])
         wide = dim * args.query.dtype.itemsize > WIDE
-        large = block_sizes(T, S, SMALL) if wide else measured_sizes("pallas_tpu", args) or block_sizes(T, S, LARGE)
-        sizes, found = choose_size(tables, large, block_sizes(T, S, SMALL))
+        sizes, found = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
     found = tables(sizes) if found is None else found
     rows, columns = (count * size for count, size in zip(found[0].shape[1:], sizes, strict=True))
     at_a_time = TILE if sizes[0] % at_a_time else at_a_time

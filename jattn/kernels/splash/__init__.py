@@ -5,7 +5,7 @@ found by their log-sum-exp and replaced, and unseen keys and values are zeros. T
 rounded to its dtype before the kernel, as splash has no scale.
 
 Reverse mode runs splash's backward kernels; every other derivative is that of ``jattn.kernels.blockwise``. Masks are
-in ``masks.py``, the kernels in ``kernel.py``.
+in ``masks.py``, JAX's kernels in ``jax_splash.py``.
 """
 
 import contextlib
@@ -27,10 +27,9 @@ from jattn._blocks.block_lists import two_sizes
 from jattn._blocks.plan import describe_work
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import cdiv, mod_semantics, pad_end
-from jattn.kernels import Kernel, Results
+from jattn.kernels.kernel import Kernel, Results
 from jattn.kernels.pallas_tpu.schedule import TILE, block_sizes
 from jattn.kernels.splash.masks import SplashPlan, head_masks, ids_of, mask_reason, seen_keys
-from jattn.kernels.tuned import measured_sizes
 from jattn.score_mods import SoftCap
 
 LARGEST_BLOCK = 512
@@ -111,7 +110,7 @@ class Splash(Kernel):
     @property
     def _kernel(self) -> ModuleType:
         """Imported when first used: it takes a fifth of a second."""
-        return importlib.import_module("jattn.kernels.splash.kernel")
+        return importlib.import_module("jattn.kernels.splash.jax_splash")
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         plan = self._plan(args)
@@ -173,8 +172,7 @@ def _plan(args: AttentionArgs, settings: Splash) -> SplashPlan:
 
 def _block_sizes(args: AttentionArgs, settings: Splash) -> tuple[int, int]:
     (_, T, _, H), S = args.query.shape, args.key.shape[1]
-    sizes = settings.block_sizes or measured_sizes("splash", args)
-    return sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
+    return settings.block_sizes or default_block_sizes(T, S, max(H, args.value.shape[-1]))
 
 
 def _soft_cap(args: AttentionArgs) -> float | None:

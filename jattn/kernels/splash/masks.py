@@ -26,7 +26,7 @@ from jattn._mods.lookup import ranks
 from jattn._mods.mask import conjuncts
 from jattn._mods.pytree import known
 from jattn._mods.tile_function import NotElementwise, make_tile_function
-from jattn.kernels import Unsupported
+from jattn.kernels.interface import Unsupported
 from jattn.masks import And, MaskFunction, Not, Or, Padding, Segments, interval
 
 

@@ -1,68 +1,59 @@
 """``pallas_gpu`` in Pallas' interpreter, whose callbacks have no place in a deferred operation."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from jattn._core.shard import on_each_device
+from jattn._blocks.reduction import Reduction
+from jattn._core.arguments import AttentionArgs
 from jattn._core.vmap import canonical
-from jattn.kernels import Unsupported
 from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.kernel import Results
 from jattn.kernels.pallas_gpu import PallasGPU
 
 
-class Interpreted:
-    """An ``implementation=`` that runs the kernels of ``pallas_gpu`` on a CPU and looks for races.
+@dataclasses.dataclass(frozen=True)
+class Interpreted(PallasGPU):
+    """``implementation=``: the kernels of ``pallas_gpu`` on a CPU, looking for races.
 
     Derivatives with respect to query, key and value are the kernels', others are blockwise's, as in ``pallas_gpu``.
     """
 
-    dtypes = PallasGPU.dtypes
-
-    def _settings(self) -> PallasGPU:
+    def _on_cpu(self) -> PallasGPU:
         from jax.experimental.pallas import mosaic_gpu  # JAX 0.10 has no such interpreter
 
         return PallasGPU(mosaic_gpu.InterpretGPUParams(detect_races=True))
 
-    def slots(self, length: Any) -> None:
-        return None
+    def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
+        return self._on_cpu().reduce("cpu", canonical(args), reduction)
 
-    def fold(self, args: Any, fold: Any) -> Any:
-        return self._settings().reduce("cpu", canonical(args), fold)
-
-    def map_parts(self, fn: Any, args: Any, out_axes: Any, *extra: Any) -> Any:
-        return on_each_device(fn, args, out_axes, *extra)
-
-    def unsupported_reason(self, args: Any) -> str | None:
-        return PallasGPU().unsupported_reason(args)
-
-    def run(self, args: Any) -> Any:
-        reason = self.unsupported_reason(args)
-        if reason is not None:
-            raise Unsupported(reason)
-        settings = self._settings()
+    def _run(self, args: AttentionArgs) -> tuple[Array, Array]:
+        kernel = self._on_cpu()
         leaves, structure = jax.tree.flatten(canonical(args))
         floats = [n for n, x in enumerate(leaves) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)]
 
-        def of(arrays: Any) -> Any:
+        def of(arrays: Sequence[Array]) -> AttentionArgs:
             return structure.unflatten([dict(zip(floats, arrays, strict=True)).get(n, x) for n, x in enumerate(leaves)])
 
         @jax.custom_vjp
-        def compute(*arrays: Any) -> Any:
-            out, lse, seen = settings.forward("cpu", of(arrays))
+        def compute(*arrays: Array) -> tuple[Array, Array, Array, Array]:
+            out, lse, seen = kernel.forward("cpu", of(arrays))
             return out, jnp.where(seen > 0.0, lse, -jnp.inf), lse, seen
 
-        def compute_forward(*arrays: Any) -> Any:
+        def compute_forward(*arrays: Array) -> tuple[tuple, tuple]:
             results = compute(*arrays)
             return results, (arrays, results)
 
-        def compute_backward(kept: Any, cotangents: Any) -> Any:
+        def compute_backward(kept: tuple[Sequence[Array], tuple], cotangents: Sequence[Array]) -> tuple[Array, ...]:
             (arrays, (out, lse, row_max, seen)), (d_out, d_lse, *_) = kept, cotangents
+            results: Results = out, row_max, seen
             wide = [d_out.astype(jnp.float32), jnp.where(lse == -jnp.inf, 0.0, d_lse)]  # of a row_sum of 1
-            by_kernels = settings.backward("cpu", of(arrays), (out, row_max, seen), wide)
+            by_kernels = kernel.backward("cpu", of(arrays), results, wide)
             _, pull = jax.vjp(lambda *others: Blockwise().run(of((*arrays[:3], *others))), *arrays[3:])
-            return *by_kernels, *pull(cotangents[:2])
+            return *by_kernels, *pull((d_out, d_lse))
 
         compute.defvjp(compute_forward, compute_backward)
         return compute(*(leaves[n] for n in floats))[:2]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jattn._blocks.reduction import Reduction
 from jattn._mods.tile_function import KEY, QUERY
-from jattn.kernels import Reduction
-from jattn.kernels.pallas_gpu.pipeline import Kernel, Step, Steps, full
+from jattn.kernels.pallas_gpu.pipeline import MosaicKernel, Step, Steps, full
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Place, Tile
 from jattn.kernels.pallas_tiles import Ref
@@ -90,4 +90,4 @@ def _sums(
 
     steps = Steps(start, add, finish)
     vectors = len(names) + count
-    return Kernel(plan, values.scores, steps, [rows], [columns], [], vectors, each_head=plan.by_key).call()[1]
+    return MosaicKernel(plan, values.scores, steps, [rows], [columns], [], vectors, each_head=plan.by_key).call()[1]

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 
 from jattn._blocks.backward import of_sums
 from jattn._blocks.online_softmax import log_sum_exp
+from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
-from jattn.kernels import Reduction, Results
+from jattn.kernels.kernel import Results
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu import PallasTPU
+from jattn.kernels.pallas_tpu.block_sums import reduce_blocks
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call, make_plan
-from jattn.kernels.pallas_tpu.reduction import reduce_blocks
 from jattn.kernels.pallas_tpu.schedule import SMALL, TILE, WIDE_TILE, block_sizes
 from jattn.kernels.pallas_tpu.tile import Scores, Tile
 

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jattn._blocks.reduction import Reduction
 from jattn._mods.arrays import pad_end
-from jattn.kernels import Reduction
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call
 from jattn.kernels.pallas_tpu.schedule import TILE

@@ -15,14 +15,15 @@ import jax.numpy as jnp
 
 from jattn._blocks.backward import of_sums
 from jattn._blocks.plan import visibility
+from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import cdiv, pad_end
 from jattn._mods.tile_function import QUERY
-from jattn.kernels import Reduction, Results
+from jattn.kernels.kernel import Results
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_gpu.diagonals import sum_diagonals
-from jattn.kernels.pallas_gpu.pipeline import WIDTH, Kernel, Step, Steps, full, zeros
-from jattn.kernels.pallas_gpu.reduction import BLOCK, reduce_rows
+from jattn.kernels.pallas_gpu.pipeline import WIDTH, MosaicKernel, Step, Steps, full, zeros
+from jattn.kernels.pallas_gpu.row_sums import BLOCK, reduce_rows
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.split_kv import choose_num_splits, merge_splits, pack_gqa, unpack_gqa
 from jattn.kernels.pallas_gpu.tile import LOG2E, GPUPlan, Place, Tile, make_plan
@@ -94,7 +95,7 @@ def forward(args: AttentionArgs, settings: PallasGPU) -> Results:
         return [acc * _across(1.0 / sums, acc)], [lse]
 
     steps = Steps(start, add, finish, pingpong=rows > ROWS)
-    (out,), (lse,) = Kernel(plan, plan.scores(), steps, [q], [k, v], [v.shape[3]], vectors=1).call()
+    (out,), (lse,) = MosaicKernel(plan, plan.scores(), steps, [q], [k, v], [v.shape[3]], vectors=1).call()
     if num_splits > 1:
         out, lse = merge_splits(out, lse, num_splits, rows)
     lse = jnp.transpose(lse[:, :, :grouped], (0, 2, 1))
@@ -154,7 +155,7 @@ def _d_query(
     def finish(place: Place, carry: tuple) -> tuple:
         return [carry[0] * place.scale], []
 
-    return Kernel(plan, scores, Steps(start, add, finish), [q, d_acc], [k, v], [q.shape[3]]).call()[0][0]
+    return MosaicKernel(plan, scores, Steps(start, add, finish), [q, d_acc], [k, v], [q.shape[3]]).call()[0][0]
 
 
 def _d_key_and_value(
@@ -188,7 +189,7 @@ def _d_key_and_value(
         return [*(carry[:1] if of == "value" else [carry[0] * place.scale]), *carry[1:]], []
 
     rows = [k] if of == "value" else [k, v]
-    return Kernel(plan, scores, Steps(start, add, finish), rows, [q, d_acc], sizes).call()[0]
+    return MosaicKernel(plan, scores, Steps(start, add, finish), rows, [q, d_acc], sizes).call()[0]
 
 
 def _d_scores(step: Step, slope: jax.Array, d_weight: jax.Array) -> jax.Array:

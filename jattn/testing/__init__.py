@@ -1,0 +1,13 @@
+"""The conformance table, to which you hold a kernel of your own: values, log-sum-exp and gradients in float64.
+
+Every implementation of jattn passes it. ``check`` runs it, with or without pytest; as one test for each case::
+
+    @pytest.mark.parametrize("name", jattn.testing.CASES)
+    def test_my_kernel(name):
+        jattn.testing.check(MyKernel(), {name: jattn.testing.CASES[name]})
+"""
+
+from jattn.testing._cases import AT_SIZE, CASES, Case
+from jattn.testing._check import Outcome, check, examine
+
+__all__ = ["AT_SIZE", "CASES", "Case", "Outcome", "check", "examine"]
