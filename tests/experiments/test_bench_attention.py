@@ -558,7 +558,7 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
     [
         (
             "--suite all",
-            "--suite: expected one of attention, bundles, chip, chips, dispatch, imports, language, layers, looking, pods, "
+            "--suite: expected one of attention, chip, chips, dispatch, imports, language, layers, looking, pods, "
             "reports, sharding, got 'all'",
         ),
         (

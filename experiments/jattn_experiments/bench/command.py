@@ -14,7 +14,6 @@ from jattn_experiments.runs.terminal import fail
 # The suites, one file each, and the options that they take.
 SUITES = {
     "attention": ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw"),
-    "bundles": ("out", "resume", "redraw"),
     "chip": ("kernels", "minutes", "out", "resume", "redraw"),
     "chips": ("cells", "out", "resume", "redraw"),
     "dispatch": ("out",),
@@ -62,7 +61,6 @@ def _folder(options: Any) -> Path | str:
         "attention": attention,
         "chips": "" if options.cells else "chips",
         "pods": "pods",
-        "bundles": "bundles",
     }.get(options.suite)
     return RESULTS / f"{kept}-{datetime.date.today()}" if kept else "runs/bench"
 
@@ -99,7 +97,7 @@ def _parser() -> config.Parser:
         "--suite",
         type=str,
         default="attention",
-        help="attention; bundles: code of TPU kernels; chip: all on the accelerator here; chips: compiled for TPUs and "
+        help="attention; chip: all on the accelerator here; chips: compiled for TPUs and "
         "GPUs; dispatch: short calls; imports: beside JAX and Flax; language: SmolLM2 beside transformers; layers: "
         "Flax's modules and torch's; looking: statistics; pods: rings compiled for TPUs; reports: pages of heads; "
         "sharding: rings",
