@@ -49,9 +49,9 @@ def layers(document: str) -> list[list[str]]:
     return [line.split(maxsplit=1)[1].split(" < ") for line in block(document, "layers")]
 
 
-def allowed_imports(document: str) -> dict[str, str]:
-    """The packages and files of experiments, each with what it may import."""
-    return dict(line.partition(":")[::2] for line in block(document, "experiments"))
+def allowed_imports(document: str, language: str = "experiments") -> dict[str, str]:
+    """The packages and files of experiments, or of "tools", each with what it may import."""
+    return dict(line.partition(":")[::2] for line in block(document, language))
 
 
 def steps(document: str) -> list[tuple[str, str]]:

@@ -4,7 +4,8 @@ Both tables are in docs/architecture.md. The modules of jattn are listed by laye
 import modules of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle.
 Imports inside functions and for type checking count as well, since they are dependencies too.
 
-The packages of jattn_experiments are listed with what each may import. Import cycles are forbidden there, too.
+The packages of jattn_experiments are listed with what each may import. Import cycles are forbidden there, too, and in
+tools, which nothing imports.
 """
 
 import ast
@@ -16,6 +17,7 @@ import pytest
 
 JATTN = Path(__file__).parents[1] / "jattn"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "jattn_experiments"
+TOOLS = Path(__file__).parents[1] / "tools"
 DOCS = Path(__file__).parents[1] / "docs"
 
 # The script that draws the tables also reads them.
@@ -63,7 +65,7 @@ def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
             continue
         for line, name in imports(file, package):
             top, _, rest = name.partition(".")
-            if top in ("jattn_experiments", "tests"):
+            if top in ("jattn_experiments", "tests", "tools"):
                 found.append(f"{path}:{line}: imports {name}, which is not part of the library")
             if top != package.name:
                 continue
@@ -89,11 +91,24 @@ def outside_the_table(package: Path, allowed: dict[str, str]) -> list[str]:
             continue
         known = [*targets.split(), *([folder] if module not in allowed or module == folder else [])]
         for line, imported in imports(file, package):
-            if imported.partition(".")[0] in (package.name, "tests"):
+            if imported.partition(".")[0] in (package.name, "tests", "tools"):
                 target = (_longest(imported, files) or imported).removeprefix(f"{package.name}.")
                 if not any(f"{target}.".startswith(f"{one}.") for one in known):
                     found.append(f"{module}:{line}: imports {imported}; {module} may import {', '.join(known)}")
     return found + cycles(package, files)
+
+
+def above_the_tools(package: Path, allowed: str) -> list[str]:
+    """Every import of this repository in ``package`` that is neither its own nor ``allowed``, one message each."""
+    files, known = modules(package), (package.name, *allowed.split())
+    wrong = [
+        f"{name}:{line}: imports {imported}; {package.name} may import {allowed}"
+        for name, file in files.items()
+        for line, imported in imports(file, package)
+        if imported.partition(".")[0] in ("jattn", "jattn_experiments", "tests", "tools")
+        and not any(f"{imported}.".startswith(f"{one}.") for one in known)
+    ]
+    return wrong + cycles(package, files)
 
 
 def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
@@ -130,6 +145,10 @@ def test_experiments_import_what_they_may():
     assert not outside_the_table(EXPERIMENTS, ALLOWED)
 
 
+def test_tools_import_what_they_may():
+    assert not above_the_tools(TOOLS, drawing.allowed_imports(DOCUMENT, "tools")["tools"])
+
+
 def test_the_drawing_is_that_of_the_tables():
     assert (DOCS / "architecture.svg").read_text(encoding="utf-8") == drawing.draw(DOCUMENT)
 
@@ -151,6 +170,7 @@ def test_the_folder_is_that_of_jattn():
 PLANTED_IN_JATTN = {
     "up, relative, in a function": ("numbers.py", "def f():\n    from . import modules"),
     "same row": ("api.py", "from .cache import Cache"),
+    "tools": ("arrays.py", "def f():\n    import tools.chips"),
     "cycle through a package's __init__": ("kernels/blocks.py", "from library.kernels import Block"),
 }
 
@@ -183,6 +203,7 @@ PLANTED_IN_EXPERIMENTS = {
     "in a function": ("data/copy.py", "def f():\n    from library.model import layers"),
     "a file of a package that is closed": ("run.py", "from library.model.layers import Layer"),
     "cycle in a package": ("data/draw.py", "from library.data.copy import Batch"),
+    "tools": ("data/load.py", "def f():\n    from tools.chips import SUITE"),
 }
 
 
@@ -208,3 +229,18 @@ def test_a_planted_import_outside_the_table_is_caught(tmp_path, path, code):
 
     (package / path).write_text(code)
     assert len(outside_the_table(package, allowed)) == 1, outside_the_table(package, allowed)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["def f():\n    from jattn_experiments.train import Setup", "import tests.reference", "from tools import write"],
+)
+def test_a_planted_import_above_the_tools_is_caught(tmp_path, code):
+    package = tmp_path / "tools"
+    package.mkdir()
+    (package / "read.py").write_text("import os\nimport jattn.masks\nfrom jattn_experiments.bench import suite")
+    (package / "write.py").write_text("from tools import read")
+    assert above_the_tools(package, "jattn jattn_experiments.bench") == []
+
+    (package / "read.py").write_text(code)
+    assert len(above_the_tools(package, "jattn jattn_experiments.bench")) == 1

@@ -1,4 +1,4 @@
-"""The attention and dispatch benchmarks: their arithmetic on made-up numbers, and whole runs on tiny problems."""
+"""The attention benchmark: its arithmetic on made-up numbers, and whole runs on tiny problems."""
 
 import ast
 import importlib.metadata
@@ -20,7 +20,6 @@ from jattn_experiments.bench import (
     attention_figure,
     attention_tables,
     cases,
-    dispatch,
     peers,
     tables,
     timing,
@@ -29,7 +28,6 @@ from jattn_experiments.bench.attention import SUITE
 from jattn_experiments.bench.cases import CASES, PASSES, Plan, Problem
 from jattn_experiments.bench.probe import probe
 from jattn_experiments.bench.suite import Refused, Results, Suite
-from jattn_experiments.runs.folder import RESULTS
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
 without_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="there may be a TPU")
@@ -541,25 +539,12 @@ def test_a_process_that_fails_says_why():
         probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")
 
 
-@pytest.mark.slow
-def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_experiments_run):
-    monkeypatch.setattr(dispatch, "LENGTHS", (8,))
-    monkeypatch.setattr(dispatch, "SECONDS", 1e-3)
-    assert run_main(["bench", "--suite", "dispatch", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("| 8 |") == 4
-    committed = next(RESULTS.glob("cpu-*/dispatch.json"))
-    found, before = (json.loads(file.read_text()) for file in (tmp_path / "dispatch.json", committed))
-    assert found.keys() == before.keys() and found["rows"][0].keys() == before["rows"][0].keys()
-    assert found["environment"].keys() == before["environment"].keys()
-
-
 @pytest.mark.parametrize(
     "options, said",
     [
         (
             "--suite all",
-            "--suite: expected one of attention, chip, chips, dispatch, imports, language, layers, looking, pods, "
-            "reports, sharding, got 'all'",
+            "--suite: expected one of attention, chip, language, layers, looking, reports, got 'all'",
         ),
         (
             "--peers jax,flax",
@@ -581,7 +566,6 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
         ("--batch 0", "--batch: expected >= 1, got 0"),
         ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds"),
         ("--redraw", "--out: expected a folder with attention.json, got "),
-        ("--suite dispatch --lengths 8", "--lengths: --suite dispatch takes only --out"),
     ],
 )
 def test_bad_options_are_named_in_one_line(options, said, tmp_path, capsys):

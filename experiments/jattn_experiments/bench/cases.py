@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Plan:
     """What one run measures.
 
     ``seconds``: the time that one row's calls take, all contestants together. ``batch``: B of the attention suite's
-    problems. ``cells``: of the chips suite, ``kernels``: of the chip suite, both unparsed. ``minutes``: of the latter.
+    problems. ``kernels``: of the chip suite, ``cells``: of ``tools``, both unparsed. ``minutes``: of the former.
     """
 
     out: Path
@@ -100,34 +101,34 @@ class Plan:
     minutes: float = 8.0
 
     @classmethod
-    def read(
-        cls, out: Path, device: str, seconds: float, cells: str = "", batch: int = 1, kernels: str = "",
-        minutes: float = 8.0, **lists: str,
-    ) -> "Plan":  # fmt: skip
-        """Parses command-line options; lists are separated by commas.
+    def read(cls, out: Path, **options: Any) -> "Plan":
+        """Parses options of the command line; lists are separated by commas.
 
         Raises:
             ValueError: an option is invalid; one line that names it.
         """
-        known = {"peers": PEERS, "cases": tuple(CASES), "parts": PARTS}
-        chosen: dict[str, tuple] = {}
-        for option, text in lists.items():
-            words = [word.strip() for word in text.split(",") if word.strip()]
-            if option == "lengths":
-                good, expected = words and all(w.isdecimal() and int(w) > 1 for w in words), "whole numbers above 1"
-                chosen[option] = tuple(sorted({int(w) for w in words})) if good else ()
-            else:
-                good, expected = words and set(words) <= set(known[option]), f"some of {', '.join(known[option])}"
-                chosen[option] = tuple(name for name in known[option] if name in words)
-            if not good:
-                raise ValueError(f"--{option}: expected {expected}, separated by commas, got {text!r}")
-        if device not in DTYPES:
-            raise ValueError(f"--device: expected one of {', '.join(DTYPES)}, got {device!r}")
-        if not seconds > 0:
-            raise ValueError(f"--seconds: expected > 0, got {seconds}")
-        if batch < 1:
-            raise ValueError(f"--batch: expected >= 1, got {batch}")
-        if not minutes > 0:
-            raise ValueError(f"--minutes: expected > 0, got {minutes}")
-        own = {"cells": cells, "batch": batch, "kernels": kernels, "minutes": minutes}
-        return cls(out, device, seconds=seconds, **own, **chosen)
+        for name, known in {"peers": PEERS, "lengths": None, "cases": tuple(CASES), "parts": PARTS}.items():
+            if name in options:
+                options[name] = _words(name, options[name], known)
+        plan = cls(out, **options)
+        if plan.device not in DTYPES:
+            raise ValueError(f"--device: expected one of {', '.join(DTYPES)}, got {plan.device!r}")
+        if not plan.seconds > 0:
+            raise ValueError(f"--seconds: expected > 0, got {plan.seconds}")
+        if plan.batch < 1:
+            raise ValueError(f"--batch: expected >= 1, got {plan.batch}")
+        if not plan.minutes > 0:
+            raise ValueError(f"--minutes: expected > 0, got {plan.minutes}")
+        return plan
+
+
+def _words(option: str, text: str, known: Sequence[str] | None) -> tuple[Any, ...]:
+    """The words of a list in the order of ``known``, or where there is none, whole numbers that rise."""
+    words = {word.strip() for word in text.split(",") if word.strip()}
+    if known is None:
+        good, expected = all(word.isdecimal() and int(word) > 1 for word in words), "whole numbers above 1"
+    else:
+        good, expected = words <= set(known), f"some of {', '.join(known)}"
+    if not (words and good):
+        raise ValueError(f"--{option}: expected {expected}, separated by commas, got {text!r}")
+    return tuple(sorted(map(int, words)) if known is None else (word for word in known if word in words))

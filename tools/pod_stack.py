@@ -18,7 +18,7 @@ from jattn._core.attention import NAMES
 from jattn.multi_head import attend_heads
 from jattn.positions import Rotary
 from jattn.sharding import Ring
-from jattn_experiments.bench.chip_compiler import devices
+from tools.chip_compiler import devices
 
 LAYERS, MODEL, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 4096, 32, 8, 128, 11008
 AXES = ("data", "heads", "sequence")

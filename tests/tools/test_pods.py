@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jattn.sharding import to_zigzag
-from jattn_experiments.__main__ import main
-from jattn_experiments.bench import chips, pod_arithmetic, pod_compiler, pods
-from jattn_experiments.bench.pod_arithmetic import FLOPS, HBM, LINK, PASSES, Program, hop
-from jattn_experiments.bench.pod_stack import Stack
-from jattn_experiments.bench.pods import SUITE, Sizes
 from jattn_experiments.bench.suite import Results, Row
+from tools import chips, pod_arithmetic, pod_compiler, pods
+from tools.__main__ import main
+from tools.pod_arithmetic import FLOPS, HBM, LINK, PASSES, Program, hop
+from tools.pod_stack import Stack
+from tools.pods import SUITE, Sizes
 
 MIB = 2**20
 KEYS = 2 * 8 * 128 * 16384 * 2  # bytes of the keys and values of a chip with 16384 tokens
@@ -261,7 +261,7 @@ def test_each_program_has_a_process_of_its_own(monkeypatch):
         closed = 0
 
         def __init__(self, module):
-            assert module == "jattn_experiments.bench.pod_compiler"
+            assert module == "tools.pod_compiler"
 
         def __call__(self, **cell):
             return {"result": "compiled", "cell": cell}
@@ -277,8 +277,8 @@ def test_each_program_has_a_process_of_its_own(monkeypatch):
 
 def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "--suite", "pods", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --suite pods: expected libtpu, the TPU's compiler, found none; ")
+    assert main(["pods", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: suite pods: expected libtpu, the TPU's compiler, found none; ")
 
 
 @pytest.mark.slow

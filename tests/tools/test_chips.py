@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn_experiments.__main__ import main
-from jattn_experiments.bench import chip_compiler, chips
-from jattn_experiments.bench.chip_compiler import CASES, dense_arrays
-from jattn_experiments.bench.chips import AXES, SUITE, Sizes
+from jattn_experiments.__main__ import main as jattn_main
 from jattn_experiments.bench.suite import Refused, Results, Row
 from jattn_experiments.bench.worker import Worker
+from tools import chip_compiler, chips
+from tools.__main__ import main
+from tools.chip_compiler import CASES, dense_arrays
+from tools.chips import AXES, SUITE, Sizes
 
 LINEAR = """
   %p = bf16[1,64,2,16]{3,1,2,0:T(8,128)(2,1)} parameter(0)
@@ -233,7 +234,7 @@ def test_every_cell_gets_its_own_answer_and_is_compiled_once(monkeypatch):
 
 
 def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, capsys):
-    assert main(["bench", "--suite", "chips", "--cells", CELLS, "--out", str(tmp_path)]) == 1
+    assert main(["chips", "--cells", CELLS, "--out", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "fold v6e 64 8191 causal forward: compiled, 3.0 MiB, kernels: 1 (2.5 s)\n" in out
     assert "splash v5e 64 8191 causal forward: refused: no a|b (0 s)\n" in out
@@ -245,7 +246,7 @@ def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, cap
     assert "| function | 64 | 8191 | failed | failed | failed | failed |" in text
     assert "| refused | 8 | v5e 64 8191 causal forward | no a\\|b |" in text
     assert "| failed | 4 | v5e 64 8191 function forward | holds T * S elements: f32[9] |" in text
-    assert main(["bench", "--suite", "chips", "--redraw", "--out", str(tmp_path)]) == 1
+    assert main(["chips", "--redraw", "--out", str(tmp_path)]) == 1
     assert (tmp_path / "chips.md").read_text() == text
 
 
@@ -271,13 +272,24 @@ def test_a_cell_that_was_not_compiled_yet_is_a_dash():
 
 def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "--suite", "chips", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --suite chips: expected libtpu, the TPU's compiler, found none; ")
+    assert main(["chips", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: suite chips: expected libtpu, the TPU's compiler, found none; ")
 
 
-def test_options_of_other_suites_are_refused(capsys):
-    assert main(["bench", "--suite", "chips", "--lengths", "8"]) == 2
-    assert main(["bench", "--cells", "v5e"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[0] == "error: --lengths: --suite chips takes only --cells and --out and --resume and --redraw"
-    assert errors[1].startswith("error: --cells: --suite attention takes only --peers and ")
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("dispatch --cells v5e", "--cells: suite dispatch takes only --out"),
+        ("chip", "suite: expected one of chips, dispatch, imports, pods, sharding, got 'chip'"),
+        ("", "suite: expected one of chips, dispatch, imports, pods, sharding, got ''"),
+    ],
+)
+def test_what_a_suite_does_not_take_is_named_in_one_line(arguments, message, capsys):
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_benchmarks_of_users_do_not_run_tools(capsys):
+    assert jattn_main(["bench", "--suite", "chips"]) == 2
+    expected = "attention, chip, language, layers, looking, reports"
+    assert capsys.readouterr().err == f"error: --suite: expected one of {expected}, got 'chips'\n"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jattn_experiments.__main__ import main
-from jattn_experiments.bench import sharding
-from jattn_experiments.bench.sharding import SUITE
+from tools import sharding
+from tools.__main__ import main
+from tools.sharding import SUITE
 
 
 @pytest.mark.slow
@@ -33,5 +33,5 @@ def test_a_number_that_is_not_met_says_so():
 
 
 def test_bad_options_are_named_in_one_line(capsys):
-    assert main(["bench", "--suite", "sharding", "--seconds", "1"]) == 2
-    assert capsys.readouterr().err == "error: --seconds: --suite sharding takes only --out\n"
+    assert main(["sharding", "--resume"]) == 2
+    assert capsys.readouterr().err == "error: --resume: suite sharding takes only --out\n"

@@ -1,6 +1,6 @@
 """Compiles attention for TPUs and GPUs that are not there.
 
-In ``ENVIRONMENT``, ``python -m jattn_experiments.bench.chip_compiler`` reads cells from stdin, one JSON object a line,
+In ``ENVIRONMENT``, ``python -m tools.chip_compiler`` reads cells from stdin, one JSON object a line,
 and answers each with one line: what came of it. It is a process of its own because compilers read their environment
 when they are loaded, and one that aborts takes its process along. Nothing is executed.
 """
@@ -27,8 +27,8 @@ from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
 from jattn_experiments.bench.cases import CAP, WINDOW
-from jattn_experiments.bench.hlo import ARRAY, KERNEL
 from jattn_experiments.bench.worker import Worker, serve
+from tools.hlo import ARRAY, KERNEL
 
 # Without a TPU, libtpu must not ask the cloud which one there is, and another process may have it loaded, too.
 ENVIRONMENT = {
@@ -82,13 +82,16 @@ CASES = {
 }
 NUM_HEADS = 8
 LIMIT = 900.0  # seconds for one cell
+CHECKOUT = Path(__file__).parents[1]
 
 
 class Compiler(Worker):
     """The process that compiles; ``module`` serves."""
 
-    def __init__(self, module: str = __name__, limit: float = LIMIT):
-        super().__init__((sys.executable, "-m", module), ENVIRONMENT, limit)
+    def __init__(self, module: str = "tools.chip_compiler"):
+        # Workers run in another folder, where they would not find this package.
+        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        super().__init__((sys.executable, "-m", module), ENVIRONMENT | {"PYTHONPATH": path}, LIMIT)
 
 
 # What is known of a cell that was not compiled.

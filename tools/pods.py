@@ -15,9 +15,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jattn_experiments.bench import chips
-from jattn_experiments.bench.chip_compiler import Compiler
-from jattn_experiments.bench.pod_arithmetic import (
+from jattn_experiments.bench.suite import Job, Results, Row, Suite
+from jattn_experiments.bench.tables import Asked, asked_table, listed, report, short_number, table, worst
+from tools import chips
+from tools.chip_compiler import Compiler
+from tools.pod_arithmetic import (
     CASES,
     FLOPS,
     HBM,
@@ -29,9 +31,7 @@ from jattn_experiments.bench.pod_arithmetic import (
     Program,
     hop,
 )
-from jattn_experiments.bench.pod_stack import LAYERS, Stack
-from jattn_experiments.bench.suite import Job, Results, Row, Suite
-from jattn_experiments.bench.tables import Asked, asked_table, listed, report, short_number, table, worst
+from tools.pod_stack import LAYERS, Stack
 
 AXES = tuple(field.name for field in dataclasses.fields(Program))
 SHORT, LONG, LONGEST = 131072, 1048576, 8388608
@@ -87,7 +87,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 def compiled(program: Program | Stack) -> Mapping[str, Any]:
     """What came of it, in a fresh process."""
-    compiler = Compiler("jattn_experiments.bench.pod_compiler")
+    compiler = Compiler("tools.pod_compiler")
     try:
         return compiler(**dataclasses.asdict(program))
     finally:
@@ -222,7 +222,7 @@ def markdown(results: Results) -> str:
     return report(
         "# Rings on pods, as compiled",
         f"One layer's attention, {heads}, bfloat16, one sequence, over all chips of a topology. Nothing was executed: "
-        "no speed, no numbers. Each program was compiled in a fresh process. Written by `jattn bench --suite pods`.",
+        "no speed, no numbers. Each program was compiled in a fresh process. Written by `python -m tools pods`.",
         "## What was asked",
         asked_table(asked(results)),
         "## Memory and time",

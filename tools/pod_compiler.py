@@ -1,6 +1,6 @@
 """Compiles rings for pods that are not there.
 
-``python -m jattn_experiments.bench.pod_compiler`` is a process of its own, as ``chip_compiler`` is; a fresh one for
+``python -m tools.pod_compiler`` is a process of its own, as ``chip_compiler`` is; a fresh one for
 each program shows what memory that takes.
 """
 
@@ -14,12 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn.sharding import Ring
-from jattn_experiments.bench import pod_stack
-from jattn_experiments.bench.chip_compiler import devices, first_line, serve
-from jattn_experiments.bench.hlo import KERNEL, collectives, longest_gathered, permutes
-from jattn_experiments.bench.pod_arithmetic import HEAD_DIM, KV_HEADS, NUM_HEADS, WINDOW, Program
-from jattn_experiments.bench.pod_stack import Stack
 from jattn_experiments.bench.probe import peak_resident
+from tools import pod_stack
+from tools.chip_compiler import devices, first_line, serve
+from tools.hlo import KERNEL, collectives, longest_gathered, permutes
+from tools.pod_arithmetic import HEAD_DIM, KV_HEADS, NUM_HEADS, WINDOW, Program
+from tools.pod_stack import Stack
 
 
 def compiled(**cell: Any) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from typing import Any
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.cases import Plan
-from jattn_experiments.bench.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.tables import listed, report, table
+from tools.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
 
 # What names a cell. No value stands in two lists, so that --cells may mix them.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -63,7 +63,7 @@ def start(plan: Plan, suite: str = "chips") -> None:
     for module, whose in COMPILERS.items():
         if importlib.util.find_spec(module) is None:
             raise Refused(
-                f"--suite {suite}: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
+                f"suite {suite}: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
                 "under Python 3.12 or newer so does `pip install 'jattn[experiments,chips]'`"
             )
     timing.use("cpu")  # this process leaves a TPU alone, should there be one
@@ -170,7 +170,7 @@ def markdown(results: Results) -> str:
         "Each cell is one call of jattn, compiled by the chip's own compiler: libtpu, or XLA's and NVIDIA's for GPUs. "
         "Nothing was executed: this shows what compiles, what fits into VMEM or shared memory, and that no array has "
         "T * S elements; no speed and no numbers. Written by "
-        "`jattn bench --suite chips` (`make test-chips`).",
+        "`python -m tools chips` (`make test-chips`).",
         counts(results),
         "## The cases",
         listed({name: text for name, text in CASES.items() if name in _values(results.rows, "case")}),

@@ -24,10 +24,10 @@ from jattn import masks, sharding
 from jattn.sharding import LAYOUTS, ring_blocks
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.cases import Plan
-from jattn_experiments.bench.hlo import collectives
 from jattn_experiments.bench.ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
 from jattn_experiments.bench.tables import Asked, asked_table, listed, report, table
+from tools.hlo import collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def markdown(results: Results) -> str:
     length = results.about["sizes"]["length"]
     return report(
         "# Many devices, measured",
-        "On virtual CPU devices, so memory and numbers, no speed. Written by `jattn bench --suite sharding`.",
+        "On virtual CPU devices, so memory and numbers, no speed. Written by `python -m tools sharding`.",
         "## What was asked",
         asked_table(asked(results)),
         f"## Memory of each device: values and gradients of one causal call at n = {length}",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jattn_experiments.bench import hlo
-from jattn_experiments.bench.hlo import Permute
+from tools import hlo
+from tools.hlo import Permute
 
 # A ring of 8: four trips of a loop whose permute starts before the inner loop's product and ends after it, then one
 # that starts after all loops. A constant limit, one in the loop's state, and one that XLA has written down.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jattn_experiments.bench import imports
 from jattn_experiments.bench.suite import Failed
+from tools import imports
 
 
 @pytest.mark.slow

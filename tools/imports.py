@@ -59,7 +59,7 @@ def started(program: str) -> tuple[float, float]:
     """Seconds of wall time and of processor time of a fresh Python. Raises ``Failed`` if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[1], env=environment)
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[1]
 # JAX and its own requirements: the machine has them, in versions that fit its accelerator.
 WITH_JAX = {"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum"}
 SOURCE = (
