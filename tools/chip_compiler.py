@@ -26,7 +26,7 @@ from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
-from jattn_experiments.bench.cases import CAP, WINDOW
+from jattn_experiments.bench.problems import CAP, WINDOW
 from jattn_experiments.bench.worker import Worker, serve
 from tools.hlo import ARRAY, KERNEL
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn_experiments.bench import timing
-from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.markdown import document, listed, table
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
-from jattn_experiments.bench.tables import listed, report, table
 from tools.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
 
 # What names a cell. No value stands in two lists, so that --cells may mix them.
@@ -137,7 +137,7 @@ def _said(row: Row) -> str:
     if row["result"] != "compiled":
         return f"{row['result']}: {row['reason']}"
     kernels = f", kernels: {row['kernels']}" if row["kernels"] else ""
-    spills = f", spills: {row['spills']}" if row.found.get("spills") else ""
+    spills = f", spills: {row['spills']}" if row.values.get("spills") else ""
     return f"compiled, {_mebibytes(row)} MiB{kernels}{spills}"
 
 
@@ -181,7 +181,7 @@ def markdown(results: Results) -> str:
     for name in _values(results.rows, "implementation"):
         rows = results.of("cells", implementation=name)
         parts += [f"## {name}: temporaries, MiB", *_memory(rows), *_reasons(rows), *_spills(rows)]
-    return report(*parts, "## Compiled with", listed(results.about["environment"] | results.about["shape"]))
+    return document(*parts, "## Compiled with", listed(results.about["environment"] | results.about["shape"]))
 
 
 def _memory(rows: list[Row]) -> list[str]:
@@ -215,7 +215,7 @@ def _reasons(rows: list[Row]) -> list[str]:
 
 def _spills(rows: list[Row]) -> list[str]:
     """The cells whose kernels spill registers, with the bytes of a thread; nothing if none was asked about."""
-    asked = [row for row in rows if row.found.get("spills") is not None]  # earlier results have none
+    asked = [row for row in rows if row.values.get("spills") is not None]  # earlier results have none
     lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in asked if row["spills"]]
     if not asked:
         return []

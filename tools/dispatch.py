@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from jattn_experiments.bench import tables, timing
-from jattn_experiments.bench.cases import PASSES, Plan
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.markdown import document, table
+from jattn_experiments.bench.plan import Plan
+from jattn_experiments.bench.problems import PASSES
 from jattn_experiments.bench.suite import Job, Results, Suite
 
 LENGTHS = (64, 512)
@@ -61,7 +63,7 @@ def _finish(call: Callable, arrays: Sequence[jax.Array]) -> None:
     jax.block_until_ready(call(*arrays))
 
 
-def table(results: Results) -> str:
+def shown(results: Results) -> str:
     """The rows as a Markdown table."""
     lines = [
         [
@@ -74,14 +76,14 @@ def table(results: Results) -> str:
         ]
         for row in results.of("rows")
     ]
-    return tables.table(["T = S", "mask", "passes", "jattn µs", "jax.nn µs", "ratio"], lines)
+    return table(["T = S", "mask", "passes", "jattn µs", "jax.nn µs", "ratio"], lines)
 
 
 def markdown(results: Results) -> str:
     """``dispatch.md``."""
-    return tables.report(
+    return document(
         "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32.",
-        table(results),
+        shown(results),
         ", ".join(f"{name} {value}" for name, value in results.about["environment"].items()),
     )
 
@@ -91,6 +93,6 @@ SUITE = Suite(
     parts={"rows": ("length", "mask", "passes")},
     about=about,
     jobs=jobs,
-    shown=table,
+    shown=shown,
     markdown=markdown,
 )

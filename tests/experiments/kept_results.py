@@ -20,7 +20,7 @@ def check(suites: Mapping[str, Entry], file: Path, out: Path) -> None:
     """Asserts that a file is read, and that writing its results to the folder ``out`` changes nothing."""
     suite: Suite = importlib.import_module(suites[file.stem].module).SUITE
     results = suite.read(file.parent)
-    assert results.rows and all(row.found for row in results.rows)
+    assert results.rows and all(row.values for row in results.rows)
     keys = [(row.part, json.dumps(dict(row.key))) for row in results.rows]
     assert len(set(keys)) == len(keys), "two rows have the same key"
     suite.write(results, out)

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -19,14 +20,17 @@ from jattn_experiments.bench import (
     attention,
     attention_figure,
     attention_tables,
-    cases,
+    goals,
     peers,
-    tables,
+    plan,
+    problems,
     timing,
+    torch_peers,
 )
 from jattn_experiments.bench.attention import SUITE
-from jattn_experiments.bench.cases import CASES, PASSES, Plan, Problem
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.probe import probe
+from jattn_experiments.bench.problems import CASES, PASSES, Problem
 from jattn_experiments.bench.suite import Refused, Results, Suite
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
@@ -79,7 +83,7 @@ def row(case: str, length: int, passes: str = "forward", left_out=None, plain=No
 
 
 def answers(found: dict) -> dict[str, tuple[float | None, str]]:
-    return {one.question: (one.measured, one.answer) for one in attention_tables.asked(SUITE.parse(found))}
+    return {one.question: (one.measured, one.answer) for one in attention_tables.goals(SUITE.parse(found))}
 
 
 # ---- the work in a case
@@ -87,9 +91,9 @@ def answers(found: dict) -> dict[str, tuple[float | None, str]]:
 
 def visible(case: str, length: int) -> np.ndarray:
     q, kv = np.arange(length)[:, None], np.arange(length)[None, :]
-    ids = cases.document_ids(length)
+    ids = problems.document_ids(length)
     seen = {
-        "window": (kv <= q) & (kv >= q - cases.WINDOW),
+        "window": (kv <= q) & (kv >= q - problems.WINDOW),
         "segments": (kv <= q) & (ids[:, None] == ids[None, :]),
     }
     return np.broadcast_to(seen.get(case, True), (length, length))
@@ -97,7 +101,7 @@ def visible(case: str, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("case", ["full", "window", "segments"])
 def test_pairs_are_counted(case, monkeypatch):
-    monkeypatch.setattr(cases, "WINDOW", 7)
+    monkeypatch.setattr(problems, "WINDOW", 7)
     assert Problem(case, 40).pairs() == visible(case, 40).sum()
 
 
@@ -110,10 +114,10 @@ def test_operations_are_counted_as_usual():
 
 
 def test_documents_are_eight_and_in_order():
-    ids = cases.document_ids(512)
+    ids = problems.document_ids(512)
     assert ids.min() == 0 and ids.max() == 7 and (np.diff(ids) >= 0).all()
-    assert (ids == cases.document_ids(512)).all(), "contestants must get the same documents"
-    assert cases.document_ids(2).tolist() == [0, 1]
+    assert (ids == problems.document_ids(512)).all(), "contestants must get the same documents"
+    assert problems.document_ids(2).tolist() == [0, 1]
 
 
 def test_a_batch_is_of_different_sequences():
@@ -129,7 +133,7 @@ def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
     """The outputs, converted to ``[B,T,N,H]`` from the contestant's layout."""
     found = contestant.call(problem, passes)()
     found = [found] if passes == "forward" else list(found)
-    if isinstance(contestant, peers.InTorch):
+    if isinstance(contestant, torch_peers.InTorch):
         return [np.swapaxes(x.numpy(), 1, 2) for x in found]
     return [np.asarray(x) for x in found]
 
@@ -137,10 +141,10 @@ def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
 @pytest.mark.slow_except("full-forward", "softcap-both")
 @pytest.mark.parametrize("case, passes", [("full", "forward"), *((case, "both") for case in CASES)])
 def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experiments_run):
-    for module in (cases, peers):
+    for module in (problems, peers, torch_peers):
         monkeypatch.setattr(module, "WINDOW", 7)
     problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
-    jattn, *others = peers.contestants(cases.PEERS if case == "t5" else cases.PEERS[:3], "cpu")[0]
+    jattn, *others = peers.contestants(plan.PEERS if case == "t5" else plan.PEERS[:3], "cpu")[0]
     expected = computed(jattn, problem, passes)
     assert np.abs(expected[0]).max() > 1e-3
     for other in others:
@@ -155,13 +159,13 @@ def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_
     import torch
     from torch.nn.attention import flex_attention
 
-    for module in (cases, peers):
+    for module in (problems, peers, torch_peers):
         monkeypatch.setattr(module, "WINDOW", 7)
     monkeypatch.setattr(torch, "compile", lambda function: function)  # needs a C++ compiler
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
-    tensors = [x.detach() for x in peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
-    out = peers.torch_flex(problem, "cpu")(*tensors).numpy()
+    tensors = [x.detach() for x in torch_peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
+    out = torch_peers.torch_flex(problem, "cpu")(*tensors).numpy()
     expected = computed(peers.contestants((), "cpu")[0][0], problem, "forward")[0]
     np.testing.assert_allclose(np.swapaxes(out, 1, 2), expected, atol=2e-5)
 
@@ -169,7 +173,7 @@ def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_
 def test_a_peer_takes_part_where_it_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
-    by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
+    by_name = {one.name: one for one in peers.contestants(plan.PEERS, "cpu")[0]}
     assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn blockwise", "jattn avx2"]
     assert peers.contestants(("jattn-avx2",), "gpu")[0][1:] == []
     for device in "gpu", "tpu":
@@ -206,7 +210,7 @@ def test_on_a_cpu_the_peer_of_kernels_is_what_a_plain_call_is_without_the_packag
 def test_torch_and_tokamax_are_imported_where_they_are_asked_for():
     for file in Path(timing.__file__).parent.glob("*.py"):
         outside = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert not [node for node in outside if "torch" in ast.unparse(node) or "tokamax" in ast.unparse(node)], file
+        assert not [node for node in outside if re.match(r"(import|from) (torch|tokamax)\b", ast.unparse(node))], file
 
 
 # ---- in turn
@@ -372,9 +376,9 @@ def test_memory_and_compilation_are_judged():
 
 def test_nothing_is_asked_of_another_device():
     found = made_up(times=[row("full", 2048, jattn=1.0, jax_nn=1.0)])
-    assert attention_tables.asked(SUITE.parse(found))
+    assert attention_tables.goals(SUITE.parse(found))
     found["environment"]["device"] = "gpu: a GPU"
-    assert not attention_tables.asked(SUITE.parse(found)) and "What was asked" not in attention_tables.markdown(
+    assert not attention_tables.goals(SUITE.parse(found)) and "What was asked" not in attention_tables.markdown(
         SUITE.parse(found)
     )
 
@@ -489,10 +493,10 @@ def test_the_package_of_the_compiled_kernels_is_told(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jattn_native" else real(name))
     assert timing.native_version() == timing.machine()["jattn-native"] == "not installed"
-    assert not tables.has_native(timing.machine()) and not tables.has_native({})
+    assert not goals.has_native(timing.machine()) and not goals.has_native({})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 1.2")
-    assert timing.native_version() == "jattn-native 1.2" and tables.has_native({"jattn-native": "1.2"})
+    assert timing.native_version() == "jattn-native 1.2" and goals.has_native({"jattn-native": "1.2"})
 
 
 def test_the_command_says_who_is_missing(tmp_path, tiny, monkeypatch, capsys):

@@ -25,7 +25,7 @@ def made_up(**medians: float) -> dict:
 
 
 def test_goals_are_met_at_their_thresholds_and_not_beyond():
-    at = [one.answer for one in language.asked(SUITE.parse(made_up()))]
+    at = [one.answer for one in language.goals(SUITE.parse(made_up()))]
     beyond = made_up(float32=901.0, bfloat16=1002.0)
     beyond["once"] = {name: seconds * 1.01 for name, seconds in beyond["once"].items()}
     for row in beyond["prefill"]:
@@ -33,13 +33,13 @@ def test_goals_are_met_at_their_thresholds_and_not_beyond():
     (text,) = beyond["long"]
     text["medians"]["token"], text["seconds"]["statistics"], text["gib"]["statistics"] = 2.01e4, 241.0, 3.1
     assert at == ["met"] * 11
-    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 11
+    assert [one.answer for one in language.goals(SUITE.parse(beyond))] == ["not met"] * 11
 
 
 def test_prompts_are_asked_for_by_length_and_shown_where_they_are():
     found = made_up()
     del found["prefill"][0]
-    said = {one.question: one.answer for one in language.asked(SUITE.parse(found))}
+    said = {one.question: one.answer for one in language.goals(SUITE.parse(found))}
     question = "a prompt of {} tokens: time of transformers / time of jattn"
     assert said[question.format(2048)] == "not measured" and said[question.format(8192)] == "met"
     assert "| 8192 | 2.00 | 2.00 | 3 |" in language.markdown(SUITE.parse(found))

@@ -21,7 +21,7 @@ def made_up(**changed):
 
 
 def test_numbers_at_their_thresholds_are_met():
-    found = looking.asked(SUITE.parse(made_up()))
+    found = looking.goals(SUITE.parse(made_up()))
     assert [one.answer for one in found] == ["met"] * 5
     assert [round(one.measured, 6) for one in found] == [3.0, 1.3, 64.0, 0.0, 0.099]
 
@@ -29,7 +29,7 @@ def test_numbers_at_their_thresholds_are_met():
 def test_numbers_beyond_their_thresholds_are_not_met():
     worse = made_up(medians={FORWARD: 99.0, ALL: 300.0, ENTROPY: 130.0}, temporaries=65 * 2**20, matrix=True)
     worse["tracking"][0]["medians"][LOOKED] = 1101.0
-    assert not any(one.answer == "met" for one in looking.asked(SUITE.parse(worse)))
+    assert not any(one.answer == "met" for one in looking.goals(SUITE.parse(worse)))
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jattn_experiments.bench.cases import Plan
 from jattn_experiments.bench.command import SUITES
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Failed, Job, Refused, Suite
 from tests.experiments.kept_results import check, kept
 
@@ -64,4 +64,4 @@ def test_a_suite_that_fails_leaves_the_results_of_before(tmp_path):
 def test_sizes_are_those_of_the_command_line():
     plan = Plan(Path("out"), seconds=0.5)
     for name in ("layers", "looking"):
-        assert importlib.import_module(f"jattn_experiments.bench.{name}").SUITE.sizes(plan).seconds == 0.5
+        assert importlib.import_module(SUITES[name].module).SUITE.sizes(plan).seconds == 0.5

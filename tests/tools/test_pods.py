@@ -170,7 +170,7 @@ def good():
 
 
 def answers(*rows):
-    return {one.question: one for one in pods.asked(results(*rows))}
+    return {one.question: one for one in pods.goals(results(*rows))}
 
 
 def test_a_ring_as_it_should_be_meets_every_goal():
@@ -196,7 +196,7 @@ def test_a_ring_as_it_should_be_meets_every_goal():
 def test_a_goal_that_is_not_met_says_so(topology, passes, worse, missed):
     bad = ring(topology, passes).key
     found = answers(
-        *(dataclasses.replace(one, found={**one.found, **worse}) if one.key == bad else one for one in good())
+        *(dataclasses.replace(one, values={**one.values, **worse}) if one.key == bad else one for one in good())
     )
     assert [one for one in found if found[one].answer == "not met" and any(name in one for name in missed)]
     assert sum(one.answer == "not met" for one in found.values()) == len(missed)
@@ -218,7 +218,7 @@ def test_a_stack_that_gathers_a_sequence_or_is_too_large_says_so(worse, missed):
 
 
 def test_nothing_compiled_is_not_measured():
-    assert {one.answer for one in pods.asked(results())} == {"not measured"}
+    assert {one.answer for one in pods.goals(results())} == {"not measured"}
 
 
 def test_a_loop_of_unknown_length_leaves_the_bytes_unknown():
@@ -235,7 +235,7 @@ def test_the_report(tmp_path):
         Row("rings", dataclasses.asdict(Program("v5p:2x2x2", 8388608)), large),
         dataclasses.replace(row(Program("h100:1x1x8", 131072), [travels(2, KEYS, 7)]), part="gpus"),
         stack(longest_gathered=11008),
-        dataclasses.replace(stack(Stack("v5p:4x4x4", (1, 4, 16), 1, 1048576, "nothing")), found=large),
+        dataclasses.replace(stack(Stack("v5p:4x4x4", (1, 4, 16), 1, 1048576, "nothing")), values=large),
         Row("roofline", {"topology": "v5p:2x2x2", "length": 131072, "passes": "forward"}, hop(16384, "forward")),
     ]
     text = pods.markdown(results(*rows))
@@ -250,7 +250,7 @@ def test_the_report(tmp_path):
     assert "| v5p:4x4x4 | 2 x 2 x 16 | 2 | 1,048,576 | attention | 192 | 128 | 20,480 | 21.8 |" in text
     assert "| v5p:4x4x4 | 1 x 4 x 16 | 1 | 1,048,576 | nothing | too large |" in text
     assert pods.wrong(results(*rows)) is None
-    failed = dataclasses.replace(rows[1], found=large | {"result": "failed"})
+    failed = dataclasses.replace(rows[1], values=large | {"result": "failed"})
     assert pods.wrong(results(failed)) == f"1 of 1 programs failed; the first: {pods.line(failed)}"
     SUITE.write(results(*rows), tmp_path)
     assert pods.markdown(SUITE.read(tmp_path)) == text

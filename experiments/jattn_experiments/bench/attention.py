@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ import jax
 import numpy as np
 
 from jattn_experiments.bench import attention_figure, attention_tables, peers, timing
-from jattn_experiments.bench.cases import DTYPES, PASSES, PLAIN, Plan, Problem
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.probe import probe
+from jattn_experiments.bench.problems import DTYPES, PASSES, PLAIN, Problem
 from jattn_experiments.bench.suite import Job, Suite
 from jattn_experiments.runs.folder import RESULTS
 
@@ -37,10 +38,11 @@ MEASURED = ("full", "causal")  # the cases measured for memory and compilation
 
 def about(plan: Plan) -> dict[str, Any]:
     """The environment, the shape of the problems, and which peers are missing."""
-    contestants, missing = peers.contestants(tuple(plan.peers), plan.device)
-    shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": plan.batch}
-    found = {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
-    return found | {"before": last_kept(found["environment"], shape, plan.out)}
+    contestants, missing = peers.contestants(plan.peers, plan.device)
+    shape = {"num_heads": Problem.num_heads, "head_dim": Problem.head_dim, "batch": plan.batch}
+    here = environment(plan, [one.name for one in contestants])
+    before = last_kept(here, shape, plan.out)
+    return {"environment": here, "shape": shape, "missing": missing, "before": before}
 
 
 def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> dict[str, Any]:
@@ -57,27 +59,22 @@ def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> d
 
 def environment(plan: Plan, names: list[str]) -> dict[str, str]:
     """What is measured, and on what: versions, hardware, and a digest of jattn's source."""
-    about = timing.environment() | {"contestants": ", ".join(names), "jattn_source": timing.source_digest()}
-    about |= {
-        "cpu": timing.cpu_model(),
-        "vectors": timing.vectors(),
-        "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB",
-        "jattn-native": timing.native_version(),
-    }
-    return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
+    memory = f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"
+    here = timing.machine() | {"contestants": ", ".join(names), "memory": memory}
+    return here | peers.versions(plan.peers) | {"numpy": np.__version__}
 
 
 def jobs(plan: Plan) -> Iterator[Job]:
     """All jobs of the plan, part by part."""
-    contestants = peers.contestants(tuple(plan.peers), plan.device)[0]
-    makers = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
+    contestants = peers.contestants(plan.peers, plan.device)[0]
+    memory = timing.memory_bytes(plan.device) / 3  # what the scores of a peer may take
+    jobs_of = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
     for part in plan.parts:
-        yield from makers[part](plan, contestants)
+        yield from jobs_of[part](plan, contestants, memory)
 
 
-def _times(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _times(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
     """Short lengths first, so that a stopped run has most rows."""
-    memory = timing.memory_bytes(plan.device) / 3
     for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
         for passes in PASSES:
             problem = Problem(case, length, dtype, batch=plan.batch)
@@ -89,22 +86,21 @@ def time_row(
     problem: Problem, passes: str, contestants: list[peers.Contestant], memory: float, seconds: float
 ) -> dict[str, Any]:
     """Times all contestants that can do the problem in ``memory`` bytes, and the product of two matrices."""
-    calls: dict[str, Callable] = {}
+    calls: dict[str, timing.Call] = {}
     left_out = {}
     for contestant in contestants:
-        reason = peers.unsupported_reason(contestant, problem, memory)
-        if reason is None:
-            try:
-                call = contestant.call(problem, passes)
-                call()  # compiles
-                calls[contestant.name] = call
-            except Exception as error:
-                if contestant.name == "jattn":
-                    raise
-                reason = _first_line(error)
-        if reason is not None:
+        if reason := peers.unsupported_reason(contestant, problem, memory):
             left_out[contestant.name] = reason
-    plain = {}
+            continue
+        try:
+            call = contestant.call(problem, passes)
+            call()  # compiles
+            calls[contestant.name] = call
+        except Exception as error:
+            if contestant.name == "jattn":
+                raise
+            left_out[contestant.name] = _first_line(error)
+    plain: dict[str, timing.Call] = {}
     for contestant in contestants if problem.case in PLAIN else ():
         if contestant.name in calls and contestant.name.startswith("jattn"):
             beside = dataclasses.replace(problem, case=PLAIN[problem.case])
@@ -116,20 +112,26 @@ def time_row(
     every = [*calls.values(), *plain.values(), matrix]
     medians, rounds = timing.in_turn(every, seconds, least=ROUNDS, settle=SETTLE)
     *medians, product = (round(median, 2) for median in medians)
-    found: dict[str, Any] = {"medians": dict(zip(calls, medians, strict=False)), "left_out": left_out}
-    found |= {"plain": dict(zip(plain, medians[len(calls) :], strict=True))}
-    found |= {"rounds": rounds, "seconds": seconds}
-    return found | {"flops": problem.flops(passes), "matrix": product, "matrix_flops": 2.0 * MATRIX**3}
+    return {
+        "medians": dict(zip(calls, medians, strict=False)),
+        "left_out": left_out,
+        "plain": dict(zip(plain, medians[len(calls) :], strict=True)),
+        "rounds": rounds,
+        "seconds": seconds,
+        "flops": problem.flops(passes),
+        "matrix": product,
+        "matrix_flops": 2.0 * MATRIX**3,
+    }
 
 
-def matrix_product(dtype: str) -> Callable[[], Any]:
+def matrix_product(dtype: str) -> timing.Call:
     """A call of the product of two square matrices: the machine's current rate."""
     matrix = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype)
     product = jax.jit(lambda a, b: a @ b)
     return lambda: jax.block_until_ready(product(matrix, matrix))
 
 
-def _memory(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
     """Temporaries of one head; compiled but not run, so at any length."""
     for one, case, passes in itertools.product(contestants, _plain(plan), (*PASSES, "hvp")):
         for length in plan.lengths if isinstance(one, peers.InJax) else ():
@@ -151,39 +153,36 @@ def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[
     return {"bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _peak(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
     """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, if it fits."""
-    lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
+    longest = max((length for length in plan.lengths if length <= PEAK_LENGTH), default=PEAK_LENGTH)
     for one, case in itertools.product(contestants, _plain(plan)):
-        problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one), batch=plan.batch)
-        if peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
+        problem = Problem(case, longest, _dtype(plan, one), batch=plan.batch)
+        if peers.unsupported_reason(one, problem, memory) is None:
             key = {"contestant": one.name, "case": case, "length": problem.length}
             yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
 
 
 def _peak_bytes(plan: Plan, contestant: peers.Contestant, problem: Problem) -> dict[str, Any]:
-    ask = functools.partial(probe, "peak", plan.device, list(plan.peers), contestant.name, problem)
+    ask = functools.partial(probe, "peak", plan.device, plan.peers, contestant.name, problem)
     try:
         return {"bytes": ask("both") - ask("inputs")}
     except RuntimeError as error:
         return {"bytes": None, "reason": str(error)}
 
 
-def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _compile(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
     """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
     for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one), batch=plan.batch)
-        if (
-            isinstance(one, peers.InJax)
-            and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None
-        ):
+        if isinstance(one, peers.InJax) and peers.unsupported_reason(one, problem, memory) is None:
             key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
             yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
 
 
 def _compile_seconds(plan: Plan, contestant: peers.Contestant, problem: Problem, passes: str) -> dict[str, Any]:
-    ask = functools.partial(probe, "compile", plan.device, list(plan.peers), contestant.name, problem, passes)
+    ask = functools.partial(probe, "compile", plan.device, plan.peers, contestant.name, problem, passes)
     try:
         return {"seconds": statistics.median(ask() for _ in range(COMPILATIONS))}
     except RuntimeError as error:

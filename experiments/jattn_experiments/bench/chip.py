@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jattn_experiments.bench import chip_report, conformance
-from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.worker import Worker
 from jattn_experiments.runs.folder import write_atomically

@@ -24,9 +24,9 @@ from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 from jattn.sharding import Ring
 from jattn_experiments.bench import conformance, peers, timing
-from jattn_experiments.bench.cases import CASES, Problem
 from jattn_experiments.bench.conformance import Case, error, inputs, poisoned, reference, run, values_and_gradients
 from jattn_experiments.bench.interpreted import Interpreted
+from jattn_experiments.bench.problems import CASES, Problem
 from jattn_experiments.bench.worker import serve
 
 # Kernels of chips that a CPU interprets.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jattn_experiments import config
-from jattn_experiments.bench.cases import CASES, LENGTHS, PARTS, PEERS, Plan
+from jattn_experiments.bench.plan import OPTIONS, Plan, on_command_line
 from jattn_experiments.runs.folder import RESULTS
 from jattn_experiments.runs.terminal import fail
 
@@ -45,32 +45,9 @@ SUITES = {
     "attention": Entry("jattn_experiments.bench.attention", _ATTENTION, "calls beside their peers", _attention_folder),
     "chip": Entry("jattn_experiments.bench.chip", _CHIP, "all on the accelerator here", lambda options: "runs/chip"),
     "language": Entry("jattn_experiments.bench.language", ("out", "seconds"), "SmolLM2 beside transformers"),
-    "layers": Entry("jattn_experiments.bench.layers", ("device", "out", "seconds"), "Flax's modules and torch's"),
+    "layers": Entry("jattn_experiments.bench.flax_modules", ("device", "out", "seconds"), "Flax's modules and torch's"),
     "looking": Entry("jattn_experiments.bench.looking", ("device", "out", "seconds"), "statistics"),
-    "reports": Entry("jattn_experiments.bench.reports", ("out", "resume", "redraw"), "pages of heads"),
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "peers": {
-        "type": str,
-        "default": ",".join(PEERS[:3]),
-        "help": f"any of {', '.join(PEERS)}, beside a plain call of jattn",
-    },
-    "device": {"type": str, "default": "cpu", "help": "cpu, gpu or tpu"},
-    "lengths": {"type": str, "default": ",".join(map(str, LENGTHS)), "help": "T = S, each above 1"},
-    "batch": {"type": int, "default": 1, "help": "B of the problems"},
-    "cases": {"type": str, "default": ",".join(CASES), "help": "any of these"},
-    "parts": {"type": str, "default": ",".join(PARTS), "help": "what to measure: any of these"},
-    "cells": {"type": str, "default": "", "help": "of chips: any of their words, as v5e,128,causal"},
-    "kernels": {
-        "type": str,
-        "default": "",
-        "help": "of chip: any of jattn's implementations and module:object of one's own; by default the device's",
-    },
-    "minutes": {"type": float, "default": 8.0, "help": "of chip: how long it may take"},
-    "seconds": {"type": float, "default": 6.0, "help": "time per row, all contestants together"},
-    "out": {"type": str, "default": None, "help": "folder; by default one where results are kept"},
-    "resume": {"action": "store_true", "default": False, "help": "continue the results in --out"},
-    "redraw": {"action": "store_true", "default": False, "help": "redraw tables and figure from --out"},
+    "reports": Entry("jattn_experiments.bench.viewers", ("out", "resume", "redraw"), "pages of heads"),
 }
 
 
@@ -95,22 +72,23 @@ def _listed(suites: Mapping[str, Entry]) -> str:
 def _run_suite(parser: config.Parser, choice: str, suites: Mapping[str, Entry], arguments: Sequence[str]) -> int:
     """Adds the options of the suites to a parser and runs the suite that its argument ``choice`` names."""
     taken = {name for entry in suites.values() for name in entry.options}
-    for name, option in OPTIONS.items():
-        if name in taken:
-            parser.add_argument(f"--{name}", **option)
-    options = parser.parse_args(arguments)
+    for option in OPTIONS:
+        if option.name in taken:
+            parser.add_argument(f"--{option.name}", **on_command_line(option))
+    parser.add_argument("--out", type=str, default=None, help="folder; by default one where results are kept")
+    parser.add_argument("--resume", action="store_true", help="continue the results in --out")
+    parser.add_argument("--redraw", action="store_true", help="redraw tables and figure from --out")
+    options, defaults = parser.parse_args(arguments), parser.get_defaults()
     if options.suite not in suites:
         return fail(f"{choice}: expected one of {', '.join(suites)}, got {options.suite!r}")
     entry = suites[options.suite]
-    for name in (name for name in OPTIONS if name in taken and name not in entry.options):
-        if options[name] != OPTIONS[name]["default"]:
+    for name in defaults.keys():
+        if name not in ("suite", *entry.options) and options[name] != defaults[name]:
             others = " and ".join(f"--{name}" for name in entry.options)
             return fail(f"--{name}: {choice} {options.suite} takes only {others}")
-    fields = {field.name for field in dataclasses.fields(Plan)}
     try:
-        plan = Plan.read(
-            Path(options.out or entry.folder(options)), **{name: options[name] for name in taken & fields - {"out"}}
-        )
+        out = Path(options.out or entry.folder(options))
+        plan = Plan.read(out, **{option.name: options[option.name] for option in OPTIONS if option.name in taken})
     except ValueError as wrong:
         return fail(str(wrong))
     return _run(entry.module, plan, options.redraw, options.resume)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.config import differences
 from jattn_experiments.runs.folder import write_atomically
 
@@ -27,25 +27,25 @@ class Failed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. ``row[name]`` is a field of ``key`` or ``found``.
+    """One measurement. ``row[name]`` is a field of ``key`` or ``values``.
 
     Attributes:
         part: The list of results it belongs to.
         key: What was measured: a case, a length, a contestant, ...
-        found: The results: times, bytes, ...
+        values: The results: times, bytes, ...
     """
 
     part: str
     key: Mapping[str, Any]
-    found: Mapping[str, Any]
+    values: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        return self.key[name] if name in self.key else self.found[name]
+        return self.key[name] if name in self.key else self.values[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A row to measure: ``measure()`` returns ``found``, or None if this run has no time for it."""
+    """A row to measure: ``measure()`` returns ``values``, or None if this run has no time for it."""
 
     part: str
     key: Mapping[str, Any]
@@ -114,11 +114,11 @@ class Suite:
             task, left = progress.add_task("", total=len(jobs)), 0
             for job in jobs:
                 progress.update(task, description=" ".join(str(value) for value in (job.part, *job.key.values())))
-                found = job.measure()
-                if found is None:
+                values = job.measure()
+                if values is None:
                     left += 1
                     continue
-                row = Row(job.part, job.key, found)
+                row = Row(job.part, job.key, values)
                 results.rows.append(row)
                 if self.resumable:
                     self.write(results, out)
@@ -153,20 +153,20 @@ class Suite:
         except ValueError as wrong:
             raise Refused(f"--out: {file} is not valid JSON: {wrong}") from None
 
-    def parse(self, found: Mapping[str, Any]) -> Results:
+    def parse(self, contents: Mapping[str, Any]) -> Results:
         """The results in a parsed file."""
         rows = []
         for part, names in self.parts.items():
-            for one in found[part] if names else [found[part]]:
-                key = {name: one[name] for name in names}
-                rows.append(Row(part, key, {name: value for name, value in one.items() if name not in key}))
-        return Results({name: value for name, value in found.items() if name not in self.parts}, rows)
+            for fields in contents[part] if names else [contents[part]]:
+                key = {name: fields[name] for name in names}
+                rows.append(Row(part, key, {name: value for name, value in fields.items() if name not in key}))
+        return Results({name: value for name, value in contents.items() if name not in self.parts}, rows)
 
     def write(self, results: Results, out: Path) -> None:
         """Writes the results to ``out`` atomically."""
         lines = [f' "{name}": {json.dumps(value)}' for name, value in results.about.items()]
         for part, names in self.parts.items():
-            rows = [json.dumps({**row.key, **row.found}) for row in results.of(part)]
+            rows = [json.dumps({**row.key, **row.values}) for row in results.of(part)]
             listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
             lines.append(f' "{part}": {listed if names else rows[0]}')
         write_atomically(self._file(out), ("{\n" + ",\n".join(lines) + "\n}\n").encode())

@@ -1,9 +1,6 @@
-"""What the attention benchmark measures: the cases, and the work in each. Imports neither JAX nor peers."""
+"""The problems of the attention benchmark: the cases, and the work in each. Imports neither JAX nor peers."""
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,11 +16,8 @@ CASES = {
     "t5": f"T5's bias of {BUCKETS} buckets as `score_mod`, with the gradient of its table",
 }
 PLAIN = {"causal": "full", "window": "full", "alibi": "causal", "softcap": "full"}  # timed beside it, in one row
-LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PASSES = ("forward", "both")  # both: forward and backward, the gradient of sum(sin(out))
-PEERS = ("jax", "torch", "tokamax", "splash", "jattn-xla", "jattn-kernels", "jattn-avx2")
-PARTS = ("times", "memory", "peak", "compile")
-DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}
+DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32"), "tpu": ("bfloat16", "float32")}  # by device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,57 +72,3 @@ def document_ids(length: int) -> np.ndarray:
     rng = np.random.default_rng(1)
     cuts = np.sort(rng.choice(np.arange(1, length), min(DOCUMENTS, length) - 1, replace=False))
     return np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What one run measures.
-
-    ``seconds``: the time that one row's calls take, all contestants together. ``batch``: B of the attention suite's
-    problems. ``kernels``: of the chip suite, ``cells``: of ``tools``, both unparsed. ``minutes``: of the former.
-    """
-
-    out: Path
-    device: str = "cpu"
-    peers: Sequence[str] = PEERS[:3]
-    lengths: Sequence[int] = LENGTHS
-    cases: Sequence[str] = tuple(CASES)
-    parts: Sequence[str] = PARTS
-    seconds: float = 6.0
-    cells: str = ""
-    batch: int = 1
-    kernels: str = ""
-    minutes: float = 8.0
-
-    @classmethod
-    def read(cls, out: Path, **options: Any) -> "Plan":
-        """Parses options of the command line; lists are separated by commas.
-
-        Raises:
-            ValueError: an option is invalid; one line that names it.
-        """
-        for name, known in {"peers": PEERS, "lengths": None, "cases": tuple(CASES), "parts": PARTS}.items():
-            if name in options:
-                options[name] = _words(name, options[name], known)
-        plan = cls(out, **options)
-        if plan.device not in DTYPES:
-            raise ValueError(f"--device: expected one of {', '.join(DTYPES)}, got {plan.device!r}")
-        if not plan.seconds > 0:
-            raise ValueError(f"--seconds: expected > 0, got {plan.seconds}")
-        if plan.batch < 1:
-            raise ValueError(f"--batch: expected >= 1, got {plan.batch}")
-        if not plan.minutes > 0:
-            raise ValueError(f"--minutes: expected > 0, got {plan.minutes}")
-        return plan
-
-
-def _words(option: str, text: str, known: Sequence[str] | None) -> tuple[Any, ...]:
-    """The words of a list in the order of ``known``, or where there is none, whole numbers that rise."""
-    words = {word.strip() for word in text.split(",") if word.strip()}
-    if known is None:
-        good, expected = all(word.isdecimal() and int(word) > 1 for word in words), "whole numbers above 1"
-    else:
-        good, expected = words <= set(known), f"some of {', '.join(known)}"
-    if not (words and good):
-        raise ValueError(f"--{option}: expected {expected}, separated by commas, got {text!r}")
-    return tuple(sorted(map(int, words)) if known is None else (word for word in known if word in words))

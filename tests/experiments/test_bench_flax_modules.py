@@ -12,8 +12,8 @@ from flax import nnx
 
 import jattn.nnx
 from jattn_experiments.__main__ import main as run_main
-from jattn_experiments.bench import layers, timing
-from jattn_experiments.bench.layers import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
+from jattn_experiments.bench import flax_modules, timing
+from jattn_experiments.bench.flax_modules import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
 
 SMALL = {"layers": 1, "width": 8, "num_heads": 4, "lengths": (6,), "slots": 16, "tokens": (16, 5)}
 TINY = Sizes(**SMALL, seconds=1e-3, rounds=1, settle=0.0)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("as_experiments_run")
 @pytest.fixture
 def untimed(monkeypatch):
     """Makes a row return its contestants by name instead of timing them."""
-    monkeypatch.setattr(layers, "_timed", lambda sizes, calls, apart: calls)
+    monkeypatch.setattr(flax_modules, "_timed", lambda sizes, calls, apart: calls)
 
 
 # ---- the table
@@ -49,7 +49,7 @@ def made_up() -> dict:
 
 
 def answers(found: dict) -> list[tuple[float | None, str]]:
-    return [(one.measured, one.answer) for one in layers.asked(SUITE.parse(found))]
+    return [(one.measured, one.answer) for one in flax_modules.goals(SUITE.parse(found))]
 
 
 def test_numbers_at_their_thresholds_are_met():
@@ -74,7 +74,7 @@ def test_more_is_asked_of_decoding_with_the_compiled_kernels():
         found = made_up()
         found["environment"]["jattn-native"] = "0.1.0"
         found["times"][3]["medians"]["jattn"] = time
-        assert {one.question: one.answer for one in layers.asked(SUITE.parse(found))}[question] == answer
+        assert {one.question: one.answer for one in flax_modules.goals(SUITE.parse(found))}[question] == answer
 
 
 def test_numbers_of_other_sizes_answer_nothing():
@@ -89,7 +89,7 @@ def test_numbers_of_other_sizes_answer_nothing():
 
 def test_tables_show_milliseconds_and_mebibytes():
     found = made_up()
-    lines = layers.markdown(SUITE.parse(found)).splitlines()
+    lines = flax_modules.markdown(SUITE.parse(found)).splitlines()
     assert "| training step, n = 256: time of jattn / time of Flax | 1.00 | <= 1 | met |" in lines
     assert "| step | n | jattn | Flax | torch | sum of the cache | rounds | apart |" in lines
     assert "| training step | 1024 | 1.25 | 2.50 | 2.00 | - | 3 | 2e-06 |" in lines
@@ -97,14 +97,16 @@ def test_tables_show_milliseconds_and_mebibytes():
     assert "| jattn | 4096 | 3 | 1 |" in lines and "| Flax | 4096 | 15 | 5 |" in lines
     assert "- cores: 2" in lines and "- layers: 4" in lines
     found["times"][4]["medians"]["native"] = 1000.0  # as before it was the plain call
-    assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in layers.markdown(SUITE.parse(found))
+    assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in flax_modules.markdown(
+        SUITE.parse(found)
+    )
 
 
 # ---- contestants
 
 
 def test_either_module_is_its_own_librarys():
-    assert layers.MODULES == {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
+    assert flax_modules.MODULES == {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -119,7 +121,7 @@ def test_torch_trains_layers_of_the_same_shapes(monkeypatch):
         return attention(query, key, value, mask, dropout, is_causal)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    step = layers.torch_trainer(Sizes(**SMALL | {"layers": 2}), 6)
+    step = flax_modules.torch_trainer(Sizes(**SMALL | {"layers": 2}), 6)
     losses = [step() for _ in range(4)]
     assert calls == [((1, 4, 6, 2), None, 0.0, True)] * 8
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1] > 0
@@ -127,21 +129,21 @@ def test_torch_trains_layers_of_the_same_shapes(monkeypatch):
 
 @pytest.mark.slow
 def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
-    calls = layers.function_row(TINY, 5)
+    calls = flax_modules.function_row(TINY, 5)
     decode, before = calls["jattn"], calls["jattn"].state
     first, second = decode(), decode()
     assert (first == second).all() and decode.state.length == 4
     assert before.key.is_deleted() and before.value.is_deleted(), "the cache was copied"
     for found, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
         np.testing.assert_allclose(found, np.array(x, np.float64).sum(), rtol=1e-5)
-    for one in layers.modules_row(TINY, MODULE, 5, layers.decoder).values():
+    for one in flax_modules.modules_row(TINY, MODULE, 5, flax_modules.decoder).values():
         first, second = one(), one()
         assert (first == second).all() and one.state["cache_index"][...] == 4
 
 
 @pytest.mark.slow
 def test_training_goes_on_from_step_to_step(untimed):
-    for one in layers.modules_row(TINY, TRAIN, 6, layers.trainer).values():
+    for one in flax_modules.modules_row(TINY, TRAIN, 6, flax_modules.trainer).values():
         before = one.state
         losses = [float(one()) for _ in range(5)]
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
@@ -168,36 +170,38 @@ class Altered(nnx.MultiHeadAttention):
 @pytest.mark.parametrize(
     "step, build, mistake",
     [
-        (TRAIN, layers.trainer, "sees what comes"),
-        (TRAIN, layers.trainer, "learns nothing"),
-        (MODULE, layers.decoder, "exaggerates"),
-        (MODULE, layers.decoder, "writes nothing"),
+        (TRAIN, flax_modules.trainer, "sees what comes"),
+        (TRAIN, flax_modules.trainer, "learns nothing"),
+        (MODULE, flax_modules.decoder, "exaggerates"),
+        (MODULE, flax_modules.decoder, "writes nothing"),
     ],
 )
 def test_modules_that_disagree_are_not_timed(step, build, mistake, monkeypatch):
     monkeypatch.setattr(Altered, "mistake", mistake)
-    monkeypatch.setitem(layers.MODULES, "flax", Altered)
+    monkeypatch.setitem(flax_modules.MODULES, "flax", Altered)
     monkeypatch.setattr(timing, "in_turn", None)
     length = {TRAIN: 6, MODULE: 16}[step]
     with pytest.raises(Failed, match=rf"^{step}, n = {length}: .* of the largest number, expected at most 0.0001$"):
-        layers.modules_row(TINY, step, length, build)
+        flax_modules.modules_row(TINY, step, length, build)
 
 
 def test_a_function_that_is_wrong_is_not_timed(monkeypatch):
-    real = layers.attend_heads
+    real = flax_modules.attend_heads
     one_more = lambda *chunk, **options: real(*chunk, **options, head_gate=jnp.ones(4).at[2].set(1.01))
-    monkeypatch.setattr(layers, "attend_heads", one_more)
+    monkeypatch.setattr(flax_modules, "attend_heads", one_more)
     monkeypatch.setattr(timing, "in_turn", None)
     with pytest.raises(Failed, match="^decode, function, 5 tokens: "):
-        layers.function_row(TINY, 5)
+        flax_modules.function_row(TINY, 5)
 
 
 def test_agreement_is_of_the_largest_number_and_nan_is_none():
     ours = {"a": jnp.array([1.0, 100.0]), "b": jnp.array(0)}
-    assert layers.agree("x", ours, {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}) == pytest.approx(5e-5, rel=0.01)
+    assert flax_modules.agree("x", ours, {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}) == pytest.approx(
+        5e-5, rel=0.01
+    )
     for wrong in (1.02, jnp.nan):
         with pytest.raises(Failed, match="^x: "):
-            layers.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
+            flax_modules.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
 
 
 # ---- whole runs
@@ -207,7 +211,7 @@ def test_agreement_is_of_the_largest_number_and_nan_is_none():
 def tiny(monkeypatch):
     """Runs the command at tiny sizes."""
     small = {"rounds": TINY.rounds, "settle": TINY.settle}
-    monkeypatch.setattr(layers, "Sizes", functools.partial(Sizes, **SMALL, **small))
+    monkeypatch.setattr(flax_modules, "Sizes", functools.partial(Sizes, **SMALL, **small))
     platforms = jax.config.jax_platforms
     yield
     jax.config.update("jax_platforms", platforms)
@@ -231,15 +235,15 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in found["times"])
     assert [(row["contestant"], row["length"]) for row in found["memory"]] == [("jattn", 6), ("flax", 6)]
     assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in found["memory"])
-    assert (out / "layers.md").read_text() == layers.markdown(
-        SUITE.parse(found | {"sizes": vars(layers.Sizes(seconds=1e-3))})
+    assert (out / "layers.md").read_text() == flax_modules.markdown(
+        SUITE.parse(found | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})
     )
 
 
 @pytest.mark.slow
 def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
     monkeypatch.setattr(Altered, "mistake", "sees what comes")
-    monkeypatch.setitem(layers.MODULES, "flax", Altered)
+    monkeypatch.setitem(flax_modules.MODULES, "flax", Altered)
     assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: training step, n = 6: ") and error.count("\n") == 1
@@ -249,7 +253,7 @@ def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
-        layers.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
+        flax_modules.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
 
 
 @pytest.mark.parametrize(
