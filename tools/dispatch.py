@@ -40,27 +40,21 @@ def row(length: int, mask: str, passes: str) -> dict[str, Any]:
     """Times both contestants."""
     shape = (SHAPE["batch"], length, SHAPE["num_heads"], SHAPE["head_dim"])
     arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
-    contestants = [
-        _call(fn, mask == "causal", passes) for fn in (jattn.dot_product_attention, jax.nn.dot_product_attention)
-    ]
-    calls = [functools.partial(_finish, contestant, arrays) for contestant in contestants]
+    functions = (jattn.dot_product_attention, jax.nn.dot_product_attention)
+    calls = [_call(function, arrays, mask == "causal", passes) for function in functions]
     for call in calls:
         call()
     (ours, theirs), rounds = timing.in_turn(calls, SECONDS, least=10)
     return {"jattn": ours, "jax_nn": theirs, "rounds": rounds, "ratio": ours / theirs}
 
 
-def _call(attention: Callable, is_causal: bool, passes: str) -> Callable:
-    def forward(query, key, value):
-        return attention(query, key, value, is_causal=is_causal)
-
-    if passes == "forward":
-        return jax.jit(forward)
-    return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)))
-
-
-def _finish(call: Callable, arrays: Sequence[jax.Array]) -> None:
-    jax.block_until_ready(call(*arrays))
+def _call(
+    attention: Callable[..., jax.Array], arrays: Sequence[jax.Array], is_causal: bool, passes: str
+) -> timing.Call:
+    forward = functools.partial(attention, is_causal=is_causal)
+    gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2))
+    compiled = jax.jit(forward if passes == "forward" else gradient)
+    return lambda: jax.block_until_ready(compiled(*arrays))
 
 
 def shown(results: Results) -> str:

@@ -43,7 +43,7 @@ class Stack:
         return self.length // self.mesh[2]
 
 
-def problem(stack: Stack) -> tuple[Callable, list[Any]]:
+def problem(stack: Stack) -> tuple[Callable[..., Any], list[Any]]:
     """The loss and its gradient by the parameters, and the types of the parameters and of the activations."""
     chips = devices(stack.topology)
     # An axis of the mesh may be a part of one of the topology's, which jax.make_mesh does not try.

@@ -184,10 +184,10 @@ def _share(row: Row) -> float | None:
 
 def line(row: Row) -> str:
     """A row in one line."""
-    return " ".join(str(value) for value in row.key.values()) + f": {_said(row)}"
+    return " ".join(str(value) for value in row.key.values()) + f": {_outcome(row)}"
 
 
-def _said(row: Row) -> str:
+def _outcome(row: Row) -> str:
     if row.part == "roofline":
         return f"hidden from {row['hidden_from']:,} tokens a chip"
     if row.part == "stacks" and row["result"] == "compiled":

@@ -48,8 +48,8 @@ def made_up() -> dict:
     return {"environment": {"cores": "2"}, "sizes": {"layers": 4}, "times": times, "memory": memory}
 
 
-def answers(found: dict) -> list[tuple[float | None, str]]:
-    return [(one.measured, one.answer) for one in flax_modules.goals(SUITE.parse(found))]
+def answers(contents: dict) -> list[tuple[float | None, str]]:
+    return [(one.measured, one.answer) for one in flax_modules.goals(SUITE.parse(contents))]
 
 
 def test_numbers_at_their_thresholds_are_met():
@@ -57,48 +57,48 @@ def test_numbers_at_their_thresholds_are_met():
 
 
 def test_numbers_beyond_their_thresholds_are_not_met():
-    found = made_up()
-    short, middle, long, full, few, module = (row["medians"] for row in found["times"])
+    contents = made_up()
+    short, middle, long, full, few, module = (row["medians"] for row in contents["times"])
     short["jattn"], middle["jattn"], long["flax"] = 2525.0, 1275.0, 2490.0
     full["jattn"], module["jattn"] = 1208.0, 1001.0
     few["jattn"] = 1e9  # has no threshold
-    found["memory"][0]["peak"] *= 1.05
-    said = answers(found)
-    assert [measured for measured, _ in said] == pytest.approx([1.01, 0.51, 2.49, 0.21, 1.51, 1.001])
-    assert {answer for _, answer in said} == {"not met"}
+    contents["memory"][0]["peak"] *= 1.05
+    goals = answers(contents)
+    assert [measured for measured, _ in goals] == pytest.approx([1.01, 0.51, 2.49, 0.21, 1.51, 1.001])
+    assert {answer for _, answer in goals} == {"not met"}
 
 
 def test_more_is_asked_of_decoding_with_the_compiled_kernels():
     question = "one token, 65536 in the cache: function / sum of the cache (aim: 1.1)"
     for time, answer in ((1040.0, "met"), (1048.0, "not met")):
-        found = made_up()
-        found["environment"]["jattn-native"] = "0.1.0"
-        found["times"][3]["medians"]["jattn"] = time
-        assert {one.question: one.answer for one in flax_modules.goals(SUITE.parse(found))}[question] == answer
+        contents = made_up()
+        contents["environment"]["jattn-native"] = "0.1.0"
+        contents["times"][3]["medians"]["jattn"] = time
+        assert {one.question: one.answer for one in flax_modules.goals(SUITE.parse(contents))}[question] == answer
 
 
 def test_numbers_of_other_sizes_answer_nothing():
-    found = made_up()
-    for row in [*found["times"], *found["memory"]]:
+    contents = made_up()
+    for row in [*contents["times"], *contents["memory"]]:
         row["length"] -= 1
-    assert answers(found) == [(None, "not measured")] * 6
-    found = made_up()
-    del found["memory"][1], found["times"][4:]
-    assert [answer for _, answer in answers(found)] == ["met", "met", "met", "not measured", "met", "not measured"]
+    assert answers(contents) == [(None, "not measured")] * 6
+    contents = made_up()
+    del contents["memory"][1], contents["times"][4:]
+    assert [answer for _, answer in answers(contents)] == ["met", "met", "met", "not measured", "met", "not measured"]
 
 
 def test_tables_show_milliseconds_and_mebibytes():
-    found = made_up()
-    lines = flax_modules.markdown(SUITE.parse(found)).splitlines()
+    contents = made_up()
+    lines = flax_modules.markdown(SUITE.parse(contents)).splitlines()
     assert "| training step, n = 256: time of jattn / time of Flax | 1.00 | <= 1 | met |" in lines
     assert "| step | n | jattn | Flax | torch | sum of the cache | rounds | apart |" in lines
     assert "| training step | 1024 | 1.25 | 2.50 | 2.00 | - | 3 | 2e-06 |" in lines
     assert "| decode, function | 4096 | 1.20 | - | - | 0.80 | 3 | 2e-06 |" in lines
     assert "| jattn | 4096 | 3 | 1 |" in lines and "| Flax | 4096 | 15 | 5 |" in lines
     assert "- cores: 2" in lines and "- layers: 4" in lines
-    found["times"][4]["medians"]["native"] = 1000.0  # as before it was the plain call
+    contents["times"][4]["medians"]["native"] = 1000.0  # as before it was the plain call
     assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in flax_modules.markdown(
-        SUITE.parse(found)
+        SUITE.parse(contents)
     )
 
 
@@ -134,8 +134,8 @@ def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
     first, second = decode(), decode()
     assert (first == second).all() and decode.state.length == 4
     assert before.key.is_deleted() and before.value.is_deleted(), "the cache was copied"
-    for found, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
-        np.testing.assert_allclose(found, np.array(x, np.float64).sum(), rtol=1e-5)
+    for total, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
+        np.testing.assert_allclose(total, np.array(x, np.float64).sum(), rtol=1e-5)
     for one in flax_modules.modules_row(TINY, MODULE, 5, flax_modules.decoder).values():
         first, second = one(), one()
         assert (first == second).all() and one.state["cache_index"][...] == 4
@@ -224,19 +224,19 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert run_main(["bench", "--suite", "layers", "--seconds", "0.001", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("not measured") == 6 and f"report: {out / 'layers.md'}" in shown
-    found = json.loads((out / "layers.json").read_text())
-    assert found["sizes"] == json.loads(json.dumps(SMALL)) | {
+    contents = json.loads((out / "layers.json").read_text())
+    assert contents["sizes"] == json.loads(json.dumps(SMALL)) | {
         "num_kv_heads": 2, "seconds": 1e-3, "rounds": 1, "settle": 0.0, "device": "cpu",
     }  # fmt: skip
-    assert found["environment"]["jattn_source"] == timing.source_digest() and found["environment"]["cpu"]
-    rows = [(row["step"], row["length"], list(row["medians"])) for row in found["times"]]
+    assert contents["environment"]["jattn_source"] == timing.source_digest() and contents["environment"]["cpu"]
+    rows = [(row["step"], row["length"], list(row["medians"])) for row in contents["times"]]
     both, alone = ["jattn", "flax"], ["jattn", "sum"]
     assert rows == [(TRAIN, 6, both + torch), (DECODE, 16, alone), (DECODE, 5, alone), (MODULE, 16, both)]
-    assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in found["times"])
-    assert [(row["contestant"], row["length"]) for row in found["memory"]] == [("jattn", 6), ("flax", 6)]
-    assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in found["memory"])
+    assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in contents["times"])
+    assert [(row["contestant"], row["length"]) for row in contents["memory"]] == [("jattn", 6), ("flax", 6)]
+    assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in contents["memory"])
     assert (out / "layers.md").read_text() == flax_modules.markdown(
-        SUITE.parse(found | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})
+        SUITE.parse(contents | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})
     )
 
 
@@ -257,7 +257,7 @@ def test_a_process_that_fails_says_why():
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         ("--lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds"),
         ("--device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'"),
@@ -269,9 +269,9 @@ def test_a_process_that_fails_says_why():
         ),
     ],
 )
-def test_bad_options_are_named_in_one_line(options, said, tmp_path, tiny, capsys):
+def test_bad_options_are_named_in_one_line(options, message, tmp_path, tiny, capsys):
     assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path / "out"), *options.split()]) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "out").exists()
 
 

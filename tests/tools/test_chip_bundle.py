@@ -30,6 +30,6 @@ def test_wheels_are_chosen_for_the_python_and_platform_there():
     lines = ["a==1; python_version < '3.12'", "a==2; python_version >= '3.12'", "# a comment", "b[c]>=1"]
     assert chip_bundle.for_python("3.11", lines) == ["a==1", "b[c]>=1"]
     assert chip_bundle.for_python("3.13", lines) == ["a==2", "b[c]>=1"]
-    found = chip_bundle.platforms("manylinux_2_28_aarch64")
-    assert found[0] == "manylinux_2_28_aarch64" and "manylinux_2_17_aarch64" in found and len(found) == 24
+    platforms = chip_bundle.platforms("manylinux_2_28_aarch64")
+    assert platforms[0] == "manylinux_2_28_aarch64" and "manylinux_2_17_aarch64" in platforms and len(platforms) == 24
     assert chip_bundle.platforms("macosx_11_0_arm64") == ["macosx_11_0_arm64"]

@@ -93,8 +93,8 @@ CALL = '%k = f32[8] custom-call(%x), custom_call_target="{}", backend_config="ca
 )  # fmt: skip
 def test_only_what_computes_hides_a_permute(old, new, expected):
     assert RING.count(old) == 1
-    found = [one.behind for one in hlo.permutes(RING.replace(old, new))]
-    assert found == expected + [()] * (2 - len(expected))
+    behind = [one.behind for one in hlo.permutes(RING.replace(old, new))]
+    assert behind == expected + [()] * (2 - len(expected))
 
 
 CONDITION = "compare(%i.4, %limit), direction=LT"
