@@ -8,14 +8,14 @@ from jattn_experiments.bench.command import Entry, dated, tools_command
 SUITES = {
     "chips": Entry(
         "tools.chips",
-        ("cells", "out", "resume", "redraw"),
+        "cells out resume redraw",
         "compiled for TPUs and GPUs",
         lambda options: "runs/bench" if options.cells else dated("chips"),
     ),
-    "dispatch": Entry("tools.dispatch", ("out",), "short calls"),
-    "imports": Entry("tools.imports", ("out",), "beside JAX and Flax"),
-    "pods": Entry("tools.pods", ("out", "resume", "redraw"), "rings compiled for TPUs", lambda options: dated("pods")),
-    "sharding": Entry("tools.sharding", ("out",), "rings of virtual devices"),
+    "dispatch": Entry("tools.dispatch", "out", "short calls"),
+    "imports": Entry("tools.imports", "out", "beside JAX and Flax"),
+    "pods": Entry("tools.pods", "out resume redraw", "rings compiled for TPUs", lambda options: dated("pods")),
+    "sharding": Entry("tools.sharding", "out", "rings of virtual devices"),
 }
 
 

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,10 @@ def about(plan: Plan) -> dict[str, Any]:
     """The environment, the shape of the problems, and which peers are missing."""
     contestants, missing = peers.contestants(plan.peers, plan.device)
     shape = {"num_heads": Problem.num_heads, "head_dim": Problem.head_dim, "batch": plan.batch}
-    here = environment(plan, [one.name for one in contestants])
-    before = last_kept(here, shape, plan.out)
-    return {"environment": here, "shape": shape, "missing": missing, "before": before}
+    memory = f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"
+    here = timing.machine() | {"contestants": ", ".join(one.name for one in contestants), "memory": memory}
+    here |= peers.versions(plan.peers) | {"numpy": np.__version__}
+    return {"environment": here, "shape": shape, "missing": missing, "before": last_kept(here, shape, plan.out)}
 
 
 def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> dict[str, Any]:
@@ -57,29 +58,25 @@ def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> d
     return {"folder": "", "shares": {}}
 
 
-def environment(plan: Plan, names: list[str]) -> dict[str, str]:
-    """What is measured, and on what: versions, hardware, and a digest of jattn's source."""
-    memory = f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"
-    here = timing.machine() | {"contestants": ", ".join(names), "memory": memory}
-    return here | peers.versions(plan.peers) | {"numpy": np.__version__}
-
-
 def jobs(plan: Plan) -> Iterator[Job]:
     """All jobs of the plan, part by part."""
     contestants = peers.contestants(plan.peers, plan.device)[0]
     memory = timing.memory_bytes(plan.device) / 3  # what the scores of a peer may take
     jobs_of = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
     for part in plan.parts:
-        yield from jobs_of[part](plan, contestants, memory)
+        for key, measure in jobs_of[part](plan, contestants, memory):
+            yield Job(part, key, measure)
 
 
-def _times(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
+Measurements = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]  # key, what to call
+
+
+def _times(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """Short lengths first, so that a stopped run has most rows."""
-    for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
-        for passes in PASSES:
-            problem = Problem(case, length, dtype, batch=plan.batch)
-            key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
-            yield Job("times", key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds))
+    for length, dtype, case, passes in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases, PASSES):
+        problem = Problem(case, length, dtype, batch=plan.batch)
+        key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
+        yield key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds)
 
 
 def time_row(
@@ -131,13 +128,13 @@ def matrix_product(dtype: str) -> timing.Call:
     return lambda: jax.block_until_ready(product(matrix, matrix))
 
 
-def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
+def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """Temporaries of one head; compiled but not run, so at any length."""
-    for one, case, passes in itertools.product(contestants, _plain(plan), (*PASSES, "hvp")):
+    for one, case, passes in itertools.product(contestants, _measured(plan), (*PASSES, "hvp")):
         for length in plan.lengths if isinstance(one, peers.InJax) else ():
             problem = Problem(case, length, _dtype(plan, one), num_heads=1)
             key = {"contestant": one.name, "case": case, "passes": passes, "length": length}
-            yield Job("memory", key, functools.partial(temporaries, one, problem, passes))
+            yield key, functools.partial(temporaries, one, problem, passes)
 
 
 def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[str, Any]:
@@ -153,43 +150,39 @@ def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[
     return {"bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def _peak(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
+def _peak(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, if it fits."""
     longest = max((length for length in plan.lengths if length <= PEAK_LENGTH), default=PEAK_LENGTH)
-    for one, case in itertools.product(contestants, _plain(plan)):
+    for one, case in itertools.product(contestants, _measured(plan)):
         problem = Problem(case, longest, _dtype(plan, one), batch=plan.batch)
         if peers.unsupported_reason(one, problem, memory) is None:
-            key = {"contestant": one.name, "case": case, "length": problem.length}
-            yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
+            ask = functools.partial(probe, "peak", plan.device, plan.peers, one.name, problem)
+            bytes_beyond_inputs = lambda ask=ask: ask("both") - ask("inputs")
+            key = {"contestant": one.name, "case": case, "length": longest}
+            yield key, functools.partial(_or_reason, "bytes", bytes_beyond_inputs)
 
 
-def _peak_bytes(plan: Plan, contestant: peers.Contestant, problem: Problem) -> dict[str, Any]:
-    ask = functools.partial(probe, "peak", plan.device, plan.peers, contestant.name, problem)
-    try:
-        return {"bytes": ask("both") - ask("inputs")}
-    except RuntimeError as error:
-        return {"bytes": None, "reason": str(error)}
-
-
-def _compile(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Iterator[Job]:
+def _compile(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
-    for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
+    for one, case, length, passes in itertools.product(contestants, _measured(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one), batch=plan.batch)
         if isinstance(one, peers.InJax) and peers.unsupported_reason(one, problem, memory) is None:
+            ask = functools.partial(probe, "compile", plan.device, plan.peers, one.name, problem, passes)
+            seconds = lambda ask=ask: statistics.median(ask() for _ in range(COMPILATIONS))
             key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
-            yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
+            yield key, functools.partial(_or_reason, "seconds", seconds)
 
 
-def _compile_seconds(plan: Plan, contestant: peers.Contestant, problem: Problem, passes: str) -> dict[str, Any]:
-    ask = functools.partial(probe, "compile", plan.device, plan.peers, contestant.name, problem, passes)
+def _or_reason(name: str, measure: Callable[[], float]) -> dict[str, Any]:
+    """What fresh processes measure; if one fails, why."""
     try:
-        return {"seconds": statistics.median(ask() for _ in range(COMPILATIONS))}
+        return {name: measure()}
     except RuntimeError as error:
-        return {"seconds": None, "reason": str(error)}
+        return {name: None, "reason": str(error)}
 
 
-def _plain(plan: Plan) -> list[str]:
+def _measured(plan: Plan) -> list[str]:
     return [case for case in MEASURED if case in plan.cases]
 
 

@@ -26,7 +26,8 @@ def write_figure(results: Results, file: Path) -> None:
 
 def attention_figure(results: Results) -> Figure:
     """Forward, forward and backward, and the latter's temporaries; causal if that was measured."""
-    case = _case(results)
+    cases = [row["case"] for row in results.of("times") + results.of("memory")]
+    case = "causal" if "causal" in cases else next(iter(cases), "full")
     lengths = attention_tables.lengths_of(results, "memory")
     figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.subplots(1, 3 if lengths else 2)
@@ -49,11 +50,6 @@ def attention_figure(results: Results) -> Figure:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(len(labels), 1))
     return figure
-
-
-def _case(results: Results) -> str:
-    cases = [row["case"] for row in results.of("times") + results.of("memory")]
-    return "causal" if "causal" in cases else next(iter(cases), "full")
 
 
 def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]) -> None:

@@ -1,6 +1,7 @@
 """The attention benchmark's results as text."""
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -87,70 +88,59 @@ AGAINST_PEERS = (
 )
 
 
-def _against_peers(results: Results) -> list[Goal]:
-    lines = []
+def _against_peers(results: Results) -> Iterator[Goal]:
     for peer, passes, length, *thresholds in AGAINST_PEERS:
         for case, threshold in zip(("full", "causal"), thresholds, strict=True):
             question = f"{case}, {PASSES[passes]}, n = {length}: time of {peer} / time of jattn"
-            measured = speed(row_of(results, case, length, passes), peer)
-            lines.append(Goal(question, measured, threshold, at_least=True))
-    return lines
+            yield Goal(question, speed(row_of(results, case, length, passes), peer), threshold, at_least=True)
 
 
-def _short(results: Results) -> list[Goal]:
+def _short(results: Results) -> Iterator[Goal]:
     """Short inputs must not pay for long ones: the worst case that jax.nn supports."""
-    rows = [row for row in results.of("times") if row["length"] <= 1024 and row["dtype"] == "float32"]
-    ratios = [(ratio(microseconds(row), microseconds(row, "jax.nn")), row) for row in rows]
-    known = [(value, row) for value, row in ratios if value is not None]
-    value, row = max(known, key=lambda pair: pair[0], default=(None, None))
+    rows = [row for row in results.of("times", dtype="float32") if row["length"] <= 1024 and speed(row, "jax.nn")]
+    row = min(rows, key=lambda row: speed(row, "jax.nn"), default=None)
     where = f" (worst: {row['case']}, {PASSES[row['passes']]}, n = {row['length']})" if row else ""
-    return [Goal(f"every case, n <= 1024: time of jattn / time of jax.nn{where}", value, 1.05, at_least=False)]
+    measured = ratio(microseconds(row), microseconds(row, "jax.nn"))
+    yield Goal(f"every case, n <= 1024: time of jattn / time of jax.nn{where}", measured, 1.05, at_least=False)
 
 
 def _batches(results: Results) -> list[Goal]:
     """Batches of short sequences, as in training: against the faster of the peers, at each length."""
+    question = f"{{}}, {PASSES['both']}, n = {{}}: time of the faster of torch and jax.nn / time of jattn"
     lines = []
     for case, length in itertools.product(("full", "causal"), lengths_of(results)):
-        row = row_of(results, case, length, "both")
-        speeds = [speed(row, peer) for peer in ("torch", "jax.nn")]
-        measured = None if None in speeds else min(speeds)
-        question = f"{case}, {PASSES['both']}, n = {length}: time of the faster of torch and jax.nn / time of jattn"
-        lines.append(Goal(question, measured, 1.0, at_least=True))
+        speeds = [speed(row_of(results, case, length, "both"), peer) for peer in ("torch", "jax.nn")]
+        lines.append(Goal(question.format(case, length), None if None in speeds else min(speeds), 1.0, at_least=True))
     return lines
 
 
-def _with_native(results: Results) -> list[Goal]:
+def _with_native(results: Results) -> Iterator[Goal]:
     """A plain call that may take the compiled kernels, against PyTorch: the worst length."""
-    if not has_native(results.about["environment"]):
-        return []
     thresholds = {"forward": 2.0, "both": 1.8} if _has_native_avx512(results) else {"forward": 1.1, "both": 1.0}
-    lines = []
+    lengths = [length for length in lengths_of(results) if 2048 <= length <= 8192]
     for case, passes in itertools.product(("full", "causal"), PASSES):
-        rows = [row_of(results, case, length, passes) for length in lengths_of(results) if 2048 <= length <= 8192]
-        least = worst((speed(row, "torch") for row in rows), highest=False)
-        question = f"{case}, {PASSES[passes]}, n = 2048 to 8192: time of torch / time of jattn"
-        lines.append(Goal(question, least, thresholds[passes], at_least=True))
-    return lines
+        if has_native(results.about["environment"]):
+            least = worst((speed(row_of(results, case, n, passes), "torch") for n in lengths), highest=False)
+            question = f"{case}, {PASSES[passes]}, n = 2048 to 8192: time of torch / time of jattn"
+            yield Goal(question, least, thresholds[passes], at_least=True)
 
 
-# Passes, case, minimum share of the matrix product's rate: of any plain call, and of one with jattn-native and AVX-512.
-SHARES = (("forward", "full", 0.7), ("forward", "causal", 0.6))
-SHARES_AVX512 = (
-    ("forward", "full", 0.88),
-    ("forward", "causal", 0.80),
-    ("both", "full", 0.75),
-    ("both", "causal", 0.65),
-)
+# Minimum share of the matrix product's rate by passes and case: of any plain call, and of one with jattn-native and
+# AVX-512.
+SHARES = {("forward", "full"): 0.7, ("forward", "causal"): 0.6}
+SHARES_AVX512 = {
+    ("forward", "full"): 0.88,
+    ("forward", "causal"): 0.80,
+    ("both", "full"): 0.75,
+    ("both", "causal"): 0.65,
+}
 
 
-def _shares(results: Results) -> list[Goal]:
+def _shares(results: Results) -> Iterator[Goal]:
     lengths = [length for length in lengths_of(results) if length >= 4096]
-    lines = []
-    for passes, case, threshold in SHARES_AVX512 if _has_native_avx512(results) else SHARES:
+    for (passes, case), threshold in (SHARES_AVX512 if _has_native_avx512(results) else SHARES).items():
         least = worst((share(row_of(results, case, length, passes)) for length in lengths), highest=False)
-        question = f"{case}, {PASSES[passes]}, n >= 4096: share of the matrix rate"
-        lines.append(Goal(question, least, threshold, at_least=True))
-    return lines
+        yield Goal(f"{case}, {PASSES[passes]}, n >= 4096: share of the matrix rate", least, threshold, at_least=True)
 
 
 def _has_native_avx512(results: Results) -> bool:
@@ -158,7 +148,7 @@ def _has_native_avx512(results: Results) -> bool:
     return has_native(environment) and environment.get("vectors") == "avx512f"
 
 
-def _cases(results: Results) -> list[Goal]:
+def _cases(results: Results) -> Iterator[Goal]:
     """One case compared with another, both forward."""
 
     def times(case: str, length: int, name: str = "jattn") -> float | None:
@@ -166,35 +156,28 @@ def _cases(results: Results) -> list[Goal]:
         return ratio(microseconds(row, name), row.values.get("plain", {}).get(name)) if row else None
 
     long = [length for length in lengths_of(results) if length >= 2048]
-    lines = [
-        Goal("causal / full, forward, n = 8192", times("causal", 8192), 0.6, at_least=False),
-        Goal("window / full, forward, n = 32768", times("window", 32768), 1 / 14, at_least=False),
-    ]
+    yield Goal("causal / full, forward, n = 8192", times("causal", 8192), 0.6, at_least=False)
+    yield Goal("window / full, forward, n = 32768", times("window", 32768), 1 / 14, at_least=False)
     for name in ("jattn", "jattn blockwise", "jattn native"):  # the last in results from before it was the plain call
         for case in ("alibi", "softcap") if name == "jattn" or name in contestants_of(results) else ():
             highest = worst((times(case, length, name) for length in long), highest=True)
-            lines.append(Goal(f"{name}: {case} / {PLAIN[case]}, forward, n >= 2048", highest, 1.25, at_least=False))
-    return lines
+            yield Goal(f"{name}: {case} / {PLAIN[case]}, forward, n >= 2048", highest, 1.25, at_least=False)
 
 
-def _memory(results: Results) -> list[Goal]:
+def _memory(results: Results) -> Iterator[Goal]:
     both, product = (temporaries(results, "jattn", "full", passes) for passes in ("both", "hvp"))
     of_both, of_product = (ratio(sizes.get(32768), 2**20) for sizes in (both, product))
     name = "temporaries of one head, full,"
-    return [
-        Goal(f"{name} forward and backward, n = 32768", of_both, 80, at_least=False, unit="MiB"),
-        Goal(f"{name} forward and backward: exponent of growth", slope(both), 1.05, at_least=False),
-        Goal(f"{name} Hessian-vector product, n = 32768", of_product, 160, at_least=False, unit="MiB"),
-    ]
+    yield Goal(f"{name} forward and backward, n = 32768", of_both, 80, at_least=False, unit="MiB")
+    yield Goal(f"{name} forward and backward: exponent of growth", slope(both), 1.05, at_least=False)
+    yield Goal(f"{name} Hessian-vector product, n = 32768", of_product, 160, at_least=False, unit="MiB")
 
 
-def _compile(results: Results) -> list[Goal]:
-    lines = []
+def _compile(results: Results) -> Iterator[Goal]:
     for passes, threshold in (("forward", 1.5), ("both", 3.0)):
         seconds = (row["seconds"] for row in results.of("compile", contestant="jattn", passes=passes))
         question = f"compilation, {PASSES[passes]}, the slowest of those below"
-        lines.append(Goal(question, worst(seconds, highest=True), threshold, at_least=False, unit="s"))
-    return lines
+        yield Goal(question, worst(seconds, highest=True), threshold, at_least=False, unit="s")
 
 
 def shares(results: Results) -> dict[str, float]:
@@ -219,10 +202,14 @@ def moved(results: Results) -> list[str]:
 
 def times_table(results: Results, passes: str, dtype: str) -> str:
     """Milliseconds of each contestant, followed by its share of the matrix product's rate."""
-    names = contestants_of(results)
-    rows = results.of("times", passes=passes, dtype=dtype)
+
+    def cell(row: Row, name: str) -> str:
+        time = microseconds(row, name)
+        return "-" if time is None else f"{short_number(time / 1e3)} ({share(row, name):.2f})"
+
+    names, rows = contestants_of(results), results.of("times", passes=passes, dtype=dtype)
     rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["length"]))
-    cells = [[row["case"], row["length"], *(_time_cell(row, name) for name in names), row["rounds"]] for row in rows]
+    cells = [[row["case"], row["length"], *(cell(row, name) for name in names), row["rounds"]] for row in rows]
     return table(["case", "n", *names, "rounds"], cells)
 
 
@@ -238,35 +225,22 @@ def memory_table(results: Results) -> str:
     return table(["", "case", "passes", *map(str, lengths), "exponent"], rows)
 
 
-def peak_table(results: Results) -> str:
-    """Resident memory of forward and backward, in MiB."""
-    rows = [[r["contestant"], r["case"], r["length"], _cell(r["bytes"], 2**-20)] for r in results.of("peak")]
-    return table(["", "case", "n", "MiB"], rows)
-
-
-def compile_table(results: Results) -> str:
-    """Seconds from function to executable."""
-    rows = [
-        [r["contestant"], r["case"], r["length"], PASSES[r["passes"]], _cell(r["seconds"])]
-        for r in results.of("compile")
-    ]
-    return table(["", "case", "n", "passes", "s"], rows)
-
-
 def left_out(results: Results) -> list[str]:
     """Why a table has a "-": one line per contestant, case and reason."""
-    lengths_of_reason: dict[tuple[str, ...], list[int]] = {}
-    for row in results.of("times"):
-        for name, reason in row["left_out"].items():
-            lengths_of_reason.setdefault((name, row["case"], reason), []).append(row["length"])
+    reasons = [
+        (row["length"], name, row["case"], reason)
+        for row in results.of("times")
+        for name, reason in row["left_out"].items()
+    ]
     for part, value in (("memory", "bytes"), ("peak", "bytes"), ("compile", "seconds")):
-        for row in results.of(part):
-            if row[value] is None:
-                key = row["contestant"], row["case"], f"{part}: {row['reason']}"
-                lengths_of_reason.setdefault(key, []).append(row["length"])
+        rows = [row for row in results.of(part) if row[value] is None]
+        reasons += [(row["length"], row["contestant"], row["case"], f"{part}: {row['reason']}") for row in rows]
+    lengths_by_key: dict[tuple[str, ...], set[int]] = {}
+    for length, *key in reasons:
+        lengths_by_key.setdefault(tuple(key), set()).add(length)
     lines = []
-    for (name, case, reason), lengths in lengths_of_reason.items():
-        where = "" if set(lengths) == set(lengths_of(results)) else f", n = {', '.join(map(str, sorted(set(lengths))))}"
+    for (name, case, reason), lengths in lengths_by_key.items():
+        where = "" if sorted(lengths) == lengths_of(results) else f", n = {', '.join(map(str, sorted(lengths)))}"
         lines.append(f"{name}, {case}{where}: {reason}")
     return lines
 
@@ -297,18 +271,16 @@ def markdown(results: Results) -> str:
         parts += ["## Temporaries of one head, MiB", memory_table(results)]
     if results.of("peak"):
         about = "Forward and backward, all heads: the peak of a fresh process, compilation included, less that of one "
-        parts += ["## Peak memory", about + "that only makes the inputs.", peak_table(results)]
-    if results.of("compile"):
-        parts += ["## Compilation", "All heads, in fresh processes.", compile_table(results)]
+        cells = [[r["contestant"], r["case"], r["length"], _cell(r["bytes"], 2**-20)] for r in results.of("peak")]
+        parts += ["## Peak memory", about + "that only makes the inputs.", table(["", "case", "n", "MiB"], cells)]
+    if rows := results.of("compile"):
+        cells = [[r["contestant"], r["case"], r["length"], PASSES[r["passes"]], _cell(r["seconds"])] for r in rows]
+        head = ["", "case", "n", "passes", "s"]
+        parts += ["## Compilation", "All heads, in fresh processes.", table(head, cells)]
     parts += ["## Cases", "\n".join(f"- {name}: {text}." for name, text in CASES.items())]
     for title, lines in (("Moved by more than 5%", moved(results)), ("Left out", left_out(results))):
         parts += [f"## {title}", "\n".join(f"- {line}." for line in lines)] if lines else []
     return document(*parts, "## Measured on", listed(results.about["environment"]))
-
-
-def _time_cell(row: Row, name: str) -> str:
-    time = microseconds(row, name)
-    return "-" if time is None else f"{short_number(time / 1e3)} ({share(row, name):.2f})"
 
 
 def _cell(value: float | None, times: float = 1.0) -> str:

@@ -15,17 +15,13 @@ from jattn_experiments.runs.terminal import fail
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A suite of a command.
+    """A suite of a command: the module with its ``SUITE``, the names of the options that it takes, what it measures.
 
-    Attributes:
-        module: The module with its ``SUITE``; imported once the options are known to be right.
-        options: The names of the options that it takes.
-        help: What it measures.
-        folder: Maps the options to where results go without ``--out``.
+    ``folder``: maps the options to where results go without ``--out``.
     """
 
     module: str
-    options: tuple[str, ...]
+    options: str
     help: str
     folder: Callable[[Any], Path | str] = lambda options: "runs/bench"
 
@@ -35,43 +31,46 @@ def dated(name: str) -> Path:
     return RESULTS / f"{name}-{datetime.date.today()}"
 
 
-def _attention_folder(options: Any) -> Path:
-    return dated(options.device + (f"-batch{options.batch}" if options.batch > 1 else ""))
-
-
-_ATTENTION = ("peers", "device", "lengths", "batch", "cases", "parts", "seconds", "out", "resume", "redraw")
-_CHIP = ("kernels", "minutes", "out", "resume", "redraw")
 SUITES = {
-    "attention": Entry("jattn_experiments.bench.attention", _ATTENTION, "calls beside their peers", _attention_folder),
-    "chip": Entry("jattn_experiments.bench.chip", _CHIP, "all on the accelerator here", lambda options: "runs/chip"),
-    "language": Entry("jattn_experiments.bench.language", ("out", "seconds"), "SmolLM2 beside transformers"),
-    "layers": Entry("jattn_experiments.bench.flax_modules", ("device", "out", "seconds"), "Flax's modules and torch's"),
-    "looking": Entry("jattn_experiments.bench.looking", ("device", "out", "seconds"), "statistics"),
-    "reports": Entry("jattn_experiments.bench.viewers", ("out", "resume", "redraw"), "pages of heads"),
+    "attention": Entry(
+        "jattn_experiments.bench.attention",
+        "peers device lengths batch cases parts seconds out resume redraw",
+        "calls beside their peers",
+        lambda options: dated(options.device + (f"-batch{options.batch}" if options.batch > 1 else "")),
+    ),
+    "chip": Entry(
+        "jattn_experiments.bench.chip",
+        "kernels minutes out resume redraw",
+        "all on the accelerator here",
+        lambda options: "runs/chip",
+    ),
+    "language": Entry("jattn_experiments.bench.language", "out seconds", "SmolLM2 beside transformers"),
+    "layers": Entry("jattn_experiments.bench.flax_modules", "device out seconds", "Flax's modules and torch's"),
+    "looking": Entry("jattn_experiments.bench.looking", "device out seconds", "statistics"),
+    "reports": Entry("jattn_experiments.bench.viewers", "out resume redraw", "pages of heads"),
 }
 
 
 def bench_command(arguments: Sequence[str]) -> int:
     """Times jattn and its peers in turn; writes tables and a figure."""
     parser = config.Parser(prog="jattn bench", description=bench_command.__doc__)
-    parser.add_argument("--suite", type=str, default="attention", help=_listed(SUITES))
-    return _run_suite(parser, "--suite", SUITES, arguments)
+    return _run_suite(parser, "--suite", "attention", SUITES, arguments)
 
 
 def tools_command(suites: Mapping[str, Entry], description: str, arguments: Sequence[str]) -> int:
     """``python -m tools SUITE``, of other suites; returns the exit status."""
     parser = config.Parser(prog="python -m tools", description=description)
-    parser.add_argument("suite", type=str, nargs="?", default="", help=_listed(suites))
-    return _run_suite(parser, "suite", suites, arguments)
+    return _run_suite(parser, "suite", "", suites, arguments)
 
 
-def _listed(suites: Mapping[str, Entry]) -> str:
-    return "; ".join(f"{name}: {entry.help}" for name, entry in suites.items())
-
-
-def _run_suite(parser: config.Parser, choice: str, suites: Mapping[str, Entry], arguments: Sequence[str]) -> int:
+def _run_suite(
+    parser: config.Parser, choice: str, default: str, suites: Mapping[str, Entry], arguments: Sequence[str]
+) -> int:
     """Adds the options of the suites to a parser and runs the suite that its argument ``choice`` names."""
-    taken = {name for entry in suites.values() for name in entry.options}
+    listed = "; ".join(f"{name}: {entry.help}" for name, entry in suites.items())
+    may_lack = {} if choice.startswith("-") else {"nargs": "?"}
+    parser.add_argument(choice, type=str, default=default, help=listed, **may_lack)
+    taken = {name for entry in suites.values() for name in entry.options.split()}
     for option in OPTIONS:
         if option.name in taken:
             parser.add_argument(f"--{option.name}", **on_command_line(option))
@@ -83,8 +82,8 @@ def _run_suite(parser: config.Parser, choice: str, suites: Mapping[str, Entry], 
         return fail(f"{choice}: expected one of {', '.join(suites)}, got {options.suite!r}")
     entry = suites[options.suite]
     for name in defaults.keys():
-        if name not in ("suite", *entry.options) and options[name] != defaults[name]:
-            others = " and ".join(f"--{name}" for name in entry.options)
+        if name not in ("suite", *entry.options.split()) and options[name] != defaults[name]:
+            others = " and ".join(f"--{name}" for name in entry.options.split())
             return fail(f"--{name}: {choice} {options.suite} takes only {others}")
     try:
         out = Path(options.out or entry.folder(options))

@@ -91,13 +91,8 @@ def once(sizes: Sizes) -> dict[str, float]:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocabulary, sizes.shape))
     look = nnx.capture(lambda model: model(tokens, sow_statistics={"tokens": tokens}), nnx.Intermediate)
     _, statistics = _once(lambda: heads.collect(nnx.jit(look)(model)[1], "attention_statistics"))
-    return {
-        "load": load,
-        "load converted": converted,
-        "tokenizer": tokenizer,
-        "compilation": first - later,
-        "statistics": statistics,
-    }
+    before = {"load": load, "load converted": converted, "tokenizer": tokenizer, "compilation": first - later}
+    return before | {"statistics": statistics}
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -119,7 +114,8 @@ def writing(sizes: Sizes) -> dict[str, Any]:
     }
     if _has_peer():
         options = {"max_new_tokens": sizes.tokens, "min_new_tokens": sizes.tokens, "do_sample": False}
-        calls[PEER] = functools.partial(_peer(file).generate, _tensor(prompt), **options)
+        peer, tokens = _peer(file, prompt)
+        calls[PEER] = functools.partial(peer.generate, tokens, **options)
     calls[READ] = _sum_of(nnx.state(models["float32"]))
     return _per_token(sizes, sizes.medians(calls), *models, PEER)
 
@@ -139,7 +135,7 @@ def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
 
     calls: dict[str, timing.Call] = {"jattn": lambda: jax.block_until_ready(forward(state, jnp.asarray([prompt])))}
     if _has_peer():
-        calls[PEER] = functools.partial(_forward, _peer(file), _tensor(prompt))
+        calls[PEER] = functools.partial(*_peer(file, prompt), use_cache=True, logits_to_keep=1)
     return sizes.medians(calls)
 
 
@@ -199,26 +195,15 @@ def _per_token(sizes: Sizes, row: dict[str, Any], *writers: str) -> dict[str, An
     return row | {"medians": medians}
 
 
-def _forward(model: Any, tokens: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return model(tokens, use_cache=True, logits_to_keep=1)
-
-
-def _peer(file: Path) -> Any:
+def _peer(file: Path, prompt: list[int]) -> tuple[Any, Any]:
+    """The model in transformers, and a prompt as it takes it."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(timing.cores())
+    torch.set_grad_enabled(False)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options)
-
-
-def _tensor(prompt: list[int]) -> Any:
-    import torch
-
-    return torch.tensor([prompt])
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options), torch.tensor([prompt])
 
 
 def _has_peer() -> bool:
@@ -238,42 +223,34 @@ def _once(call: timing.Call) -> tuple[Any, float]:
 
 def goals(results: Results) -> list[Goal]:
     """Every goal, for the default sizes on a CPU, and its measured number."""
-    medians = next((row["medians"] for row in results.of("writing")), {})
-    seconds = next((row.values for row in results.of("once")), {})
+    medians, seconds = results.values("writing").get("medians", {}), results.values("once")
     ours, half = (medians.get(dtype) for dtype in DTYPES)
+    prompts = []
+    for length in Sizes.prompts:
+        times = results.values("prefill", length=length).get("medians", {})
+        question = f"a prompt of {length} tokens: time of transformers / time of jattn"
+        prompts.append(Goal(question, ratio(times.get(PEER), times.get("jattn")), 1.0, True))
+    long = results.values("long", length=Sizes.text)
+    turns, of_text, gib = (long.get(name, {}) for name in ("medians", "seconds", "gib"))
+    sums = f"from a cache of {Sizes.text} tokens: tokens a second / sums of all that a token reads"
     return [
         Goal("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
         Goal("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
-        *(_goals_of_prefill(results, length) for length in Sizes().prompts),
+        *prompts,
         Goal("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
         Goal("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
         Goal("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
         Goal("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
-        *_goals_of_long_text(results, Sizes().text),
-    ]
-
-
-def _goals_of_long_text(results: Results, length: int) -> list[Goal]:
-    row = next((row.values for row in results.of("long", length=length)), {})
-    medians, seconds, gib = (row.get(name, {}) for name in ("medians", "seconds", "gib"))
-    sums = f"from a cache of {length} tokens: tokens a second / sums of all that a token reads"
-    return [
-        Goal(sums, ratio(medians.get(READ), medians.get("token")), 0.5, True),
-        Goal(f"all statistics of all heads, {length} tokens", seconds.get("statistics"), 240.0, False, "s"),
+        Goal(sums, ratio(turns.get(READ), turns.get("token")), 0.5, True),
+        Goal(f"all statistics of all heads, {Sizes.text} tokens", of_text.get("statistics"), 240.0, False, "s"),
         Goal("... memory that XLA plans", gib.get("statistics"), 3.0, False, "GiB"),
     ]
 
 
-def _goals_of_prefill(results: Results, length: int) -> Goal:
-    medians = next((row["medians"] for row in results.of("prefill", length=length)), {})
-    question = f"a prompt of {length} tokens: time of transformers / time of jattn"
-    return Goal(question, ratio(medians.get(PEER), medians.get("jattn")), 1.0, True)
-
-
 def markdown(results: Results) -> str:
     """``language.md``."""
-    (writing,), (once,) = results.of("writing"), results.of("once")
-    speeds = [[name, f"{1e6 / median:.1f}"] for name, median in writing["medians"].items()]
+    speeds = [[name, f"{1e6 / time:.1f}"] for name, time in results.values("writing")["medians"].items()]
+    once = [[name, f"{seconds:.1f}"] for name, seconds in results.values("once").items()]
     return document(
         "# A language model, measured",
         "SmolLM2-135M-Instruct from its GGUF file. Medians of turns; one sequence, greedily. `sum`: adding up as many "
@@ -285,7 +262,7 @@ def markdown(results: Results) -> str:
         *_prefill_table(results),
         *_long_table(results),
         "## Seconds, once",
-        table(["", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in once.values.items()]),
+        table(["", "seconds"], once),
         "## Measured on",
         listed(results.about["environment"] | results.about["sizes"] | results.about["missing"]),
     )

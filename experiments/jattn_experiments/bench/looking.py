@@ -9,7 +9,7 @@ Shared by all rows: ``environment``, ``sizes``. The parts:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def statistics(sizes: Sizes) -> dict[str, Any]:
         ENTROPY + KNOWN: (functools.partial(looked, ["entropy"]), query, key, lse),
     }
     compiled = {name: jax.jit(fn).lower(*inputs).compile() for name, (fn, *inputs) in programs.items()}
-    calls = {name: functools.partial(_finish, compiled[name], inputs) for name, (_, *inputs) in programs.items()}
+    calls = {name: _finished(compiled[name], *inputs) for name, (_, *inputs) in programs.items()}
     return {
         **sizes.medians(calls),
         "temporaries": compiled[ALL].memory_analysis().temp_size_in_bytes,
@@ -82,14 +82,14 @@ def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
     state, interval = setup.init(), config.Train().look_every
     steps = jnp.arange(interval)
     calls = {
-        STEPS: functools.partial(_finish, train.updates(setup), (state, steps)),
-        LOOKED: functools.partial(_finish, train.chunk(setup), (state, steps)),
+        STEPS: _finished(train.updates(setup), state, steps),
+        LOOKED: _finished(train.chunk(setup), state, steps),
     }
     return {"interval": interval, "own": setup.config.train.look_every, **sizes.medians(calls)}
 
 
-def _finish(call: Callable[..., Any], inputs: Sequence[Any]) -> None:
-    jax.block_until_ready(call(*inputs))
+def _finished(call: Callable[..., Any], *inputs: Any) -> timing.Call:
+    return lambda: jax.block_until_ready(call(*inputs))
 
 
 def goals(results: Results) -> list[Goal]:

@@ -27,18 +27,12 @@ Attention = Callable[..., jax.Array]  # (problem, query, key, value, *what the c
 
 @dataclasses.dataclass(frozen=True)
 class InJax:
-    """A contestant that is a function of JAX arrays.
-
-    Attributes:
-        cases: Supported cases.
-        linear: Those for which it holds no matrix of scores, mask or bias.
-        dtypes: Supported dtypes.
-    """
+    """A contestant that is a function of JAX arrays, and the cases and dtypes that it supports."""
 
     name: str
     attention: Attention
     cases: tuple[str, ...]
-    linear: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()  # the cases for which it holds no matrix of scores, mask or bias
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     def matrices(self, problem: Problem) -> int:

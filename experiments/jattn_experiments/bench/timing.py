@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,17 +101,18 @@ def cores() -> int:
 
 def cpu_model() -> str:
     """The processor's name, from Linux, or elsewhere from Python."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*:(.*)", _cpu_info(), re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def vectors() -> str:
     """The processor's widest vector instructions, from Linux: names alone do not tell kinds of machines apart."""
+    return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in _cpu_info().split()), "unknown")
+
+
+def _cpu_info() -> str:
     info = Path("/proc/cpuinfo")
-    flags = set(info.read_text().split()) if info.exists() else set()
-    return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in flags), "unknown")
+    return info.read_text() if info.exists() else ""
 
 
 def native_version() -> str:

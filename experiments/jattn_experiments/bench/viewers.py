@@ -73,8 +73,9 @@ def about(out: Path) -> dict[str, Any]:
     installed = _installed()
     packages = {TOOLS[tool][0] for tool in installed} - {"jattn"}
     versions = {name: importlib.metadata.version(name) for name in sorted(packages)}
-    browser = _browser()
-    versions["chromium"] = "not installed" if browser is None else _line([browser, "--version"])
+    versions["chromium"] = "not installed"
+    if browser := _browser():
+        versions["chromium"] = subprocess.check_output([browser, "--version"], text=True).strip()
     missing = {tool: "not installed" for tool in TOOLS if tool not in installed}
     return {"environment": timing.machine() | versions, "missing": missing}
 
@@ -156,15 +157,11 @@ def _browser() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def _line(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def goals(results: Results) -> list[Goal]:
     """Every goal of ``jattn.report``, and its measured number."""
     lines = []
     for text, (megabytes, seconds) in LIMITS.items():
-        values = next((row.values for row in results.of("pages", text=text, tool=OURS)), {})
+        values = results.values("pages", text=text, tool=OURS)
         lines.append(Goal(f"{text}: the file", ratio(values.get("bytes"), 1e6), megabytes, False, "MB"))
         if seconds is not None:
             lines.append(Goal(f"{text}: first paint", ratio(values.get("paint"), 1e3), seconds, False, "s"))
@@ -185,10 +182,7 @@ def markdown(results: Results) -> str:
         "## What was asked",
         goal_table(goals(results)),
         "## Every page",
-        table(
-            ["text", "tool", *COLUMNS],
-            [[*row.key.values(), *_cells(row.values)] for row in results.of("pages")],
-        ),
+        table(["text", "tool", *COLUMNS], [[*row.key.values(), *_cells(row.values)] for row in results.of("pages")]),
         "Memory: what making the page adds to the process. Paint: the first contentful paint. Ready: the main thread "
         "has no more long task. In parentheses: with the requested code beside the file.",
         "## What each shows",
