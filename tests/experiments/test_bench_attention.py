@@ -131,7 +131,7 @@ def test_a_batch_is_of_different_sequences():
 
 def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
     """The outputs, converted to ``[B,T,N,H]`` from the contestant's layout."""
-    outputs = contestant.call(problem, passes)()
+    outputs = contestant.repeated(problem, passes)()
     outputs = [outputs] if passes == "forward" else list(outputs)
     if isinstance(contestant, torch_peers.InTorch):
         return [np.swapaxes(x.numpy(), 1, 2) for x in outputs]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn_experiments.bench import attention_figure, attention_tables, peers, timing
@@ -90,7 +91,7 @@ def time_row(
             left_out[contestant.name] = reason
             continue
         try:
-            call = contestant.call(problem, passes)
+            call = contestant.repeated(problem, passes)
             call()  # compiles
             calls[contestant.name] = call
         except Exception as error:
@@ -102,9 +103,11 @@ def time_row(
         if contestant.name in calls and contestant.name.startswith("jattn"):
             beside = dataclasses.replace(problem, case=PLAIN[problem.case])
             if peers.unsupported_reason(contestant, beside, memory) is None:
-                plain[contestant.name] = contestant.call(beside, passes)
+                plain[contestant.name] = contestant.repeated(beside, passes)
                 plain[contestant.name]()
-    matrix = matrix_product(problem.dtype)
+    # The product of two square matrices: the machine's current rate.
+    square, multiply = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), problem.dtype), jax.jit(jnp.matmul)
+    matrix = lambda: jax.block_until_ready(multiply(square, square))
     matrix()
     every = [*calls.values(), *plain.values(), matrix]
     medians, rounds = timing.in_turn(every, seconds, least=ROUNDS, settle=SETTLE)
@@ -119,13 +122,6 @@ def time_row(
         "matrix": product,
         "matrix_flops": 2.0 * MATRIX**3,
     }
-
-
-def matrix_product(dtype: str) -> timing.Call:
-    """A call of the product of two square matrices: the machine's current rate."""
-    matrix = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype)
-    product = jax.jit(lambda a, b: a @ b)
-    return lambda: jax.block_until_ready(product(matrix, matrix))
 
 
 def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:

@@ -45,10 +45,6 @@ class Problem:
             arrays.append(rng.standard_normal((BUCKETS, self.num_heads), np.float32))
         return arrays
 
-    def differentiated(self) -> tuple[int, ...]:
-        """Which of ``arrays()`` the backward pass differentiates."""
-        return (0, 1, 2, 3) if self.case == "t5" else (0, 1, 2)
-
     def pairs(self) -> float:
         """How many (query, key) pairs one head sees."""
         n = self.length

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +48,7 @@ class InTorch:
 
         return [tensor(x) for x in problem.arrays()[:3]]
 
-    def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
-        """Computes the passes and returns when they are done: the output, or the gradients."""
-        return functools.partial(self.repeated(problem, passes), 1)
-
-    def repeated(self, problem: Problem, passes: str) -> Callable[[int], Any]:
+    def repeated(self, problem: Problem, passes: str) -> Callable[..., Any]:
         """As that of ``InJax``."""
         import torch
 
@@ -63,7 +58,7 @@ class InTorch:
         tensors = self.inputs(problem)
         attention = torch_flex(problem, self.device) if self.flex else torch_sdpa(problem, self.device)
 
-        def run(times: int) -> Any:
+        def run(times: int = 1) -> Any:
             with torch.no_grad() if passes == "forward" else contextlib.nullcontext():
                 for _ in range(times):
                     output = attention(*tensors)
