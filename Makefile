@@ -84,7 +84,7 @@ test-chips:
 	@$(MAKE) --no-print-directory chips VENV=.venv-chips
 
 chips: $(VENV)/.installed-chips
-	$(python) -m jattn_experiments bench --suite chips --resume $(ARGS)
+	$(python) -m tools chips --resume $(ARGS)
 
 # The accelerator's JAX has its own environment. A stopped run resumes.
 on-chip:
@@ -94,7 +94,7 @@ this-chip: $(VENV)/.installed-on-chip
 	$(python) -m jattn_experiments bench --suite chip --resume $(ARGS)
 
 on-chip-bundle: $(VENV)/.installed-experiments
-	$(python) -m jattn_experiments.bench.chip_bundle $(ARGS)
+	$(python) -m tools.chip_bundle $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(python) -m tests.soak $(ARGS)

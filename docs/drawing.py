@@ -49,6 +49,11 @@ def layers(document: str, language: str = "layers") -> list[list[str]]:
     return [line.split(maxsplit=1)[1].split(" < ") for line in block(document, language)]
 
 
+def allowed_imports(document: str, language: str) -> dict[str, str]:
+    """What each package may import."""
+    return dict(line.partition(":")[::2] for line in block(document, language))
+
+
 def steps(document: str) -> list[tuple[str, str]]:
     """The files that a call walks through, in order, each with what happens there."""
     section = document.partition("## One call")[2].partition("\n## ")[0]

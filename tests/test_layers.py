@@ -3,7 +3,7 @@
 Both tables are in docs/architecture.md. Modules are listed by layer and, in a layer, by row. A module may import modules
 of earlier rows, but not of its own row. Files of one package may import each other, but not in a cycle. Imports inside
 functions and for type checking count as well, since they are dependencies too.
-The tests of jattn import nothing from the experiments, nor from their tests.
+The tests of jattn import nothing from the experiments, nor from their tests; nothing imports tools.
 """
 
 import ast
@@ -15,6 +15,7 @@ import pytest
 
 JATTN = Path(__file__).parents[1] / "jattn"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "jattn_experiments"
+TOOLS = Path(__file__).parents[1] / "tools"
 DOCS = Path(__file__).parents[1] / "docs"
 TESTS = Path(__file__).parent
 
@@ -76,7 +77,20 @@ def pointing_up(package: Path, layers: list[list[str]]) -> list[str]:
     return found + cycles(package, modules(package, "*/**/*.py"))
 
 
-def modules(package: Path, pattern: str) -> dict[str, Path]:
+def above_the_tools(package: Path, allowed: str) -> list[str]:
+    """Every import of this repository in ``package`` that is neither its own nor ``allowed``, one message each."""
+    files, known = modules(package), (package.name, *allowed.split())
+    wrong = [
+        f"{name}:{line}: imports {imported}; {package.name} may import {allowed}"
+        for name, file in files.items()
+        for line, imported in imports(file, package)
+        if imported.partition(".")[0] in ("jattn", "jattn_experiments", "tests", "tools")
+        and not any(f"{imported}.".startswith(f"{one}.") for one in known)
+    ]
+    return wrong + cycles(package, files)
+
+
+def modules(package: Path, pattern: str = "**/*.py") -> dict[str, Path]:
     """The files of ``package``, keyed by dotted module name."""
     files = {}
     for file in sorted(package.glob(pattern)):
@@ -141,6 +155,10 @@ def test_a_planted_import_from_the_experiments_is_caught(tmp_path, code):
     assert len(of_the_experiments(tmp_path / "tests")) == 1
 
 
+def test_tools_import_what_they_may():
+    assert not above_the_tools(TOOLS, drawing.allowed_imports(DOCUMENT, "tools")["tools"])
+
+
 def test_the_drawing_is_that_of_the_tables():
     assert (DOCS / "architecture.svg").read_text(encoding="utf-8") == drawing.draw(DOCUMENT)
 
@@ -165,6 +183,7 @@ def test_the_folder_is_that_of_jattn():
 PLANTED = {
     "up, relative, in a function": ("numbers.py", "def f():\n    from . import modules"),
     "same row": ("api.py", "from .cache import Cache"),
+    "tools": ("arrays.py", "def f():\n    import tools.chips"),
     "cycle through a package's __init__": ("kernels/blocks.py", "from library.kernels import Block"),
 }
 
@@ -191,3 +210,18 @@ def test_a_planted_import_that_points_up_is_caught(tmp_path, path, code):
 
     (package / path).write_text(code)
     assert len(pointing_up(package, layers)) == 1, pointing_up(package, layers)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["def f():\n    from jattn_experiments.train import Setup", "import tests.reference", "from tools import write"],
+)
+def test_a_planted_import_above_the_tools_is_caught(tmp_path, code):
+    package = tmp_path / "tools"
+    package.mkdir()
+    (package / "read.py").write_text("import os\nimport jattn.masks\nfrom jattn_experiments.bench import suite")
+    (package / "write.py").write_text("from tools import read")
+    assert above_the_tools(package, "jattn jattn_experiments.bench") == []
+
+    (package / "read.py").write_text(code)
+    assert len(above_the_tools(package, "jattn jattn_experiments.bench")) == 1

@@ -42,7 +42,7 @@ def imported(folder):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module.partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"docs", "jattn", "jattn_experiments", "tests"}
+    return found - set(sys.stdlib_module_names) - {"docs", "jattn", "jattn_experiments", "tests", "tools"}
 
 
 def modules(*requirements):
@@ -63,9 +63,10 @@ def test_the_wheel_needs_what_jattn_imports_and_nothing_else():
 
 def test_the_experiments_declare_what_they_import():
     needed = modules(*extra("experiments"))
-    assert needed <= imported("experiments/jattn_experiments") | {"jsonargparse"}, "declared and imported nowhere"
+    used = imported("experiments/jattn_experiments") | imported("tools")
+    assert needed <= used | {"jsonargparse"}, "declared and imported nowhere"
     declared = modules(*PROJECT["dependencies"], *extra("experiments", "hf"))
-    assert imported("experiments/jattn_experiments") - OPTIONAL <= declared, "imported and declared nowhere"
+    assert used - OPTIONAL <= declared, "imported and declared nowhere"
 
 
 def test_the_tests_declare_what_they_import():

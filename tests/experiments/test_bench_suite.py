@@ -1,31 +1,21 @@
 """The base of the benchmarks: result files in the repository are read, and writing them again changes nothing."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
 
-from jattn_experiments.bench.cases import Plan
 from jattn_experiments.bench.command import SUITES
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Failed, Job, Refused, Suite
+from tests.experiments.kept_results import check, kept
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
-KEPT = [file for name in SUITES for file in sorted(RESULTS.glob(f"*/{name}.json"))]
+KEPT = kept(SUITES)
 
 
 @pytest.mark.parametrize("file", KEPT, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path):
-    suite: Suite = importlib.import_module(f"jattn_experiments.bench.{file.stem}").SUITE
-    results = suite.read(file.parent)
-    assert results.rows and all(row.found for row in results.rows)
-    keys = [(row.part, json.dumps(dict(row.key))) for row in results.rows]
-    assert len(set(keys)) == len(keys), "two rows have the same key"
-    suite.write(results, tmp_path)
-    assert json.loads((tmp_path / file.name).read_text()) == json.loads(file.read_text())
-    assert suite.markdown(results).split("\n## Measured on")[0].count("|") == file.with_suffix(".md").read_text().split(
-        "\n## Measured on"
-    )[0].count("|")
+    check(SUITES, file, tmp_path)
 
 
 def test_every_suite_has_results_in_the_repository():
@@ -74,4 +64,4 @@ def test_a_suite_that_fails_leaves_the_results_of_before(tmp_path):
 def test_sizes_are_those_of_the_command_line():
     plan = Plan(Path("out"), seconds=0.5)
     for name in ("layers", "looking"):
-        assert importlib.import_module(f"jattn_experiments.bench.{name}").SUITE.sizes(plan).seconds == 0.5
+        assert importlib.import_module(SUITES[name].module).SUITE.sizes(plan).seconds == 0.5

@@ -29,7 +29,7 @@ def test_eight_devices():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_those_of_one_device(name):
-    # `bench --suite sharding` tests all gradients, layouts and numbers of devices, which takes a quarter of an hour
+    # `python -m tools sharding` tests all gradients, layouts and numbers of devices, which takes a quarter of an hour
     how = Ring(mesh_of(P), "sequence", layout="zigzag" if list(CASES).index(name) % 2 else "contiguous")
     found, wanted = in_a_ring(name, how, values_alone), expected(name, values_alone)
     assert largest_error(found, wanted) <= 1e-5

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn_experiments.bench import attention_figure, attention_tables, peers, timing
-from jattn_experiments.bench.cases import DTYPES, PASSES, PLAIN, Plan, Problem
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.probe import probe
+from jattn_experiments.bench.problems import DTYPES, PASSES, PLAIN, Problem
 from jattn_experiments.bench.suite import Job, Suite
 from jattn_experiments.runs.folder import RESULTS
 
@@ -37,10 +39,12 @@ MEASURED = ("full", "causal")  # the cases measured for memory and compilation
 
 def about(plan: Plan) -> dict[str, Any]:
     """The environment, the shape of the problems, and which peers are missing."""
-    contestants, missing = peers.contestants(tuple(plan.peers), plan.device)
-    shape = {key: getattr(Problem("full", 1), key) for key in ("num_heads", "head_dim")} | {"batch": plan.batch}
-    found = {"environment": environment(plan, [one.name for one in contestants]), "shape": shape, "missing": missing}
-    return found | {"before": last_kept(found["environment"], shape, plan.out)}
+    contestants, missing = peers.contestants(plan.peers, plan.device)
+    shape = {"num_heads": Problem.num_heads, "head_dim": Problem.head_dim, "batch": plan.batch}
+    memory = f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB"
+    here = timing.machine() | {"contestants": ", ".join(one.name for one in contestants), "memory": memory}
+    here |= peers.versions(plan.peers) | {"numpy": np.__version__}
+    return {"environment": here, "shape": shape, "missing": missing, "before": last_kept(here, shape, plan.out)}
 
 
 def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> dict[str, Any]:
@@ -55,87 +59,78 @@ def last_kept(here: Mapping[str, str], shape: Mapping[str, int], out: Path) -> d
     return {"folder": "", "shares": {}}
 
 
-def environment(plan: Plan, names: list[str]) -> dict[str, str]:
-    """What is measured, and on what: versions, hardware, and a digest of jattn's source."""
-    about = timing.environment() | {"contestants": ", ".join(names), "jattn_source": timing.source_digest()}
-    about |= {
-        "cpu": timing.cpu_model(),
-        "vectors": timing.vectors(),
-        "memory": f"{timing.memory_bytes('cpu') / 2**30:.0f} GiB",
-        "jattn-native": timing.native_version(),
-    }
-    return about | peers.versions(tuple(plan.peers)) | {"numpy": np.__version__}
-
-
 def jobs(plan: Plan) -> Iterator[Job]:
     """All jobs of the plan, part by part."""
-    contestants = peers.contestants(tuple(plan.peers), plan.device)[0]
-    makers = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
+    contestants = peers.contestants(plan.peers, plan.device)[0]
+    memory = timing.memory_bytes(plan.device) / 3  # what the scores of a peer may take
+    jobs_of = {"times": _times, "memory": _memory, "peak": _peak, "compile": _compile}
     for part in plan.parts:
-        yield from makers[part](plan, contestants)
+        for key, measure in jobs_of[part](plan, contestants, memory):
+            yield Job(part, key, measure)
 
 
-def _times(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+Measurements = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]  # key, what to call
+
+
+def _times(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """Short lengths first, so that a stopped run has most rows."""
-    memory = timing.memory_bytes(plan.device) / 3
-    for length, dtype, case in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases):
-        for passes in PASSES:
-            problem = Problem(case, length, dtype, batch=plan.batch)
-            key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
-            yield Job("times", key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds))
+    for length, dtype, case, passes in itertools.product(plan.lengths, DTYPES[plan.device], plan.cases, PASSES):
+        problem = Problem(case, length, dtype, batch=plan.batch)
+        key = {"case": case, "length": length, "dtype": dtype, "passes": passes}
+        yield key, functools.partial(time_row, problem, passes, contestants, memory, plan.seconds)
 
 
 def time_row(
     problem: Problem, passes: str, contestants: list[peers.Contestant], memory: float, seconds: float
 ) -> dict[str, Any]:
     """Times all contestants that can do the problem in ``memory`` bytes, and the product of two matrices."""
-    calls: dict[str, Callable] = {}
+    calls: dict[str, timing.Call] = {}
     left_out = {}
     for contestant in contestants:
-        reason = peers.unsupported_reason(contestant, problem, memory)
-        if reason is None:
-            try:
-                call = contestant.call(problem, passes)
-                call()  # compiles
-                calls[contestant.name] = call
-            except Exception as error:
-                if contestant.name == "jattn":
-                    raise
-                reason = _first_line(error)
-        if reason is not None:
+        if reason := peers.unsupported_reason(contestant, problem, memory):
             left_out[contestant.name] = reason
-    plain = {}
+            continue
+        try:
+            call = contestant.repeated(problem, passes)
+            call()  # compiles
+            calls[contestant.name] = call
+        except Exception as error:
+            if contestant.name == "jattn":
+                raise
+            left_out[contestant.name] = _first_line(error)
+    plain: dict[str, timing.Call] = {}
     for contestant in contestants if problem.case in PLAIN else ():
         if contestant.name in calls and contestant.name.startswith("jattn"):
             beside = dataclasses.replace(problem, case=PLAIN[problem.case])
             if peers.unsupported_reason(contestant, beside, memory) is None:
-                plain[contestant.name] = contestant.call(beside, passes)
+                plain[contestant.name] = contestant.repeated(beside, passes)
                 plain[contestant.name]()
-    matrix = matrix_product(problem.dtype)
+    # The product of two square matrices: the machine's current rate.
+    square, multiply = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), problem.dtype), jax.jit(jnp.matmul)
+    matrix = lambda: jax.block_until_ready(multiply(square, square))
     matrix()
     every = [*calls.values(), *plain.values(), matrix]
     medians, rounds = timing.in_turn(every, seconds, least=ROUNDS, settle=SETTLE)
     *medians, product = (round(median, 2) for median in medians)
-    found: dict[str, Any] = {"medians": dict(zip(calls, medians, strict=False)), "left_out": left_out}
-    found |= {"plain": dict(zip(plain, medians[len(calls) :], strict=True))}
-    found |= {"rounds": rounds, "seconds": seconds}
-    return found | {"flops": problem.flops(passes), "matrix": product, "matrix_flops": 2.0 * MATRIX**3}
+    return {
+        "medians": dict(zip(calls, medians, strict=False)),
+        "left_out": left_out,
+        "plain": dict(zip(plain, medians[len(calls) :], strict=True)),
+        "rounds": rounds,
+        "seconds": seconds,
+        "flops": problem.flops(passes),
+        "matrix": product,
+        "matrix_flops": 2.0 * MATRIX**3,
+    }
 
 
-def matrix_product(dtype: str) -> Callable[[], Any]:
-    """A call of the product of two square matrices: the machine's current rate."""
-    matrix = jax.random.normal(jax.random.key(0), (MATRIX, MATRIX), dtype)
-    product = jax.jit(lambda a, b: a @ b)
-    return lambda: jax.block_until_ready(product(matrix, matrix))
-
-
-def _memory(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _memory(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """Temporaries of one head; compiled but not run, so at any length."""
-    for one, case, passes in itertools.product(contestants, _plain(plan), (*PASSES, "hvp")):
+    for one, case, passes in itertools.product(contestants, _measured(plan), (*PASSES, "hvp")):
         for length in plan.lengths if isinstance(one, peers.InJax) else ():
             problem = Problem(case, length, _dtype(plan, one), num_heads=1)
             key = {"contestant": one.name, "case": case, "passes": passes, "length": length}
-            yield Job("memory", key, functools.partial(temporaries, one, problem, passes))
+            yield key, functools.partial(temporaries, one, problem, passes)
 
 
 def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[str, Any]:
@@ -151,46 +146,39 @@ def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[
     return {"bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def _peak(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _peak(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """Forward and backward of all heads at the longest length up to ``PEAK_LENGTH``, if it fits."""
-    lengths = [length for length in plan.lengths if length <= PEAK_LENGTH]
-    for one, case in itertools.product(contestants, _plain(plan)):
-        problem = Problem(case, max(lengths, default=PEAK_LENGTH), _dtype(plan, one), batch=plan.batch)
-        if peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None:
-            key = {"contestant": one.name, "case": case, "length": problem.length}
-            yield Job("peak", key, functools.partial(_peak_bytes, plan, one, problem))
+    longest = max((length for length in plan.lengths if length <= PEAK_LENGTH), default=PEAK_LENGTH)
+    for one, case in itertools.product(contestants, _measured(plan)):
+        problem = Problem(case, longest, _dtype(plan, one), batch=plan.batch)
+        if peers.unsupported_reason(one, problem, memory) is None:
+            ask = functools.partial(probe, "peak", plan.device, plan.peers, one.name, problem)
+            bytes_beyond_inputs = lambda ask=ask: ask("both") - ask("inputs")
+            key = {"contestant": one.name, "case": case, "length": longest}
+            yield key, functools.partial(_or_reason, "bytes", bytes_beyond_inputs)
 
 
-def _peak_bytes(plan: Plan, contestant: peers.Contestant, problem: Problem) -> dict[str, Any]:
-    ask = functools.partial(probe, "peak", plan.device, list(plan.peers), contestant.name, problem)
-    try:
-        return {"bytes": ask("both") - ask("inputs")}
-    except RuntimeError as error:
-        return {"bytes": None, "reason": str(error)}
-
-
-def _compile(plan: Plan, contestants: list[peers.Contestant]) -> Iterator[Job]:
+def _compile(plan: Plan, contestants: list[peers.Contestant], memory: float) -> Measurements:
     """At those of ``COMPILED_LENGTHS`` in the plan, or else at its longest."""
     lengths = [length for length in COMPILED_LENGTHS if length in plan.lengths] or [max(plan.lengths)]
-    for one, case, length, passes in itertools.product(contestants, _plain(plan), lengths, PASSES):
+    for one, case, length, passes in itertools.product(contestants, _measured(plan), lengths, PASSES):
         problem = Problem(case, length, _dtype(plan, one), batch=plan.batch)
-        if (
-            isinstance(one, peers.InJax)
-            and peers.unsupported_reason(one, problem, timing.memory_bytes(plan.device) / 3) is None
-        ):
+        if isinstance(one, peers.InJax) and peers.unsupported_reason(one, problem, memory) is None:
+            ask = functools.partial(probe, "compile", plan.device, plan.peers, one.name, problem, passes)
+            seconds = lambda ask=ask: statistics.median(ask() for _ in range(COMPILATIONS))
             key = {"contestant": one.name, "case": case, "length": length, "passes": passes}
-            yield Job("compile", key, functools.partial(_compile_seconds, plan, one, problem, passes))
+            yield key, functools.partial(_or_reason, "seconds", seconds)
 
 
-def _compile_seconds(plan: Plan, contestant: peers.Contestant, problem: Problem, passes: str) -> dict[str, Any]:
-    ask = functools.partial(probe, "compile", plan.device, list(plan.peers), contestant.name, problem, passes)
+def _or_reason(name: str, measure: Callable[[], float]) -> dict[str, Any]:
+    """What fresh processes measure; if one fails, why."""
     try:
-        return {"seconds": statistics.median(ask() for _ in range(COMPILATIONS))}
+        return {name: measure()}
     except RuntimeError as error:
-        return {"seconds": None, "reason": str(error)}
+        return {name: None, "reason": str(error)}
 
 
-def _plain(plan: Plan) -> list[str]:
+def _measured(plan: Plan) -> list[str]:
     return [case for case in MEASURED if case in plan.cases]
 
 

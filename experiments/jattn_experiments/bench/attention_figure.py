@@ -1,7 +1,7 @@
 """The figure of the attention benchmark: time and memory over length."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -13,6 +13,9 @@ from jattn_experiments.bench.suite import Results
 from jattn_experiments.report.style import DASHES, DPI, FAINT, PALETTE, STYLE, WIDTH
 
 MARKERS = "osD^vP"
+Units = Sequence[tuple[float, str]]  # the largest first
+TIMES: Units = ((1e6, "s"), (1e3, "ms"), (1, "µs"))  # of microseconds
+SIZES: Units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def write_figure(results: Results, file: Path) -> None:
@@ -23,8 +26,9 @@ def write_figure(results: Results, file: Path) -> None:
 
 def attention_figure(results: Results) -> Figure:
     """Forward, forward and backward, and the latter's temporaries; causal if that was measured."""
-    case = _case(results)
-    lengths = sorted({row["length"] for row in results.of("memory")})
+    cases = [row["case"] for row in results.of("times") + results.of("memory")]
+    case = "causal" if "causal" in cases else next(iter(cases), "full")
+    lengths = attention_tables.lengths_of(results, "memory")
     figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.subplots(1, 3 if lengths else 2)
     dtype = next((row["dtype"] for row in results.of("times")), "float32")
@@ -34,23 +38,18 @@ def attention_figure(results: Results) -> Figure:
             _line(ax, results, name, {row["length"]: row["medians"].get(name) for row in rows})
         bound = {row["length"]: row["flops"] / row["matrix_flops"] * row["matrix"] for row in rows}
         ax.plot(list(bound), list(bound.values()), ":", color=FAINT, label="at the rate of a large matrix product")
-        _finish(ax, title, list(bound), _time)
+        _finish(ax, title, list(bound), TIMES)
     if lengths:
         for name in attention_tables.contestants_of(results):
             _line(axes[2], results, name, attention_tables.temporaries(results, name, case, "both"))
-        _finish(axes[2], "one head's temporaries, both passes", lengths, _size, base=16)
-    about, shape = results.about["environment"], results.about["shape"]
+        _finish(axes[2], "one head's temporaries, both passes", lengths, SIZES, base=16)
+    about = results.about["environment"]
     machine = about["cpu"] + f", {about['cores']} cores" if about["device"].startswith("cpu") else about["device"]
-    sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}"
-    figure.suptitle(f"{case.capitalize()} attention, {dtype}, {sizes}, {machine}", fontsize=10)
+    shape = attention_tables.shape_of(results)
+    figure.suptitle(f"{case.capitalize()} attention, {dtype}, {shape}, {machine}", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(len(labels), 1))
     return figure
-
-
-def _case(results: Results) -> str:
-    cases = [row["case"] for row in results.of("times") + results.of("memory")]
-    return "causal" if "causal" in cases else next(iter(cases), "full")
 
 
 def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]) -> None:
@@ -62,7 +61,7 @@ def _line(ax: Axes, results: Results, name: str, values: dict[int, float | None]
     ax.plot(list(known), list(known.values()), label=name, linewidth=2.2 if index == 0 else 1.5, **ink)
 
 
-def _finish(ax: Axes, title: str, lengths: list[int], unit: Any, base: int = 10) -> None:
+def _finish(ax: Axes, title: str, lengths: list[int], units: Units, base: int = 10) -> None:
     ax.set_title(title)
     ax.set_xlabel("T = S")
     if not lengths:
@@ -73,19 +72,10 @@ def _finish(ax: Axes, title: str, lengths: list[int], unit: Any, base: int = 10)
     ax.xaxis.set_major_locator(FixedLocator(lengths[:: 2 if len(lengths) > 5 else 1]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _with_unit(value, units)))
     ax.yaxis.set_minor_locator(NullLocator())
 
 
-def _time(microseconds: float) -> str:
-    for size, name in ((1e6, "s"), (1e3, "ms")):
-        if microseconds >= size:
-            return f"{microseconds / size:g} {name}"
-    return f"{microseconds:g} µs"
-
-
-def _size(size: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.3g} B"
+def _with_unit(value: float, units: Units) -> str:
+    size, name = next((unit for unit in units if value >= unit[0]), units[-1])
+    return f"{value / size:.3g} {name}"

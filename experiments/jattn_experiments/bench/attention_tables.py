@@ -1,22 +1,14 @@
 """The attention benchmark's results as text."""
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
-from jattn_experiments.bench.cases import CASES, PLAIN
+from jattn_experiments.bench.goals import Goal, goal_table, has_native, ratio, worst
+from jattn_experiments.bench.markdown import document, listed, short_number, table
+from jattn_experiments.bench.problems import CASES, PLAIN
 from jattn_experiments.bench.suite import Results, Row
-from jattn_experiments.bench.tables import (
-    Asked,
-    asked_table,
-    has_native,
-    listed,
-    ratio,
-    report,
-    short_number,
-    table,
-    worst,
-)
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
 SLOPE_FROM = 4096  # below, constant costs still matter
@@ -33,6 +25,11 @@ def microseconds(row: Row | None, contestant: str = "jattn") -> float | None:
     return row["medians"].get(contestant) if row else None
 
 
+def speed(row: Row | None, peer: str) -> float | None:
+    """The peer's time over jattn's."""
+    return ratio(microseconds(row, peer), microseconds(row))
+
+
 def share(row: Row | None, contestant: str = "jattn") -> float | None:
     """Floating-point operations per second, as a share of the matrix product's in the same turns."""
     time = microseconds(row, contestant)
@@ -42,8 +39,7 @@ def share(row: Row | None, contestant: str = "jattn") -> float | None:
 def temporaries(results: Results, contestant: str, case: str, passes: str) -> dict[int, float]:
     """Bytes of one head, by length."""
     rows = results.of("memory", contestant=contestant, case=case, passes=passes)
-    rows = [row for row in rows if row["bytes"] is not None]
-    return {row["length"]: row["bytes"] for row in sorted(rows, key=lambda row: row["length"])}
+    return dict(sorted((row["length"], row["bytes"]) for row in rows if row["bytes"] is not None))
 
 
 def slope(by_length: dict[int, float]) -> float | None:
@@ -54,21 +50,29 @@ def slope(by_length: dict[int, float]) -> float | None:
     return float(np.polyfit(np.log(list(long)), np.log(list(long.values())), 1)[0])
 
 
-def asked(results: Results) -> list[Asked]:
+def lengths_of(results: Results, part: str = "times") -> list[int]:
+    """The measured lengths."""
+    return sorted({row["length"] for row in results.of(part)})
+
+
+def contestants_of(results: Results) -> list[str]:
+    """Contestants in column order."""
+    return results.about["environment"]["contestants"].split(", ")
+
+
+def shape_of(results: Results) -> str:
+    """The shape of the problems."""
+    return "B={batch} N={num_heads} H={head_dim}".format(**results.about["shape"])
+
+
+def goals(results: Results) -> list[Goal]:
     """Every goal and its measured number; goals are for CPU and float32, so there are none elsewhere."""
     if not results.about["environment"]["device"].startswith("cpu"):
         return []
     if results.about["shape"]["batch"] > 1:
         return _batches(results)
-    return [
-        *_against_peers(results),
-        *_short(results),
-        *(_with_native(results) if has_native(results.about["environment"]) else []),
-        *_shares(results),
-        *_cases(results),
-        *_memory(results),
-        *_compile(results),
-    ]
+    parts = (_against_peers, _short, _with_native, _shares, _cases, _memory, _compile)
+    return [goal for part in parts for goal in part(results)]
 
 
 # Peer, passes, length, minimum speed-up over the peer: full, causal.
@@ -84,90 +88,59 @@ AGAINST_PEERS = (
 )
 
 
-def _against_peers(results: Results) -> list[Asked]:
-    lines = []
+def _against_peers(results: Results) -> Iterator[Goal]:
     for peer, passes, length, *thresholds in AGAINST_PEERS:
         for case, threshold in zip(("full", "causal"), thresholds, strict=True):
-            row = row_of(results, case, length, passes)
-            times = ratio(microseconds(row, peer), microseconds(row))
             question = f"{case}, {PASSES[passes]}, n = {length}: time of {peer} / time of jattn"
-            lines.append(Asked(question, times, threshold, at_least=True))
-    return lines
+            yield Goal(question, speed(row_of(results, case, length, passes), peer), threshold, at_least=True)
 
 
-def _short(results: Results) -> list[Asked]:
+def _short(results: Results) -> Iterator[Goal]:
     """Short inputs must not pay for long ones: the worst case that jax.nn supports."""
-    rows = [row for row in results.of("times") if row["length"] <= 1024 and row["dtype"] == "float32"]
-    ratios = [(ratio(microseconds(row), microseconds(row, "jax.nn")), row) for row in rows]
-    known = [(value, row) for value, row in ratios if value is not None]
-    value, row = max(known, key=lambda pair: pair[0], default=(None, None))
+    rows = [row for row in results.of("times", dtype="float32") if row["length"] <= 1024 and speed(row, "jax.nn")]
+    row = min(rows, key=lambda row: speed(row, "jax.nn"), default=None)
     where = f" (worst: {row['case']}, {PASSES[row['passes']]}, n = {row['length']})" if row else ""
-    question = f"every case, n <= 1024: time of jattn / time of jax.nn{where}"
-    return [Asked(question, value, 1.05, at_least=False)]
+    measured = ratio(microseconds(row), microseconds(row, "jax.nn"))
+    yield Goal(f"every case, n <= 1024: time of jattn / time of jax.nn{where}", measured, 1.05, at_least=False)
 
 
-def _batches(results: Results) -> list[Asked]:
+def _batches(results: Results) -> list[Goal]:
     """Batches of short sequences, as in training: against the faster of the peers, at each length."""
+    question = f"{{}}, {PASSES['both']}, n = {{}}: time of the faster of torch and jax.nn / time of jattn"
     lines = []
     for case, length in itertools.product(("full", "causal"), lengths_of(results)):
-        row = row_of(results, case, length, "both")
-        theirs = [microseconds(row, peer) for peer in ("torch", "jax.nn")]
-        fastest = None if None in theirs else min(theirs)
-        question = f"{case}, {PASSES['both']}, n = {length}: time of the faster of torch and jax.nn / time of jattn"
-        lines.append(Asked(question, ratio(fastest, microseconds(row)), 1.0, at_least=True))
+        speeds = [speed(row_of(results, case, length, "both"), peer) for peer in ("torch", "jax.nn")]
+        lines.append(Goal(question.format(case, length), None if None in speeds else min(speeds), 1.0, at_least=True))
     return lines
 
 
-# Passes, case, minimum share of the matrix product's rate: of any plain call, and of one with jattn-native and AVX-512.
-SHARES = (("forward", "full", 0.7), ("forward", "causal", 0.6))
-SHARES_AVX512 = (
-    ("forward", "full", 0.88),
-    ("forward", "causal", 0.80),
-    ("both", "full", 0.75),
-    ("both", "causal", 0.65),
-)
-
-
-def _shares(results: Results) -> list[Asked]:
-    lengths = [length for length in lengths_of(results) if length >= 4096]
-    lines = []
-    for passes, case, threshold in SHARES_AVX512 if _has_native_avx512(results) else SHARES:
-        least = worst((share(row_of(results, case, length, passes)) for length in lengths), highest=False)
-        question = f"{case}, {PASSES[passes]}, n >= 4096: share of the matrix rate"
-        lines.append(Asked(question, least, threshold, at_least=True))
-    return lines
-
-
-def _cases(results: Results) -> list[Asked]:
-    """One case compared with another, both forward."""
-
-    def times(case: str, length: int, name: str = "jattn") -> float | None:
-        row = row_of(results, case, length)
-        return ratio(microseconds(row, name), row.found.get("plain", {}).get(name)) if row else None
-
-    long = [length for length in lengths_of(results) if length >= 2048]
-    lines = [
-        Asked("causal / full, forward, n = 8192", times("causal", 8192), 0.6, at_least=False),
-        Asked("window / full, forward, n = 32768", times("window", 32768), 1 / 14, at_least=False),
-    ]
-    for name in ("jattn", "jattn blockwise", "jattn native"):  # the last in results from before it was the plain call
-        for case in ("alibi", "softcap") if name == "jattn" or name in contestants_of(results) else ():
-            highest = worst((times(case, length, name) for length in long), highest=True)
-            lines.append(Asked(f"{name}: {case} / {PLAIN[case]}, forward, n >= 2048", highest, 1.25, at_least=False))
-    return lines
-
-
-def _with_native(results: Results) -> list[Asked]:
+def _with_native(results: Results) -> Iterator[Goal]:
     """A plain call that may take the compiled kernels, against PyTorch: the worst length."""
-    long = [length for length in lengths_of(results) if 2048 <= length <= 8192]
     thresholds = {"forward": 2.0, "both": 1.8} if _has_native_avx512(results) else {"forward": 1.1, "both": 1.0}
-    lines = []
+    lengths = [length for length in lengths_of(results) if 2048 <= length <= 8192]
     for case, passes in itertools.product(("full", "causal"), PASSES):
-        rows = [row_of(results, case, length, passes) for length in long]
-        speed = worst((ratio(microseconds(row, "torch"), microseconds(row)) for row in rows), highest=False)
-        question = f"{case}, {PASSES[passes]}, n = 2048 to 8192: time of torch / time of jattn"
-        lines.append(Asked(question, speed, thresholds[passes], at_least=True))
-    return lines
+        if has_native(results.about["environment"]):
+            least = worst((speed(row_of(results, case, n, passes), "torch") for n in lengths), highest=False)
+            question = f"{case}, {PASSES[passes]}, n = 2048 to 8192: time of torch / time of jattn"
+            yield Goal(question, least, thresholds[passes], at_least=True)
+
+
+# Minimum share of the matrix product's rate by passes and case: of any plain call, and of one with jattn-native and
+# AVX-512.
+SHARES = {("forward", "full"): 0.7, ("forward", "causal"): 0.6}
+SHARES_AVX512 = {
+    ("forward", "full"): 0.88,
+    ("forward", "causal"): 0.80,
+    ("both", "full"): 0.75,
+    ("both", "causal"): 0.65,
+}
+
+
+def _shares(results: Results) -> Iterator[Goal]:
+    lengths = [length for length in lengths_of(results) if length >= 4096]
+    for (passes, case), threshold in (SHARES_AVX512 if _has_native_avx512(results) else SHARES).items():
+        least = worst((share(row_of(results, case, length, passes)) for length in lengths), highest=False)
+        yield Goal(f"{case}, {PASSES[passes]}, n >= 4096: share of the matrix rate", least, threshold, at_least=True)
 
 
 def _has_native_avx512(results: Results) -> bool:
@@ -175,15 +148,46 @@ def _has_native_avx512(results: Results) -> bool:
     return has_native(environment) and environment.get("vectors") == "avx512f"
 
 
+def _cases(results: Results) -> Iterator[Goal]:
+    """One case compared with another, both forward."""
+
+    def times(case: str, length: int, name: str = "jattn") -> float | None:
+        row = row_of(results, case, length)
+        return ratio(microseconds(row, name), row.values.get("plain", {}).get(name)) if row else None
+
+    long = [length for length in lengths_of(results) if length >= 2048]
+    yield Goal("causal / full, forward, n = 8192", times("causal", 8192), 0.6, at_least=False)
+    yield Goal("window / full, forward, n = 32768", times("window", 32768), 1 / 14, at_least=False)
+    for name in ("jattn", "jattn blockwise", "jattn native"):  # the last in results from before it was the plain call
+        for case in ("alibi", "softcap") if name == "jattn" or name in contestants_of(results) else ():
+            highest = worst((times(case, length, name) for length in long), highest=True)
+            yield Goal(f"{name}: {case} / {PLAIN[case]}, forward, n >= 2048", highest, 1.25, at_least=False)
+
+
+def _memory(results: Results) -> Iterator[Goal]:
+    both, product = (temporaries(results, "jattn", "full", passes) for passes in ("both", "hvp"))
+    of_both, of_product = (ratio(sizes.get(32768), 2**20) for sizes in (both, product))
+    name = "temporaries of one head, full,"
+    yield Goal(f"{name} forward and backward, n = 32768", of_both, 80, at_least=False, unit="MiB")
+    yield Goal(f"{name} forward and backward: exponent of growth", slope(both), 1.05, at_least=False)
+    yield Goal(f"{name} Hessian-vector product, n = 32768", of_product, 160, at_least=False, unit="MiB")
+
+
+def _compile(results: Results) -> Iterator[Goal]:
+    for passes, threshold in (("forward", 1.5), ("both", 3.0)):
+        seconds = (row["seconds"] for row in results.of("compile", contestant="jattn", passes=passes))
+        question = f"compilation, {PASSES[passes]}, the slowest of those below"
+        yield Goal(question, worst(seconds, highest=True), threshold, at_least=False, unit="s")
+
+
 def shares(results: Results) -> dict[str, float]:
     """jattn's shares of the matrix rate, by what was measured."""
-    found = {}
-    for row in results.of("times"):
-        for name in row["medians"]:
-            if name.startswith("jattn"):
-                what = f"{name}, {row['case']}, {PASSES[row['passes']]}, {row['dtype']}, n = {row['length']}"
-                found[what] = share(row, name)
-    return found
+    return {
+        f"{name}, {row['case']}, {PASSES[row['passes']]}, {row['dtype']}, n = {row['length']}": share(row, name)
+        for row in results.of("times")
+        for name in row["medians"]
+        if name.startswith("jattn")
+    }
 
 
 def moved(results: Results) -> list[str]:
@@ -196,114 +200,69 @@ def moved(results: Results) -> list[str]:
     ]
 
 
-def _memory(results: Results) -> list[Asked]:
-    both, product = (temporaries(results, "jattn", "full", passes) for passes in ("both", "hvp"))
-    name = "temporaries of one head"
-    sizes = (None if size is None else size / 2**20 for size in (both.get(32768), product.get(32768)))
-    return [
-        Asked(f"{name}, full, forward and backward, n = 32768", next(sizes), 80, at_least=False, unit="MiB"),
-        Asked(f"{name}, full, forward and backward: exponent of growth", slope(both), 1.05, at_least=False),
-        Asked(f"{name}, full, Hessian-vector product, n = 32768", next(sizes), 160, at_least=False, unit="MiB"),
-    ]
-
-
-def _compile(results: Results) -> list[Asked]:
-    lines = []
-    for passes, threshold in (("forward", 1.5), ("both", 3.0)):
-        seconds = (
-            row["seconds"] for row in results.of("compile") if row["contestant"] == "jattn" and row["passes"] == passes
-        )
-        question = f"compilation, {PASSES[passes]}, the slowest of those below"
-        lines.append(Asked(question, worst(seconds, highest=True), threshold, at_least=False, unit="s"))
-    return lines
-
-
-def lengths_of(results: Results) -> list[int]:
-    """The timed lengths."""
-    return sorted({row["length"] for row in results.of("times")})
-
-
-def contestants_of(results: Results) -> list[str]:
-    """Contestants in column order."""
-    return results.about["environment"]["contestants"].split(", ")
-
-
 def times_table(results: Results, passes: str, dtype: str) -> str:
     """Milliseconds of each contestant, followed by its share of the matrix product's rate."""
-    names = contestants_of(results)
-    rows = []
-    for row in results.of("times"):
-        if row["passes"] == passes and row["dtype"] == dtype:
-            cells = [_time_cell(row, name) for name in names]
-            rows.append([row["case"], str(row["length"]), *cells, str(row["rounds"])])
-    rows.sort(key=lambda cells: (list(CASES).index(cells[0]), int(cells[1])))
-    return table(["case", "n", *names, "rounds"], rows)
+
+    def cell(row: Row, name: str) -> str:
+        time = microseconds(row, name)
+        return "-" if time is None else f"{short_number(time / 1e3)} ({share(row, name):.2f})"
+
+    names, rows = contestants_of(results), results.of("times", passes=passes, dtype=dtype)
+    rows.sort(key=lambda row: (list(CASES).index(row["case"]), row["length"]))
+    cells = [[row["case"], row["length"], *(cell(row, name) for name in names), row["rounds"]] for row in rows]
+    return table(["case", "n", *names, "rounds"], cells)
 
 
 def memory_table(results: Results) -> str:
     """Temporaries of one head in MiB by length, and the exponent of their growth."""
-    lengths = sorted({row["length"] for row in results.of("memory")})
-    rows = []
+    lengths, rows = lengths_of(results, "memory"), []
     for name, case, passes in dict.fromkeys((r["contestant"], r["case"], r["passes"]) for r in results.of("memory")):
         sizes = temporaries(results, name, case, passes)
-        cells = [short_number(sizes[n] / 2**20) if n in sizes else "-" for n in lengths]
         growth = slope(sizes)
         label = PASSES.get(passes, "Hessian-vector product")
+        cells = (_cell(sizes.get(length), 2**-20) for length in lengths)
         rows.append([name, case, label, *cells, "-" if growth is None else f"{growth:.2f}"])
     return table(["", "case", "passes", *map(str, lengths), "exponent"], rows)
 
 
-def peak_table(results: Results) -> str:
-    """Resident memory of forward and backward, in MiB."""
-    rows = [[r["contestant"], r["case"], str(r["length"]), _cell(r["bytes"], 2**-20)] for r in results.of("peak")]
-    return table(["", "case", "n", "MiB"], rows)
-
-
-def compile_table(results: Results) -> str:
-    """Seconds from function to executable."""
-    rows = [[r["contestant"], r["case"], str(r["length"]), PASSES[r["passes"]], _cell(r["seconds"])]
-            for r in results.of("compile")]  # fmt: skip
-    return table(["", "case", "n", "passes", "s"], rows)
-
-
 def left_out(results: Results) -> list[str]:
     """Why a table has a "-": one line per contestant, case and reason."""
-    lines: dict[tuple[str, ...], list[int]] = {}
-    for row in results.of("times"):
-        for name, reason in row["left_out"].items():
-            lines.setdefault((name, row["case"], reason), []).append(row["length"])
+    reasons = [
+        (row["length"], name, row["case"], reason)
+        for row in results.of("times")
+        for name, reason in row["left_out"].items()
+    ]
     for part, value in (("memory", "bytes"), ("peak", "bytes"), ("compile", "seconds")):
-        for row in results.of(part):
-            if row[value] is None:
-                lines.setdefault((row["contestant"], row["case"], f"{part}: {row['reason']}"), []).append(row["length"])
-    said = []
-    for (name, case, reason), lengths in lines.items():
-        where = "" if set(lengths) == set(lengths_of(results)) else f", n = {', '.join(map(str, sorted(set(lengths))))}"
-        said.append(f"{name}, {case}{where}: {reason}")
-    return said
+        rows = [row for row in results.of(part) if row[value] is None]
+        reasons += [(row["length"], row["contestant"], row["case"], f"{part}: {row['reason']}") for row in rows]
+    lengths_by_key: dict[tuple[str, ...], set[int]] = {}
+    for length, *key in reasons:
+        lengths_by_key.setdefault(tuple(key), set()).add(length)
+    lines = []
+    for (name, case, reason), lengths in lengths_by_key.items():
+        where = "" if sorted(lengths) == lengths_of(results) else f", n = {', '.join(map(str, sorted(lengths)))}"
+        lines.append(f"{name}, {case}{where}: {reason}")
+    return lines
 
 
 def shown(results: Results) -> str:
     """The missing peers, and the measured goals."""
-    answered = [one for one in asked(results) if one.measured is not None]
-    return "\n".join(
-        [*results.about["missing"].values(), *([asked_table(answered)] if answered else []), *moved(results)]
-    )
+    measured = [goal for goal in goals(results) if goal.measured is not None]
+    lines = [goal_table(measured)] if measured else []
+    return "\n".join([*results.about["missing"].values(), *lines, *moved(results)])
 
 
 def markdown(results: Results) -> str:
     """``attention.md``."""
-    shape = results.about["shape"]
-    sizes = f"B={shape['batch']} N={shape['num_heads']} H={shape['head_dim']}, T = S = n"
     parts = [
         "# Attention, measured",
-        f"{sizes}. Medians of calls in turn, and in brackets the share that the products of attention reach of the "
-        "rate of one large product of matrices, timed in the same turns. Written by "
+        f"{shape_of(results)}, T = S = n. Medians of calls in turn, and in brackets the share that the products of "
+        "attention reach of the rate of one large product of matrices, timed in the same turns. Written by "
         "`jattn bench --suite attention`.",
         *(f"Not here: {line}." for line in results.about["missing"].values()),
     ]
-    lines = asked(results)
-    parts += ["## What was asked", asked_table(lines)] if lines else []
+    lines = goals(results)
+    parts += ["## What was asked", goal_table(lines)] if lines else []
     parts += ["![Time and memory over length](attention.png)"] if results.of("times") else []
     for dtype in dict.fromkeys(row["dtype"] for row in results.of("times")):
         for passes, name in PASSES.items():
@@ -312,21 +271,16 @@ def markdown(results: Results) -> str:
         parts += ["## Temporaries of one head, MiB", memory_table(results)]
     if results.of("peak"):
         about = "Forward and backward, all heads: the peak of a fresh process, compilation included, less that of one "
-        parts += ["## Peak memory", about + "that only makes the inputs.", peak_table(results)]
-    if results.of("compile"):
-        parts += ["## Compilation", "All heads, in fresh processes.", compile_table(results)]
+        cells = [[r["contestant"], r["case"], r["length"], _cell(r["bytes"], 2**-20)] for r in results.of("peak")]
+        parts += ["## Peak memory", about + "that only makes the inputs.", table(["", "case", "n", "MiB"], cells)]
+    if rows := results.of("compile"):
+        cells = [[r["contestant"], r["case"], r["length"], PASSES[r["passes"]], _cell(r["seconds"])] for r in rows]
+        head = ["", "case", "n", "passes", "s"]
+        parts += ["## Compilation", "All heads, in fresh processes.", table(head, cells)]
     parts += ["## Cases", "\n".join(f"- {name}: {text}." for name, text in CASES.items())]
-    changes = moved(results)
-    parts += ["## Moved by more than 5%", "\n".join(f"- {line}." for line in changes)] if changes else []
-    reasons = left_out(results)
-    parts += ["## Left out", "\n".join(f"- {reason}." for reason in reasons)] if reasons else []
-    parts += ["## Measured on", listed(results.about["environment"])]
-    return report(*parts)
-
-
-def _time_cell(row: Row, name: str) -> str:
-    time = microseconds(row, name)
-    return "-" if time is None else f"{short_number(time / 1e3)} ({share(row, name):.2f})"
+    for title, lines in (("Moved by more than 5%", moved(results)), ("Left out", left_out(results))):
+        parts += [f"## {title}", "\n".join(f"- {line}." for line in lines)] if lines else []
+    return document(*parts, "## Measured on", listed(results.about["environment"]))
 
 
 def _cell(value: float | None, times: float = 1.0) -> str:

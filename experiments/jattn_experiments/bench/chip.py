@@ -25,7 +25,7 @@ from typing import Any
 
 from jattn.testing import AT_SIZE, CASES
 from jattn_experiments.bench import chip_report
-from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
 from jattn_experiments.bench.worker import Worker
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from jattn.kernels.dispatch import IMPLEMENTATIONS, ORDER
 from jattn_experiments.bench.chip_rates import rates_of
+from jattn_experiments.bench.markdown import document, listed, short_number, table
 from jattn_experiments.bench.suite import Results, Row
-from jattn_experiments.bench.tables import listed, report, short_number, table
 from jattn_experiments.report.style import DPI, PALETTE, STYLE, WIDTH
 
 TUNABLE = tuple(name for name, kernel in IMPLEMENTATIONS.items() if hasattr(kernel, "block_sizes"))
@@ -179,7 +179,7 @@ def markdown(results: Results) -> str:
             _tuned(results),
         ]
     now = {f"{name}, when it began": value for name, value in results.about["now"].items()}
-    return report(*parts, "## The machine", listed(about | now | results.about["shape"]))
+    return document(*parts, "## The machine", listed(about | now | results.about["shape"]))
 
 
 _DECODE = (

@@ -29,8 +29,8 @@ from jattn.testing import AT_SIZE, CASES, Case
 from jattn.testing._check import same_bits
 from jattn.testing._ring_cases import largest_error
 from jattn_experiments.bench import peers, timing
-from jattn_experiments.bench.cases import CASES as TIMED
-from jattn_experiments.bench.cases import Problem
+from jattn_experiments.bench.problems import CASES as TIMED
+from jattn_experiments.bench.problems import Problem
 from jattn_experiments.bench.worker import serve
 
 # Kernels of chips that a CPU interprets.

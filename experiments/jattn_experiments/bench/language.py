@@ -17,7 +17,7 @@ import importlib.util
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,17 @@ from flax import nnx
 from jattn import heads, interop
 from jattn.interop._gguf import read_gguf
 from jattn_experiments.bench import timing
-from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.goals import Goal, goal_table, ratio
+from jattn_experiments.bench.markdown import document, listed, table
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
-from jattn_experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 from jattn_experiments.model_files import model_file
 
 DTYPES, PEER, READ = ("float32", "bfloat16"), "transformers", "sum"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(timing.Turns):
     """Sizes of one run."""
 
     model: str = "smollm2"  # as of ``experiments generate``
@@ -46,9 +47,6 @@ class Sizes:
     prompts: tuple[int, ...] = (2048, 8192)  # tokens of the prompts to prefill
     text: int = 8192  # tokens of a long text
     shape: tuple[int, int] = (8, 257)  # of the batch whose heads are looked at
-    seconds: float = 30.0  # of all turns together: five times --seconds, since a turn takes one or two
-    rounds: int = 3  # at least
-    settle: float = 0.01  # seconds of rest before every turn
 
 
 def start(plan: Plan) -> None:
@@ -65,10 +63,10 @@ def start(plan: Plan) -> None:
 def about(sizes: Sizes) -> dict[str, Any]:
     """What all rows share."""
     missing = {} if _has_peer() else {PEER: "not installed, or PyTorch or gguf is not"}
-    found = timing.about(sizes) | {"missing": missing}
+    facts = timing.about(sizes) | {"missing": missing}
     if not missing:
-        found["environment"] |= {name: importlib.metadata.version(name) for name in ("torch", PEER)}
-    return found
+        facts["environment"] |= {name: importlib.metadata.version(name) for name in ("torch", PEER)}
+    return facts
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
@@ -83,23 +81,18 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 def once(sizes: Sizes) -> dict[str, float]:
     """What is waited for before the first token, and the statistics of all heads."""
     file = model_file(sizes.model)
-    model, load = _timed(lambda: interop.load(file))
+    model, load = _once(lambda: interop.load(file))
     with tempfile.TemporaryDirectory() as folder:
         _convert(file, Path(folder))
-        _, converted = _timed(lambda: interop.load(folder))
-    _, tokenizer = _timed(lambda: interop.tokenizer(file))
+        _, converted = _once(lambda: interop.load(folder))
+    _, tokenizer = _once(lambda: interop.tokenizer(file))
     prompt = _prompt(model)
-    first, later = (_timed(lambda: interop.generate(model, [prompt], 2))[1] for _ in range(2))
+    first, later = (_once(lambda: interop.generate(model, [prompt], 2))[1] for _ in range(2))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocabulary, sizes.shape))
     look = nnx.capture(lambda model: model(tokens, sow_statistics={"tokens": tokens}), nnx.Intermediate)
-    _, statistics = _timed(lambda: heads.collect(nnx.jit(look)(model)[1], "attention_statistics"))
-    return {
-        "load": load,
-        "load converted": converted,
-        "tokenizer": tokenizer,
-        "compilation": first - later,
-        "statistics": statistics,
-    }
+    _, statistics = _once(lambda: heads.collect(nnx.jit(look)(model)[1], "attention_statistics"))
+    before = {"load": load, "load converted": converted, "tokenizer": tokenizer, "compilation": first - later}
+    return before | {"statistics": statistics}
 
 
 def _convert(file: Path, folder: Path) -> None:
@@ -116,20 +109,15 @@ def writing(sizes: Sizes) -> dict[str, Any]:
     file = model_file(sizes.model)
     models = {dtype: interop.load(file, dtype=dtype) for dtype in DTYPES}
     prompt = _prompt(models["float32"])
-    calls: dict[str, Callable] = {
+    calls: dict[str, timing.Call] = {
         name: functools.partial(interop.generate, model, [prompt], sizes.tokens) for name, model in models.items()
     }
     if _has_peer():
         options = {"max_new_tokens": sizes.tokens, "min_new_tokens": sizes.tokens, "do_sample": False}
-        calls[PEER] = functools.partial(_peer(file).generate, _tensor(prompt), **options)
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(models["float32"])))
-    numbers, total = jnp.ones(count), jax.jit(jnp.sum)
-    calls[READ] = lambda: jax.block_until_ready(total(numbers))
-    for call in calls.values():
-        call()  # compiles
-    found = timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
-    per_token = {name: 1 if name == READ else sizes.tokens for name in calls}
-    return found | {"medians": {name: round(x / per_token[name], 2) for name, x in found["medians"].items()}}
+        peer, tokens = _peer(file, prompt)
+        calls[PEER] = functools.partial(peer.generate, tokens, **options)
+    calls[READ] = _sum_of(nnx.state(models["float32"]))
+    return _per_token(sizes, sizes.medians(calls), *models, PEER)
 
 
 def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
@@ -145,12 +133,10 @@ def prefill(sizes: Sizes, length: int) -> dict[str, Any]:
         hidden, cache = model(tokens, cache=model.init_cache(1, length))
         return model.logits(hidden[:, -1]), cache
 
-    calls: dict[str, Callable] = {"jattn": lambda: jax.block_until_ready(forward(state, jnp.asarray([prompt])))}
+    calls: dict[str, timing.Call] = {"jattn": lambda: jax.block_until_ready(forward(state, jnp.asarray([prompt])))}
     if _has_peer():
-        calls[PEER] = functools.partial(_forward, _peer(file), _tensor(prompt))
-    for call in calls.values():
-        call()  # compiles
-    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+        calls[PEER] = functools.partial(*_peer(file, prompt), use_cache=True, logits_to_keep=1)
+    return sizes.medians(calls)
 
 
 def long_text(sizes: Sizes) -> dict[str, Any]:
@@ -164,14 +150,14 @@ def long_text(sizes: Sizes) -> dict[str, Any]:
         look = nnx.capture(lambda model: model(tokens, sow_statistics={"tokens": tokens}), nnx.Intermediate)
         return heads.collect(look(nnx.merge(graph, state))[1], "attention_statistics")
 
-    found: dict[str, Any] = {"seconds": {}, "gib": {}}
+    seconds, gib = {}, {}
     passes = {"forward": lambda state, tokens: nnx.merge(graph, state)(tokens), "statistics": statistics}
-    for name, call in passes.items():
-        compiled = jax.jit(call).lower(state, tokens).compile()
-        found["seconds"][name] = round(_timed(functools.partial(compiled, state, tokens))[1], 2)
+    for name, function in passes.items():
+        compiled = jax.jit(function).lower(state, tokens).compile()
+        seconds[name] = round(_once(functools.partial(compiled, state, tokens))[1], 2)
         memory = compiled.memory_analysis()
         planned = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        found["gib"][name] = round(planned / 2**30, 2)
+        gib[name] = round(planned / 2**30, 2)
 
     @functools.partial(jax.jit, donate_argnums=2)
     def write(state: Any, token: jax.Array, cache: Any) -> Any:
@@ -187,40 +173,37 @@ def long_text(sizes: Sizes) -> dict[str, Any]:
 
     empty = model.init_cache(1, length + sizes.tokens)
     key, value = (jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in (empty.key, empty.value))
-    held = [dataclasses.replace(empty, key=key, value=value, length=empty.length + length)]
+    cache = dataclasses.replace(empty, key=key, value=value, length=empty.length + length)
 
     def one_turn() -> None:
-        written, held[0] = jax.block_until_ready(write(state, tokens[:, :1], held[0]))
+        nonlocal cache
+        _, cache = jax.block_until_ready(write(state, tokens[:, :1], cache))
 
-    numbers, total = jnp.ones(sum(x.size for x in jax.tree.leaves((state, empty)))), jax.jit(jnp.sum)
-    calls = {"token": one_turn, READ: lambda: jax.block_until_ready(total(numbers))}
-    for call in calls.values():
-        call()  # compiles
-    medians = timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
-    medians["medians"]["token"] = round(medians["medians"]["token"] / sizes.tokens, 2)
-    return found | medians
+    row = sizes.medians({"token": one_turn, READ: _sum_of((state, empty))})
+    return {"seconds": seconds, "gib": gib} | _per_token(sizes, row, "token")
 
 
-def _forward(model: Any, tokens: Any) -> Any:
-    import torch
+def _sum_of(arrays: Any) -> timing.Call:
+    """Adds up as many float32 numbers as there are in a tree of arrays."""
+    numbers, total = jnp.ones(sum(x.size for x in jax.tree.leaves(arrays))), jax.jit(jnp.sum)
+    return lambda: jax.block_until_ready(total(numbers))
 
-    with torch.no_grad():
-        return model(tokens, use_cache=True, logits_to_keep=1)
+
+def _per_token(sizes: Sizes, row: dict[str, Any], *writers: str) -> dict[str, Any]:
+    """A row in which the writers' medians are of one token, and not of a turn."""
+    medians = {name: round(x / sizes.tokens, 2) if name in writers else x for name, x in row["medians"].items()}
+    return row | {"medians": medians}
 
 
-def _peer(file: Path) -> Any:
+def _peer(file: Path, prompt: list[int]) -> tuple[Any, Any]:
+    """The model in transformers, and a prompt as it takes it."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(timing.cores())
+    torch.set_grad_enabled(False)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options)
-
-
-def _tensor(prompt: list[int]) -> Any:
-    import torch
-
-    return torch.tensor([prompt])
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options), torch.tensor([prompt])
 
 
 def _has_peer() -> bool:
@@ -231,62 +214,55 @@ def _prompt(model: interop.Transformer) -> list[int]:
     return [1 + i % (model.config.vocabulary - 1) for i in (6402, 1979, 252, 654)]  # Once upon a time
 
 
-def _timed(call: Callable) -> tuple[Any, float]:
+def _once(call: timing.Call) -> tuple[Any, float]:
+    """What a call returns, and its seconds."""
     begin = time.perf_counter()
     result = jax.block_until_ready(call())
     return result, time.perf_counter() - begin
 
 
-def asked(results: Results) -> list[Asked]:
+def goals(results: Results) -> list[Goal]:
     """Every goal, for the default sizes on a CPU, and its measured number."""
-    medians = next((row["medians"] for row in results.of("writing")), {})
-    seconds = next((row.found for row in results.of("once")), {})
+    medians, seconds = results.values("writing").get("medians", {}), results.values("once")
     ours, half = (medians.get(dtype) for dtype in DTYPES)
+    prompts = []
+    for length in Sizes.prompts:
+        times = results.values("prefill", length=length).get("medians", {})
+        question = f"a prompt of {length} tokens: time of transformers / time of jattn"
+        prompts.append(Goal(question, ratio(times.get(PEER), times.get("jattn")), 1.0, True))
+    long = results.values("long", length=Sizes.text)
+    turns, of_text, gib = (long.get(name, {}) for name in ("medians", "seconds", "gib"))
+    sums = f"from a cache of {Sizes.text} tokens: tokens a second / sums of all that a token reads"
     return [
-        Asked("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
-        Asked("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
-        *(_asked_of_prefill(results, length) for length in Sizes().prompts),
-        Asked("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
-        Asked("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
-        Asked("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
-        Asked("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
-        *_asked_of_long_text(results, Sizes().text),
+        Goal("float32: tokens a second, jattn / transformers (aim: 2)", ratio(medians.get(PEER), ours), 1.0, True),
+        Goal("tokens a second, bfloat16 / float32", ratio(ours, half), 0.9, True),
+        *prompts,
+        Goal("loading a GGUF file", seconds.get("load"), 15.0, False, "s"),
+        Goal("loading it converted to safetensors", seconds.get("load converted"), 6.0, False, "s"),
+        Goal("compiling a chunk and a step", seconds.get("compilation"), 3.0, False, "s"),
+        Goal("statistics of all heads, 8 x 257 tokens, with compilation", seconds.get("statistics"), 20.0, False, "s"),
+        Goal(sums, ratio(turns.get(READ), turns.get("token")), 0.5, True),
+        Goal(f"all statistics of all heads, {Sizes.text} tokens", of_text.get("statistics"), 240.0, False, "s"),
+        Goal("... memory that XLA plans", gib.get("statistics"), 3.0, False, "GiB"),
     ]
-
-
-def _asked_of_long_text(results: Results, length: int) -> list[Asked]:
-    row = next((row.found for row in results.of("long", length=length)), {})
-    medians, seconds, gib = (row.get(name, {}) for name in ("medians", "seconds", "gib"))
-    sums = f"from a cache of {length} tokens: tokens a second / sums of all that a token reads"
-    return [
-        Asked(sums, ratio(medians.get(READ), medians.get("token")), 0.5, True),
-        Asked(f"all statistics of all heads, {length} tokens", seconds.get("statistics"), 240.0, False, "s"),
-        Asked("... memory that XLA plans", gib.get("statistics"), 3.0, False, "GiB"),
-    ]
-
-
-def _asked_of_prefill(results: Results, length: int) -> Asked:
-    medians = next((row["medians"] for row in results.of("prefill", length=length)), {})
-    question = f"a prompt of {length} tokens: time of transformers / time of jattn"
-    return Asked(question, ratio(medians.get(PEER), medians.get("jattn")), 1.0, True)
 
 
 def markdown(results: Results) -> str:
     """``language.md``."""
-    (writing,), (once,) = results.of("writing"), results.of("once")
-    speeds = [[name, f"{1e6 / median:.1f}"] for name, median in writing["medians"].items()]
-    return report(
+    speeds = [[name, f"{1e6 / time:.1f}"] for name, time in results.values("writing")["medians"].items()]
+    once = [[name, f"{seconds:.1f}"] for name, seconds in results.values("once").items()]
+    return document(
         "# A language model, measured",
         "SmolLM2-135M-Instruct from its GGUF file. Medians of turns; one sequence, greedily. `sum`: adding up as many "
         "float32 numbers as the model has parameters. Written by `jattn bench --suite language`.",
         "## What was asked",
-        asked_table(asked(results)),
+        goal_table(goals(results)),
         "## Tokens, and sums, a second",
         table(["", "a second"], speeds),
         *_prefill_table(results),
         *_long_table(results),
         "## Seconds, once",
-        table(["", "seconds"], [[name, f"{seconds:.1f}"] for name, seconds in once.found.items()]),
+        table(["", "seconds"], once),
         "## Measured on",
         listed(results.about["environment"] | results.about["sizes"] | results.about["missing"]),
     )
@@ -316,7 +292,7 @@ SUITE = Suite(
     about=about,
     jobs=jobs,
     markdown=markdown,
-    shown=lambda results: asked_table(asked(results)),
-    sizes=lambda plan: Sizes(seconds=5 * plan.seconds),
+    shown=lambda results: goal_table(goals(results)),
+    sizes=lambda plan: Sizes(seconds=5 * plan.seconds),  # a turn takes one or two
     start=start,
 )

@@ -19,8 +19,9 @@ import jattn
 from jattn import heads
 from jattn_experiments import config, train
 from jattn_experiments.bench import timing
+from jattn_experiments.bench.goals import Goal, goal_table, ratio
+from jattn_experiments.bench.markdown import document, listed, table
 from jattn_experiments.bench.suite import Job, Results, Suite
-from jattn_experiments.bench.tables import Asked, asked_table, listed, ratio, report, table
 
 FORWARD, ALL, ENTROPY = "blockwise forward", "all statistics", "entropy alone"
 KNOWN = " (lse known)"
@@ -28,15 +29,12 @@ STEPS, LOOKED = "steps", "steps and a look"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(timing.Turns):
     """Sizes of one run; float32."""
 
     length: int = 32768
     head_dim: int = 64
     configs: tuple[str, ...] = ("copy", "copy_string", "shift_bank", "induction", "skills")
-    seconds: float = 6.0  # per row, all contestants together
-    rounds: int = 3  # at least
-    settle: float = 0.01  # seconds of rest before every turn
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
@@ -52,25 +50,24 @@ def statistics(sizes: Sizes) -> dict[str, Any]:
     query, key, value = (jax.random.normal(jax.random.key(i), (n, 1, sizes.head_dim)) for i in range(3))
     tokens = jax.random.randint(jax.random.key(3), (n,), 0, n // 4)
 
-    def forward(query, key, value):
-        options = {"is_causal": True, "implementation": "blockwise", "return_residual": True}
-        return jattn.dot_product_attention(query, key, value, **options)
+    options = {"is_causal": True, "implementation": "blockwise", "return_residual": True}
+    forward = functools.partial(jattn.dot_product_attention, **options)
 
-    def of(names, query, key, lse=None):
+    def looked(names: list[str] | None, query: jax.Array, key: jax.Array, lse: jax.Array | None = None) -> Any:
         return heads.statistics(query, key, tokens=tokens, names=names, lse=lse, is_causal=True)
 
     lse = jax.jit(forward)(query, key, value)[1]
-    calls = {
+    programs = {
         FORWARD: (forward, query, key, value),
-        ALL: (functools.partial(of, None), query, key),
-        ENTROPY: (functools.partial(of, ["entropy"]), query, key),
-        ALL + KNOWN: (functools.partial(of, None), query, key, lse),
-        ENTROPY + KNOWN: (functools.partial(of, ["entropy"]), query, key, lse),
+        ALL: (functools.partial(looked, None), query, key),
+        ENTROPY: (functools.partial(looked, ["entropy"]), query, key),
+        ALL + KNOWN: (functools.partial(looked, None), query, key, lse),
+        ENTROPY + KNOWN: (functools.partial(looked, ["entropy"]), query, key, lse),
     }
-    compiled = {name: jax.jit(fn).lower(*inputs).compile() for name, (fn, *inputs) in calls.items()}
-    ready = [functools.partial(_finish, compiled[name], inputs) for name, (_, *inputs) in calls.items()]
+    compiled = {name: jax.jit(fn).lower(*inputs).compile() for name, (fn, *inputs) in programs.items()}
+    calls = {name: _finished(compiled[name], *inputs) for name, (_, *inputs) in programs.items()}
     return {
-        **_timed(sizes, dict(zip(calls, ready, strict=True))),
+        **sizes.medians(calls),
         "temporaries": compiled[ALL].memory_analysis().temp_size_in_bytes,
         "matrix": f"{n},{n}]" in compiled[ALL].as_text(),
     }
@@ -85,34 +82,29 @@ def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
     state, interval = setup.init(), config.Train().look_every
     steps = jnp.arange(interval)
     calls = {
-        STEPS: functools.partial(_finish, train.updates(setup), (state, steps)),
-        LOOKED: functools.partial(_finish, train.chunk(setup), (state, steps)),
+        STEPS: _finished(train.updates(setup), state, steps),
+        LOOKED: _finished(train.chunk(setup), state, steps),
     }
-    return {"interval": interval, "own": setup.config.train.look_every, **_timed(sizes, calls)}
+    return {"interval": interval, "own": setup.config.train.look_every, **sizes.medians(calls)}
 
 
-def _timed(sizes: Sizes, calls: dict[str, Callable]) -> dict[str, Any]:
-    for call in calls.values():
-        call()  # compiles
-    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle)
+def _finished(call: Callable[..., Any], *inputs: Any) -> timing.Call:
+    return lambda: jax.block_until_ready(call(*inputs))
 
 
-def _finish(call: Callable, inputs: Any) -> None:
-    jax.block_until_ready(call(*inputs))
-
-
-def asked(results: Results) -> list[Asked]:
+def goals(results: Results) -> list[Goal]:
     """Every goal, for the default sizes on a CPU, and its measured number."""
     (one,) = results.of("statistics")
-    share = lambda medians, above, below: ratio(medians.get(above), medians.get(below))
-    what = f"one head, n = {results.about['sizes']['length']}, causal:"
-    times = [(f"{what} {name} / {FORWARD}", share(one["medians"], name, FORWARD)) for name in (ALL, ENTROPY)]
+    what, medians = f"one head, n = {results.about['sizes']['length']}, causal:", one["medians"]
     return [
-        *(Asked(*line, limit, False) for line, limit in zip(times, (3.0, 1.3), strict=True)),
-        Asked(f"{what} temporaries of all statistics", one["temporaries"] / 2**20, 64.0, False, "MiB"),
-        Asked(f"{what} [T,S] arrays in the compiled program", float(one["matrix"]), 0.0, False),
         *(
-            Asked(f"{row['config']}: time of a look / of {row['interval']} steps", _cost(row["medians"]), 0.1, False)
+            Goal(f"{what} {name} / {FORWARD}", ratio(medians.get(name), medians.get(FORWARD)), limit, False)
+            for name, limit in ((ALL, 3.0), (ENTROPY, 1.3))
+        ),
+        Goal(f"{what} temporaries of all statistics", one["temporaries"] / 2**20, 64.0, False, "MiB"),
+        Goal(f"{what} [T,S] arrays in the compiled program", float(one["matrix"]), 0.0, False),
+        *(
+            Goal(f"{row['config']}: time of a look / of {row['interval']} steps", _cost(row["medians"]), 0.1, False)
             for row in results.of("tracking")
         ),
     ]
@@ -128,13 +120,13 @@ def markdown(results: Results) -> str:
     tracked = []
     for row in results.of("tracking"):
         times = [f"{row['medians'][name] / 1e3:.1f}" for name in (STEPS, LOOKED)]
-        own = _cost(row["medians"]) * row["interval"] / row["own"]
-        tracked.append([row["config"], *times, f"{row['own']} steps", f"{own:.3f}", row["rounds"]])
-    return report(
+        cost = _cost(row["medians"]) * row["interval"] / row["own"]
+        tracked.append([row["config"], *times, f"{row['own']} steps", f"{cost:.3f}", row["rounds"]])
+    return document(
         "# Looking, measured",
         "Medians of calls in turn, float32. Written by `jattn bench --suite looking`.",
         "## What was asked",
-        asked_table(asked(results)),
+        goal_table(goals(results)),
         "## Statistics of one head",
         table(["", "milliseconds"], [[name, f"{median / 1e3:.1f}"] for name, median in one["medians"].items()]),
         "## Tracking, milliseconds",
@@ -150,7 +142,7 @@ SUITE = Suite(
     about=timing.about,
     jobs=jobs,
     markdown=markdown,
-    shown=lambda results: asked_table(asked(results)),
+    shown=lambda results: goal_table(goals(results)),
     sizes=lambda plan: Sizes(seconds=plan.seconds),
     start=lambda plan: timing.use(plan.device),
 )

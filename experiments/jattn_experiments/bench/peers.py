@@ -4,43 +4,35 @@ Every peer is called in the way that suits it best: torch gets its own layout of
 peer is given a case that it has no argument for.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jattn
 from jattn.kernels.native import Native
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, RelativeBias, SoftCap, alibi_slopes
-from jattn_experiments.bench import timing
-from jattn_experiments.bench.cases import CAP, CASES, WINDOW, Problem, document_ids
+from jattn_experiments.bench.problems import CAP, CASES, WINDOW, Problem, document_ids
+from jattn_experiments.bench.torch_peers import InTorch
 
 Attention = Callable[..., jax.Array]  # (problem, query, key, value, *what the case adds) -> output
 
 
 @dataclasses.dataclass(frozen=True)
 class InJax:
-    """A contestant that is a function of JAX arrays.
-
-    Attributes:
-        cases: Supported cases.
-        linear: Those for which it holds no matrix of scores, mask or bias.
-        dtypes: Supported dtypes.
-    """
+    """A contestant that is a function of JAX arrays, and the cases and dtypes that it supports."""
 
     name: str
     attention: Attention
     cases: tuple[str, ...]
-    linear: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()  # the cases for which it holds no matrix of scores, mask or bias
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
     def matrices(self, problem: Problem) -> int:
@@ -52,88 +44,28 @@ class InJax:
         arrays = problem.arrays()
         return [jnp.asarray(x, problem.dtype if i < 3 else x.dtype) for i, x in enumerate(arrays)]
 
-    def function(self, problem: Problem, passes: str) -> Callable:
+    def function(self, problem: Problem, passes: str) -> Callable[..., Any]:
         """A new function of ``inputs`` to jit: "forward", "both" or "hvp", a Hessian-vector product."""
-
-        def forward(*arrays):
-            return self.attention(problem, *arrays)
-
+        forward = functools.partial(self.attention, problem)
         if passes == "forward":
             return forward
-        gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), problem.differentiated())
+        by = (0, 1, 2, 3) if problem.case == "t5" else (0, 1, 2)  # T5's table, too
+        gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), by)
         if passes == "both":
             return gradient
         return lambda *arrays: jax.jvp(gradient, arrays, arrays)[1]
 
-    def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
-        """Computes the passes and returns when they are done: the output, or the gradients."""
-        return functools.partial(self.repeated(problem, passes), 1)
+    def repeated(self, problem: Problem, passes: str) -> Callable[..., Any]:
+        """Computes the passes, once or ``times`` times: the output, or the gradients.
 
-    def repeated(self, problem: Problem, passes: str) -> Callable[[int], Any]:
-        """``call`` so many times: each begins when the last one was launched, the result is there when all are done."""
+        Each begins when the last one was launched, the result is there when all are done.
+        """
         arrays, function = self.inputs(problem), jax.jit(self.function(problem, passes))
 
-        def run(times: int) -> Any:
+        def run(times: int = 1) -> Any:
             for _ in range(times):
-                found = function(*arrays)
-            return jax.block_until_ready(found)
-
-        return run
-
-
-@dataclasses.dataclass(frozen=True)
-class InTorch:
-    """PyTorch's attention on ``[B,N,T,H]``, its kernels' layout; ``flex`` means FlexAttention."""
-
-    name: str
-    device: str
-    flex: bool = False
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-
-    @property
-    def cases(self) -> tuple[str, ...]:
-        return tuple(case for case in CASES if case != "t5" and (self.flex or case != "softcap"))
-
-    def matrices(self, problem: Problem) -> int:
-        """All heads share a mask, and all of the batch ALiBi's array per head."""
-        if self.flex or problem.case in ("full", "causal"):
-            return 0
-        return problem.num_heads if problem.case == "alibi" else 1
-
-    def inputs(self, problem: Problem) -> list[Any]:
-        """Query, key and value as tensors that require gradients."""
-        import torch
-
-        def tensor(x: np.ndarray) -> torch.Tensor:
-            x = np.ascontiguousarray(np.swapaxes(x, 1, 2))
-            x = torch.from_numpy(x).to(self.device, getattr(torch, problem.dtype))
-            return x.requires_grad_()
-
-        return [tensor(x) for x in problem.arrays()[:3]]
-
-    def call(self, problem: Problem, passes: str) -> Callable[[], Any]:
-        """Computes the passes and returns when they are done: the output, or the gradients."""
-        return functools.partial(self.repeated(problem, passes), 1)
-
-    def repeated(self, problem: Problem, passes: str) -> Callable[[int], Any]:
-        """As that of ``InJax``."""
-        import torch
-
-        torch.set_num_threads(timing.cores())
-        if self.device == "cuda":
-            torch.set_float32_matmul_precision("high")  # TF32, as JAX uses for float32 on a GPU
-        tensors = self.inputs(problem)
-        attention = torch_flex(problem, self.device) if self.flex else torch_sdpa(problem, self.device)
-
-        def run(times: int) -> Any:
-            with torch.no_grad() if passes == "forward" else contextlib.nullcontext():
-                for _ in range(times):
-                    found = attention(*tensors)
-                    if passes == "both":
-                        found = torch.autograd.grad(torch.sin(found).sum(), tensors)
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            return found
+                output = function(*arrays)
+            return jax.block_until_ready(output)
 
         return run
 
@@ -141,17 +73,16 @@ class InTorch:
 Contestant = InJax | InTorch
 
 
-def contestants(peers: tuple[str, ...], device: str) -> tuple[list[Contestant], dict[str, str]]:
+def contestants(peers: Sequence[str], device: str) -> tuple[list[Contestant], dict[str, str]]:
     """jattn and the available ``peers``, in column order; and one line per missing peer that says why."""
-    found: list[Contestant] = [InJax("jattn", by_jattn(None), tuple(CASES), linear=tuple(CASES))]  # the plain call
+    available: list[Contestant] = [_jattn("jattn", None)]  # the plain call
     missing = {}
     for peer in peers:
-        reason = _missing(peer, device)
-        if reason:
+        if reason := _missing(peer, device):
             missing[peer] = reason
         else:
-            found += _PEERS[peer](device)
-    return found, missing
+            available += _PEERS[peer](device)
+    return available, missing
 
 
 def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) -> str | None:
@@ -164,7 +95,7 @@ def unsupported_reason(contestant: Contestant, problem: Problem, memory: float) 
     return f"would hold {need / 2**30:.0f} GiB of scores" if need > memory else None
 
 
-def versions(peers: tuple[str, ...]) -> dict[str, str]:
+def versions(peers: Sequence[str]) -> dict[str, str]:
     """The version of each peer's package, if installed."""
     here = [peer for peer in peers if peer in ("torch", "tokamax") and importlib.util.find_spec(peer)]
     return {peer: importlib.metadata.version(peer) for peer in here}
@@ -186,28 +117,24 @@ def _missing(peer: str, device: str) -> str | None:
     return None
 
 
-_WITHOUT_CAP = tuple(case for case in CASES if case != "softcap")
 _FUSED = ("full", "causal", "window")
 
 
 def _jax_nn(device: str) -> list[Contestant]:
-    found: list[Contestant] = [InJax("jax.nn", _like_jax_nn(_jax_nn_attention("xla")), _WITHOUT_CAP)]
-    if device == "gpu":
-        fused = _like_jax_nn(_jax_nn_attention("cudnn"))
-        found.append(InJax("jax.nn cudnn", fused, _FUSED, linear=_FUSED, dtypes=("bfloat16",)))
-    return found
+    dense, fused = (
+        _like_jax_nn(functools.partial(jax.nn.dot_product_attention, implementation=name)) for name in ("xla", "cudnn")
+    )
+    by_xla = InJax("jax.nn", dense, tuple(case for case in CASES if case != "softcap"))
+    by_cudnn = InJax("jax.nn cudnn", fused, _FUSED, linear=_FUSED, dtypes=("bfloat16",))
+    return [by_xla, by_cudnn] if device == "gpu" else [by_xla]
 
 
 def _splash(device: str) -> list[Contestant]:
     """JAX's splash kernel for TPUs as JAX calls it, in blocks of 512 as MaxText has them."""
-    return (
-        [InJax("splash", _splash_attention, ("full", "causal", "window"), linear=tuple(CASES))]
-        if device == "tpu"
-        else []
-    )
+    return [InJax("splash", _splash_attention, _FUSED, linear=_FUSED)] if device == "tpu" else []
 
 
-def _splash_attention(problem: Problem, query, key, value):
+def _splash_attention(problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     n, block = problem.length, min(512, problem.length)
@@ -242,6 +169,10 @@ def _tokamax(device: str) -> list[Contestant]:
     return [InJax("tokamax", _like_jax_nn(tokamax.dot_product_attention), tuple(CASES), linear)]
 
 
+def _jattn(name: str, implementation: Any) -> InJax:
+    return InJax(name, by_jattn(implementation), tuple(CASES), linear=tuple(CASES))
+
+
 def _jattn_xla(device: str) -> list[Contestant]:
     return [InJax("jattn xla", by_jattn("xla"), tuple(CASES))]
 
@@ -249,18 +180,17 @@ def _jattn_xla(device: str) -> list[Contestant]:
 def _jattn_kernels(device: str) -> list[Contestant]:
     """Our kernels that the plain call may not take: on a CPU those that it takes without jattn-native."""
     if device == "cpu":
-        return [InJax("jattn blockwise", by_jattn("blockwise"), tuple(CASES), linear=tuple(CASES))]
+        return [_jattn("jattn blockwise", "blockwise")]
     known = tuple(case for case in CASES if case != "t5")
     return [InJax(f"jattn pallas_{device}", by_jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
 
 
 def _jattn_avx2(device: str) -> list[Contestant]:
     """The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that."""
-    narrow = InJax("jattn avx2", by_jattn(Native(width=8)), tuple(CASES), linear=tuple(CASES))
-    return [narrow] if device == "cpu" else []
+    return [_jattn("jattn avx2", Native(width=8))] if device == "cpu" else []
 
 
-_PEERS = {
+_PEERS: dict[str, Callable[[str], list[Contestant]]] = {
     "jax": _jax_nn,
     "torch": _torch,
     "tokamax": _tokamax,
@@ -274,7 +204,7 @@ _PEERS = {
 def by_jattn(implementation: Any) -> Attention:
     """``jattn.dot_product_attention`` with jattn's masks and score functions for the cases."""
 
-    def attention(problem: Problem, query, key, value, *extra):
+    def attention(problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array, *extra: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"is_causal": problem.case in ("causal", "alibi")}
         match problem.case:
             case "window":
@@ -294,17 +224,10 @@ def by_jattn(implementation: Any) -> Attention:
     return attention
 
 
-def _jax_nn_attention(implementation: str) -> Callable:
-    def attention(*arrays, **options):
-        return jax.nn.dot_product_attention(*arrays, implementation=implementation, **options)
-
-    return attention
-
-
-def _like_jax_nn(function: Callable) -> Attention:
+def _like_jax_nn(function: Callable[..., jax.Array]) -> Attention:
     """A function with ``jax.nn.dot_product_attention``'s arguments: masks and biases are arrays, built inside."""
 
-    def attention(problem: Problem, query, key, value, *extra):
+    def attention(problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array, *extra: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"is_causal": problem.case in ("causal", "alibi")}
         positions = jnp.arange(problem.length)
         offset = positions[None, :] - positions[:, None]  # kv - q
@@ -324,48 +247,3 @@ def _like_jax_nn(function: Callable) -> Attention:
         return function(query, key, value, **options)
 
     return attention
-
-
-def torch_sdpa(problem: Problem, device: str) -> Callable:
-    """``scaled_dot_product_attention``; what it has no argument for is an array added to the scores, built here."""
-    import torch
-
-    attention = torch.nn.functional.scaled_dot_product_attention
-    if problem.case in ("full", "causal"):
-        return lambda *tensors: attention(*tensors, is_causal=problem.case == "causal")
-    position = np.arange(problem.length, dtype=np.float32)
-    offset = position[None, :] - position[:, None]
-    if problem.case == "alibi":
-        added = np.where(offset <= 0, alibi_slopes(problem.num_heads)[:, None, None] * offset, -np.inf)[None]
-    elif problem.case == "window":
-        added = np.where((offset <= 0) & (offset >= -WINDOW), np.float32(0), -np.inf)
-    else:
-        ids = document_ids(problem.length)
-        added = np.where((offset <= 0) & (ids[None, :] == ids[:, None]), np.float32(0), -np.inf)
-    mask = torch.from_numpy(added).to(device, getattr(torch, problem.dtype))
-    return lambda *tensors: attention(*tensors, attn_mask=mask)
-
-
-def torch_flex(problem: Problem, device: str) -> Callable:
-    """FlexAttention, compiled: masks and score functions are functions of indices, as in jattn."""
-    import torch
-    from torch.nn.attention import flex_attention
-
-    slopes = torch.from_numpy(alibi_slopes(problem.num_heads)).to(device)
-    ids = torch.from_numpy(document_ids(problem.length)).to(device)
-    mask_mods = {
-        "causal": lambda b, h, q, kv: kv <= q,
-        "window": lambda b, h, q, kv: (kv <= q) & (kv >= q - WINDOW),
-        "segments": lambda b, h, q, kv: (kv <= q) & (ids[q] == ids[kv]),
-    }
-    score_mods = {
-        "alibi": lambda score, b, h, q, kv: score - slopes[h] * (q - kv),
-        "softcap": lambda score, b, h, q, kv: CAP * torch.tanh(score / CAP),
-    }
-    mask_mod = mask_mods.get({"alibi": "causal", "segments-traced": "segments"}.get(problem.case, problem.case))
-    options: dict[str, Any] = {"score_mod": score_mods.get(problem.case)}
-    if mask_mod is not None:
-        lengths = (problem.length, problem.length)
-        options["block_mask"] = flex_attention.create_block_mask(mask_mod, None, None, *lengths, device=device)
-    compiled = torch.compile(flex_attention.flex_attention)
-    return lambda *tensors: compiled(*tensors, **options)

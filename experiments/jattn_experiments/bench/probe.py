@@ -1,31 +1,32 @@
-"""Measurements that need a fresh process: ``python -m jattn_experiments.bench.probe JSON`` prints one number.
+"""Measurements that need a fresh process: ``python -m jattn_experiments.bench.probe MODULE JSON``.
 
-The JSON has ``measure`` ("compile": seconds; "peak": bytes), ``device``, ``peers``, ``contestant``, ``passes``
-("inputs": only the inputs) and the fields of the ``problem``.
+It prints what ``answer`` of that module of this folder returns for the JSON's named arguments. That of this module is
+the peak memory of attention, or how long it takes to compile.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn_experiments.bench.cases import Problem
+from jattn_experiments.bench.problems import Problem
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
 
 
-def ask(file: str, question: dict[str, Any], environment: Mapping[str, str] = ON_CPU) -> Any:
-    """The answer of a module of this folder, run in a fresh process; JSON both ways.
+def ask(module: str, environment: Mapping[str, str] = ON_CPU, **question: Any) -> Any:
+    """The answer of a module, from a fresh process.
 
     Raises:
         RuntimeError: the process failed; the last line of its stderr.
     """
-    command = [sys.executable, "-m", f"{__package__}.{file}", json.dumps(question)]
+    command = [sys.executable, "-m", "jattn_experiments.bench.probe", module, json.dumps(question)]
     checkout = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=checkout, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode:
@@ -34,39 +35,32 @@ def ask(file: str, question: dict[str, Any], environment: Mapping[str, str] = ON
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def probe(measure: str, device: str, peers: list[str], contestant: str, problem: Problem, passes: str) -> float:
-    """One number from a fresh process. Raises ``RuntimeError`` like ``ask``."""
+def probe(measure: str, device: str, peers: Sequence[str], contestant: str, problem: Problem, passes: str) -> float:
+    """ "compile": seconds; "peak": bytes, of the passes "inputs": of the inputs alone. Raises like ``ask``."""
     question = {"measure": measure, "device": device, "peers": peers, "contestant": contestant, "passes": passes}
-    question |= {"problem": dataclasses.asdict(problem)}
-    return float(ask("probe", question, ON_CPU if device == "cpu" else {}))
+    return ask("probe", ON_CPU if device == "cpu" else {}, **question, fields=dataclasses.asdict(problem))
 
 
-def answer(question: dict[str, Any]) -> float:
-    """The number, measured in this process."""
-    from jattn_experiments.bench import peers
-
-    problem = Problem(**question["problem"])
-    found, _ = peers.contestants(tuple(question["peers"]), question["device"])
-    contestant = next(one for one in found if one.name == question["contestant"])
-    if question["measure"] == "compile":
-        return _compile_seconds(contestant, problem, question["passes"])
-    # the results must stay alive until the peak is read
-    kept = (
-        contestant.inputs(problem) if question["passes"] == "inputs" else contestant.call(problem, question["passes"])()
-    )
-    peak = peak_resident() if question["device"] == "cpu" else _peak_on_device(contestant)
-    del kept
-    return peak
-
-
-def _compile_seconds(contestant: Any, problem: Problem, passes: str) -> float:
+def answer(
+    measure: str, device: str, peers: Sequence[str], contestant: str, passes: str, fields: dict[str, Any]
+) -> float:
+    """The number, measured in this process; ``fields`` are those of the problem."""
     import jax
 
-    inputs = contestant.inputs(problem)
-    jax.jit(lambda x: x + 1).lower(inputs[0]).compile()  # JAX's one-time work at the first compilation
-    begin = time.perf_counter()
-    jax.jit(contestant.function(problem, passes)).lower(*inputs).compile()
-    return time.perf_counter() - begin
+    from jattn_experiments.bench.peers import contestants
+
+    problem = Problem(**fields)
+    one = next(one for one in contestants(peers, device)[0] if one.name == contestant)
+    if measure == "compile":
+        inputs = one.inputs(problem)
+        jax.jit(lambda x: x + 1).lower(inputs[0]).compile()  # JAX's one-time work at the first compilation
+        begin = time.perf_counter()
+        jax.jit(one.function(problem, passes)).lower(*inputs).compile()
+        return time.perf_counter() - begin
+    alive = one.inputs(problem) if passes == "inputs" else one.repeated(problem, passes)()  # until the peak is read
+    peak = peak_resident() if device == "cpu" else _peak_on_device(contestant)
+    del alive
+    return peak
 
 
 def peak_resident() -> float:
@@ -81,9 +75,9 @@ def peak_resident() -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def _peak_on_device(contestant: Any) -> float:
+def _peak_on_device(contestant: str) -> float:
     """Peak memory on the accelerator, of the contestant's library, in bytes."""
-    if contestant.name.startswith("torch"):
+    if contestant.startswith("torch"):
         import torch
 
         return float(torch.cuda.max_memory_allocated())
@@ -93,4 +87,5 @@ def _peak_on_device(contestant: Any) -> float:
 
 
 if __name__ == "__main__":
-    print(answer(json.loads(sys.argv[1])))
+    module, question = sys.argv[1:]
+    print(json.dumps(importlib.import_module(f"jattn_experiments.bench.{module}").answer(**json.loads(question))))

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jattn_experiments.bench.cases import Plan
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.config import differences
 from jattn_experiments.runs.folder import write_atomically
 
@@ -27,25 +27,19 @@ class Failed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. ``row[name]`` is a field of ``key`` or ``found``.
+    """One measurement. ``row[name]`` is a field of ``key`` or ``values``."""
 
-    Attributes:
-        part: The list of results it belongs to.
-        key: What was measured: a case, a length, a contestant, ...
-        found: The results: times, bytes, ...
-    """
-
-    part: str
-    key: Mapping[str, Any]
-    found: Mapping[str, Any]
+    part: str  # the list of results it belongs to
+    key: Mapping[str, Any]  # what was measured: a case, a length, a contestant, ...
+    values: Mapping[str, Any]  # times, bytes, ...
 
     def __getitem__(self, name: str) -> Any:
-        return self.key[name] if name in self.key else self.found[name]
+        return self.key[name] if name in self.key else self.values[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A row to measure: ``measure()`` returns ``found``, or None if this run has no time for it."""
+    """A row to measure: ``measure()`` returns ``values``, or None if this run has no time for it."""
 
     part: str
     key: Mapping[str, Any]
@@ -63,38 +57,28 @@ class Results:
         """The rows of a part with these key values."""
         return [row for row in self.rows if row.part == part and key.items() <= row.key.items()]
 
+    def values(self, part: str, **key: Any) -> Mapping[str, Any]:
+        """Those of the first of these rows; none if there is no such row."""
+        return next((row.values for row in self.of(part, **key)), {})
+
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A benchmark.
+    """A benchmark, by what its parts do. Sizes are what one run measures; whatever the suite likes."""
 
-    Attributes:
-        name: Name of its files.
-        parts: The lists of its results, each with the names of a row's key; a part without a key is one row.
-        about: What all rows of a run of these sizes share.
-        jobs: The measurements.
-        markdown: The text of the report.
-        shown: What to show in the terminal.
-        draw: Writes the figure, if any.
-        sizes: Maps command-line options to the sizes of a run.
-        start: Chooses the devices, before JAX does.
-        line: A row in one line, printed as soon as it is measured, if given.
-        wrong: One line about results that make the command fail, or None.
-        resumable: Whether every row is saved as soon as it is measured, and results are never overwritten. Otherwise
-            the results are written at the end and replace older ones.
-    """
-
-    name: str
-    parts: Mapping[str, tuple[str, ...]]
-    about: Callable[[Any], dict[str, Any]]
-    jobs: Callable[[Any], Iterable[Job]]
-    markdown: Callable[[Results], str]
-    shown: Callable[[Results], str]
-    draw: Callable[[Results, Path], None] | None = None
+    name: str  # of its files
+    parts: Mapping[str, tuple[str, ...]]  # the lists of rows, and the names of a row's key; without names, one row
+    about: Callable[[Any], dict[str, Any]]  # what all rows of a run of these sizes share
+    jobs: Callable[[Any], Iterable[Job]]  # of these sizes
+    markdown: Callable[[Results], str]  # the text of the report
+    shown: Callable[[Results], str]  # in the terminal
+    draw: Callable[[Results, Path], None] | None = None  # writes the figure
     sizes: Callable[[Plan], Any] = lambda plan: plan
-    start: Callable[[Plan], None] = lambda plan: None
-    line: Callable[[Row], str] | None = None
-    wrong: Callable[[Results], str | None] = lambda results: None
+    start: Callable[[Plan], None] = lambda plan: None  # chooses the devices, before JAX does
+    line: Callable[[Row], str] | None = None  # a row in one line, printed as soon as it is measured
+    wrong: Callable[[Results], str | None] = lambda results: None  # one line about results that make the command fail
+    # Whether a row is saved as soon as it is measured, and results are never overwritten. Otherwise they are written at
+    # the end and replace older ones.
     resumable: bool = False
 
     def measure(self, sizes: Any, out: Path, resume: bool = False) -> Results:
@@ -110,15 +94,15 @@ class Suite:
         done = [(row.part, row.key) for row in results.rows]
         jobs = [job for job in self.jobs(sizes) if (job.part, job.key) not in done]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = 0
         with Progress(*columns, transient=True) as progress:
-            task, left = progress.add_task("", total=len(jobs)), 0
+            task = progress.add_task("", total=len(jobs))
             for job in jobs:
-                progress.update(task, description=" ".join(str(value) for value in (job.part, *job.key.values())))
-                found = job.measure()
-                if found is None:
+                progress.update(task, description=" ".join(map(str, (job.part, *job.key.values()))))
+                if (values := job.measure()) is None:
                     left += 1
                     continue
-                row = Row(job.part, job.key, found)
+                row = Row(job.part, job.key, values)
                 results.rows.append(row)
                 if self.resumable:
                     self.write(results, out)
@@ -132,7 +116,7 @@ class Suite:
 
     def _begin(self, about: dict[str, Any], out: Path, resume: bool) -> Results:
         """The existing results, if they may be continued, or empty ones."""
-        file = self._file(out)
+        file = out / f"{self.name}.json"
         if not self.resumable or not file.exists():
             return Results(about, [])
         if not resume:
@@ -145,7 +129,7 @@ class Suite:
 
     def read(self, out: Path) -> Results:
         """The results in ``out``. Raises ``Refused`` if there are none."""
-        file = self._file(out)
+        file = out / f"{self.name}.json"
         try:
             return self.parse(json.loads(file.read_text()))
         except OSError:
@@ -153,23 +137,23 @@ class Suite:
         except ValueError as wrong:
             raise Refused(f"--out: {file} is not valid JSON: {wrong}") from None
 
-    def parse(self, found: Mapping[str, Any]) -> Results:
+    def parse(self, contents: Mapping[str, Any]) -> Results:
         """The results in a parsed file."""
         rows = []
         for part, names in self.parts.items():
-            for one in found[part] if names else [found[part]]:
-                key = {name: one[name] for name in names}
-                rows.append(Row(part, key, {name: value for name, value in one.items() if name not in key}))
-        return Results({name: value for name, value in found.items() if name not in self.parts}, rows)
+            for fields in contents[part] if names else [contents[part]]:
+                key = {name: fields[name] for name in names}
+                rows.append(Row(part, key, {name: value for name, value in fields.items() if name not in key}))
+        return Results({name: value for name, value in contents.items() if name not in self.parts}, rows)
 
     def write(self, results: Results, out: Path) -> None:
         """Writes the results to ``out`` atomically."""
         lines = [f' "{name}": {json.dumps(value)}' for name, value in results.about.items()]
         for part, names in self.parts.items():
-            rows = [json.dumps({**row.key, **row.found}) for row in results.of(part)]
+            rows = [json.dumps({**row.key, **row.values}) for row in results.of(part)]
             listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
             lines.append(f' "{part}": {listed if names else rows[0]}')
-        write_atomically(self._file(out), ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        write_atomically(out / f"{self.name}.json", ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
     def write_report(self, results: Results, out: Path) -> Path:
         """Writes the text and the figure next to the results; returns the text's path."""
@@ -178,6 +162,3 @@ class Suite:
         if self.draw is not None:
             self.draw(results, out / f"{self.name}.png")
         return text
-
-    def _file(self, out: Path) -> Path:
-        return out / f"{self.name}.json"

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,15 +20,17 @@ import jax
 import numpy as np
 
 import jattn
+from jattn_experiments.bench.goals import NOT_INSTALLED
 from jattn_experiments.bench.suite import Refused
-from jattn_experiments.bench.tables import NOT_INSTALLED
+
+Call = Callable[[], Any]  # returns when its work is done
 
 
-def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
+def in_turn(calls: Sequence[Call], seconds: float, least: int, settle: float = 0.0) -> tuple[list[float], int]:
     """The median time of each call, in microseconds, and the number of rounds; the order reverses every round.
 
     Args:
-        calls: what to time; each returns when its work is done, and has run before.
+        calls: what to time; each has run before.
         seconds: no round begins after this time.
         least: the minimum number of rounds, however long they take.
         settle: seconds of rest before every turn, in which the previous call's threads go to sleep; a turn repeats a
@@ -50,10 +53,20 @@ def in_turn(calls: Sequence[Callable], seconds: float, least: int, settle: float
     return [float(np.median(one)) * 1e6 for one in times], len(times[0])
 
 
-def medians(calls: Mapping[str, Callable], seconds: float, rounds: int, settle: float) -> dict[str, Any]:
-    """The fields ``medians``, microseconds by name of the call, and ``rounds``, from ``in_turn``."""
-    times, count = in_turn(list(calls.values()), seconds, least=rounds, settle=settle)
-    return {"medians": {name: round(time, 2) for name, time in zip(calls, times, strict=True)}, "rounds": count}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns:
+    """How long the contestants of a row are timed; the base of the sizes of some suites."""
+
+    seconds: float = 6.0  # per row, all contestants together
+    rounds: int = 3  # at least
+    settle: float = 0.01  # seconds of rest before every turn
+
+    def medians(self, calls: Mapping[str, Call]) -> dict[str, Any]:
+        """The fields ``medians``, microseconds by name of the call, and ``rounds``, from ``in_turn``."""
+        for call in calls.values():
+            call()  # compiles
+        times, count = in_turn(list(calls.values()), self.seconds, least=self.rounds, settle=self.settle)
+        return {"medians": {name: round(time, 2) for name, time in zip(calls, times, strict=True)}, "rounds": count}
 
 
 def environment() -> dict[str, str]:
@@ -72,8 +85,8 @@ def environment() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """``environment``, the state of jattn's source, its compiled kernels, and the processor."""
-    found = {"jattn_source": source_digest(), "jattn-native": native_version()}
-    return environment() | found | {"cpu": cpu_model(), "vectors": vectors()}
+    source = {"jattn_source": source_digest(), "jattn-native": native_version()}
+    return environment() | source | {"cpu": cpu_model(), "vectors": vectors()}
 
 
 def about(sizes: Any) -> dict[str, Any]:
@@ -88,17 +101,18 @@ def cores() -> int:
 
 def cpu_model() -> str:
     """The processor's name, from Linux, or elsewhere from Python."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*:(.*)", _cpu_info(), re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def vectors() -> str:
     """The processor's widest vector instructions, from Linux: names alone do not tell kinds of machines apart."""
+    return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in _cpu_info().split()), "unknown")
+
+
+def _cpu_info() -> str:
     info = Path("/proc/cpuinfo")
-    flags = set(info.read_text().split()) if info.exists() else set()
-    return next((name for name in ("avx512f", "avx2", "avx", "sve", "asimd") if name in flags), "unknown")
+    return info.read_text() if info.exists() else ""
 
 
 def native_version() -> str:

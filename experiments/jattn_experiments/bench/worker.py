@@ -55,11 +55,9 @@ class Worker:
         status = self.process.wait()
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").split("\n")
-        fatal = [found[1] for found in map(FATAL.match, lines) if found]  # a trace of the stack follows it
-        said = next(
-            (line.strip() for line in (*reversed(fatal), *reversed(lines)) if line.strip()), "nothing on stderr"
-        )
-        return f"the process ended with status {status}: {said[:300]}"
+        fatal = [match[1] for match in map(FATAL.match, lines) if match]  # a trace of the stack follows it
+        message = next(filter(None, map(str.strip, (*reversed(fatal), *reversed(lines)))), "nothing on stderr")
+        return f"the process ended with status {status}: {message[:300]}"
 
     def kill(self) -> None:
         """Ends the process, from another thread: its question has failed. It would not hear Ctrl-C."""
@@ -77,7 +75,7 @@ class Worker:
 
 def serve(answer: Callable[..., Mapping[str, Any]]) -> None:
     """Answers the questions on stdin, JSON objects of named arguments, one a line, until it ends."""
-    said = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
-        print(json.dumps(answer(**json.loads(line))), file=said, flush=True)
+        print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)

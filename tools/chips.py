@@ -17,10 +17,10 @@ from typing import Any
 
 from jattn.kernels.dispatch import IMPLEMENTATIONS
 from jattn_experiments.bench import timing
-from jattn_experiments.bench.cases import Plan
-from jattn_experiments.bench.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
+from jattn_experiments.bench.markdown import document, listed, table
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Row, Suite
-from jattn_experiments.bench.tables import listed, report, table
+from tools.chip_compiler import CASES, GPUS, NOTHING, NUM_HEADS, TOPOLOGIES, Compiler
 
 # What names a cell. No value stands in two lists, so that --cells may mix them.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -63,7 +63,7 @@ def start(plan: Plan, suite: str = "chips") -> None:
     for module, whose in COMPILERS.items():
         if importlib.util.find_spec(module) is None:
             raise Refused(
-                f"--suite {suite}: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
+                f"suite {suite}: expected {module}, {whose} compiler, found none; `make test-chips` installs it, and "
                 "under Python 3.12 or newer so does `pip install 'jattn[experiments,chips]'`"
             )
     timing.use("cpu")  # this process leaves a TPU alone, should there be one
@@ -83,7 +83,7 @@ def environment() -> dict[str, str]:
 
 
 class Ahead:
-    """``found = ahead(index)`` of cells asked for in order: a process on each core compiles the next ones meanwhile."""
+    """``outcome = ahead(index)`` of cells in order: a process on each core compiles the next ones meanwhile."""
 
     def __init__(self, cells: Sequence[Mapping[str, Any]], workers: int):
         self.cells, self.begun = cells, {}
@@ -130,14 +130,14 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 def line(row: Row) -> str:
     """A cell in one line."""
-    return " ".join(str(value) for value in row.key.values()) + f": {_said(row)} ({row['seconds']:g} s)"
+    return " ".join(str(value) for value in row.key.values()) + f": {_outcome(row)} ({row['seconds']:g} s)"
 
 
-def _said(row: Row) -> str:
+def _outcome(row: Row) -> str:
     if row["result"] != "compiled":
         return f"{row['result']}: {row['reason']}"
     kernels = f", kernels: {row['kernels']}" if row["kernels"] else ""
-    spills = f", spills: {row['spills']}" if row.found.get("spills") else ""
+    spills = f", spills: {row['spills']}" if row.values.get("spills") else ""
     return f"compiled, {_mebibytes(row)} MiB{kernels}{spills}"
 
 
@@ -158,8 +158,8 @@ def counts(results: Results) -> str:
         cells = results.of("cells", implementation=name, chip=chip)
         if not cells:
             continue
-        found = [sum(row["result"] == result for row in cells) for result in RESULTS]
-        rows.append([name, chip, *found, f"{sum(row['seconds'] for row in cells) / len(cells):.1f}"])
+        numbers = [sum(row["result"] == result for row in cells) for result in RESULTS]
+        rows.append([name, chip, *numbers, f"{sum(row['seconds'] for row in cells) / len(cells):.1f}"])
     return table(["", "chip", *RESULTS, "seconds a cell"], rows)
 
 
@@ -170,7 +170,7 @@ def markdown(results: Results) -> str:
         "Each cell is one call of jattn, compiled by the chip's own compiler: libtpu, or XLA's and NVIDIA's for GPUs. "
         "Nothing was executed: this shows what compiles, what fits into VMEM or shared memory, and that no array has "
         "T * S elements; no speed and no numbers. Written by "
-        "`jattn bench --suite chips` (`make test-chips`).",
+        "`python -m tools chips` (`make test-chips`).",
         counts(results),
         "## The cases",
         listed({name: text for name, text in CASES.items() if name in _values(results.rows, "case")}),
@@ -181,7 +181,7 @@ def markdown(results: Results) -> str:
     for name in _values(results.rows, "implementation"):
         rows = results.of("cells", implementation=name)
         parts += [f"## {name}: temporaries, MiB", *_memory(rows), *_reasons(rows), *_spills(rows)]
-    return report(*parts, "## Compiled with", listed(results.about["environment"] | results.about["shape"]))
+    return document(*parts, "## Compiled with", listed(results.about["environment"] | results.about["shape"]))
 
 
 def _memory(rows: list[Row]) -> list[str]:
@@ -192,10 +192,14 @@ def _memory(rows: list[Row]) -> list[str]:
     across = list(itertools.product(*(_values(rows, axis) for axis in ACROSS)))
     lines = []
     for down in itertools.product(*(_values(rows, axis) for axis in DOWN)):
-        found = [cells.get((*column, *down)) for column in across]
-        said = [_mebibytes(x) if x and x["result"] == "compiled" else x["result"] if x else "-" for x in found]
-        lines.append([*down, *said])
+        lines.append([*down, *(_memory_cell(cells.get((*column, *down))) for column in across)])
     return [table(["case", "head_dim", "T = S", *(" ".join(column) for column in across)], lines)]
+
+
+def _memory_cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return _mebibytes(row) if row["result"] == "compiled" else row["result"]
 
 
 ACROSS, DOWN = ("chip", "passes"), ("case", "head_dim", "length")
@@ -214,17 +218,15 @@ def _reasons(rows: list[Row]) -> list[str]:
 
 
 def _spills(rows: list[Row]) -> list[str]:
-    """The cells whose kernels spill registers, with the bytes of a thread; nothing if none was asked about."""
-    asked = [row for row in rows if row.found.get("spills") is not None]  # earlier results have none
-    lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in asked if row["spills"]]
-    if not asked:
+    """The cells whose kernels spill registers, with the bytes of a thread; nothing if no kernel was looked at."""
+    known = [row for row in rows if row.values.get("spills") is not None]  # earlier results have none
+    lines = [[*(row.key[axis] for axis in (*DOWN, "passes")), row["spills"]] for row in known if row["spills"]]
+    if not known:
         return []
-    said = f"Of {len(asked)} cells with new kernels, {len(lines)} spill registers, by so many bytes a thread:"
-    return (
-        [said, table(["case", "head_dim", "T = S", "passes", "bytes"], lines)]
-        if lines
-        else [said[: said.rfind(",")] + "."]
-    )
+    text = f"Of {len(known)} cells with new kernels, {len(lines)} spill registers"
+    if not lines:
+        return [f"{text}."]
+    return [f"{text}, by so many bytes a thread:", table(["case", "head_dim", "T = S", "passes", "bytes"], lines)]
 
 
 def _values(rows: list[Row], axis: str) -> list[Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[1]
 # JAX and its own requirements: the machine has them, in versions that fit its accelerator.
 WITH_JAX = {"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "opt_einsum"}
 SOURCE = (
@@ -97,8 +97,8 @@ def download(python: str, platform: str, to: Path) -> None:
 
 def platforms(platform: str) -> list[str]:
     """A platform and the older ones whose wheels run there."""
-    found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform)
-    return [f"manylinux_2_{minor}_{found[2]}" for minor in range(int(found[1]), 4, -1)] if found else [platform]
+    match = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform)
+    return [f"manylinux_2_{minor}_{match[2]}" for minor in range(int(match[1]), 4, -1)] if match else [platform]
 
 
 def requirements(python: str) -> list[str]:
@@ -109,9 +109,9 @@ def requirements(python: str) -> list[str]:
 
 def for_python(python: str, lines: Sequence[str]) -> list[str]:
     """Those that hold for that version; pip would evaluate their markers for the one that runs it."""
-    found = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+    every = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
     there = {"python_version": python, "python_full_version": f"{python}.0"}
-    return [str(one).partition(";")[0] for one in found if one.marker is None or one.marker.evaluate(there)]
+    return [str(one).partition(";")[0] for one in every if one.marker is None or one.marker.evaluate(there)]
 
 
 if __name__ == "__main__":

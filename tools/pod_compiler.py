@@ -1,6 +1,6 @@
 """Compiles rings for pods that are not there.
 
-``python -m jattn_experiments.bench.pod_compiler`` is a process of its own, as ``chip_compiler`` is; a fresh one for
+``python -m tools.pod_compiler`` is a process of its own, as ``chip_compiler`` is; a fresh one for
 each program shows what memory that takes.
 """
 
@@ -14,12 +14,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jattn
 from jattn.sharding import Ring
-from jattn_experiments.bench import pod_stack
-from jattn_experiments.bench.chip_compiler import devices, first_line, serve
-from jattn_experiments.bench.hlo import KERNEL, collectives, longest_gathered, permutes
-from jattn_experiments.bench.pod_arithmetic import HEAD_DIM, KV_HEADS, NUM_HEADS, WINDOW, Program
-from jattn_experiments.bench.pod_stack import Stack
 from jattn_experiments.bench.probe import peak_resident
+from tools import pod_stack
+from tools.chip_compiler import devices, first_line, serve
+from tools.hlo import KERNEL, collectives, longest_gathered, permutes
+from tools.pod_arithmetic import HEAD_DIM, KV_HEADS, NUM_HEADS, WINDOW, Program
+from tools.pod_stack import Stack
 
 
 def compiled(**cell: Any) -> dict[str, Any]:
@@ -29,24 +29,24 @@ def compiled(**cell: Any) -> dict[str, Any]:
     host memory are those of this process: ``planning`` is tracing and lowering, ``peak`` the whole. Bytes are those of
     one chip.
     """
-    begin, found = time.process_time(), {}
+    begin, planning = time.process_time(), {}
     try:
         function, types = pod_stack.problem(Stack(**cell)) if "mesh" in cell else problem(Program(**cell))
         begin = time.process_time()  # without loading the compiler
         lowered = jax.jit(function).lower(*types)
-        found |= {"planning": time.process_time() - begin, "planning_peak": peak_resident()}
+        planning = {"planning": time.process_time() - begin, "planning_peak": peak_resident()}
         program = lowered.compile()
     except Exception as error:
         result = "too large" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
         reason = f"{type(error).__name__}: {first_line(error)}"
-        return {"result": result, "reason": reason, "seconds": time.process_time() - begin, **found}
+        return {"result": result, "reason": reason, "seconds": time.process_time() - begin, **planning}
     memory: Any = program.memory_analysis()
     text: Any = program.as_text()
     return {
         "result": "compiled",
         "reason": None,
         "seconds": time.process_time() - begin,
-        **found,
+        **planning,
         "peak": peak_resident(),
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
@@ -58,7 +58,7 @@ def compiled(**cell: Any) -> dict[str, Any]:
     }
 
 
-def problem(program: Program) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+def problem(program: Program) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """The function to compile and its arguments: query, key and value, and the slopes of ALiBi."""
     chips = devices(program.topology)
     mesh = jax.make_mesh((len(chips),), ("sequence",), (AxisType.Auto,), devices=chips)
@@ -69,7 +69,7 @@ def problem(program: Program) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     if program.case == "alibi":
         types.append(jax.ShapeDtypeStruct((NUM_HEADS,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())))
 
-    def forward(query, key, value, *slopes):
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, *slopes: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"is_causal": True}
         if program.case == "window":
             options = {"local_window_size": (WINDOW, 0)}
@@ -80,7 +80,7 @@ def problem(program: Program) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     if program.passes == "forward":
         return forward, types
 
-    def loss(*arrays):
+    def loss(*arrays: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(forward(*arrays).astype(jnp.float32)))
 
     return jax.grad(loss, tuple(range(len(types)))), types

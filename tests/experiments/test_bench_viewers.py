@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jattn_experiments.__main__ import main as run_main
-from jattn_experiments.bench import pages, reports
-from jattn_experiments.bench.reports import LIMITS, OURS, SUITE
+from jattn_experiments.bench import viewer_page, viewers
+from jattn_experiments.bench.viewers import LIMITS, OURS, SUITE
 
 MIB = 2**20
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -26,23 +26,23 @@ def made_up(worse: float = 1.0) -> dict:
 
 
 def test_goals_are_met_at_their_thresholds_and_not_beyond():
-    assert [one.answer for one in reports.asked(SUITE.parse(made_up()))] == ["met"] * 6
-    assert [one.answer for one in reports.asked(SUITE.parse(made_up(1.01)))] == ["not met"] * 6
-    assert [one.answer for one in reports.asked(SUITE.parse(made_up() | {"pages": []}))] == ["not measured"] * 6
+    assert [one.answer for one in viewers.goals(SUITE.parse(made_up()))] == ["met"] * 6
+    assert [one.answer for one in viewers.goals(SUITE.parse(made_up(1.01)))] == ["not met"] * 6
+    assert [one.answer for one in viewers.goals(SUITE.parse(made_up() | {"pages": []}))] == ["not measured"] * 6
 
 
 def test_the_table_says_what_failed_and_what_a_page_requests():
-    found = made_up()
+    contents = made_up()
     online = {"paint": None, "ready": 500.0, "marks": 0, "requests": 3}
     served = {"paint": 400.0, "ready": 2500.0, "marks": 8, "requests": 0}
     size = {"bytes": 2e6, "seconds": 2.0, "before": 0.0, "peak": MIB}
-    found["pages"] += [
+    contents["pages"] += [
         {"text": "a", "tool": "bertviz head_view", **size, **online, "served": served},
         {"text": "b", "tool": "bertviz head_view", "failed": "to make: MemoryError"},
         {"text": "c", "tool": "bertviz head_view", **size, "failed": "to open: not ready after 90 s"},
         {"text": "d", "tool": OURS, **size, "requests": 0},
     ]
-    text = reports.markdown(SUITE.parse(found))
+    text = viewers.markdown(SUITE.parse(contents))
     view = "bertviz head_view"
     assert f"| a | {view} | 2.00 | 2.0 | 1 | - (0.40) | 0.50 (2.50) | requests 3 files, draws nothing |" in text
     assert f"| b | {view} | - | - | - | - | - | failed to make: MemoryError |" in text
@@ -53,16 +53,16 @@ def test_the_table_says_what_failed_and_what_a_page_requests():
 @pytest.mark.slow
 def test_a_page_is_made_and_opened(tmp_path):
     query, key = (jax.random.normal(jax.random.key(i), (1, 5, 2, 4)) for i in (0, 1))
-    text = pages.Text([{"query": query, "key": key, "is_causal": True}], [list("abcde")])
+    text = viewer_page.Text([{"query": query, "key": key, "is_causal": True}], [list("abcde")])
     file = tmp_path / "page.html"
-    made = pages.make(text, OURS, file)
-    assert made["bytes"] == file.stat().st_size > 0 and made["peak"] >= made["before"] > 0
-    ((words, (weights,)),) = pages._sequences(text)
+    size = viewer_page.write_page(text, OURS, file)
+    assert size["bytes"] == file.stat().st_size > 0 and size["peak"] >= size["before"] > 0
+    ((words, (weights,)),) = viewer_page._sequences(text)
     assert words == list("abcde") and weights.shape == (2, 5, 5) and np.allclose(weights.sum(-1), 1.0)
-    found = reports.open_page(file)
+    opened = viewers.open_page(file)
     if any(map(shutil.which, BROWSERS)):
-        assert 0 < found["paint"] and 0 < found["ready"] and found["marks"] > 2
-    assert found["requests"] == 0
+        assert 0 < opened["paint"] and 0 < opened["ready"] and opened["marks"] > 2
+    assert opened["requests"] == 0
 
 
 @pytest.mark.slow
@@ -71,11 +71,11 @@ def test_a_page_that_requests_its_code(tmp_path):
         pytest.skip("no chromium, chromium-browser or google-chrome found")
     file, scripts = tmp_path / "page.html", tmp_path / "scripts"
     file.write_text('<p>text</p><script src="https://code.invalid/x/1.2/draw.min.js"></script>')
-    alone = reports.open_page(file)
+    alone = viewers.open_page(file)
     assert (alone["requests"], alone["marks"]) == (1, 0) and alone["paint"] > 0
     scripts.mkdir()
     (scripts / "draw.min.js").write_text('document.body.append(document.createElement("canvas"))')
-    served = reports.open_page(file, scripts)
+    served = viewers.open_page(file, scripts)
     assert (served["requests"], served["marks"]) == (0, 1)
 
 

@@ -1,13 +1,8 @@
-"""One page of a model's heads, made in a fresh process: ``python -m jattn_experiments.bench.pages JSON``.
-
-The JSON has ``text``, ``tool`` and ``file``, where the page goes. It prints the page's ``bytes``, the ``seconds`` from
-queries, keys and log-sum-exps to the file, and the resident memory ``before`` that and at its ``peak``, in bytes.
-"""
+"""One page of a model's heads, by ``jattn.report``, bertviz or CircuitsVis, written in a process of its own."""
 
 import functools
 import importlib
 import importlib.metadata
-import json
 import resource
 import sys
 import time
@@ -149,8 +144,12 @@ TOOLS: dict[str, tuple[str, Callable[[Text], str]]] = {
 }
 
 
-def make(text: Text, tool: str, file: Path) -> dict[str, float]:
-    """Writes the page, and says what it took."""
+def write_page(text: Text, tool: str, file: Path) -> dict[str, float]:
+    """Writes the page, and says what it took.
+
+    That is its ``bytes``, the ``seconds`` from queries, keys and log-sum-exps to the file, and the resident memory
+    ``before`` that and at its ``peak``, in bytes.
+    """
     package, page = TOOLS[tool]
     importlib.import_module(package)  # its time and memory are not the page's
     jax.block_until_ready(text.layers)
@@ -165,12 +164,12 @@ def _resident() -> float:
     return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    shown = TEXTS[asked["text"]]()
+def answer(text: str, tool: str, file: str) -> dict[str, float]:
+    """Writes the page of one of ``TEXTS``, in ``MEMORY`` and ``SECONDS``, which this process does not get back."""
+    shown = TEXTS[text]()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     try:
-        print(json.dumps(make(shown, asked["tool"], Path(asked["file"]))))
+        return write_page(shown, tool, Path(file))
     except (MemoryError, jax.errors.JaxRuntimeError) as wrong:  # such as RESOURCE_EXHAUSTED
         sys.exit(f"more than {MEMORY // 2**30} GiB ({type(wrong).__name__})")

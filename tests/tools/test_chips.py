@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn_experiments.__main__ import main
-from jattn_experiments.bench import chip_compiler, chips
-from jattn_experiments.bench.chip_compiler import CASES, dense_arrays
-from jattn_experiments.bench.chips import AXES, SUITE, Sizes
+from jattn_experiments.__main__ import main as jattn_main
 from jattn_experiments.bench.suite import Refused, Results, Row
 from jattn_experiments.bench.worker import Worker
+from tools import chip_compiler, chips
+from tools.__main__ import main
+from tools.chip_compiler import CASES, dense_arrays
+from tools.chips import AXES, SUITE, Sizes
 
 LINEAR = """
   %p = bf16[1,64,2,16]{3,1,2,0:T(8,128)(2,1)} parameter(0)
@@ -64,13 +65,13 @@ def test_a_compiled_program_is_told_from_a_dense_one(implementation, dense):
 @pytest.mark.parametrize("passes", AXES["passes"])
 def test_every_cell_is_a_call(implementation, case, passes):
     function, arrays = chip_compiler.problem(implementation, 16, 64, case, passes)
-    found = jax.eval_shape(function, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays))
+    result = jax.eval_shape(function, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays))
     if passes == "gradient":
-        assert [(x.shape, x.dtype) for x in found] == arrays[:3]
+        assert [(x.shape, x.dtype) for x in result] == arrays[:3]
     elif implementation == "fold":
-        assert found["entropy"].shape == (1, 8) and "offset_profile" in found
+        assert result["entropy"].shape == (1, 8) and "offset_profile" in result
     else:
-        assert (found.shape, found.dtype) == arrays[0]
+        assert (result.shape, result.dtype) == arrays[0]
 
 
 def test_all_cells_are_those_of_the_issue():
@@ -99,8 +100,8 @@ def test_cells_are_chosen_by_their_words():
 def test_what_jattn_refuses_is_refused(monkeypatch):
     cell = {"chip": "v5e", "head_dim": 16, "length": 64, "case": "function", "passes": "forward"}
     monkeypatch.setattr(chip_compiler, "_device", lambda chip: jax.devices("cpu")[0])
-    found = chip_compiler.compiled("cudnn", **cell)
-    assert found["result"] == "refused" and found["reason"].startswith("implementation='cudnn' cannot do this: ")
+    outcome = chip_compiler.compiled("cudnn", **cell)
+    assert outcome["result"] == "refused" and outcome["reason"].startswith("implementation='cudnn' cannot do this: ")
 
 
 @pytest.mark.slow
@@ -119,9 +120,9 @@ def test_statistics_take_our_kernels():
 def test_a_dense_program_fails_and_an_error_of_the_compiler_does(monkeypatch):
     monkeypatch.setattr(chip_compiler, "_device", lambda chip: jax.devices("cpu")[0])
     cell = {"chip": "v5e", "head_dim": 8, "length": 64, "case": "full", "passes": "forward"}
-    found = chip_compiler.compiled("xla", **cell)
-    assert found["result"] == "failed" and found["reason"].startswith("holds T * S elements: ")
-    assert found["temporaries"] > 0 and found["kernels"] == 0
+    outcome = chip_compiler.compiled("xla", **cell)
+    assert outcome["result"] == "failed" and outcome["reason"].startswith("holds T * S elements: ")
+    assert outcome["temporaries"] > 0 and outcome["kernels"] == 0
 
     def overflows(*cell):
         def function(x):
@@ -130,8 +131,8 @@ def test_a_dense_program_fails_and_an_error_of_the_compiler_does(monkeypatch):
         return function, [((8,), jnp.float32)]
 
     monkeypatch.setattr(chip_compiler, "problem", overflows)
-    found = chip_compiler.compiled("xla", **cell)
-    assert (found["result"], found["reason"]) == ("failed", "RuntimeError: Ran out of memory in memory space vmem")
+    outcome = chip_compiler.compiled("xla", **cell)
+    assert (outcome["result"], outcome["reason"]) == ("failed", "RuntimeError: Ran out of memory in memory space vmem")
 
 
 # ---- the process that compiles
@@ -169,13 +170,13 @@ def test_one_process_answers_until_it_dies_or_hangs():
 class FakeCompiler:
     """Answers as a compiler would; dies after ``lives`` cells."""
 
-    asked: list[dict] = []
+    cells: list[dict] = []
     lives = 10**6
 
     def __call__(self, **cell):
-        if len(self.asked) == self.lives:
+        if len(self.cells) == self.lives:
             raise KeyboardInterrupt
-        self.asked.append(cell)
+        self.cells.append(cell)
         sizes = {"temporaries": 3 * 2**20, "kernels": 0, "spills": None}
         if cell["implementation"] == "splash":
             return {"result": "refused", "reason": "no a|b", "seconds": 0.0, **dict.fromkeys(sizes)}
@@ -189,7 +190,7 @@ class FakeCompiler:
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setattr(FakeCompiler, "asked", [])
+    monkeypatch.setattr(FakeCompiler, "cells", [])
     monkeypatch.setattr(chips, "Compiler", FakeCompiler)
     monkeypatch.setattr(chips.timing, "cores", lambda: 1)  # so that it is known which cell comes when
     monkeypatch.setattr(chips, "about", lambda sizes: {"environment": {"libtpu": "1.2"}, "shape": {"batch": 1}})
@@ -198,9 +199,9 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def suite(fake, monkeypatch):
-    found = dataclasses.replace(SUITE, about=chips.about, start=lambda plan: None)
-    monkeypatch.setattr(chips, "SUITE", found)
-    return found
+    fake_suite = dataclasses.replace(SUITE, about=chips.about, start=lambda plan: None)
+    monkeypatch.setattr(chips, "SUITE", fake_suite)
+    return fake_suite
 
 
 CELLS = "splash,fold,v5e,v6e,64,8191,causal,function"
@@ -215,25 +216,25 @@ def test_a_suite_that_was_stopped_goes_on(suite, fake, tmp_path, monkeypatch):
     with pytest.raises(Refused, match="--resume"):
         suite.measure(Sizes.read(CELLS), tmp_path)
     results = suite.measure(Sizes.read(CELLS), tmp_path, resume=True)
-    assert len(fake.asked) == len(results.rows) == 2 * 2 * 2 * 2, "a cell was compiled twice or never"
+    assert len(fake.cells) == len(results.rows) == 2 * 2 * 2 * 2, "a cell was compiled twice or never"
 
 
 def test_every_cell_gets_its_own_answer_and_is_compiled_once(monkeypatch):
     class Slow(FakeCompiler):
         def __call__(self, number):
             time.sleep(0.02 if number % 3 else 0)
-            self.asked.append(number)
+            self.cells.append(number)
             return {"number": number}
 
-    monkeypatch.setattr(FakeCompiler, "asked", [])
+    monkeypatch.setattr(FakeCompiler, "cells", [])
     monkeypatch.setattr(chips, "Compiler", Slow)
     ahead = chips.Ahead([{"number": i} for i in range(12)], workers=3)
     assert [ahead(i)["number"] for i in range(2, 12)] == list(range(2, 12))
-    assert sorted(FakeCompiler.asked) == list(range(2, 12))
+    assert sorted(FakeCompiler.cells) == list(range(2, 12))
 
 
 def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, capsys):
-    assert main(["bench", "--suite", "chips", "--cells", CELLS, "--out", str(tmp_path)]) == 1
+    assert main(["chips", "--cells", CELLS, "--out", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "fold v6e 64 8191 causal forward: compiled, 3.0 MiB, kernels: 1 (2.5 s)\n" in out
     assert "splash v5e 64 8191 causal forward: refused: no a|b (0 s)\n" in out
@@ -245,15 +246,15 @@ def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, cap
     assert "| function | 64 | 8191 | failed | failed | failed | failed |" in text
     assert "| refused | 8 | v5e 64 8191 causal forward | no a\\|b |" in text
     assert "| failed | 4 | v5e 64 8191 function forward | holds T * S elements: f32[9] |" in text
-    assert main(["bench", "--suite", "chips", "--redraw", "--out", str(tmp_path)]) == 1
+    assert main(["chips", "--redraw", "--out", str(tmp_path)]) == 1
     assert (tmp_path / "chips.md").read_text() == text
 
 
 def test_spills_are_listed():
     key = dict(zip(AXES, ("pallas_gpu", "h100", 64, 8192, "full", "forward"), strict=True))
-    found = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 1, "spills": 84}
-    rows = [Row("cells", key, found), Row("cells", key | {"case": "causal"}, found | {"spills": 0})]
-    rows.append(Row("cells", key | {"passes": "gradient"}, found | {"spills": None}))  # compiled before
+    values = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 1, "spills": 84}
+    rows = [Row("cells", key, values), Row("cells", key | {"case": "causal"}, values | {"spills": 0})]
+    rows.append(Row("cells", key | {"passes": "gradient"}, values | {"spills": None}))  # compiled before
     text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
     assert "Of 2 cells with new kernels, 1 spill registers, by so many bytes a thread:" in text
     assert "| full | 64 | 8192 | forward | 84 |" in text and chips.line(rows[0]).endswith(
@@ -263,21 +264,32 @@ def test_spills_are_listed():
 
 def test_a_cell_that_was_not_compiled_yet_is_a_dash():
     key = dict(zip(AXES, ("fold", "v5e", 64, 8192, "full", "forward"), strict=True))
-    found = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 0, "spills": None}
-    rows = [Row("cells", key, found), Row("cells", key | {"chip": "v5p", "passes": "gradient"}, found)]
+    values = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 0, "spills": None}
+    rows = [Row("cells", key, values), Row("cells", key | {"chip": "v5p", "passes": "gradient"}, values)]
     text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
     assert "| full | 64 | 8192 | 1.0 | - | - | 1.0 |" in text and chips.wrong(Results({}, rows)) is None
 
 
 def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "--suite", "chips", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --suite chips: expected libtpu, the TPU's compiler, found none; ")
+    assert main(["chips", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: suite chips: expected libtpu, the TPU's compiler, found none; ")
 
 
-def test_options_of_other_suites_are_refused(capsys):
-    assert main(["bench", "--suite", "chips", "--lengths", "8"]) == 2
-    assert main(["bench", "--cells", "v5e"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[0] == "error: --lengths: --suite chips takes only --cells and --out and --resume and --redraw"
-    assert errors[1].startswith("error: --cells: --suite attention takes only --peers and ")
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("dispatch --cells v5e", "--cells: suite dispatch takes only --out"),
+        ("chip", "suite: expected one of chips, dispatch, imports, pods, sharding, got 'chip'"),
+        ("", "suite: expected one of chips, dispatch, imports, pods, sharding, got ''"),
+    ],
+)
+def test_what_a_suite_does_not_take_is_named_in_one_line(arguments, message, capsys):
+    assert main(arguments.split()) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_benchmarks_of_users_do_not_run_tools(capsys):
+    assert jattn_main(["bench", "--suite", "chips"]) == 2
+    expected = "attention, chip, language, layers, looking, reports"
+    assert capsys.readouterr().err == f"error: --suite: expected one of {expected}, got 'chips'\n"

@@ -15,9 +15,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jattn_experiments.bench import chips
-from jattn_experiments.bench.chip_compiler import Compiler
-from jattn_experiments.bench.pod_arithmetic import (
+from jattn_experiments.bench.goals import Goal, goal_table, worst
+from jattn_experiments.bench.markdown import document, listed, short_number, table
+from jattn_experiments.bench.suite import Job, Results, Row, Suite
+from tools import chips
+from tools.chip_compiler import Compiler
+from tools.pod_arithmetic import (
     CASES,
     FLOPS,
     HBM,
@@ -29,9 +32,7 @@ from jattn_experiments.bench.pod_arithmetic import (
     Program,
     hop,
 )
-from jattn_experiments.bench.pod_stack import LAYERS, Stack
-from jattn_experiments.bench.suite import Job, Results, Row, Suite
-from jattn_experiments.bench.tables import Asked, asked_table, listed, report, short_number, table, worst
+from tools.pod_stack import LAYERS, Stack
 
 AXES = tuple(field.name for field in dataclasses.fields(Program))
 SHORT, LONG, LONGEST = 131072, 1048576, 8388608
@@ -87,7 +88,7 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
 
 def compiled(program: Program | Stack) -> Mapping[str, Any]:
     """What came of it, in a fresh process."""
-    compiler = Compiler("jattn_experiments.bench.pod_compiler")
+    compiler = Compiler("tools.pod_compiler")
     try:
         return compiler(**dataclasses.asdict(program))
     finally:
@@ -115,7 +116,7 @@ def exposed(row: Row) -> float | None:
     return alone / _program(row).keys
 
 
-def asked(results: Results) -> list[Asked]:
+def goals(results: Results) -> list[Goal]:
     """Every goal, and what was found."""
     rows = _compiled(results, "rings")
     million = [row for row in rows if row["length"] == LONG and row["case"] == "causal"]
@@ -123,7 +124,7 @@ def asked(results: Results) -> list[Asked]:
     for passes in PASSES:
         sizes = [row["temporaries"] for row in million if _chips(row) == 64 and row["passes"] == passes]
         most = worst((size / GIB for size in sizes), True)
-        lines.append(Asked(f"1,048,576 tokens on 64 chips, {passes}: temporaries a chip", most, 1.0, False, "GiB"))
+        lines.append(Goal(f"1,048,576 tokens on 64 chips, {passes}: temporaries a chip", most, 1.0, False, "GiB"))
     for passes in PASSES:
         sizes = sorted((_chips(row), row["temporaries"]) for row in million if row["passes"] == passes)
         falls = [
@@ -132,29 +133,29 @@ def asked(results: Results) -> list[Asked]:
             if chips <= 64
         ]
         what = f"1,048,576 tokens, {passes}: least fall of the temporaries by a doubling of chips, from 8 to 64"
-        lines.append(Asked(what, worst(falls, False), 1.85, True))
+        lines.append(Goal(what, worst(falls, False), 1.85, True))
     gathers = worst((float(row["all-gather"]) for row in rows), True)
-    lines.append(Asked("all-gathers, most in a ring", gathers, 0.0, False))
+    lines.append(Goal("all-gathers, most in a ring", gathers, 0.0, False))
     shares = [(row["case"], _share(row)) for row in rows]
     most = worst((share for _, share in shares), True)
     least = worst((share for case, share in shares if case == "causal"), False)
-    lines.append(Asked("bytes that a chip sends, as a share of the formula: most", most, 1.05, False))
-    lines.append(Asked("the same: least of the causal rings", least, 0.95, True))
+    lines.append(Goal("bytes that a chip sends, as a share of the formula: most", most, 1.05, False))
+    lines.append(Goal("the same: least of the causal rings", least, 0.95, True))
     for passes in PASSES:
         alone = worst((exposed(row) for row in rows if row["passes"] == passes), True)
         what = f"sent with nothing to hide behind, in hops of keys and values, most in a ring, {passes}"
-        lines.append(Asked(what, alone, 1.0, False))
+        lines.append(Goal(what, alone, 1.0, False))
     seconds = worst((row["planning"] for row in million), True)
-    lines.append(Asked("1,048,576 tokens: planning", seconds, 10.0, False, "s"))
+    lines.append(Goal("1,048,576 tokens: planning", seconds, 10.0, False, "s"))
     stacks = _compiled(results, "stacks")
     most = worst((_held(row) / 1e9 for row in stacks if row["kept"] == "attention"), True)
     lines.append(
-        Asked(f"{LAYERS} layers of a 7B model, 1,048,576 tokens, 64 chips: a chip holds", most, 95.0, False, "GB")
+        Goal(f"{LAYERS} layers of a 7B model, 1,048,576 tokens, 64 chips: a chip holds", most, 95.0, False, "GB")
     )
     longest = worst((row["longest_gathered"] / Stack(**row.key).tokens for row in stacks), True)
-    lines.append(Asked("the same: longest axis gathered, as a share of a chip's tokens", longest, 1.0, False))
+    lines.append(Goal("the same: longest axis gathered, as a share of a chip's tokens", longest, 1.0, False))
     peak = worst((row["planning_peak"] / GIB for row in million), True)
-    lines.append(Asked("1,048,576 tokens: peak host memory until planned", peak, 2.0, False, "GiB"))
+    lines.append(Goal("1,048,576 tokens: peak host memory until planned", peak, 2.0, False, "GiB"))
     return lines
 
 
@@ -183,10 +184,10 @@ def _share(row: Row) -> float | None:
 
 def line(row: Row) -> str:
     """A row in one line."""
-    return " ".join(str(value) for value in row.key.values()) + f": {_said(row)}"
+    return " ".join(str(value) for value in row.key.values()) + f": {_outcome(row)}"
 
 
-def _said(row: Row) -> str:
+def _outcome(row: Row) -> str:
     if row.part == "roofline":
         return f"hidden from {row['hidden_from']:,} tokens a chip"
     if row.part == "stacks" and row["result"] == "compiled":
@@ -219,12 +220,12 @@ def markdown(results: Results) -> str:
     """``pods.md``."""
     heads = "{num_heads} query and {num_kv_heads} key heads of {head_dim}".format(**results.about["shape"])
     gpus = results.of("gpus")
-    return report(
+    return document(
         "# Rings on pods, as compiled",
         f"One layer's attention, {heads}, bfloat16, one sequence, over all chips of a topology. Nothing was executed: "
-        "no speed, no numbers. Each program was compiled in a fresh process. Written by `jattn bench --suite pods`.",
+        "no speed, no numbers. Each program was compiled in a fresh process. Written by `python -m tools pods`.",
         "## What was asked",
-        asked_table(asked(results)),
+        goal_table(goals(results)),
         "## Memory and time",
         "Of one chip: arguments, outputs and temporaries. Of the host, in a fresh process: seconds of processor time "
         "and peak memory, until the program is planned (traced and lowered) and until it is compiled. The gradient is "
@@ -332,7 +333,7 @@ SUITE = Suite(
     about=about,
     jobs=jobs,
     markdown=markdown,
-    shown=lambda results: asked_table(asked(results)),
+    shown=lambda results: goal_table(goals(results)),
     sizes=lambda plan: Sizes(),
     start=lambda plan: chips.start(plan, "pods"),
     line=line,

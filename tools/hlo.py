@@ -47,8 +47,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The name that ``name=%...`` gives, or an empty one."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        return match[1] if match else ""
 
 
 Computations = dict[str, list[Instruction]]
@@ -78,8 +78,8 @@ def collectives(text: str) -> dict[str, int]:
 
 def longest_gathered(text: str) -> int:
     """The longest axis of any array that an all-gather makes; 0 if there is none."""
-    made = re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) all-gather(?:-done)?\(", text, re.MULTILINE)
-    lengths = (one.strip("<=") for kind in made for _, shape in ARRAY.findall(kind) for one in shape.split(",") if one)
+    types = re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) all-gather(?:-done)?\(", text, re.MULTILINE)
+    lengths = (one.strip("<=") for kind in types for _, shape in ARRAY.findall(kind) for one in shape.split(",") if one)
     return max(map(int, lengths), default=0)
 
 
@@ -87,7 +87,7 @@ def permutes(text: str) -> list[Permute]:
     """All collective-permutes of a program."""
     program = computations(text)
     times, busy = executions(program), working(program)
-    found = []
+    every = []
     for name, instructions in program.items():
         lines = {one.name: line for line, one in enumerate(instructions)}
         for line, one in enumerate(instructions):
@@ -96,21 +96,21 @@ def permutes(text: str) -> list[Permute]:
             start = lines.get(one.operands[0], line) if one.opcode.endswith("-done") else line
             kinds = [work(between, busy) for between in instructions[start + 1 : line]]
             behind = tuple(sorted({kind for kind in kinds if kind}))
-            found.append(Permute(*size(one.type), times[name], behind))
-    return found
+            every.append(Permute(*size(one.type), times[name], behind))
+    return every
 
 
-def computations(text: str) -> dict[str, list[Instruction]]:
+def computations(text: str) -> Computations:
     """The instructions of each computation, in the order of the text; that of the entry comes last."""
-    found: dict[str, list[Instruction]] = {}
+    program: Computations = {}
     instructions: list[Instruction] = []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
-            instructions = found.setdefault(header[2], [])
+            instructions = program.setdefault(header[2], [])
         elif parts := _INSTRUCTION.match(line):
             root, name, kind, opcode, arguments, rest = parts.groups()
             instructions.append(Instruction(name, kind, opcode, arguments, rest, bool(root)))
-    return found
+    return program
 
 
 def size(kind: str) -> tuple[int, int]:

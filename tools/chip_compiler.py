@@ -1,6 +1,6 @@
 """Compiles attention for TPUs and GPUs that are not there.
 
-In ``ENVIRONMENT``, ``python -m jattn_experiments.bench.chip_compiler`` reads cells from stdin, one JSON object a line,
+In ``ENVIRONMENT``, ``python -m tools.chip_compiler`` reads cells from stdin, one JSON object a line,
 and answers each with one line: what came of it. It is a process of its own because compilers read their environment
 when they are loaded, and one that aborts takes its process along. Nothing is executed.
 """
@@ -26,9 +26,9 @@ from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.masks import Causal, Segments
 from jattn.score_mods import Alibi, SoftCap, alibi_slopes, then
-from jattn_experiments.bench.cases import CAP, WINDOW
-from jattn_experiments.bench.hlo import ARRAY, KERNEL
+from jattn_experiments.bench.problems import CAP, WINDOW
 from jattn_experiments.bench.worker import Worker, serve
+from tools.hlo import ARRAY, KERNEL
 
 # Without a TPU, libtpu must not ask the cloud which one there is, and another process may have it loaded, too.
 ENVIRONMENT = {
@@ -82,20 +82,23 @@ CASES = {
 }
 NUM_HEADS = 8
 LIMIT = 900.0  # seconds for one cell
+CHECKOUT = Path(__file__).parents[1]
 
 
 class Compiler(Worker):
     """The process that compiles; ``module`` serves."""
 
-    def __init__(self, module: str = __name__, limit: float = LIMIT):
-        super().__init__((sys.executable, "-m", module), ENVIRONMENT, limit)
+    def __init__(self, module: str = "tools.chip_compiler"):
+        # Workers run in another folder, where they would not find this package.
+        path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        super().__init__((sys.executable, "-m", module), ENVIRONMENT | {"PYTHONPATH": path}, LIMIT)
 
 
 # What is known of a cell that was not compiled.
 NOTHING = {"temporaries": None, "kernels": None, "spills": None}
 
 
-def _found(result: str, reason: str | None, seconds: float, **sizes: int | None) -> dict[str, Any]:
+def _outcome(result: str, reason: str | None, seconds: float, **sizes: int | None) -> dict[str, Any]:
     return {"result": result, "reason": reason, "seconds": round(seconds, 1), **NOTHING, **sizes}
 
 
@@ -117,10 +120,10 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
             program = jax.jit(function).lower(*types).compile()
             spills = [int(SPILLED.findall(path.read_text())[0]) for path in Path(notes).glob("*.ptxas")]
     except jattn.Unsupported as refused:
-        return _found("refused", first_line(refused), time.process_time() - begin)
+        return _outcome("refused", first_line(refused), time.process_time() - begin)
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        return _found("failed", reason, time.process_time() - begin)
+        return _outcome("failed", reason, time.process_time() - begin)
     text = program.as_text()
     dense = dense_arrays(text, length**2)
     sizes = {
@@ -129,12 +132,12 @@ def compiled(implementation: str, chip: str, head_dim: int, length: int, case: s
         "spills": max(spills, default=None),
     }
     reason = f"holds T * S elements: {', '.join(dense[:3])}" if dense else None
-    return _found("failed" if dense else "compiled", reason, time.process_time() - begin, **sizes)
+    return _outcome("failed" if dense else "compiled", reason, time.process_time() - begin, **sizes)
 
 
 def problem(
     implementation: str, head_dim: int, length: int, case: str, passes: str, folds: Any = None
-) -> tuple[Callable, list[tuple[tuple[int, ...], Any]]]:
+) -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], Any]]]:
     """The function to compile, and the shape and dtype of each of its arguments.
 
     These are query, key and value ``[1,T,8,head_dim]`` in bfloat16, and what the case adds. The gradient is that of
@@ -149,13 +152,14 @@ def problem(
         arrays[2] = ((1, length, NUM_HEADS), jnp.float32)
     arrays += {"segments": [((length,), jnp.int32)], "function": [((NUM_HEADS,), jnp.float32)]}.get(case, [])
 
-    def attention(query, key, value, *extra):
+    def attention(query: jax.Array, key: jax.Array, value: jax.Array, *extra: jax.Array) -> jax.Array:
         return jattn.dot_product_attention(query, key, value, implementation=implementation, **options(case, *extra))
 
-    def fold(query, key, lse, *extra):
+    def fold(query: jax.Array, key: jax.Array, lse: jax.Array, *extra: jax.Array) -> Any:
         names = None if passes == "forward" else ("entropy",)
-        found = jattn.heads.statistics(query, key, lse=lse, names=names, implementation=folds, **options(case, *extra))
-        return found if passes == "forward" else found["entropy"]
+        how = {"lse": lse, "names": names, "implementation": folds}
+        statistics = jattn.heads.statistics(query, key, **how, **options(case, *extra))
+        return statistics if passes == "forward" else statistics["entropy"]
 
     forward = fold if implementation == "fold" else attention
     if passes == "forward":
@@ -192,10 +196,10 @@ def dense_arrays(text: str, pairs: int) -> list[str]:
     Without those of type ``s8[n]``: they are a view of another array's bytes, which XLA copies piece by piece.
     """
     sizes = {}
-    for found in ARRAY.finditer(text):
-        lengths = [int(one.strip("<=")) for one in found[2].split(",") if one]
-        if found[1] != "s8" or len(lengths) > 1:
-            sizes[found[0]] = math.prod(lengths)
+    for array in ARRAY.finditer(text):
+        lengths = [int(one.strip("<=")) for one in array[2].split(",") if one]
+        if array[1] != "s8" or len(lengths) > 1:
+            sizes[array[0]] = math.prod(lengths)
     return sorted((array for array, size in sizes.items() if size >= pairs), key=lambda array: -sizes[array])
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jattn.sharding import to_zigzag
-from jattn_experiments.__main__ import main
-from jattn_experiments.bench import chips, pod_arithmetic, pod_compiler, pods
-from jattn_experiments.bench.pod_arithmetic import FLOPS, HBM, LINK, PASSES, Program, hop
-from jattn_experiments.bench.pod_stack import Stack
-from jattn_experiments.bench.pods import SUITE, Sizes
 from jattn_experiments.bench.suite import Results, Row
+from tools import chips, pod_arithmetic, pod_compiler, pods
+from tools.__main__ import main
+from tools.pod_arithmetic import FLOPS, HBM, LINK, PASSES, Program, hop
+from tools.pod_stack import Stack
+from tools.pods import SUITE, Sizes
 
 MIB = 2**20
 KEYS = 2 * 8 * 128 * 16384 * 2  # bytes of the keys and values of a chip with 16384 tokens
@@ -64,12 +64,12 @@ def test_the_chips_visited_are_those_whose_keys_any_chip_sees(layout, chips, win
 
 @pytest.mark.parametrize("passes, products, width", [("forward", 2, 2), ("gradient", 5, 6)])
 def test_a_hop_at_the_published_rates(passes, products, width):
-    found = hop(16384, passes)
-    assert found["flops"] == products * 2 * 128 * 32 * 16384**2 / 2
-    assert found["link"] == width * 2 * 8 * 128 * 16384
-    wanted = {"compute": found["flops"] / FLOPS, "memory": found["hbm"] / HBM, "link": found["link"] / LINK}
-    assert found["seconds"] == wanted
-    edge = found["hidden_from"]
+    one_hop = hop(16384, passes)
+    assert one_hop["flops"] == products * 2 * 128 * 32 * 16384**2 / 2
+    assert one_hop["link"] == width * 2 * 8 * 128 * 16384
+    wanted = {"compute": one_hop["flops"] / FLOPS, "memory": one_hop["hbm"] / HBM, "link": one_hop["link"] / LINK}
+    assert one_hop["seconds"] == wanted
+    edge = one_hop["hidden_from"]
     at, below = (hop(tokens, passes)["seconds"] for tokens in (edge, edge - 1))
     assert at["compute"] >= at["link"] and below["compute"] < below["link"]
     assert edge == hop(256, passes)["hidden_from"]
@@ -104,9 +104,9 @@ def test_every_program_is_compiled_forward_and_with_its_gradient():
 def test_every_program_is_a_call(case, passes, monkeypatch):
     monkeypatch.setattr(pod_compiler, "devices", lambda topology: jax.devices("cpu")[:1])
     function, types = pod_compiler.problem(Program("v5p:1", 256, "zigzag", case, passes))
-    found = jax.eval_shape(function, *types)
+    result = jax.eval_shape(function, *types)
     wanted = [types[0]] if passes == "forward" else types
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [(x.shape, x.dtype) for x in wanted]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(result)] == [(x.shape, x.dtype) for x in wanted]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_what_the_compiler_says_is_the_reason(message, result, monkeypatch):
         raise RuntimeError(message)
 
     monkeypatch.setattr(pod_compiler, "devices", refuse)
-    found = pod_compiler.compiled(**dataclasses.asdict(Program("v5p:2x2x2", 64)))
-    assert (found["result"], found["reason"]) == (result, f"RuntimeError: {message.splitlines()[0]}")
+    outcome = pod_compiler.compiled(**dataclasses.asdict(Program("v5p:2x2x2", 64)))
+    assert (outcome["result"], outcome["reason"]) == (result, f"RuntimeError: {message.splitlines()[0]}")
 
 
 # ---- the tables
@@ -130,17 +130,17 @@ def travels(arrays, size, times, *behind):
 
 
 def row(program, permutes, temporaries=900 * MIB, **others):
-    found = {"result": "compiled", "reason": None, "seconds": 20.0, "planning": 1.0, "planning_peak": 300 * MIB}
-    found |= {"peak": 900 * MIB, "arguments": 192 * MIB, "outputs": 128 * MIB, "temporaries": temporaries}
-    found |= {"kernels": 0, "collective-permute": len(permutes), "all-gather": 0, "all-reduce": 0}
-    return Row("rings", dataclasses.asdict(program), found | {"permutes": permutes} | others)
+    values = {"result": "compiled", "reason": None, "seconds": 20.0, "planning": 1.0, "planning_peak": 300 * MIB}
+    values |= {"peak": 900 * MIB, "arguments": 192 * MIB, "outputs": 128 * MIB, "temporaries": temporaries}
+    values |= {"kernels": 0, "collective-permute": len(permutes), "all-gather": 0, "all-reduce": 0}
+    return Row("rings", dataclasses.asdict(program), values | {"permutes": permutes} | others)
 
 
 def results(*rows):
     return Results({"environment": {"libtpu": "1.2"}, "shape": pods.SHAPE}, list(rows))
 
 
-def ring(topology, passes, **found):
+def ring(topology, passes, **values):
     """A row of a million tokens that sends what it must: all hidden, but for the first hop of the backward pass."""
     program = Program(topology, 1048576, passes=passes)
     keys, visits = 2 * 8 * 128 * program.tokens * 2, program.chips
@@ -151,15 +151,15 @@ def ring(topology, passes, **found):
             travels(2, keys, visits - 2, "kernel"),
             travels(2, 2 * keys, visits - 1, "loop"),
         ]
-    return row(program, permutes, **found)
+    return row(program, permutes, **values)
 
 
 STACK = Stack("v5p:4x4x4", (2, 2, 16), 2, 1048576)
 
 
-def stack(program=STACK, **found):
+def stack(program=STACK, **values):
     """A row of the stack: 20 GiB a chip, parameters gathered."""
-    one = row(Program("v5p:4x4x4", 1048576), [travels(2, KEYS, 15, "loop")], temporaries=20 * 2**30, **found)
+    one = row(Program("v5p:4x4x4", 1048576), [travels(2, KEYS, 15, "loop")], temporaries=20 * 2**30, **values)
     return dataclasses.replace(one, part="stacks", key=dataclasses.asdict(program))
 
 
@@ -170,13 +170,13 @@ def good():
 
 
 def answers(*rows):
-    return {one.question: one for one in pods.asked(results(*rows))}
+    return {one.question: one for one in pods.goals(results(*rows))}
 
 
 def test_a_ring_as_it_should_be_meets_every_goal():
-    found = answers(*good())
-    assert {one.answer for one in found.values()} == {"met"} and len(found) == 13
-    measured = [round(one.measured, 3) for one in found.values()]
+    goals = answers(*good())
+    assert {one.answer for one in goals.values()} == {"met"} and len(goals) == 13
+    measured = [round(one.measured, 3) for one in goals.values()]
     assert measured == [0.879, 0.879, 1.941, 1.941, 0, 1, 1, 0, 1, 1, 21.81, 0.168, 0.293]
 
 
@@ -195,11 +195,11 @@ def test_a_ring_as_it_should_be_meets_every_goal():
 )
 def test_a_goal_that_is_not_met_says_so(topology, passes, worse, missed):
     bad = ring(topology, passes).key
-    found = answers(
-        *(dataclasses.replace(one, found={**one.found, **worse}) if one.key == bad else one for one in good())
+    goals = answers(
+        *(dataclasses.replace(one, values={**one.values, **worse}) if one.key == bad else one for one in good())
     )
-    assert [one for one in found if found[one].answer == "not met" and any(name in one for name in missed)]
-    assert sum(one.answer == "not met" for one in found.values()) == len(missed)
+    assert [one for one in goals if goals[one].answer == "not met" and any(name in one for name in missed)]
+    assert sum(one.answer == "not met" for one in goals.values()) == len(missed)
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,15 @@ def test_a_goal_that_is_not_met_says_so(topology, passes, worse, missed):
     ],
 )
 def test_a_stack_that_gathers_a_sequence_or_is_too_large_says_so(worse, missed):
-    found = answers(*good()[:-1], stack(**worse))
-    assert [question for question, one in found.items() if one.answer == "not met"] == [
-        question for question in found if missed in question
+    goals = answers(*good()[:-1], stack(**worse))
+    assert [question for question, one in goals.items() if one.answer == "not met"] == [
+        question for question in goals if missed in question
     ]
     assert pods.line(stack(**worse)).startswith("v5p:4x4x4 (2, 2, 16) 2 1048576 attention: holds ")
 
 
 def test_nothing_compiled_is_not_measured():
-    assert {one.answer for one in pods.asked(results())} == {"not measured"}
+    assert {one.answer for one in pods.goals(results())} == {"not measured"}
 
 
 def test_a_loop_of_unknown_length_leaves_the_bytes_unknown():
@@ -235,7 +235,7 @@ def test_the_report(tmp_path):
         Row("rings", dataclasses.asdict(Program("v5p:2x2x2", 8388608)), large),
         dataclasses.replace(row(Program("h100:1x1x8", 131072), [travels(2, KEYS, 7)]), part="gpus"),
         stack(longest_gathered=11008),
-        dataclasses.replace(stack(Stack("v5p:4x4x4", (1, 4, 16), 1, 1048576, "nothing")), found=large),
+        dataclasses.replace(stack(Stack("v5p:4x4x4", (1, 4, 16), 1, 1048576, "nothing")), values=large),
         Row("roofline", {"topology": "v5p:2x2x2", "length": 131072, "passes": "forward"}, hop(16384, "forward")),
     ]
     text = pods.markdown(results(*rows))
@@ -250,7 +250,7 @@ def test_the_report(tmp_path):
     assert "| v5p:4x4x4 | 2 x 2 x 16 | 2 | 1,048,576 | attention | 192 | 128 | 20,480 | 21.8 |" in text
     assert "| v5p:4x4x4 | 1 x 4 x 16 | 1 | 1,048,576 | nothing | too large |" in text
     assert pods.wrong(results(*rows)) is None
-    failed = dataclasses.replace(rows[1], found=large | {"result": "failed"})
+    failed = dataclasses.replace(rows[1], values=large | {"result": "failed"})
     assert pods.wrong(results(failed)) == f"1 of 1 programs failed; the first: {pods.line(failed)}"
     SUITE.write(results(*rows), tmp_path)
     assert pods.markdown(SUITE.read(tmp_path)) == text
@@ -261,7 +261,7 @@ def test_each_program_has_a_process_of_its_own(monkeypatch):
         closed = 0
 
         def __init__(self, module):
-            assert module == "jattn_experiments.bench.pod_compiler"
+            assert module == "tools.pod_compiler"
 
         def __call__(self, **cell):
             return {"result": "compiled", "cell": cell}
@@ -277,21 +277,21 @@ def test_each_program_has_a_process_of_its_own(monkeypatch):
 
 def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "--suite", "pods", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --suite pods: expected libtpu, the TPU's compiler, found none; ")
+    assert main(["pods", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: suite pods: expected libtpu, the TPU's compiler, found none; ")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 def test_a_small_run(tmp_path, monkeypatch):
     monkeypatch.setattr(chips, "environment", lambda: {"libtpu": "installed"})
-    found = SUITE.measure(Sizes(rings=(Program("v5p:2x2x2", 4096),), gpus=(), stacks=()), tmp_path)
-    assert [one["result"] for one in found.of("rings")] == ["compiled"] * 2
-    for one in found.of("rings"):
+    measured = SUITE.measure(Sizes(rings=(Program("v5p:2x2x2", 4096),), gpus=(), stacks=()), tmp_path)
+    assert [one["result"] for one in measured.of("rings")] == ["compiled"] * 2
+    for one in measured.of("rings"):
         assert one["all-gather"] == 0 and one["temporaries"] > 0 and one["peak"] >= one["planning_peak"]
         assert 0.9 < pods.sent(one) / Program(**one.key).permuted() < 1.2
         assert pods.journeys(one)[0] >= 2 * 7
-    text = SUITE.write_report(found, tmp_path).read_text()
+    text = SUITE.write_report(measured, tmp_path).read_text()
     assert "| v5p:2x2x2 | 4,096 | zigzag | causal | gradient |" in text
     assert json.loads((tmp_path / "pods.json").read_text())["roofline"][0]["topology"] == "v5p:2x2x2"
-    assert np.isfinite([one["hidden_from"] for one in found.of("roofline")]).all()
+    assert np.isfinite([one["hidden_from"] for one in measured.of("roofline")]).all()

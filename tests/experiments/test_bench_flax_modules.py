@@ -12,8 +12,8 @@ from flax import nnx
 
 import jattn.nnx
 from jattn_experiments.__main__ import main as run_main
-from jattn_experiments.bench import layers, timing
-from jattn_experiments.bench.layers import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
+from jattn_experiments.bench import flax_modules, timing
+from jattn_experiments.bench.flax_modules import DECODE, MODULE, SUITE, TRAIN, Failed, Sizes
 
 SMALL = {"layers": 1, "width": 8, "num_heads": 4, "lengths": (6,), "slots": 16, "tokens": (16, 5)}
 TINY = Sizes(**SMALL, seconds=1e-3, rounds=1, settle=0.0)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("as_experiments_run")
 @pytest.fixture
 def untimed(monkeypatch):
     """Makes a row return its contestants by name instead of timing them."""
-    monkeypatch.setattr(layers, "_timed", lambda sizes, calls, apart: calls)
+    monkeypatch.setattr(flax_modules, "_timed", lambda sizes, calls, apart: calls)
 
 
 # ---- the table
@@ -48,8 +48,8 @@ def made_up() -> dict:
     return {"environment": {"cores": "2"}, "sizes": {"layers": 4}, "times": times, "memory": memory}
 
 
-def answers(found: dict) -> list[tuple[float | None, str]]:
-    return [(one.measured, one.answer) for one in layers.asked(SUITE.parse(found))]
+def answers(contents: dict) -> list[tuple[float | None, str]]:
+    return [(one.measured, one.answer) for one in flax_modules.goals(SUITE.parse(contents))]
 
 
 def test_numbers_at_their_thresholds_are_met():
@@ -57,54 +57,56 @@ def test_numbers_at_their_thresholds_are_met():
 
 
 def test_numbers_beyond_their_thresholds_are_not_met():
-    found = made_up()
-    short, middle, long, full, few, module = (row["medians"] for row in found["times"])
+    contents = made_up()
+    short, middle, long, full, few, module = (row["medians"] for row in contents["times"])
     short["jattn"], middle["jattn"], long["flax"] = 2525.0, 1275.0, 2490.0
     full["jattn"], module["jattn"] = 1208.0, 1001.0
     few["jattn"] = 1e9  # has no threshold
-    found["memory"][0]["peak"] *= 1.05
-    said = answers(found)
-    assert [measured for measured, _ in said] == pytest.approx([1.01, 0.51, 2.49, 0.21, 1.51, 1.001])
-    assert {answer for _, answer in said} == {"not met"}
+    contents["memory"][0]["peak"] *= 1.05
+    goals = answers(contents)
+    assert [measured for measured, _ in goals] == pytest.approx([1.01, 0.51, 2.49, 0.21, 1.51, 1.001])
+    assert {answer for _, answer in goals} == {"not met"}
 
 
 def test_more_is_asked_of_decoding_with_the_compiled_kernels():
     question = "one token, 65536 in the cache: function / sum of the cache (aim: 1.1)"
     for time, answer in ((1040.0, "met"), (1048.0, "not met")):
-        found = made_up()
-        found["environment"]["jattn-native"] = "0.1.0"
-        found["times"][3]["medians"]["jattn"] = time
-        assert {one.question: one.answer for one in layers.asked(SUITE.parse(found))}[question] == answer
+        contents = made_up()
+        contents["environment"]["jattn-native"] = "0.1.0"
+        contents["times"][3]["medians"]["jattn"] = time
+        assert {one.question: one.answer for one in flax_modules.goals(SUITE.parse(contents))}[question] == answer
 
 
 def test_numbers_of_other_sizes_answer_nothing():
-    found = made_up()
-    for row in [*found["times"], *found["memory"]]:
+    contents = made_up()
+    for row in [*contents["times"], *contents["memory"]]:
         row["length"] -= 1
-    assert answers(found) == [(None, "not measured")] * 6
-    found = made_up()
-    del found["memory"][1], found["times"][4:]
-    assert [answer for _, answer in answers(found)] == ["met", "met", "met", "not measured", "met", "not measured"]
+    assert answers(contents) == [(None, "not measured")] * 6
+    contents = made_up()
+    del contents["memory"][1], contents["times"][4:]
+    assert [answer for _, answer in answers(contents)] == ["met", "met", "met", "not measured", "met", "not measured"]
 
 
 def test_tables_show_milliseconds_and_mebibytes():
-    found = made_up()
-    lines = layers.markdown(SUITE.parse(found)).splitlines()
+    contents = made_up()
+    lines = flax_modules.markdown(SUITE.parse(contents)).splitlines()
     assert "| training step, n = 256: time of jattn / time of Flax | 1.00 | <= 1 | met |" in lines
     assert "| step | n | jattn | Flax | torch | sum of the cache | rounds | apart |" in lines
     assert "| training step | 1024 | 1.25 | 2.50 | 2.00 | - | 3 | 2e-06 |" in lines
     assert "| decode, function | 4096 | 1.20 | - | - | 0.80 | 3 | 2e-06 |" in lines
     assert "| jattn | 4096 | 3 | 1 |" in lines and "| Flax | 4096 | 15 | 5 |" in lines
     assert "- cores: 2" in lines and "- layers: 4" in lines
-    found["times"][4]["medians"]["native"] = 1000.0  # as before it was the plain call
-    assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in layers.markdown(SUITE.parse(found))
+    contents["times"][4]["medians"]["native"] = 1000.0  # as before it was the plain call
+    assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in flax_modules.markdown(
+        SUITE.parse(contents)
+    )
 
 
 # ---- contestants
 
 
 def test_either_module_is_its_own_librarys():
-    assert layers.MODULES == {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
+    assert flax_modules.MODULES == {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -119,7 +121,7 @@ def test_torch_trains_layers_of_the_same_shapes(monkeypatch):
         return attention(query, key, value, mask, dropout, is_causal)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    step = layers.torch_trainer(Sizes(**SMALL | {"layers": 2}), 6)
+    step = flax_modules.torch_trainer(Sizes(**SMALL | {"layers": 2}), 6)
     losses = [step() for _ in range(4)]
     assert calls == [((1, 4, 6, 2), None, 0.0, True)] * 8
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1] > 0
@@ -127,21 +129,21 @@ def test_torch_trains_layers_of_the_same_shapes(monkeypatch):
 
 @pytest.mark.slow
 def test_decoding_leaves_the_cache_as_long_as_it_was(untimed):
-    calls = layers.function_row(TINY, 5)
+    calls = flax_modules.function_row(TINY, 5)
     decode, before = calls["jattn"], calls["jattn"].state
     first, second = decode(), decode()
     assert (first == second).all() and decode.state.length == 4
     assert before.key.is_deleted() and before.value.is_deleted(), "the cache was copied"
-    for found, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
-        np.testing.assert_allclose(found, np.array(x, np.float64).sum(), rtol=1e-5)
-    for one in layers.modules_row(TINY, MODULE, 5, layers.decoder).values():
+    for total, x in zip(calls["sum"](), (decode.state.key, decode.state.value), strict=True):
+        np.testing.assert_allclose(total, np.array(x, np.float64).sum(), rtol=1e-5)
+    for one in flax_modules.modules_row(TINY, MODULE, 5, flax_modules.decoder).values():
         first, second = one(), one()
         assert (first == second).all() and one.state["cache_index"][...] == 4
 
 
 @pytest.mark.slow
 def test_training_goes_on_from_step_to_step(untimed):
-    for one in layers.modules_row(TINY, TRAIN, 6, layers.trainer).values():
+    for one in flax_modules.modules_row(TINY, TRAIN, 6, flax_modules.trainer).values():
         before = one.state
         losses = [float(one()) for _ in range(5)]
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
@@ -168,36 +170,38 @@ class Altered(nnx.MultiHeadAttention):
 @pytest.mark.parametrize(
     "step, build, mistake",
     [
-        (TRAIN, layers.trainer, "sees what comes"),
-        (TRAIN, layers.trainer, "learns nothing"),
-        (MODULE, layers.decoder, "exaggerates"),
-        (MODULE, layers.decoder, "writes nothing"),
+        (TRAIN, flax_modules.trainer, "sees what comes"),
+        (TRAIN, flax_modules.trainer, "learns nothing"),
+        (MODULE, flax_modules.decoder, "exaggerates"),
+        (MODULE, flax_modules.decoder, "writes nothing"),
     ],
 )
 def test_modules_that_disagree_are_not_timed(step, build, mistake, monkeypatch):
     monkeypatch.setattr(Altered, "mistake", mistake)
-    monkeypatch.setitem(layers.MODULES, "flax", Altered)
+    monkeypatch.setitem(flax_modules.MODULES, "flax", Altered)
     monkeypatch.setattr(timing, "in_turn", None)
     length = {TRAIN: 6, MODULE: 16}[step]
     with pytest.raises(Failed, match=rf"^{step}, n = {length}: .* of the largest number, expected at most 0.0001$"):
-        layers.modules_row(TINY, step, length, build)
+        flax_modules.modules_row(TINY, step, length, build)
 
 
 def test_a_function_that_is_wrong_is_not_timed(monkeypatch):
-    real = layers.attend_heads
+    real = flax_modules.attend_heads
     one_more = lambda *chunk, **options: real(*chunk, **options, head_gate=jnp.ones(4).at[2].set(1.01))
-    monkeypatch.setattr(layers, "attend_heads", one_more)
+    monkeypatch.setattr(flax_modules, "attend_heads", one_more)
     monkeypatch.setattr(timing, "in_turn", None)
     with pytest.raises(Failed, match="^decode, function, 5 tokens: "):
-        layers.function_row(TINY, 5)
+        flax_modules.function_row(TINY, 5)
 
 
 def test_agreement_is_of_the_largest_number_and_nan_is_none():
     ours = {"a": jnp.array([1.0, 100.0]), "b": jnp.array(0)}
-    assert layers.agree("x", ours, {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}) == pytest.approx(5e-5, rel=0.01)
+    assert flax_modules.agree("x", ours, {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}) == pytest.approx(
+        5e-5, rel=0.01
+    )
     for wrong in (1.02, jnp.nan):
         with pytest.raises(Failed, match="^x: "):
-            layers.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
+            flax_modules.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
 
 
 # ---- whole runs
@@ -207,7 +211,7 @@ def test_agreement_is_of_the_largest_number_and_nan_is_none():
 def tiny(monkeypatch):
     """Runs the command at tiny sizes."""
     small = {"rounds": TINY.rounds, "settle": TINY.settle}
-    monkeypatch.setattr(layers, "Sizes", functools.partial(Sizes, **SMALL, **small))
+    monkeypatch.setattr(flax_modules, "Sizes", functools.partial(Sizes, **SMALL, **small))
     platforms = jax.config.jax_platforms
     yield
     jax.config.update("jax_platforms", platforms)
@@ -220,26 +224,26 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert run_main(["bench", "--suite", "layers", "--seconds", "0.001", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("not measured") == 6 and f"report: {out / 'layers.md'}" in shown
-    found = json.loads((out / "layers.json").read_text())
-    assert found["sizes"] == json.loads(json.dumps(SMALL)) | {
+    contents = json.loads((out / "layers.json").read_text())
+    assert contents["sizes"] == json.loads(json.dumps(SMALL)) | {
         "num_kv_heads": 2, "seconds": 1e-3, "rounds": 1, "settle": 0.0, "device": "cpu",
     }  # fmt: skip
-    assert found["environment"]["jattn_source"] == timing.source_digest() and found["environment"]["cpu"]
-    rows = [(row["step"], row["length"], list(row["medians"])) for row in found["times"]]
+    assert contents["environment"]["jattn_source"] == timing.source_digest() and contents["environment"]["cpu"]
+    rows = [(row["step"], row["length"], list(row["medians"])) for row in contents["times"]]
     both, alone = ["jattn", "flax"], ["jattn", "sum"]
     assert rows == [(TRAIN, 6, both + torch), (DECODE, 16, alone), (DECODE, 5, alone), (MODULE, 16, both)]
-    assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in found["times"])
-    assert [(row["contestant"], row["length"]) for row in found["memory"]] == [("jattn", 6), ("flax", 6)]
-    assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in found["memory"])
-    assert (out / "layers.md").read_text() == layers.markdown(
-        SUITE.parse(found | {"sizes": vars(layers.Sizes(seconds=1e-3))})
+    assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in contents["times"])
+    assert [(row["contestant"], row["length"]) for row in contents["memory"]] == [("jattn", 6), ("flax", 6)]
+    assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in contents["memory"])
+    assert (out / "layers.md").read_text() == flax_modules.markdown(
+        SUITE.parse(contents | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})
     )
 
 
 @pytest.mark.slow
 def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
     monkeypatch.setattr(Altered, "mistake", "sees what comes")
-    monkeypatch.setitem(layers.MODULES, "flax", Altered)
+    monkeypatch.setitem(flax_modules.MODULES, "flax", Altered)
     assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: training step, n = 6: ") and error.count("\n") == 1
@@ -249,11 +253,11 @@ def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_process_that_fails_says_why():
     with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
-        layers.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
+        flax_modules.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         ("--lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds"),
         ("--device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'"),
@@ -261,14 +265,13 @@ def test_a_process_that_fails_says_why():
         ("--seconds 0", "--seconds: expected > 0, got 0.0"),
         (
             "--suite layer",
-            "--suite: expected one of attention, bundles, chip, chips, dispatch, imports, language, layers, looking, pods, "
-            "reports, sharding, got 'layer'",
+            "--suite: expected one of attention, chip, language, layers, looking, reports, got 'layer'",
         ),
     ],
 )
-def test_bad_options_are_named_in_one_line(options, said, tmp_path, tiny, capsys):
+def test_bad_options_are_named_in_one_line(options, message, tmp_path, tiny, capsys):
     assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path / "out"), *options.split()]) == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "out").exists()
 
 

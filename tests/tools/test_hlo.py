@@ -2,8 +2,8 @@
 
 import pytest
 
-from jattn_experiments.bench import hlo
-from jattn_experiments.bench.hlo import Permute
+from tools import hlo
+from tools.hlo import Permute
 
 # A ring of 8: four trips of a loop whose permute starts before the inner loop's product and ends after it, then one
 # that starts after all loops. A constant limit, one in the loop's state, and one that XLA has written down.
@@ -93,8 +93,8 @@ CALL = '%k = f32[8] custom-call(%x), custom_call_target="{}", backend_config="ca
 )  # fmt: skip
 def test_only_what_computes_hides_a_permute(old, new, expected):
     assert RING.count(old) == 1
-    found = [one.behind for one in hlo.permutes(RING.replace(old, new))]
-    assert found == expected + [()] * (2 - len(expected))
+    behind = [one.behind for one in hlo.permutes(RING.replace(old, new))]
+    assert behind == expected + [()] * (2 - len(expected))
 
 
 CONDITION = "compare(%i.4, %limit), direction=LT"

@@ -1,4 +1,4 @@
-"""The layers benchmark: jattn's Flax modules compared with Flax's, in a training step and a decoding step.
+"""The layers suite: jattn's Flax modules compared with Flax's, in a training step and a decoding step.
 
 On a CPU also a training step of PyTorch's layers, of the same shapes.
 
@@ -13,8 +13,6 @@ Shared by all rows: ``environment``, ``sizes``. The parts:
 import dataclasses
 import functools
 import importlib.util
-import json
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +23,9 @@ from flax import nnx
 import jattn.nnx
 from jattn.multi_head import attend_heads
 from jattn_experiments.bench import peers, probe, timing
+from jattn_experiments.bench.goals import Goal, goal_table, has_native, ratio
+from jattn_experiments.bench.markdown import document, listed, table
 from jattn_experiments.bench.suite import Failed, Job, Results, Suite
-from jattn_experiments.bench.tables import Asked, asked_table, has_native, listed, ratio, report, table
 
 MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
 COLUMNS = {
@@ -42,7 +41,7 @@ RATE = 0.1  # of gradient descent
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(timing.Turns):
     """Sizes of one run; batch 1, float32, off the CPU bfloat16 in decoding."""
 
     layers: int = 6
@@ -52,9 +51,6 @@ class Sizes:
     num_kv_heads: int = 2  # in decoding; in training num_heads
     slots: int = 65536  # of the cache
     tokens: tuple[int, ...] = (65536, 4096)  # in it, including the decoded one; modules decode with the most
-    seconds: float = 6.0  # per row, all contestants together
-    rounds: int = 3  # at least
-    settle: float = 0.01  # seconds of rest before every turn
     device: str = "cpu"
 
     @property
@@ -72,9 +68,9 @@ class Sizes:
 class Contestant:
     """A jitted ``step(state, *inputs) -> (output, state)`` that donates its state."""
 
-    step: Callable
+    step: Callable[..., tuple[Any, Any]]
     state: Any
-    inputs: tuple
+    inputs: tuple[Any, ...]
 
     def __call__(self) -> Any:
         """Runs one step; returns its output when done."""
@@ -85,7 +81,7 @@ class Contestant:
 class Block(nnx.Module):
     """A layer of a causal transformer: ``[1, n, width]`` to the same shape."""
 
-    def __init__(self, attention: Callable, sizes: Sizes, rngs: nnx.Rngs):
+    def __init__(self, attention: Callable[..., nnx.Module], sizes: Sizes, rngs: nnx.Rngs):
         width = sizes.width
         self.attention_norm, self.mlp_norm = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
         self.attention = attention(num_heads=sizes.num_heads, in_features=width, decode=False, rngs=rngs)
@@ -98,16 +94,16 @@ class Block(nnx.Module):
 
 def about(sizes: Sizes) -> dict[str, Any]:
     """What all rows share."""
-    found = timing.about(sizes)
-    found["environment"] |= peers.versions(("torch",)) if sizes.on_cpu else {}
-    return found
+    facts = timing.about(sizes)
+    facts["environment"] |= peers.versions(("torch",)) if sizes.on_cpu else {}
+    return facts
 
 
 def jobs(sizes: Sizes) -> Iterator[Job]:
     """Training with either module, its memory, then decoding with the function and with either module."""
 
-    def times(step: str, length: int, row: Callable, *which: Any) -> Job:
-        return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *which))
+    def times(step: str, length: int, row: Callable[..., dict[str, Any]], *arguments: Any) -> Job:
+        return Job("times", {"step": step, "length": length}, functools.partial(row, sizes, *arguments))
 
     for length in sizes.lengths:
         yield times(TRAIN, length, modules_row, TRAIN, length, trainer)
@@ -119,16 +115,15 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
     yield times(MODULE, max(sizes.tokens), modules_row, MODULE, max(sizes.tokens), decoder)
 
 
-def modules_row(sizes: Sizes, step: str, length: int, build: Callable) -> dict[str, Any]:
+def modules_row(sizes: Sizes, step: str, length: int, build: Callable[..., Contestant]) -> dict[str, Any]:
     """Times a step with either module; both must agree on its output and its change of state. Torch's need not."""
-    calls = {name: build(sizes, length, name) for name in MODULES}
+    calls: dict[str, Any] = {name: build(sizes, length, name) for name in MODULES}
     before = [jax.tree.map(jnp.copy, one.state) for one in calls.values()]
     outputs = [one() for one in calls.values()]
     changes = [jax.tree.map(jnp.subtract, one.state, old) for one, old in zip(calls.values(), before, strict=True)]
     apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance) for pair in (outputs, changes))
     if step == TRAIN and sizes.on_cpu and importlib.util.find_spec("torch"):
         calls["torch"] = torch_trainer(sizes, length)
-        calls["torch"]()
     return _timed(sizes, calls, apart)
 
 
@@ -139,7 +134,7 @@ def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
     x, target = (jax.random.normal(jax.random.key(i), (1, length, sizes.width)) for i in range(2))
     loss = lambda params, x, target: jnp.mean((nnx.merge(graph, params)(x) - target) ** 2)
 
-    def step(params, x, target):
+    def step(params: nnx.State, x: jax.Array, target: jax.Array) -> tuple[jax.Array, nnx.State]:
         value, gradients = jax.value_and_grad(loss)(params, x, target)
         return value, jax.tree.map(lambda param, gradient: param - RATE * gradient, params, gradients)
 
@@ -160,7 +155,7 @@ def torch_trainer(sizes: Sizes, length: int) -> Callable[[], float]:
     mask = nn.Transformer.generate_square_subsequent_mask(length)  # required, but `is_causal` replaces it
     descent = torch.optim.SGD(layers.parameters(), RATE)
 
-    def step():
+    def step() -> float:
         descent.zero_grad()
         y = x
         for layer in layers:
@@ -180,18 +175,18 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
     held = [jnp.concatenate([old[:, : tokens - 1], x], 1) for old, x in ((cache.key, key), (cache.value, value))]
     expected = jax.nn.dot_product_attention(query, *held)
 
-    def step(implementation, cache, *chunk):
+    def step(implementation: str | None, cache: jattn.KVCache, *chunk: jax.Array) -> tuple[jax.Array, jattn.KVCache]:
         z, after = attend_heads(*chunk, cache=cache, implementation=implementation)
         return z, dataclasses.replace(after, length=cache.length)  # so that the next call does the same work
 
-    calls, implementations = {}, {"jattn": None} | ({"pallas_gpu": "pallas_gpu"} if sizes.device == "gpu" else {})
+    implementations = {"jattn": None} | ({"pallas_gpu": "pallas_gpu"} if sizes.device == "gpu" else {})
+    calls = {}
     for name, implementation in implementations.items():
-        own = jax.tree.map(jnp.copy, cache)  # which the step donates
-        calls[name] = Contestant(jax.jit(functools.partial(step, implementation), donate_argnums=0), own, chunk)
+        jitted = jax.jit(functools.partial(step, implementation), donate_argnums=0)
+        calls[name] = Contestant(jitted, jax.tree.map(jnp.copy, cache), chunk)  # a copy, which the step donates
     apart = max(agree(f"{DECODE}, {tokens} tokens", one(), expected, sizes.tolerance) for one in calls.values())
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
     read = lambda: jax.block_until_ready(sums(calls["jattn"].state.key, calls["jattn"].state.value))
-    read()  # compiles; nothing to compare
     return _timed(sizes, calls | {"sum": read}, apart)
 
 
@@ -207,13 +202,13 @@ def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.A
 def decoder(sizes: Sizes, tokens: int, name: str) -> Contestant:
     """One token through a module with ``decode=True``; its state is its cache, from ``decode_inputs``."""
     cache, (query, _, _) = decode_inputs(sizes, tokens)
-    own = {"num_kv_heads": sizes.num_kv_heads, "dtype": query.dtype, "decode": True}
-    module = MODULES[name](sizes.num_heads, sizes.width, **own, rngs=nnx.Rngs(0))
+    options = {"num_kv_heads": sizes.num_kv_heads, "dtype": query.dtype, "decode": True}
+    module = MODULES[name](sizes.num_heads, sizes.width, **options, rngs=nnx.Rngs(0))
     module.init_cache((1, sizes.slots, sizes.width), query.dtype)
     module.cached_key[...], module.cached_value[...], module.cache_index[...] = cache.key, cache.value, cache.length[0]
     graph, state, params = nnx.split(module, nnx.Cache, ...)
 
-    def step(state, params, x):
+    def step(state: nnx.State, params: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
         module = nnx.merge(graph, state, params)
         index = module.cache_index[...]
         y = module(x)
@@ -232,31 +227,31 @@ def agree(what: str, ours: Any, theirs: Any, tolerance: float = 1e-4) -> float:
     return apart
 
 
-def _timed(sizes: Sizes, calls: dict[str, Callable], apart: float) -> dict[str, Any]:
-    return timing.medians(calls, sizes.seconds, sizes.rounds, sizes.settle) | {"apart": apart}
+def _timed(sizes: Sizes, calls: dict[str, timing.Call], apart: float) -> dict[str, Any]:
+    return sizes.medians(calls) | {"apart": apart}
 
 
 def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:
     """Memory of one training step, from two fresh processes."""
     question = {"contestant": contestant, "length": length, "sizes": dataclasses.asdict(sizes)}
     try:
-        at_rest, stepping = (probe.ask("layers", question | {"step": step}) for step in (False, True))
+        at_rest, stepping = (probe.ask("flax_modules", **question, step=step) for step in (False, True))
     except RuntimeError as error:
         raise Failed(f"memory of {contestant}: {error}") from None
     return {"temporaries": stepping[1], "peak": stepping[0] - at_rest[0]}
 
 
-def answer(question: dict[str, Any]) -> tuple[float, float]:
+def answer(contestant: str, length: int, sizes: dict[str, Any], step: bool) -> tuple[float, float]:
     """Peak bytes of this process, which builds the model and, with ``step``, runs one; the step's temporaries."""
-    one, temporaries = trainer(Sizes(**question["sizes"]), question["length"], question["contestant"]), 0
-    if question["step"]:
+    one, temporaries = trainer(Sizes(**sizes), length, contestant), 0
+    if step:
         one.step = one.step.lower(one.state, *one.inputs).compile()
         temporaries = one.step.memory_analysis().temp_size_in_bytes
         one()
     return probe.peak_resident(), temporaries
 
 
-def asked(results: Results) -> list[Asked]:
+def goals(results: Results) -> list[Goal]:
     """Every goal, for the default sizes on a CPU, and its measured number."""
     known = {(row["step"], row["length"], name): x for row in results.of("times") for name, x in row["medians"].items()}
     known |= {("peak", row["length"], row["contestant"]): row["peak"] for row in results.of("memory")}
@@ -264,12 +259,12 @@ def asked(results: Results) -> list[Asked]:
     train, token = f"{TRAIN}, n =", "one token, 65536 in the cache:"
     most = 1.3 if has_native(results.about["environment"]) else 1.5
     return [
-        Asked(f"{train} 256: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 256), 1.0, False),
-        Asked(f"{train} 1024: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 1024), 0.5, False),
-        Asked(f"{train} 4096: time of Flax / time of jattn", share("flax", "jattn", TRAIN, 4096), 2.5, True),
-        Asked(f"{train} 4096: peak resident memory, jattn / Flax", share("jattn", "flax", "peak", 4096), 0.2, False),
-        Asked(f"{token} function / sum of the cache (aim: 1.1)", share("jattn", "sum", DECODE, 65536), most, False),
-        Asked(f"{token} time of jattn's module / of Flax's", share("jattn", "flax", MODULE, 65536), 1.0, False),
+        Goal(f"{train} 256: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 256), 1.0, False),
+        Goal(f"{train} 1024: time of jattn / time of Flax", share("jattn", "flax", TRAIN, 1024), 0.5, False),
+        Goal(f"{train} 4096: time of Flax / time of jattn", share("flax", "jattn", TRAIN, 4096), 2.5, True),
+        Goal(f"{train} 4096: peak resident memory, jattn / Flax", share("jattn", "flax", "peak", 4096), 0.2, False),
+        Goal(f"{token} function / sum of the cache (aim: 1.1)", share("jattn", "sum", DECODE, 65536), most, False),
+        Goal(f"{token} time of jattn's module / of Flax's", share("jattn", "flax", MODULE, 65536), 1.0, False),
     ]
 
 
@@ -285,14 +280,14 @@ def markdown(results: Results) -> str:
         for r in results.of("memory")
     ]
     of_torch = " torch: with `nn.TransformerEncoderLayer`, its own parameters." if "torch" in columns else ""
-    return report(
+    return document(
         "# Layers, measured",
         "Medians of calls in turn, float32, batch 1. Training: a step of gradient descent of a causal transformer."
         f"{of_torch} Decoding, off the CPU in bfloat16: the n-th token; beside it the sums of all the cache's slots. "
         "`apart`: how far results differ, as a share of the largest number. Written by `jattn bench "
         "--suite layers`.",
         "## What was asked",
-        asked_table(asked(results)),
+        goal_table(goals(results)),
         "## Milliseconds",
         table(["step", "n", *columns.values(), "rounds", "apart"], times),
         "## Memory of a training step, MiB",
@@ -310,11 +305,7 @@ SUITE = Suite(
     about=about,
     jobs=jobs,
     markdown=markdown,
-    shown=lambda results: asked_table(asked(results)),
+    shown=lambda results: goal_table(goals(results)),
     sizes=lambda plan: Sizes(seconds=plan.seconds, device=plan.device),
     start=lambda plan: timing.use(plan.device),
 )
-
-
-if __name__ == "__main__":
-    print(json.dumps(answer(json.loads(sys.argv[1]))))

@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jattn_experiments.bench import tables, timing
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.markdown import document, table
 from jattn_experiments.bench.suite import Failed, Job, Results, Suite
 
 ROUNDS = 20
@@ -59,7 +60,7 @@ def started(program: str) -> tuple[float, float]:
     """Seconds of wall time and of processor time of a fresh Python. Raises ``Failed`` if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[1], env=environment)
     _, status, used = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -68,7 +69,7 @@ def started(program: str) -> tuple[float, float]:
     return seconds, used.ru_utime + used.ru_stime
 
 
-def table(results: Results) -> str:
+def shown(results: Results) -> str:
     """The rows as a Markdown table."""
     lines = [
         [
@@ -80,14 +81,14 @@ def table(results: Results) -> str:
         ]
         for row in results.of("rows")
     ]
-    return tables.table(["import", "beside", "s", "s, beside", "ratio", "ratio of processor time"], lines)
+    return table(["import", "beside", "s", "s, beside", "ratio", "ratio of processor time"], lines)
 
 
 def markdown(results: Results) -> str:
     """``imports.md``."""
-    return tables.report(
+    return document(
         f"Imports in fresh processes, {results.about['rounds']} of each, in turn: medians of wall time.",
-        table(results),
+        shown(results),
         ", ".join(f"{name} {value}" for name, value in results.about["environment"].items()),
     )
 
@@ -97,7 +98,7 @@ SUITE = Suite(
     parts={"rows": ("imported", "beside")},
     about=about,
     jobs=jobs,
-    shown=table,
+    shown=shown,
     markdown=markdown,
     sizes=lambda plan: ROUNDS,
 )

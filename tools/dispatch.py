@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 
 import jattn
-from jattn_experiments.bench import tables, timing
-from jattn_experiments.bench.cases import PASSES, Plan
+from jattn_experiments.bench import timing
+from jattn_experiments.bench.markdown import document, table
+from jattn_experiments.bench.plan import Plan
+from jattn_experiments.bench.problems import PASSES
 from jattn_experiments.bench.suite import Job, Results, Suite
 
 LENGTHS = (64, 512)
@@ -38,30 +40,24 @@ def row(length: int, mask: str, passes: str) -> dict[str, Any]:
     """Times both contestants."""
     shape = (SHAPE["batch"], length, SHAPE["num_heads"], SHAPE["head_dim"])
     arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
-    contestants = [
-        _call(fn, mask == "causal", passes) for fn in (jattn.dot_product_attention, jax.nn.dot_product_attention)
-    ]
-    calls = [functools.partial(_finish, contestant, arrays) for contestant in contestants]
+    functions = (jattn.dot_product_attention, jax.nn.dot_product_attention)
+    calls = [_call(function, arrays, mask == "causal", passes) for function in functions]
     for call in calls:
         call()
     (ours, theirs), rounds = timing.in_turn(calls, SECONDS, least=10)
     return {"jattn": ours, "jax_nn": theirs, "rounds": rounds, "ratio": ours / theirs}
 
 
-def _call(attention: Callable, is_causal: bool, passes: str) -> Callable:
-    def forward(query, key, value):
-        return attention(query, key, value, is_causal=is_causal)
-
-    if passes == "forward":
-        return jax.jit(forward)
-    return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2)))
-
-
-def _finish(call: Callable, arrays: Sequence[jax.Array]) -> None:
-    jax.block_until_ready(call(*arrays))
+def _call(
+    attention: Callable[..., jax.Array], arrays: Sequence[jax.Array], is_causal: bool, passes: str
+) -> timing.Call:
+    forward = functools.partial(attention, is_causal=is_causal)
+    gradient = jax.grad(lambda *arrays: jnp.sum(jnp.sin(forward(*arrays))), (0, 1, 2))
+    compiled = jax.jit(forward if passes == "forward" else gradient)
+    return lambda: jax.block_until_ready(compiled(*arrays))
 
 
-def table(results: Results) -> str:
+def shown(results: Results) -> str:
     """The rows as a Markdown table."""
     lines = [
         [
@@ -74,14 +70,14 @@ def table(results: Results) -> str:
         ]
         for row in results.of("rows")
     ]
-    return tables.table(["T = S", "mask", "passes", "jattn µs", "jax.nn µs", "ratio"], lines)
+    return table(["T = S", "mask", "passes", "jattn µs", "jax.nn µs", "ratio"], lines)
 
 
 def markdown(results: Results) -> str:
     """``dispatch.md``."""
-    return tables.report(
+    return document(
         "Jitted `dot_product_attention` against `jax.nn`'s: medians of calls in turn, B=1 N=8 H=64, float32.",
-        table(results),
+        shown(results),
         ", ".join(f"{name} {value}" for name, value in results.about["environment"].items()),
     )
 
@@ -91,6 +87,6 @@ SUITE = Suite(
     parts={"rows": ("length", "mask", "passes")},
     about=about,
     jobs=jobs,
-    shown=table,
+    shown=shown,
     markdown=markdown,
 )

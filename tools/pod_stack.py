@@ -18,7 +18,7 @@ from jattn._core.attention import NAMES
 from jattn.multi_head import attend_heads
 from jattn.positions import Rotary
 from jattn.sharding import Ring
-from jattn_experiments.bench.chip_compiler import devices
+from tools.chip_compiler import devices
 
 LAYERS, MODEL, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 4096, 32, 8, 128, 11008
 AXES = ("data", "heads", "sequence")
@@ -43,7 +43,7 @@ class Stack:
         return self.length // self.mesh[2]
 
 
-def problem(stack: Stack) -> tuple[Callable, list[Any]]:
+def problem(stack: Stack) -> tuple[Callable[..., Any], list[Any]]:
     """The loss and its gradient by the parameters, and the types of the parameters and of the activations."""
     chips = devices(stack.topology)
     # An axis of the mesh may be a part of one of the topology's, which jax.make_mesh does not try.

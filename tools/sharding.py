@@ -24,10 +24,11 @@ from jattn import masks, sharding
 from jattn.sharding import LAYOUTS, ring_blocks
 from jattn.testing._ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench import timing
-from jattn_experiments.bench.cases import Plan
-from jattn_experiments.bench.hlo import collectives
+from jattn_experiments.bench.goals import Goal, goal_table
+from jattn_experiments.bench.markdown import document, listed, table
+from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
-from jattn_experiments.bench.tables import Asked, asked_table, listed, report, table
+from tools.hlo import collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +87,12 @@ def start(plan: Plan) -> None:
     timing.use("cpu")
 
 
-def asked(results: Results) -> list[Asked]:
+def goals(results: Results) -> list[Goal]:
     """Every goal and its measured number."""
     rows, compared = results.of("memory"), results.of("numbers")
     ring = [row for row in rows if row["devices"] > 1]
     lines = [
-        Asked(f"worst {what} of {len(compared)} rings against one device, relative to the largest, millionths",
+        Goal(f"worst {what} of {len(compared)} rings against one device, relative to the largest, millionths",
               max(row[what] for row in compared) * 1e6, limit, False)
         for what, limit in (("values", 10.0), ("gradients", 100.0))
     ]  # fmt: skip
@@ -100,14 +101,14 @@ def asked(results: Results) -> list[Asked]:
             sizes = [row["temporaries"] for row in rows if row["layout"] == layout and tuple(row["heads"]) == shape]
             least = min((one / other for one, other in zip(sizes, sizes[1:], strict=False)), default=None)
             what = f"{layout}, {_heads(shape)}: temporaries, least fall by a doubling of devices"
-            lines.append(Asked(what, least, 1.8, True))
-    lines.append(Asked("all-gathers in compiled rings", float(sum(row["all-gather"] for row in rows)), 0.0, False))
+            lines.append(Goal(what, least, 1.8, True))
+    lines.append(Goal("all-gathers in compiled rings", float(sum(row["all-gather"] for row in rows)), 0.0, False))
     permutes = min((row["collective-permute"] for row in ring), default=None)
-    lines.append(Asked("collective-permutes in compiled rings, fewest", permutes, 1.0, True))
+    lines.append(Goal("collective-permutes in compiled rings, fewest", permutes, 1.0, True))
     for row in results.of("balance"):
         if row["layout"] == "zigzag" and row["devices"] > 1:
             what = f"zigzag, causal, {row['devices']} devices: blocks of the busiest / mean"
-            lines.append(Asked(what, _busiest(row["blocks"]), 1.1, False))
+            lines.append(Goal(what, _busiest(row["blocks"]), 1.1, False))
     return lines
 
 
@@ -135,11 +136,11 @@ def markdown(results: Results) -> str:
         rows = results.of("numbers", case=name)
         numbers.append([name, *(f"{max(row[what] for row in rows):.1e}" for what in ("values", "gradients"))])
     length = results.about["sizes"]["length"]
-    return report(
+    return document(
         "# Many devices, measured",
-        "On virtual CPU devices, so memory and numbers, no speed. Written by `jattn bench --suite sharding`.",
+        "On virtual CPU devices, so memory and numbers, no speed. Written by `python -m tools sharding`.",
         "## What was asked",
-        asked_table(asked(results)),
+        goal_table(goals(results)),
         f"## Memory of each device: values and gradients of one causal call at n = {length}",
         table(["heads", "layout", "devices", "temporaries, MiB", "collective-permutes", "all-gathers"], memory),
         f"## Work of each device: blocks of a causal call at n = {length}",
@@ -161,7 +162,7 @@ SUITE = Suite(
     about=timing.about,
     jobs=jobs,
     markdown=markdown,
-    shown=lambda results: asked_table(asked(results)),
+    shown=lambda results: goal_table(goals(results)),
     sizes=lambda plan: Sizes(),
     start=start,
 )

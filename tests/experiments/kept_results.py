@@ -1,0 +1,31 @@
+"""Results of suites that are kept in the repository."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from jattn_experiments.bench.command import Entry
+from jattn_experiments.bench.suite import Suite
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+
+
+def kept(suites: Mapping[str, Entry]) -> list[Path]:
+    """The files of results of these suites."""
+    return [file for name in suites for file in sorted(RESULTS.glob(f"*/{name}.json"))]
+
+
+def check(suites: Mapping[str, Entry], file: Path, out: Path) -> None:
+    """Asserts that a file is read, and that writing its results to the folder ``out`` changes nothing."""
+    suite: Suite = importlib.import_module(suites[file.stem].module).SUITE
+    results = suite.read(file.parent)
+    assert results.rows and all(row.values for row in results.rows)
+    keys = [(row.part, json.dumps(dict(row.key))) for row in results.rows]
+    assert len(set(keys)) == len(keys), "two rows have the same key"
+    suite.write(results, out)
+    assert json.loads((out / file.name).read_text()) == json.loads(file.read_text())
+    written, before = (
+        text.split("\n## Measured on")[0] for text in (suite.markdown(results), file.with_suffix(".md").read_text())
+    )
+    assert written.count("|") == before.count("|")

@@ -1,0 +1,1 @@
+"""What reads compilers' output, and benchmarks for who works on jattn; outside of the wheel. See README.md."""

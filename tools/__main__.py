@@ -1,0 +1,28 @@
+"""``python -m tools SUITE``: chooses the suite and its options."""
+
+import sys
+from collections.abc import Sequence
+
+from jattn_experiments.bench.command import Entry, dated, tools_command
+
+SUITES = {
+    "chips": Entry(
+        "tools.chips",
+        "cells out resume redraw",
+        "compiled for TPUs and GPUs",
+        lambda options: "runs/bench" if options.cells else dated("chips"),
+    ),
+    "dispatch": Entry("tools.dispatch", "out", "short calls"),
+    "imports": Entry("tools.imports", "out", "beside JAX and Flax"),
+    "pods": Entry("tools.pods", "out resume redraw", "rings compiled for TPUs", lambda options: dated("pods")),
+    "sharding": Entry("tools.sharding", "out", "rings of virtual devices"),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Reads programs compiled for chips and for rings of devices; times short calls and imports."""
+    return tools_command(SUITES, str(main.__doc__), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
