@@ -135,7 +135,7 @@ def keep_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     parser.add_argument("--to", type=str, default=str(RESULTS), help="folder of results")
     options = parser.parse_args(arguments)
-    from jattn_experiments.runs.keep import keep
+    from jattn_experiments.run_page.keep import keep
 
     try:
         print(f"kept: {keep(Path(options.run), Path(options.to))}")
@@ -183,12 +183,12 @@ def _leave(status: int) -> NoReturn:
 
 
 def _write_report(findings: Findings, out: Path) -> Path:
-    from jattn_experiments.report.page import write_report
+    from jattn_experiments.run_page.document import write_page
 
-    return write_report(findings, out)
+    return write_page(findings, out)
 
 
 def _show(findings: Findings) -> None:
-    from jattn_experiments.report.tables import show  # imports SciPy, also slow
+    from jattn_experiments.run_page.terminal_tables import show  # imports SciPy, also slow
 
     show(findings)

@@ -1,10 +1,10 @@
-"""Figures of one run, as PNG and SVG: drawn from a ``Findings``, in one style. The report embeds the SVGs.
+"""Figures of one run, as PNG and SVG: drawn from a ``Findings``, in one style. The page embeds the SVGs.
 
 Every seed is shown: a thin line or dot per seed, and their median as a strong line. A mark's ``url`` is its tooltip.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,28 @@ from matplotlib.lines import Line2D
 
 from jattn.plots import head_grid
 from jattn_experiments.onset import rate
-from jattn_experiments.report import layers
-from jattn_experiments.report.cells import draw_matrix, names_height
-from jattn_experiments.report.curves import Panel, curve_panels, in_unit, time_panels, turns
-from jattn_experiments.report.plot_data import (
+from jattn_experiments.run_page import deep_figures
+from jattn_experiments.run_page.cells import colour_bar, draw_matrix, names_height
+from jattn_experiments.run_page.curves import Panel, curve_panels, in_unit, time_panels, turns
+from jattn_experiments.run_page.plot_data import (
     WHEN,
     Matrix,
     ablation_matrices,
-    control_rows,
+    by_metric,
     divergence_matrices,
     drawn_profiles,
     first_look,
     head_codes,
     head_maps,
     head_names,
-    head_titles,
+    head_places,
+    head_roles,
     pooled,
     role_colours,
     statistics_matrices,
 )
-from jattn_experiments.report.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH
-from jattn_experiments.report.svg import told
+from jattn_experiments.run_page.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH, titled
+from jattn_experiments.run_page.svg import with_tooltips
 from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.folder import write_atomically
 
@@ -50,30 +51,24 @@ PROFILE_BUDGET = 50_000  # numbers of all offset profiles; above it, only median
 def write_figures(findings: Findings, folder: Path) -> list[Path]:
     """Writes every figure that the findings have data for to ``folder``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {
+    drawn: dict[str, Callable[[Findings], Figure]] = {
         "heads": heads_figure,
         "training": training_figure,
         "turns": turns_figure,
         "offsets": offsets_figure,
         "statistics": statistics_figure,
         "ablation": ablation_figure,
-        "paths": layers.paths_figure,
+        "paths": deep_figures.paths_figure,
         "divergence": divergence_figure,
         "map": map_figure,
         "grids": grids_figure,
         "curves": curves_figure,
         "controls": controls_figure,
     }
-    optional = {"training": time_panels(findings), "statistics": findings.statistics}
-    optional["turns"] = len(turns(findings)) > 1
-    optional |= {
-        "curves": findings.curves,
-        "grids": findings.grids,
-        "controls": findings.controls,
-        "paths": findings.paths,
-    }
-    if layers.is_deep(findings):
-        drawn |= layers.FIGURES
+    optional = {"training": time_panels(findings), "turns": len(turns(findings)) > 1}
+    optional |= {name: getattr(findings, name) for name in ("statistics", "paths", "grids", "curves", "controls")}
+    if deep_figures.is_deep(findings):
+        drawn |= deep_figures.FIGURES
     files = []
     with matplotlib.rc_context(STYLE):
         for name, draw in drawn.items():
@@ -84,7 +79,7 @@ def write_figures(findings: Findings, folder: Path) -> list[Path]:
                 files.append(folder / f"{name}.{kind}")
                 content = io.BytesIO()
                 figure.savefig(content, format=kind, **options)
-                write_atomically(files[-1], told(content.getvalue()) if kind == "svg" else content.getvalue())
+                write_atomically(files[-1], with_tooltips(content.getvalue()) if kind == "svg" else content.getvalue())
     return files
 
 
@@ -100,11 +95,11 @@ def _draw_lines(ax: Axes, panel: Panel, seeds: Sequence[int] = ()) -> None:
         ink, x, values = _ink(line.colour), line.x[keep], line.seeds[:, keep]
         several = len(values) > 1
         for i, each in enumerate(values if several else ()):
-            says = f"seed {seeds[i]}: {line.label}" if seeds else line.label
-            ax.plot(x, each, color=ink["color"], linewidth=0.6, alpha=0.35, url=says)
+            tooltip = f"seed {seeds[i]}: {line.label}" if seeds else line.label
+            ax.plot(x, each, color=ink["color"], linewidth=0.6, alpha=0.35, url=tooltip)
         # The median lies above every thin line, also those of later quantities.
-        says = f"median: {line.label}" if several else line.label
-        ax.plot(x, np.median(values, 0), linewidth=1.9, label=line.label, url=says, zorder=2.1, **ink)
+        tooltip = f"median: {line.label}" if several else line.label
+        ax.plot(x, np.median(values, 0), linewidth=1.9, label=line.label, url=tooltip, zorder=2.1, **ink)
     if panel.log:
         ax.set_yscale("log")
     elif panel.unit:
@@ -126,8 +121,7 @@ def training_figure(findings: Findings) -> Figure:
             ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes[-1].set_xlabel("training step")
     figure.align_ylabels(axes)
-    figure.suptitle(f"{plain(findings.name)}: training ({_seeds(findings)})", fontsize=10)
-    return figure
+    return titled(figure, findings, f"training ({_seeds(findings)})")
 
 
 def turns_figure(findings: Findings) -> Figure:
@@ -139,36 +133,20 @@ def turns_figure(findings: Findings) -> Figure:
         height = at + np.linspace(-0.18, 0.18, len(steps))
         for seed, step, y in zip(findings.seeds, steps, height, strict=True):
             when, fill = (f"at {step:.0f}", "full") if step < last else ("never", "none")
-            ax.plot(
-                step,
-                y,
-                "o",
-                fillstyle=fill,
-                color=PALETTE[0],
-                markersize=4,
-                alpha=0.7,
-                url=f"seed {seed}: {name} {when}",
-            )
+            tooltip = f"seed {seed}: {name} {when}"
+            ax.plot(step, y, "o", fillstyle=fill, color=PALETTE[0], markersize=4, alpha=0.7, url=tooltip)
         ax.plot([np.median(steps)] * 2, [at - 0.3, at + 0.3], color=INK, linewidth=1.6)
         if at + 1 < len(rows):
-            first, share = int((steps < rows[at + 1][1]).sum()), None
+            first = int((steps < rows[at + 1][1]).sum())
             share = rate(first, len(steps))
-            said = f" ({share[0]:.0%} to {share[1]:.0%})" if share else ""
-            ax.text(
-                1.01,
-                at + 0.5,
-                f"{first} of {len(steps)} in this order{said}",
-                transform=ax.get_yaxis_transform(),
-                va="center",
-                fontsize=7,
-                color=FAINT,
-            )
+            text = f"{first} of {len(steps)} in this order" + (f" ({share[0]:.0%} to {share[1]:.0%})" if share else "")
+            place = {"transform": ax.get_yaxis_transform(), "va": "center"}
+            ax.text(1.01, at + 0.5, text, fontsize=7, color=FAINT, **place)
     ax.set_yticks(range(len(rows)), [name for name, _ in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     never = " (hollow: never)" if any((steps >= last).any() for _, steps in rows) else ""
     ax.set_xlabel(f"training step at which half of the change is behind{never}")
-    figure.suptitle(f"{plain(findings.name)}: what comes first", fontsize=10)
-    return figure
+    return titled(figure, findings, "what comes first")
 
 
 def _seeds(findings: Findings) -> str:
@@ -181,7 +159,8 @@ def _names(findings: Findings) -> list[str]:
     if findings.ablated.shape[2] > MANY:
         parted = (name.partition(" ") for name in head_names(findings))
         return [code + "\n" + (role if len(role) <= 15 else role[:14] + "…") for code, _, role in parted]
-    return [title.replace(" · ", "\n") for title in head_titles(findings)]
+    places, roles = head_places(findings), head_roles(findings)
+    return [f"layer {layer} head {head}\n{role}".strip() for (layer, head), role in zip(places, roles, strict=True)]
 
 
 def _width(heads: int) -> float:
@@ -243,8 +222,7 @@ def offsets_figure(findings: Findings) -> Figure:
     figure.supxlabel(f"key position - query position{neighbours}", fontsize=9)
     figure.supylabel("mean weight", fontsize=9)
     shown = _seeds(findings) if few else _median_of(findings)
-    figure.suptitle(f"{plain(findings.name)}: distances at which each head looks ({shown})", fontsize=10)
-    return figure
+    return titled(figure, findings, f"distances at which each head looks ({shown})")
 
 
 def _median_of(findings: Findings) -> str:
@@ -259,10 +237,9 @@ def statistics_figure(findings: Findings) -> Figure:
     figure = Figure(figsize=(1.3 * WIDTH, 0.19 * rows + 1.9))
     for ax, matrix in zip(figure.subplots(1, 2), matrices, strict=True):
         image = draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns, findings.seeds)
-    figure.colorbar(image, ax=figure.axes, aspect=40, pad=0.01)
+    colour_bar(figure, image, figure.axes)
     scale = "colours: 0 to 1; distance and max logit: their column's range"
-    figure.suptitle(f"{plain(findings.name)}: each head in numbers ({_median_of(findings)})\n{scale}", fontsize=10)
-    return figure
+    return titled(figure, findings, f"each head in numbers ({_median_of(findings)})\n{scale}")
 
 
 def ablation_figure(findings: Findings) -> Figure:
@@ -277,9 +254,8 @@ def ablation_figure(findings: Findings) -> Figure:
         image = draw_matrix(ax, matrix, cell, findings.seeds)
         ax.set_xlim(-0.5, widest - 0.5)  # cells of one size
         ax.spines[:].set_visible(False)
-    figure.colorbar(image, ax=list(axes), label="accuracy lost", aspect=40, pad=0.01)
-    figure.suptitle(f"{plain(findings.name)}: what each head is needed for ({_median_of(findings)})", fontsize=10)
-    return figure
+    colour_bar(figure, image, axes, "accuracy lost")
+    return titled(figure, findings, f"what each head is needed for ({_median_of(findings)})")
 
 
 def divergence_figure(findings: Findings) -> Figure:
@@ -291,8 +267,7 @@ def divergence_figure(findings: Findings) -> Figure:
         image = draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
         ax.set_title(matrix.title.replace(": ", "\n").replace(" · ", "\n"))
     figure.colorbar(image, ax=list(axes), label="Jensen-Shannon divergence / ln 2", shrink=0.9)
-    figure.suptitle(f"{plain(findings.name)}: how much the heads differ ({_median_of(findings)})", fontsize=10)
-    return figure
+    return titled(figure, findings, f"how much the heads differ ({_median_of(findings)})")
 
 
 def map_figure(findings: Findings) -> Figure:
@@ -300,10 +275,10 @@ def map_figure(findings: Findings) -> Figure:
     maps, reach = head_maps(findings)
     colours, names = role_colours(findings), head_names(findings)
     figure = Figure(figsize=(WIDTH, 5.3), layout="compressed")
+    inks = [_ink(colours.get(role, -1))["color"] for role in head_roles(findings)]
     for ax, shown in zip(figure.subplots(1, 2), maps, strict=True):
-        inks = [_ink(colours.get(name.partition(" ")[2], -1))["color"] for name in names]
-        says = [f"{name}: {x:.4g}, {y:.4g}" for name, (x, y) in zip(names, shown.points, strict=True)]
-        ax.scatter(*shown.points.T, s=36, c=inks, linewidths=0, urls=says)
+        tooltips = [f"{name}: {x:.4g}, {y:.4g}" for name, (x, y) in zip(names, shown.points, strict=True)]
+        ax.scatter(*shown.points.T, s=36, c=inks, linewidths=0, urls=tooltips)
         for code, point, side in zip(head_codes(findings), shown.points, shown.sides, strict=True):
             if side is not None:
                 place = {"ha": ("center", "left", "right")[side[0]], "va": ("center", "bottom", "top")[side[1]]}
@@ -311,14 +286,10 @@ def map_figure(findings: Findings) -> Figure:
                 ax.annotate(code, point, xytext=offset, textcoords="offset points", fontsize=8, **place)
         ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
         ax.set_title(shown.title.replace(": ", "\n").replace(" · ", "\n"))
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=_ink(at)["color"], label=role) for role, at in colours.items()
-    ]
+    dot = {"marker": "o", "linestyle": ""}
+    handles = [Line2D([], [], color=_ink(at)["color"], label=role, **dot) for role, at in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
-    figure.suptitle(
-        f"{plain(findings.name)}: distances between the heads' patterns (seed {findings.seeds[0]})", fontsize=10
-    )
-    return figure
+    return titled(figure, findings, f"distances between the heads' patterns (seed {findings.seeds[0]})")
 
 
 def curves_figure(findings: Findings) -> Figure:
@@ -336,8 +307,7 @@ def curves_figure(findings: Findings) -> Figure:
             ax.set_xticks(x)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.suptitle(f"{plain(findings.name)}: curves ({_seeds(findings)})", fontsize=10)
-    return figure
+    return titled(figure, findings, f"curves ({_seeds(findings)})")
 
 
 def grids_figure(findings: Findings) -> Figure:
@@ -350,25 +320,22 @@ def grids_figure(findings: Findings) -> Figure:
         values = np.array(grid["values"], float)
         matrix = Matrix(title, list(grid["rows"]), list(grid["columns"]), values[None], values)
         image = draw_matrix(ax, matrix, (WIDTH - 2.5) / len(grid["columns"]), findings.seeds)
-    figure.colorbar(image, ax=list(axes), aspect=40, pad=0.01)
-    figure.suptitle(f"{plain(findings.name)}: {', '.join(findings.grids)}", fontsize=10)
-    return figure
+    colour_bar(figure, image, axes)
+    return titled(figure, findings, ", ".join(findings.grids))
 
 
 def controls_figure(findings: Findings) -> Figure:
     """Results of the controls: a dot per seed, a bar at the median."""
-    metrics = control_rows(findings)
+    metrics = by_metric(findings.controls)
     figure = Figure(figsize=(WIDTH, 0.42 * len(findings.controls) + 0.9 * len(metrics)))
     axes = figure.subplots(len(metrics), 1, squeeze=False, height_ratios=[len(rows) + 1 for rows in metrics.values()])
     for ax, (metric, rows) in zip(axes[:, 0], metrics.items(), strict=True):
         values = [np.atleast_1d(np.asarray(row["values"], float)) for row in rows]
         for y, dots in enumerate(values):
-            says = [f"{plain(rows[y]['name'])}: {dot:.4g}" for dot in dots]
-            ax.scatter(dots, np.full(len(dots), y), s=16, color=PALETTE[0], alpha=0.5, linewidths=0, urls=says)
-            ax.plot([np.median(dots)] * 2, [y - 0.3, y + 0.3], color=INK, linewidth=1.8)
-            ax.annotate(
-                f"{np.median(dots):.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8
-            )
+            tooltips, middle = [f"{plain(rows[y]['name'])}: {dot:.4g}" for dot in dots], np.median(dots)
+            ax.scatter(dots, np.full(len(dots), y), s=16, color=PALETTE[0], alpha=0.5, linewidths=0, urls=tooltips)
+            ax.plot([middle] * 2, [y - 0.3, y + 0.3], color=INK, linewidth=1.8)
+            ax.annotate(f"{middle:.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center", fontsize=8)
         ax.set_yticks(range(len(rows)), [plain(row["name"]) for row in rows], parse_math=False)
         ax.set_ylim(len(rows) - 0.4, -0.6)
         if in_unit(np.concatenate(values)):

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from jattn.heads import MIXED, WEAK
-from jattn_experiments.report.plot_data import divergence_text
+from jattn_experiments.run_page.plot_data import divergence_text
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.terminal import Terminal
 

@@ -1,6 +1,9 @@
 """The style of all figures: colours, dashes, sizes and matplotlib options."""
 
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from jattn_experiments.runs.findings import Findings, plain
 
 # Okabe and Ito's colours (2008), ordered so that neighbours also differ in lightness; dashes separate them in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A6A00", "#555555")
@@ -31,3 +34,9 @@ STYLE = {
 }
 DPI = 200
 WIDTH = 9.0  # inches: at a README's 900 pixels the smallest text is 11 pixels high
+
+
+def titled(figure: Figure, findings: Findings, title: str) -> Figure:
+    """The figure, with the run's name and the title above it."""
+    figure.suptitle(f"{plain(findings.name)}: {title}", fontsize=10)
+    return figure

@@ -1,4 +1,4 @@
-"""A run's heads and controls arranged for drawing, shared by the figures and the report.
+"""A run's heads and controls arranged for drawing, shared by the figures and the page.
 
 Axes as in ``jattn_experiments.runs.findings``.
 """
@@ -34,14 +34,14 @@ class Matrix:
         """``[rows,columns]``."""
         return np.median(self.seeds, 0)
 
-    def told(self, seeds: Sequence[int]) -> list[str]:
+    def tooltips(self, seeds: Sequence[int]) -> list[str]:
         """Each cell in words, row by row: its median and, of several ``seeds``, each one's number."""
-        words, median, names = [], self.median, ", ".join(map(str, seeds))
+        texts, median, names = [], self.median, ", ".join(map(str, seeds))
         for row, column in np.ndindex(*median.shape):
+            text = f"{self.rows[row]}, {self.columns[column]}: {median[row, column]:z.3f}"
             each = ", ".join(f"{value:z.3f}" for value in self.seeds[:, row, column])
-            told = f"{self.rows[row]}, {self.columns[column]}: {median[row, column]:z.3f}"
-            words.append(f"{told} · seeds {names}: {each}" if len(seeds) > 1 else told)
-        return words
+            texts.append(f"{text} · seeds {names}: {each}" if len(seeds) > 1 else text)
+        return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,25 +84,26 @@ def matched_heads(findings: Findings) -> np.ndarray:
     return order
 
 
-def head_titles(findings: Findings) -> list[str]:
-    """ "layer l head n · role" for the first seed's heads, by layer."""
-    layers, heads = findings.ablated.shape[1:3]
+def head_places(findings: Findings) -> list[tuple[int, int]]:
+    """The layer of every head, and its number there."""
+    return list(np.ndindex(*findings.ablated.shape[1:3]))
+
+
+def head_roles(findings: Findings) -> list[str]:
+    """The roles of the first seed's heads, by layer; "" for none."""
     first = findings.seeds[0]
     roles = {(row["layer"], row["head"]): plain(row["role"]) for row in findings.heads if row["seed"] == first}
-    places = [(layer, head) for layer in range(layers) for head in range(heads)]
-    return [f"layer {at[0]} head {at[1]}" + (f" · {roles[at]}" if roles.get(at) else "") for at in places]
+    return [roles.get(place, "") for place in head_places(findings)]
 
 
 def head_codes(findings: Findings) -> list[str]:
     """ "L0H1": the short name of every head, by layer."""
-    layers, heads = findings.ablated.shape[1:3]
-    return [f"L{layer}H{head}" for layer in range(layers) for head in range(heads)]
+    return [f"L{layer}H{head}" for layer, head in head_places(findings)]
 
 
 def head_names(findings: Findings) -> list[str]:
     """ "L0H1 role" for the first seed's heads, by layer."""
-    roles = (title.partition(" · ")[2] for title in head_titles(findings))
-    return [f"{code} {role}".strip() for code, role in zip(head_codes(findings), roles, strict=True)]
+    return [f"{code} {role}".strip() for code, role in zip(head_codes(findings), head_roles(findings), strict=True)]
 
 
 def matched_profiles(findings: Findings) -> np.ndarray:
@@ -255,9 +256,9 @@ def role_colours(findings: Findings) -> dict[str, int]:
     return colours | dict(zip(others, free, strict=False))
 
 
-def control_rows(findings: Findings) -> dict[str, list[Mapping[str, Any]]]:
-    """The controls by metric."""
+def by_metric(controls: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of controls, by metric."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    for row in findings.controls:
+    for row in controls:
         rows.setdefault(plain(row["metric"]), []).append(row)
     return rows

@@ -1,15 +1,16 @@
 """Matrices of numbers drawn as coloured cells."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PatchCollection
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
-from jattn_experiments.report.plot_data import Matrix
-from jattn_experiments.report.style import INK, RAMP
+from jattn_experiments.run_page.plot_data import Matrix
+from jattn_experiments.run_page.style import INK, RAMP
 
 CELL_BUDGET = 2000  # cells of a matrix that are shapes of their own
 
@@ -25,18 +26,20 @@ def names_height(names: Sequence[str], width: float) -> float:
     return 0.12 * max(len(name.split()) for name in names) if flat else 0.06 * max(map(len, names))
 
 
-def _draw_cells(ax: Axes, matrix: Matrix, seeds: Sequence[int]) -> Any:
+def _draw_cells(ax: Axes, matrix: Matrix, seeds: Sequence[int]) -> ScalarMappable:
     """Cells that tell their numbers; very many are one picture, which takes a hundredth of the bytes."""
     if matrix.shades.size > CELL_BUDGET:
         return ax.imshow(matrix.shades, vmin=0, vmax=1, cmap=RAMP, interpolation="none")
     places = [Rectangle((column - 0.5, row - 0.5), 1, 1) for row, column in np.ndindex(*matrix.shades.shape)]
-    cells = PatchCollection(places, cmap=RAMP, linewidth=0, antialiased=False, clip_on=False, urls=matrix.told(seeds))
-    cells.set(array=matrix.shades.ravel(), clim=(0, 1))
+    cells = PatchCollection(places, cmap=RAMP, linewidth=0, antialiased=False, clip_on=False)
+    cells.set(urls=matrix.tooltips(seeds), array=matrix.shades.ravel(), clim=(0, 1))
     ax.add_collection(cells)
     return cells
 
 
-def draw_matrix(ax: Axes, matrix: Matrix, cell: float, seeds: Sequence[int] = (), square: bool = False) -> Any:
+def draw_matrix(
+    ax: Axes, matrix: Matrix, cell: float, seeds: Sequence[int] = (), square: bool = False
+) -> ScalarMappable:
     """The matrix in cells about ``cell`` inches wide, with numbers where they are legible."""
     image = _draw_cells(ax, matrix, seeds)
     ax.set(xlim=(-0.5, len(matrix.columns) - 0.5), ylim=(len(matrix.rows) - 0.5, -0.5))
@@ -58,3 +61,11 @@ def draw_matrix(ax: Axes, matrix: Matrix, cell: float, seeds: Sequence[int] = ()
         ax.text(column, row, text.replace("-0.00", "0.00"), ha="center", va="center", fontsize=7, color=ink)
     ax.set_title(matrix.title)
     return image
+
+
+def colour_bar(
+    figure: Figure | SubFigure, cells: ScalarMappable, axes: Iterable[Axes], label: str = "", top: float | None = None
+) -> None:
+    """The colours' meaning, beside ``axes``: from 0 to 1, or to ``top`` for cells coloured by shares of it."""
+    shares = {} if top is None else {"format": lambda share, _: f"{share * top:.2f}"}
+    figure.colorbar(cells, ax=list(axes), label=label, aspect=40, pad=0.01, **shares)

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from matplotlib.colors import to_hex
 
-from jattn_experiments.report.style import FAINT, INK, PALETTE, RAMP, STYLE
+from jattn_experiments.run_page.style import FAINT, INK, PALETTE, RAMP, STYLE
 
 SVG, LINK = "http://www.w3.org/2000/svg", "{http://www.w3.org/1999/xlink}href"
 SHADES = [to_hex(RAMP(level)) for level in range(RAMP.N)]
@@ -29,7 +29,7 @@ def shades() -> str:
     return " ".join(mixed)
 
 
-def told(svg: bytes) -> bytes:
+def with_tooltips(svg: bytes) -> bytes:
     """A url is the only text of a mark that Matplotlib writes, as a link around it; here it becomes a tooltip."""
     return re.sub(rb'<a xlink:href="([^"]*)"[^>]*>', rb"<g><title>\1</title>", svg).replace(b"</a>", b"</g>")
 

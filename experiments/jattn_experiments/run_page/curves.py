@@ -81,9 +81,9 @@ def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
     """
     if not findings.metrics or len(findings.look_steps) < RISE_LOOKS:
         return []
-    found = [("loss falls", half_way(findings.metric_steps, -findings.metrics["loss"]))]
+    changes = [("loss falls", half_way(findings.metric_steps, -findings.metrics["loss"]))]
     if "in_context" in findings.metrics:
-        found.append(("in-context score falls", half_fall(findings.metric_steps, findings.metrics["in_context"])))
+        changes.append(("in-context score falls", half_fall(findings.metric_steps, findings.metrics["in_context"])))
     for name, values in findings.scores.items():
         if name in NOT_PATTERNS:
             continue
@@ -91,8 +91,8 @@ def turns(findings: Findings) -> list[tuple[str, np.ndarray]]:
             best = values[:, :, layer].max(-1)
             if np.median(best.max(1) - best[:, 0]) >= RISE:
                 where = f", layer {layer}" if values.shape[2] > 1 else ""
-                found.append((plain(name) + where, half_way(findings.look_steps, best)))
-    return sorted(found, key=lambda row: float(np.median(row[1])))
+                changes.append((plain(name) + where, half_way(findings.look_steps, best)))
+    return sorted(changes, key=lambda row: float(np.median(row[1])))
 
 
 def curve_panels(findings: Findings) -> list[Panel]:
