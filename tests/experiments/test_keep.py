@@ -165,3 +165,14 @@ def test_the_page_of_a_kept_run_can_be_written(folder):
 def test_every_experiment_with_claims_has_a_page():
     kept = {file.parent.name for file in RESULTS.glob("*/claims.json")}
     assert kept == {file.parent.name for file in RESULTS.glob(f"*/{PAGE}")} and len(kept) >= 17
+
+
+def test_a_document_shows_every_kept_picture():
+    root = RESULTS.parents[1]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *RESULTS.glob("*/*.md")]
+    shown = {
+        (page.parent / target).resolve()
+        for page in pages
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+\.png)\)", page.read_text(encoding="utf-8"))
+    }
+    assert [str(picture) for picture in RESULTS.glob("*/*.png") if picture.resolve() not in shown] == []
