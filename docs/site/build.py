@@ -113,7 +113,8 @@ def stage() -> list[str]:
         text = file.read_text(encoding="utf-8")
         if file.parent.parent.name == "results":  # whose folder's name has machine and date
             title, rest = re.fullmatch(r"(?:# ([^\n]*)\n)?(.*)", text, re.DOTALL).groups()
-            text = f"# {title or file.stem.capitalize()}: {file.parent.name}\n\n{rest}"
+            where = f"{file.parent.name}/{file.stem}" if "-" in file.stem else file.parent.name
+            text = f"# {title or file.stem.capitalize()}: {where}\n\n{rest}"
         text = _outside_code(
             text, lambda part, file=file: _link_names(_relink(part, file, pages, problems), file, pages)
         )
