@@ -51,8 +51,8 @@ def links(page):
 
 
 def test_every_public_name_has_a_page(site):
-    own = [name for name in public_names() if name.rpartition(".")[0] in MODULES]
-    assert [name for name in own if not (site / "reference" / f"{name}.html").exists()] == []
+    names = [name for name in public_names() if name.rpartition(".")[0] in MODULES]
+    assert [name for name in names if not (site / "reference" / f"{name}.html").exists()] == []
     anchors = {
         name
         for page in (site / "reference").glob("*.html")
@@ -90,8 +90,8 @@ def test_the_contents_are_short_and_reach_every_page(site):
     assert 1 <= len(re.findall(r'<li class="toctree-l1', tree)) <= 7
     reached = {urllib.parse.unquote(link.partition("#")[0]) for link in re.findall(r'href="([^"]+)"', tree)}
     special = {"genindex.html", "search.html", "index.html", "py-modindex.html"}
-    own = {str(page.relative_to(site)) for page in pages(site)} - special
-    assert {page for page in own - reached if not page.startswith("report-")} == set()
+    written = {str(page.relative_to(site)) for page in pages(site)} - special
+    assert {page for page in written - reached if not page.startswith("report-")} == set()
 
 
 def test_no_page_is_large(site):
@@ -108,8 +108,8 @@ def test_no_page_is_large(site):
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_search_answers_without_a_server(site, tmp_path, question):
     dom, console = browse(site / "search.html", tmp_path, address="?q=" + urllib.parse.quote(question))
-    found = re.search(r'id="search-results">(.*)', dom, re.DOTALL)[1]
-    first = [html.unescape(link).partition("?")[0] for link in re.findall(r'<li[^>]*><a href="([^"]+)"', found)[:3]]
+    results = re.search(r'id="search-results">(.*)', dom, re.DOTALL)[1]
+    first = [html.unescape(link).partition("?")[0] for link in re.findall(r'<li[^>]*><a href="([^"]+)"', results)[:3]]
     assert any(link.startswith(QUESTIONS[question]) for link in first), first
     assert not console
 

@@ -1,29 +1,29 @@
 """Builds the site: ``make docs``, or ``python docs/site/build.py [FOLDER]`` with ``jattn[docs]`` installed.
 
 The pages are those of docs/, with what only a site has from docs/site/pages; one page for every public name; the tables
-of every kept benchmark; and the reports of the kept runs. They are arranged in FOLDER/site-source, from which Sphinx
-builds FOLDER/site; FOLDER is build. A warning, a broken link or a public name without a page fails the build. Nothing
-is executed.
+of every kept benchmark; and the reports of the kept runs, written from what is kept of each. They are arranged in
+FOLDER/site-source, from which Sphinx builds FOLDER/site; FOLDER is build. A warning, a broken link or a public name
+without a page fails the build. No example is executed.
 """
 
-import json
 import os
 import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 and __name__ == "__main__" else ROOT / "build")
 SOURCE, SITE = OUT / "site-source", OUT / "site"
-sys.path[:0] = [str(ROOT), str(HERE)]
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments"), str(HERE)]
 
 from reference import list_modules, main_entries, searched_words, write_reference
 
 from docs.site.public_api import MODULES, public_names
+from jattn_experiments.run_page.keep import PAGE, kept_page
 
 # The entries at the top of the contents, and the pages below each.
 SHORT = {"looking-inside": "Look inside", "experiments": "Experiments"}
@@ -66,8 +66,8 @@ def main() -> int:
     from sphinx.cmd.build import build_main
 
     shutil.rmtree(SITE, ignore_errors=True)
-    own = ["-D", f"html_extra_path={SOURCE / 'extra'}", "-c", str(HERE)]
-    return build_main(["-q", "-W", "--keep-going", "-j", "auto", *own, str(SOURCE), str(SITE)])
+    options = ["-D", f"html_extra_path={SOURCE / 'extra'}", "-c", str(HERE)]
+    return build_main(["-q", "-W", "--keep-going", "-j", "auto", *options, str(SOURCE), str(SITE)])
 
 
 def project_urls() -> dict[str, str]:
@@ -96,24 +96,25 @@ def _in_repository(path: Path) -> str:
 
 def page_files() -> dict[Path, str]:
     """Every Markdown file that becomes a page, with the page's name."""
-    found = {file: file.stem for file in (HERE / "pages").glob("*.md")}
-    found |= {file: str(file.relative_to(ROOT / "docs").with_suffix("")) for file in (ROOT / "docs").glob("*.md")}
-    found |= {file: f"recipes/{file.stem}" for file in (ROOT / "docs" / "recipes").glob("*.md")}
+    pages = {file: file.stem for file in (HERE / "pages").glob("*.md")}
+    pages |= {file: str(file.relative_to(ROOT / "docs").with_suffix("")) for file in (ROOT / "docs").glob("*.md")}
+    pages |= {file: f"recipes/{file.stem}" for file in (ROOT / "docs" / "recipes").glob("*.md")}
     results = ROOT / "experiments" / "results"
-    found |= {file: f"results/{file.parent.name}/{file.stem}" for file in results.glob("*/*.md")}
-    return found | {
+    pages |= {file: f"results/{file.parent.name}/{file.stem}" for file in results.glob("*/*.md")}
+    return pages | {
         ROOT / f"{name}.md": f"project/{name.lower()}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
     }
 
 
 def stage() -> list[str]:
     """Writes every page to ``SOURCE`` with its links put right; returns what is broken."""
-    pages, problems, words = page_files(), [], searched_words()
+    pages, problems, words, reports = page_files(), [], searched_words(), _write_reports()
     for file, page in pages.items():
         text = file.read_text(encoding="utf-8")
         if file.parent.parent.name == "results":  # whose folder's name has machine and date
             title, rest = re.fullmatch(r"(?:# ([^\n]*)\n)?(.*)", text, re.DOTALL).groups()
-            text = f"# {title or file.stem.capitalize()}: {file.parent.name}\n\n{rest}"
+            where = f"{file.parent.name}/{file.stem}" if "-" in file.stem else file.parent.name
+            text = f"# {title or file.stem.capitalize()}: {where}\n\n{rest}"
         text = _outside_code(
             text, lambda part, file=file: _link_names(_relink(part, file, pages, problems), file, pages)
         )
@@ -125,14 +126,12 @@ def stage() -> list[str]:
         if opened := _notebook(page):
             title, _, rest = text.partition("\n")
             text = f"{title}\n\n{opened}\n{rest}"
-        text = text.replace("\nREPORTS\n", _list_reports()).replace("\nMODULES\n", list_modules())
+        text = text.replace("\nREPORTS\n", reports).replace("\nMODULES\n", list_modules())
         target = SOURCE / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
-    if not kept_reports():
-        problems.append("no kept run has a report.html: the page of live reports would be empty")
-    for report in kept_reports():
-        shutil.copy(report, SOURCE / "extra" / f"report-{report.parent.name}.html")
+    if not kept_runs():
+        problems.append(f"no kept run has a {PAGE}: the page of live reports would be empty")
     known = {*pages.values(), *(f"reference/{name}" for name in public_names())}
     problems += [f"words.toml: no such page: {place}" for place in words if place.partition("#")[0] not in known]
     return problems
@@ -140,7 +139,7 @@ def stage() -> list[str]:
 
 def _with_reports(text: str) -> str:
     """``text`` with a link to its live report below the heading of an experiment."""
-    kept = {report.parent.name for report in kept_reports()}
+    kept = {run.name for run in kept_runs()}
 
     def link(heading: re.Match) -> str:
         name = heading[1]
@@ -156,12 +155,12 @@ def _with_words(text: str, page: str, words: dict[str, list[str]], problems: lis
         if name != page:
             continue
         entries = f"```{{index}} {main_entries(here)}\n```"
-        found = [line for line in re.findall(r"^##+ .*$", text, re.MULTILINE) if _slug(line) == anchor]
+        headings = [line for line in re.findall(r"^##+ .*$", text, re.MULTILINE) if _slug(line) == anchor]
         if not anchor:
             title, _, rest = text.partition("\n")
             text = f"{title}\n\n{entries}\n{rest}"
-        elif found:
-            text = text.replace(f"\n{found[0]}\n", f"\n{entries}\n\n{found[0]}\n", 1)
+        elif headings:
+            text = text.replace(f"\n{headings[0]}\n", f"\n{entries}\n\n{headings[0]}\n", 1)
         else:
             problems.append(f"words.toml: no such heading: {place}")
     return text
@@ -182,12 +181,12 @@ def _notebook(page: str) -> str:
     return f"[Open in Colab]({opened}) | [the notebook]({shown})"
 
 
-def kept_reports() -> list[Path]:
-    """The offline reports of the runs that are kept."""
-    return sorted((ROOT / "experiments" / "results").glob("*/report.html"))
+def kept_runs() -> list[Path]:
+    """The folders of the runs whose pages can be written again."""
+    return sorted(page.parent for page in (ROOT / "experiments" / "results").glob(f"*/{PAGE}"))
 
 
-def _outside_code(text: str, change: Any) -> str:
+def _outside_code(text: str, change: Callable[[str], str]) -> str:
     """``text`` with ``change`` applied to all but its fenced blocks; these get languages that Pygments knows."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):
@@ -257,13 +256,15 @@ def _image(path: Path) -> str:
     return name
 
 
-def _list_reports() -> str:
+def _write_reports() -> str:
+    """Writes the page of every kept run; returns their list."""
     rows = []
-    for report in kept_reports():
-        config = json.loads((report.parent / "config.json").read_text(encoding="utf-8"))
-        name, size = report.parent.name, report.stat().st_size / 1e6
-        about = config["description"].partition(". ")[0].rstrip(".")
-        rows.append(f'| <a href="report-{name}.html">{name}</a> | {about}. | {size:.1f} MB |\n')
+    for run in kept_runs():
+        page, report = kept_page(run), SOURCE / "extra" / f"report-{run.name}.html"
+        report.write_text(page.html(), encoding="utf-8")
+        about = page.config["description"].partition(". ")[0].rstrip(".")
+        size = report.stat().st_size / 1e6
+        rows.append(f'| <a href="{report.name}">{run.name}</a> | {about}. | {size:.1f} MB |\n')
     return "\n| run | | |\n|---|---|---|\n" + "".join(rows) + "\n"
 
 
@@ -280,8 +281,8 @@ def contents(patterns: list[str], pages: set[str]) -> str:
             lines.append(f"{SHORT[pattern]} </{pattern}>" if pattern in SHORT else f"/{pattern}")
             continue
         named = {page for several in CONTENTS.values() for page in several} | CONTENTS.keys()
-        found = [page for page in pages - named if Path(page).match(pattern)]
-        lines += [f"/{page}" for page in sorted(found, key=_newest_first)]
+        matches = [page for page in pages - named if Path(page).match(pattern)]
+        lines += [f"/{page}" for page in sorted(matches, key=_newest_first)]
     return "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(lines) + "\n```\n" if lines else ""
 
 

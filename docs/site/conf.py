@@ -7,10 +7,15 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from docutils.nodes import Element
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.inspect import stringify_signature
 
@@ -58,14 +63,14 @@ copybutton_prompt_is_regexp = True
 
 def _reachable(mapping: dict[str, str]) -> dict[str, tuple[str, None]]:
     """The object lists that can be read now: a build without a network has no links to other projects."""
-    found = {}
+    reachable = {}
     for name, address in mapping.items():
         try:
             with urllib.request.urlopen(f"{address}/objects.inv", timeout=5):
-                found[name] = (address, None)
+                reachable[name] = (address, None)
         except (urllib.error.URLError, TimeoutError):
             pass
-    return found
+    return reachable
 
 
 intersphinx_mapping = _reachable(
@@ -93,7 +98,7 @@ def _where(name: str) -> object:
         return None
 
 
-def _public_reference(app, env, node, contnode):
+def _public_reference(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element) -> Element | None:
     """Resolves a reference to where a name is defined; an unknown name of jattn is an error."""
     target = node.get("reftarget", "")
     if not target.startswith("jattn."):
@@ -106,7 +111,7 @@ def _public_reference(app, env, node, contnode):
     return None
 
 
-def _link_names(app, what, name, obj, options, lines):
+def _link_names(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Links public names that stand alone as code in a docstring: those of its own module, or with their module."""
     names, module = public_names(), ".".join(name.split(".")[: 2 if name.split(".")[1][0].islower() else 1])
 
@@ -120,7 +125,9 @@ def _link_names(app, what, name, obj, options, lines):
     lines[:] = [re.sub(r"(?:``)?docs/([\w-]+)\.md(?:``)?", r":doc:`/\1`", line) for line in lines]
 
 
-def _signature(app, what, name, obj, options, signature, result):
+def _signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: object, signature: str | None, result: str | None
+) -> tuple[str | None, str | None]:
     """The parameters of ``__init__`` where a metaclass hides them; defaults by their names, not as objects."""
     if getattr(obj, "_is_protocol", False):
         return "", result  # nobody calls it
@@ -137,7 +144,7 @@ def _signature(app, what, name, obj, options, signature, result):
     return signature, result
 
 
-def setup(app):
+def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _link_names)

@@ -139,11 +139,11 @@ def main(pages: list[str]) -> None:
                 sys.exit(f"{page}: stopped with status {status}")
         return
     (page,) = pages
-    found = notebook(page)
-    run(found["cells"])
+    contents = notebook(page)
+    run(contents["cells"])
     file = NOTEBOOKS / f"{page}.ipynb"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e3:.0f} kB")
 
 

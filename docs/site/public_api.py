@@ -26,25 +26,25 @@ MODULES = [
 
 def public_names() -> dict[str, Any]:
     """Every public function, class and constant by its full name; a method by ``module.Class.method``."""
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
         for name in module.__all__:
             value = getattr(module, name)
             if inspect.ismodule(value):
                 continue
-            found[f"{module_name}.{name}"] = value
+            names[f"{module_name}.{name}"] = value
             if inspect.isclass(value):
-                found |= {f"{module_name}.{name}.{method}": function for method, function in _methods(value)}
-    return found
+                names |= {f"{module_name}.{name}.{method}": function for method, function in _methods(value)}
+    return names
 
 
 def _methods(kind: type) -> Iterator[tuple[str, Any]]:
     """The public methods and properties that a class brings, not those that override a method of another class."""
     inherited = {name for base in kind.__mro__[1:] for name in vars(base)}
     for name, value in vars(kind).items():
-        own = isinstance(value, property | classmethod) or f"{kind.__name__}." in getattr(value, "__qualname__", "")
-        if own and not name.startswith("_") and name not in inherited:
+        is_its = isinstance(value, property | classmethod) or f"{kind.__name__}." in getattr(value, "__qualname__", "")
+        if is_its and not name.startswith("_") and name not in inherited:
             yield name, getattr(kind, name)
 
 
@@ -52,8 +52,8 @@ def constant_comment(name: str) -> str:
     """The comment ``#:`` above the definition of a constant or type, which has no docstring."""
     pattern = re.compile(rf"^((?:#: .*\n)+){name.rpartition('.')[2]}\b.* =", re.MULTILINE)
     for file in sorted((Path(__file__).parents[2] / "jattn").rglob("*.py")):
-        if found := pattern.search(file.read_text(encoding="utf-8")):
-            return " ".join(line[3:] for line in found[1].splitlines())
+        if match := pattern.search(file.read_text(encoding="utf-8")):
+            return " ".join(line[3:] for line in match[1].splitlines())
     raise LookupError(f"{name}: expected a comment '#:' above its definition")
 
 

@@ -24,14 +24,14 @@ def write_reference(folder: Path) -> None:
     """Writes a page for every public name, and one for every module."""
     names, stable = public_names(), marks()
     folder.mkdir(exist_ok=True)
-    own = [name for name in names if name.rpartition(".")[0] in MODULES]
-    for name in own:
+    shown = [name for name in names if name.rpartition(".")[0] in MODULES]
+    for name in shown:
         methods = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == name]
         if inspect.isclass(names[name]) and getattr(vars(names[name]).get("__call__"), "__doc__", None):
             methods.insert(0, "__call__")
         (folder / f"{name}.rst").write_text(_name_page(name, names[name], methods, stable[name]))
     for module in MODULES:
-        inside = [name for name in own if name.rpartition(".")[0] == module]
+        inside = [name for name in shown if name.rpartition(".")[0] == module]
         (folder / f"{module}.rst").write_text(_module_page(module, inside, names, stable))
 
 
@@ -59,8 +59,8 @@ def _module_page(module: str, inside: list[str], names: dict[str, Any], stable: 
     text = re.sub(r"docs/([\w-]+)\.md", r":doc:`/\1`", inspect.getdoc(importlib.import_module(module)) or "")
     rows = []
     for name in inside:
-        has_own = inspect.isclass(names[name]) or inspect.isroutine(names[name])
-        about = (inspect.getdoc(names[name]) or "") if has_own else constant_comment(name)
+        has_docstring = inspect.isclass(names[name]) or inspect.isroutine(names[name])
+        about = (inspect.getdoc(names[name]) or "") if has_docstring else constant_comment(name)
         first = about.partition("\n\n")[0].replace("\n", " ")
         mark = "" if stable[name] == "stable" else f" *({stable[name]})*"
         rows.append(f"   * - :doc:`{name.rpartition('.')[2]} <{name}>`\n     - {first}{mark}\n")

@@ -44,8 +44,8 @@ def run_command(arguments: Sequence[str]) -> int:
 def _run(request: config.Request) -> int:
     # slow to import: a wrong option or --help need not wait for JAX and Orbax
     from jattn_experiments.replicate import replicate, with_replication
-    from jattn_experiments.report.page import write_report
     from jattn_experiments.run import DifferentConfig, finished, prepared, run
+    from jattn_experiments.run_page.document import write_page
     from jattn_experiments.runs import devices
 
     settings, out, processes = request.config, request.out, request.processes
@@ -68,7 +68,7 @@ def _run(request: config.Request) -> int:
             if findings is None:  # the first process has them
                 return 0
             findings = with_replication(findings, out)
-            report = write_report(findings, out)
+            report = write_page(findings, out)
         except Exception as error:
             stopping.check()
             status = _say_why(error, out)
@@ -102,12 +102,12 @@ def report_command(arguments: Sequence[str]) -> int:
     parser = config.Parser(prog="jattn report", description=report_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     out = Path(parser.parse_args(arguments).run)
-    from jattn_experiments.report.page import write_report
+    from jattn_experiments.run_page.document import write_page
 
     with refusing("--run", OSError):
         with _of_a_finished_run(out):
             findings = Findings.load(out)
-        report = write_report(findings, out)
+        report = write_page(findings, out)
     _show(findings)
     print(f"report: {report}")
     return 0
@@ -119,7 +119,7 @@ def keep_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     parser.add_argument("--to", type=str, default=str(RESULTS), help="folder of results")
     options = parser.parse_args(arguments)
-    from jattn_experiments.runs.keep import keep
+    from jattn_experiments.run_page.keep import keep
 
     with refusing("--to", OSError), _of_a_finished_run(Path(options.run)):
         print(f"kept: {keep(Path(options.run), Path(options.to))}")
@@ -168,6 +168,6 @@ def _leave(status: int) -> NoReturn:
 
 
 def _show(findings: Findings) -> None:
-    from jattn_experiments.report.tables import show  # imports SciPy, also slow
+    from jattn_experiments.run_page.terminal_tables import show  # imports SciPy, also slow
 
     show(findings)

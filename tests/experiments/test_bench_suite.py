@@ -8,7 +8,7 @@ import pytest
 from jattn_experiments.bench.command import SUITES
 from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Failed, Job, Refused, Suite
-from tests.experiments.kept_results import check, kept
+from tests.experiments.kept_results import check, kept, suite_of
 
 KEPT = kept(SUITES)
 
@@ -19,7 +19,7 @@ def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path)
 
 
 def test_every_suite_has_results_in_the_repository():
-    assert {file.stem for file in KEPT} == set(SUITES)
+    assert {suite_of(file) for file in KEPT} == set(SUITES)
 
 
 def small(measure=lambda: {"seconds": 1.5}, **options) -> Suite:

@@ -9,7 +9,7 @@ import pytest
 
 from jattn_experiments import compare, config, load_run, replicate
 from jattn_experiments.__main__ import main
-from jattn_experiments.report import page
+from jattn_experiments.run_page import document
 from jattn_experiments.runs.findings import Findings
 from tests.web_page import embedded, weights_of
 
@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
     file, out = folder / "short.yaml", folder / "out"
     file.write_text(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "write_figures", lambda *_: [])  # test_report.py draws them
+        patch.setattr(document, "write_figures", lambda *_: [])  # test_report.py draws them
         words = ["run", "--config", str(file), "--out", str(out), "--replicate", "3", "--check"]
         assert main([*words, "--replicate_seed", "50"]) == 1  # a claim fails
     return file, out
@@ -42,7 +42,7 @@ def finished(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_replication_is_judged_by_the_same_claims(finished, capsys, monkeypatch):
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
     file, out = finished
     rows = json.loads((out / "claims.json").read_text())
     assert [row["replication"]["seeds"] for row in rows] == [[50, 51, 52]] * 2 and rows[0]["seeds"] == [7, 8]
@@ -163,7 +163,7 @@ def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
 
 @pytest.mark.slow
 def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
     file, out = finished
     words = ["run", "--config", str(file), "--out", str(tmp_path / "more"), "--claims", "[]"]
     assert main([*words, "--train.start", f"{out}@2"]) == 0
@@ -182,7 +182,7 @@ def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypat
 @pytest.mark.slow
 def test_a_started_run_goes_on_without_its_start(finished, tmp_path, monkeypatch):
     """Finished or stopped, also as a point of its sweep; what it calls untrained has random parameters."""
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
     file, out = finished
     gone, more = tmp_path / "gone", tmp_path / "more"
     shutil.copytree(out, gone)

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jattn_experiments.report import curves, figures, page, plot_data
+from jattn_experiments.run_page import curves, document, figures, plot_data
 from jattn_experiments.runs.findings import Findings
 from tests.web_page import embedded, weights_of
 
@@ -55,11 +55,11 @@ def synthetic(**changes):
         ),
         ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6], None, None),
     ]
-    roles = ("one_back", "mirror")
-    found = {
+    roles, description = ("one_back", "mirror"), "A description with <img src=x onerror=alert(1)> in it."
+    fields = {
         "name": "tiny_copy",
-        "description": "A description with <img src=x onerror=alert(1)> in it.",
-        "config": {"train": {"steps": 20, "note": "<i>"}, "seeds": [7, 8, 9]},
+        "description": description,
+        "config": {"description": description, "train": {"steps": 20, "note": "<i>"}, "seeds": [7, 8, 9]},
         "environment": {"python": "3.12", "device": "cpu"},
         "seeds": [7, 8, 9],
         "places": ["one back", "mirror"],
@@ -95,14 +95,14 @@ def synthetic(**changes):
         "claims": [dict(zip(names, claim, strict=True)) | {"reference_name": "untrained"} for claim in claims],
     }
     fresh = {"seeds": [76, 77], "values": [0.9, 0.3], "passed": [76], "failed": [77], "needed": 2, "holds": False}
-    found["claims"][0]["replication"] = fresh | {"rate": None, "again": None}
-    return Findings(**(found | changes))
+    fields["claims"][0]["replication"] = fresh | {"rate": None, "again": None}
+    return Findings(**(fields | changes))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     findings = synthetic()
-    return findings, page.write_report(findings, tmp_path_factory.mktemp("run"))
+    return findings, document.write_page(findings, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
@@ -184,13 +184,13 @@ def test_heads_of_other_seeds_are_matched():
 
 
 def test_a_seed_is_shown_by_its_best_head():
-    found = {panel.title: panel for panel in curves.time_panels(synthetic())}
-    assert list(found) == ["loss", "accuracy", "best head's weight\non its place", "other head scores"]
-    back, mirror = found["best head's weight\non its place"].lines
+    panels = {panel.title: panel for panel in curves.time_panels(synthetic())}
+    assert list(panels) == ["loss", "accuracy", "best head's weight\non its place", "other head scores"]
+    back, mirror = panels["best head's weight\non its place"].lines
     np.testing.assert_allclose(back.seeds, [[0.1, 0.5, 0.9]] * SEEDS)
     np.testing.assert_allclose(mirror.seeds, [[0.1, 0.4, 0.8]] * SEEDS)
-    assert found["other head scores"].lines[0].label == "entropy (mean of heads)"
-    assert found["loss"].log and found["accuracy"].unit
+    assert panels["other head scores"].lines[0].label == "entropy (mean of heads)"
+    assert panels["loss"].log and panels["accuracy"].unit
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_a_seed_that_is_not_finite_does_not_stop_the_report(coarse, tmp_path):
     findings.metrics["loss"][2, 5:] = findings.scores["mirror"][0, 1] = np.nan
     findings.accuracy[2] = np.nan
     findings.statistics["distance"][2] = findings.divergence[0, 1] = findings.noise[2] = np.nan
-    path = page.write_report(findings, tmp_path)
+    path = document.write_page(findings, tmp_path)
     assert embedded(read(path))["numbers"][1]["values"] == [[0.5, 0.1, 0.5, 0.1], [None] * 4, [0.1] * 4]
     seed = re.search(r'<title>seed 9: loss</title><path d="([^"]*)"', path.read_text(encoding="utf-8"))[1]
     assert seed.count("M") == 1 and seed.count("L") == 4  # it ends where its numbers end
@@ -232,28 +232,28 @@ def test_figures_are_embedded_in_the_colours_of_the_page(written):
 def test_a_figure_without_a_section_gets_one(written, monkeypatch, tmp_path):
     added = tmp_path / "added.svg"
     added.write_bytes((written[1].parent / "figures" / "curves.svg").read_bytes())
-    monkeypatch.setattr(page, "write_figures", lambda *_: [added])
-    whole = page.write_report(synthetic(), tmp_path).read_text(encoding="utf-8")
+    monkeypatch.setattr(document, "write_figures", lambda *_: [added])
+    whole = document.write_page(synthetic(), tmp_path).read_text(encoding="utf-8")
     assert re.findall(r'<section id="(\w+)" class="drawn">', whole) == ["added"] and "accuracy over length" in whole
 
 
 @pytest.mark.slow
-def test_embedded_weights_are_those_found(written):
+def test_embedded_weights_are_those_of_the_findings(written):
     findings, path = written
     text = read(path)
     for example in range(EXAMPLES):
-        for step, found in enumerate(findings.example_weights[:, example]):
-            np.testing.assert_allclose(weights_of(text, example, step).reshape(found.shape), found, atol=1e-5)
-    for step, found in enumerate(findings.mean_weights):
-        np.testing.assert_allclose(weights_of(text, EXAMPLES, step).reshape(found.shape), found, atol=1e-5)
+        for step, weights in enumerate(findings.example_weights[:, example]):
+            np.testing.assert_allclose(weights_of(text, example, step).reshape(weights.shape), weights, atol=1e-5)
+    for step, weights in enumerate(findings.mean_weights):
+        np.testing.assert_allclose(weights_of(text, EXAMPLES, step).reshape(weights.shape), weights, atol=1e-5)
     assert embedded(text)["top"] == findings.example_weights.max()
 
 
 def test_a_long_run_keeps_its_first_and_last_step(monkeypatch, tmp_path):
     frame = 2 * LAYERS * HEADS * TOKENS**2
-    monkeypatch.setattr(page, "WEIGHT_BUDGET", 7 * frame)  # two of the mean, two of the second example
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
-    path = page.write_report(synthetic(), tmp_path)
+    monkeypatch.setattr(document, "WEIGHT_BUDGET", 7 * frame)  # two of the mean, two of the second example
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+    path = document.write_page(synthetic(), tmp_path)
     steps = [[frame["step"] for frame in view["frames"]] for view in embedded(read(path))["views"]]
     assert steps == [[0, 10, 20], [0, 20], [0, 20]]
     assert "example 1 has 3 of 4 steps, every other example 2." in path.read_text(encoding="utf-8")
@@ -277,7 +277,7 @@ def test_what_is_missing_is_left_out(coarse, tmp_path):
         ablated=full.ablated[:1, :1, :1],
         **{"statistics": {}, "groups": {}, "curves": {}, "controls": [], "claims": [], "heads": []},
     )
-    path = page.write_report(narrow, tmp_path)
+    path = document.write_page(narrow, tmp_path)
     pictures = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert pictures == {"heads", "training", "offsets", "ablation", "divergence", "map"}
     whole, data = read(path), embedded(read(path))

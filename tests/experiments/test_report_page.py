@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jattn_experiments.report import figures, page, plot_data
+from jattn_experiments.run_page import document, figures, plot_data
 from tests.experiments.test_report import HEADS, LAYERS, synthetic
 from tests.web_page import drive
 
@@ -75,7 +75,7 @@ verdict.too_wide = document.documentElement.scrollWidth - innerWidth;
 def test_the_page_works_in_a_browser(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = synthetic()
-    verdict = drive(page.write_report(findings, tmp_path), SCRIPT, tmp_path)
+    verdict = drive(document.write_page(findings, tmp_path), SCRIPT, tmp_path)
 
     assert len(verdict["cells"]) == 4 * LAYERS * HEADS * 2
     steps = ["0 (untrained)", "5", "10", "20"]

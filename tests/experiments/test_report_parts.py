@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jattn_experiments.report import curves, data, figures, layers, page, plot_data
+from jattn_experiments.run_page import curves, deep_figures, document, explorer, figures, plot_data
 from tests.experiments.test_report import read, synthetic
 from tests.web_page import browse, embedded, weights_of
 
@@ -37,7 +37,7 @@ def test_blocks_average_queries_and_sum_keys():
     ],
 )
 def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
-    kept = data.kept_steps(steps, examples, room)
+    kept = explorer.kept_steps([steps] * examples, room)
     assert [len(keep) for keep in kept] == counts
     for keep in kept:
         assert keep[0] == 0 and keep[-1] == steps - 1
@@ -55,7 +55,7 @@ def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
     ],
 )
 def test_weights_that_do_not_fit_are_drawn_in_larger_blocks(size, room, expected):
-    assert data.fitting(5, 2, size, room) == expected
+    assert explorer.fitting(5, 2, size, room) == expected
 
 
 def test_the_map_keeps_the_distances_that_two_dimensions_hold():
@@ -158,10 +158,10 @@ def test_the_largest_page_stays_under_five_megabytes(monkeypatch, tmp_path):
     drawn = tmp_path / "divergence.svg"
     drawn.write_text(f'<svg viewBox="0 0 9 9" width="9" height="9"><title>{"1.25 " * 100_000}</title></svg>')
     findings, dropped = large(6, 12, 64, 3, 50), []
-    for budget, files in ((page.PAGE_BUDGET, []), (1_300_000, []), (1_300_000, [drawn])):
-        monkeypatch.setattr(page, "PAGE_BUDGET", budget)
-        monkeypatch.setattr(page, "write_figures", lambda *_, files=files: files)
-        path = page.write_report(findings, tmp_path)
+    for budget, files in ((document.PAGE_BUDGET, []), (1_300_000, []), (1_300_000, [drawn])):
+        monkeypatch.setattr(document, "PAGE_BUDGET", budget)
+        monkeypatch.setattr(document, "write_figures", lambda *_, files=files: files)
+        path = document.write_page(findings, tmp_path)
         assert 0.2 * budget < path.stat().st_size < budget + 10_000
         data = embedded(read(path))
         kept = [[frame["step"] for frame in view["frames"]] for view in data["views"]]
@@ -191,14 +191,14 @@ def test_many_offsets_are_drawn_as_fewer_points(monkeypatch):
 def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "DPI", 30)
     findings = large(1, 2, 300, 2, 2, seeds=1)
-    path = page.write_report(findings, tmp_path)
+    path = document.write_page(findings, tmp_path)
     text = read(path)
     views = embedded(text)["views"]
     first, mean = views[0], views[-1]
     assert first["keys"][:2] == ["0-2", "3-5"] and len(first["queries"]) == 100
     assert first["texts"][1] == "3-5: token3 token4 token5" and mean["texts"][1] == "3-5"
-    found = findings.example_weights[1, 0, 0, 1, 3:6, 6:9].sum() / 3
-    assert abs(weights_of(text, 0, 1)[1, 1, 2] - found) < 1e-5
+    weight = findings.example_weights[1, 0, 0, 1, 3:6, 6:9].sum() / 3
+    assert abs(weights_of(text, 0, 1)[1, 1, 2] - weight) < 1e-5
     assert "The 300 tokens are drawn in blocks of 3" in text
     svg = (tmp_path / "figures" / "heads.svg").read_text(encoding="utf-8")
     assert ">0-2<" in svg and "token" not in svg
@@ -206,24 +206,24 @@ def test_a_long_sequence_is_drawn_in_blocks(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_browser_draws_a_long_sequence_in_blocks(monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "write_figures", lambda *_: [])
-    dom, console = browse(page.write_report(large(1, 2, 300, 2, 2, seeds=1), tmp_path), tmp_path)
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+    dom, console = browse(document.write_page(large(1, 2, 300, 2, 2, seeds=1), tmp_path), tmp_path)
     assert console == [] and '<b id="query">297-299: token297 token298 token299</b>' in dom
 
 
 @pytest.mark.slow
 def test_many_heads_are_drawn_layer_by_layer():
     findings = large(12, 9, 10, 2, 2, seeds=1)
-    assert layers.is_deep(findings) and not layers.is_deep(synthetic())
-    rows = layers.statistics_matrices(findings)
+    assert deep_figures.is_deep(findings) and not deep_figures.is_deep(synthetic())
+    rows = deep_figures.statistics_matrices(findings)
     assert [[matrix.title for matrix in row] for row in rows] == [[*"abcdefg", "distance", "max logit"]] * 2
     np.testing.assert_array_equal(rows[1][2].median, findings.statistics["c"][0, 1])
     assert rows[0][7].shades.max() <= 1 and {rows[0][7].shades.min(), rows[1][7].shades.min()} >= {0.0}
-    assert len(layers.statistics_figure(findings).axes) == 2 * 9 + 1  # and a bar
-    assert len(layers.ablation_figure(findings).axes) == 3 + 1 + 1  # places, their bar, roles
-    one, other, _ = layers.offsets_figure(findings).axes
+    assert len(deep_figures.statistics_figure(findings).axes) == 2 * 9 + 1  # and a bar
+    assert len(deep_figures.ablation_figure(findings).axes) == 3 + 1 + 1  # places, their bar, roles
+    one, other, _ = deep_figures.offsets_figure(findings).axes
     assert one.images[0].get_array().shape == (108, 19) == other.images[0].get_array().shape
-    shown = layers.heads_figure(dataclasses.replace(findings, heads=_ranked()))
+    shown = deep_figures.heads_figure(dataclasses.replace(findings, heads=_ranked()))
     assert len(shown.axes) == 18 + 1  # 3 heads of x and 12 of y, in rows of six, and a bar
 
 
@@ -234,10 +234,10 @@ def test_one_head_a_layer_stands_beside_its_untrained_self():
 
 
 def test_the_first_look_of_a_run_that_started_elsewhere_is_not_called_untrained():
-    found = synthetic(config={"train": {"start": "runs/other@200"}})
-    views, _ = data.views(found, 10**6)
+    findings = synthetic(config={"train": {"start": "runs/other@200"}})
+    views = explorer.views(findings, 10**6)
     assert [view.frames[0].title for view in views] == ["0 (start)", "0 (start)", "0 (untrained)"]
-    assert plot_data.first_look(found) == "start" and plot_data.first_look(synthetic()) == "untrained"
+    assert plot_data.first_look(findings) == "start" and plot_data.first_look(synthetic()) == "untrained"
 
 
 def _ranked():
@@ -249,16 +249,16 @@ def _ranked():
 
 def test_the_clearest_heads_are_of_all_roles():
     findings = dataclasses.replace(large(12, 9, 2, 2, 2, seeds=1), heads=_ranked())
-    assert layers.strongest(findings, 8) == [83, 82, 81, 107, 106, 105, 104]
+    assert deep_figures.strongest(findings, 8) == [83, 82, 81, 107, 106, 105, 104]
     unclear = dataclasses.replace(findings, heads=_ranked()[:60])
-    assert layers.strongest(unclear, 4) == [53, 52, 59, 58]
+    assert deep_figures.strongest(unclear, 4) == [53, 52, 59, 58]
 
 
 def test_paths_are_coloured_up_to_the_largest():
     key = np.zeros((12, 9))
     key[3, 4] = 0.4
     findings = dataclasses.replace(synthetic(), paths={"key": key, "query": key / 4})
-    one, other, bar = layers.paths_figure(findings).axes
+    one, other, bar = deep_figures.paths_figure(findings).axes
     assert one.get_title() == "into their key" and other.get_title() == "into their query"
     assert "0.40" in [text.get_text() for text in one.texts] and "0.10" in [text.get_text() for text in other.texts]
     assert bar.get_ylabel() == "score lost"

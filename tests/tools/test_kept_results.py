@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.experiments.kept_results import check, kept
+from tests.experiments.kept_results import check, kept, suite_of
 from tools.__main__ import SUITES
 
 KEPT = kept(SUITES)
@@ -14,4 +14,4 @@ def test_results_in_the_repository_are_read_and_kept_as_they_are(file, tmp_path)
 
 
 def test_every_suite_has_results_in_the_repository():
-    assert {file.stem for file in KEPT} == set(SUITES)
+    assert {suite_of(file) for file in KEPT} == set(SUITES)

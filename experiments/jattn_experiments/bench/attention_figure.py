@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from jattn_experiments.bench import attention_tables
 from jattn_experiments.bench.suite import Results
-from jattn_experiments.report.style import DASHES, DPI, FAINT, PALETTE, STYLE, WIDTH
+from jattn_experiments.run_page.style import DASHES, DPI, FAINT, PALETTE, STYLE, WIDTH
 
 MARKERS = "osD^vP"
 Units = Sequence[tuple[float, str]]  # the largest first

@@ -14,7 +14,7 @@ from jattn.kernels.dispatch import IMPLEMENTATIONS, ORDER
 from jattn_experiments.bench.chip_rates import rates_of
 from jattn_experiments.bench.markdown import document, listed, short_number, table
 from jattn_experiments.bench.suite import Results, Row
-from jattn_experiments.report.style import DPI, PALETTE, STYLE, WIDTH
+from jattn_experiments.run_page.style import DPI, PALETTE, STYLE, WIDTH
 
 TUNABLE = tuple(name for name, kernel in IMPLEMENTATIONS.items() if hasattr(kernel, "block_sizes"))
 

@@ -1,1 +1,0 @@
-"""A run's findings as a page and figures."""
