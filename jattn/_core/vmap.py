@@ -125,9 +125,10 @@ def map_axes(arrays: Sequence[Any]) -> tuple[list, list]:
 
 
 def canonical(args: AttentionArgs) -> AttentionArgs:
-    """The call with its functions traced and its scale as an array, so that equal calls share one compilation.
+    """The canonical call: this call with its functions traced and its scale as an array.
 
-    The default scale is None: kernels that have it built in need not multiply. It also says whether the arrays may be
+    Kernels, and all that is deferred, take canonical calls alone, so that equal calls share one compilation. The
+    default scale is None: kernels that have it built in need not multiply. It also says whether the arrays may be
     ``sharded``, which types no longer show where the program is lowered.
     """
     scale, head_dim = args.scale, args.query.shape[-1]
