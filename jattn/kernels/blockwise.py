@@ -52,7 +52,9 @@ class Blockwise(ReducingKernel):
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, jax.Array]:
         return reduce_weights(args, reduction, self.block_sizes)
 
-    def fold_weights(self, args: AttentionArgs, step: Callable, init: PyTree, lse: Array | None) -> PyTree[Array]:
+    def fold_weights(
+        self, args: AttentionArgs, step: Callable[..., PyTree], init: PyTree, lse: Array | None
+    ) -> PyTree[Array]:
         """``jattn._blocks.reduction.fold_blocks``; ``lse [B,T,N]`` is computed if it is None."""
         if lse is None:
             lse = self._run(dataclasses.replace(args, value=args.key[..., :0]))[1]

@@ -47,7 +47,7 @@ class Cudnn(Kernel):
     takes: ClassVar[frozenset[str]] = frozenset()
     rounds_query: ClassVar[bool] = True
 
-    kernel: Callable = fused
+    kernel: Callable[..., jax.Array] = fused
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
         head_dim = args.query.shape[-1]
@@ -103,8 +103,8 @@ class Cudnn(Kernel):
         arrays, attend = _prepared(args, self.kernel)
 
         def pad(x: jax.Array) -> jax.Array:
-            own = jnp.where(visible if x.ndim == 3 else visible[..., None], x, jnp.zeros((), x.dtype))
-            return pad_end(own, (*arrays[0].shape[:2], *x.shape[2:]))
+            x = jnp.where(visible if x.ndim == 3 else visible[..., None], x, jnp.zeros((), x.dtype))
+            return pad_end(x, (*arrays[0].shape[:2], *x.shape[2:]))
 
         # What the forward pass kept, in place of the same computed again, which XLA then removes.
         again, pull = jax.vjp(attend, *arrays)
@@ -119,7 +119,9 @@ class Cudnn(Kernel):
         return d_query, d_key[:, :S], d_value[:, :S]
 
 
-def _prepared(args: AttentionArgs, kernel: Callable) -> tuple[tuple[jax.Array, ...], Callable]:
+def _prepared(
+    args: AttentionArgs, kernel: Callable[..., jax.Array]
+) -> tuple[tuple[jax.Array, ...], Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]:
     """What the kernel takes, and the kernel with its options."""
     _, causal, left = _read_masks(args)
     (B, T), S = args.query.shape[:2], args.key.shape[1]

@@ -33,7 +33,9 @@ def weights(args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
     return _traced_or_compiled(_dense_weights, args)
 
 
-def _traced_or_compiled(fn: Callable, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
+def _traced_or_compiled(
+    fn: Callable[[AttentionArgs], tuple[jax.Array, jax.Array]], args: AttentionArgs
+) -> tuple[jax.Array, jax.Array]:
     """``fn(args)``; an eager call is compiled once for all equal calls."""
     traced = canonical(args)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(traced)):

@@ -108,8 +108,8 @@ def choose(args: AttentionArgs, named: str | None) -> Kernel:
     """
     if named is None:
         # Only where a platform may take something else: the derivatives of ``Dispatch`` to any order are blockwise's.
-        found = (name for name in ("decode", "blockwise", "native") if _pays(name, args))
-        other = next((name for name in found if IMPLEMENTATIONS[name].unsupported_reason(args) is None), None)
+        candidates = (name for name in ("decode", "blockwise", "native") if _pays(name, args))
+        other = next((name for name in candidates if IMPLEMENTATIONS[name].unsupported_reason(args) is None), None)
         return IMPLEMENTATIONS["xla"] if other is None else Dispatch()
     reason = by_name(named).unsupported_reason(args)
     if reason is not None:
@@ -148,15 +148,15 @@ def explain_choice(args: AttentionArgs, implementation: object, platform: str | 
         raise ValueError(f"platform must be None or one of {', '.join(PLATFORMS)}, got {platform!r}")
     platforms = tuple(PLATFORMS) if platform is None else (platform,)
     if implementation is not None and not isinstance(implementation, str):
-        given = check_implementation(implementation)
-        if isinstance(given, OverDevices):
+        kernel = check_implementation(implementation)
+        if isinstance(kernel, OverDevices):
             of_part = lambda part, named: explain_choice(part, named, platform, part.sharded)
-            return "\n".join(given.describe(args, of_part))
-        reason = given.unsupported_reason(args)
-        said = f"{type(implementation).__name__}: given, as an object"
+            return "\n".join(kernel.describe(args, of_part))
+        reason = kernel.unsupported_reason(args)
+        line = f"{type(implementation).__name__}: given, as an object"
         if reason is not None or not isinstance(implementation, Kernel):
-            return said + ("" if reason is None else f", but {reason}")
-        return "\n".join([said, *_work(implementation.prepare(canonical(args)), args, platforms, sharded)])
+            return line + ("" if reason is None else f", but {reason}")
+        return "\n".join([line, *_work(implementation.prepare(canonical(args)), args, platforms, sharded)])
     reasons = {name: _reason(name, args, platforms) for name in IMPLEMENTATIONS}
     if implementation is not None:
         by_name(implementation)

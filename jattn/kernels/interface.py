@@ -51,7 +51,7 @@ class ReducesWeights(Protocol):
         ...
 
     def map_parts(
-        self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
+        self, fn: Callable[..., PyTree], args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
         """``fn(args, *arrays)`` on each part of the call that ``fold`` takes; as ``jattn._core.shard.per_device``."""
         ...

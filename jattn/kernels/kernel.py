@@ -75,8 +75,8 @@ class Kernel:
     kernel that leaves derivatives to JAX is a ``PlainKernel`` and overrides ``run``; one that also reduces weights for
     ``jattn.heads.statistics`` is a ``ReducingKernel``.
 
-    ``forward`` and ``backward`` get a call as ``jattn._core.vmap.canonical`` returns it: arrays and what is static, no
-    functions that capture arrays.
+    ``forward`` and ``backward`` get a canonical call, that of ``jattn._core.vmap.canonical``: with a scale that is an
+    array or None, and functions whose captured arrays are among its leaves.
     """
 
     name: ClassVar[str]  # as in ``implementation=``
@@ -230,7 +230,7 @@ class ReducingKernel(Kernel):
         return deferred.call(_REDUCE, canonical(args), reduction, self, out=reduction.results(args))
 
     def map_parts(
-        self, fn: Callable, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
+        self, fn: Callable[..., PyTree], args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[jax.Array, str]
     ) -> PyTree[Array]:
         return on_each_device(fn, args, out_axes, *extra)
 

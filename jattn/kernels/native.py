@@ -131,8 +131,8 @@ class Native(Kernel):
         qkv = args.query, args.key, args.value
         types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
-        given = [x.astype(jnp.float32) for x in (row_max, _pad_features(d_acc), d_row_sum)]
-        sums = _call("jattn_backward", args, qkv, self.width, given, types)
+        others = [x.astype(jnp.float32) for x in (row_max, _pad_features(d_acc), d_row_sum)]
+        sums = _call("jattn_backward", args, qkv, self.width, others, types)
         return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
 
 
@@ -149,7 +149,7 @@ def _call(
     args: AttentionArgs,
     qkv: Sequence[jax.Array],
     width: int | None,
-    given: list[jax.Array],
+    others: list[jax.Array],
     shapes: list[tuple[int, ...]],
 ) -> Sequence[jax.Array]:
     """The results of a kernel, float32 of these ``shapes``."""
@@ -157,7 +157,7 @@ def _call(
     qkv = [_pad_features(x) for x in qkv]
     if len({x.dtype for x in qkv}) > 1:
         qkv = [x.astype(jnp.float32) for x in qkv]
-    operands = [*qkv, *given, *_score_operands(args)]
+    operands = [*qkv, *others, *_score_operands(args)]
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     kernel = jax.ffi.ffi_call(name, types, vmap_method="sequential")
     rate = 0.0 if args.dropout is None else args.dropout.rate
@@ -328,9 +328,9 @@ def _why_missing() -> str | None:
     """Why there are no kernels to call, if there are none."""
     if not _is_installed():
         return "it needs the package jattn-native"
-    found = importlib.import_module("jattn_native").__version__
-    if found != VERSION:
-        return f"it needs jattn-native {VERSION}, not {found}"
+    version = importlib.import_module("jattn_native").__version__
+    if version != VERSION:
+        return f"it needs jattn-native {VERSION}, not {version}"
     try:
         _library()
     except ImportError as reason:

@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import arange
+from jattn._mods.mask import MaskFunction
 from jattn._mods.tile_function import HEAD, KEY, PAIR, QUERY, TileFunction, make_tile_function, reason_against, spread
 from jattn.kernels.kernel import ReducingKernel, Results
+from jattn.score_mods import ScoreMod
 
 LARGEST_DIM = 256
 Ref = Any  # an array in a kernel's memory: Pallas has several types of them, none of them public
@@ -98,11 +100,11 @@ class Scores:
     all_seen: bool  # whether each query sees a key, and each key is seen
 
     @classmethod
-    def of(cls, args: AttentionArgs, operands: Operands, all_seen: bool, /, **own: Any) -> Any:
+    def of(cls, args: AttentionArgs, operands: Operands, all_seen: bool, /, **fields: Any) -> Any:
         """Adds what the scores need to ``operands``; ``own``: the fields of a subclass."""
         T = args.query.shape[1]
-        given = {QUERY: args.query_positions, KEY: args.kv_positions}
-        positions = {over: operands.vector(over, jnp.asarray(x)[:, None]) for over, x in given.items() if x is not None}
+        arrays = (QUERY, args.query_positions), (KEY, args.kv_positions)
+        positions = {over: operands.vector(over, jnp.asarray(x)[:, None]) for over, x in arrays if x is not None}
         return cls(
             args=args,
             scale=operands.scalars(jnp.asarray(args.score_scale, jnp.float32).reshape(1, 1)),
@@ -112,7 +114,7 @@ class Scores:
             slot_masks=[_add_pairs(operands, jnp.asarray(x).astype(jnp.int32), T) for x in args.slot_masks],
             positions=positions,
             all_seen=all_seen,
-            **own,
+            **fields,
         )
 
 
@@ -186,7 +188,7 @@ class Tile:
         s = self.product() * self.scalar(self.source.scale)
         return s if self.source.bias is None else s + self._read_pairs(self.source.bias)
 
-    def _on_scores(self) -> Callable:
+    def _on_scores(self) -> Callable[[Array], Array]:
         """The score function, of ``scale * q·k + bias``. What it reads is read here: references have no derivative."""
         assert self.source.score_mod is not None
         evaluate, visible = self._evaluated(self.source.score_mod), self.visible
@@ -198,16 +200,16 @@ class Tile:
 
         return modified
 
-    def _evaluated(self, mod: _Mod) -> Callable:
+    def _evaluated(self, mod: _Mod) -> Callable[[Array], Array]:
         (q_idx, kv_idx), arrays = self._read(mod)
         return lambda score: mod.tile_function.on_tile(score, q_idx, kv_idx, arrays)
 
     def _read(self, mod: _Mod) -> tuple[list[Any], list[Any]]:
         """The positions, and the arrays that ``mod`` reads, of this tile."""
         if id(mod) not in self._inputs:
-            given = self.source.positions
+            indices = self.source.positions
             positions = [
-                self.vector(over, given[over]) if over in given else slots
+                self.vector(over, indices[over]) if over in indices else slots
                 for over, slots in zip((QUERY, KEY), self.slots(), strict=True)
             ]
             arrays = [
@@ -218,8 +220,8 @@ class Tile:
         return self._inputs[id(mod)]
 
     def _read_pairs(self, added: tuple[str, Any]) -> Array:
-        over, own = added
-        return self.pairs(own) if over == PAIR else self.vector(over, own)
+        over, operand = added
+        return self.pairs(operand) if over == PAIR else self.vector(over, operand)
 
     def _and(self, x: Array | None, y: Array) -> Array:
         y = jnp.asarray(spread(y, self.shape))
@@ -230,12 +232,14 @@ def _typed(array: Array, dtype: jnp.dtype) -> Array:
     return array != 0 if dtype == bool else array.astype(dtype)
 
 
-def _add_mod(args: AttentionArgs, operands: Operands, mod: Callable, score_dtype: DTypeLike | None) -> _Mod:
+def _add_mod(
+    args: AttentionArgs, operands: Operands, mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | None
+) -> _Mod:
     (B, T, N, _), S = args.query.shape, args.key.shape[1]
     batch, heads = args.first_batch + jnp.arange(B), args.first_head + jnp.arange(N)
     positions = [
-        arange(length, np.int32)[None] if own is None else own
-        for own, length in ((args.query_positions, T), (args.kv_positions, S))
+        arange(length, np.int32)[None] if indices is None else indices
+        for indices, length in ((args.query_positions, T), (args.kv_positions, S))
     ]
     tile_function = make_tile_function(mod, score_dtype)
     arrays, added = tile_function.arrays(batch, heads, *positions), []

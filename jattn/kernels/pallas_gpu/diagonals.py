@@ -21,7 +21,7 @@ from jaxtyping import Bool
 from jattn._blocks.plan import block_table
 from jattn._blocks.reduction import Reduction
 from jattn._mods.arrays import namespace
-from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, SHARED, STAGES, TRANSFORMS, Step
+from jattn.kernels.pallas_gpu.pipeline import MEMORY_REGISTERS, SHARED, STAGES, TRANSFORMS, Carry, Step
 from jattn.kernels.pallas_gpu.row_sums import Values
 from jattn.kernels.pallas_gpu.schedule import ROWS, row_lists
 from jattn.kernels.pallas_gpu.tile import GPUPlan, Tile
@@ -126,14 +126,14 @@ class _Diagonals:
             step = Step(plan, self.values.scores, ins, (b, n), starts, partial, released, lambda: None, None)
             (product,) = step.products((k, q))
             step.release(0, 1)
-            found = step.either(self._of_tile, product)
-            return [old + _by_diagonal(skewed, x) for old, x in zip(carry, found, strict=True)]
+            values = step.either(self._of_tile, product)
+            return [old + _by_diagonal(skewed, x) for old, x in zip(carry, values, strict=True)]
 
-        def compute(pipeline: Callable) -> None:
+        def compute(pipeline: Callable[[Carry], Carry]) -> None:
             for first in (0, 2 * ROWS):
                 plgpu.store(skewed.at[:, pl.ds(first, ROWS)], jnp.zeros(SIZE, jnp.float32), optimized=False)
-            found = pipeline([_line(jnp.zeros(WIDE, jnp.float32)) for _ in self.names])
-            for line, out, x in zip(lines, outs, found, strict=True):
+            totals = pipeline([_line(jnp.zeros(WIDE, jnp.float32)) for _ in self.names])
+            for line, out, x in zip(lines, outs, totals, strict=True):
                 line[...] = x
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(line, out.at[b, n, diagonal])
@@ -157,8 +157,8 @@ class _Diagonals:
         )(k_ref, q_ref)
 
     def _of_tile(self, tile: Tile) -> list[jax.Array]:
-        found = self.values.of_tile(tile)[0]
-        return [found[name] for name in self.names]
+        values = self.values.of_tile(tile)[0]
+        return [values[name] for name in self.names]
 
 
 def _line(x: jax.Array) -> jax.Array:

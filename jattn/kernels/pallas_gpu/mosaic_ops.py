@@ -30,12 +30,12 @@ def _bind(equation: JaxprEqn, inputs: Sequence[ArrayLike]) -> list[jax.Array]:
         return bind_equation(equation, inputs)
     result_type: Any = equation.outvars[0].aval
     arrays: list[Any] = [spread(x, result_type.shape) for x in inputs]
-    own = FUNCTIONS.get(name)
+    function = FUNCTIONS.get(name)
     if name == "convert_element_type" and equation.params["new_dtype"] == bool:
-        own = lambda x: x != 0
+        function = lambda x: x != 0
     elif name == "integer_pow" and equation.params["y"] < 0:
-        own = lambda x: 1.0 / jax.lax.integer_pow(x, -equation.params["y"])
-    return bind_equation(equation, arrays) if own is None else [own(*arrays)]
+        function = lambda x: 1.0 / jax.lax.integer_pow(x, -equation.params["y"])
+    return bind_equation(equation, arrays) if function is None else [function(*arrays)]
 
 
 def _floor(x: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def _pow(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(y == 0.0, 1.0, jnp.where(x < 0.0, of_negative, size))
 
 
-FUNCTIONS: Mapping[str, Callable] = {
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add_any": lambda x, y: x + y,  # of derivatives
     "ceil": lambda x: -_floor(-x),
     "copy": lambda x: x,

@@ -29,6 +29,7 @@ STAGES = 4  # at most this many blocks of columns in shared memory
 PART = 32  # columns
 # Of the 16-bit blocks that wgmma reads.
 TRANSFORMS = plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(2 * WIDTH)  # pyright: ignore
+Carry = Any  # what a loop over blocks keeps in registers: a tree of arrays
 MEMORY_REGISTERS = 24  # of the warpgroup that reads; the others share the rest
 
 
@@ -41,9 +42,9 @@ class Steps:
     reads, in shared memory. ``finish(place, carry) -> (results, vectors)``.
     """
 
-    start: Callable
-    add: Callable
-    finish: Callable
+    start: Callable[[Place], Carry]
+    add: Callable[["Step", Sequence[Ref], Sequence[Ref], Carry], Carry]
+    finish: Callable[[Place, Carry], tuple[Sequence[jax.Array], Sequence[jax.Array]]]
     pingpong: bool = False  # the warpgroups multiply in turn, each while the other computes exponentials
 
 
@@ -75,12 +76,12 @@ class Step(Place):
         def of(masked: bool, product: jax.Array) -> Result:
             if not masked and self.scores.score_mod is None:
                 return fn(self.tile(masked, product))
-            (row, column), found = self.starts, []
+            (row, column), pieces = self.starts, []
             for first in range(0, product.shape[1], PART):
                 here = dataclasses.replace(self, starts=(row, column + first))
                 part = jax.lax.slice(product, (0, first), (product.shape[0], first + PART))
-                found.append(fn(here.tile(masked, part)))
-            return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *found)
+                pieces.append(fn(here.tile(masked, part)))
+            return jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *pieces)
 
         return self._either(of, product)
 
@@ -208,8 +209,8 @@ class MosaicKernel:
         )
         with jax.enable_x64(False):  # Pallas' pipeline counts in int32
             lists = jnp.asarray(entries), jnp.asarray(counts)
-            found = program(*self.rows, *self.columns, *plan.operands.arrays, *lists)
-        return list(found[: len(self.results)]), list(found[len(self.results) :])
+            outputs = program(*self.rows, *self.columns, *plan.operands.arrays, *lists)
+        return list(outputs[: len(self.results)]), list(outputs[len(self.results) :])
 
     def _shared(self, shape: tuple[int, ...]) -> Ref:
         return plgpu.SMEM(shape, self.rows[0].dtype, transforms=TRANSFORMS)
@@ -232,8 +233,8 @@ class MosaicKernel:
         grid = (count_ref[sequence, i],)
         if self.by_group:
             grid = (jnp.int32(self.group), *grid)
-        first, own = (at * self.plan.rows + w * ROWS for at in (jax.lax.div(i, jnp.int32(self.plan.num_splits)), i))
-        at = _At(self, kept, ins, (b, n), w, first, own, lambda t: entry_ref[sequence, i, t])
+        first, result = (at * self.plan.rows + w * ROWS for at in (jax.lax.div(i, jnp.int32(self.plan.num_splits)), i))
+        at = _At(self, kept, ins, (b, n), w, first, result, lambda t: entry_ref[sequence, i, t])
         plgpu.emit_pipeline_warp_specialized(
             at.add,
             grid=grid,
@@ -270,7 +271,7 @@ class _At:
     head: tuple[jax.Array, jax.Array]
     warpgroup: jax.Array
     first: jax.Array  # its first row
-    own: jax.Array  # and that row's place in the results
+    result_row: jax.Array  # and that row's place in the results
     entry: Callable[[jax.Array], jax.Array]  # of the list
 
     def index(self, *ids: jax.Array) -> tuple:
@@ -293,10 +294,10 @@ class _At:
         step = Step(plan, self.kernel.scores, self.ins, head, starts, partial, released, self._turn, factor)
         return self.kernel.steps.add(step, self._rows(), blocks, carry)
 
-    def compute(self, pipeline: Callable, rows: Sequence[Ref], outs: Sequence[Ref]) -> None:
+    def compute(self, pipeline: Callable[[Carry], Carry], rows: Sequence[Ref], outs: Sequence[Ref]) -> None:
         """What a warpgroup does round the pipeline."""
         (b, n), w, kept = self.head, self.warpgroup, self.kept
-        own, row_head = pl.ds(self.own, ROWS), n
+        rows_out, row_head = pl.ds(self.result_row, ROWS), n
         if self.kernel.each_head:
             row_head = jax.lax.div(n, jnp.int32(self.kernel.group))
         for ref, smem in zip(rows, self._rows(), strict=True):
@@ -311,15 +312,15 @@ class _At:
         carry = pipeline(carry)
         if self.kernel.steps.pingpong:
             pl.when(w == 0)(self._turn)
-        found, lines = self.kernel.steps.finish(place, carry)
-        places = [kept["blocks"][self.kernel.places[at]] for at in range(len(found))]
-        for smem, x in zip((*places, *kept["lines"]), (*found, *lines), strict=True):
+        results, lines = self.kernel.steps.finish(place, carry)
+        places = [kept["blocks"][self.kernel.places[at]] for at in range(len(results))]
+        for smem, x in zip((*places, *kept["lines"]), (*results, *lines), strict=True):
             smem.at[w][...] = x.astype(smem.dtype)
         plgpu.commit_smem()
         for smem, out in zip(places, outs, strict=False):
-            plgpu.copy_smem_to_gmem(smem.at[w], out.at[b, own, n])
+            plgpu.copy_smem_to_gmem(smem.at[w], out.at[b, rows_out, n])
         for smem, out in zip(kept["lines"], outs[len(places) :], strict=True):
-            plgpu.copy_smem_to_gmem(smem.at[w], out.at[b, n, own])
+            plgpu.copy_smem_to_gmem(smem.at[w], out.at[b, n, rows_out])
         plgpu.wait_smem_to_gmem(0)
 
     def _rows(self) -> list[Ref]:

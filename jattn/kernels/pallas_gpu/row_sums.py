@@ -37,8 +37,8 @@ class Values:
         """The values of its pairs by name, and 1.0 where visible, else 0.0."""
         s = tile.scores()
         logs = jnp.where(s == -jnp.inf, s, s - tile.vector(QUERY, self.lse))  # 0, also where the lse is NaN
-        found = self.reduction.values(logs, *(self._read(tile, over) for over in (QUERY, KEY)))
-        return found, lambda: jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
+        values = self.reduction.values(logs, *(self._read(tile, over) for over in (QUERY, KEY)))
+        return values, lambda: jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
 
     def _read(self, tile: Tile, over: str) -> dict[str, jax.Array]:
         vectors = ((name, tile.vector(over, number), is_bool) for name, (number, is_bool) in self.data[over].items())
@@ -53,13 +53,13 @@ def reduce_rows(
     (T, S), names = (plan.args.query.shape[1], plan.args.key.shape[1]), reduction.named("row_sum", "row_max")
     results: dict[str, jax.Array] = {}
     if names or reduction.count_visible:
-        found = _sums(plan, q, k, reduction, names, reduction.count_visible)
-        results |= {name: x[..., :T] for name, x in zip([*names, "visible"], found, strict=False)}
+        sums = _sums(plan, q, k, reduction, names, reduction.count_visible)
+        results |= {name: x[..., :T] for name, x in zip([*names, "visible"], sums, strict=False)}
         if reduction.count_visible:
             results["visible"] = results["visible"].astype(jnp.int32)
     if by_key := reduction.named("column_sum"):
-        found = _sums(make_plan(by_key=True), k, q, reduction, by_key, False)
-        results |= {name: x[..., :S] for name, x in zip(by_key, found, strict=True)}
+        sums = _sums(make_plan(by_key=True), k, q, reduction, by_key, False)
+        results |= {name: x[..., :S] for name, x in zip(by_key, sums, strict=True)}
     return results
 
 
@@ -74,16 +74,16 @@ def _sums(
 
     def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: list[jax.Array]) -> list[jax.Array]:
         def of_tile(tile: Tile) -> list[jax.Array]:
-            found, seen = values.of_tile(tile)
-            results = [(jnp.max if name in largest else jnp.sum)(found[name], axis=1) for name in names]
+            by_name, seen = values.of_tile(tile)
+            results = [(jnp.max if name in largest else jnp.sum)(by_name[name], axis=1) for name in names]
             if count:
                 results.append(jnp.sum(seen(), axis=1))
             return results
 
-        found = step.either(of_tile, *step.products((rows[0], columns[0])))
+        tile_sums = step.either(of_tile, *step.products((rows[0], columns[0])))
         step.release(0)
         kept = [jnp.maximum if name in largest else jnp.add for name in names] + [jnp.add] * count
-        return [combine(old, new) for combine, old, new in zip(kept, carry, found, strict=True)]
+        return [combine(old, new) for combine, old, new in zip(kept, carry, tile_sums, strict=True)]
 
     def finish(_: Place, carry: list[jax.Array]) -> tuple:
         return [], carry

@@ -22,14 +22,15 @@ def row_lists(any_visible: Table, all_visible: Table, by_key: bool, num_splits: 
     if by_key:
         any_visible, all_visible = any_visible.swapaxes(1, 2), all_visible.swapaxes(1, 2)
     rank = xp.where(all_visible, 0, xp.where(any_visible, 1, 2))
-    found, columns = (rank < 2).sum(2), rank.shape[2]
-    most = max(int(found.max()), num_splits) if xp is np else columns
+    num_blocks, columns = (rank < 2).sum(2), rank.shape[2]
+    most = max(int(num_blocks.max()), num_splits) if xp is np else columns
     order = xp.argsort(rank, axis=2, stable=True)[..., :most]
     entries = 2 * order + (xp.take_along_axis(rank, order, 2) > 0).astype(order.dtype)
     if num_splits > 1:
         entries = pad_end(entries, (*entries.shape[:2], cdiv(most, num_splits) * num_splits))
         entries = entries.reshape(*entries.shape[:2], -1, num_splits).swapaxes(2, 3)
         entries = entries.reshape(entries.shape[0], -1, entries.shape[3])
-        found = ((found[..., None] + np.arange(num_splits)[None, None, ::-1]) // num_splits).reshape(entries.shape[:2])
-    counts = xp.maximum(found, 1)
+        dealt = num_blocks[..., None] + np.arange(num_splits)[None, None, ::-1]
+        num_blocks = (dealt // num_splits).reshape(entries.shape[:2])
+    counts = xp.maximum(num_blocks, 1)
     return entries.astype(np.int32), counts.astype(np.int32)

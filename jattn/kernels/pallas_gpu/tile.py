@@ -48,7 +48,7 @@ class Tile(pallas_tiles.Tile):
 
     def __init__(self, at: "Place", masked: bool, product: jax.Array | None):
         super().__init__(at.scores, masked)
-        self.at, self.given = at, product
+        self.at, self.raw = at, product
         # Queries past the end need no mask where they are rows: their zeros give them results, which are not written.
         self.block = at.plan.size if at.plan.by_key else (1, at.plan.size[1])
         self.shape = ROWS, at.plan.inner if product is None else product.shape[1]
@@ -58,8 +58,8 @@ class Tile(pallas_tiles.Tile):
 
     def product(self) -> jax.Array:
         """``q·k``, which the kernel has computed."""
-        assert self.given is not None
-        return self.given
+        assert self.raw is not None
+        return self.raw
 
     def scores(self) -> jax.Array:
         """The scores, -inf where masked. Uses ``visible`` once, and last: it takes a register for each pair."""
@@ -77,7 +77,7 @@ class Tile(pallas_tiles.Tile):
         s, slope = mosaic_ops.run(lambda s: jax.jvp(modified, (s,), (jnp.ones_like(s),)), self._biased())
         return (s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)) * LOG2E, slope
 
-    def _modified(self) -> Callable:
+    def _modified(self) -> Callable[[jax.Array], jax.Array]:
         """The score function, of ``scale * q·k + bias``, also of pairs that are masked."""
         assert self.source.score_mod is not None
         evaluate = self._evaluated(self.source.score_mod)

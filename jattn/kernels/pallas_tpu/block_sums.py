@@ -35,11 +35,11 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     at_once = 0 if len(reduction.kinds) <= FEW else 1
     program = Steps(steps.start, steps.add, steps.finish, steps.before, steps.after, at_once)
     sums, *whole = call(plan, steps.scores, "fold", types, list(steps.scratch.values()), program)
-    found = dict(zip(steps.whole, whole, strict=True))
+    by_name = dict(zip(steps.whole, whole, strict=True))
     results = {name: sums[:, :, n, :T] for n, name in enumerate(steps.by_query)}
-    results |= {name: found["of_keys"][:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
+    results |= {name: by_name["of_keys"][:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
     for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, from -S on
-        line, end = found["of_offsets"][:, :, n].reshape(B, N, -1), plan.padded[1] + T
+        line, end = by_name["of_offsets"][:, :, n].reshape(B, N, -1), plan.padded[1] + T
         results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
     if reduction.count_visible:
         results["visible"] = sums[:, :, steps.height - 1, :T].astype(jnp.int32)
@@ -89,7 +89,7 @@ class _ReductionSteps:
         """
         (R, C), (all_rows, all_columns) = self.tiles, self.all_tiles
         keys, offsets = len(self.keys), len(self.offsets)
-        found: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
+        scratch: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
             "sums": ((self.height, self.plan.size[0]), jnp.float32),
             "data": ((len(self.columns), C, TILE, TILE), jnp.int32),
             "by_key": ((keys, C, TILE, TILE), jnp.float32),
@@ -97,85 +97,84 @@ class _ReductionSteps:
             "by_offset": ((offsets, R + C - 1, TILE, TILE), jnp.float32),
             "of_offsets": ((offsets, all_rows + all_columns, TILE), jnp.float32),
         }
-        return {name: (shape, dtype) for name, (shape, dtype) in found.items() if shape[0]}
+        return {name: (shape, dtype) for name, (shape, dtype) in scratch.items() if shape[0]}
 
     def _named(self, kept: Sequence[Ref]) -> dict[str, Ref]:
         return dict(zip(self.scratch, kept, strict=True))
 
     def start(self, block: tuple, *kept: Ref) -> None:
         """Clears the sums of a block of queries, and before the first one those of the head."""
-        own = self._named(kept)
-        _clear(own["sums"])
+        refs = self._named(kept)
+        _clear(refs["sums"])
         for name in self.largest:
-            own["sums"][pl.ds(self.by_query.index(name), 1)] = jnp.full((1, self.plan.size[0]), -jnp.inf, jnp.float32)
+            refs["sums"][pl.ds(self.by_query.index(name), 1)] = jnp.full((1, self.plan.size[0]), -jnp.inf, jnp.float32)
 
         @pl.when(block[0] == 0)
         def _() -> None:
             for name in self.whole:
-                _clear(own[name])
+                _clear(refs[name])
 
     def before(self, ins: Sequence[Ref], *kept: Ref) -> None:
         """Clears what belongs to one block, and reads its columns' data."""
-        own = self._named(kept)
-        for name in own.keys() & {"by_key", "by_offset"}:
-            _clear(own[name])
+        refs = self._named(kept)
+        for name in refs.keys() & {"by_key", "by_offset"}:
+            _clear(refs[name])
         for n, (number, _) in enumerate(self.columns.values()):  # once a block, because it is a transpose
             for column in range(self.tiles[1]):
                 row = ins[number][0, 0, :, column * TILE : (column + 1) * TILE]
-                own["data"][n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
+                refs["data"][n, column] = jnp.broadcast_to(row, (TILE, TILE)).T
 
     def add(self, tiles: Iterable[Tile], ins: Sequence[Ref], *kept: Ref) -> None:
         """Adds the values of tiles of the same queries."""
-        own, totals, args, tiles = self._named(kept), {}, self.plan.args, list(tiles)
+        refs, totals, args, tiles = self._named(kept), {}, self.plan.args, list(tiles)
         queries = tiles[0].queries
         changed = args.bias is not None or args.score_mod is not None  # they may hide pairs, too
+        bools = {name: is_bool for name, (_, is_bool) in self.columns.items()}
         for tile in tiles:
             at = tile.keys.start // TILE
             row = {name: _typed(ins[n][0, 0, :, queries], is_bool) for name, (n, is_bool) in self.rows.items()}
-            column = {
-                name: _typed(own["data"][n, at], is_bool) for n, (name, (_, is_bool)) in enumerate(self.columns.items())
-            }
+            column = {name: _typed(refs["data"][n, at], bools[name]) for n, name in enumerate(bools)}
             scored = tile.scores()
             logs = scored - ins[self.lse][0, 0, :, queries]
             if changed or tile.masked:
                 logs = jnp.where(scored == -jnp.inf, scored, logs)  # 0, also where the lse is NaN
-            found = self.reduction.values(logs, row, column)
+            values = self.reduction.values(logs, row, column)
             for name in self.by_query:
-                totals[name] = _joined(name in self.largest, totals.get(name), found[name])
+                totals[name] = _joined(name in self.largest, totals.get(name), values[name])
             if self.reduction.count_visible and tile.visible is not None:
                 totals["visible"] = _joined(False, totals.get("visible"), tile.visible.astype(jnp.float32))
             for n, name in enumerate(self.keys):
-                own["by_key"][n, at] += found[name]
+                refs["by_key"][n, at] += values[name]
             diagonal = jax.lax.div(queries.start, jnp.int32(TILE)) - at + self.tiles[1] - 1
             for n, name in enumerate(self.offsets):
-                own["by_offset"][n, diagonal] += found[name]
+                refs["by_offset"][n, diagonal] += values[name]
         for n, name in enumerate([*self.by_query, *(["visible"] if self.reduction.count_visible else [])]):
             here = pl.ds(n, 1), queries
             if name in self.largest:
-                own["sums"][here] = jnp.maximum(own["sums"][here], jnp.max(totals[name], axis=0, keepdims=True))
+                refs["sums"][here] = jnp.maximum(refs["sums"][here], jnp.max(totals[name], axis=0, keepdims=True))
             elif name in totals:
-                own["sums"][here] += jnp.sum(totals[name], axis=0, keepdims=True)
+                refs["sums"][here] += jnp.sum(totals[name], axis=0, keepdims=True)
             else:  # all keys are visible
-                own["sums"][here] += jnp.float32(self.plan.size[1])
+                refs["sums"][here] += jnp.float32(self.plan.size[1])
 
     def after(self, block: tuple, guarded: bool, ins: Sequence[Ref], *kept: Ref) -> None:
         """Reduces the block's values by key and by offset."""
-        own, (i, j), (R, C) = self._named(kept), block, self.tiles
+        refs, (i, j), (R, C) = self._named(kept), block, self.tiles
         for n in range(len(self.keys)):
             for column in range(C):
-                sums = jnp.sum(own["by_key"][n, column].T, axis=0, keepdims=True)
-                own["of_keys"][n, pl.ds(j * C + column, 1)] += sums
+                sums = jnp.sum(refs["by_key"][n, column].T, axis=0, keepdims=True)
+                refs["of_keys"][n, pl.ds(j * C + column, 1)] += sums
         for n in range(len(self.offsets)):
             for diagonal in range(R + C - 1):
-                sums = _diagonal_sums(own["by_offset"][n, diagonal])
+                sums = _diagonal_sums(refs["by_offset"][n, diagonal])
                 first = i * R + diagonal + self.all_tiles[1] - (j + 1) * C
-                own["of_offsets"][n, pl.ds(first, 1)] += sums[:, :TILE]
-                own["of_offsets"][n, pl.ds(first + 1, 1)] += sums[:, TILE:]
+                refs["of_offsets"][n, pl.ds(first, 1)] += sums[:, :TILE]
+                refs["of_offsets"][n, pl.ds(first + 1, 1)] += sums[:, TILE:]
 
     def finish(self, ins: Sequence[Ref], *kept: Ref) -> Sequence[jax.Array]:
         """The sums of a block of queries, and the head's so far."""
-        own = self._named(kept)
-        return [own[name][...] for name in ("sums", *self.whole)]
+        refs = self._named(kept)
+        return [refs[name][...] for name in ("sums", *self.whole)]
 
 
 def _data_read(reduction: Reduction) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:

@@ -64,8 +64,8 @@ def forward(args: AttentionArgs, settings: PallasTPU) -> Results:
 
     results = [plan.result("queries", D, args.value.dtype), *[plan.result("queries", 1, jnp.float32)] * 2]
     scratch = [((size, rows), jnp.float32) for size in (D, 1, 1)]
-    found = call(plan, scores, "forward", results, scratch, Steps(start, add, finish))
-    out, row_max, row_sum = (plan.restored(*both) for both in zip(results, found, strict=True))
+    outputs = call(plan, scores, "forward", results, scratch, Steps(start, add, finish))
+    out, row_max, row_sum = (plan.restored(*both) for both in zip(results, outputs, strict=True))
     out, row_max, row_sum = out[..., : args.value.shape[3]], row_max[..., 0], row_sum[..., 0]
     if args.query.dtype == jnp.float32:
         return out, row_max, row_sum
@@ -88,7 +88,7 @@ def backward(
 
 def _score_tangents(
     plan: TPUPlan, scores: Scores, row_max: jax.Array, cotangents: Sequence[jax.Array]
-) -> tuple[Callable, int]:
+) -> tuple[Callable[[Tile, Sequence[Ref]], tuple[jax.Array, jax.Array, jax.Array]], int]:
     """``(tile, ins) -> (p, d_acc, d_score)`` of a tile, the last before scale and bias; and the number of ``d_acc``."""
     d_acc, d_row_sum = cotangents
     if d_acc.shape[3] == 0:  # as Plan.value
@@ -97,10 +97,10 @@ def _score_tangents(
     maximum, d_sum = (plan.add_queries(x[..., None], jnp.float32) for x in (row_max, d_row_sum))
 
     def of_tile(tile: Tile, ins: Sequence[Ref]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        own_d_acc = ins[d_out][0, 0, :, tile.queries]
+        tile_d_acc = ins[d_out][0, 0, :, tile.queries]
         p = jnp.exp(tile.scores() - ins[maximum][0, 0, :, tile.queries])
-        d_score = scores.product(tile.of_keys(ins[value]), own_d_acc, 1, 0) + ins[d_sum][0, 0, :, tile.queries]
-        return p, own_d_acc, tile.through_score_mod(p * d_score)
+        d_score = scores.product(tile.of_keys(ins[value]), tile_d_acc, 1, 0) + ins[d_sum][0, 0, :, tile.queries]
+        return p, tile_d_acc, tile.through_score_mod(p * d_score)
 
     return of_tile, d_out
 
@@ -161,6 +161,6 @@ def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax
     dtype = plan.args.key.dtype
     results = [plan.result("keys", size, dtype) for size in (H, D)]
     kept, of_block = [((plan.size[1], size), jnp.float32) for size in (H, D)], [(plan.size[::-1], dtype)] * 2
-    found = call(plan, scores, "d_key_and_value", results, kept, Steps(start, add, finish, after=after), of_block)
-    d_key, d_value = (plan.restored(*both) for both in zip(results, found, strict=True))
+    outputs = call(plan, scores, "d_key_and_value", results, kept, Steps(start, add, finish, after=after), of_block)
+    d_key, d_value = (plan.restored(*both) for both in zip(results, outputs, strict=True))
     return [d_key, d_value[..., : plan.args.value.shape[3]]]

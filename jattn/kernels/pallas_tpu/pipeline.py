@@ -98,16 +98,16 @@ def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] |
     ``jattn._blocks.block_lists.choose_blocks``, or if a query is ``WIDE``, as in float32 with more than 128 features.
     """
     T, S = args.query.shape[1], args.key.shape[1]
-    tables, found = functools.partial(block_table, args), None
+    tables, blocks = functools.partial(block_table, args), None
     if sizes is None:
         dim = args.query.shape[3] if args.value is None else max(args.query.shape[3], args.value.shape[3])
         wide = dim * args.query.dtype.itemsize > WIDE
-        sizes, found = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
-    found = tables(sizes) if found is None else found
-    rows, columns = (count * size for count, size in zip(found[0].shape[1:], sizes, strict=True))
+        sizes, blocks = choose_size(tables, block_sizes(T, S, SMALL if wide else LARGE), block_sizes(T, S, SMALL))
+    blocks = tables(sizes) if blocks is None else blocks
+    rows, columns = (count * size for count, size in zip(blocks[0].shape[1:], sizes, strict=True))
     at_a_time = TILE if sizes[0] % at_a_time else at_a_time
     operands = Operands(sizes, (rows, columns), args.query.shape[2] // args.key.shape[2], at_a_time)
-    return TPUPlan(args, settings, sizes, found, operands)
+    return TPUPlan(args, settings, sizes, blocks, operands)
 
 
 def _nothing(*_: object) -> None:
@@ -124,11 +124,11 @@ class Steps:
       *scratch)``; and ``after(block, guarded, ins, *scratch)``, where ``guarded`` is that of its tiles.
     """
 
-    start: Callable
-    add: Callable
-    finish: Callable
-    before: Callable = _nothing
-    after: Callable = _nothing
+    start: Callable[..., None]
+    add: Callable[..., None]
+    finish: Callable[..., Sequence[jax.Array]]
+    before: Callable[..., None] = _nothing
+    after: Callable[..., None] = _nothing
     at_once: int = 0  # the times that ``add`` is repeated in the body of a loop; 0: ``Scores.at_once``
 
 
@@ -145,7 +145,7 @@ class Grid:
     shared: bool  # whether all sequences have one table
 
     @property
-    def own(self) -> str:
+    def result_kind(self) -> str:
         """What is copied once for a result: the kind of arrays in place that belong to it."""
         return "keys in place" if self.by_key else "queries in place"
 
@@ -159,7 +159,7 @@ class Grid:
         """The scratch for ``copied``."""
         return [
             pltpu.VMEM(
-                (self.turns if kind == self.own else 1, *self.operands.copy_shape(number)),
+                (self.turns if kind == self.result_kind else 1, *self.operands.copy_shape(number)),
                 self.operands.arrays[number][1].dtype,
             )
             for number, kind in self.copied.items()
@@ -250,19 +250,19 @@ def _program(
         first, last = first & (member == 0), last & (member == grid.members - 1)
     ins, kept = list(of_arrays), [*(x.at[turn] for x in kept), *of_block]
     for buffer, (number, kind) in zip(buffers, copied.items(), strict=True):
-        ins[number] = buffer.at[turn if kind == grid.own else zero]
+        ins[number] = buffer.at[turn if kind == grid.result_kind else zero]
 
-    def copy(own: bool) -> None:
+    def copy(of_result: bool) -> None:
         for number, kind in copied.items():
-            if (kind == grid.own) == own:
+            if (kind == grid.result_kind) == of_result:
                 operands.copy(number, of_arrays[number], ins[number], n, i, j)
 
     @pl.when(first)
     def _() -> None:
-        copy(own=True)
+        copy(of_result=True)
         steps.start((i, j), *kept)
 
-    pl.when(partial | full)(lambda: copy(own=False))
+    pl.when(partial | full)(lambda: copy(of_result=False))
     for masked, listed in ((False, full), (True, partial)):
         if counts[masked]:
             often = bool(2 * counts[masked] >= sum(counts))

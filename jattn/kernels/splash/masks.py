@@ -108,10 +108,10 @@ class HeadMask:
     @property
     def computed(self) -> np.ndarray:
         """Which blocks hold a visible pair. Splash evaluates every pair of partial ones, so it skips all others."""
-        found = self.any_visible.copy()
-        for row, column in np.argwhere(found).tolist():
-            found[row, column] = self.block(row, column).any()
-        return found
+        visible = self.any_visible.copy()
+        for row, column in np.argwhere(visible).tolist():
+            visible[row, column] = self.block(row, column).any()
+        return visible
 
     @property
     def holds_function(self) -> bool:
