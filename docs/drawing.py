@@ -34,7 +34,7 @@ LAYERS = [
     "calls, caches, devices, heads",
     "modules, models, pictures",
 ]
-CHARACTER, BOX, GAP, WIDTH = 7.4, 26, 6, 560
+CHARACTER, BOX, GAP, ARROW, WIDTH = 7.4, 26, 6, 10, 560
 
 
 def block(document: str, language: str) -> list[str]:
@@ -71,9 +71,9 @@ def draw(document: str) -> str:
             *inner,
         ]
         y += height + 34 + 8
-    bottom, left, y = y, WIDTH + 40, 34.0
+    calls, top, left = steps(document), 34.0, WIDTH + 40
+    bottom, y = max(y, top + len(calls) * (BOX + ARROW)), top
     shapes.append(_text(left, 16, "one call of dot_product_attention", "title"))
-    calls = steps(document)
     pitch = (bottom - y - 8 - BOX) / max(len(calls) - 1, 1)
     for index, (file, what) in enumerate(calls):
         if index:
