@@ -12,7 +12,7 @@ from scipy.special import erf
 
 from jattn import interop
 from tests import reference
-from tests.soak import loading
+from tests.soak import files
 
 RNG = np.random.default_rng(0)
 VOCABULARY, LENGTH, LAYERS, HEADS, WIDTH, INNER = 19, 11, 2, 3, 12, 20
@@ -375,15 +375,15 @@ def test_gpt2_beside_transformers(tmp_path):
 
 
 def test_damaged_files_end_in_one_error(tmp_path):
-    """A few draws of ``python -m tests.soak.loading``: headers of 2^60, overlaps, truncation, flipped bytes."""
-    found = [loading.load(tmp_path, seed=0, number=number) for number in range(60)]
-    assert [wrong for _, wrong in found if wrong] == []
-    assert {came for came, _ in found} <= {"loaded", "ValueError"}
+    """A few draws of ``python -m tests.soak --mode files``: headers of 2^60, overlaps, truncation, flipped bytes."""
+    results = [files.load_checkpoint(tmp_path, np.random.default_rng([0, number])) for number in range(60)]
+    assert [wrong for _, wrong in results if wrong] == []
+    assert {outcome for outcome, _ in results} <= {"loaded", "ValueError"}
 
 
 def test_one_tensor_in_two_files(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.safetensors").write_bytes(loading.packed(*loading.whole()))
-    (tmp_path / "config.json").write_text(json.dumps(loading.CONFIG))
+        (tmp_path / f"{name}.safetensors").write_bytes(files.packed(*files.whole()))
+    (tmp_path / "config.json").write_text(json.dumps(files.CONFIG))
     with pytest.raises(ValueError, match=r"b\.safetensors and .*a\.safetensors both hold h\.0\."):
         interop.load(tmp_path)

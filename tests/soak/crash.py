@@ -1,17 +1,16 @@
 """Kills, starves, locks out and damages runs. Each gives the results of an uninterrupted run or a one-line error.
 
-``python -m tests.soak.crash --rounds 20 --seed 0`` draws the trials from one seed, in rounds of five on one folder. Three
-times the command runs into a fault of ``FAULTS`` and may exit with a signal's status or a one-line error. It then runs
-again and must give the results of an undisturbed run. After that, one of its files is damaged, twice, and the command
-must give the same results or a one-line error that names a path. ``--only`` repeats one round.
+A case of ``crash`` is a round of five trials on one folder. Three times the command runs into a fault of ``FAULTS`` and may exit with
+a signal's status or a one-line error. It then runs again and must give the results of an undisturbed run. After that,
+one of its files is damaged, twice, and the command must give the same results or a one-line error that names a path.
+A case of ``disk`` is another command on a finished run that cannot write what it should.
 """
 
-import argparse
-import collections
+import atexit
 import contextlib
+import functools
 import json
 import os
-import platform
 import resource
 import shutil
 import signal
@@ -19,16 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from tests.experiments.processes import environment
+from tests.soak.trial import Difference, Trial
+from tests.soak.vocabulary import Random
 
 ROOT = Path(__file__).parents[2]
 LOOK, CHECKPOINT, STEPS = 2, 4, 40
@@ -41,6 +38,7 @@ evaluate: {{batch: 8}}
 claims: [{{name: right, statement: Right at all., metric: mean_accuracy, at_least: 0.0, needed: 2}}]
 """
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+Process = subprocess.Popen[str]
 SECONDS = 300.0  # a command that takes longer hangs
 
 
@@ -54,83 +52,83 @@ class Commands:
     def __init__(self, folder: Path):
         self.folder, self.whole = folder, folder / "whole"
         (folder / "tiny.yaml").write_text(CONFIG)
-        self.finish(self.start(self.whole))  # compiles
+        self.ending(self.run(self.whole))  # compiles
         began = time.monotonic()
-        self.finish(self.start(folder / "again"))
+        self.ending(self.run(folder / "again"))
         self.seconds = time.monotonic() - began
-        if found := difference(folder / "again", self.whole):
-            raise Failure(f"two runs that nobody touched differ: {found}")
+        if name := difference(folder / "again", self.whole):
+            raise Failure(f"two runs that nobody touched differ: {name}")
 
-    def start(self, out: Path, command: str = "run", before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """Starts a command on ``out``."""
-        variables = environment(self.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-        words = ["--run", str(out)]
-        if command == "run":
-            words = ["--config", str(self.folder / "tiny.yaml"), "--out", str(out)]
-        return subprocess.Popen(
-            [*before, sys.executable, "-m", "jattn_experiments", command, *words],
-            cwd=ROOT, env=variables, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            preexec_fn=_signals_as_in_a_terminal,
-        )  # fmt: skip
+    def start(self, *arguments: str, before: Sequence[str] = (), output: str = os.devnull, limit: int = 0) -> Process:
+        """Starts a command, after the words ``before``, with a limit to the size of files unless that is 0."""
 
-    def ended(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        def prepare() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and their children
+            if limit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+        # A limit would also cut the files of JAX's cache of compiled programs, which it says in warnings.
+        variables = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if limit else {}
+        variables |= environment(self.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+        with Path(output).open("wb") as stdout:
+            return subprocess.Popen(
+                [*before, sys.executable, "-m", "jattn_experiments", *arguments],
+                cwd=ROOT, env=variables, text=True, stdout=stdout, stderr=subprocess.PIPE, preexec_fn=prepare,
+            )  # fmt: skip
+
+    def words(self, out: Path) -> list[str]:
+        """The command that starts or continues the run in ``out``."""
+        return ["run", "--config", str(self.folder / "tiny.yaml"), "--out", str(out)]
+
+    def run(self, out: Path) -> Process:
+        return self.start(*self.words(out))
+
+    def ended(self, process: Process) -> tuple[int, str]:
         """The exit status of a process, and its stderr."""
         try:
-            said = process.communicate(timeout=SECONDS)[1]
+            message = process.communicate(timeout=SECONDS)[1]
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             raise Failure(f"no end after {SECONDS:.0f} s") from None
-        return process.returncode, said
+        return process.returncode, message
 
-    def finish(self, process: subprocess.Popen[str]) -> None:
-        """Waits for a process; it must succeed and print nothing to stderr."""
-        status, said = self.ended(process)
-        if status or said:
-            raise Failure(f"expected a silent run, got status {status}: {said}")
-
-    def refused(self, process: subprocess.Popen[str], *status: int) -> str:
-        """The one-line error of a process that must exit with one of ``status``."""
-        found, said = self.ended(process)
-        if found not in status or not said.startswith("error: ") or said.count("\n") != 1:
-            raise Failure(f"expected one line and status {' or '.join(map(str, status))}, got {found}: {said}")
-        return said
-
-    def goes_on(self, out: Path) -> None:
-        """Runs the command again and compares the results with the undisturbed run's."""
-        self.finish(self.start(out))
-        if found := difference(out, self.whole):
-            raise Failure(found)
+    def ending(self, process: Process, *statuses: int, holds: str = "", trial: str = "") -> str:
+        """The one-line error of a process, which ``holds`` a text; without one, nothing if it succeeds in silence."""
+        status, message = self.ended(process)
+        one_line = status in statuses and message.startswith("error: ") and message.count("\n") == 1
+        if (status or message or holds) and not (one_line and holds in message):
+            wanted = f"one line with {holds!r}, status {statuses}" if statuses else "a silent run"
+            raise Failure(f"{trial}expected {wanted}, got status {status}: {message}")
+        return message
 
 
-def _signals_as_in_a_terminal() -> None:
-    """A shell's background jobs ignore SIGINT, and child processes would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@functools.cache
+def commands() -> Commands:
+    """Prepared when the first case runs; its folder is deleted when the process ends."""
+    folder = tempfile.mkdtemp(prefix="jattn-soak-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Commands(Path(folder))
 
 
-def difference(out: Path, whole: Path) -> str:
+def difference(out: Path, whole: Path, added: Sequence[str] = ()) -> str:
     """The first file in which two runs differ in their results; "" if they are equal.
 
     Timings are not compared. The report and the figures, which are drawn from the other files, only have to exist.
+    Those ``added`` to may differ.
     """
-
-    def looks(folder: Path) -> list[Path]:
-        return sorted(file.relative_to(folder) for file in (folder / "looks").glob("*.npz"))
-
-    def plain(folder: Path) -> dict[str, Any]:
-        found = json.loads((folder / "findings.json").read_text())
-        return {name: value for name, value in found.items() if name not in ("environment", "sha256")}
-
-    for name in ("metrics.jsonl", "claims.json"):
-        if (out / name).read_bytes() != (whole / name).read_bytes():
-            return name
-    if looks(out) != looks(whole):
+    looks = [sorted(file.relative_to(x) for file in (x / "looks").glob("*.npz")) for x in (out, whole)]
+    if looks[0] != looks[1]:
         return "looks"
-    for file in (*looks(whole), Path("findings.npz")):
-        with np.load(out / file) as one, np.load(whole / file) as other:
-            if set(one) != set(other) or not all(np.array_equal(one[x], other[x], equal_nan=True) for x in other):
+    for name in ("metrics.jsonl", "claims.json"):
+        if name not in added and (out / name).read_bytes() != (whole / name).read_bytes():
+            return name
+    for file in (*looks[1], Path("findings.npz")):
+        with np.load(out / file) as x, np.load(whole / file) as y:
+            if set(x) != set(y) or not all(np.array_equal(x[name], y[name], equal_nan=True) for name in y):
                 return str(file)
-    if plain(out) != plain(whole):
+    findings = [json.loads((x / "findings.json").read_text()) | {"environment": 0, "sha256": 0} for x in (out, whole)]
+    if findings[0] != findings[1] and "findings.json" not in added:
         return "findings.json"
     return "" if (out / "report.html").stat().st_size > 10_000 else "report.html"
 
@@ -138,22 +136,20 @@ def difference(out: Path, whole: Path) -> str:
 # --- faults: each gets the folder of an unfinished run and returns a short description of the outcome ----------------
 
 
-def signal_at_random(commands: Commands, rng: np.random.Generator, out: Path) -> str:
+def signal_at_random(rng: Random, out: Path) -> str:
     """Sends SIGKILL, SIGTERM or SIGINT at a random time."""
-    number, seconds = SIGNALS[rng.integers(3)], rng.uniform(0, commands.seconds)
-    began, process = time.time_ns(), commands.start(out)
+    number, seconds = SIGNALS[rng.integers(3)], rng.uniform(0, commands().seconds)
+    began, process = time.time_ns(), commands().run(out)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    lock = out / "lock"
-    importing = not lock.exists() or lock.stat().st_mtime_ns < began
-    return _stopped(commands, process, number, importing)
+    return stopped(process, number, importing=not written(out / "lock", began))
 
 
-def signal_at_an_instant(commands: Commands, rng: np.random.Generator, out: Path) -> str:
+def signal_at_an_instant(rng: Random, out: Path) -> str:
     """Sends a signal as soon as a certain file is written: a look, a checkpoint, the findings or the report."""
-    number = SIGNALS[rng.integers(3)]
-    step = _checkpoint(out) + int(rng.integers(1, 4)) * CHECKPOINT
-    folder = out / "checkpoints"
+    number, folder = SIGNALS[rng.integers(3)], out / "checkpoints"
+    newest = max((int(file.name) for file in folder.glob("*") if file.name.isdecimal()), default=0)
+    step = newest + int(rng.integers(1, 4)) * CHECKPOINT
     events = [
         [out / "looks" / f"{step:08d}.tmp", out / "looks" / f"{step:08d}.npz"],  # the second if the first is missed
         [folder / f"{step}.tmp", folder / f"{step}"],
@@ -164,233 +160,203 @@ def signal_at_an_instant(commands: Commands, rng: np.random.Generator, out: Path
         names = ("findings.npz.tmp", "findings.npz", "findings.json", "report.html.tmp", "report.html")
         events = [[out / name] for name in names]
     files = events[rng.integers(len(events))]
-    began, process = time.time_ns(), commands.start(out)
-    while process.poll() is None and not any(_written(file, began) for file in files):
+    began, process = time.time_ns(), commands().run(out)
+    while process.poll() is None and not any(written(file, began) for file in files):
         time.sleep(0.0005)
-    return f"{_stopped(commands, process, number)}, at {'/'.join(files[0].relative_to(out).parts[:1])}"
+    return f"{stopped(process, number)}, at {files[0].relative_to(out).parts[0]}"
 
 
-def _checkpoint(out: Path) -> int:
-    """The step of the newest checkpoint, or 0."""
-    return max((int(file.name) for file in (out / "checkpoints").glob("*") if file.name.isdecimal()), default=0)
-
-
-def _written(file: Path, since: int) -> bool:
+def written(file: Path, since: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return file.stat().st_mtime_ns >= since
     return False
 
 
-def _stopped(
-    commands: Commands, process: subprocess.Popen[str], number: signal.Signals, importing: bool = False
-) -> str:
+def stopped(process: Process, number: signal.Signals, importing: bool = False) -> str:
     process.send_signal(number)
-    status, said = commands.ended(process)
+    status, message = commands().ended(process)
     if status == 0:
         return "ended before the signal came"
-    came = f"{number.name} {'before it began' if importing else 'while it worked'}"
-    if importing and status in (-number, 1, 128 + number):  # Python's own exit, while modules load
-        return came
-    if number == signal.SIGKILL and (status, said) == (-number, ""):
-        return came
-    if number == signal.SIGKILL or status != 128 + number or said.count("\n") != 1 or "; rerun" not in said:
-        raise Failure(f"{number.name}: expected its status and one line, got {status}: {said}")
-    return came
+    killed = number == signal.SIGKILL and (status, message) == (-number, "")
+    line = number != signal.SIGKILL and status == 128 + number and message.count("\n") == 1 and "; rerun" in message
+    # while modules load, the exit is Python's
+    if not (killed or line or importing and status in (-number, 1, 128 + number)):
+        raise Failure(f"{number.name}: expected its status and one line, got {status}: {message}")
+    return f"{number.name} {'before it began' if importing else 'while it worked'}"
 
 
-def full_disk(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """Limits the size of files or, where mounting is allowed, runs on a disk that is nearly full."""
-    limited = rng.random() < 0.5
-    if limited:
-        process, size = commands.start(out), int(np.exp(rng.uniform(np.log(100), np.log(300_000))))
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        return _refused_or_done(commands, process, "files limited")
-    taken = sum(file.stat().st_size + 8192 for file in out.rglob("*")) // 1024 + 64
-    with small_disk(out, taken + int(rng.integers(8, 600))) as mounted:
-        if not mounted:
+STARVING = ("full output", "limited files", "small disk", "read-only")
+
+
+def starved(rng: Random, arguments: list[str], written: Path, fault: str) -> str:
+    """A command that can write too little in the folder ``written``: it does its work, or ends in one line."""
+    size, options = int(np.exp(rng.uniform(np.log(1), np.log(300_000)))), {}
+    with contextlib.ExitStack() as stack:
+        if fault == "full output":
+            options["output"] = "/dev/full"
+        elif fault == "limited files":
+            options["limit"] = size
+        elif fault == "small disk" and not stack.enter_context(small_disk(written, size // 1024)):
             return "no disk can be mounted here"
-        return _refused_or_done(commands, commands.start(out), "a small disk")
+        elif fault == "read-only":
+            root = os.geteuid() == 0
+            if root and not shutil.which("setpriv"):
+                return "root may write everything here"
+            options["before"] = ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if root else ()
+            written.chmod(0o555)
+            stack.callback(written.chmod, 0o755)
+        line = commands().ending(commands().start(*arguments, **options), 1, 2, trial=f"{arguments}, {fault}: ")
+        return "one line" if line else "done"
 
 
-def _refused_or_done(commands: Commands, process: subprocess.Popen[str], what: str) -> str:
-    status, said = commands.ended(process)
-    if status == 0 and not said:
-        return f"{what}: enough"
-    if status not in (1, 2) or not said.startswith("error: ") or said.count("\n") != 1:
-        raise Failure(f"{what}: expected one line, got status {status}: {said}")
-    return f"{what}: one line"
+def starved_run(rng: Random, out: Path) -> str:
+    """Limits the size of files, or what an unfinished run may write in one of its folders."""
+    out.mkdir(exist_ok=True)
+    fault, folder = STARVING[rng.integers(4)], out
+    if fault == "read-only":
+        folders = [folder for folder in (out, out / "looks", out / "checkpoints") if folder.exists()]
+        folder = folders[rng.integers(len(folders))]
+    return f"{fault}, {starved(rng, commands().words(out), folder, fault)}"
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, kilobytes: int) -> Iterator[bool]:
-    """Mounts a small disk over ``folder`` with a copy of its files, and copies them back at the end."""
+def small_disk(folder: Path, free: int) -> Iterator[bool]:
+    """Mounts a disk with so many free kilobytes over ``folder``, with its files; keeps these at the end."""
     folder.mkdir(exist_ok=True)
-    disk = folder.with_name("disk")
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        disk.rmdir()
-        yield False
-        return
-    shutil.copytree(folder, disk, dirs_exist_ok=True)
-    subprocess.run(["mount", "--bind", str(disk), str(folder)], check=True)
-    try:
-        yield True
-    finally:
+    copy, size = (
+        folder.with_name("copy"),
+        free + sum(file.stat().st_size + 8192 for file in folder.rglob("*")) // 1024 + 8,
+    )
+    shutil.copytree(folder, copy)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(folder)]
+    possible = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
+    if possible:
+        shutil.copytree(copy, folder, dirs_exist_ok=True)
+    yield possible
+    shutil.rmtree(copy)
+    if possible:
+        shutil.copytree(folder, copy)
         subprocess.run(["umount", str(folder)], check=True)
         shutil.rmtree(folder)
-        shutil.copytree(disk, folder)
-        subprocess.run(["umount", str(disk)], check=True)
-        disk.rmdir()
+        copy.rename(folder)
 
 
-def two_owners(commands: Commands, rng: np.random.Generator, out: Path) -> str:
+def two_owners(rng: Random, out: Path) -> str:
     """Starts a second run, which must be refused, then kills the first."""
-    began, first = time.time_ns(), commands.start(out)
-    while first.poll() is None and not _written(out / "lock", began):
+    began, first = time.time_ns(), commands().run(out)
+    while first.poll() is None and not written(out / "lock", began):
         time.sleep(0.001)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        first.wait(rng.uniform(0, commands.seconds / 3))
+        first.wait(rng.uniform(0, commands().seconds / 3))
     if first.poll() is not None:
         return "the first had ended"
     first.send_signal(signal.SIGSTOP)  # otherwise it may end before the second starts
-    said = commands.refused(commands.start(out), 2)
-    first.kill()
-    first.send_signal(signal.SIGCONT)
-    commands.ended(first)
-    if f"of process {first.pid}" not in said:
-        raise Failure(f"expected the owner's number, got {said}")
+    try:
+        commands().ending(commands().run(out), 2, holds=f"of process {first.pid}")
+    finally:
+        first.kill()
+        first.send_signal(signal.SIGCONT)
+        commands().ended(first)
     return "the second is refused"
 
 
-def read_only(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """Makes a folder read-only."""
-    out.mkdir(exist_ok=True)
-    folders = [folder for folder in (out, out / "looks", out / "checkpoints") if folder.exists()]
-    folder = folders[rng.integers(len(folders))]
-    before = read_only_prefix()
-    if before is None:
-        return "root may write everything here"
-    folder.chmod(0o555)
-    try:
-        return _refused_or_done(commands, commands.start(out, before=before), f"{folder.name} read-only")
-    finally:
-        folder.chmod(0o755)
-
-
-def read_only_prefix() -> tuple[str, ...] | None:
-    """The words before a command that take root's right to write everything; None where nothing can."""
-    if os.geteuid() != 0:
-        return ()
-    return ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if shutil.which("setpriv") else None
-
-
-def damaged_file(commands: Commands, rng: np.random.Generator, out: Path) -> str:
-    """Damages a file of a finished run; the command must repair it or report it."""
-    files = sorted(file for file in out.rglob("*") if file.is_file() and file.name not in ("lock", "seconds.json"))
-    rooms = sorted({_room(file, out) for file in files})  # otherwise nearly all draws would be checkpoints
-    room = rooms[rng.integers(len(rooms))]
-    files = [file for file in files if _room(file, out) == room]
-    file = files[rng.integers(len(files))]
-    how = ("flipped", "cut", "emptied", "removed", "doubled")[rng.integers(5)]
-    _damage(file, how, rng)
-    name = f"{room} {how}"
-    if room == "findings":  # the report is drawn from these
-        said = commands.refused(commands.start(out, "report"), 2)
-        if str(out) not in said:
-            raise Failure(f"{name}: expected a path, got {said}")
-    status, said = commands.ended(commands.start(out))
-    *warnings, last = said.splitlines() or [""]
-    if status == 0:
-        warnings += [last] * bool(last)
-    elif status != 2 or not last.startswith("error: ") or str(out) not in last:
-        raise Failure(f"{name}: {file.relative_to(out)}: expected one line, got status {status}: {said}")
-    if not all(line.startswith("warning: ") for line in warnings):
-        raise Failure(f"{name}: {file.relative_to(out)}: expected warnings alone, got {said}")
-    if status:
-        shutil.rmtree(out)
-        shutil.copytree(commands.whole, out)
-        return f"{name}: refused"
-    if found := difference(out, commands.whole):
-        raise Failure(f"{name}: {file.relative_to(out)}: {found} differs; said: {said}")
-    return f"{name}: the same numbers{', and said' * bool(said)}"
-
-
-def _room(file: Path, out: Path) -> str:
-    return file.relative_to(out).parts[0].partition(".")[0]
-
-
-def _damage(file: Path, how: str, rng: np.random.Generator) -> None:
-    content = bytearray(file.read_bytes())
-    if how == "removed":
-        return file.unlink()
-    if how == "flipped" and content:
-        content[rng.integers(len(content))] ^= 1 << int(rng.integers(8))
-    elif how == "cut" and content:
-        content = content[: rng.integers(len(content))]
-    elif how == "emptied":
-        content.clear()
-    elif how == "doubled":
-        content *= 2
-    file.write_bytes(content)
-
-
-FAULTS: list[Callable[[Commands, np.random.Generator, Path], str]] = [
+FAULTS: list[Callable[[Random, Path], str]] = [
     *(signal_at_random, signal_at_random, signal_at_an_instant, signal_at_an_instant, signal_at_an_instant),
-    *(full_disk, two_owners, read_only),
+    *(starved_run, two_owners, starved_run),
 ]
 
 
-def play(commands: Commands, seed: int, number: int) -> Iterator[tuple[str, str]]:
-    """Plays the five trials of a round; yields the name and the outcome of each."""
-    rng, folder = np.random.default_rng([seed, number]), commands.folder / f"round-{number}"
-    folder.mkdir()
-    for index in rng.integers(len(FAULTS), size=3):
-        yield FAULTS[index].__name__, FAULTS[index](commands, rng, folder / "out")
-    commands.goes_on(folder / "out")
-    for _ in range(2):
-        yield "damaged_file", damaged_file(commands, rng, folder / "out")
-    shutil.rmtree(folder)
+def damaged_file(rng: Random, out: Path) -> str:
+    """Damages a file of a finished run; the command must repair it or report it."""
+    files = sorted(file for file in out.rglob("*") if file.is_file() and file.name not in ("lock", "seconds.json"))
+    group_of = lambda file: file.relative_to(out).parts[0].partition(".")[0]
+    groups = sorted({group_of(file) for file in files})  # otherwise nearly all draws would be checkpoints
+    group, damage = groups[rng.integers(len(groups))], DAMAGES[rng.integers(len(DAMAGES))]
+    files = [file for file in files if group_of(file) == group]
+    file, whole = files[rng.integers(len(files))], commands().whole
+    harm(file, damage, rng)
+    trial = f"{group} {damage}: {file.relative_to(out)}: "
+    if group == "findings":  # from which the report is drawn
+        commands().ending(commands().start("report", "--run", str(out)), 2, holds=str(out))
+    status, message = commands().ended(commands().run(out))
+    lines = message.splitlines()
+    if status and (status != 2 or not lines or not lines[-1].startswith("error: ") or str(out) not in lines[-1]):
+        raise Failure(f"{trial}expected one line, got status {status}: {message}")
+    if not all(line.startswith("warning: ") for line in (lines[:-1] if status else lines)):
+        raise Failure(f"{trial}expected warnings alone, got {message}")
+    if status:
+        shutil.rmtree(out)
+        shutil.copytree(whole, out)
+        return f"{group} {damage}: refused"
+    if changed := difference(out, whole):
+        raise Failure(f"{trial}{changed} differs; message: {message}")
+    return f"{group} {damage}: the same numbers{', with a warning' * bool(message)}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Plays the rounds; returns 1 if one fails, otherwise 0."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.crash", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="five trials each; a minute or two")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the one round of this number")
-    parser.add_argument("--out", type=Path, help="a JSON file for what came")
-    asked = parser.parse_args(arguments)
-    console = Console(stderr=True, soft_wrap=True)
-    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    failures = []
-    with tempfile.TemporaryDirectory(prefix="jattn-crash-") as folder:
-        commands = Commands(Path(folder))
-        for number in track(range(asked.rounds) if asked.only is None else [asked.only], "rounds", console=console):
-            try:
-                for fault, came in play(commands, asked.seed, number):
-                    counts[fault][came] += 1
-                    if asked.only is not None:
-                        console.print(f"{fault}: {came}", markup=False)
-            except Failure as failure:
-                failures.append({"round": number, "wrong": str(failure)})
-                console.print(f"seed {asked.seed} round {number}: {failure}", markup=False)
-            trials = sum(sum(kinds.values()) for kinds in counts.values())
-            found = {"seed": asked.seed, "trials": trials, "failures": failures, "came": counts, "machine": machine()}
-            if asked.out is not None:
-                asked.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    for fault, kinds in sorted(counts.items()):
-        console.print(
-            f"{fault}: " + "; ".join(f"{count} {came}" for came, count in sorted(kinds.items())), markup=False
-        )
-    console.print(f"{trials} trials, {len(failures)} failures, seed {asked.seed}")
-    return int(bool(failures))
+DAMAGES = ("flipped", "cut", "emptied", "removed", "doubled")
 
 
-def machine() -> dict[str, str]:
-    """The versions and the system."""
-    return {"python": platform.python_version(), "jax": metadata.version("jax"), "system": platform.platform()}
+def harm(file: Path, damage: str, rng: Random) -> None:
+    content = file.read_bytes()
+    at = int(rng.integers(max(len(content), 1)))
+    if damage == "removed":
+        return file.unlink()
+    flipped = (
+        content[:at] + bytes(byte ^ 1 << int(rng.integers(8)) for byte in content[at : at + 1]) + content[at + 1 :]
+    )
+    file.write_bytes({"flipped": flipped, "cut": content[:at], "emptied": b"", "doubled": content * 2}[damage])
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+# --- trials ---------------------------------------------------------------------------------------------------------
+
+
+class CrashTrial(Trial):
+    """Each case is a round of its own, in an empty folder."""
+
+    stream, label = 7, "crash"
+
+    def case(self, draw: int) -> tuple[list[Difference], float]:
+        """Plays a round; raises a ``Failure``."""
+        folder, self.outcomes = Path(tempfile.mkdtemp(dir=commands().folder)), [f"kind {self.label}"]
+        try:
+            self.play(self.rng(draw), folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return [], 0.0
+
+    def play(self, rng: Random, folder: Path) -> None:
+        """Three faults, the end of the run, two damaged files."""
+        out = folder / "out"
+        for fault in (FAULTS[i] for i in rng.integers(len(FAULTS), size=3)):
+            self.outcomes.append(f"{fault.__name__}: {fault(rng, out)}")
+        commands().ending(commands().run(out))
+        if changed := difference(out, commands().whole):
+            raise Failure(f"after {self.outcomes}: {changed} differs")
+        for _ in range(2):
+            self.outcomes.append(f"damaged_file: {damaged_file(rng, out)}")
+
+
+class DiskTrial(CrashTrial):
+    """Each case is a command on a finished run and a fault. The run keeps its results, and then the command works."""
+
+    stream, label = 8, "disk"
+
+    def play(self, rng: Random, folder: Path) -> None:
+        """What a command writes elsewhere than in the run goes into a folder beside it."""
+        out, beside, whole = folder / "tiny", folder / "beside", commands().whole
+        beside.mkdir()
+        shutil.copytree(whole, out)
+        of_run, fault = ["--run", str(out)], STARVING[rng.integers(4)]
+        arguments, written = [
+            (["report", *of_run], out),
+            (["look", *of_run], out),
+            (["compare", *of_run, "--run", str(whole), "--out", str(beside / "heads.png")], beside),
+            (["keep", *of_run, "--to", str(beside)], beside),
+            ([*commands().words(out), "--replicate", "1"], out),
+        ][rng.integers(5)]
+        outcome = f"{arguments[0]}, {fault}: {starved(rng, arguments, written, fault)}"
+        added = ("claims.json", "findings.json") if arguments[0] == "run" else ()  # which fresh seeds add to
+        if changed := difference(out, whole, added):
+            raise Failure(f"{outcome}; the run has another {changed}")
+        commands().ending(commands().start(*arguments), trial=f"{outcome}, then ")
+        self.outcomes.append(outcome)

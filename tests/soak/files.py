@@ -1,11 +1,14 @@
-"""Draws GGUF files and tokenizers: sound ones must be read as they are meant, damaged ones be refused or read as sound.
+"""Draws GGUF files, tokenizers and checkpoints: sound ones must be read as they are meant, damaged ones be refused or read as sound.
 
-The reference of a tokenizer is written here: GPT-2's splitting by Unicode's categories, and merges by rank. A file that
-is damaged at random may lose nothing but its own numbers: a model or tokenizer, or a ``ValueError`` with a message.
+A file that is damaged at random may lose nothing but its own numbers: a model or tokenizer, or a ``ValueError`` with a message.
 """
 
+import json
+import resource
+import struct
 import tempfile
-import unicodedata
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +16,33 @@ import jax
 import numpy as np
 
 from jattn import interop
+from tests.reference.tokenizer import BYTES, encoded
 from tests.soak import models
-from tests.soak.draw import Random
-from tests.soak.loading import EXPECTED
-from tests.soak.trial import Difference, compare
+from tests.soak.trial import Difference, Trial, compare
+from tests.soak.vocabulary import Random
 
-TASKS = ("tokenizer", "damaged vocabulary", "model", "flipped", "cut")
+TASKS = ("tokenizer", "damaged vocabulary", "model", "flipped", "cut", "checkpoint")
 WIDTH, HEADS, DIM, INNER = 32, 2, 16, 64
 MODULES = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_norm": "input_layernorm",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
+    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "self_attn.q_proj": "blk.0.attn_q",
+    "self_attn.k_proj": "blk.0.attn_k", "self_attn.v_proj": "blk.0.attn_v", "self_attn.o_proj": "blk.0.attn_output",
+    "mlp.gate_proj": "blk.0.ffn_gate", "mlp.up_proj": "blk.0.ffn_up", "mlp.down_proj": "blk.0.ffn_down",
+    "input_layernorm": "blk.0.attn_norm", "post_attention_layernorm": "blk.0.ffn_norm",
 }  # fmt: skip
 TEXTS = (
     "he", "hello", " the the", "né", "日本語", "😀👩‍👩‍👧", "١٢٣", "½²", "ß", "ﬁ", "İ", "\u0301", "\u200b", "\x00\x1f", "\U000f0000", " ", "   ",
     "\t", "\n", "\r\n", "\u00a0", "\u3000", "'s", "'LL", "'re", "'", "...", "a-b", "1234", "x2y", "<|end|>", "<|end|", "<tool>", "Ġ", "Ċ", "",
 )  # fmt: skip
 
+CONFIG: dict[str, Any] = {
+    "model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": models.VOCABULARY, "n_positions": models.LENGTH,
+    "layer_norm_epsilon": 1e-5, "activation_function": "gelu",
+}  # fmt: skip
+EXPECTED = (ValueError, FileNotFoundError)
+SECONDS, MEMORY = 5.0, 64 * 2**20  # per file; bytes beyond what was in use before
 SPECIAL = ["<|end|>", "<tool>"]
 
 # ---- a tokenizer, and what it makes of a text
-
-
-def byte_names() -> list[str]:
-    """GPT-2's printable name of each byte."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
-
-
-BYTES = byte_names()
 
 
 def draw_vocabulary(rng: Random) -> dict[str, Any]:
@@ -70,121 +70,20 @@ def draw_vocabulary(rng: Random) -> dict[str, Any]:
     return fields | ({"add_space_prefix": False} if rng.random() < 0.3 else {})
 
 
-def encoded(fields: dict[str, Any], text: str) -> list[int]:
-    """The ids of a text."""
-    ids = {token: i for i, token in enumerate(fields["tokens"])}
-    ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(fields["merges"])}
-    found, at = [], 0
-    specials = [t for t, kind in zip(fields["tokens"], fields["token_type"], strict=True) if kind in (3, 4)]
-    pieces: list[tuple[str, bool]] = []
-    while at < len(text):
-        whole = next((one for one in specials if text.startswith(one, at)), None)
-        if whole is not None:
-            pieces.append((whole, True))
-            at += len(whole)
-            continue
-        ends = [place for one in specials if (place := text.find(one, at)) >= 0]
-        end = min(ends, default=len(text))
-        pieces.append((text[at:end], False))
-        at = end
-    for piece, special in pieces:
-        if special:
-            found.append(ids[piece])
-            continue
-        for part in digits_apart(piece) if fields["pre"] == "smollm" else [piece]:
-            for word in words(part):
-                symbols = [BYTES[byte] for byte in word.encode()]
-                while True:
-                    pairs = [
-                        (ranks[pair], i)
-                        for i, pair in enumerate(zip(symbols, symbols[1:], strict=False))
-                        if pair in ranks
-                    ]
-                    if not pairs:
-                        break
-                    best = min(pairs)[1]
-                    symbols[best : best + 2] = ["".join(symbols[best : best + 2])]
-                found += [ids[symbol] for symbol in symbols]
-    first, last = ([fields[f"{end}_token_id"]] if fields.get(f"add_{end}_token") else [] for end in ("bos", "eos"))
-    return [*first, *found, *last]
-
-
-def digits_apart(text: str) -> list[str]:
-    """Each number character alone."""
-    found = [""]
-    for one in text:
-        found += [one, ""] if kind_of(one) == "N" else []
-        found[-1] += one if kind_of(one) != "N" else ""
-    return [part for part in found if part]
-
-
-def kind_of(one: str) -> str:
-    """Letter, number, space or other."""
-    category = unicodedata.category(one)[0]
-    space = one in "\t\n\x0b\x0c\r\x85" or unicodedata.category(one) in ("Zs", "Zl", "Zp")
-    return "S" if space else category if category in "LN" else "O"
-
-
-def words(text: str) -> list[str]:
-    """GPT-2's split: ``'s|'t|'re|'ve|'m|'ll|'d| ?letters| ?numbers| ?others|spaces before the last|spaces``."""
-    found, at = [], 0
-    while at < len(text):
-        short = next((x for x in ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d") if text.startswith(x, at)), None)
-        end = at + 1
-        if short is not None:
-            end = at + len(short)
-        else:
-            start = at + (text[at] == " " and at + 1 < len(text) and kind_of(text[at + 1]) != "S")
-            kind = kind_of(text[start])
-            end = start
-            while end < len(text) and kind_of(text[end]) == kind:
-                end += 1
-            if kind == "S" and end < len(text) and end - at > 1:
-                end -= 1  # the last space goes with what follows
-        found.append(text[at:end])
-        at = end
-    return found
-
-
-def damage(rng: Random, fields: dict[str, Any]) -> str | None:
-    """Breaks a vocabulary so that it must be refused; returns how."""
-    hows = [
-        "twice",
-        "no merges",
-        "merge of nothing",
-        "one part",
-        "no tokens",
-        "types",
-        "bos outside",
-        "no bos",
-        "kind",
-        "pre",
-        "space",
-    ]
-    how = str(rng.choice(hows))
-    match how:
-        case "twice":
-            fields["tokens"][1] = fields["tokens"][0]
-        case "no merges" | "no tokens":
-            del fields[how[3:]]
-        case "merge of nothing":
-            fields["merges"] = [*fields["merges"], "nothing there"]
-        case "one part":
-            fields["merges"] = [*fields["merges"], "alone"]
-        case "bos outside":
-            fields |= {"add_bos_token": True, "bos_token_id": len(fields["tokens"])}
-        case "no bos":
-            fields |= {"add_bos_token": True}
-            fields.pop("bos_token_id", None)
-        case "types":
-            fields["token_type"] = fields["token_type"][:-1]
-        case "space":
-            fields["add_space_prefix"] = True
-        case "kind":
-            fields["model"] = "llama"
-        case "pre":
-            fields["pre"] = "unheard-of"
-    return how
+# each breaks a vocabulary so that it must be refused
+DAMAGES = {
+    "a token twice": lambda x: x["tokens"].__setitem__(1, x["tokens"][0]),
+    "no merges": lambda x: x.pop("merges"),
+    "no tokens": lambda x: x.pop("tokens"),
+    "a merge of nothing": lambda x: x["merges"].append("nothing there"),
+    "a merge of one part": lambda x: x["merges"].append("alone"),
+    "too few types": lambda x: x["token_type"].pop(),
+    "bos outside": lambda x: x.update(add_bos_token=True, bos_token_id=len(x["tokens"])),
+    "no bos": lambda x: (x.update(add_bos_token=True), x.pop("bos_token_id", None)),
+    "another kind": lambda x: x.update(model="llama"),
+    "another split": lambda x: x.update(pre="unheard-of"),
+    "a space before": lambda x: x.update(add_space_prefix=True),
+}
 
 
 # ---- files
@@ -202,14 +101,13 @@ def write(file: Path, fields: dict[str, Any], tensors: dict[str, Any] | None = N
         else:
             {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)](key, value)
     if config is not None:
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_context_length(models.LENGTH)
-        writer.add_embedding_length(WIDTH)
-        writer.add_feed_forward_length(INNER)
-        writer.add_head_count(HEADS)
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
+        numbers = {
+            "block_count": config["num_hidden_layers"], "context_length": models.LENGTH, "embedding_length": WIDTH,
+            "feed_forward_length": INNER, "head_count": HEADS, "head_count_kv": config["num_key_value_heads"],
+            "layer_norm_rms_eps": config["rms_norm_eps"], "rope_freq_base": config["rope_theta"],
+        }  # fmt: skip
+        for name, number in numbers.items():
+            getattr(writer, f"add_{name}")(number)
         for name, (stored, kind) in (tensors or {}).items():
             writer.add_tensor(name, stored, raw_dtype=kind)
     writer.write_header_to_file()
@@ -227,101 +125,173 @@ def draw_model(rng: Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, n
         "num_key_value_heads": int(rng.choice([1, 2])), "intermediate_size": INNER, "rms_norm_eps": 2.0**-17,
         "rope_theta": float(rng.choice([1e4, 5e5])), "tie_word_embeddings": bool(rng.random() < 0.5),
     }  # fmt: skip
-    narrow, quantised = config["num_key_value_heads"] * DIM, gguf.GGMLQuantizationType
-    kinds = [quantised[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1")]
-    shapes = {"attn_q": (WIDTH, WIDTH), "attn_k": (narrow, WIDTH), "attn_v": (narrow, WIDTH), "attn_output": (WIDTH, WIDTH),
-              "ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER), "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}  # fmt: skip
-    tensors, named = {}, {}
-
-    def add(theirs: str, ours: str, shape: tuple[int, ...]) -> None:
-        kind = kinds[rng.integers(len(kinds))] if len(shape) == 2 else quantised.F32
-        x = rng.normal(size=shape, scale=0.4).astype(np.float32) + np.float32(len(shape) == 1)
+    kinds = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1")]
+    tensors, named = {}, models.draw_tensors(rng, config)
+    for name, x in named.items():
+        module, _, part = name.removeprefix("layers.0.").rpartition(".")
+        kind = kinds[rng.integers(len(kinds)) if x.ndim == 2 else 0]
         stored = gguf.quantize(x, kind)
-        tensors[theirs] = stored, kind
+        tensors[f"{MODULES[module]}.{part}"] = stored, kind
         x = np.asarray(gguf.dequantize(stored, kind), np.float32)
-        if config["model_type"] == "llama" and ("attn_q." in theirs or "attn_k." in theirs):  # neighbours, not halves
+        if config["model_type"] == "llama" and module[-6:] in ("q_proj", "k_proj"):  # neighbours, not halves
             rows = x.reshape(-1, DIM, *x.shape[1:])
             x = np.concatenate([rows[:, 0::2], rows[:, 1::2]], 1).reshape(x.shape)
-        named[ours] = x
-
-    add("token_embd.weight", "embed_tokens.weight", (models.VOCABULARY, WIDTH))
-    add("output_norm.weight", "norm.weight", (WIDTH,))
-    if not config["tie_word_embeddings"]:
-        add("output.weight", "lm_head.weight", (models.VOCABULARY, WIDTH))
-    for name, shape in shapes.items():
-        add(f"blk.0.{name}.weight", f"layers.0.{MODULES[name]}.weight", shape)
-        if config["model_type"] == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
-            add(f"blk.0.{name}.bias", f"layers.0.{MODULES[name]}.bias", shape[:1])
+        named[name] = x
     return config, tensors, named
 
 
-class FileTrial:
+# ---- checkpoints: any bytes must give a model or an error that names what is wrong, soon and in little memory
+
+
+def whole() -> tuple[dict, bytes]:
+    """The header and the data of a valid safetensors file."""
+    header, data = {}, b""
+    for name, x in models.draw_tensors(np.random.default_rng(0), CONFIG).items():
+        header[name] = {"dtype": "F32", "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
+        data += x.tobytes()
+    return header, data
+
+
+def packed(header: object, data: bytes, length: int | None = None) -> bytes:
+    """A file in the format: the length of the header in eight bytes, the header as JSON, the data."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def draw_checkpoint(rng: np.random.Generator) -> tuple[bytes, bytes]:
+    """A mutated safetensors file and the ``config.json`` beside it."""
+    header, data = whole()
+    config: object = dict(CONFIG)
+    name = str(rng.choice(list(header)))
+    huge = int(rng.choice([2**31, 2**32, 2**53, 2**60, 2**63 - 1]))
+    kind = int(rng.integers(12))
+    if kind == 0:  # an enormous header length
+        return packed(header, data, huge), json.dumps(config).encode()
+    if kind == 1:  # tensors that overlap, lie past the end, or have reversed offsets
+        a, b = (int(x) for x in rng.integers(-9, len(data) + 99, 2))
+        header[name]["data_offsets"] = [a, b]
+    elif kind == 2:
+        header[name]["shape"] = [huge, *header[name]["shape"][1:]]
+    elif kind == 3:
+        header[name]["shape"] = [[0], [], [-1, 8], [huge, huge], "8", None, [1.5], [[8]]][int(rng.integers(8))]
+    elif kind == 4:
+        header[name]["dtype"] = ["I64", "BOOL", "F64", "BF16", "F8_E4M3", "X", 3, None][int(rng.integers(8))]
+    elif kind == 5:
+        del header[name]
+    elif kind == 6:
+        header[str(rng.choice(["__metadata__", "../x", "", "h.0.attn.bias", "\\u0000"]))] = header[name]
+    elif kind == 7:  # damage the config instead
+        key = str(rng.choice(list(CONFIG)))
+        config = [CONFIG | {key: v} for v in (huge, -1, 0, None, "x", 1.5, [], {}, True)][int(rng.integers(9))]
+    elif kind == 8:
+        config = [[], 3, None, "x", {}, {"model_type": "bert"}][int(rng.integers(6))]
+    file, text = packed(header, data), json.dumps(config).encode()
+    if kind == 9:
+        file = file[: int(rng.integers(len(file)))]
+    elif kind == 10:
+        file = flipped(rng, file, [200, len(file)])
+    elif kind == 11:
+        text = [flipped(rng, text, [200, len(text)]), text[: int(rng.integers(len(text)))], b"[" * 100_000][
+            int(rng.integers(3))
+        ]
+    return file, text
+
+
+def flipped(rng: np.random.Generator, content: bytes, within: list[int]) -> bytes:
+    """Changes a few bytes, each among the first of one of these numbers: the first bytes matter most."""
+    changed = bytearray(content)
+    for _ in range(int(rng.integers(1, 9))):
+        changed[int(rng.integers(min(len(changed), rng.choice(within))))] = int(rng.integers(256))
+    return bytes(changed)
+
+
+def outcome(read: Callable[[Path], Any], path: Path) -> tuple[str, str]:
+    """Whether a file is read or refused; and what is wrong: another error than expected, or one without a message."""
+    try:
+        read(path)
+    except EXPECTED as error:
+        return type(error).__name__, "" if str(error) else "an error without a message"
+    except Exception as error:
+        return type(error).__name__, f"{type(error).__name__}: {str(error)[:200]}"
+    return "loaded", ""
+
+
+def load_checkpoint(folder: Path, rng: np.random.Generator) -> tuple[str, str]:
+    """The outcome of loading one drawn checkpoint, and what is wrong, if anything."""
+    file, config = draw_checkpoint(rng)
+    (folder / "model.safetensors").write_bytes(file)
+    (folder / "config.json").write_bytes(config)
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result, wrong = outcome(interop.load, folder)
+    seconds, taken = time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    if seconds > SECONDS:
+        wrong = f"{seconds:.1f} s"
+    if taken * 1024 > MEMORY + len(file):
+        wrong = f"{taken // 1024} MiB of memory for a file of {len(file)} bytes"
+    return result, wrong
+
+
+# ---- trials
+
+
+class FileTrial(Trial):
     """One task; each case is a file of its own."""
 
-    eager = False
+    stream = 6
 
     def __init__(self, seed: int, index: int):
-        self.seed, self.index, self.task = seed, index, TASKS[index % len(TASKS)]
-        self.label, self.came = f"file, {self.task}", ""
-
-    def covers(self) -> list[str]:
-        """What is counted."""
-        return ["kind file", f"file: {self.task}{self.came}"]
+        super().__init__(seed, index)
+        self.task = TASKS[index % len(TASKS)]
+        self.label = f"file, {self.task}"
 
     def case(self, draw: int) -> tuple[list[Difference], float]:
-        """What is wrong in a case."""
-        rng = np.random.default_rng([self.seed, self.index, 6, draw])
+        """Writes the file into a folder of its own."""
+        rng, self.outcomes = self.rng(draw), ["kind file", f"file: {self.task}"]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "drawn.gguf"
-            match self.task:
-                case "tokenizer":
-                    return _tokenizer(rng, file), 0.0
-                case "damaged vocabulary":
-                    fields = draw_vocabulary(rng)
-                    how = damage(rng, fields)
-                    write(file, fields)
-                    return self._refused(lambda: interop.tokenizer(file), how), 0.0
-                case "model":
-                    return _model(rng, file)
+            if self.task == "tokenizer":
+                return _tokenizer(rng, file), 0.0
+            if self.task == "model":
+                return _model(rng, file)
+            if self.task == "checkpoint":
+                return self.judged(*load_checkpoint(Path(folder), rng)), 0.0
+            if self.task == "damaged vocabulary":
+                fields, damage = draw_vocabulary(rng), str(rng.choice(list(DAMAGES)))
+                DAMAGES[damage](fields)
+                write(file, fields)
+                return self.judged(*outcome(interop.tokenizer, file), damage), 0.0
             config, tensors, _ = draw_model(rng)
             write(file, draw_vocabulary(rng), tensors, config)
-            content = bytearray(file.read_bytes())
-            if self.task == "cut":
-                content = content[: int(rng.integers(len(content)))]
-            else:
-                for _ in range(int(rng.integers(1, 9))):
-                    content[int(rng.integers(min(len(content), rng.choice([64, 20_000]))))] = int(rng.integers(256))
-            file.write_bytes(content)
-            return [*self._refused(lambda: interop.load(file)), *self._refused(lambda: interop.tokenizer(file))], 0.0
+            content = file.read_bytes()
+            file.write_bytes(
+                content[: int(rng.integers(len(content)))]
+                if self.task == "cut"
+                else flipped(rng, content, [64, 20_000])
+            )
+            readings = [outcome(read, file) for read in (interop.load, interop.tokenizer)]
+            return [x for reading in readings for x in self.judged(*reading)], 0.0
 
-    def _refused(self, read: Any, must: str | None = None) -> list[Difference]:
-        """Wrong is another error than a ``ValueError`` with a message, or none where there ``must`` be one."""
-        try:
-            read()
-            self.came = ", read"
-        except EXPECTED as error:
-            self.came = ", refused"
-            return [] if str(error) else [Difference("an error without a message", np.inf)]
-        except Exception as error:
-            return [Difference(f"{type(error).__name__}: {str(error)[:200]}", np.inf)]
-        return [Difference(f"read in spite of: {must}", np.inf)] if must else []
+    def judged(self, outcome: str, wrong: str, damage: str = "") -> list[Difference]:
+        """What is wrong with the reading of a file, which fails after this damage."""
+        self.outcomes[1] = f"file: {self.task}, {outcome}"
+        wrong = f"read in spite of: {damage}" if damage and outcome == "loaded" else wrong
+        return [Difference(wrong)] if wrong else []
 
 
 def _tokenizer(rng: Random, file: Path) -> list[Difference]:
-    fields = draw_vocabulary(rng)
+    fields, wrong = draw_vocabulary(rng), []
     write(file, fields)
-    found = interop.tokenizer(file)
-    wrong = []
+    tokenizer = interop.tokenizer(file)
     for _ in range(8):
-        text = "".join(str(one) for one in rng.choice(TEXTS, rng.integers(0, 6)))
+        text = "".join(str(x) for x in rng.choice(TEXTS, rng.integers(0, 6)))
         if rng.random() < 0.3:
-            text += "".join(chr(one) for one in rng.integers(1, 0x3000, 5))
-        ids, wanted = found.encode(text).ids, encoded(fields, text)
+            text += "".join(chr(x) for x in rng.integers(1, 0x3000, 5))
+        ids, wanted = tokenizer.encode(text).ids, encoded(fields, text)
         if ids != wanted:
-            wrong.append(Difference(f"{text!r} split as {fields['pre']} is {ids} instead of {wanted}", np.inf))
-        back = found.decode(found.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+            wrong.append(Difference(f"{text!r} split as {fields['pre']} is {ids} instead of {wanted}"))
+        back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
         if back != text:
-            wrong.append(Difference(f"{text!r} comes back as {back!r}", np.inf))
+            wrong.append(Difference(f"{text!r} comes back as {back!r}"))
     return wrong
 
 
@@ -329,8 +299,7 @@ def _model(rng: Random, file: Path) -> tuple[list[Difference], float]:
     config, tensors, named = draw_model(rng)
     write(file, draw_vocabulary(rng), tensors, config)
     tokens, valid = rng.integers(0, models.VOCABULARY, (models.B, models.T)), np.ones((models.B, models.T), bool)
-    wanted, off = models.bounded(config, named, tokens, valid, tokens)
+    wanted = {name: (x, off.max()) for name, (x, off) in models.bounded(config, named, tokens, valid, tokens).items()}
     with jax.disable_jit():
-        found = models.run(interop.load(file), tokens, {}, False)
-    expected = {name: (x, off[name].max()) for name, x in wanted.items()}
-    return compare({name: np.asarray(x) for name, x in found.items()}, expected)
+        results = models.run(interop.load(file), tokens, {}, False)
+    return compare({name: np.asarray(x) for name, x in results.items()}, wanted)

@@ -1,8 +1,8 @@
 """Draws configs and checkpoints of six families in ``jattn.interop``; forward passes against float64 NumPy.
 
 The reference follows the papers and reads the tensors by their published names. How much rounding a config brings is
-what the reference itself changes by, in float32 and with every tensor rounded once; the tolerance is a multiple of that.
-Nothing is compiled as a whole, so that each draw may be another config.
+what the reference itself changes by where every tensor is rounded; the tolerance is a multiple of that. Nothing is
+compiled as a whole, so that each draw may be another config.
 """
 
 from typing import Any
@@ -11,13 +11,14 @@ import jax
 import numpy as np
 
 from jattn import interop
-from tests.soak.draw import Arrays, Random
-from tests.soak.forward import Options, forward, sizes
-from tests.soak.trial import Difference, compare
+from tests.reference.models import Options, forward, sizes
+from tests.soak.trial import Difference, Expected, Trial, compare
+from tests.soak.vocabulary import Arrays, Random
 
 FAMILIES = ("bert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2")
 VOCABULARY, LENGTH, T, B, INNER = 13, 9, 6, 2, 10
 IMPLEMENTATIONS = (None, "xla", "blockwise")
+PREFIXES = {"bert": "bert.", "gpt2": "transformer.", "gpt_neox": "gpt_neox."}  # the others: "model."
 
 
 # ---- configs, and their tensors by published names
@@ -70,8 +71,8 @@ def draw_rotary(rng: Random, base_name: str) -> Options:
         return {"rope_parameters": {"rope_theta": base, "rope_type": "default"} | scaling}
     if scaling.get("rope_type") == "linear" and rng.random() < 0.5:
         scaling = {"type": "linear", "factor": scaling["factor"]}
-    given = {"rope_scaling": scaling} if scaling else [{}, {"rope_scaling": None}][rng.integers(2)]
-    return given | ({base_name: base} if rng.random() < 0.8 else {})
+    entry = {"rope_scaling": scaling} if scaling else [{}, {"rope_scaling": None}][rng.integers(2)]
+    return entry | ({base_name: base} if rng.random() < 0.8 else {})
 
 
 def tied(config: Options) -> bool:
@@ -83,126 +84,99 @@ def draw_tensors(rng: Random, config: Options) -> Arrays:
     """The checkpoint, float32."""
     layers, heads, kv, dim, width, inner = sizes(config)
     family, wide, narrow = config["model_type"], heads * dim, kv * dim
-    found: Arrays = {}
-    scale = float(rng.choice([0.1, 0.4, 1.0]))
-
-    def add(name: str, *shape: int, bias: bool = True) -> None:
-        found[f"{name}.weight"] = rng.normal(size=shape, scale=scale) + (len(shape) == 1)
-        if bias:
-            found[f"{name}.bias"] = rng.normal(size=shape[:1], scale=scale)
-
     if family == "bert":
-        for name, rows in (
-            ("word", VOCABULARY),
-            ("position", LENGTH),
-            ("token_type", config.get("type_vocab_size", 2)),
-        ):
-            add(f"embeddings.{name}_embeddings", rows, width, bias=False)
-        add("embeddings.LayerNorm", width)
-        add("pooler.dense", width, width)
-        modules = {f"attention.self.{name}": (wide, width) for name in ("query", "key", "value")}
-        modules |= {"attention.output.dense": (width, wide), "attention.output.LayerNorm": (width,), "output.LayerNorm": (width,),
-                    "intermediate.dense": (inner, width), "output.dense": (width, inner)}  # fmt: skip
-        prefix, biased = "encoder.layer.", set(modules)
+        rows = {"word": VOCABULARY, "position": LENGTH, "token_type": config.get("type_vocab_size", 2)}
+        outside = {f"embeddings.{name}_embeddings": (n, width) for name, n in rows.items()}
+        outside |= {"embeddings.LayerNorm": (width,), "pooler.dense": (width, width)}
+        inside = {f"attention.self.{name}": (wide, width) for name in ("query", "key", "value")}
+        inside |= {"attention.output.dense": (width, wide), "attention.output.LayerNorm": (width,), "output.LayerNorm": (width,),
+                   "intermediate.dense": (inner, width), "output.dense": (width, inner)}  # fmt: skip
     elif family == "gpt2":
-        add("wte", VOCABULARY, width, bias=False)
-        add("wpe", LENGTH, width, bias=False)
-        add("ln_f", width)
-        modules = {"attn.c_attn": (3 * wide, width), "attn.c_proj": (width, wide), "mlp.c_fc": (inner, width),
-                   "mlp.c_proj": (width, inner), "ln_1": (width,), "ln_2": (width,)}  # fmt: skip
-        prefix, biased = "h.", set(modules)
+        outside = {"wte": (VOCABULARY, width), "wpe": (LENGTH, width), "ln_f": (width,)}
+        inside = {"attn.c_attn": (3 * wide, width), "attn.c_proj": (width, wide), "mlp.c_fc": (inner, width),
+                  "mlp.c_proj": (width, inner), "ln_1": (width,), "ln_2": (width,)}  # fmt: skip
     elif family == "gpt_neox":
-        add("embed_in", VOCABULARY, width, bias=False)
-        add("final_layer_norm", width)
-        modules = {"attention.query_key_value": (3 * wide, width), "attention.dense": (width, wide), "mlp.dense_h_to_4h": (inner, width),
-                   "mlp.dense_4h_to_h": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
-        prefix, biased = "layers.", set(modules)
+        outside = {"embed_in": (VOCABULARY, width), "final_layer_norm": (width,)}
+        inside = {"attention.query_key_value": (3 * wide, width), "attention.dense": (width, wide), "mlp.dense_h_to_4h": (inner, width),
+                  "mlp.dense_4h_to_h": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
     else:
-        add("embed_tokens", VOCABULARY, width, bias=False)
-        add("norm", width, bias=False)
-        modules = {"self_attn.q_proj": (wide, width), "self_attn.k_proj": (narrow, width), "self_attn.v_proj": (narrow, width),
-                   "self_attn.o_proj": (width, wide), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
-                   "mlp.down_proj": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
-        prefix, biased = "layers.", set()
-        if config.get("attention_bias"):
-            biased |= {f"self_attn.{name}_proj" for name in "qkvo"}
-        if config.get("mlp_bias"):
-            biased |= {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-        if family == "qwen2":
-            biased |= {f"self_attn.{name}_proj" for name in "qkv"}
-    for i in range(layers):
-        for name, shape in modules.items():
-            add(f"{prefix}{i}.{name}", *shape, bias=name in biased)
+        outside = {"embed_tokens": (VOCABULARY, width), "norm": (width,)}
+        inside = {"self_attn.q_proj": (wide, width), "self_attn.k_proj": (narrow, width), "self_attn.v_proj": (narrow, width),
+                  "self_attn.o_proj": (width, wide), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
+                  "mlp.down_proj": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
+    without = ("_embeddings", "wte", "wpe", "embed_in")
+    if family in ("llama", "mistral", "qwen2"):
+        with_bias = {"self_attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
+        without = tuple(name for name in (*outside, *inside) if not with_bias.get(name.split(".")[0]))
+        without = tuple(
+            name for name in without if family != "qwen2" or name[-6:] not in ("q_proj", "k_proj", "v_proj")
+        )
+    prefix = {"bert": "encoder.layer.", "gpt2": "h."}.get(family, "layers.")
+    scale, tensors = float(rng.choice([0.1, 0.4, 1.0])), {}
+    for name, shape in (outside | {f"{prefix}{i}.{x}": y for i in range(layers) for x, y in inside.items()}).items():
+        tensors[f"{name}.weight"] = rng.normal(size=shape, scale=scale) + (len(shape) == 1)
+        if not name.endswith(without):
+            tensors[f"{name}.bias"] = rng.normal(size=shape[:1], scale=scale)
     if not tied(config):
-        found["lm_head.weight"] = rng.normal(size=(VOCABULARY, width))
-    if family in ("bert", "gpt2", "gpt_neox") and rng.random() < 0.2:  # a stream with a mean far from 0
-        name = {"bert": "embeddings.word_embeddings", "gpt2": "wte", "gpt_neox": "embed_in"}[family]
-        found[f"{name}.weight"] = found[f"{name}.weight"] + scale * float(rng.choice([30.0, 300.0]))
-    return {name: x.astype(np.float32) for name, x in found.items()}
+        tensors["lm_head.weight"] = rng.normal(size=(VOCABULARY, width))
+    embedding = {"bert": "embeddings.word_embeddings", "gpt2": "wte", "gpt_neox": "embed_in"}.get(family)
+    if embedding and rng.random() < 0.2:  # a stream with a mean far from 0
+        tensors[f"{embedding}.weight"] += scale * float(rng.choice([30.0, 300.0]))
+    return {name: x.astype(np.float32) for name, x in tensors.items()}
 
 
 def stored(rng: Random, config: Options, tensors: Arrays) -> Arrays:
     """The same checkpoint as one of its kind is saved: prefixes, fused or separate, inputs first or last."""
-    family, found = config["model_type"], dict(tensors)
+    family, file = config["model_type"], dict(tensors)
     if family == "gpt2":
         if rng.random() < 0.5:
-            for name in [x for x in found if ".c_attn." in x]:
-                parts = np.split(found.pop(name), 3)
-                found |= {name.replace("c_attn", f"{one}_proj"): x for one, x in zip("qkv", parts, strict=True)}
+            for name in [x for x in file if ".c_attn." in x]:
+                parts = np.split(file.pop(name), 3)
+                file |= {name.replace("c_attn", f"{side}_proj"): x for side, x in zip("qkv", parts, strict=True)}
         if rng.random() < 0.7:  # Conv1D, [in, out]
-            found = {name: x.T.copy() if name.startswith("h.") and x.ndim == 2 else x for name, x in found.items()}
+            file = {name: x.T.copy() if name.startswith("h.") and x.ndim == 2 else x for name, x in file.items()}
         if tied(config) and rng.random() < 0.3:
-            found["lm_head.weight"] = found["wte.weight"]
+            file["lm_head.weight"] = file["wte.weight"]
     if family == "bert" and rng.random() < 0.5:
-        names = [x for x in found if "attention.self.query" in x]
-        for name in names:
-            parts = [found.pop(name.replace("query", one)) for one in ("query", "key", "value")]
-            found[name.replace("query", "qkv")] = np.concatenate(parts)
-    if family == "gpt_neox" and "lm_head.weight" in found and rng.random() < 0.7:
-        found["embed_out.weight"] = found.pop("lm_head.weight")
-    prefix = {"bert": "bert.", "gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(family, "model.")
+        for name in [x for x in file if "attention.self.query" in x]:
+            parts = [file.pop(name.replace("query", side)) for side in ("query", "key", "value")]
+            file[name.replace("query", "qkv")] = np.concatenate(parts)
+    if family == "gpt_neox" and "lm_head.weight" in file and rng.random() < 0.7:
+        file["embed_out.weight"] = file.pop("lm_head.weight")
     if rng.random() < 0.6:
-        outside = ("lm_head.", "embed_out.")
-        found = {name if name.startswith(outside) else prefix + name: x for name, x in found.items()}
-    return found
+        prefix, outside = PREFIXES.get(family, "model."), ("lm_head.", "embed_out.")
+        file = {name if name.startswith(outside) else prefix + name: x for name, x in file.items()}
+    return file
 
 
 # ---- trials
 
 
-def bounded(
-    config: Options, tensors: Arrays, tokens: np.ndarray, valid: np.ndarray, types: np.ndarray
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def bounded(config: Options, tensors: Arrays, *inputs: np.ndarray) -> Expected:
     """The results in float64, and how far each may be off."""
-    rng = np.random.default_rng(0)
-    exact, unit = {name: x.astype(np.float64) for name, x in tensors.items()}, np.finfo(np.float32).eps
-    nearby = [{name: x * (1 + unit * rng.uniform(-1, 1, x.shape)) for name, x in exact.items()} for _ in range(2)]
-    wanted, *rounded = (forward(config, of, tokens, valid, types) for of in (exact, tensors, *nearby))
-    off = {
-        name: 20 * np.max([abs(one[name] - x) for one in rounded], 0) + 2e-6 * (1 + abs(x))
-        for name, x in wanted.items()
-    }
-    return wanted, off
+    rng, unit = np.random.default_rng(0), np.finfo(np.float32).eps
+    exact = {name: x.astype(np.float64) for name, x in tensors.items()}
+    nearby = [{name: x * (1 + unit * rng.uniform(-1, 1, x.shape)) for name, x in exact.items()} for _ in range(4)]
+    wanted, *rounded = (forward(config, of, *inputs) for of in (exact, *nearby))
+    change = {name: np.max([abs(x[name] - wanted[name]) for x in rounded], 0) for name in wanted}
+    return {name: (x, 20 * change[name] + 2e-6 * (1 + abs(x))) for name, x in wanted.items()}
 
 
-class ModelTrial:
+class ModelTrial(Trial):
     """One family and implementation; each case is a config of its own."""
 
-    eager = False
+    stream = 5
 
     def __init__(self, seed: int, index: int):
-        self.seed, self.index = seed, index
+        super().__init__(seed, index)
         self.family = FAMILIES[index % len(FAMILIES)]
         self.implementation = IMPLEMENTATIONS[index // len(FAMILIES) % len(IMPLEMENTATIONS)]
         self.label = f"float32, {self.family}"
-
-    def covers(self) -> list[str]:
-        """What is counted."""
-        return ["kind interop config", f"interop {self.family}", f"interop on {self.implementation or 'default'}"]
+        self.outcomes = ["kind model", f"interop {self.family}", f"interop on {self.implementation or 'default'}"]
 
     def case(self, draw: int) -> tuple[list[Difference], float]:
-        """The differences in a case, and the largest ratio of error to tolerance."""
-        rng = np.random.default_rng([self.seed, self.index, 5, draw])
+        """Some are padded, on either side; some run in two chunks, through a cache."""
+        rng = self.rng(draw)
         config = draw_config(rng, self.family)
         tensors = draw_tensors(rng, config)
         tokens, types = rng.integers(0, VOCABULARY, (B, T)), np.zeros((B, T), int)
@@ -215,24 +189,23 @@ class ModelTrial:
             types = rng.integers(0, config.get("type_vocab_size", 2), (B, T))
             options["token_types"] = types
         cached = self.family != "bert" and rng.random() < 0.25
-        wanted, off = bounded(config, tensors, tokens, valid, types)
+        wanted = bounded(config, tensors, tokens, valid, types)
         with jax.disable_jit():
             model = interop.from_tensors(stored(rng, config, tensors), config)
             model.layers.attention.implementation = self.implementation
-            found = run(model, tokens, options, cached)
-        real = {name: valid if x.ndim == 3 else valid[:, 0] for name, x in wanted.items()}
-        expected = {name: (x[real[name]], off[name][real[name]].max(initial=0.0)) for name, x in wanted.items()}
-        return compare({name: np.asarray(x)[real[name]] for name, x in found.items()}, expected)
+            results = run(model, tokens, options, cached)
+        real = {name: valid if x.ndim == 3 else valid[:, 0] for name, (x, _) in wanted.items()}
+        wanted = {name: (x[real[name]], off[real[name]].max(initial=0.0)) for name, (x, off) in wanted.items()}
+        return compare({name: np.asarray(x)[real[name]] for name, x in results.items()}, wanted)
 
 
 def run(model: Any, tokens: np.ndarray, options: Options, cached: bool) -> dict[str, Any]:
     """The same by jattn; ``cached``: in two chunks, through a cache."""
     if cached:
-        cache, parts, valid = model.init_cache(B, LENGTH), [], options.get("valid")
+        cache, parts = model.init_cache(B, LENGTH), []
         for chunk in (slice(0, T - 2), slice(T - 2, T)):
-            own = options if valid is None else options | {"valid": valid[:, chunk]}
-            one, cache = model(tokens[:, chunk], cache=cache, **own)
-            parts.append(one)
+            hidden, cache = model(tokens[:, chunk], cache=cache, **{name: x[:, chunk] for name, x in options.items()})
+            parts.append(hidden)
         hidden = np.concatenate(parts, 1)
     else:
         hidden = model(tokens, **options)

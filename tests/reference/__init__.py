@@ -1,0 +1,239 @@
+"""Attention by its formula, in NumPy and float64, with the whole matrix of weights; its gradients derived by hand.
+
+With ``s`` a modified score, ``p`` a weight, ``g`` and ``l`` the cotangents of output and lse:
+
+    lse = log(sum e^s + e^sink)     p = e^(s - lse)     out = p v
+    dp = g v^T     ds = p (dp - g out + l)     dsink = sum p_sink (l - g out)     dv = p^T g
+
+and ``ds`` is propagated back through the score function, the bias and the scale. `attend`, its gradients, `layer` and
+`statistics` also take numbers that know their rounding error (`tests.reference.bounded`) and then return such numbers. The
+conformance table, which users have too, has a reference of its own.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def float64(x: Any) -> Any:
+    """In float64 (or complex128), unless the numbers know their rounding error."""
+    return x if hasattr(x, "error") else np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def exponentials(scores: Any, visible: Any = True, sinks: Any = -np.inf) -> tuple[Any, np.ndarray, Any]:
+    """``e^(s - high)``, 0 where hidden; the highest score of each row ``[...,1]``, sink included, or 0; the sum."""
+    scores, sinks = np.where(visible, float64(scores), -np.inf), float64(sinks)
+    high = np.maximum(np.asarray(scores).real.max(-1, keepdims=True, initial=-np.inf), np.asarray(sinks))
+    high = np.where(high == -np.inf, 0.0, high)
+    terms = np.exp(np.where(visible, scores - high, -np.inf))
+    return terms, high, terms.sum(-1, keepdims=True) + np.exp(sinks - high)
+
+
+def softmax(scores: Any, visible: Any = True) -> Any:
+    """Along the last axis, over the visible entries; 0 for the others, also where none is visible."""
+    terms, _, total = exponentials(scores, visible)
+    return terms / np.where(total == 0.0, 1.0, total)
+
+
+def weights(query: Any, key: Any, visible: Any = True) -> np.ndarray:
+    """``[B,N,T,S]`` of a query ``[B,T,N,H]`` and a key ``[B,S,K,H]``; ``visible``: broadcastable to them."""
+    query, key = float64(query), float64(key)
+    key = key.repeat(query.shape[2] // key.shape[2], 2)
+    return softmax(np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(query.shape[-1]), visible)
+
+
+def attention(query: Any, key: Any, value: Any, visible: Any = True) -> np.ndarray:
+    """``[B,T,N,D]``, of the arguments of ``weights`` and a value ``[B,S,K,D]``."""
+    p, value = weights(query, key, visible), float64(value)
+    return np.einsum("bnts,bsnd->btnd", p, value.repeat(p.shape[1] // value.shape[2], 2))
+
+
+# ---- every option, and gradients
+
+# scores -> the modified ones, and the function from their cotangent to those of the scores and, by name, of parameters
+Modify = Callable[[Any], tuple[Any, Callable[[Any], tuple[Any, dict[str, Any]]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """A call's results: ``out [B,T,N,D]``, ``lse [B,T,N]``, ``weights [B,N,T,S]``, and what they were computed from."""
+
+    out: Any
+    lse: Any
+    weights: Any
+    sink_weights: Any  # [B,N,T,1]
+    scores: Any  # modified; finite where hidden
+    visible: np.ndarray
+    arrays: dict[str, Any]
+    scale: float
+    kv_heads: int
+    back: Callable[[Any], tuple[Any, dict[str, Any]]]
+
+    def gradients(self, of_out: Any, of_lse: Any) -> dict[str, Any]:
+        """Those of every array, by name, from the cotangents of ``out`` and ``lse``."""
+        query, key, value = (self.arrays[name] for name in ("query", "key", "value"))
+        groups = lambda x, K: x.reshape((*x.shape[:2], K, x.shape[2] // K, x.shape[-1])).sum(3)
+        dp = np.einsum("btnd,bsnd->bnts", of_out, value)
+        change = np.swapaxes(of_lse - np.einsum("btnd,btnd->btn", of_out, self.out), 1, 2)[..., None]
+        gradients = {}
+        if "sinks" in self.arrays:
+            gradients["sinks"] = (self.sink_weights * change).sum((0, 2, 3))
+        ds, of_parameters = self.back(np.where(self.visible, self.weights * (dp + change), 0.0))
+        if "bias" in self.arrays:
+            gradients["bias"] = sum_to(ds, self.arrays["bias"].shape)
+        dq = np.einsum("bnts,bsnh->btnh", ds, key)
+        gradients["scale"] = np.einsum("btnh,btnh->", dq, query)
+        gradients["query"] = self.scale * dq
+        gradients["key"] = self.scale * groups(np.einsum("bnts,btnh->bsnh", ds, query), self.kv_heads)
+        gradients["value"] = groups(np.einsum("bnts,btnd->bsnd", self.weights, of_out), self.kv_heads)
+        return gradients | of_parameters
+
+
+def attend(
+    query: Any, key: Any, value: Any, visible: np.ndarray, *,
+    scale: float | None = None, bias: Any = None, modify: Modify | None = None, sinks: Any = None,
+) -> Attention:  # fmt: skip
+    """A call with ``visible [B,N,T,S]``. What nobody sees counts as 0, even a NaN."""
+    N = query.shape[2]
+    seen = {"query": visible.any(3), "key": visible.any(2), "value": visible.any(2)}
+    arrays = {}
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        x = float64(x).repeat(N // x.shape[2], 2)
+        arrays[name] = np.where(np.swapaxes(seen[name], 1, 2)[..., None], x, 0.0)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    scores, back = scale * np.einsum("btnh,bsnh->bnts", arrays["query"], arrays["key"]), lambda ds: (ds, {})
+    if bias is not None:
+        arrays["bias"] = float64(bias)
+        scores = scores + arrays["bias"]
+    if modify is not None:
+        scores, back = modify(np.where(visible, scores, 1.0))
+    if sinks is not None:
+        arrays["sinks"] = float64(sinks)
+    per_head = np.full((1, N, 1, 1), -np.inf) if sinks is None else arrays["sinks"].reshape(1, N, 1, 1)
+    terms, high, total = exponentials(scores, visible, per_head)
+    safe = np.where(total == 0.0, 1.0, total)
+    p, lse = terms / safe, np.where(total == 0.0, -np.inf, high + np.log(safe))
+    out = np.einsum("bnts,bsnd->btnd", p, arrays["value"])
+    lse = np.swapaxes(lse[..., 0], 1, 2)
+    of_sinks = np.exp(per_head - high) / safe
+    return Attention(out, lse, p, of_sinks, scores, visible, arrays, scale, key.shape[2], back)
+
+
+def sum_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """The transpose of broadcasting from ``shape`` to ``x.shape``."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True)
+
+
+def layer(
+    inputs_q: Any, inputs_k: Any, parameters: dict[str, Any], of_out: Any, visible: np.ndarray, **options: Any
+) -> dict[str, Any]:
+    """``out [B,T,M]`` of multi-head attention, and ``d NAME`` for inputs, parameters and options.
+
+    ``parameters``: ``query kernel [M,N,H]``, ``query bias [N,H]``, ``out kernel [N,D,M]`` and so on.
+    """
+    inputs = {"query": inputs_q, "key": inputs_k, "value": inputs_k}
+    linear = lambda name, x: np.einsum("btm,mnh->btnh", x, parameters[f"{name} kernel"]) + parameters[f"{name} bias"]
+    inner = attend(*(linear(name, x) for name, x in inputs.items()), visible, **options)
+    kernel = parameters["out kernel"]
+    of_inner = inner.gradients(np.einsum("btm,ndm->btnd", of_out, kernel), np.zeros(inner.lse.shape))
+    results = {
+        "out": np.einsum("btnd,ndm->btm", inner.out, kernel) + parameters["out bias"],
+        "d out kernel": np.einsum("btnd,btm->ndm", inner.out, of_out),
+        "d out bias": of_out.sum((0, 1)),
+    }
+    of_inputs = {}
+    for name, x in inputs.items():
+        d = of_inner.pop(name)
+        results |= {f"d {name} kernel": np.einsum("btnh,btm->mnh", d, x), f"d {name} bias": d.sum((0, 1))}
+        of_inputs[name] = np.einsum("btnh,mnh->btm", d, parameters[f"{name} kernel"])
+    results |= {"d inputs_q": of_inputs["query"], "d inputs_k": of_inputs["key"] + of_inputs["value"]}
+    return results | {f"d {name}": x for name, x in of_inner.items()}
+
+
+# ---- statistics
+
+
+def statistics(
+    scores: Any, visible: np.ndarray, q: np.ndarray, kv: np.ndarray, *,
+    slots: tuple[np.ndarray, np.ndarray], eligible: Any = True, tokens: np.ndarray | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """``jattn.heads.statistics`` of modified scores ``[B,N,T,S]``: ``NAME [B,N,...]`` and ``support NAME``.
+
+    ``q [B|1,1,T,1]`` and ``kv [B|1,1,1,S]`` are positions, ``slots`` the tokens' numbers in each slot.
+    """
+    T, S = visible.shape[2:]
+    terms, high, total = exponentials(scores, visible)
+    p = terms / np.where(total == 0.0, 1.0, total)
+    rows, count = visible.any(-1) & eligible, visible.sum(-1)
+    later = rows & (q[..., 0] > 0)
+    results: dict[str, Any] = {}
+
+    def mean(name: str, values: Any, counted: np.ndarray) -> None:
+        results[name] = np.where(counted, values, 0.0).sum(-1) / np.maximum(counted.sum(-1), 1)
+        results[f"support {name}"] = counted.sum(-1).astype(float)
+
+    share = lambda name, pairs, counted: mean(name, (p * pairs).sum(-1), counted)
+    # log(1/p) = log(total) - (score - high), without the logarithm of a weight that rounds to 0
+    surprise = np.log(np.where(total == 0.0, 1.0, total)) - np.where(visible, scores - high, 0.0)
+    mean("entropy", (p * surprise).sum(-1) / np.log(np.maximum(count, 2)), rows & (count >= 2))
+    mean("max_weight", p.max(-1, initial=0.0), rows)
+    share("distance", abs(q - kv), rows)
+    share("previous_token", kv == q - 1, later)
+    share("current_token", kv == q, rows)
+    share("first_token", kv == 0, later)
+    pairs = rows[..., None] & visible
+    lse = high + np.log(np.where(total == 0.0, 1.0, total))
+    # the score of a weight: as exact as the sum lets it be
+    highest = np.where(pairs, scores - lse + lse, -np.inf).max((2, 3), initial=-np.inf)
+    results["max_logit"] = np.where(pairs.any((2, 3)), highest, 0.0)
+    received = np.where(rows[..., None], p, 0.0)
+    results["received"] = received.sum(2)
+    # each diagonal of the tokens as a column
+    token = np.arange(max(T + S - 1, 0)) + slots[0][:, None] - (T - 1)
+    inside = (token >= 0) & (token < S)
+    profile = np.zeros((*rows.shape[:2], token.shape[1]))
+    if S:
+        diagonals = received[:, :, np.arange(T)[:, None], np.argsort(slots[1])[token.clip(0, S - 1)]]
+        profile = np.where(inside, diagonals, 0.0).sum(2) / np.maximum((rows[..., None] & inside).sum(2), 1)
+    results["offset_profile"] = profile
+    results |= {
+        f"support {name}": results["support max_weight"] for name in ("max_logit", "received", "offset_profile")
+    }
+    if tokens is not None:
+        of_token = np.empty_like(tokens)  # in the order of the tokens
+        of_token[:, slots[0]] = tokens
+        before = (of_token[:, :, None] == of_token[:, None, :]) & np.tri(T, k=-1, dtype=bool)  # [B,q,kv]
+        after = np.zeros_like(before)
+        after[:, :, 1:] = before[:, :, :-1]
+        occurred = before.any(-1)[:, None, slots[0]]
+        for name, x in (("duplicate_token", before), ("induction", after)):
+            share(name, x[:, None][:, :, slots[0]][..., slots[1]], rows & occurred)
+    return results
+
+
+# ---- positions
+
+
+def t5_bucket(offset: np.ndarray, buckets: int, bidirectional: bool, max_distance: int) -> np.ndarray:
+    """T5's bucket of each ``offset = kv - q``."""
+    first = np.zeros_like(offset)
+    if bidirectional:
+        buckets //= 2
+        first = np.where(offset > 0, buckets, 0)
+    distance = abs(offset) if bidirectional else np.maximum(-offset, 0)
+    exact = buckets // 2
+    ratio = np.log(np.maximum(distance, exact) / exact) / math.log(max_distance / exact)
+    far = exact + np.floor(ratio * (buckets - exact)).astype(np.int64)
+    return first + np.where(distance < exact, distance, np.minimum(far, buckets - 1))
+
+
+def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """Turns the pairs ``(i, i + R)`` of the last axis by ``angles [...,R]``; dimensions from ``2R`` on stay."""
+    R = angles.shape[-1]
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b, rest = x[..., :R], x[..., R : 2 * R], x[..., 2 * R :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)

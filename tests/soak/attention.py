@@ -1,0 +1,225 @@
+"""Calls of attention: one structure, its program in jattn and the reference's results, and its cases."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jattn
+import jattn.linen
+import jattn.nnx
+from jattn import heads
+from jattn.kernels.blockwise import Blockwise
+from jattn.kernels.decode import Decode
+from jattn.kernels.native import Native
+from jattn.sharding import HeadParallel, Ring
+from tests import reference
+from tests.reference.bounded import Bounded, Rounding, error_of, least, rounded
+from tests.soak.draw import Structure, draw_structure, draw_values
+from tests.soak.trial import Difference, Expected, Trial, compare, of_error
+from tests.soak.vocabulary import Arrays
+
+EAGER = 3  # number of draws of an eager structure that also run without jit; all but the first reuse compiled programs
+ARGUMENTS = (
+    "mask", "bias", "sinks", "scale", "query_seq_lengths", "key_value_seq_lengths", "query_positions", "kv_positions",
+)  # fmt: skip
+LAYER = ("query", "key", "value", "out")
+
+
+# ---- jattn
+
+
+def implementation_of(name: str) -> Any:
+    """The value of ``implementation=``."""
+    kind, _, arguments = name.rstrip(")").partition("(")
+    mesh = lambda devices, axis: jax.make_mesh((int(devices),), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+    classes = {
+        "Blockwise": lambda queries, keys: Blockwise((int(queries), int(keys))),
+        "Native": lambda few: Native(few=int(few)),
+        "Decode": lambda size: Decode(int(size)),
+        "HeadParallel": lambda devices: HeadParallel(mesh(devices, "heads"), "heads"),
+        "Ring": lambda devices, layout: Ring(mesh(devices, "sequence"), "sequence", layout=layout),
+    }
+    return classes[kind](*arguments.split(", ")) if arguments else None if name in ("default", "nnx", "linen") else name
+
+
+def make_program(structure: Structure, constants: Arrays) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """``arrays -> results by name``, with the names of ``expected``; ``constants`` are not arguments."""
+    attend = _layer if structure.features else _attention
+
+    def program(arrays: dict[str, Any]) -> dict[str, Any]:
+        fixed = constants | {name: x for name, x in arrays.items() if name not in structure.learned}
+        learned = {name: arrays[name] for name in structure.learned}
+        results, pull = jax.vjp(lambda learned: attend(structure, learned | fixed), learned)
+        (gradients,) = pull({name: fixed[f"{name}_cotangent"] for name in results})
+        results |= {f"d {name}": x for name, x in gradients.items()}
+        return results | _looks(structure, learned | fixed)
+
+    return program
+
+
+def _options(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
+    options = {name: arrays[name] for name in ARGUMENTS if name in arrays}
+    if structure.mask is not None:
+        options["mask"] = structure.mask.build(arrays)
+    if structure.mod is not None:
+        options["score_mod"] = structure.mod.build(arrays)
+    static = {"local_window_size": structure.window, "scale": structure.scale, "is_causal": structure.is_causal or None}
+    return options | {name: value for name, value in static.items() if value is not None}
+
+
+def _attention(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
+    inputs = (arrays[name] for name in ("query", "key", "value"))
+    options = {"implementation": implementation_of(structure.implementation), "return_residual": True}
+    out, lse = jattn.dot_product_attention(*inputs, **options, **_options(structure, arrays))
+    return {"out": out, "lse": lse}
+
+
+def _looks(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The weights and statistics that the structure requests."""
+    results = {}
+    if structure.weights:
+        results["weights"] = jattn.attention_weights(arrays["query"], arrays["key"], **_options(structure, arrays))
+    if structure.statistics:
+        implementation = implementation_of(structure.implementation)
+        implementation = implementation if isinstance(implementation, Blockwise | HeadParallel | Ring) else None
+        options = _options(structure, arrays) | {
+            name: arrays[name] for name in ("tokens", "eligible") if name in arrays
+        }
+        options.pop("sinks", None)
+        of = heads.statistics(arrays["query"], arrays["key"], implementation=implementation, **options)
+        results |= {f"of support {name}": x for name, x in of.pop("support").items()}
+        results |= {f"of {name}": x for name, x in of.items()}
+    return results
+
+
+def _layer(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The output of a Flax module with these parameters."""
+    _, _, _, N, K, H, D = structure.sizes
+    options = _options(structure, arrays)
+    sinks = options.pop("sinks", None)
+    settings = {"num_kv_heads": K, "value_dim": D, "param_dtype": structure.dtype, "sinks": sinks is not None}
+    parameters = {name: {part: arrays[f"{name} {part}"] for part in ("kernel", "bias")} for name in LAYER}
+    inputs = arrays["inputs_q"], arrays["inputs_k"]
+    if structure.implementation == "linen":
+        parameters |= {} if sinks is None else {"sinks": sinks}
+        module = jattn.linen.MultiHeadDotProductAttention(N, qkv_features=N * H, **settings)
+        return {"out": module.apply({"params": parameters}, *inputs, **options)}
+    module = jattn.nnx.MultiHeadAttention(N, structure.features, N * H, rngs=nnx.Rngs(0), **settings)
+    for name, of_map in parameters.items():
+        for part, x in of_map.items():
+            setattr(getattr(module, name), part, nnx.Param(x))
+    if sinks is not None:
+        module.sinks = nnx.Param(sinks)
+    return {"out": module(*inputs, **options)}
+
+
+# ---- the reference
+
+
+def expected(structure: Structure, arrays: Arrays) -> Expected:
+    """The expected results of a case by name, with tolerances."""
+    with np.errstate(all="ignore"):
+        results = _expected_layer(structure, arrays) if structure.features else _expected_attention(structure, arrays)
+    dtypes = dtypes_of(structure, results)
+    last = {name: least(dtypes[name]) if name.startswith("d ") else 0.0 for name in results}
+    return {
+        name: (np.asarray(x), rounded(np.asarray(x), error_of(x), abs(np.asarray(x)), dtypes[name]) + last[name])
+        for name, x in results.items()
+    }
+
+
+def dtypes_of(structure: Structure, names: Any) -> dict[str, Any]:
+    """The dtype of each result."""
+    narrow, wide = structure.dtype, structure.wide
+    known = {name: structure.recipes[name[2:]].dtype for name in names if name.startswith("d ")}
+    return {name: narrow if name == "out" else known.get(name, wide) for name in names}
+
+
+def _arguments(structure: Structure, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The float arrays as arguments of the reference, and its options."""
+    rounding = Rounding(structure.wide, structure.dtype)
+    floats = {name: Bounded(x, rounding) for name, x in arrays.items() if structure.recipes[name].learned}
+    options = {name: floats[name] for name in ("bias", "sinks") if name in floats}
+    if structure.mod is not None:
+        options["modify"] = structure.mod.define(arrays, *structure.places(arrays))
+    return floats, options | {"scale": arrays.get("scale", structure.scale)}
+
+
+def _expected_attention(structure: Structure, arrays: Arrays) -> dict[str, Any]:
+    floats, options = _arguments(structure, arrays)
+    if not structure.batched:
+        floats = {
+            name: x[None] if name in ("query", "key", "value", "out_cotangent", "lse_cotangent") else x
+            for name, x in floats.items()
+        }
+    visible, (_, _, q, kv) = structure.visible(arrays), structure.places(arrays)
+    inputs = [floats[name] for name in ("query", "key", "value")]
+    call = reference.attend(*inputs, visible, **options)
+    of_out = floats["out_cotangent"]  # its products may be rounded to the arrays' dtype, as those of results
+    of_out = Bounded(of_out.value, of_out.rounding, np.zeros(of_out.shape))
+    gradients = call.gradients(of_out, floats["lse_cotangent"])
+    results = {"out": call.out, "lse": call.lse} | {f"d {name}": gradients[name] for name in structure.learned}
+    if structure.weights:
+        results["weights"] = call.weights
+    if structure.statistics:
+        _, T, S, *_ = structure.sizes
+        options = {"slots": (structure.slots(T), structure.slots(S)), "eligible": arrays.get("eligible", True)}
+        if "tokens" in arrays:
+            options["tokens"] = np.atleast_2d(arrays["tokens"])
+        of = reference.statistics(call.scores, visible, q, kv, **options)
+        results |= {f"of {name}": x for name, x in of.items()}
+    if structure.batched:
+        return results
+    alone = {"out", "lse", "d query", "d key", "d value", "weights"}
+    return {name: x[0] if name in alone or name.startswith("of ") else x for name, x in results.items()}
+
+
+def _expected_layer(structure: Structure, arrays: Arrays) -> dict[str, Any]:
+    floats, options = _arguments(structure, arrays)
+    parameters = {f"{name} {part}": floats[f"{name} {part}"] for name in LAYER for part in ("kernel", "bias")}
+    arguments = floats["inputs_q"], floats["inputs_k"], parameters, floats["out_cotangent"]
+    results = reference.layer(*arguments, structure.visible(arrays), **options)
+    return {name: results[name] for name in ("out", *(f"d {name}" for name in structure.learned))}
+
+
+# ---- trials
+
+
+class CallTrial(Trial):
+    """A structure and its program, which is compiled when the first case runs."""
+
+    def __init__(self, seed: int, index: int, mode: str):
+        super().__init__(seed, index)
+        self.structure = draw_structure(seed, index, mode)
+        self.label, self.eager = f"{self.structure.dtype.name}, {self.structure.implementation}", self.structure.eager
+        self.outcomes, self.jitted = self.structure.covers(), None
+
+    def run(self, arrays: Arrays, eagerly: bool = False) -> dict[str, np.ndarray]:
+        """Computes the results with jattn."""
+        static = {
+            name for name, recipe in self.structure.recipes.items() if self.structure.static and not recipe.learned
+        }
+        if self.jitted is None:  # the constants are the same in every draw
+            self.program = make_program(self.structure, {name: arrays[name] for name in static})
+            self.jitted = jax.jit(self.program)
+        with jax.enable_x64(self.structure.x64):
+            arguments = {name: x for name, x in arrays.items() if name not in static}
+            return {name: np.asarray(x) for name, x in (self.program if eagerly else self.jitted)(arguments).items()}
+
+    def case(self, draw: int) -> tuple[list[Difference], float]:
+        """Also without jit, in the first draws of an eager structure."""
+        arrays = draw_values(self.structure, self.seed, draw)
+        wanted, wrong, worst = expected(self.structure, arrays), [], 0.0
+        dtypes = {name: dtype for name, dtype in dtypes_of(self.structure, wanted).items() if "support" not in name}
+        for eagerly in (False, True) if self.structure.eager and draw < EAGER else (False,):
+            try:
+                differences, ratio = compare(self.run(arrays, eagerly), wanted, dtypes)
+            except Exception as error:  # the soak continues
+                differences, ratio = [of_error(error)], 0.0
+            wrong += [dataclasses.replace(x, name="eagerly, " * eagerly + x.name) for x in differences]
+            worst = max(worst, ratio)
+        return wrong, worst
