@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn import masks, sharding
 from jattn.sharding import LAYOUTS, ring_blocks
-from jattn.testing._ring_cases import CASES, mesh_of, numbers
 from jattn_experiments.bench import timing
 from jattn_experiments.bench.goals import Goal, goal_table
 from jattn_experiments.bench.markdown import document, listed, table
 from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.suite import Job, Refused, Results, Suite
+from tests.ring_cases import CASES, mesh_of, numbers
 from tools.hlo import collectives
 
 

@@ -172,3 +172,9 @@ def same_bits(tree: Any, other: Any) -> bool:
     """Whether two trees of arrays hold the same bits."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def largest_error(tree: Any, expected: Any) -> float:
+    """The largest ``error`` of two trees of arrays."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
+    return max((error(x, exact) for x, exact in pairs), default=0.0)

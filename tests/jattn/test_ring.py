@@ -16,8 +16,8 @@ from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
 from jattn.testing import Case
 from jattn.testing._check import run, values_and_gradients
 from jattn.testing._reference import inputs
-from jattn.testing._ring_cases import CASES, expected, in_a_ring, largest_error, mesh_of, numbers, values_alone
 from tests.jattn.test_backward import check_against_dense
+from tests.ring_cases import CASES, expected, in_a_ring, largest_error, mesh_of, numbers, values_alone
 
 P = 4
 

@@ -17,7 +17,7 @@ from jattn.sharding import Ring, from_zigzag, ring_attention, to_zigzag
 from jattn.sharding._pairs import EVERYTHING, NOTHING, SOMETHING, Ahead, seen_by_distance
 from jattn.testing._check import run
 from jattn.testing._reference import inputs
-from jattn.testing._ring_cases import CASES, largest_error, mesh_of
+from tests.ring_cases import CASES, largest_error, mesh_of
 
 
 def args_of(length, **options):

@@ -20,7 +20,7 @@ from jattn.positions import Rotary
 from jattn.sharding import Ring, SplitKeys
 from jattn.testing._check import run, values_and_gradients
 from jattn.testing._reference import inputs
-from jattn.testing._ring_cases import AGAINST, CASES, expected, largest_error, mesh_of, values_alone
+from tests.ring_cases import AGAINST, CASES, expected, largest_error, mesh_of, values_alone
 
 B, M, N, K, H, D = 2, 12, 4, 2, 4, 5
 ALONG = PartitionSpec(None, "sequence")

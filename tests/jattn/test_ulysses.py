@@ -14,7 +14,7 @@ import jattn
 import jattn.nnx
 from jattn import heads
 from jattn.sharding import HeadParallel, Ring, Ulysses, from_zigzag, to_zigzag, ulysses_attention
-from jattn.testing._ring_cases import AGAINST, CASES, expected, in_a_ring, largest_error, mesh_of, values_alone
+from tests.ring_cases import AGAINST, CASES, expected, in_a_ring, largest_error, mesh_of, values_alone
 
 COLLECTIVES = ("all-to-all", "collective-permute", "all-gather", "all-reduce", "reduce-scatter")
 

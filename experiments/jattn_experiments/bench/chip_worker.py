@@ -26,8 +26,7 @@ from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.splash import Splash
 from jattn.sharding import Ring
 from jattn.testing import AT_SIZE, CASES, Case
-from jattn.testing._check import same_bits
-from jattn.testing._ring_cases import largest_error
+from jattn.testing._check import largest_error, same_bits
 from jattn_experiments.bench import peers, timing
 from jattn_experiments.bench.problems import CASES as TIMED
 from jattn_experiments.bench.problems import Problem

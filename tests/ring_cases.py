@@ -1,4 +1,4 @@
-"""Attention on a ring of devices beside that of one: cases shared by the tests and the sharding benchmark."""
+"""Attention on a ring of devices beside that of one: cases shared by the tests and the suite ``sharding`` of the tools."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from jattn._blocks.block_mask import block_mask
 from jattn.kernels import Kernel
 from jattn.sharding import Ring, Ulysses, from_zigzag, to_zigzag
 from jattn.testing._cases import Case
-from jattn.testing._check import Attention, run, values_and_gradients
+from jattn.testing._check import Attention, largest_error, run, values_and_gradients
 from jattn.testing._reference import Inputs, Results, error, inputs
 
 Differentiate = Callable[[Attention, Inputs], tuple[Results, Inputs]]
@@ -111,12 +111,6 @@ def in_a_ring(
         return tuple(order(from_zigzag, "query", x) for x in run(case, how, arrays, options))
 
     return jax.jit(lambda arrays: differentiate(natural, arrays))(inputs(case))
-
-
-def largest_error(tree: Any, expected: Any) -> float:
-    """The largest ``error`` of two trees of arrays."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
-    return max((error(x, exact) for x, exact in pairs), default=0.0)
 
 
 def mesh_of(devices: int) -> Mesh:
