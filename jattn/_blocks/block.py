@@ -191,7 +191,7 @@ def _index(axis: int) -> Callable[[Array, Index], Array]:
         return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
 
     @index.def_vmap
-    def batched(size: int, in_batched: Sequence[bool], x: Array, i: Index) -> tuple[Array, bool]:
+    def batched(size: Length, in_batched: Sequence[bool], x: Array, i: Index) -> tuple[Array, bool]:
         if in_batched == [True, False]:
             return _index(axis + 1)(x, i), True
         index_one = functools.partial(jax.lax.dynamic_index_in_dim, axis=axis, keepdims=False)

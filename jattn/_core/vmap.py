@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import Head, convert_mods, softmax_dtype
 from jattn._core.shard import may_be_sharded
+from jattn._mods.arrays import AnyArray
 
 # A function of one head: ``(q [T,H], k [S,H], v [S,D], *rest) -> pytree of arrays``; v may be None.
 HeadFunction = Callable[Concatenate[Array, Array, Any, ...], PyTree]
@@ -57,7 +58,7 @@ def over_heads(fn: HeadFunction, out_axes: PyTree[int] = 1, *, lift: Lift = jax.
         one_head = over_heads(with_head, out_axes, lift=lift)
         return lambda query, key, value, *rest: one_head(query, key, value, jnp.arange(query.shape[1]), *rest)
 
-    def mapped(query: Array, key: Array, value: Any, *rest: Any) -> PyTree:
+    def mapped(query: AnyArray, key: AnyArray, value: Any, *rest: Any) -> PyTree:
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         if num_kv_heads == 0 or num_heads % num_kv_heads:
             raise ValueError(f"the {num_heads} query heads must be a multiple of the {num_kv_heads} key/value heads")
