@@ -11,9 +11,8 @@ from jattn_experiments import config
 from jattn_experiments.look import page_of_runs
 from jattn_experiments.runs.terminal import Terminal, fail, refusing
 
-if TYPE_CHECKING:  # these import JAX
+if TYPE_CHECKING:  # it imports JAX
     from jattn_experiments.load_run import Saved
-    from jattn_experiments.model import Transformer
 
 MANY = 40  # rows of heads that a terminal shows
 
@@ -69,6 +68,7 @@ def compare(first: "Saved", second: "Saved") -> Comparison:
     from jattn import heads
     from jattn_experiments import head_scores
     from jattn_experiments.measure.evaluate import LOOK_BATCH, of_patterns
+    from jattn_experiments.model import Transformer
     from jattn_experiments.train import LOOK_DATA, PROBE_DATA
 
     setups = [one.setup for one in (first, second)]
