@@ -204,6 +204,7 @@ def statistics(
         f"support {name}": results["support max_weight"] for name in ("max_logit", "received", "offset_profile")
     }
     if tokens is not None:
+        tokens = np.atleast_2d(tokens)
         of_token = np.empty_like(tokens)  # in the order of the tokens
         of_token[:, slots[0]] = tokens
         before = (of_token[:, :, None] == of_token[:, None, :]) & np.tri(T, k=-1, dtype=bool)  # [B,q,kv]

@@ -48,6 +48,44 @@ def dense(values: np.ndarray, *where: np.ndarray) -> np.ndarray:
     return entry & inside
 
 
+def zigzag(length: int, devices: int) -> np.ndarray:
+    """The token in each slot: device p has the p-th of 2P chunks from either end. Without devices, in order."""
+    if not devices:
+        return np.arange(length)
+    chunks = np.arange(length).reshape(2 * devices, -1)
+    return np.stack([chunks, chunks[::-1]], 1)[:devices].ravel()
+
+
+Places = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def places(B: int, N: int, query_positions: np.ndarray, kv_positions: np.ndarray) -> Places:
+    """b ``[B,1,1,1]``, h ``[1,N,1,1]``, q ``[B|1,1,T,1]`` and kv ``[B|1,1,1,S]``, of positions ``[T]`` or ``[B|1,T]``."""
+    q, kv = (np.atleast_2d(np.asarray(x, np.int64))[:, None] for x in (query_positions, kv_positions))
+    return np.arange(B).reshape(B, 1, 1, 1), np.arange(N).reshape(1, N, 1, 1), q[..., None], kv[:, :, None]
+
+
+def visible(
+    where: Places,
+    slots: tuple[np.ndarray, np.ndarray],
+    arrays: dict[str, np.ndarray],
+    mask: Any,
+    is_causal: bool,
+    sides: Any,
+) -> np.ndarray:
+    """``[B,N,T,S]``: the pairs of a mask that all options of the call show; masks and lengths in ``arrays`` go by slot."""
+    b, h, q, kv = where
+    pairs = np.ones((b.size, h.size, q.shape[2], kv.shape[3]), bool) & mask & arrays.get("mask", True)
+    if is_causal:
+        pairs &= kv <= q
+    if sides is not None:
+        pairs &= window(q, kv, *(sides if isinstance(sides, tuple) else (sides, sides)))
+    for name, slot in (("query_seq_lengths", slots[0][:, None]), ("key_value_seq_lengths", slots[1])):
+        if name in arrays:
+            pairs &= slot < arrays[name].astype(int)[b]
+    return pairs
+
+
 class Formula(NamedTuple):
     """A score function of each score ``s``, its parameter ``p`` and ``d = kv - q``; its derivatives by ``s`` and ``p``."""
 

@@ -28,6 +28,47 @@ def sizes(config: Options) -> tuple[int, ...]:
     return config["num_hidden_layers"], heads, kv, dim, width, config["intermediate_size"]
 
 
+def shapes(config: Options) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint by their published names; of a GPT-2, outputs first."""
+    layers, heads, kv, dim, width, inner = sizes(config)
+    family, wide, narrow = config["model_type"], heads * dim, kv * dim
+    length, vocabulary = config.get("n_positions", config.get("max_position_embeddings")), config["vocab_size"]
+    prefix, biased = {"bert": "encoder.layer.", "gpt2": "h."}.get(family, "layers."), ()
+    if family == "bert":
+        rows = {"word": vocabulary, "position": length, "token_type": config.get("type_vocab_size", 2)}
+        outside = {f"embeddings.{name}_embeddings": (n, width) for name, n in rows.items()}
+        outside |= {"embeddings.LayerNorm": (width,), "pooler.dense": (width, width)}
+        inside = {f"attention.self.{name}": (wide, width) for name in ("query", "key", "value")}
+        inside |= {"attention.output.dense": (width, wide), "attention.output.LayerNorm": (width,), "output.LayerNorm": (width,),
+                   "intermediate.dense": (inner, width), "output.dense": (width, inner)}  # fmt: skip
+        biased = ("embeddings.LayerNorm", "pooler.dense", *inside)
+    elif family == "gpt2":
+        outside = {"wte": (vocabulary, width), "wpe": (length, width), "ln_f": (width,)}
+        inside = {"attn.c_attn": (3 * wide, width), "attn.c_proj": (width, wide), "mlp.c_fc": (inner, width),
+                  "mlp.c_proj": (width, inner), "ln_1": (width,), "ln_2": (width,)}  # fmt: skip
+        biased = ("ln_f", *inside)
+    elif family == "gpt_neox":
+        outside = {"embed_in": (vocabulary, width), "final_layer_norm": (width,)}
+        inside = {"attention.query_key_value": (3 * wide, width), "attention.dense": (width, wide), "mlp.dense_h_to_4h": (inner, width),
+                  "mlp.dense_4h_to_h": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
+        biased = ("final_layer_norm", *inside)
+    else:
+        outside = {"embed_tokens": (vocabulary, width), "norm": (width,)}
+        inside = {f"self_attn.{name}_proj": (wide if name == "q" else narrow, width) for name in "qkv"}
+        inside |= {"self_attn.o_proj": (width, wide), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
+                   "mlp.down_proj": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
+        parts = {"self_attn": "qkvo" if config.get("attention_bias") else "qkv" if family == "qwen2" else ""}
+        parts["mlp"] = ("gate", "up", "down") if config.get("mlp_bias") else ""
+        biased = [f"{module}.{name}_proj" for module, names in parts.items() for name in names]
+    every, weights = outside | {f"{prefix}{i}.{name}": x for i in range(layers) for name, x in inside.items()}, {}
+    for name, shape in every.items():
+        weights[f"{name}.weight"] = shape
+        if name.removeprefix(prefix).lstrip("0123456789.") in biased:
+            weights[f"{name}.bias"] = shape[:1]
+    tied = config.get("tie_word_embeddings", family in ("gpt2", "bert"))
+    return weights | ({} if tied else {"lm_head.weight": (vocabulary, width)})
+
+
 def forward(config: Options, w: Arrays, tokens: np.ndarray, valid: np.ndarray, types: np.ndarray) -> Arrays:
     """Hidden states ``[B,T,M]``; logits or, of a BERT, what is pooled."""
     model = Model(config, w, valid)

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import jattn
@@ -51,9 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     report = soak(options)
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    table = Table(
-        "covered", "cases", title=f"{report['cases']} cases, {report['failed']} failed, seed {report['seed']}"
-    )
+    title = f"{report['cases']} cases, {report['failed']} failed, seed {report['seed']}"
+    table = Table("covered", "cases", title=title)
     for name, count in report["covered"].items():
         table.add_row(name, str(count))
     console.print(table)
@@ -74,9 +72,7 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         by_time = (time.monotonic() - began) / (60 * options.minutes) if options.minutes is not None else 0.0
         return max(by_time, cases / options.cases if options.cases is not None else 0.0)
 
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("soak", total=1.0, state="")
+    with console.status("") as status:
         while progressed() < 1:
             mode, number = modes[index % len(modes)], index // len(modes)
             trial = TRIALS[mode](options.seed, number)
@@ -91,9 +87,9 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
                     again = f"python -m tests.soak --mode {mode} --replay {options.seed}:{number}:{draw}"
                     again += " --optimised" * options.optimised
                     failures.append({"case": again, "differences": [str(x) for x in wrong]})
-                    progress.console.print(f"FAILED {trial.label}: {wrong[0]}; {again}", markup=False)
-                state = f"{cases} cases of {index - options.first + 1} structures, {len(failures)} failed"
-                progress.update(task, completed=progressed(), state=state)
+                    console.print(f"FAILED {trial.label}: {wrong[0]}; {again}", markup=False)
+                structures = index - options.first + 1
+                status.update(f"{progressed():.0%}: {cases} cases of {structures} structures, {len(failures)} failed")
             index += 1
             if index % 10 == 0:  # compiled programs take memory
                 jax.clear_caches()

@@ -17,19 +17,14 @@ from jattn.kernels.decode import Decode
 from jattn.kernels.native import Native
 from jattn.sharding import HeadParallel, Ring
 from tests import reference
-from tests.reference.bounded import Bounded, Rounding, error_of, least, rounded
+from tests.reference.bounded import Bounded, Rounding, error_of, rounded
 from tests.soak.draw import Structure, draw_structure, draw_values
 from tests.soak.trial import Difference, Expected, Trial, compare, of_error
 from tests.soak.vocabulary import Arrays
 
 EAGER = 3  # number of draws of an eager structure that also run without jit; all but the first reuse compiled programs
-ARGUMENTS = (
-    "mask", "bias", "sinks", "scale", "query_seq_lengths", "key_value_seq_lengths", "query_positions", "kv_positions",
-)  # fmt: skip
+ARGUMENTS = "mask bias sinks scale query_seq_lengths key_value_seq_lengths query_positions kv_positions".split()
 LAYER = ("query", "key", "value", "out")
-
-
-# ---- jattn
 
 
 def implementation_of(name: str) -> Any:
@@ -86,10 +81,8 @@ def _looks(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
     if structure.statistics:
         implementation = implementation_of(structure.implementation)
         implementation = implementation if isinstance(implementation, Blockwise | HeadParallel | Ring) else None
-        options = _options(structure, arrays) | {
-            name: arrays[name] for name in ("tokens", "eligible") if name in arrays
-        }
-        options.pop("sinks", None)
+        options = {name: value for name, value in _options(structure, arrays).items() if name != "sinks"}
+        options |= {name: arrays[name] for name in ("tokens", "eligible") if name in arrays}
         of = heads.statistics(arrays["query"], arrays["key"], implementation=implementation, **options)
         results |= {f"of support {name}": x for name, x in of.pop("support").items()}
         results |= {f"of {name}": x for name, x in of.items()}
@@ -117,26 +110,19 @@ def _layer(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
     return {"out": module(*inputs, **options)}
 
 
-# ---- the reference
-
-
 def expected(structure: Structure, arrays: Arrays) -> Expected:
     """The expected results of a case by name, with tolerances."""
     with np.errstate(all="ignore"):
         results = _expected_layer(structure, arrays) if structure.features else _expected_attention(structure, arrays)
+    last = lambda x, error, dtype: (x, rounded(x, error, abs(x), dtype))
     dtypes = dtypes_of(structure, results)
-    last = {name: least(dtypes[name]) if name.startswith("d ") else 0.0 for name in results}
-    return {
-        name: (np.asarray(x), rounded(np.asarray(x), error_of(x), abs(np.asarray(x)), dtypes[name]) + last[name])
-        for name, x in results.items()
-    }
+    return {name: last(np.asarray(x), error_of(x), dtypes[name]) for name, x in results.items()}
 
 
 def dtypes_of(structure: Structure, names: Any) -> dict[str, Any]:
     """The dtype of each result."""
-    narrow, wide = structure.dtype, structure.wide
-    known = {name: structure.recipes[name[2:]].dtype for name in names if name.startswith("d ")}
-    return {name: narrow if name == "out" else known.get(name, wide) for name in names}
+    known = {f"d {name}": recipe.dtype for name, recipe in structure.recipes.items()} | {"out": structure.dtype}
+    return {name: known.get(name, structure.wide) for name in names}
 
 
 def _arguments(structure: Structure, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,26 +137,18 @@ def _arguments(structure: Structure, arrays: Arrays) -> tuple[dict[str, Any], di
 
 def _expected_attention(structure: Structure, arrays: Arrays) -> dict[str, Any]:
     floats, options = _arguments(structure, arrays)
-    if not structure.batched:
-        floats = {
-            name: x[None] if name in ("query", "key", "value", "out_cotangent", "lse_cotangent") else x
-            for name, x in floats.items()
-        }
     visible, (_, _, q, kv) = structure.visible(arrays), structure.places(arrays)
-    inputs = [floats[name] for name in ("query", "key", "value")]
+    names = ("query", "key", "value", "out_cotangent", "lse_cotangent")
+    *inputs, of_out, of_lse = (floats[name] if structure.batched else floats[name][None] for name in names)
     call = reference.attend(*inputs, visible, **options)
-    of_out = floats["out_cotangent"]  # its products may be rounded to the arrays' dtype, as those of results
-    of_out = Bounded(of_out.value, of_out.rounding, np.zeros(of_out.shape))
-    gradients = call.gradients(of_out, floats["lse_cotangent"])
+    # its products may be rounded to the arrays' dtype, as those of results
+    gradients = call.gradients(Bounded(of_out.value, of_out.rounding, np.zeros(of_out.shape)), of_lse)
     results = {"out": call.out, "lse": call.lse} | {f"d {name}": gradients[name] for name in structure.learned}
     if structure.weights:
         results["weights"] = call.weights
     if structure.statistics:
-        _, T, S, *_ = structure.sizes
-        options = {"slots": (structure.slots(T), structure.slots(S)), "eligible": arrays.get("eligible", True)}
-        if "tokens" in arrays:
-            options["tokens"] = np.atleast_2d(arrays["tokens"])
-        of = reference.statistics(call.scores, visible, q, kv, **options)
+        beside = {"eligible": arrays.get("eligible", True), "tokens": arrays.get("tokens")}
+        of = reference.statistics(call.scores, visible, q, kv, slots=structure.slots(), **beside)
         results |= {f"of {name}": x for name, x in of.items()}
     if structure.batched:
         return results
@@ -186,9 +164,6 @@ def _expected_layer(structure: Structure, arrays: Arrays) -> dict[str, Any]:
     return {name: results[name] for name in ("out", *(f"d {name}" for name in structure.learned))}
 
 
-# ---- trials
-
-
 class CallTrial(Trial):
     """A structure and its program, which is compiled when the first case runs."""
 
@@ -200,15 +175,14 @@ class CallTrial(Trial):
 
     def run(self, arrays: Arrays, eagerly: bool = False) -> dict[str, np.ndarray]:
         """Computes the results with jattn."""
-        static = {
-            name for name, recipe in self.structure.recipes.items() if self.structure.static and not recipe.learned
-        }
+        recipes = self.structure.recipes.items() if self.structure.static else ()
+        static = {name for name, recipe in recipes if not recipe.learned}
         if self.jitted is None:  # the constants are the same in every draw
             self.program = make_program(self.structure, {name: arrays[name] for name in static})
             self.jitted = jax.jit(self.program)
         with jax.enable_x64(self.structure.x64):
             arguments = {name: x for name, x in arrays.items() if name not in static}
-            return {name: np.asarray(x) for name, x in (self.program if eagerly else self.jitted)(arguments).items()}
+            return jax.device_get((self.program if eagerly else self.jitted)(arguments))
 
     def case(self, draw: int) -> tuple[list[Difference], float]:
         """Also without jit, in the first draws of an eager structure."""

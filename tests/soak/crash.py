@@ -7,6 +7,7 @@ A case of ``disk`` is another command on a finished run that cannot write what i
 """
 
 import atexit
+import collections
 import contextlib
 import functools
 import json
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,8 @@ evaluate: {{batch: 8}}
 claims: [{{name: right, statement: Right at all., metric: mean_accuracy, at_least: 0.0, needed: 2}}]
 """
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+STARVING = ("full output", "limited files", "small disk", "read-only")
+DAMAGES = ("flipped", "cut", "emptied", "removed", "doubled")
 Process = subprocess.Popen[str]
 SECONDS = 300.0  # a command that takes longer hangs
 
@@ -67,9 +70,9 @@ class Commands:
             if limit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-        # A limit would also cut the files of JAX's cache of compiled programs, which it says in warnings.
-        variables = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if limit else {}
-        variables |= environment(self.folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+        # a limit would also cut the files of JAX's cache of compiled programs, which it says in warnings
+        cache = {"JAX_ENABLE_COMPILATION_CACHE": str(not limit).lower(), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        variables = environment(self.folder / "cache", **cache)
         with Path(output).open("wb") as stdout:
             return subprocess.Popen(
                 [*before, sys.executable, "-m", "jattn_experiments", *arguments],
@@ -89,8 +92,7 @@ class Commands:
             message = process.communicate(timeout=SECONDS)[1]
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
-            raise Failure(f"no end after {SECONDS:.0f} s") from None
+            raise Failure(f"no end after {SECONDS:.0f} s: {process.communicate()[1]}") from None
         return process.returncode, message
 
     def ending(self, process: Process, *statuses: int, holds: str = "", trial: str = "") -> str:
@@ -133,9 +135,6 @@ def difference(out: Path, whole: Path, added: Sequence[str] = ()) -> str:
     return "" if (out / "report.html").stat().st_size > 10_000 else "report.html"
 
 
-# --- faults: each gets the folder of an unfinished run and returns a short description of the outcome ----------------
-
-
 def signal_at_random(rng: Random, out: Path) -> str:
     """Sends SIGKILL, SIGTERM or SIGINT at a random time."""
     number, seconds = SIGNALS[rng.integers(3)], rng.uniform(0, commands().seconds)
@@ -157,8 +156,8 @@ def signal_at_an_instant(rng: Random, out: Path) -> str:
         [folder / f"{step}"],
     ]
     if step > STEPS or rng.random() < 0.3:
-        names = ("findings.npz.tmp", "findings.npz", "findings.json", "report.html.tmp", "report.html")
-        events = [[out / name] for name in names]
+        last = ("findings.npz.tmp", "findings.npz", "findings.json", "report.html.tmp", "report.html")
+        events = [[out / name] for name in last]
     files = events[rng.integers(len(events))]
     began, process = time.time_ns(), commands().run(out)
     while process.poll() is None and not any(written(file, began) for file in files):
@@ -177,58 +176,47 @@ def stopped(process: Process, number: signal.Signals, importing: bool = False) -
     status, message = commands().ended(process)
     if status == 0:
         return "ended before the signal came"
-    killed = number == signal.SIGKILL and (status, message) == (-number, "")
-    line = number != signal.SIGKILL and status == 128 + number and message.count("\n") == 1 and "; rerun" in message
-    # while modules load, the exit is Python's
-    if not (killed or line or importing and status in (-number, 1, 128 + number)):
+    line = status == 128 + number and message.count("\n") == 1 and "; rerun" in message
+    right = (status, message) == (-number, "") if number == signal.SIGKILL else line
+    if not right and not (importing and status in (-number, 1, 128 + number)):  # the exit is Python's
         raise Failure(f"{number.name}: expected its status and one line, got {status}: {message}")
     return f"{number.name} {'before it began' if importing else 'while it worked'}"
 
 
-STARVING = ("full output", "limited files", "small disk", "read-only")
-
-
-def starved(rng: Random, arguments: list[str], written: Path, fault: str) -> str:
-    """A command that can write too little in the folder ``written``: it does its work, or ends in one line."""
-    size, options = int(np.exp(rng.uniform(np.log(1), np.log(300_000)))), {}
+def starved(rng: Random, arguments: list[str], folders: list[Path]) -> str:
+    """A command that can write too little, in one of its folders: it does its work, or ends in one line."""
+    size, options, fault = int(np.exp(rng.uniform(0, np.log(300_000)))), {}, STARVING[rng.integers(4)]
     with contextlib.ExitStack() as stack:
         if fault == "full output":
             options["output"] = "/dev/full"
         elif fault == "limited files":
             options["limit"] = size
-        elif fault == "small disk" and not stack.enter_context(small_disk(written, size // 1024)):
-            return "no disk can be mounted here"
+        elif fault == "small disk" and not stack.enter_context(small_disk(folders[0], size // 1024)):
+            return f"{fault}, which cannot be mounted here"
         elif fault == "read-only":
-            root = os.geteuid() == 0
+            root, folder = os.geteuid() == 0, folders[rng.integers(len(folders))]
             if root and not shutil.which("setpriv"):
-                return "root may write everything here"
+                return f"{fault}, where root may write everything"
             options["before"] = ("setpriv", "--inh-caps=-all", "--bounding-set=-all") if root else ()
-            written.chmod(0o555)
-            stack.callback(written.chmod, 0o755)
+            folder.chmod(0o555)
+            stack.callback(folder.chmod, 0o755)
         line = commands().ending(commands().start(*arguments, **options), 1, 2, trial=f"{arguments}, {fault}: ")
-        return "one line" if line else "done"
+        return f"{fault}, {'one line' if line else 'done'}"
 
 
 def starved_run(rng: Random, out: Path) -> str:
-    """Limits the size of files, or what an unfinished run may write in one of its folders."""
+    """An unfinished run that can write too little."""
     out.mkdir(exist_ok=True)
-    fault, folder = STARVING[rng.integers(4)], out
-    if fault == "read-only":
-        folders = [folder for folder in (out, out / "looks", out / "checkpoints") if folder.exists()]
-        folder = folders[rng.integers(len(folders))]
-    return f"{fault}, {starved(rng, commands().words(out), folder, fault)}"
+    return starved(rng, commands().words(out), [x for x in (out, out / "looks", out / "checkpoints") if x.exists()])
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path, free: int) -> Iterator[bool]:
     """Mounts a disk with so many free kilobytes over ``folder``, with its files; keeps these at the end."""
     folder.mkdir(exist_ok=True)
-    copy, size = (
-        folder.with_name("copy"),
-        free + sum(file.stat().st_size + 8192 for file in folder.rglob("*")) // 1024 + 8,
-    )
+    copy, taken = folder.with_name("copy"), sum(file.stat().st_size + 8192 for file in folder.rglob("*"))
     shutil.copytree(folder, copy)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={free + taken // 1024 + 8}k", "tmpfs", str(folder)]
     possible = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
     if possible:
         shutil.copytree(copy, folder, dirs_exist_ok=True)
@@ -248,66 +236,51 @@ def two_owners(rng: Random, out: Path) -> str:
         time.sleep(0.001)
     with contextlib.suppress(subprocess.TimeoutExpired):
         first.wait(rng.uniform(0, commands().seconds / 3))
-    if first.poll() is not None:
         return "the first had ended"
     first.send_signal(signal.SIGSTOP)  # otherwise it may end before the second starts
     try:
         commands().ending(commands().run(out), 2, holds=f"of process {first.pid}")
     finally:
         first.kill()
-        first.send_signal(signal.SIGCONT)
-        commands().ended(first)
+        first.communicate()
     return "the second is refused"
 
 
-FAULTS: list[Callable[[Random, Path], str]] = [
-    *(signal_at_random, signal_at_random, signal_at_an_instant, signal_at_an_instant, signal_at_an_instant),
-    *(starved_run, two_owners, starved_run),
-]
+FAULTS = [signal_at_random] * 2 + [signal_at_an_instant] * 3 + [starved_run] * 2 + [two_owners]
 
 
 def damaged_file(rng: Random, out: Path) -> str:
     """Damages a file of a finished run; the command must repair it or report it."""
-    files = sorted(file for file in out.rglob("*") if file.is_file() and file.name not in ("lock", "seconds.json"))
-    group_of = lambda file: file.relative_to(out).parts[0].partition(".")[0]
-    groups = sorted({group_of(file) for file in files})  # otherwise nearly all draws would be checkpoints
-    group, damage = groups[rng.integers(len(groups))], DAMAGES[rng.integers(len(DAMAGES))]
-    files = [file for file in files if group_of(file) == group]
-    file, whole = files[rng.integers(len(files))], commands().whole
+    groups = collections.defaultdict(list)  # otherwise nearly all draws would be checkpoints
+    for file in sorted(out.rglob("*")):
+        if file.is_file() and file.name not in ("lock", "seconds.json"):
+            groups[file.relative_to(out).parts[0].partition(".")[0]].append(file)
+    group, damage = sorted(groups)[rng.integers(len(groups))], DAMAGES[rng.integers(len(DAMAGES))]
+    file, whole = groups[group][rng.integers(len(groups[group]))], commands().whole
     harm(file, damage, rng)
     trial = f"{group} {damage}: {file.relative_to(out)}: "
     if group == "findings":  # from which the report is drawn
         commands().ending(commands().start("report", "--run", str(out)), 2, holds=str(out))
     status, message = commands().ended(commands().run(out))
-    lines = message.splitlines()
-    if status and (status != 2 or not lines or not lines[-1].startswith("error: ") or str(out) not in lines[-1]):
-        raise Failure(f"{trial}expected one line, got status {status}: {message}")
-    if not all(line.startswith("warning: ") for line in (lines[:-1] if status else lines)):
-        raise Failure(f"{trial}expected warnings alone, got {message}")
-    if status:
+    *warnings, last = message.splitlines() + [""] * (not status or not message)
+    refused = status == 2 and last.startswith("error: ") and str(out) in last
+    if bool(status) != refused or not all(line.startswith("warning: ") for line in warnings):
+        raise Failure(f"{trial}expected warnings alone or one line, got status {status}: {message}")
+    if changed := "" if refused else difference(out, whole):
+        raise Failure(f"{trial}{changed} differs; message: {message}")
+    if refused:
         shutil.rmtree(out)
         shutil.copytree(whole, out)
-        return f"{group} {damage}: refused"
-    if changed := difference(out, whole):
-        raise Failure(f"{trial}{changed} differs; message: {message}")
-    return f"{group} {damage}: the same numbers{', with a warning' * bool(message)}"
-
-
-DAMAGES = ("flipped", "cut", "emptied", "removed", "doubled")
+    return f"{group} {damage}: {'refused' if refused else 'the same numbers' + ', with a warning' * bool(message)}"
 
 
 def harm(file: Path, damage: str, rng: Random) -> None:
     content = file.read_bytes()
-    at = int(rng.integers(max(len(content), 1)))
+    at, bit = int(rng.integers(max(len(content), 1))), 1 << int(rng.integers(8))
+    flipped = bytes(byte ^ bit if i == at else byte for i, byte in enumerate(content))
+    file.write_bytes({"flipped": flipped, "cut": content[:at], "doubled": content * 2}.get(damage, b""))
     if damage == "removed":
-        return file.unlink()
-    flipped = (
-        content[:at] + bytes(byte ^ 1 << int(rng.integers(8)) for byte in content[at : at + 1]) + content[at + 1 :]
-    )
-    file.write_bytes({"flipped": flipped, "cut": content[:at], "emptied": b"", "doubled": content * 2}[damage])
-
-
-# --- trials ---------------------------------------------------------------------------------------------------------
+        file.unlink()
 
 
 class CrashTrial(Trial):
@@ -346,7 +319,7 @@ class DiskTrial(CrashTrial):
         out, beside, whole = folder / "tiny", folder / "beside", commands().whole
         beside.mkdir()
         shutil.copytree(whole, out)
-        of_run, fault = ["--run", str(out)], STARVING[rng.integers(4)]
+        of_run = ["--run", str(out)]
         arguments, written = [
             (["report", *of_run], out),
             (["look", *of_run], out),
@@ -354,7 +327,7 @@ class DiskTrial(CrashTrial):
             (["keep", *of_run, "--to", str(beside)], beside),
             ([*commands().words(out), "--replicate", "1"], out),
         ][rng.integers(5)]
-        outcome = f"{arguments[0]}, {fault}: {starved(rng, arguments, written, fault)}"
+        outcome = f"{arguments[0]}, {starved(rng, arguments, [written])}"
         added = ("claims.json", "findings.json") if arguments[0] == "run" else ()  # which fresh seeds add to
         if changed := difference(out, whole, added):
             raise Failure(f"{outcome}; the run has another {changed}")

@@ -73,33 +73,21 @@ class Structure:
         self.recipes[name] = Recipe(kind, shape, np.dtype(dtype))
         return name
 
-    def slots(self, length: int) -> np.ndarray:
-        """The token in each slot: in zigzag, device p has the p-th of 2P chunks from either end."""
-        if not self.implementation.endswith("zigzag)"):
-            return np.arange(length)
-        chunks = np.arange(length).reshape(2 * int(self.implementation[5]), -1)
-        return np.stack([chunks, chunks[::-1]], 1)[: len(chunks) // 2].ravel()
+    def slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """The token in each slot, of queries and of keys."""
+        devices = int(self.implementation[5]) if self.implementation.endswith("zigzag)") else 0
+        return definitions.zigzag(self.sizes[1], devices), definitions.zigzag(self.sizes[2], devices)
 
-    def places(self, arrays: Arrays) -> tuple[np.ndarray, ...]:
-        """The indices that functions get: b ``[B,1,1,1]``, h ``[1,N,1,1]``, q ``[B|1,1,T,1]``, kv ``[B|1,1,1,S]``."""
-        B, T, S, N, *_ = self.sizes
-        of = lambda name, length: np.atleast_2d(np.asarray(arrays.get(name, self.slots(length)), np.int64))[:, None]
-        b, h = np.arange(B).reshape(B, 1, 1, 1), np.arange(N).reshape(1, N, 1, 1)
-        return b, h, of("query_positions", T)[..., None], of("kv_positions", S)[:, :, None]
+    def places(self, arrays: Arrays) -> definitions.Places:
+        """The indices that masks and score functions get."""
+        tokens = zip(("query_positions", "kv_positions"), self.slots(), strict=True)
+        return definitions.places(self.sizes[0], self.sizes[3], *(arrays.get(name, x) for name, x in tokens))
 
     def visible(self, arrays: Arrays) -> np.ndarray:
         """Whether each query sees each key, ``[B,N,T,S]``."""
-        B, T, S, N, *_ = self.sizes
-        b, _, q, kv = where = self.places(arrays)
-        visible = np.ones((B, N, T, S), bool) & arrays.get("mask", True) & (kv <= q if self.is_causal else True)
-        if self.mask is not None:
-            visible &= self.mask.define(arrays, *where)
-        if self.window is not None:
-            sides = self.window if isinstance(self.window, tuple) else (self.window, self.window)
-            visible &= definitions.window(q, kv, *sides)
-        for name, slots in (("query_seq_lengths", self.slots(T)[:, None]), ("key_value_seq_lengths", self.slots(S))):
-            visible &= slots < arrays[name].astype(int)[b] if name in arrays else True
-        return visible
+        where = self.places(arrays)
+        mask = True if self.mask is None else self.mask.define(arrays, *where)
+        return definitions.visible(where, self.slots(), arrays, mask, self.is_causal, self.window)
 
     def covers(self) -> list[str]:
         """The features that this structure covers, for the counts."""
@@ -108,13 +96,11 @@ class Structure:
         present = {name: getattr(self, name) not in (None, False) for name in fields}
         present |= {"unbatched": not self.batched, "grouped queries": K < N, "D != H": D != H}
         present |= {"no sequence": B == 0, "no query": T == 0, "no key": S == 0}
+        arguments = {name: x for name, x in self.recipes.items() if " " not in name and name not in COTANGENTS}
+        parts = {"mask": self.mask, "mod": self.mod}
         covered = ["kind attention", f"implementation {self.implementation}", f"dtype {self.dtype.name}"]
         covered += [f"feature {name}" for name, value in present.items() if value]
-        for name, recipe in self.recipes.items():
-            if name not in ("query", "key", "value", *COTANGENTS) and " " not in name:
-                of = f", {recipe.dtype.name}, rank {len(recipe.shape)}" if recipe.kind == "positions" else ""
-                covered.append(f"argument {name}{of}")
-        parts = {"mask": self.mask, "mod": self.mod}
+        covered += [f"argument {name} {x.dtype.name}" for name, x in arguments.items()]
         return covered + sorted({f"{name} {kind}" for name, part in parts.items() if part for kind in part.kinds})
 
 
@@ -124,10 +110,9 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
     flip = lambda share: bool(rng.random() < share)
     implementation = MODES[mode][index % len(MODES[mode])]
     layer, native = implementation in ("nnx", "linen"), mode == "native"
-    narrow = set() if layer else {"bfloat16", "float16"}
-    names = ["float32"] * 3 + [name for name in DTYPES if name in narrow | (set() if native else {"float64"})]
-    dtype, wide = DTYPES[str(rng.choice(names))], np.dtype(np.float32)
-    wide = np.promote_types(dtype, wide) if dtype.kind == "f" else wide
+    without = {"bfloat16", "float16"} if layer else {"float64"} if native else set()
+    dtype, wide = DTYPES[str(rng.choice(["float32"] * 2 + sorted(DTYPES.keys() - without)))], np.dtype(np.float32)
+    wide = dtype if dtype == np.float64 else wide
     structure = Structure(
         index, implementation, dtype, wide, x64=dtype == np.float64 or flip(0.2), sizes=_sizes(rng, implementation),
         static=flip(0.3), weights=not layer and mode == "local" and flip(0.3), statistics=not layer and flip(0.25),
@@ -137,10 +122,8 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
     structure.batched = mode == "sharded" or layer or B != 1 or flip(0.5)
     add, M, lead = structure.add, structure.features, (B,) if structure.batched else ()
     if layer:
-        inputs = {
-            name: ("floats", (B, length, M))
-            for name, length in (("inputs_q", T), ("inputs_k", S), ("out_cotangent", T))
-        }
+        lengths = {"inputs_q": T, "inputs_k": S, "out_cotangent": T}
+        inputs = {name: ("floats", (B, length, M)) for name, length in lengths.items()}
         for name, heads, size in (("query", N, H), ("key", K, H), ("value", K, D)):
             inputs |= {f"{name} kernel": ("kernel", (M, heads, size)), f"{name} bias": ("floats", (heads, size))}
         inputs |= {"out kernel": ("kernel", (N, D, M)), "out bias": ("floats", (M,))}
@@ -209,9 +192,6 @@ def _sizes(rng: Random, implementation: str) -> tuple[int, ...]:
     return B, T, S, N, K, H, H if rng.random() < 0.4 else D
 
 
-# ---- values
-
-
 def draw_values(structure: Structure, seed: int, draw: int) -> Arrays:
     """Draws the arrays of one case; NaN or infinity may stand where nobody looks.
 
@@ -243,16 +223,16 @@ def _spoil(rng: Random, structure: Structure, arrays: Arrays, by: float) -> None
 
 
 def _values(rng: Random, recipe: Recipe, structure: Structure, theme: str) -> np.ndarray:
-    (kind, *limit), shape = recipe.kind.split(), recipe.shape
+    (kind, *limit), shape, most = recipe.kind.split(), recipe.shape, 30.0 if structure.dtype == np.float16 else 100.0
     normal = lambda large=1.0: rng.normal(size=shape) * (large if theme == "large" else 1.0)
     values = {
         "floats": normal,
         "kernel": lambda: normal(5.0) / np.sqrt(shape[0]),
         "sinks": lambda: normal(30.0),
-        "bias": lambda: _bias(rng, normal(20.0), theme),
-        "vectors": lambda: _vectors(
-            rng, normal(rng.choice([3.0, 10.0, 30.0 if structure.dtype == np.float16 else 100.0])), theme
-        ),
+        "bias": lambda: np.where(
+            (rng.random(shape) < 0.3) & (theme == "nowhere"), -1e4, normal(20.0)
+        ),  # as people mask
+        "vectors": lambda: normal(rng.choice([3.0, 10.0, most])) * {"tiny": 1e-3, "zeros": 0.0}.get(theme, 1.0),
         "scale": lambda: rng.choice([0.3, 1.0, -0.5, 0.0]),
         "slopes": lambda: rng.choice([0.5, 0.25, 0.0, -0.05, 2.0**-8], size=shape),
         "cap": lambda: rng.choice([1.0, 5.0, 50.0]),
@@ -263,17 +243,10 @@ def _values(rng: Random, recipe: Recipe, structure: Structure, theme: str) -> np
         "tokens": lambda: rng.integers(0, 4, shape),
         "positions": lambda: _positions(rng, shape, recipe.dtype, theme),
     }
-    return np.asarray(values[kind]()).astype(recipe.dtype)
-
-
-def _bias(rng: Random, x: np.ndarray, theme: str) -> np.ndarray:
-    return np.where(rng.random(x.shape) < 0.3, -1e4, x) if theme == "nowhere" else x  # the way people mask by hand
-
-
-def _vectors(rng: Random, x: np.ndarray, theme: str) -> np.ndarray:
-    if theme == "equal rows" and x.size:
-        x[:] = x[..., :1, :, :]
-    return x * {"tiny": 1e-3, "zeros": 0.0}.get(theme, 1.0)
+    x = np.asarray(values[kind]()).astype(recipe.dtype)
+    return (
+        np.broadcast_to(x[..., :1, :, :], shape).copy() if kind == "vectors" and theme == "equal rows" and x.size else x
+    )
 
 
 def _positions(rng: Random, shape: tuple[int, ...], dtype: np.dtype, theme: str) -> np.ndarray:

@@ -11,17 +11,15 @@ import jax
 import numpy as np
 
 from jattn import interop
-from tests.reference.models import Options, forward, sizes
+from tests.reference.models import Options, forward, shapes
 from tests.soak.trial import Difference, Expected, Trial, compare
 from tests.soak.vocabulary import Arrays, Random
 
 FAMILIES = ("bert", "gpt2", "gpt_neox", "llama", "mistral", "qwen2")
 VOCABULARY, LENGTH, T, B, INNER = 13, 9, 6, 2, 10
 IMPLEMENTATIONS = (None, "xla", "blockwise")
+EMBEDDINGS = {"bert": "embeddings.word_embeddings.weight", "gpt2": "wte.weight", "gpt_neox": "embed_in.weight"}
 PREFIXES = {"bert": "bert.", "gpt2": "transformer.", "gpt_neox": "gpt_neox."}  # the others: "model."
-
-
-# ---- configs, and their tensors by published names
 
 
 def draw_config(rng: Random, family: str) -> Options:
@@ -75,53 +73,16 @@ def draw_rotary(rng: Random, base_name: str) -> Options:
     return entry | ({base_name: base} if rng.random() < 0.8 else {})
 
 
-def tied(config: Options) -> bool:
-    """Whether the input embedding serves as the output's."""
-    return config.get("tie_word_embeddings", config["model_type"] in ("gpt2", "bert"))
-
-
 def draw_tensors(rng: Random, config: Options) -> Arrays:
     """The checkpoint, float32."""
-    layers, heads, kv, dim, width, inner = sizes(config)
-    family, wide, narrow = config["model_type"], heads * dim, kv * dim
-    if family == "bert":
-        rows = {"word": VOCABULARY, "position": LENGTH, "token_type": config.get("type_vocab_size", 2)}
-        outside = {f"embeddings.{name}_embeddings": (n, width) for name, n in rows.items()}
-        outside |= {"embeddings.LayerNorm": (width,), "pooler.dense": (width, width)}
-        inside = {f"attention.self.{name}": (wide, width) for name in ("query", "key", "value")}
-        inside |= {"attention.output.dense": (width, wide), "attention.output.LayerNorm": (width,), "output.LayerNorm": (width,),
-                   "intermediate.dense": (inner, width), "output.dense": (width, inner)}  # fmt: skip
-    elif family == "gpt2":
-        outside = {"wte": (VOCABULARY, width), "wpe": (LENGTH, width), "ln_f": (width,)}
-        inside = {"attn.c_attn": (3 * wide, width), "attn.c_proj": (width, wide), "mlp.c_fc": (inner, width),
-                  "mlp.c_proj": (width, inner), "ln_1": (width,), "ln_2": (width,)}  # fmt: skip
-    elif family == "gpt_neox":
-        outside = {"embed_in": (VOCABULARY, width), "final_layer_norm": (width,)}
-        inside = {"attention.query_key_value": (3 * wide, width), "attention.dense": (width, wide), "mlp.dense_h_to_4h": (inner, width),
-                  "mlp.dense_4h_to_h": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
-    else:
-        outside = {"embed_tokens": (VOCABULARY, width), "norm": (width,)}
-        inside = {"self_attn.q_proj": (wide, width), "self_attn.k_proj": (narrow, width), "self_attn.v_proj": (narrow, width),
-                  "self_attn.o_proj": (width, wide), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
-                  "mlp.down_proj": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,)}  # fmt: skip
-    without = ("_embeddings", "wte", "wpe", "embed_in")
-    if family in ("llama", "mistral", "qwen2"):
-        with_bias = {"self_attn": config.get("attention_bias"), "mlp": config.get("mlp_bias")}
-        without = tuple(name for name in (*outside, *inside) if not with_bias.get(name.split(".")[0]))
-        without = tuple(
-            name for name in without if family != "qwen2" or name[-6:] not in ("q_proj", "k_proj", "v_proj")
-        )
-    prefix = {"bert": "encoder.layer.", "gpt2": "h."}.get(family, "layers.")
-    scale, tensors = float(rng.choice([0.1, 0.4, 1.0])), {}
-    for name, shape in (outside | {f"{prefix}{i}.{x}": y for i in range(layers) for x, y in inside.items()}).items():
-        tensors[f"{name}.weight"] = rng.normal(size=shape, scale=scale) + (len(shape) == 1)
-        if not name.endswith(without):
-            tensors[f"{name}.bias"] = rng.normal(size=shape[:1], scale=scale)
-    if not tied(config):
-        tensors["lm_head.weight"] = rng.normal(size=(VOCABULARY, width))
-    embedding = {"bert": "embeddings.word_embeddings", "gpt2": "wte", "gpt_neox": "embed_in"}.get(family)
+    scale, embedding = float(rng.choice([0.1, 0.4, 1.0])), EMBEDDINGS.get(config["model_type"])
+    tensors = {name: rng.normal(size=shape, scale=scale) for name, shape in shapes(config).items()}
+    for name, x in tensors.items():
+        x += x.ndim == 1 and name.endswith("weight")  # of norms
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] /= scale
     if embedding and rng.random() < 0.2:  # a stream with a mean far from 0
-        tensors[f"{embedding}.weight"] += scale * float(rng.choice([30.0, 300.0]))
+        tensors[embedding] += scale * float(rng.choice([30.0, 300.0]))
     return {name: x.astype(np.float32) for name, x in tensors.items()}
 
 
@@ -135,7 +96,7 @@ def stored(rng: Random, config: Options, tensors: Arrays) -> Arrays:
                 file |= {name.replace("c_attn", f"{side}_proj"): x for side, x in zip("qkv", parts, strict=True)}
         if rng.random() < 0.7:  # Conv1D, [in, out]
             file = {name: x.T.copy() if name.startswith("h.") and x.ndim == 2 else x for name, x in file.items()}
-        if tied(config) and rng.random() < 0.3:
+        if "lm_head.weight" not in file and rng.random() < 0.3:
             file["lm_head.weight"] = file["wte.weight"]
     if family == "bert" and rng.random() < 0.5:
         for name in [x for x in file if "attention.self.query" in x]:
@@ -147,9 +108,6 @@ def stored(rng: Random, config: Options, tensors: Arrays) -> Arrays:
         prefix, outside = PREFIXES.get(family, "model."), ("lm_head.", "embed_out.")
         file = {name if name.startswith(outside) else prefix + name: x for name, x in file.items()}
     return file
-
-
-# ---- trials
 
 
 def bounded(config: Options, tensors: Arrays, *inputs: np.ndarray) -> Expected:
@@ -179,16 +137,14 @@ class ModelTrial(Trial):
         rng = self.rng(draw)
         config = draw_config(rng, self.family)
         tensors = draw_tensors(rng, config)
-        tokens, types = rng.integers(0, VOCABULARY, (B, T)), np.zeros((B, T), int)
-        valid, options = np.ones((B, T), bool), Options()
+        tokens, options = rng.integers(0, VOCABULARY, (B, T)), Options()
         if rng.random() < 0.4:
-            lengths = rng.integers(1, T + 1, (B, 1))
-            valid = np.arange(T) < lengths if rng.random() < 0.5 else np.arange(T)[::-1] < lengths
-            options["valid"] = valid
+            order = np.arange(T) if rng.random() < 0.5 else np.arange(T)[::-1]
+            options["valid"] = order < rng.integers(1, T + 1, (B, 1))
         if self.family == "bert" and rng.random() < 0.5:
-            types = rng.integers(0, config.get("type_vocab_size", 2), (B, T))
-            options["token_types"] = types
+            options["token_types"] = rng.integers(0, config.get("type_vocab_size", 2), (B, T))
         cached = self.family != "bert" and rng.random() < 0.25
+        valid, types = options.get("valid", np.ones((B, T), bool)), options.get("token_types", np.zeros((B, T), int))
         wanted = bounded(config, tensors, tokens, valid, types)
         with jax.disable_jit():
             model = interop.from_tensors(stored(rng, config, tensors), config)

@@ -42,9 +42,6 @@ class Part(NamedTuple):
     define: Callable[..., Any]
 
 
-# ---- masks
-
-
 def of_table(name: str) -> Part:
     """A mask of the conformance table, whose definition knows one pair at a time."""
     mask, sees = TABLE[name].options["mask"], np.vectorize(TABLE[name].sees, otypes=[bool])
@@ -140,8 +137,6 @@ def broadcast_shape(rng: Random, full: tuple[int, ...]) -> tuple[int, ...]:
     """A shape of rank 2 to 4 that broadcasts to ``full``."""
     return tuple(1 if rng.random() < 0.3 else size for size in full)[int(rng.integers(0, 3)) :]
 
-
-# ---- score functions
 
 SCALED = ("alibi", "relative", "cap")  # those that the compiled kernels take
 MODS: dict[str, Callable] = {  # parameters -> score function
