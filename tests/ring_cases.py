@@ -14,10 +14,9 @@ from jattn._blocks.block_mask import block_mask
 from jattn.kernels import Kernel
 from jattn.sharding import Ring, Ulysses, from_zigzag, to_zigzag
 from jattn.testing._cases import Case
-from jattn.testing._check import Attention, largest_error, run, values_and_gradients
+from jattn.testing._check import largest_error, run, values_and_gradients
 from jattn.testing._reference import Inputs, Results, error, inputs
 
-Differentiate = Callable[[Attention, Inputs], tuple[Results, Inputs]]
 B, T, S, N, K, H, D = 2, 32, 32, 4, 2, 6, 5
 _RNG = np.random.default_rng(0)
 _case = functools.partial(Case, shape=(B, T, S, N, K, H, D))
@@ -74,26 +73,16 @@ CASES: Mapping[str, Case] = {
 AGAINST = {"logits of +-1e4": "blockwise"}
 
 
-def values_alone(attention: Attention, arrays: Inputs) -> tuple[Results, Inputs]:
-    """Like ``values_and_gradients``, but without the gradients."""
-    return attention(arrays), {}
-
-
 @functools.cache
-def expected(name: str, differentiate: Differentiate = values_and_gradients) -> tuple[Results, Inputs]:
+def expected(name: str, gradients: bool = True) -> tuple[Results, Inputs]:
     """Results and gradients of the call on one device."""
     case, against = CASES[name], AGAINST.get(name, "xla")
-    compiled = jax.jit(lambda arrays: differentiate(lambda x: run(case, against, x), arrays))
+    compiled = jax.jit(lambda arrays: values_and_gradients(lambda x: run(case, against, x), arrays, gradients))
     return jax.device_get(compiled(inputs(case)))
 
 
-def in_a_ring(
-    name: str, how: Ring | Ulysses, differentiate: Differentiate = values_and_gradients
-) -> tuple[Results, Inputs]:
-    """Results and gradients of the call on a ring. Inputs are reordered to the ring's layout, and results back.
-
-    ``differentiate``: ``values_and_gradients``, or ``values_alone``.
-    """
+def in_a_ring(name: str, how: Ring | Ulysses, gradients: bool = True) -> tuple[Results, Inputs]:
+    """Results and gradients of the call on a ring. Inputs are reordered to the ring's layout, and results back."""
     ring_axis = how.axis_name if isinstance(how, Ring) else how.ring_axis
     case, devices = CASES[name], how.mesh.shape.get(ring_axis, 1)
     axes = {"query": (1,), "key": (1,), "value": (1,), "query_positions": (-1,), "kv_positions": (-1,)}
@@ -110,7 +99,7 @@ def in_a_ring(
         arrays = {name: order(to_zigzag, name, x) for name, x in arrays.items()}
         return tuple(order(from_zigzag, "query", x) for x in run(case, how, arrays, options))
 
-    return jax.jit(lambda arrays: differentiate(natural, arrays))(inputs(case))
+    return jax.jit(lambda arrays: values_and_gradients(natural, arrays, gradients))(inputs(case))
 
 
 def mesh_of(devices: int) -> Mesh:

@@ -95,8 +95,7 @@ def examine(implementation: str | Implementation, case: Case, *, gradients: bool
         case = case.of(dtypes[-1])
     if dtypes and case.dtype not in dtypes:
         return Outcome("refused", f"it takes no {jnp.dtype(case.dtype)}")
-    attention = lambda arrays: run(case, _Asked(kernel), arrays)
-    call = jax.jit(lambda arrays: values_and_gradients(attention, arrays) if gradients else (attention(arrays), {}))
+    call = jax.jit(lambda x: values_and_gradients(lambda x: run(case, _Asked(kernel), x), x, gradients))
     with jax.default_matmul_precision("highest" if case.dtype == jnp.float32 else "default"):
         try:
             if not case.poisoned:
@@ -136,7 +135,7 @@ def run(
     return dot_product_attention(**qkv, **others, **options, implementation=implementation, return_residual=True)
 
 
-def values_and_gradients(attention: Attention, arrays: Inputs) -> tuple[Results, Inputs]:
+def values_and_gradients(attention: Attention, arrays: Inputs, gradients: bool = True) -> tuple[Results, Inputs]:
     """What ``attention`` gives, and the gradients of ``factors`` times both; an lse of -inf is left out."""
 
     def loss(arrays: Inputs) -> tuple[jax.Array, Results]:
@@ -145,8 +144,10 @@ def values_and_gradients(attention: Attention, arrays: Inputs) -> tuple[Results,
         of_out, of_lse = (jnp.sum(x * jnp.asarray(factors(x.shape), lse.dtype)) for x in parts)
         return of_out + of_lse, (out, lse)
 
-    (_, results), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
-    return results, gradients
+    if not gradients:
+        return attention(arrays), {}
+    (_, results), of_arrays = jax.value_and_grad(loss, has_aux=True)(arrays)
+    return results, of_arrays
 
 
 def compare(case: Case, values: tuple[Results, Inputs], expected: tuple[Results, Inputs]) -> Outcome:

@@ -20,16 +20,18 @@ from jattn.positions import Rotary
 from jattn.sharding import Ring, SplitKeys
 from jattn.testing._check import run, values_and_gradients
 from jattn.testing._reference import inputs
-from tests.ring_cases import AGAINST, CASES, expected, largest_error, mesh_of, values_alone
+from tests.ring_cases import AGAINST, CASES, expected, largest_error, mesh_of
 
 B, M, N, K, H, D = 2, 12, 4, 2, 4, 5
 ALONG = PartitionSpec(None, "sequence")
 
 
-def across(name, devices, differentiate=values_alone):
+def across(name, devices, gradients=False):
     """One case of the conformance table with its keys sharded."""
     how = SplitKeys(mesh_of(devices), "sequence", implementation=AGAINST.get(name, "xla"))
-    return jax.jit(lambda given: differentiate(lambda x: run(CASES[name], how, x), given))(inputs(CASES[name]))
+    return jax.jit(lambda given: values_and_gradients(lambda x: run(CASES[name], how, x), given, gradients))(
+        inputs(CASES[name])
+    )
 
 
 @pytest.mark.slow_except("1-nobody sees anything", "1-lengths, one of them 0")
@@ -38,7 +40,7 @@ def across(name, devices, differentiate=values_alone):
 def test_values_are_those_of_one_device(name, turn):
     """Each case on two of 1, 2, 4 and 8 devices."""
     devices = (1, 2, 4, 8)[(list(CASES).index(name) + 2 * turn) % 4]
-    assert largest_error(across(name, devices), expected(name, values_alone)) <= 1e-5
+    assert largest_error(across(name, devices), expected(name, gradients=False)) <= 1e-5
 
 
 @pytest.mark.slow
@@ -46,7 +48,7 @@ def test_values_are_those_of_one_device(name, turn):
     "name", ["lengths, one of them 0", "bias", "sinks", "function that captures a table", "dropout"]
 )
 def test_gradients_are_those_of_one_device(name):
-    (results, gradients), (wanted, wanted_gradients) = across(name, 4, values_and_gradients), expected(name)
+    (results, gradients), (wanted, wanted_gradients) = across(name, 4, gradients=True), expected(name)
     assert (
         largest_error(results, wanted) <= 1e-5
         and largest_error(gradients, {x: wanted_gradients[x] for x in gradients}) <= 1e-4
