@@ -83,20 +83,13 @@ def test_over_heads_refuses_heads_that_do_not_group():
         jattn.over_heads(jattn.attend)(q, k, v)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"mask": lambda b, h, q, kv: q - kv}, TypeError, "mask must return bool, got int32"),
-        (
-            {"mask": lambda b, h, q, kv: jnp.ones((3, 11), bool)},
-            ValueError,
-            r"mask must .*\(7, 11\), got shape \(3, 11\)",
-        ),
-        ({"score_mod": lambda s, b, h, q, kv: q + kv}, TypeError, "score_mod must return floats, got int32"),
-        ({"score_mod": lambda s, b, h, q, kv: s.sum(0)[:3]}, ValueError, r"score_mod must .*got shape \(3,\)"),
-        ({"score_mod": lambda s, b, h, q, kv: s[None]}, ValueError, r"got shape \(1, 7, 11\)"),
-    ],
-)
+@pytest.mark.parametrize("options, error, message", [
+    ({"mask": lambda b, h, q, kv: q - kv}, TypeError, "mask must return bool, got int32"),
+    ({"mask": lambda b, h, q, kv: jnp.ones((3, 11), bool)}, ValueError, r"mask must .*\(7, 11\), got shape \(3, 11\)"),
+    ({"score_mod": lambda s, b, h, q, kv: q + kv}, TypeError, "score_mod must return floats, got int32"),
+    ({"score_mod": lambda s, b, h, q, kv: s.sum(0)[:3]}, ValueError, r"score_mod must .*got shape \(3,\)"),
+    ({"score_mod": lambda s, b, h, q, kv: s[None]}, ValueError, r"got shape \(1, 7, 11\)"),
+])  # fmt: skip
 def test_a_wrong_mod_is_named_at_trace_time(options, error, message):
     q, k, v = qkv(heads=0)
     with pytest.raises(error, match=message):
@@ -286,15 +279,10 @@ class TestTake:
             for part, whole in zip(parts, wholes, strict=True):
                 np.testing.assert_allclose(part, whole[:, 2:6, 2:6], atol=1e-6)
 
-    @pytest.mark.parametrize(
-        "positions",
-        [
-            {},
-            pytest.param(
-                {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}, marks=pytest.mark.slow
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("positions", [
+        {},
+        pytest.param({"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}, marks=pytest.mark.slow),
+    ])  # fmt: skip
     def test_columns_merge_to_the_whole(self, positions):
         @jax.jit
         def merged_and_whole():

@@ -135,20 +135,17 @@ def check_against_dense(implementation, dtype, captured="slope"):
     assert found.max() <= 2 * dense.max()
 
 
-@pytest.mark.parametrize(
-    ("implementation", "captured"),
-    [
-        ("blockwise", "slope"),
-        pytest.param("blockwise", "table", marks=pytest.mark.slow),
-        pytest.param("blockwise", "bias", marks=pytest.mark.slow),
-        pytest.param("blockwise", "scale", marks=pytest.mark.slow),
-        pytest.param("decode", "slope", marks=pytest.mark.slow),
-        pytest.param(Native(few=0), "slope", marks=needs_native, id="native-slope"),
-        pytest.param(Native(few=0), "bias", marks=[needs_native, pytest.mark.slow], id="native-bias"),
-        pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
-        pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
-    ],
-)
+@pytest.mark.parametrize(("implementation", "captured"), [
+    ("blockwise", "slope"),
+    pytest.param("blockwise", "table", marks=pytest.mark.slow),
+    pytest.param("blockwise", "bias", marks=pytest.mark.slow),
+    pytest.param("blockwise", "scale", marks=pytest.mark.slow),
+    pytest.param("decode", "slope", marks=pytest.mark.slow),
+    pytest.param(Native(few=0), "slope", marks=needs_native, id="native-slope"),
+    pytest.param(Native(few=0), "bias", marks=[needs_native, pytest.mark.slow], id="native-bias"),
+    pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
+    pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
+])  # fmt: skip
 def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output(
     implementation, captured
 ):

@@ -224,18 +224,15 @@ class TestChooseBlocks:
     def see(mask, T, S):
         return Visibility((T, S), mask).blocks
 
-    @pytest.mark.parametrize(
-        "mask, length, wanted",
-        [
-            ([SlidingWindow(256)], 4096, SMALL),
-            ([Causal()], 2048, SMALL),
-            ([Causal()], 4096, LARGE),
-            ([], 2048, LARGE),
-            ([Prefix(512)], 4096, SMALL),
-            ([lambda b, h, q, kv: kv <= q], 4096, LARGE),
-            ([SlidingWindow(10)], 300, 300),
-        ],
-    )
+    @pytest.mark.parametrize("mask, length, wanted", [
+        ([SlidingWindow(256)], 4096, SMALL),
+        ([Causal()], 2048, SMALL),
+        ([Causal()], 4096, LARGE),
+        ([], 2048, LARGE),
+        ([Prefix(512)], 4096, SMALL),
+        ([lambda b, h, q, kv: kv <= q], 4096, LARGE),
+        ([SlidingWindow(10)], 300, 300),
+    ])  # fmt: skip
     def test_small_where_that_leaves_out_enough(self, mask, length, wanted):
         see = self.see(mask, length, length)
         size, found, pieces = choose_blocks(see, length, length)
@@ -253,19 +250,16 @@ class TestChooseBlocks:
         jax.jit(lambda: choose(width))()  # captured, so its value is known
         assert sizes == [(LARGE, LARGE), (SMALL, SMALL)]
 
-    @pytest.mark.parametrize(
-        "mask, length, size, pieces",
-        [
-            ([Causal()], 2048, LARGE, [(0, 256, 0, 256), (256, 512, 0, 512), (512, 768, 0, 768), (768, 1024, 0, 1024)]),
-            ([Causal()], 1024, SMALL, [(0, 256, 0, 256), (256, 512, 0, 512)]),
-            ([~Causal()], 2048, LARGE, [(0, 256, 0, 1024), (256, 512, 256, 1024), (512, 768, 512, 1024), (768, 1024, 768, 1024)]),
-            ([Prefix(256)], 4096, LARGE, [(at, at + 256, 0, 256) for at in (0, 256, 512, 768)]),
-            ([lambda b, h, q, kv: (q // 256) % 2 == 1], 2048, LARGE, []),  # what a plain function sees is not known
-            ([Causal()], 3000, LARGE, []),  # the last blocks are partial for their padding, too
-            ([SlidingWindow(600)], 4096, SMALL, []),  # both edges of the window together need all
-            ([], 2048, LARGE, []),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize("mask, length, size, pieces", [
+        ([Causal()], 2048, LARGE, [(0, 256, 0, 256), (256, 512, 0, 512), (512, 768, 0, 768), (768, 1024, 0, 1024)]),
+        ([Causal()], 1024, SMALL, [(0, 256, 0, 256), (256, 512, 0, 512)]),
+        ([~Causal()], 2048, LARGE, [(0, 256, 0, 1024), (256, 512, 256, 1024), (512, 768, 512, 1024), (768, 1024, 768, 1024)]),
+        ([Prefix(256)], 4096, LARGE, [(at, at + 256, 0, 256) for at in (0, 256, 512, 768)]),
+        ([lambda b, h, q, kv: (q // 256) % 2 == 1], 2048, LARGE, []),  # what a plain function sees is not known
+        ([Causal()], 3000, LARGE, []),  # the last blocks are partial for their padding, too
+        ([SlidingWindow(600)], 4096, SMALL, []),  # both edges of the window together need all
+        ([], 2048, LARGE, []),
+    ])  # fmt: skip
     def test_partial_blocks_are_cut_where_that_leaves_out_enough(self, mask, length, size, pieces):
         see = self.see(mask, length, length)
         found, _, cut = choose_blocks(see, length, length, cuts=True, large_if_cut=True)
@@ -461,28 +455,22 @@ class TestBlockMask:
         for x, y in zip(got, wanted, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-6)
 
-    @pytest.mark.parametrize(
-        "mask, error, message",
-        [
-            (lambda b, h, q, kv: 2 * (kv <= q), TypeError, "mask must return bool, got int32"),
-            (lambda b, h, q, kv: kv - q.astype(float), TypeError, "mask must return bool, got float32"),
-            (lambda b, h, q, kv: (kv <= q)[None], ValueError, "mask must return an array that broadcasts"),
-            (lambda b, h, q, kv: jnp.ones((2, 2), bool), ValueError, "mask must return an array that broadcasts"),
-        ],
-    )
+    @pytest.mark.parametrize("mask, error, message", [
+        (lambda b, h, q, kv: 2 * (kv <= q), TypeError, "mask must return bool, got int32"),
+        (lambda b, h, q, kv: kv - q.astype(float), TypeError, "mask must return bool, got float32"),
+        (lambda b, h, q, kv: (kv <= q)[None], ValueError, "mask must return an array that broadcasts"),
+        (lambda b, h, q, kv: jnp.ones((2, 2), bool), ValueError, "mask must return an array that broadcasts"),
+    ])  # fmt: skip
     def test_what_a_mask_must_not_return(self, mask, error, message):
         with pytest.raises(error, match=message):
             jattn.block_mask(mask, T, S)
 
-    @pytest.mark.parametrize(
-        "mask, index, argument",
-        [
-            (lambda b, h, q, kv: kv <= q + h, "h", "num_heads"),
-            (lambda b, h, q, kv: kv < jnp.array([3, 4])[b], "b", "batch"),
-            (Segments(IDS) & Causal(), "b", "batch"),
-            (Dense(TABLE[:1]), "h", "num_heads"),
-        ],
-    )
+    @pytest.mark.parametrize("mask, index, argument", [
+        (lambda b, h, q, kv: kv <= q + h, "h", "num_heads"),
+        (lambda b, h, q, kv: kv < jnp.array([3, 4])[b], "b", "batch"),
+        (Segments(IDS) & Causal(), "b", "batch"),
+        (Dense(TABLE[:1]), "h", "num_heads"),
+    ])  # fmt: skip
     def test_a_mask_that_differs_where_nobody_says_so(self, mask, index, argument):
         with pytest.raises(ValueError, match=f"mask depends on {index}; pass {argument}="):
             jattn.block_mask(mask, T, S)

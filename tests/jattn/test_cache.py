@@ -176,15 +176,12 @@ def test_a_layer_of_one_cache_is_a_cache_of_its_own(layer, rolling, scalar, leng
     chex.assert_trees_all_close(*(run(params, chunks, cache, valid, one) for one in (True, False)), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "lead, index, message",
-    [
-        ((3,), None, r"a cache of all layers needs layer="),
-        ((), 0, r"must hold keys of all layers, \[L, B, C, K, H\], got \[2, 4, 3, 4\]"),
-        ((3,), 3, "layer of a cache must be one of 3, from 0 on, got 3"),
-        ((3,), -1, "layer of a cache must be one of 3, from 0 on, got -1"),
-    ],
-)
+@pytest.mark.parametrize("lead, index, message", [
+    ((3,), None, r"a cache of all layers needs layer="),
+    ((), 0, r"must hold keys of all layers, \[L, B, C, K, H\], got \[2, 4, 3, 4\]"),
+    ((3,), 3, "layer of a cache must be one of 3, from 0 on, got 3"),
+    ((3,), -1, "layer of a cache must be one of 3, from 0 on, got -1"),
+])  # fmt: skip
 def test_which_layer_must_be_said(lead, index, message):
     key = np.zeros((*lead, B, 4, K, H), np.float32)
     cache = KVCache(key, key, jnp.zeros(B, jnp.int32), layer=index)
@@ -387,25 +384,19 @@ def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
     assert not np.any(after.overflowed)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H + 1)), jnp.zeros((B, 2, K, D))), r"key must be \[2, 'L', 3, 4\]"),
-        (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 3, K, D))), r"value must be \[2, 'L', 3, 5\]"),
-        (
-            lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))),
-            r"valid must be bools \[B, L\] = \[2, 2\], got float32",
+@pytest.mark.parametrize("make, message", [
+    (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H + 1)), jnp.zeros((B, 2, K, D))), r"key must be \[2, 'L', 3, 4\]"),
+    (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 3, K, D))), r"value must be \[2, 'L', 3, 5\]"),
+    (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))), r"valid must be bools \[B, L\] = \[2, 2\], got float32"),
+    pytest.param(
+        lambda: jattn.multi_head.attend_heads(
+            jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
+            cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
         ),
-        pytest.param(
-            lambda: jattn.multi_head.attend_heads(
-                jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
-                cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
-            ),
-            "a mask array is indexed by slot, but a rolling cache reuses slots",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
+        "a mask array is indexed by slot, but a rolling cache reuses slots",
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()

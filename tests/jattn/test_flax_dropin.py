@@ -37,15 +37,11 @@ def signature(fn):
     return [(p.name, callable(p.default) or p.default, p.kind) for p in parameters]
 
 
-@pytest.mark.parametrize(
-    "ours, theirs",
-    [
-        (jattn.nnx.dot_product_attention_weights, nnx.nn.attention.dot_product_attention_weights),
-        (jattn.linen.dot_product_attention_weights, linen.dot_product_attention_weights),
-        (jattn.linen.SelfAttention.__call__, linen.SelfAttention.__call__),
-    ],
-    ids=["nnx weights", "linen weights", "linen SelfAttention"],
-)
+@pytest.mark.parametrize("ours, theirs", [
+    (jattn.nnx.dot_product_attention_weights, nnx.nn.attention.dot_product_attention_weights),
+    (jattn.linen.dot_product_attention_weights, linen.dot_product_attention_weights),
+    (jattn.linen.SelfAttention.__call__, linen.SelfAttention.__call__),
+], ids=["nnx weights", "linen weights", "linen SelfAttention"])  # fmt: skip
 def test_signatures_begin_as_flaxs(ours, theirs):
     """Names, order, defaults and kinds; jattn's own arguments follow and are keyword-only."""
     ours, theirs = signature(ours), signature(theirs)

@@ -359,18 +359,13 @@ class TestErrors:
         with pytest.raises(error, match=message):
             jattn.fold_weights(look, NOTHING, **{"query": query, "key": key, **options})
 
-    @pytest.mark.parametrize(
-        "step, message",
-        [
-            pytest.param(
-                lambda carry, *_: carry.astype(jnp.bfloat16), "carry .* dtypes do not match", marks=pytest.mark.slow
-            ),
-            pytest.param(lambda carry, *_: carry[:2], "carry .* shapes do not match", marks=pytest.mark.slow),
-            (lambda carry, *_: (carry,), "carry"),
-            (lambda carry, *_: None, "carry"),
-            (lambda carry, weights: carry, "positional arguments"),
-        ],
-    )
+    @pytest.mark.parametrize("step, message", [
+        pytest.param(lambda carry, *_: carry.astype(jnp.bfloat16), "carry .* dtypes do not match", marks=pytest.mark.slow),
+        pytest.param(lambda carry, *_: carry[:2], "carry .* shapes do not match", marks=pytest.mark.slow),
+        (lambda carry, *_: (carry,), "carry"),
+        (lambda carry, *_: None, "carry"),
+        (lambda carry, weights: carry, "positional arguments"),
+    ])  # fmt: skip
     def test_a_step_that_does_not_keep_its_carry(self, step, message):
         with pytest.raises(TypeError, match=f"(?s){message}"):
             jattn.fold_weights(step, np.zeros(T, np.float32), *inputs())

@@ -312,18 +312,12 @@ def test_every_tensor_that_does_not_fit_is_named(tiny_gpt2):
     )
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            {"model_type": "t5"},
-            "model_type must be one of bert, gpt2, gpt_neox, llama, mistral, qwen2, qwen3, .*olmo2, got 't5'",
-        ),
-        ({"n_head": None}, "has no n_head"),
-        ({"activation_function": "swish2"}, "activation_function"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "t5"}, "model_type must be one of bert, gpt2, gpt_neox, llama, mistral, qwen2, qwen3, .*olmo2, got 't5'"),
+    ({"n_head": None}, "has no n_head"),
+    ({"activation_function": "swish2"}, "activation_function"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+])  # fmt: skip
 def test_configs_that_it_does_not_know(tiny_gpt2, change, message):
     config = {key: value for key, value in (GPT2 | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):

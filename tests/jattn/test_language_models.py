@@ -285,27 +285,15 @@ def test_a_layer_without_a_gate_has_a_neutral_one(models):
     np.testing.assert_array_equal(shared, run(model, own))
 
 
-@pytest.mark.parametrize(
-    ("per_layer", "message"),
-    [
-        ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
-        (
-            [{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)],
-            "must give mask to every layer or to none, got none for layer 1",
-        ),
-        ([{}, *[{"head_fill": np.ones(4)}] * (LAYERS - 1)], "layer 1 of per_layer has head_fill without head_gate"),
-        (
-            [{}, *[{"patch": {"z": (np.ones(HEADS), np.ones(4))}}] * (LAYERS - 1)],
-            "got z; a head's output, z, is replaced by head_gate=gate",
-        ),
-        (
-            [{"mask": masks.Causal()}, *[{"mask": masks.Prefix(2)}] * (LAYERS - 1)],
-            "the same masks and functions for every layer",
-        ),
-        ([{"is_causal": True}, *[{"is_causal": False}] * (LAYERS - 1)], "the same bool for every layer, got True"),
-        ([{"head_gate": np.ones(HEADS)}, *[{"head_gate": np.ones((2, HEADS))}] * (LAYERS - 1)], "arrays of one shape"),
-    ],
-)
+@pytest.mark.parametrize(("per_layer", "message"), [
+    ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
+    ([{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)], "must give mask to every layer or to none, got none for layer 1"),
+    ([{}, *[{"head_fill": np.ones(4)}] * (LAYERS - 1)], "layer 1 of per_layer has head_fill without head_gate"),
+    ([{}, *[{"patch": {"z": (np.ones(HEADS), np.ones(4))}}] * (LAYERS - 1)], "got z; a head's output, z, is replaced by head_gate=gate"),
+    ([{"mask": masks.Causal()}, *[{"mask": masks.Prefix(2)}] * (LAYERS - 1)], "the same masks and functions for every layer"),
+    ([{"is_causal": True}, *[{"is_causal": False}] * (LAYERS - 1)], "the same bool for every layer, got True"),
+    ([{"head_gate": np.ones(HEADS)}, *[{"head_gate": np.ones((2, HEADS))}] * (LAYERS - 1)], "arrays of one shape"),
+])  # fmt: skip
 def test_options_that_a_scan_cannot_take(models, per_layer, message):
     with pytest.raises(ValueError, match=message):
         models("llama")(TOKENS, per_layer=per_layer)
@@ -492,19 +480,16 @@ def test_what_is_drawn_has_the_probabilities(models):
         assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / many) + 1e-9).all()
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([], {}, "at least one"),
-        ([[]], {}, "none empty; prompt 0"),
-        ([[1], [VOCABULARY]], {}, f"from 0 to {VOCABULARY - 1}"),
-        ([[1]], {"temperature": -1.0}, "temperature must be"),
-        ([[1]], {"temperature": 1.0}, "needs key="),
-        ([[1]], {"top_k": 0}, "top_k must be at least 1"),
-        ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
-        ([[1]], {"stop": [VOCABULARY]}, "stop must hold tokens"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "options", "message"), [
+    ([], {}, "at least one"),
+    ([[]], {}, "none empty; prompt 0"),
+    ([[1], [VOCABULARY]], {}, f"from 0 to {VOCABULARY - 1}"),
+    ([[1]], {"temperature": -1.0}, "temperature must be"),
+    ([[1]], {"temperature": 1.0}, "needs key="),
+    ([[1]], {"top_k": 0}, "top_k must be at least 1"),
+    ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
+    ([[1]], {"stop": [VOCABULARY]}, "stop must hold tokens"),
+])  # fmt: skip
 def test_bad_requests_to_write(models, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         interop.generate(models("llama"), prompts, 3, **options)
@@ -523,19 +508,16 @@ def test_options_of_other_types(models, written):
 # checkpoints and configs that contradict themselves, or ask for what there is not
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ("llama", {"sliding_window": 4}, "sliding_window is 4"),
-        ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
-        ("llama", {"rope_scaling": {"type": "linear"}}, "factor of the rotary positions must be a positive number"),
-        ("llama", {"rope_scaling": "linear"}, "must be dicts"),
-        ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"sliding_window": 4}, "sliding_window is 4"),
+    ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor of the rotary positions must be a positive number"),
+    ("llama", {"rope_scaling": "linear"}, "must be dicts"),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+])  # fmt: skip
 def test_configs_that_the_model_cannot_be(name, change, message):
     with pytest.raises(ValueError, match=message):
         interop.read_config(CONFIGS[name] | change)

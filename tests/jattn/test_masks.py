@@ -341,16 +341,13 @@ def test_a_mask_as_an_argument_of_a_jitted_function():
         np.testing.assert_array_equal(seen(mask), mask(0, 0, q, kv))
 
 
-@pytest.mark.parametrize(
-    "cast",
-    [
-        np.uint8,
-        np.int8,
-        np.uint32,
-        np.int64,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.uint8, jnp.uint32)),
-    ],
-)
+@pytest.mark.parametrize("cast", [
+    np.uint8,
+    np.int8,
+    np.uint32,
+    np.int64,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.uint8, jnp.uint32)),
+])  # fmt: skip
 def test_narrow_and_unsigned_integers_mean_the_same(cast):
     q = np.arange(T)
     plain = [Causal() & SlidingWindow(2, 1), Prefix(3), Padding(np.array([3, 5])), Segments(IDS)]
@@ -487,60 +484,51 @@ def test_a_static_table_is_summed_block_by_block():
     assert peak < 2**20
 
 
-@pytest.mark.parametrize(
-    "mask, sizes, message",
-    [
-        (Padding(np.array([8, 8])), (4, 2, 7, 7), r"Padding: lengths must be \[B\] = \[4\] .*got shape \[2\]"),
-        (Segments(IDS), (3, 2, 7, 7), r"query_ids must be \[B, T\] = \[3, 7\] .*got shape \[2, 7\]"),
-        (Segments(IDS), (2, 2, 7, 8), "query_ids must be .* keys of another length than the queries need kv_ids"),
-        (Segments(IDS, KV_IDS), (2, 2, 7, 8), r"kv_ids must be \[B, S\] = \[2, 8\] .*got shape \[2, 11\]"),
-        (Segments(IDS), (3, 2, None, None), r"query_ids must be \[B, T\] = \[3, any\]"),
-        (Dense(TABLE), (2, 4, T, S), r"array must be \[B, N, T, S\] = \[2, 4, 7, 11\] .*got shape \[2, 3, 7, 11\]"),
-        (~(Causal() & Padding(np.array([8, 8]))), (4, 2, 7, 7), "Padding: lengths"),
-        (Causal() | (Prefix(3) | Dense(TABLE)), (2, 3, T, 9), "Dense: array"),
-    ],
-)
+@pytest.mark.parametrize("mask, sizes, message", [
+    (Padding(np.array([8, 8])), (4, 2, 7, 7), r"Padding: lengths must be \[B\] = \[4\] .*got shape \[2\]"),
+    (Segments(IDS), (3, 2, 7, 7), r"query_ids must be \[B, T\] = \[3, 7\] .*got shape \[2, 7\]"),
+    (Segments(IDS), (2, 2, 7, 8), "query_ids must be .* keys of another length than the queries need kv_ids"),
+    (Segments(IDS, KV_IDS), (2, 2, 7, 8), r"kv_ids must be \[B, S\] = \[2, 8\] .*got shape \[2, 11\]"),
+    (Segments(IDS), (3, 2, None, None), r"query_ids must be \[B, T\] = \[3, any\]"),
+    (Dense(TABLE), (2, 4, T, S), r"array must be \[B, N, T, S\] = \[2, 4, 7, 11\] .*got shape \[2, 3, 7, 11\]"),
+    (~(Causal() & Padding(np.array([8, 8]))), (4, 2, 7, 7), "Padding: lengths"),
+    (Causal() | (Prefix(3) | Dense(TABLE)), (2, 3, T, 9), "Dense: array"),
+])  # fmt: skip
 def test_a_mask_that_does_not_fit(mask, sizes, message):
     with pytest.raises(ValueError, match=message):
         mask.check(*sizes)
 
 
-@pytest.mark.parametrize(
-    "mask, sizes",
-    [
-        (Padding(np.array([8])), (4, 2, 7, 7)),
-        (Segments(IDS[:1]), (3, 2, 7, 7)),
-        (Segments(IDS, KV_IDS), (2, 5, 7, 11)),
-        (Segments(IDS), (2, 2, None, None)),
-        (Dense(TABLE[:1, :, :1]), (4, 3, 9, 11)),
-        (Dense(TABLE), (2, 3, None, None)),
-        (Causal() & plain & ~SlidingWindow(3), (4, 2, 7, 7)),
-    ],
-)
+@pytest.mark.parametrize("mask, sizes", [
+    (Padding(np.array([8])), (4, 2, 7, 7)),
+    (Segments(IDS[:1]), (3, 2, 7, 7)),
+    (Segments(IDS, KV_IDS), (2, 5, 7, 11)),
+    (Segments(IDS), (2, 2, None, None)),
+    (Dense(TABLE[:1, :, :1]), (4, 3, 9, 11)),
+    (Dense(TABLE), (2, 3, None, None)),
+    (Causal() & plain & ~SlidingWindow(3), (4, 2, 7, 7)),
+])  # fmt: skip
 def test_a_mask_that_fits(mask, sizes):
     assert mask.check(*sizes) is None  # it raises if it does not fit: see test_a_mask_that_does_not_fit
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Padding(3), "Padding: lengths must be an array"),
-        (lambda: Padding(np.ones((2, 2), int)), r"lengths must be integers of rank 1, got int64 of shape \(2, 2\)"),
-        (lambda: Segments(np.ones(3)), "query_ids must be integers"),
-        (lambda: Segments(np.ones(3, int), np.ones(3)), "kv_ids must be integers"),
-        (lambda: Dense(np.ones((3, 3))), "array must be bools"),
-        (lambda: Causal() & np.ones((3, 3), bool), r"wrap an array as masks\.Dense"),
-        (lambda: masks.and_masks(), "at least one mask"),
-        (lambda: Causal() | 3, "must be a callable"),
-        (lambda: Causal() & Causal, r"the class Causal; write Causal\(\.\.\.\)"),
-        (lambda: SlidingWindow("2"), "left must be an integer or an integer scalar array, got str"),
-        (lambda: SlidingWindow(2, 1.5), "right must be an integer .* got float"),
-        (lambda: Prefix(jnp.ones(3, int)), r"length must be an integer .* got int32 of shape \(3,\)"),
-        (lambda: Padding(np.array([3, 2**31])), "lengths must lie within int32, .* to 2147483648"),
-        (lambda: Segments(np.array([0, 2**32])), "query_ids must lie within int32"),
-        (lambda: Segments(IDS, IDS - 2**32), "kv_ids must lie within int32"),
-    ],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda: Padding(3), "Padding: lengths must be an array"),
+    (lambda: Padding(np.ones((2, 2), int)), r"lengths must be integers of rank 1, got int64 of shape \(2, 2\)"),
+    (lambda: Segments(np.ones(3)), "query_ids must be integers"),
+    (lambda: Segments(np.ones(3, int), np.ones(3)), "kv_ids must be integers"),
+    (lambda: Dense(np.ones((3, 3))), "array must be bools"),
+    (lambda: Causal() & np.ones((3, 3), bool), r"wrap an array as masks\.Dense"),
+    (lambda: masks.and_masks(), "at least one mask"),
+    (lambda: Causal() | 3, "must be a callable"),
+    (lambda: Causal() & Causal, r"the class Causal; write Causal\(\.\.\.\)"),
+    (lambda: SlidingWindow("2"), "left must be an integer or an integer scalar array, got str"),
+    (lambda: SlidingWindow(2, 1.5), "right must be an integer .* got float"),
+    (lambda: Prefix(jnp.ones(3, int)), r"length must be an integer .* got int32 of shape \(3,\)"),
+    (lambda: Padding(np.array([3, 2**31])), "lengths must lie within int32, .* to 2147483648"),
+    (lambda: Segments(np.array([0, 2**32])), "query_ids must lie within int32"),
+    (lambda: Segments(IDS, IDS - 2**32), "kv_ids must lie within int32"),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()

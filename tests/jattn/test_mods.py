@@ -88,17 +88,14 @@ class TestTrees:
 
 
 class TestEquality:
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: Causal(),
-            lambda: SlidingWindow(2),
-            lambda: Causal() & SlidingWindow(2),
-            lambda: ~(Prefix(3) | see_even),
-            lambda: heads.forbid(Causal(), [1]),
-            lambda: then(SoftCap(30.0), halve),
-        ],
-    )
+    @pytest.mark.parametrize("make", [
+        lambda: Causal(),
+        lambda: SlidingWindow(2),
+        lambda: Causal() & SlidingWindow(2),
+        lambda: ~(Prefix(3) | see_even),
+        lambda: heads.forbid(Causal(), [1]),
+        lambda: then(SoftCap(30.0), halve),
+    ])  # fmt: skip
     def test_by_value_where_nothing_is_an_array(self, make):
         assert make() == make() and hash(make()) == hash(make()) and make() is not make()
 
@@ -215,26 +212,23 @@ class TestOfOnesOwn:
         wanted = jattn.dot_product_attention(q, k, v, mask=lambda *at: mask(*at), implementation="xla")
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
-    @pytest.mark.parametrize(
-        "mod, plain",
-        [
-            (Causal() & SlidingWindow(2), False),
-            (Dilated(IDS), False),
-            (Causal() & Dilated(IDS), False),
-            (see_even, True),
-            (Causal() & see_even, True),
-            (Unregistered(2), True),
-            (~(Causal() | Unregistered(2)), True),
-            (Mutable(2), True),
-            (Causal() & Mutable(2), True),
-            (then(halve, SoftCap(2.0)), True),
-            (jax.tree_util.Partial(halve), True),
-            (then(Alibi(np.ones(2)), SoftCap(2.0)), False),
-            (jattn.block_mask(see_even, 4, 4), True),
-            (heads.forbid(see_even, [0]), True),
-            (None, False),
-        ],
-    )
+    @pytest.mark.parametrize("mod, plain", [
+        (Causal() & SlidingWindow(2), False),
+        (Dilated(IDS), False),
+        (Causal() & Dilated(IDS), False),
+        (see_even, True),
+        (Causal() & see_even, True),
+        (Unregistered(2), True),
+        (~(Causal() | Unregistered(2)), True),
+        (Mutable(2), True),
+        (Causal() & Mutable(2), True),
+        (then(halve, SoftCap(2.0)), True),
+        (jax.tree_util.Partial(halve), True),
+        (then(Alibi(np.ones(2)), SoftCap(2.0)), False),
+        (jattn.block_mask(see_even, 4, 4), True),
+        (heads.forbid(see_even, [0]), True),
+        (None, False),
+    ])  # fmt: skip
     def test_which_hold_plain_functions(self, mod, plain):
         assert pytree.holds_plain_function(mod) == plain
         if not plain:

@@ -95,17 +95,14 @@ def test_yarn():
     assert Rotary(scaling=YarnScaling(4.0, 4096, attention_factor=1.5)).frequencies(64)[1] == 1.5
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Rotary(base=0.5), "base must be larger than 1"),
-        (lambda: Rotary(fraction=0.0), r"fraction must lie in \(0, 1\]"),
-        (lambda: Rotary()(jnp.zeros((4, 2, 7)), jnp.arange(4)), "must be even"),
-        (lambda: Rotary()(jnp.zeros((4, 6)), jnp.arange(4)), r"one head \[T, H\]: pass x\[:, None\]"),
-        (lambda: Rotary()(jnp.zeros((1, 2, 6)), np.array([2**32])), "positions must lie within int32"),
-        (lambda: Rotary()(jnp.zeros((4, 2, 6)), jnp.arange(5)), r"positions of shape \(5,\)"),
-    ],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda: Rotary(base=0.5), "base must be larger than 1"),
+    (lambda: Rotary(fraction=0.0), r"fraction must lie in \(0, 1\]"),
+    (lambda: Rotary()(jnp.zeros((4, 2, 7)), jnp.arange(4)), "must be even"),
+    (lambda: Rotary()(jnp.zeros((4, 6)), jnp.arange(4)), r"one head \[T, H\]: pass x\[:, None\]"),
+    (lambda: Rotary()(jnp.zeros((1, 2, 6)), np.array([2**32])), "positions must lie within int32"),
+    (lambda: Rotary()(jnp.zeros((4, 2, 6)), jnp.arange(5)), r"positions of shape \(5,\)"),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -264,34 +264,30 @@ def test_other_texts_and_other_models_stand_beside():
     assert [frame.get("heads", []).count("–") for frame in mixed] == [0, N, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"heads": {}}, ValueError, "has no layers: did the model sow, with sow_heads=True"),
-        ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* if it is called with sow_heads=True"),
-        ({"heads": {"params": {"query": {}, "key": {}}}}, ValueError, "params has parameters, not arrays"),
-        ({"heads": {"a": dict(zip(("query", "key"), qk()["layer 0"], strict=True), causal=True)}}, TypeError,
-         "a takes no 'causal'"),
-        ({"heads": 3}, TypeError, "heads must be what a model has sown"),
-        ({"heads": {"a": 3}}, ValueError, "a must be \\(query, key\\)"),
-        ({"heads": {"a": {"query": np.zeros((T, N, H))}}}, ValueError, "expected 'query' and 'key'"),
-        ({"heads": {"a": (np.zeros((T, N)), np.zeros((T, N)))}}, ValueError, "query \\[B,T,N,H\\]"),
-        ({"heads": [*qk().values(), *qk(S=3).values()]}, ValueError, "see the same sequences"),
-        ({"heads": qk(T=0)}, ValueError, "is empty"),
-        ({"heads": np.ones((N, T, T))}, ValueError, "sum to 1 at most; these sum to 7"),
-        ({"heads": np.ones((T, T))}, ValueError, "weights must be"),
-        ({"tokens": WORDS}, ValueError, "tokens must be 2 lists of 1 to 7 strings.*got 1 of 7"),
-        ({"tokens": [np.arange(T), np.arange(3)]}, ValueError, "ids of one length; got \\[7, 3\\]. Pad the ids"),
-        ({"tokens": np.full((B, T), -1), "tokenizer": Tokenizer()}, ValueError, "has the id -1, which no tokenizer"),
-        ({"tokens": np.zeros((B, 3), int)}, ValueError, "ids \\[B, T\\] = \\[2, 7\\]"),
-        ({"tokens": np.zeros((B, T))}, ValueError, "got float64"),
-        ({"tokens": np.zeros((B, T), int), "tokenizer": 3}, TypeError, "tokenizer must have a method decode"),
-        ({"columns": {"effect": np.zeros((L, N + 1))}}, ValueError, "columns\\['effect'\\] must have a number for each"),
-        ({"columns": {"entropy": np.zeros((L, N))}}, ValueError, "columns has 'entropy', which is a statistic"),
-        ({"columns": {"effect": 3}}, ValueError, "must have a number for each head"),
-        ({"causal": True}, TypeError, "report takes no 'causal'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"heads": {}}, ValueError, "has no layers: did the model sow, with sow_heads=True"),
+    ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* if it is called with sow_heads=True"),
+    ({"heads": {"params": {"query": {}, "key": {}}}}, ValueError, "params has parameters, not arrays"),
+    ({"heads": {"a": dict(zip(("query", "key"), qk()["layer 0"], strict=True), causal=True)}}, TypeError, "a takes no 'causal'"),
+    ({"heads": 3}, TypeError, "heads must be what a model has sown"),
+    ({"heads": {"a": 3}}, ValueError, "a must be \\(query, key\\)"),
+    ({"heads": {"a": {"query": np.zeros((T, N, H))}}}, ValueError, "expected 'query' and 'key'"),
+    ({"heads": {"a": (np.zeros((T, N)), np.zeros((T, N)))}}, ValueError, "query \\[B,T,N,H\\]"),
+    ({"heads": [*qk().values(), *qk(S=3).values()]}, ValueError, "see the same sequences"),
+    ({"heads": qk(T=0)}, ValueError, "is empty"),
+    ({"heads": np.ones((N, T, T))}, ValueError, "sum to 1 at most; these sum to 7"),
+    ({"heads": np.ones((T, T))}, ValueError, "weights must be"),
+    ({"tokens": WORDS}, ValueError, "tokens must be 2 lists of 1 to 7 strings.*got 1 of 7"),
+    ({"tokens": [np.arange(T), np.arange(3)]}, ValueError, "ids of one length; got \\[7, 3\\]. Pad the ids"),
+    ({"tokens": np.full((B, T), -1), "tokenizer": Tokenizer()}, ValueError, "has the id -1, which no tokenizer"),
+    ({"tokens": np.zeros((B, 3), int)}, ValueError, "ids \\[B, T\\] = \\[2, 7\\]"),
+    ({"tokens": np.zeros((B, T))}, ValueError, "got float64"),
+    ({"tokens": np.zeros((B, T), int), "tokenizer": 3}, TypeError, "tokenizer must have a method decode"),
+    ({"columns": {"effect": np.zeros((L, N + 1))}}, ValueError, "columns\\['effect'\\] must have a number for each"),
+    ({"columns": {"entropy": np.zeros((L, N))}}, ValueError, "columns has 'entropy', which is a statistic"),
+    ({"columns": {"effect": 3}}, ValueError, "must have a number for each head"),
+    ({"causal": True}, TypeError, "report takes no 'causal'"),
+])  # fmt: skip
 def test_wrong_arguments_are_named(change, error, words):
     arguments = {"heads": qk(), "tokens": None} | change
     with pytest.raises(error, match=words):

@@ -109,23 +109,20 @@ def test_a_table_for_other_heads():
             mod_check(2, 7, 7)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: score_mods.Alibi(3.0), r"slopes must be a float array \[N\], got float"),
-        (lambda: score_mods.Alibi(np.arange(3)), "slopes must be a float array"),
-        (lambda: score_mods.RelativeBias(np.ones(3)), r"table must be a float array \[num_buckets, N\]"),
-        (lambda: score_mods.RelativeBias(np.ones((2, 3))), "2 buckets"),
-        (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "max_distance must be larger"),
-        (lambda: score_mods.SoftCap(-1.0), "cap must be positive, got -1"),
-        (lambda: score_mods.SoftCap(np.array(-1.0)), "cap must be positive, got -1"),
-        (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),
-        (lambda: score_mods.SoftCap(np.ones(3)), r"cap must be a number .* got shape \(3,\)"),
-        (lambda: score_mods.then(score_mods.SoftCap), "must be callable, got the class SoftCap"),
-        (lambda: score_mods.then(3), "must be callable|Expected type: .*ScoreMod"),
-        (lambda: score_mods.then(), "at least one"),
-    ],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda: score_mods.Alibi(3.0), r"slopes must be a float array \[N\], got float"),
+    (lambda: score_mods.Alibi(np.arange(3)), "slopes must be a float array"),
+    (lambda: score_mods.RelativeBias(np.ones(3)), r"table must be a float array \[num_buckets, N\]"),
+    (lambda: score_mods.RelativeBias(np.ones((2, 3))), "2 buckets"),
+    (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "max_distance must be larger"),
+    (lambda: score_mods.SoftCap(-1.0), "cap must be positive, got -1"),
+    (lambda: score_mods.SoftCap(np.array(-1.0)), "cap must be positive, got -1"),
+    (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),
+    (lambda: score_mods.SoftCap(np.ones(3)), r"cap must be a number .* got shape \(3,\)"),
+    (lambda: score_mods.then(score_mods.SoftCap), "must be callable, got the class SoftCap"),
+    (lambda: score_mods.then(3), "must be callable|Expected type: .*ScoreMod"),
+    (lambda: score_mods.then(), "at least one"),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()

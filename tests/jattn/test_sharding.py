@@ -252,13 +252,10 @@ def test_what_cannot_be_divided_is_named(name):
         call(*arrays(8))
 
 
-@pytest.mark.parametrize(
-    "specs, message",
-    [
-        (("data", "heads"), r"the queries' length \(axis T\) is sharded over 'heads' \(4 devices\).*ring_attention"),
-        (("data", None, None, "heads"), r"the queries' head dim \(axis H\) is sharded over 'heads' \(4 devices\)"),
-    ],
-)
+@pytest.mark.parametrize("specs, message", [
+    (("data", "heads"), r"the queries' length \(axis T\) is sharded over 'heads' \(4 devices\).*ring_attention"),
+    (("data", None, None, "heads"), r"the queries' head dim \(axis H\) is sharded over 'heads' \(4 devices\)"),
+])  # fmt: skip
 def test_types_that_attention_cannot_take(specs, message):
     query, key, value = arrays(4, N=4)
     query = jnp.concatenate([query, query], 3)[..., :8]

@@ -106,15 +106,12 @@ def test_64_bits_stay_outside():
     assert [x.dtype for x in arrays] == [bool]
 
 
-@pytest.mark.parametrize(
-    ("mod", "score", "operation"),
-    [
-        (masks.Dense(jnp.ones((L, L), bool)), None, "dynamic_slice|gather"),
-        (score_mods.RelativeBias(jnp.ones((8, N))), jnp.float32, "dynamic_slice|gather"),
-        (lambda s, b, h, q, kv: s + jax.scipy.special.gammaln(s), jnp.float32, "lgamma"),
-        (lambda b, h, q, kv: (jnp.arange(3) + q < kv).any(), None, "of arrays"),
-    ],
-)
+@pytest.mark.parametrize(("mod", "score", "operation"), [
+    (masks.Dense(jnp.ones((L, L), bool)), None, "dynamic_slice|gather"),
+    (score_mods.RelativeBias(jnp.ones((8, N))), jnp.float32, "dynamic_slice|gather"),
+    (lambda s, b, h, q, kv: s + jax.scipy.special.gammaln(s), jnp.float32, "lgamma"),
+    (lambda b, h, q, kv: (jnp.arange(3) + q < kv).any(), None, "of arrays"),
+])  # fmt: skip
 def test_what_is_no_elementwise_operation_is_named(mod, score, operation):
     with pytest.raises(NotElementwise, match=operation):
         make_tile_function(mod, score)
