@@ -105,11 +105,9 @@ def part(rng, lse_low, empty):
 
 merge = jax.jit(jattn.merge)
 parts = st.builds(
-    lambda seed, low, empty: part(np.random.default_rng(seed), low, empty),
-    st.integers(0, 99),
-    st.sampled_from([-200.0, -3.0, 0.0, 300.0]),
-    st.integers(0, 3),
-)
+    lambda seed, low, empty: part(np.random.default_rng(seed), low, empty), st.integers(0, 99),
+    st.sampled_from([-200.0, -3.0, 0.0, 300.0]), st.integers(0, 3),
+)  # fmt: skip
 
 
 def assert_same(a, b):
@@ -208,13 +206,9 @@ def test_dropout_is_a_fair_coin_without_memory(make):
     assert abs(bits.mean() - 0.7) < 5 * np.sqrt(0.21) * sigma
     bits = (bits - 0.7) / np.sqrt(0.21)
     others = [
-        keep(key, h=1),
-        keep(key, b=1),
-        keep(make(1)),
-        np.roll(keep(key), 1, 0),
-        np.roll(keep(key), 1, 1),
+        keep(key, h=1), keep(key, b=1), keep(make(1)), np.roll(keep(key), 1, 0), np.roll(keep(key), 1, 1),
         np.asarray(keep(key, rows=400, columns=500)).T,
-    ]
+    ]  # fmt: skip
     for other in others:
         other = (np.asarray(other, np.float64) - 0.7) / np.sqrt(0.21)
         assert abs((bits * other).mean()) < 5 * sigma

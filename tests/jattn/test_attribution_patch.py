@@ -143,17 +143,11 @@ CASES: dict[str, dict[str, Any]] = {
         "implementation": Blockwise((4, 4)),
     },
     "rows that see nothing, one or equal keys, and dropout": {
-        "mask": (np.arange(T)[:, None] > np.arange(S)) & (np.arange(S) < 5),
-        "query_seq_lengths": np.array([7, 5]),
-        "local_window_size": (2, 0),
-        "dropout_rate": 0.4,
-        "dropout_rng": jax.random.key(3),
+        "mask": (np.arange(T)[:, None] > np.arange(S)) & (np.arange(S) < 5), "query_seq_lengths": np.array([7, 5]),
+        "local_window_size": (2, 0), "dropout_rate": 0.4, "dropout_rng": jax.random.key(3),
     },
-    "a key that no score function sees": {
-        "score_mod": lambda score, b, h, q, kv: jnp.where((score > 0.2) | (q == 3), score, -jnp.inf),
-        "scale": 0.5,
-    },
-}
+    "a key that no score function sees": {"score_mod": lambda score, b, h, q, kv: jnp.where((score > 0.2) | (q == 3), score, -jnp.inf), "scale": 0.5},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -272,12 +266,9 @@ def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # no
             heads.attribution_patch(*arguments)
     layer = functools.partial(jattn.multi_head_attention, layers[0], x)
     wrong: list[tuple[Any, str]] = [
-        (
-            (jnp.ones(N), 0.0),
-            r"the gate of patch\['each_key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]",
-        ),
+        ((jnp.ones(N), 0.0), r"the gate of patch\['each_key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]"),
         ((jnp.ones(K), jnp.ones(7)), r"the fill of patch\['each_key'\] must broadcast to .*\[3, 5, 2, 3\], got \[7\]"),
-    ]
+    ]  # fmt: skip
     for each_key, match in wrong:
         with pytest.raises(ValueError, match=match):
             layer(patch={"each_key": each_key})

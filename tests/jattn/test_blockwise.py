@@ -336,15 +336,11 @@ SQUARE[..., 300:400, :30] = True  # rows 0 to 255 of its block are in no piece
 CUT = {
     "causal": {"is_causal": True},
     "all options": {
-        "is_causal": True,
-        "bias": floats(1, 2, 1024, 1024),
-        "score_mod": score_mods.SoftCap(2.0),
-        "dropout_rate": 0.2,
-        "dropout_rng": jax.random.key(1),
-        "query_seq_lengths": np.array([900]),
+        "is_causal": True, "bias": floats(1, 2, 1024, 1024), "score_mod": score_mods.SoftCap(2.0),
+        "dropout_rate": 0.2, "dropout_rng": jax.random.key(1), "query_seq_lengths": np.array([900]),
     },
     "rows in no piece": {"mask": masks.Dense(SQUARE)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -29,13 +29,9 @@ CASES = {
     "prefix": {"mask": masks.Causal() | masks.Prefix(4)},
     "a plain function": {"mask": lambda b, h, q, kv: (kv <= q) & ((q - kv) % (h + 1) == 0)},
     "ALiBi": {"is_causal": True, "score_mod": score_mods.Alibi(np.geomspace(0.5, 0.01, N, dtype=np.float32))},
-    "soft cap and sinks": {
-        "is_causal": True,
-        "score_mod": score_mods.SoftCap(2.0),
-        "sinks": np.linspace(-1.0, 1.0, N, dtype=np.float32),
-    },
+    "soft cap and sinks": {"is_causal": True, "score_mod": score_mods.SoftCap(2.0), "sinks": np.linspace(-1.0, 1.0, N, dtype=np.float32)},
     "a gate": {"is_causal": True, "head_gate": np.linspace(0.0, 2.0, N, dtype=np.float32)},
-}
+}  # fmt: skip
 CHUNKS = {"one by one": [1] * T, "prefill, then one by one": [6, *[1] * 7], "chunks": [5, 2, 1, 5], "at once": [T]}
 
 
@@ -312,11 +308,9 @@ def test_overflow_is_an_error(layer, scalar):
 
 
 WINDOWS = {
-    "window": masks.SlidingWindow(2),
-    "not itself": masks.SlidingWindow(2) & masks.Prefix(4),
-    "array": np.arange(5) < 4,
-    "none": None,
-}
+    "window": masks.SlidingWindow(2), "not itself": masks.SlidingWindow(2) & masks.Prefix(4),
+    "array": np.arange(5) < 4, "none": None,
+}  # fmt: skip
 
 
 @pytest.mark.slow_except("own lengths-window", "own lengths-not itself")

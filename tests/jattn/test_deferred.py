@@ -409,11 +409,9 @@ class TestHeads:
 
 
 DEBUGGING = {
-    "checking_leaks": jax.checking_leaks,
-    "debug_nans": lambda: jax.debug_nans(True),
-    "disable_jit": jax.disable_jit,
+    "checking_leaks": jax.checking_leaks, "debug_nans": lambda: jax.debug_nans(True), "disable_jit": jax.disable_jit,
     "enable_checks": lambda: jax.enable_checks(True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

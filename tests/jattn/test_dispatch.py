@@ -139,14 +139,10 @@ TABLE = np.zeros((2, 1, 2048, 2048), bool)
 TABLE[0, 0, 700:900, 100:200] = TABLE[1, 0, ::3, 1500:] = True
 # For 2048 queries and keys of two sequences.
 STATIC = {
-    "causal": masks.Causal(),
-    "window": masks.SlidingWindow(100),
-    "segments": masks.Segments(IDS) & masks.Causal(),
-    "prefix": masks.Prefix(1030),
-    "table": masks.Dense(TABLE),
-    "nothing": masks.Prefix(0),
+    "causal": masks.Causal(), "window": masks.SlidingWindow(100), "segments": masks.Segments(IDS) & masks.Causal(),
+    "prefix": masks.Prefix(1030), "table": masks.Dense(TABLE), "nothing": masks.Prefix(0),
     "everything": masks.Prefix(4096),
-}
+}  # fmt: skip
 
 
 def said_of(name, *arguments, **options):

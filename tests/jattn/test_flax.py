@@ -113,11 +113,9 @@ def draw(system, seed):
     pick = lambda choices: choices[rng.integers(len(choices))]
     chosen = {name: pick(choices) for name, choices in (OPTIONS | system.drawn).items()}
     return (
-        {name: value for name, value in chosen.items() if value is not None},
-        pick(list(INPUTS)),
-        pick(list(MASKS)),
+        {name: value for name, value in chosen.items() if value is not None}, pick(list(INPUTS)), pick(list(MASKS)),
         rng,
-    )
+    )  # fmt: skip
 
 
 def relative(got, expected):

@@ -40,12 +40,9 @@ def test_the_modules_and_the_function_agree(getkey, x):
     positions = jnp.arange(T)[None] + jnp.array([[0], [5]])
     sinks = jax.random.normal(getkey(), (N,))
     call = {
-        "mask": masks.Causal() | masks.Prefix(2),
-        "bias": jax.random.normal(getkey(), (1, N, T, T)),
-        "head_gate": jnp.arange(1.0, N + 1),
-        "scale": 0.3,
-        "local_window_size": (3, 2),
-    }
+        "mask": masks.Causal() | masks.Prefix(2), "bias": jax.random.normal(getkey(), (1, N, T, T)),
+        "head_gate": jnp.arange(1.0, N + 1), "scale": 0.3, "local_window_size": (3, 2),
+    }  # fmt: skip
     score_mod = jattn.score_mods.SoftCap(3.0)
     expected = jattn.multi_head_attention(
         params, x, position=BEYOND["position"], query_positions=positions, kv_positions=positions, score_mod=score_mod,

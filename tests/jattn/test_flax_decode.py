@@ -16,13 +16,8 @@ from jattn.positions import Rotary
 
 B, T, M, N = 2, 9, 12, 6
 BEYOND = {
-    "num_kv_heads": 3,
-    "value_dim": 5,
-    "qkv_features": 24,
-    "position": Rotary(100.0),
-    "sinks": True,
-    "qk_norm": "rms",
-}
+    "num_kv_heads": 3, "value_dim": 5, "qkv_features": 24, "position": Rotary(100.0), "sinks": True, "qk_norm": "rms",
+}  # fmt: skip
 CHUNKS = {"one by one": [1] * T, "chunks": [4, 1, 3, 1]}
 
 

@@ -61,13 +61,10 @@ def dense(weights):
     far = abs(np.arange(T)[:, None] - np.arange(S)).astype(weights.dtype)[None, None]
     logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
     return {
-        "entropy": -(weights * logs).sum(-1),
-        "distance": (weights * far).sum(-1),
-        "largest": jnp.where(weights > 0, logs, -jnp.inf).max(-1),
-        "received": weights.sum(-2),
-        "weights": weights,
+        "entropy": -(weights * logs).sum(-1), "distance": (weights * far).sum(-1),
+        "largest": jnp.where(weights > 0, logs, -jnp.inf).max(-1), "received": weights.sum(-2), "weights": weights,
         "count": (weights > 0).sum((-2, -1)),
-    }
+    }  # fmt: skip
 
 
 def gather(query, key, **options):

@@ -89,16 +89,13 @@ def test_statistics_equal_the_slow_reference(eligible):
         targets = np.where(eligible, rng.integers(0, T, T), -1)
         rows = [q for q in range(1, T) if eligible[q]]
         pairs = [
-            (
-                heads.target_weight(weights, jnp.asarray(targets)),
-                slow_mean([w[q, targets[q]] for q in range(T) if targets[q] >= 0]),
-            ),
+            (heads.target_weight(weights, jnp.asarray(targets)), slow_mean([w[q, targets[q]] for q in range(T) if targets[q] >= 0])),
             (heads.previous_token(weights, eligible), slow_mean([w[q, q - 1] for q in rows])),
             (heads.first_token(weights, eligible), slow_mean([w[q, 0] for q in rows])),
             (heads.induction(weights, tokens, eligible), slow_induction(w, t, eligible)),
             (heads.entropy(weights, jnp.asarray(visible), eligible), slow_entropy(w, visible, eligible)),
             (heads.offset_profile(weights, eligible), slow_profile(w, eligible)),
-        ]
+        ]  # fmt: skip
         for found, expected in pairs:
             np.testing.assert_allclose(found, expected, atol=1e-6)
 
@@ -117,11 +114,8 @@ def test_defaults_take_every_query():
     weights, tokens = causal_weights(rng), jnp.asarray(rng.integers(0, VOCABULARY, T))
     every = jnp.ones(T, bool)
     for name, arguments in {
-        "previous_token": (),
-        "first_token": (),
-        "offset_profile": (),
-        "induction": (tokens,),
-    }.items():
+        "previous_token": (), "first_token": (), "offset_profile": (), "induction": (tokens,),
+    }.items():  # fmt: skip
         statistic = getattr(heads, name)
         np.testing.assert_array_equal(statistic(weights, *arguments), statistic(weights, *arguments, every))
     np.testing.assert_array_equal(heads.entropy(weights), heads.entropy(weights, jnp.ones((T, T), bool), every))

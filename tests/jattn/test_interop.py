@@ -41,11 +41,9 @@ def gpt2_tensors():
     """Tensors as saved by Hugging Face: Conv1D weights ``[in,out]``; query, key and value fused."""
     tensors = {"wte.weight": random(VOCABULARY, WIDTH), "wpe.weight": random(LENGTH, WIDTH)}
     sizes = {
-        "attn.c_attn": (WIDTH, 3 * WIDTH),
-        "attn.c_proj": (WIDTH, WIDTH),
-        "mlp.c_fc": (WIDTH, INNER),
+        "attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH), "mlp.c_fc": (WIDTH, INNER),
         "mlp.c_proj": (INNER, WIDTH),
-    }
+    }  # fmt: skip
     for i in range(LAYERS):
         for name, size in sizes.items():
             tensors |= {f"h.{i}.{name}.weight": random(*size), f"h.{i}.{name}.bias": random(size[1])}

@@ -317,12 +317,8 @@ def test_chunks_through_a_cache_are_the_full_pass(models, name):
         found.append(one)
     close(np.concatenate(found, 1), expected)
     assert list(cache.length) == [13, 13] and cache.key.shape == (
-        LAYERS,
-        2,
-        16,
-        model.config.num_kv_heads or HEADS,
-        HEAD_DIM,
-    )
+        LAYERS, 2, 16, model.config.num_kv_heads or HEADS, HEAD_DIM,
+    )  # fmt: skip
 
 
 def test_a_full_cache_stays_nan_behind_the_window(models):

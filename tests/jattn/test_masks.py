@@ -33,10 +33,7 @@ MEANING = {
     "prefix": (Prefix(4), lambda b, h, q, kv: kv < 4),
     "padding": (Padding(np.array([5, 0])), lambda b, h, q, kv: kv < (5, 0)[b]),
     "padding, one length for all": (Padding(np.array([5])), lambda b, h, q, kv: kv < 5),
-    "segments": (
-        Segments(IDS, KV_IDS),
-        lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and IDS[b, q] == KV_IDS[b, kv],
-    ),
+    "segments": (Segments(IDS, KV_IDS), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and IDS[b, q] == KV_IDS[b, kv]),
     "segments, one row for all": (Segments(IDS[:1]), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < T and IDS[0, q] == IDS[0, kv]),
     "segments, one row": (Segments(IDS[0]), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < T and IDS[0, q] == IDS[0, kv]),
     "dense": (Dense(TABLE), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and TABLE[b, h, q, kv]),

@@ -24,24 +24,17 @@ GEMMA = COMMON | {
 }  # fmt: skip
 BIASED = {"attention_bias": True}
 CONFIGS = {
-    "gemma2": GEMMA | {
-        "model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "rope_theta": 100.0,
-    },
+    "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "rope_theta": 100.0},
     "gemma3": GEMMA | BIASED | {
         "model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 50.0,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "tie_word_embeddings": False,
     },
-    "qwen3": COMMON | {
-        "model_type": "qwen3", "head_dim": HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0,
-        "tie_word_embeddings": True,
-    },
+    "qwen3": COMMON | {"model_type": "qwen3", "head_dim": HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0, "tie_word_embeddings": True},
     "phi3": COMMON | {
         "model_type": "phi3", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "sliding_window": WINDOW,
         "partial_rotary_factor": 0.5, "rope_theta": 100.0, "pad_token_id": 0,
     },
-    "olmo2": COMMON | BIASED | {
-        "model_type": "olmo2", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0,
-    },
+    "olmo2": COMMON | BIASED | {"model_type": "olmo2", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0},
 }  # fmt: skip
 TIED = ("gemma2", "qwen3")
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 13))

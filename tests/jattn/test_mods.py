@@ -47,10 +47,7 @@ TREES = {
     "joined": (lambda: ~(Causal() | Prefix(3)) & see_even, [".left.mask.right.length"]),
     "block_mask": (lambda: jattn.block_mask(see_even, 4, 4), [".any_visible", ".all_visible"]),
     "forbid": (lambda: heads.forbid(SlidingWindow(1) & see_even, [0, 2]), [".pattern.left.left", ".pattern.left.right"]),
-    "forbid, bools": (
-        lambda: heads.forbid(see_even, np.array([True, False])),
-        [".mask.right.heads"],
-    ),
+    "forbid, bools": (lambda: heads.forbid(see_even, np.array([True, False])), [".mask.right.heads"]),
     "Alibi": (lambda: Alibi(np.ones(2, np.float32)), [".slopes"]),
     "RelativeBias": (lambda: RelativeBias(np.ones((8, 2), np.float32), False, 16), [".table"]),
     "then": (lambda: then(SoftCap(2.0), halve, Alibi(np.ones(2))), [".first.first.cap", ".second.slopes"]),
@@ -78,11 +75,8 @@ class TestTrees:
     def test_pickled_and_copied(self, name):
         tree = TREES[name][0]()
         for again in (
-            pickle.loads(pickle.dumps(tree)),
-            copy.copy(tree),
-            copy.deepcopy(tree),
-            dataclasses.replace(tree),
-        ):
+            pickle.loads(pickle.dumps(tree)), copy.copy(tree), copy.deepcopy(tree), dataclasses.replace(tree),
+        ):  # fmt: skip
             assert jax.tree.structure(again) == jax.tree.structure(tree)
             chex.assert_trees_all_equal(again, tree)
 

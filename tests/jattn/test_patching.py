@@ -171,13 +171,10 @@ def test_every_patch_is_the_run_with_that_activation_replaced(random_model, what
     layers, x, source, kernels = random_model
     found = jax.jit(
         lambda x, source: heads.patch(
-            lambda per_layer: through(layers, x, per_layer, position=position)[0],
-            source,
-            what,
-            "head_position",
+            lambda per_layer: through(layers, x, per_layer, position=position)[0], source, what, "head_position",
             batch_size=7,
         )
-    )(x, source)
+    )(x, source)  # fmt: skip
     assert found.shape == (2, K if what in "kv" else N, 5, 3, 5, 8)
     unpatched = in_numpy(kernels, np.asarray(x, float))
     for cell in np.ndindex(found.shape[:3]):

@@ -421,21 +421,12 @@ ODD = {
     "twice": (lambda: HeadParallel(ROW, ("row", "row")), "'row' is given twice"),
     "the class": (lambda: jattn.dot_product_attention(*arrays(8), implementation=Ring), "implementation"),
     "a number": (lambda: jattn.explain(*arrays(8), implementation=3), "implementation must be a name"),
-    "a name": (
-        lambda: jattn.explain(*arrays(8), implementation=HeadParallel(ROW, "row", implementation="foo")),
-        "got .foo.",
-    ),
-    "ring_blocks, layout": (
-        lambda: ring_blocks(masks.Causal(), 8, 8, devices=2, layout="spiral"),
-        "layout must be one of",
-    ),
+    "a name": (lambda: jattn.explain(*arrays(8), implementation=HeadParallel(ROW, "row", implementation="foo")), "got .foo."),
+    "ring_blocks, layout": (lambda: ring_blocks(masks.Causal(), 8, 8, devices=2, layout="spiral"), "layout must be one of"),
     "ring_blocks, mask": (lambda: ring_blocks(np.ones((8, 8), bool), 8, 8, devices=2), "mask"),
     "devices": (lambda: to_zigzag(jnp.ones((1, 8)), 0), "devices must be positive, got 0"),
-    "no such axis": (
-        lambda: to_zigzag(jnp.arange(8), 2),
-        r"x of shape \[8\] has no axis 1; pass the sequence axis as axis=",
-    ),
-}
+    "no such axis": (lambda: to_zigzag(jnp.arange(8), 2), r"x of shape \[8\] has no axis 1; pass the sequence axis as axis="),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -413,13 +413,9 @@ def test_tokens_of_another_shape(arrays, tokens):
 # what the modules sow
 
 LENGTHS = [
-    (33, jnp.float32),
-    (300, jnp.bfloat16),
-    (5, jnp.float32),
-    (300, jnp.float32),
-    (5, jnp.bfloat16),
+    (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16),
     (33, jnp.bfloat16),
-]
+]  # fmt: skip
 LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.5, 0.0, 1.0], np.float32)}}
 
 
@@ -428,15 +424,9 @@ LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.
 @pytest.mark.parametrize("length, dtype", LENGTHS)
 def test_nnx_sows_statistics_of_the_output_s_own_weights(length, dtype):
     layer = jattn.nnx.MultiHeadAttention(
-        4,
-        24,
-        num_kv_heads=2,
-        qk_norm="rms",
-        position=jattn.positions.Rotary(),
-        sinks=True,
-        dtype=dtype,
+        4, 24, num_kv_heads=2, qk_norm="rms", position=jattn.positions.Rotary(), sinks=True, dtype=dtype,
         rngs=nnx.Rngs(0),
-    )
+    )  # fmt: skip
     layer.sinks[...] = jnp.array([0.0, 1.0, -1.0, 2.0])
     x = jax.random.normal(jax.random.key(1), (2, length, 24), dtype)
     looks = {"sow_weights": True, "sow_statistics": ("max_weight", "first_token", "entropy")}
