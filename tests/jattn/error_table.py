@@ -144,9 +144,7 @@ ROWS: dict[str, Row] = {
     "implementation a class": call("implementation", "Blockwise", implementation=Blockwise),
     "implementation a number": call("implementation", "3", implementation=3),
     "block_sizes 0": call("block_sizes", "(0, 4)", implementation=Blockwise((0, 4))),
-    "block_sizes one": of(
-        lambda: jattn.dot_product_attention(Q, KEY, VALUE, implementation=Blockwise(4)), "block_sizes", "4"
-    ),
+    "block_sizes one": of(lambda: jattn.dot_product_attention(Q, KEY, VALUE, implementation=Blockwise(4)), "block_sizes", "4"),
     "chunk 0": call("chunk", "0", implementation=Decode(0)),
     "no such option": call("unexpected keyword argument 'no_option'", no_option=1),
     # what others call these arguments
@@ -172,12 +170,8 @@ ROWS: dict[str, Row] = {
     "one head in blocks, causal=": of(
         lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], causal=True), "mask=jattn.masks.Causal()?"
     ),
-    "nnx, dropout=": of(
-        lambda: jattn.nnx.MultiHeadAttention(4, 16, dropout=0.1, rngs=nnx.Rngs(0)), "did you mean dropout_rate?"
-    ),
-    "nnx, heads=": of(
-        lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"
-    ),
+    "nnx, dropout=": of(lambda: jattn.nnx.MultiHeadAttention(4, 16, dropout=0.1, rngs=nnx.Rngs(0)), "did you mean dropout_rate?"),
+    "nnx, heads=": of(lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"),
     "nnx, causal=": of(lambda: NNX(TOKENS[..., None] * np.ones(16, "f"), causal=True), "did you mean is_causal?"),
     "nnx, attention_mask=": of(lambda: NNX(np.ones((2, 3, 16), "f"), attention_mask=1), "did you mean mask?", "head_gate"),
     "linen, causal=": of(
@@ -220,9 +214,7 @@ ROWS: dict[str, Row] = {
     ),
     # caches
     "cache of bytes": of(lambda: jattn.init_cache(1, 8, 2, 4, dtype=jnp.int8), "dtype", "int8", "floating"),
-    "cache of other heads": of(
-        lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"
-    ),
+    "cache of other heads": of(lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"),
     "cache too small": of(lambda: jattn.append(jattn.init_cache(B, 5, K, H), KEY, VALUE), "5"),
     # statistics and other looks
     "no such statistic": stat("names must be some of", "'entrpy'", names=["entrpy"]),
@@ -234,9 +226,7 @@ ROWS: dict[str, Row] = {
     "eligible of ints": stat("eligible must be bool", eligible=TOKENS),
     "eligible of 3": stat("eligible must be bool", "[3]", eligible=np.ones(3, bool)),
     "statistics with sinks": stat("statistics takes no sinks=", "lse=", sinks=np.ones(N)),
-    "fold by name": of(
-        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, implementation="xla"), "implementation", "'xla'"
-    ),
+    "fold by name": of(lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, implementation="xla"), "implementation", "'xla'"),
     "statistics by name": stat("implementation", "'xla'", implementation="xla"),
     "lse of 3": stat("lse", lse=LSE[:, :3]),
     "top pairs of 0.5": of(lambda: heads.top_pairs(Q, KEY, 0.5), "k must be a positive integer", "0.5"),
@@ -247,12 +237,8 @@ ROWS: dict[str, Row] = {
     "ablate without z": of(lambda: heads.ablate(len, [{"query": Q}]), "'z'"),
     "ablate kind": of(lambda: heads.ablate(len, [{"z": Q}], kind="none"), "kind", "'none'"),
     "resample one": of(lambda: heads.ablate(len, [{"z": Q[:1]}], kind="resample"), "2 sequences"),
-    "fold lse of 3": of(
-        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, lse=LSE[:, :3]), "lse"
-    ),
-    "fold changes its carry": of(
-        lambda: jattn.fold_weights(lambda c, *x: (c, c), jnp.zeros(()), Q, KEY), "carry"
-    ),
+    "fold lse of 3": of(lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, lse=LSE[:, :3]), "lse"),
+    "fold changes its carry": of(lambda: jattn.fold_weights(lambda c, *x: (c, c), jnp.zeros(()), Q, KEY), "carry"),
     "block_mask by head": of(lambda: jattn.block_mask(lambda b, h, q, k: h > q, 4, 4), "block_mask", "num_heads="),
     "block_mask by batch": of(lambda: jattn.block_mask(lambda b, h, q, k: b > q, 4, 4), "block_mask", "batch="),
     "block_mask of 0": of(lambda: jattn.block_mask(Causal(), 4, 4, block_sizes=(0, 1)), "block_sizes", "(0, 1)"),
@@ -296,9 +282,7 @@ ROWS: dict[str, Row] = {
     "ignore a word": of(lambda: interop.from_tensors({}, BERT, ignore="cls."), "ignore", "'cls.'"),
     "parameters of ints": of(lambda: interop.from_tensors({}, BERT, dtype=jnp.int32), "dtype", "int32"),
     "nothing in it": of(lambda: interop.from_tensors({"x": Q}, BERT), "missing", "token_embed", "left over: x"),
-    "layers without end": of(
-        lambda: interop.from_tensors({"x": Q}, BERT | {"num_hidden_layers": 2**60}), "layers", "1 tensors"
-    ),
+    "layers without end": of(lambda: interop.from_tensors({"x": Q}, BERT | {"num_hidden_layers": 2**60}), "layers", "1 tensors"),
     "weights of ints": of(
         lambda: interop.from_tensors({"embeddings.word_embeddings.weight": np.ones((9, 8), int)}, BERT),
         "no floating-point numbers", "word_embeddings.weight is int",

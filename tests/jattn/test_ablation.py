@@ -84,9 +84,7 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
             expected = by_hand(model, x, off, kind, hold, clean)
             np.testing.assert_allclose(found[off], expected, atol=1e-5, err_msg=str(off))
     if kind == "mean" and hold:
-        few = heads.ablate(
-            lambda layers: nnx.merge(graph, state)(x, layers), clean, kind, freeze_weights=hold, batch_size=3
-        )
+        few = heads.ablate(lambda layers: model(x, layers), clean, kind, freeze_weights=hold, batch_size=3)
         np.testing.assert_allclose(few, found, atol=1e-5)
 
 
@@ -126,26 +124,22 @@ def test_importance_is_the_slope_of_the_gate(model, x):
         heads.importance(lambda gates: losses(gates).sum(), L, N, B)
 
 
-def test_ablate_says_what_is_wrong(clean):
-    with pytest.raises(ValueError, match="kind must be one of zero, mean, resample, got 'noise'"):
-        heads.ablate(lambda layers: 0.0, clean, "noise")
-    with pytest.raises(ValueError, match=r"same number of heads, got \[3, 4\]"):
-        heads.ablate(lambda layers: 0.0, [clean[0], {"z": clean[1]["z"][:, :, :3]}])
-    for few in (slice(1), 0):  # a batch of one, and no batch, where the first axis is tokens
-        with pytest.raises(ValueError, match="at least 2 sequences"):
-            heads.ablate(lambda layers: 0.0, [{"z": layer["z"][few]} for layer in clean], "resample")
-    with pytest.raises(ValueError, match="clean must be a list with a dict for each layer"):
-        heads.ablate(lambda layers: 0.0, [])
-    for layer, hold, name in (({}, False, "z"), ({"z": clean[0]["z"]}, True, "query")):
-        with pytest.raises(ValueError, match=f"each layer of clean must hold 'z'.*; one has no '{name}'"):
-            heads.ablate(lambda layers: 0.0, [layer], freeze_weights=hold)
-    with pytest.raises(ValueError, match=r"heads must be indices from 0 on, got \[-1\]"):
-        heads.forbid(previous, heads=[-1])
-    with pytest.raises(
-        ValueError, match=r"forbid: heads must be bools \[N\] = \[4\], one for each query head, got \[3\]"
-    ):
-        query = np.zeros((5, N, 2), np.float32)
-        jattn.attention_weights(query, query, mask=heads.forbid(previous, np.array([True, False, True])))
+def test_ablate_and_forbid_say_what_is_wrong(clean):
+    query, run, alone = np.zeros((5, N, 2), np.float32), lambda layers: 0.0, "at least 2 sequences"
+    only_z = lambda part: [{"z": layer["z"][part]} for layer in clean]
+    for call, message in (
+        (lambda: heads.ablate(run, clean, "noise"), "kind must be one of zero, mean, resample, got 'noise'"),
+        (lambda: heads.ablate(run, [clean[0], {"z": clean[1]["z"][:, :, :3]}]), r"same number of heads, got \[3, 4\]"),
+        (lambda: heads.ablate(run, only_z(slice(1)), "resample"), alone),
+        (lambda: heads.ablate(run, only_z(0), "resample"), alone),  # without batch, so that the first axis is tokens
+        (lambda: heads.ablate(run, []), "clean must be a list with a dict for each layer"),
+        (lambda: heads.ablate(run, [{}]), "each layer of clean must hold 'z'.*; one has no 'z'"),
+        (lambda: heads.ablate(run, only_z(...), freeze_weights=True), "each layer of clean must hold 'z'.*; one has no 'query'"),
+        (lambda: heads.forbid(previous, heads=[-1]), r"heads must be indices from 0 on, got \[-1\]"),
+        (lambda: jattn.attention_weights(query, query, mask=heads.forbid(previous, np.array([True, False, True]))), r"forbid: heads must be bools \[N\] = \[4\], one for each query head, got \[3\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.slow
@@ -194,9 +188,8 @@ def test_a_forbidden_pattern_gets_no_weight(length):
     query, key = np.random.default_rng(0).normal(size=(2, 2, length, N, 5)).astype(np.float32)
     mask = Causal() & heads.forbid(previous, heads=[1, 3])
     names = ["previous_token", "entropy", "distance", "first_token"]
-    found, free = jax.jit(lambda *both: [heads.statistics(*both, mask=one, names=names) for one in (mask, Causal())])(
-        query, key
-    )
+    look = jax.jit(lambda *both: [heads.statistics(*both, mask=one, names=names) for one in (mask, Causal())])
+    found, free = look(query, key)
     assert (found["previous_token"][:, [1, 3]] == 0).all() and (found["previous_token"][:, [0, 2]] > 0.01).all()
     for name in ("entropy", "distance", "first_token"):
         np.testing.assert_allclose(found[name][:, [0, 2]], free[name][:, [0, 2]], rtol=1e-5)

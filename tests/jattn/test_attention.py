@@ -255,9 +255,7 @@ class TestTake:
             dropout_rate=0.3, dropout_rng=jax.random.key(1), **options,
         )  # fmt: skip
 
-    @pytest.mark.parametrize(
-        "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
-    )
+    @pytest.mark.parametrize("positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(3, 14)}])
     @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_rows_and_heads(self, positions, traced):
         args = self.args(**positions)

@@ -81,9 +81,8 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
     np.testing.assert_allclose(by_position[1], expected.sum(0), atol=4e-4 * largest)
     np.testing.assert_allclose(by_head[1], of_heads[1], atol=4e-4 * largest)
     if what in ("q", "k"):  # gradients in queries and keys miss most of it
-        assert np.median(abs(naive - expected)[abs(expected) > 0.1]) > 0.5 * np.median(
-            abs(expected[abs(expected) > 0.1])
-        )
+        far = abs(expected) > 0.1
+        assert np.median(abs(naive - expected)[far]) > 0.5 * np.median(abs(expected)[far])
 
 
 @pytest.mark.slow
@@ -277,15 +276,10 @@ def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # no
 @pytest.mark.slow
 def test_blocks_that_are_cut_change_nothing():
     """Blocks of 512 are cut into pieces of 256; those of 256 are not."""
-    q, k, v, fill = (
-        jax.random.normal(jax.random.key(i), (1, 1024, heads_, 4)) for i, heads_ in enumerate((2, 1, 1, 1))
-    )
+    draw = lambda i, count: jax.random.normal(jax.random.key(i), (1, 1024, count, 4))
+    q, k, v, fill = map(draw, range(4), (2, 1, 1, 1))
     q = q.at[:, :, 0].multiply(20)  # some keys hold nearly everything
     gate = jnp.ones((1, 1024, 1)).at[0, ::7].set(0.0)
-    of = {
-        size: attend_heads(
-            q, k, v, is_causal=True, implementation=Blockwise((size, size)), patch={"each_key": (gate, fill)}
-        )
-        for size in (256, 512)
-    }
+    options = {"is_causal": True, "patch": {"each_key": (gate, fill)}}
+    of = {size: attend_heads(q, k, v, **options, implementation=Blockwise((size, size))) for size in (256, 512)}
     np.testing.assert_allclose(of[512], of[256], atol=2e-4 * float(abs(of[256]).max()))

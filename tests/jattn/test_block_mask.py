@@ -53,10 +53,8 @@ POSITIONS = {
 
 def pairs(sees, q_positions=None, kv_positions=None):
     """The visible pairs ``[B,N,T,S]``, one at a time."""
-    q, kv = (
-        np.broadcast_to(np.arange(length) if x is None else x, (B, 1, length))
-        for x, length in ((q_positions, T), (kv_positions, S))
-    )
+    positions = (q_positions, T), (kv_positions, S)
+    q, kv = (np.broadcast_to(np.arange(n) if x is None else x, (B, 1, n)) for x, n in positions)
     visible = np.empty((B, N, T, S), bool)
     for b, h, t, s in np.ndindex(visible.shape):
         visible[b, h, t, s] = sees(b, h, int(q[b, 0, t]), int(kv[b, 0, s]))
@@ -159,11 +157,8 @@ class TestVisibleBlocks:
     def test_captured_arrays_are_static(self):
         """For masks, positions and slot masks, inside a jitted function and in NumPy."""
         q, kv = POSITIONS["shifted"]
-        some = [
-            Segments(jnp.asarray(IDS)) & SlidingWindow(jnp.int32(3)),
-            ~Dense(jnp.asarray(TABLE)),
-            Padding(jnp.array([9, 4])),
-        ]
+        some = [Segments(jnp.asarray(IDS)) & SlidingWindow(jnp.int32(3)), ~Dense(jnp.asarray(TABLE))]
+        some.append(Padding(jnp.array([9, 4])))
         slots, positions = jnp.ones((T, S), bool), (jnp.asarray(q), jnp.asarray(kv))
         kinds = []
         jax.eval_shape(lambda: kinds.extend(map(type, table(some, [slots], positions))))
@@ -413,9 +408,8 @@ class TestBlockMask:
         static, slope = table([found]), jnp.int32(3)
 
         def inside(slope, given):
-            made = jattn.block_mask(
-                lambda b, h, q, kv: kv <= q + slope * b - h, T, S, batch=B, num_heads=N, block_sizes=(2, 3)
-            )
+            sizes = {"batch": B, "num_heads": N, "block_sizes": (2, 3)}
+            made = jattn.block_mask(lambda b, h, q, kv: kv <= q + slope * b - h, T, S, **sizes)
             return table([given]), table([made])
 
         for traced in jax.jit(inside)(slope, found):
@@ -494,9 +488,8 @@ class TestBlockMask:
 def test_runs_of_rows_have_as_many_blocks():
     def runs(*counts, full=()):
         table = np.arange(9) < np.array(counts)[:, None]
-        return block_lists_module.runs_of_rows(
-            block_lists(table, table & np.isin(np.arange(len(counts)), full)[:, None])
-        )
+        is_full = np.isin(np.arange(len(counts)), full)[:, None]
+        return block_lists_module.runs_of_rows(block_lists(table, table & is_full))
 
     assert runs(3, 3, 3) == [(0, 3)]
     assert runs(2, 3, 3, 3) == [(0, 1), (1, 4)]  # a window

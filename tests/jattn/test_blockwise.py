@@ -350,9 +350,8 @@ def test_blocks_that_are_cut_into_pieces(name):
     query, key, value, g = (floats(1, 1024, n, 4, seed=i) for i, n in enumerate((2, 1, 1, 2)))
 
     def results(implementation):
-        attend = functools.partial(
-            jattn.dot_product_attention, implementation=implementation, return_residual=True, **CUT[name]
-        )
+        options = CUT[name] | {"implementation": implementation, "return_residual": True}
+        attend = functools.partial(jattn.dot_product_attention, **options)
 
         @jax.jit
         def of(*qkv):

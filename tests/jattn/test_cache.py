@@ -142,12 +142,10 @@ def through_layers(params, chunks, cache, valid, one_cache):
         for x, shown in zip(chunks, valid, strict=True):
             y, own = jattn.multi_head_attention(params, x * (i + 1).astype(x.dtype), cache=own, valid=shown)
             ys.append(y)
-        held = (
-            (own.key, own.value)
-            if one_cache
-            else [old.at[i].set(x) for old, x in zip(held, (own.key, own.value), strict=True)]
-        )
-        return tuple(held), (tuple(ys), own.length)
+        updated = own.key, own.value
+        if not one_cache:
+            updated = tuple(old.at[i].set(x) for old, x in zip(held, updated, strict=True))
+        return updated, (tuple(ys), own.length)
 
     return jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS))
 
@@ -160,10 +158,8 @@ def test_a_layer_of_one_cache_is_a_cache_of_its_own(layer, rolling, scalar, leng
     params, x = layer
     x = x[:1] if scalar else x
     chunks = [x[:, : lengths[0]], x[:, lengths[0] : sum(lengths)]]
-    valid = [
-        jnp.asarray(np.arange(c.shape[1])[None] < np.array([[c.shape[1]], [1]]))[: len(x)] if ragged else None
-        for c in chunks
-    ]
+    shown = lambda length: jnp.asarray(np.arange(length)[None] < np.array([[length], [1]]))[: len(x)]
+    valid = [shown(chunk.shape[1]) if ragged else None for chunk in chunks]
     cache = jattn.init_cache(len(x), 4 if rolling else 8, K, H, value_dim=D, rolling=rolling)
     rng = np.random.default_rng(0)  # what other layers hold stays
     held = [jnp.float32(rng.normal(size=(LAYERS, *old.shape))) for old in (cache.key, cache.value)]
@@ -223,10 +219,8 @@ def test_kernels_that_read_a_layer_in_place_have_the_same_results(getkey, implem
         return jnp.sin(z).sum(), z
 
     transformed = functools.partial(jax.value_and_grad, has_aux=True) if derived else lambda fn: fn
-    got, expected = (
-        jax.jit(transformed(functools.partial(loss, named)))((query, held, (key, value)), jnp.int32(2))
-        for named in (implementation, "xla")
-    )
+    run = lambda named: jax.jit(transformed(functools.partial(loss, named)))
+    got, expected = (run(named)((query, held, (key, value)), jnp.int32(2)) for named in (implementation, "xla"))
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=2e-5)
     assert np.isfinite(jax.tree.leaves(got)[0])
 
@@ -400,9 +394,8 @@ def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(l
     params, x = layer
 
     def step(cache, token):
-        y, weights, cache = jattn.multi_head_attention(
-            params, token[:, None], cache=cache, is_causal=True, return_weights=True
-        )
+        options = {"is_causal": True, "return_weights": True}
+        y, weights, cache = jattn.multi_head_attention(params, token[:, None], cache=cache, **options)
         return cache, (y[:, 0], weights[:, :, 0])
 
     cache, (y, weights) = jax.lax.scan(step, empty(T), np.moveaxis(x, 1, 0))

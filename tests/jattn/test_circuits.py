@@ -232,29 +232,20 @@ def test_kernels_of_16_bits(kernels):
     assert heads.composition(half[1], half[2], query=query, key=key)["K"].dtype == jnp.float32
 
 
-def test_kernels_that_do_not_belong_together(kernels):
-    with pytest.raises(ValueError, match="each as a complete pair"):
-        heads.composition(kernels["value"], kernels["out"], query=kernels["query"])
-    with pytest.raises(ValueError, match="each as a complete pair"):
-        heads.composition(kernels["value"], kernels["out"])
-    with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
-        heads.ov_circuit(kernels["embed"], jnp.zeros((M, 4, D)), kernels["out"], kernels["unembed"])
-    with pytest.raises(ValueError, match="a column for each of the 17 rows of embed"):
-        heads.copying_score(kernels["embed"], kernels["value"], kernels["out"], jnp.zeros((M, V + 1)))
-
-
-def test_pairs_that_are_none(kernels):
-    args = [kernels[name] for name in ("embed", "value", "out", "unembed")]
-    pair = np.arange(3)
-    with pytest.raises(ValueError, match=r"sources must be integers \[E\], got float64 of shape \[3\]"):
-        heads.target_rank(*args, pair / 2, pair)
-    with pytest.raises(ValueError, match=r"targets must be integers \[E\], got int64 of shape \[3, 1\]"):
-        heads.target_rank(*args, pair, pair[:, None])
-    with pytest.raises(ValueError, match="sources and targets must have one length, got 3 and 2"):
-        heads.target_rank(*args, pair, pair[:2])
-    with pytest.raises(ValueError, match=r"sources must lie in \[0, 17\), got values from 0 to 17"):
-        heads.target_rank(*args, np.array([0, 17]), pair[:2])
-    with pytest.raises(ValueError, match=r"targets must lie in \[0, 17\), got values from -1 to 1"):
-        heads.target_rank(*args, pair, jnp.arange(3) - 1)
-    with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
-        heads.target_rank(args[0], jnp.zeros((M, 4, D)), *args[2:], pair, pair)
+def test_kernels_that_do_not_belong_together_and_pairs_that_are_none(kernels):
+    args = embed, value, out, unembed = [kernels[name] for name in ("embed", "value", "out", "unembed")]
+    pair, four = np.arange(3), jnp.zeros((M, 4, D))
+    for function, arguments, message in (
+        (lambda value, out: heads.composition(value, out, query=kernels["query"]), (value, out), "each as a complete pair"),
+        (heads.composition, (value, out), "each as a complete pair"),
+        (heads.ov_circuit, (embed, four, out, unembed), "6 heads cannot share kernels of 4 heads"),
+        (heads.copying_score, (embed, value, out, jnp.zeros((M, V + 1))), "a column for each of the 17 rows of embed"),
+        (heads.target_rank, (*args, pair / 2, pair), r"sources must be integers \[E\], got float64 of shape \[3\]"),
+        (heads.target_rank, (*args, pair, pair[:, None]), r"targets must be integers \[E\], got int64 of shape \[3, 1\]"),
+        (heads.target_rank, (*args, pair, pair[:2]), "sources and targets must have one length, got 3 and 2"),
+        (heads.target_rank, (*args, np.array([0, 17]), pair[:2]), r"sources must lie in \[0, 17\), got values from 0 to 17"),
+        (heads.target_rank, (*args, pair, jnp.arange(3) - 1), r"targets must lie in \[0, 17\), got values from -1 to 1"),
+        (heads.target_rank, (embed, four, out, unembed, pair, pair), "6 heads cannot share kernels of 4 heads"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)

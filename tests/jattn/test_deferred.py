@@ -88,9 +88,8 @@ class TestExport:
             return attend(*x, mask=masks.Causal() & masks.Segments(ids), return_residual=True, **options)
 
         def of_statistics(ids, q, k, _):
-            return heads.statistics(
-                q, k, mask=masks.Segments(ids), tokens=jnp.broadcast_to(ids, q.shape[:2]), **options
-            )
+            tokens = jnp.broadcast_to(ids, q.shape[:2])
+            return heads.statistics(q, k, mask=masks.Segments(ids), tokens=tokens, **options)
 
         def of_gradients(ids, *x):
             return jax.grad(lambda x: of_call(ids, *x)[0].sum())(x)
@@ -209,10 +208,8 @@ class TestRemat:
         ("dots without batch", "nothing", "names"),
     ])  # fmt: skip
     def test_memory_under_every_policy(self, names, heads):
-        plain, *others = (
-            self.compiled(policy, heads=heads).memory_analysis().temp_size_in_bytes
-            for policy in (None, *(POLICIES[name] for name in names))
-        )
+        memory = lambda policy: self.compiled(policy, heads=heads).memory_analysis().temp_size_in_bytes
+        plain, *others = map(memory, (None, *(POLICIES[name] for name in names)))
         assert max(others) <= 2 * plain
 
     @pytest.mark.slow
@@ -322,9 +319,8 @@ def marked(platform, args, cotangents, wanted):
 
 class TestByHand:
     def call(self, x, y):
-        return deferred.call(
-            deferred.CustomRules(cube, vjp=marked, count=1), x, y, out=jax.ShapeDtypeStruct((), jnp.float32)
-        )
+        rules = deferred.CustomRules(cube, vjp=marked, count=1)
+        return deferred.call(rules, x, y, out=jax.ShapeDtypeStruct((), jnp.float32))
 
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
     def test_is_the_first_reverse_derivative_in_its_own_operands(self, transform):

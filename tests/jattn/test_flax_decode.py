@@ -65,11 +65,8 @@ class LINEN:
         module = kind(N, decode=True, **options)
         variables = jax.jit(module.init)(jax.random.key(0), jnp.zeros((*x.shape[:-2], length, M), x.dtype))
         params, cache = variables["params"], variables["cache"] | {"cache_index": jnp.zeros((), index)}
-        step = jax.jit(
-            lambda params, cache, x, call: module.apply(
-                {"params": params, "cache": cache}, x, **call, mutable=["cache"]
-            )
-        )
+        apply = functools.partial(module.apply, mutable=["cache"])
+        step = jax.jit(lambda params, cache, x, call: apply({"params": params, "cache": cache}, x, **call))
         outputs, start = [], 0
         for size in chunks:
             y, updated = step(params, cache, x[..., start : start + size, :], call(start, size))
@@ -147,31 +144,17 @@ def test_several_batch_axes_and_none(system, x):
 
 
 @SYSTEMS
-def test_a_batch_or_head_that_does_not_fit_the_cache(system, x):
-    with pytest.raises(ValueError, match=r"the autoregressive cache, of shape \[2, 9, 6, 2\], takes keys of shape"):
-        if system is NNX:
-            module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
-            module.init_cache(x.shape)
-            module(x[:1, :1])
-        else:
-            module = jattn.linen.MultiHeadAttention(N, decode=True)
-            variables = module.init(jax.random.key(0), x)
-            module.apply(variables, x[:1, :1], mutable=["cache"])
-
-
-@SYSTEMS
-def test_too_many_tokens(system, x):
-    more = jnp.concatenate([x, x[:, :1]], axis=1)
+def test_what_does_not_fit_the_cache(system, x):
     if system is NNX:
-        module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
-        module.init_cache(x.shape)
-        call = module
+        call = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
+        call.init_cache(x.shape)
     else:
         module = jattn.linen.MultiHeadAttention(N, decode=True)
-        variables = module.init(jax.random.key(0), x)
-        call = functools.partial(module.apply, variables, mutable=["cache"])
+        call = functools.partial(module.apply, module.init(jax.random.key(0), x), mutable=["cache"])
+    with pytest.raises(ValueError, match=r"the autoregressive cache, of shape \[2, 9, 6, 2\], takes keys of shape"):
+        call(x[:1, :1])
     with pytest.raises(ValueError, match="10 tokens do not fit into a cache of 9"):
-        call(more)
+        call(jnp.concatenate([x, x[:, :1]], axis=1))
 
 
 @pytest.mark.slow_except("own-nnx")

@@ -253,11 +253,8 @@ class TestDerivatives:
     def test_uncompiled_and_of_a_captured_array_alone(self):
         """Only what the step captures is then traced."""
         given = self.given()
-        got, wanted = (
-            jax.grad(lambda values, fn=fn: fn(given | {"values": values}, {}))(given["values"])
-            for fn in (self.folded, self.in_full)
-        )
-        compare(got, wanted)
+        gradient = lambda fn: jax.grad(lambda values: fn(given | {"values": values}, {}))(given["values"])
+        compare(gradient(self.folded), gradient(self.in_full))
 
 
 @pytest.mark.slow

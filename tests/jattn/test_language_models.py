@@ -1,6 +1,7 @@
 """Language models on jattn's modules: every family against its formula in float64, caches, and what they write."""
 
 import dataclasses
+import functools
 import importlib.util
 import warnings
 from pathlib import Path
@@ -169,14 +170,7 @@ def expected_logits(config, tensors, tokens):
 @pytest.fixture(scope="module")
 def models():
     """Models by name, each loaded once."""
-    loaded = {}
-
-    def get(name):
-        if name not in loaded:
-            loaded[name] = interop.from_tensors(tensors_of(name), CONFIGS[name], family=OWN.get(name))
-        return loaded[name]
-
-    return get
+    return functools.cache(lambda name: interop.from_tensors(tensors_of(name), CONFIGS[name], family=OWN.get(name)))
 
 
 @nnx.jit
@@ -195,8 +189,11 @@ def test_every_family_is_its_formula(models, name):
     assert (models(name).head is None) == (name in TIED)
 
 
-def by_transformers(config, tensors, tokens, computed):
-    """The logits of ``tokens`` by transformers' model of this config; it computes its tensors named ``computed``."""
+COMPUTED = "inv_freq", "attention.bias", "embed_scale"
+
+
+def by_transformers(config, tensors, tokens):
+    """The logits of ``tokens`` by transformers' model of this config; it computes its tensors named ``COMPUTED``."""
     torch = pytest.importorskip("torch", reason="compared where PyTorch and transformers are installed")
     transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
     options = {key: value for key, value in config.items() if key != "model_type"}
@@ -204,10 +201,11 @@ def by_transformers(config, tensors, tokens, computed):
         transformers.AutoConfig.for_model(config["model_type"], **options, attn_implementation="eager")
     )
     tensors = {key: torch.tensor(x) for key, x in tensors.items()}
-    if "lm_head.weight" in theirs.state_dict() and "embed_out.weight" in tensors:  # newer versions rename it
-        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    if "lm_head.weight" in theirs.state_dict() and "lm_head.weight" not in tensors:
+        renamed = tensors.pop("embed_out.weight", None)  # by newer versions; where there is none, it is tied
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] if renamed is None else renamed
     missing, left = theirs.load_state_dict(tensors, strict=False)
-    assert not left and all(any(name in key for name in computed) for key in missing)
+    assert not left and all(any(name in key for name in COMPUTED) for key in missing)
     with torch.no_grad():
         return theirs.eval()(torch.tensor(tokens)).logits.numpy()
 
@@ -215,24 +213,20 @@ def by_transformers(config, tensors, tokens, computed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_transformers(models, name):
-    tensors = tensors_of(name)
-    if name in TIED:
-        tensors = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors, TOKENS, ("inv_freq", "attention.bias")))
+    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors_of(name), TOKENS))
+
+
+def products(config):
+    """The number of matrix products in the program of a model."""
+    config = interop.read_config(config)
+    graph, state = nnx.split(nnx.eval_shape(lambda: interop.Transformer(config, rngs=nnx.Rngs(0))))
+    run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+    return run.lower(state, jax.ShapeDtypeStruct((1, 8), jnp.int32)).as_text().count("stablehlo.dot_general")
 
 
 def test_a_layer_is_compiled_once():
-    def instructions(num_layers):
-        config = {**CONFIGS["llama"], "num_hidden_layers": num_layers}
-        graph, state = nnx.split(
-            nnx.eval_shape(lambda: interop.Transformer(interop.read_config(config), rngs=nnx.Rngs(0)))
-        )
-        run = lambda state, tokens: nnx.merge(graph, state)(tokens)
-        return (
-            jax.jit(run).lower(state, jax.ShapeDtypeStruct((1, 8), jnp.int32)).as_text().count("stablehlo.dot_general")
-        )
-
-    assert instructions(2) == instructions(9) > 0
+    few, many = (products(CONFIGS["llama"] | {"num_hidden_layers": layers}) for layers in (2, 9))
+    assert few == many > 0
 
 
 @pytest.mark.slow
@@ -308,17 +302,22 @@ def append(model, tokens, cache, valid=None):
     return model.logits(hidden), cache
 
 
+def through_cache(model, chunks, cache):
+    """The logits of all chunks, and the last cache."""
+    outputs = []
+    for chunk in chunks:
+        one, cache = append(model, chunk, cache)
+        outputs.append(one)
+    return np.concatenate(outputs, 1), cache
+
+
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mistral", "gpt_neox"))])
 def test_chunks_through_a_cache_are_the_full_pass(models, name):
     model = models(name)
-    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
-    for chunk in np.split(TOKENS, [5, 10, 11, 12], axis=1):
-        one, cache = append(model, chunk, cache)
-        found.append(one)
-    close(np.concatenate(found, 1), expected)
-    assert list(cache.length) == [13, 13] and cache.key.shape == (
-        LAYERS, 2, 16, model.config.num_kv_heads or HEADS, HEAD_DIM,
-    )  # fmt: skip
+    result, cache = through_cache(model, np.split(TOKENS, [5, 10, 11, 12], axis=1), model.init_cache(2, 16))
+    close(result, logits(model, TOKENS))
+    kv_heads = model.config.num_kv_heads or HEADS
+    assert list(cache.length) == [13, 13] and cache.key.shape == (LAYERS, 2, 16, kv_heads, HEAD_DIM)
 
 
 def test_a_full_cache_stays_nan_behind_the_window(models):
@@ -335,10 +334,8 @@ def test_learned_positions_go_on_in_a_cache():
     from tests.jattn.test_interop import TOKENS as tokens
 
     model = interop.from_tensors(gpt2_tensors(), GPT2)
-    expected, cache = logits(model, tokens), model.init_cache(3, LENGTH)
-    first, cache = append(model, tokens[:, :4], cache)
-    second, cache = append(model, tokens[:, 4:], cache)
-    close(np.concatenate([first, second], 1), expected)
+    result, cache = through_cache(model, np.split(tokens, [4], axis=1), model.init_cache(3, LENGTH))
+    close(result, logits(model, tokens))
     with pytest.raises(ValueError, match=f"capacity must be at most {LENGTH}"):
         model.init_cache(1, LENGTH + 1)
     with pytest.raises(TypeError, match="one cache for all layers"):
@@ -392,11 +389,8 @@ def test_lengths_may_be_symbolic(models):
 
 def test_a_rolling_cache_of_a_window(models):
     model = models("mistral")
-    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 6, rolling=True)
-    for t in range(TOKENS.shape[1]):
-        one, cache = append(model, TOKENS[:, t : t + 1], cache)
-        found.append(one)
-    close(np.concatenate(found, 1), expected)
+    one_by_one = np.split(TOKENS, TOKENS.shape[1], axis=1)
+    close(through_cache(model, one_by_one, model.init_cache(2, 6, rolling=True))[0], logits(model, TOKENS))
 
 
 def test_a_cache_of_another_model(models):
@@ -440,9 +434,8 @@ def test_ragged_prompts_are_continued_as_each_alone(models, written):
 @pytest.mark.slow
 def test_prompts_in_chunks_and_a_stop(models, written, monkeypatch):
     model, end = models("llama"), int(written[0][2])
-    assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == list(
-        written[0][: list(written[0]).index(end)]
-    )
+    first = list(written[0])
+    assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == first[: first.index(end)]
     long = np.random.default_rng(2).integers(0, VOCABULARY, 150)  # two chunks
     (found,) = interop.generate(model, [long], 1)
     assert found[0] == np.argmax(logits(model, long[None])[0, -1])
@@ -582,25 +575,30 @@ def gguf_file(tmp_path_factory):
     return file, write_gguf(file)
 
 
+def gguf_writer(file, architecture, **fields):
+    """Of a GGUF file that has these fields."""
+    writer = pytest.importorskip("gguf").GGUFWriter(file, architecture)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    return writer
+
+
+def close_gguf(writer):
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+
+
 def write_gguf(file, scale=1.0, **tokenizer):
     """A small Llama as llama.cpp's converter writes it: rows of query and key permuted, 8-bit weights, a vocabulary."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e5)
-    writer.add_float32("llama.rope.scale_linear", scale)
     tokens = ["<|endoftext|>", *"abcdefgh", "ab", "abc", "Ġ", *"0123456789"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] + [1] * (len(tokens) - 1))
-    writer.add_token_merges(["a b", "ab c"])
+    writer = gguf_writer(
+        file, "llama", block_count=LAYERS, context_length=64, embedding_length=WIDTH, feed_forward_length=64,
+        head_count=HEADS, head_count_kv=KV_HEADS, layer_norm_rms_eps=1e-5, rope_freq_base=1e5, tokenizer_model="gpt2",
+        tokenizer_pre="smollm", token_list=tokens, token_types=[3] + [1] * (len(tokens) - 1),
+        token_merges=["a b", "ab c"],
+    )  # fmt: skip
+    writer.add_float32("llama.rope.scale_linear", scale)
     for name, value in tokenizer.items():
         (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{name}", value)
     rng, kept = np.random.default_rng(5), {}
@@ -624,10 +622,7 @@ def write_gguf(file, scale=1.0, **tokenizer):
                  "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}  # fmt: skip
         for name, size in sizes.items():
             add(f"blk.{i}.{name}.weight", *size)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(writer)
     return kept
 
 

@@ -12,7 +12,16 @@ from flax import nnx
 import jattn
 from jattn import heads, interop, masks
 from jattn.score_mods import SoftCap
-from tests.jattn.test_language_models import append, by_transformers, close, greedy, logits
+from tests.jattn.test_language_models import (
+    by_transformers,
+    close,
+    close_gguf,
+    gguf_writer,
+    greedy,
+    logits,
+    products,
+    through_cache,
+)
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, WINDOW = 37, 3, 4, 2, 8, 20, 24, 5
 COMMON = {
@@ -72,14 +81,7 @@ def tensors_of(name):
 @pytest.fixture(scope="module")
 def models():
     """Models by name, each loaded once."""
-    loaded = {}
-
-    def get(name):
-        if name not in loaded:
-            loaded[name] = interop.from_tensors(tensors_of(name), CONFIGS[name])
-        return loaded[name]
-
-    return get
+    return functools.cache(lambda name: interop.from_tensors(tensors_of(name), CONFIGS[name]))
 
 
 # By transformers 5.24 in float32: logits of both sequences at two positions beyond the window, the first five.
@@ -118,10 +120,7 @@ def test_every_family_gives_the_logits_that_were_kept(models, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_transformers(models, name):
-    tensors = tensors_of(name)
-    if name in TIED:
-        tensors = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors, TOKENS, ("inv_freq", "embed_scale")))
+    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors_of(name), TOKENS))
 
 
 # layers with a window and layers without
@@ -129,17 +128,9 @@ def test_every_family_is_transformers(models, name):
 
 @pytest.mark.slow
 def test_two_kinds_of_layers_are_two_programs():
-    def products(num_layers, name="gemma2"):
-        config = {**CONFIGS[name], "num_hidden_layers": num_layers}
-        graph, state = nnx.split(
-            nnx.eval_shape(lambda: interop.Transformer(interop.read_config(config), rngs=nnx.Rngs(0)))
-        )
-        run = lambda state, tokens: nnx.merge(graph, state)(tokens)
-        tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-        return jax.jit(run).lower(state, tokens).as_text().count("stablehlo.dot_general")
-
-    assert products(2) == products(7) == 2 * products(1) > 0
-    assert products(2, "phi3") == products(5, "phi3") == products(1, "phi3")
+    of_layers = lambda number, name="gemma2": products(CONFIGS[name] | {"num_hidden_layers": number})
+    assert of_layers(2) == of_layers(7) == 2 * of_layers(1) > 0
+    assert of_layers(2, "phi3") == of_layers(5, "phi3") == of_layers(1, "phi3")
 
 
 def test_long_sequences_take_linear_memory(models):
@@ -155,11 +146,8 @@ def test_long_sequences_take_linear_memory(models):
 @pytest.mark.parametrize("name", ["gemma3", "olmo2"])
 def test_chunks_through_a_cache_are_the_full_pass(models, name):
     model = models(name)
-    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
-    for chunk in np.split(TOKENS, [5, 11, 12], axis=1):
-        one, cache = append(model, chunk, cache)
-        found.append(one)
-    close(np.concatenate(found, 1), expected)
+    chunks = np.split(TOKENS, [5, 11, 12], axis=1)
+    close(through_cache(model, chunks, model.init_cache(2, 16))[0], logits(model, TOKENS))
 
 
 @pytest.mark.slow
@@ -420,9 +408,8 @@ def test_a_config_that_contradicts_itself(change, message):
 def test_norms_of_a_gemma_hold_what_they_multiply_by(models):
     weight = tensors_of("gemma2")["model.norm.weight"]
     np.testing.assert_array_equal(models("gemma2").last_norm.scale[...], 1 + weight)
-    half = interop.from_tensors(
-        {k: jnp.asarray(x, jnp.bfloat16) for k, x in tensors_of("gemma2").items()}, CONFIGS["gemma2"]
-    )
+    tensors = {key: jnp.asarray(x, jnp.bfloat16) for key, x in tensors_of("gemma2").items()}
+    half = interop.from_tensors(tensors, CONFIGS["gemma2"])
     exact = 1 + np.asarray(weight.astype(jnp.bfloat16), np.float32)
     np.testing.assert_array_equal(half.last_norm.scale[...], exact)
 
@@ -433,26 +420,17 @@ def test_norms_of_a_gemma_hold_what_they_multiply_by(models):
 def write_gguf(file, name):
     """The tensors of a model as llama.cpp's converter writes them: by its own table of names, in float32."""
     gguf = pytest.importorskip("gguf")
-    config, architecture = CONFIGS[name], gguf.MODEL_ARCH[name.upper()]
-    writer = gguf.GGUFWriter(file, name)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    names = gguf.get_tensor_name_map(architecture, LAYERS)
+    config = CONFIGS[name]
+    writer = gguf_writer(
+        file, name, block_count=LAYERS, context_length=64, embedding_length=config["hidden_size"],
+        feed_forward_length=INNER, head_count=HEADS, head_count_kv=KV_HEADS, layer_norm_rms_eps=config["rms_norm_eps"],
+        rope_freq_base=config["rope_theta"], key_length=HEAD_DIM, value_length=HEAD_DIM,
+    )  # fmt: skip
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], LAYERS)
     tensors = {key: x for key, x in tensors_of(name).items() if not key.endswith("bias")}
     for key, x in tensors.items():
         writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), x)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(writer)
     return interop.from_tensors(tensors, config | {"attention_bias": False})
 
 
@@ -467,11 +445,6 @@ def test_gguf_is_the_same_model(tmp_path, name):
 
 
 def test_gguf_of_other_families_is_refused(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gemma2")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(gguf_writer(tmp_path / "tiny.gguf", "gemma2"))
     with pytest.raises(ValueError, match="holds a 'gemma2'; GGUF files of llama, qwen2, qwen3, olmo2 can be read"):
         interop.load(tmp_path / "tiny.gguf")

@@ -134,10 +134,8 @@ class TestTransformations:
     def test_vmap_axes(self):
         cache = dataclasses.replace(jattn.init_cache(2, 4, 1, 3), length=jnp.int32(5))
         axes = jattn.KVCache(0, 0, None)
-        assert jax.vmap(lambda cache: (cache.key[..., 0].sum(), cache.length), in_axes=(axes,))(cache)[1].tolist() == [
-            5,
-            5,
-        ]
+        mapped = jax.vmap(lambda cache: (cache.key[..., 0].sum(), cache.length), in_axes=(axes,))(cache)
+        assert mapped[1].tolist() == [5, 5]
 
     def test_optax(self):
         params = {"score_mod": Alibi(jnp.ones(2)), "w": jnp.ones(3)}
@@ -186,10 +184,8 @@ class TestOfOnesOwn:
     def test_bounds_are_kept_on_a_mesh(self, joined):
         mask = Dilated(jnp.array([32, 48]))
         mask = mask & see_even if joined else mask
-        q, k, v = (
-            jnp.asarray(np.random.default_rng(i).normal(size=(self.B, self.T, self.N, self.H)), jnp.float32)
-            for i in range(3)
-        )
+        shape = self.B, self.T, self.N, self.H
+        q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32) for i in range(3))
         args = make_args(q, k, v, mask=mask)
         place = shard.MeshAxes(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
         kinds = []

@@ -17,10 +17,8 @@ B, T, S, M, N, K, H, D = 2, 7, 11, 12, 6, 3, 5, 13
 def layer(**options):
     """Parameters (with nonzero biases, so that they matter) and inputs."""
     options = {"num_kv_heads": K, "head_dim": H, "value_dim": D, "use_bias": True} | options
-    shapes, rng = (
-        jax.eval_shape(lambda: jattn.init_multi_head(jax.random.key(0), M, N, **options)),
-        np.random.default_rng(0),
-    )
+    shapes = jax.eval_shape(lambda: jattn.init_multi_head(jax.random.key(0), M, N, **options))
+    rng = np.random.default_rng(0)
     normal = lambda shape, scale=1.0: jnp.float32(scale * rng.normal(size=shape))
     params = jax.tree.map(lambda x: normal(x.shape, M**-0.5 if x.ndim == 3 else 1.0), shapes)
     return params, normal((B, T, M)), normal((B, S, M))

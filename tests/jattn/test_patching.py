@@ -452,9 +452,8 @@ KINDS = {
 @pytest.mark.slow_except("RMS norm, grouped queries, no biases, a head")
 def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     rng = np.random.default_rng(0)
-    model: Any = nnx.eval_shape(
-        lambda: interop.Transformer(interop.Config("test", **SIZES, **KINDS[kind]), rngs=nnx.Rngs(0))
-    )
+    config = interop.Config("test", **SIZES, **KINDS[kind])
+    model: Any = nnx.eval_shape(lambda: interop.Transformer(config, rngs=nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)  # biases and scales that are not 0 and 1
     nnx.update(model, jax.tree.map(lambda x: jnp.float32(0.3 * rng.normal(size=x.shape) + (x.ndim < 3)), state))
     tokens = jnp.asarray(np.array([[1, 10, 3, 0, 5, 5], [7, 2, 8, 3, 1, 9]]))
@@ -510,9 +509,8 @@ def test_a_transformer_that_scans_over_its_layers_takes_patches():
 
 
 def test_a_stream_with_norms_in_it_is_not_a_sum():
-    model = nnx.eval_shape(
-        lambda: interop.Transformer(interop.Config("bert", **SIZES, norm_first=False), rngs=nnx.Rngs(0))
-    )
+    config = interop.Config("bert", **SIZES, norm_first=False)
+    model = nnx.eval_shape(lambda: interop.Transformer(config, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="a bert has norms after attention and MLP"):
         interop.logit_parts(model, jnp.zeros((1, 3), int), jnp.ones(12))
     with pytest.raises(ValueError, match="no layer has sown 'residual_parts'; pass sow_parts= to the model"):

@@ -37,9 +37,8 @@ def test_rotary(getkey, fraction, dim):
     for b, t, n in np.ndindex(2, 5, 3):
         expected = turned(np.asarray(x[b, t, n], np.float64), int(positions[b, t]), 100.0, dim)
         np.testing.assert_allclose(got[b, t, n], expected, atol=2e-5)
-    np.testing.assert_array_equal(
-        Rotary(100.0, fraction)(x, positions[1])[0], Rotary(100.0, fraction)(x[:1], positions[1:])[0]
-    )
+    rotary = Rotary(100.0, fraction)
+    np.testing.assert_array_equal(rotary(x, positions[1])[0], rotary(x[:1], positions[1:])[0])
 
 
 def test_rotary_scores_depend_on_the_difference_alone():

@@ -140,9 +140,7 @@ def test_what_models_sow_is_read():
             np.testing.assert_allclose(weights_of(report.html, 1, 0), found[1], atol=2e-5)
     sown = sown_by(flaxs, x, sow_weights=True)  # so Flax's module passes itself on
     assert heads.collect(sown)[0].keys() >= {"query", "key", "lse"}
-    found = np.concatenate(
-        [jattn.attention_weights(one["query"], one["key"], is_causal=True) for one in heads.collect(sown)], 1
-    )
+    found = dense({i: (one["query"], one["key"]) for i, one in enumerate(heads.collect(sown))}, is_causal=True)
     report = jattn.report(sown, is_causal=True)
     np.testing.assert_allclose(weights_of(report.html, 0, 0), found[0], atol=2e-5)
 
@@ -167,18 +165,11 @@ def test_weights_are_read_as_they_are(lead):
     weights[..., 1, 2] = 0
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-9) * 1.25  # a sink takes the rest
     report = jattn.report(weights, ["a", "b", "c"] if len(lead) < 3 else [["a", "b", "c"]] * B, key_tokens=None)
-    first = (
-        weights if len(lead) == 1 else weights.reshape(-1, 3, 4) if len(lead) == 2 else weights[:, 0].reshape(-1, 3, 4)
-    )
-    np.testing.assert_allclose(weights_of(report.html, 0, 0), first, atol=2e-5)
+    by_layer = weights.reshape(*{1: (1, 1, N), 2: (L, 1, N), 3: lead}[len(lead)], 3, 4)  # [L,B,N,T,S]
+    np.testing.assert_allclose(weights_of(report.html, 0, 0), by_layer[:, 0].reshape(-1, 3, 4), atol=2e-5)
     assert embedded(report.html)["views"][0]["cross"]
-    np.testing.assert_allclose(
-        report.numbers["max_weight"][0],
-        weights.reshape(len(weights), -1, 3, 4)[0, :1, 1:].max(-1).mean()
-        if len(lead) < 3
-        else weights[0, :, 0, 1:].max(-1).mean(),
-        rtol=1e-5,
-    )
+    largest = by_layer[0, :, 0, 1:].max(-1).mean()
+    np.testing.assert_allclose(report.numbers["max_weight"][0], largest, rtol=1e-5)
 
 
 def test_two_texts_are_shown_apart():
@@ -216,28 +207,21 @@ def test_words_may_be_arrays(make):
 @pytest.mark.slow
 def test_numbers_of_ones_own_and_roles():
     effect = np.arange(L * N).reshape(L, N) / 10
-    null = jattn.report(
-        {f"layer {i}": tuple(jax.random.normal(jax.random.key(i), (2, 1, T, 40, H))) for i in range(3)},
-        [WORDS],
-        is_causal=True,
-    )
-    layers = qk()
+    draw = lambda i: tuple(jax.random.normal(jax.random.key(i), (2, 1, T, 40, H)))
+    null = jattn.report({f"layer {i}": draw(i) for i in range(3)}, [WORDS], is_causal=True)
     sharp = 40 * jax.nn.one_hot(jnp.arange(T), T)[None, :, None]
     sees_previous = (jnp.broadcast_to(jnp.roll(sharp, -1, -1), (1, T, N, T)), sharp)
     report = jattn.report({"a": sees_previous, "b": sees_previous}, [WORDS], columns={"effect": effect}, null=null)
     assert report.numbers["effect"].tolist() == effect.ravel().tolist()
     data = embedded(report.html)
     assert data["columns"][-1] == "effect" and "Roles are judged" in report.html
-    assert len(layers) == L and len(report.roles) == L * N
+    assert len(report.roles) == L * N
 
 
 def test_heads_beside_others_are_matched():
     layers = qk()
-    order = [[2, 0, 3, 1], [1, 3, 0, 2]]
-    swapped = {
-        name: (q[:, :, at], jnp.repeat(k, 2, 2)[:, :, at])
-        for (name, (q, k)), at in zip(layers.items(), order, strict=True)
-    }
+    pairs = zip(layers.items(), [[2, 0, 3, 1], [1, 3, 0, 2]], strict=True)
+    swapped = {name: (q[:, :, at], jnp.repeat(k, 2, 2)[:, :, at]) for (name, (q, k)), at in pairs}
     one = jattn.report(layers, [WORDS] * B, is_causal=True, title="one")
     other = jattn.report(swapped, [WORDS] * B, is_causal=True, title="other")
     assert _matching.matched(one, other).tolist() == [1, 3, 0, 2, 6, 4, 7, 5]
@@ -256,9 +240,8 @@ def test_other_texts_and_other_models_stand_beside():
     one = jattn.report(qk(), [WORDS] * B, is_causal=True)
     text = jattn.report(qk(), [WORDS[::-1]] * B, is_causal=True, title="backwards", compare=one)
     views = embedded(text.html)["views"]
-    assert [len(view["frames"]) for view in views] == [1] * 4 and views[2]["name"].startswith(
-        "Attention heads: 1: the cat"
-    )
+    assert [len(view["frames"]) for view in views] == [1] * 4
+    assert views[2]["name"].startswith("Attention heads: 1: the cat")
     smaller = jattn.report(dict(list(qk().items())[:1]), [WORDS] * B, is_causal=True, title="smaller")
     mixed = embedded(jattn.report(qk(), [WORDS] * B, is_causal=True, compare=[smaller, one]).html)["views"][0]["frames"]
     assert [frame.get("heads", []).count("–") for frame in mixed] == [0, N, 0]
@@ -317,9 +300,8 @@ def test_what_does_not_fit_is_left_out_and_said():
     assert fewer[0][0]["bits"] < 16 and f"1/{2 ** fewer[0][0]['bits'] - 1} of the largest" in fewer[0][0]["note"]
     assert "Weights below" in coarser[0][0]["note"] and coarser[0][0]["dropped"] > 0
     assert all(len(packed[1][0]) <= room for packed, room in zip((whole, fewer, coarser, none), rooms, strict=True))
-    top = _pack_weights.Frame(
-        "a", None, rng.random((6, 40, 5)) ** 3 + 0.002, np.zeros((6, 40, 5), int), frame.weights[:, :4, :4]
-    )
+    size = 6, 40, 5
+    top = _pack_weights.Frame("a", None, rng.random(size) ** 3 + 0.002, np.zeros(size, int), frame.weights[:, :4, :4])
     tried = [_pack_weights.pack([top], room) for room in range(500, 3000, 50)]
     blob = next(blobs[0] for entries, blobs, _ in tried if "unless they are among a query's 2" in entries[0]["note"])
     codes = np.frombuffer(zlib.decompress(base64.b64decode(blob)), "<u2")[5 * 240 : 10 * 240].reshape(5, 6, 40)

@@ -37,9 +37,8 @@ def test_each_pattern_has_the_threshold_of_its_own_null():
 def test_a_score_passes_where_it_is_above_the_threshold(size, level):
     """At every position among the null scores, also exactly at one of them and next to it."""
     grid = np.sort(np.concatenate([np.arange(float(size)) + shift for shift in (-0.25, 0.0, 0.25)]))
-    found = heads.roles(
-        {"a": grid, "b": grid - 1e3}, {"a": np.arange(float(size)), "b": np.arange(float(size))}, level=level
-    )
+    numbers = np.arange(float(size))
+    found = heads.roles({"a": grid, "b": grid - 1e3}, {"a": numbers, "b": numbers}, level=level)
     p = 2 * (1 + np.array([(np.arange(size) >= score).sum() for score in grid])) / (1 + size)
     np.testing.assert_array_equal(found.label == "a", p <= level)
     np.testing.assert_array_equal(found.label == "a", grid > found.threshold)

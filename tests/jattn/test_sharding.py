@@ -142,21 +142,17 @@ def test_looking_at_typed_arrays():
 
 def test_explain_says_what_each_device_has():
     given = placed(mesh_of(AxisType.Explicit), *arrays(4))
-    assert "sequences over mesh axis 'data' (2 devices), heads over mesh axis 'heads' (4 devices)" in jattn.explain(
-        *given
-    )
+    divided = "sequences over mesh axis 'data' (2 devices), heads over mesh axis 'heads' (4 devices)"
+    assert divided in jattn.explain(*given)
 
 
 def params_of(kind):
     mesh = mesh_of(kind)
     params = jattn.init_multi_head(jax.random.key(1), 16, N, num_kv_heads=4, use_bias=True)
     lie = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-    sharded = {
-        name: {"kernel": lie(part["kernel"], None, "heads"), "bias": lie(part["bias"], "heads")}
-        if name != "out"
-        else {"kernel": lie(part["kernel"], "heads"), "bias": lie(part["bias"])}
-        for name, part in params.items()
-    }
+    of_projections = {"kernel": (None, "heads"), "bias": ("heads",)}
+    spec = dict.fromkeys(params, of_projections) | {"out": {"kernel": ("heads",), "bias": ()}}
+    sharded = {name: {leaf: lie(x, *spec[name][leaf]) for leaf, x in part.items()} for name, part in params.items()}
     x = jax.random.normal(jax.random.key(0), (B, T, 16))
     return params, x, sharded, lie(x, "data")
 
@@ -271,9 +267,8 @@ def test_keys_must_lie_where_queries_do():
     query = jax.device_put(query, NamedSharding(mesh, PartitionSpec("data")))
     key, value = (jax.device_put(x, NamedSharding(mesh, SHARDED)) for x in (key, value))
     for one in (query, jnp.asarray(np.asarray(query))):
-        with pytest.raises(
-            ValueError, match="key is sharded as .* sequences and heads of key must be sharded like the query's"
-        ):
+        message = "key is sharded as .* sequences and heads of key must be sharded like the query's"
+        with pytest.raises(ValueError, match=message):
             jattn.dot_product_attention(one, key, value)
 
 
@@ -332,9 +327,8 @@ def test_a_layer_in_zigzag_order_knows_its_positions(module):
     x, order = jax.random.normal(jax.random.key(0), (2, 8, 16)), np.asarray(to_zigzag(jnp.arange(8), 2, axis=0))
     rotary = jattn.positions.Rotary()
     if module:
-        make = lambda **options: jattn.nnx.MultiHeadAttention(
-            4, 16, decode=False, position=rotary, rngs=nnx.Rngs(0), **options
-        )
+        cls = jattn.nnx.MultiHeadAttention
+        make = lambda **options: cls(4, 16, decode=False, position=rotary, rngs=nnx.Rngs(0), **options)
         plain, turned = make()(x, is_causal=True), make(implementation=how)(x[:, order], is_causal=True)
     else:
         params = jattn.init_multi_head(jax.random.key(1), 16, 4)
@@ -390,9 +384,8 @@ def test_weights_on_several_devices():
 def test_statistics_with_divided_heads():
     query, key, _ = arrays(4)
     how = HeadParallel(mesh_of(AxisType.Auto), "heads", "data")
-    close(
-        heads.statistics(query, key, is_causal=True, implementation=how), heads.statistics(query, key, is_causal=True)
-    )
+    look = lambda **options: heads.statistics(query, key, is_causal=True, **options)
+    close(look(implementation=how), look())
     with pytest.raises(Exception, match="implementation"):
         heads.statistics(query, key, implementation="xla")
 

@@ -136,9 +136,8 @@ def test_in_blocks_of_any_size(arrays):
     """Also blocks that extend past the end."""
     found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
     assert set(found) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
-    check(
-        found, expected_statistics(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S))
-    )
+    exact = [x.astype(np.float64) for x in arrays]
+    check(found, expected_statistics(*exact, SEES["causal"], np.arange(T), np.arange(S)))
 
 
 @pytest.mark.slow
@@ -287,17 +286,20 @@ def test_weight_on_a_set_of_keys_and_its_null(arrays):
         np.testing.assert_allclose(null[b], np.full(N, of_visible), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_long_sequences_take_memory_in_proportion():
-    def temporaries(n):
-        x = jnp.zeros((n, 1, 64))
-        tokens = jnp.zeros(n, int)
-        every = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, is_causal=True))
-        compiled = every.lower(x, x, tokens).compile()
-        assert f"{n},{n}" not in compiled.as_text()
-        return compiled.memory_analysis().temp_size_in_bytes
+LONG = {  # with the shape of query and key
+    "statistics": (lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, is_causal=True), (32768, 1, 64)),
+    "top pairs": (lambda q, k, tokens: heads.top_pairs(q, k, 4, is_causal=True), (32768, 2, 64)),
+    "divergence": (lambda q, k, tokens: heads.divergence(q[None], k[None], is_causal=True), (65536, 2, 8)),
+}
 
-    assert temporaries(32768) < 64 * 2**20
+
+@pytest.mark.slow_except("divergence")
+@pytest.mark.parametrize("look, shape", LONG.values(), ids=LONG)
+def test_long_sequences_take_memory_in_proportion(look, shape):
+    x, tokens = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    compiled = jax.jit(look).lower(x, x, tokens).compile()
+    assert f"{shape[0]},{shape[0]}" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
 @pytest.mark.slow
@@ -305,9 +307,8 @@ def test_equal_to_dense_at_1024():
     n, rng = 1024, np.random.default_rng(6)
     query, key = (rng.normal(size=(n, 2, 64)).astype(np.float32) for _ in range(2))
     tokens = rng.integers(0, 50, n)
-    found = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))(
-        query, key, tokens=tokens
-    )
+    look = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))
+    found = look(query, key, tokens=tokens)
     weights = jax.jit(lambda *arrays: jattn.attention_weights(*arrays, is_causal=True))(query, key)
     p, visible = np.asarray(weights, np.float64), np.tri(n, dtype=bool)
     position, same = np.arange(n), (tokens[:, None] == tokens[None]) & np.tri(n, k=-1, dtype=bool)
@@ -340,9 +341,8 @@ def test_queries_that_are_not_eligible_count_nowhere(arrays, shape):
     found = jax.jit(lambda *arrays: heads.statistics(*arrays, eligible=eligible, mask=window))(*arrays)
     q, kv = np.arange(T)[:, None], np.arange(S)
     rows = np.broadcast_to(eligible, (B, T))[:, None, :, None]
-    hidden = jax.jit(lambda *arrays, mask: heads.statistics(*arrays, mask=mask))(
-        *arrays, mask=(kv - q <= 1) & (q - kv <= 2) & rows
-    )
+    look = jax.jit(lambda *arrays, mask: heads.statistics(*arrays, mask=mask))
+    hidden = look(*arrays, mask=(kv - q <= 1) & (q - kv <= 2) & rows)
     assert 0 < eligible.sum() < eligible.size
     for name, values in hidden.items():
         if name != "support":
@@ -453,9 +453,8 @@ def test_linen_sows_statistics_beside_the_same_bits(look):
     params = jax.jit(layer.init)(jax.random.key(0), x)
     apply = functools.partial(layer.apply, params, **LOOKS[look])
     alone = jax.jit(apply)(x)
-    beside, sown = jax.jit(
-        lambda x: apply(x, sow_weights=True, sow_statistics=["distance"], mutable=["intermediates"])
-    )(x)
+    looks = {"sow_weights": True, "sow_statistics": ["distance"], "mutable": ["intermediates"]}
+    beside, sown = jax.jit(lambda x: apply(x, **looks))(x)
     np.testing.assert_array_equal(alone, beside)
     (weights,), (found,) = (sown["intermediates"][f"attention_{one}"] for one in ("weights", "statistics"))
     distance = np.abs(np.arange(9)[:, None] - np.arange(9))

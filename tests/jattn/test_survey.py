@@ -127,15 +127,12 @@ def test_statistics_and_attribution(model):
         x = layer(x)
     z = np.stack([own["z"] for own in heads.collect(sown)]).astype(float)
     x, kernels = np.asarray(x, float), np.asarray(model.out_kernels(), float)
-    rows = (
-        np.asarray(model.output_embedding(), float)[TOKENS[:, 1:]]
-        / np.sqrt((x[:, :-1] ** 2).mean(-1) + 1e-6)[..., None]
-    )
+    factor = 1 / np.sqrt((x**2).mean(-1) + 1e-6)
+    rows = np.asarray(model.output_embedding(), float)[TOKENS[:, 1:]] * factor[:, :-1, None]
     expected = np.einsum("lbtnd,lndm,btm->ln", z[:, :, :-1], kernels, rows) / (B * (T - 1))
     np.testing.assert_allclose(found.attribution, expected, atol=1e-4)
     direction = jnp.asarray(np.random.default_rng(1).normal(size=M).astype(np.float32))
     found = survey_of(model, TOKENS, exact=0, directions=direction)
-    factor = 1 / np.sqrt((x**2).mean(-1) + 1e-6)
     expected = np.einsum("lbtnd,lndm,m,bt->ln", z, kernels, np.asarray(direction, float), factor) / (B * T)
     np.testing.assert_allclose(found.attribution, expected, atol=1e-4)
 
