@@ -182,8 +182,8 @@ def test_unmerge_takes_keys_out_of_attention():
             return with_gradients(without), with_gradients(left)
 
         for shift in (-20.0, 0.0, 9.0):
-            found, expected = both(k, v, shift)
-            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            result, expected = both(k, v, shift)
+            for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(one, other, atol=1e-9)
     nan, zeros = np.full((1, 2), np.nan), np.zeros((1, 2), np.float32)
     out, lse = jax.jit(jattn.unmerge)(nan.astype(jnp.bfloat16), np.float32(nan[0, :1]), zeros, zeros[0, :1])
@@ -265,8 +265,8 @@ class TestTake:
             of_rows = [Dense().run(args.take(rows=rows, heads=Chunk(first - 1, 2))) for rows in every_row]
             return of_rows, Dense().run(args)
 
-        found = jax.jit(parts_and_whole)(2) if traced else jax.jit(lambda: parts_and_whole(2))()
-        of_rows, wholes = jax.device_get(found)
+        result = jax.jit(parts_and_whole)(2) if traced else jax.jit(lambda: parts_and_whole(2))()
+        of_rows, wholes = jax.device_get(result)
         for parts in of_rows:
             for part, whole in zip(parts, wholes, strict=True):
                 np.testing.assert_allclose(part, whole[:, 2:6, 2:6], atol=1e-6)

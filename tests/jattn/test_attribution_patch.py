@@ -55,21 +55,21 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
 
     @jax.jit
     def every(x, other):
-        (_, own), (_, source) = (through(layers, of, position=position) for of in (x, other))
+        (_, target), (_, source) = (through(layers, of, position=position) for of in (x, other))
         here = functools.partial(run, x)
         estimates = [heads.attribution_patch(here, source, what, by) for by in BY]
         of_heads = heads.patch(here, source, what, "head") - here(None)
         if what not in ARRAY or what == "v":
-            return estimates, of_heads, own, source, of_heads
+            return estimates, of_heads, target, source, of_heads
         gates = [jnp.ones((1, 5, N if what == "q" else K))] * 2
         options = lambda gates: [
             {"patch": {ARRAY[what]: (gate, layer[ARRAY[what]])}} for gate, layer in zip(gates, source, strict=True)
         ]
         naive = -jax.grad(lambda gates: here(options(gates)))(gates)[1][0].T
-        return estimates, of_heads, own, source, naive
+        return estimates, of_heads, target, source, naive
 
-    (by_head, by_position, each), of_heads, own, source, naive = jax.device_get(every(x, other))
-    weights = weights_of(*(np.asarray(own[1][name], float) for name in ("query", "key")))
+    (by_head, by_position, each), of_heads, target, source, naive = jax.device_get(every(x, other))
+    weights = weights_of(*(np.asarray(target[1][name], float) for name in ("query", "key")))
     assert (weights[:, :, 1:].max(-1) > 0.999).mean() > 0.5
     unpatched = (in_numpy(kernels, np.asarray(x, float)) * weight).sum()
     expected = np.zeros(each.shape[1:])
@@ -89,8 +89,8 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
 def test_in_earlier_layers_the_estimate_is_of_first_order(random_model):  # noqa: F811
     @jax.jit
     def every(layers, x, step):
-        (_, own), (_, other) = (through(layers, of, position=position) for of in (x, x[::-1]))
-        source = jax.tree.map(lambda a, b: a + step * (b - a), own, other)
+        (_, target), (_, other) = (through(layers, of, position=position) for of in (x, x[::-1]))
+        source = jax.tree.map(lambda a, b: a + step * (b - a), target, other)
         run = lambda per_layer: jnp.sin(through(layers, x, per_layer, position=position)[0]).sum()
         return heads.attribution_patch(run, source, "k", "head_position")[0], source
 
@@ -119,8 +119,8 @@ def test_the_induction_model_is_found_cell_by_cell():
         return {what: heads.attribution_patch(answer, clean, what, "head_position") for what in kinds}, answer(None)
 
     for tokens, cells in SOURCES.values():
-        found, before = every(embedded(tokens))
-        for what, estimate in found.items():
+        estimates, before = every(embedded(tokens))
+        for what, estimate in estimates.items():
             expected = np.zeros(estimate.shape)
             for cell in cells[what]:  # of seven keys with equal weights, one scores 20 more
                 expected[cell] = 1.0 - before if cell[0] == 1 else 20 * (1 / 7) * (6 / 7)
@@ -185,9 +185,9 @@ def test_the_effect_of_each_key_is_that_of_attention_with_it_replaced(inputs, ca
         z, pull = jax.vjp(of_gate, gate)
         return z, pull(jnp.asarray(weight, z.dtype))[0], by_hand(query, key, value, fill, options)
 
-    found, slope, (z, each) = jax.tree.map(np.asarray, every(*inputs, np.float32(gate)))
+    result, slope, (z, each) = jax.tree.map(np.asarray, every(*inputs, np.float32(gate)))
     assert np.isfinite(z).all() and abs(each).max() > 1
-    np.testing.assert_allclose(found, z + np.einsum("bsk,skbtnd->btnd", 1 - gate, each), atol=2e-4)
+    np.testing.assert_allclose(result, z + np.einsum("bsk,skbtnd->btnd", 1 - gate, each), atol=2e-4)
     np.testing.assert_allclose(-slope, np.einsum("skbtnd,btnd->bsk", each, weight), atol=1e-3)
 
 
@@ -235,8 +235,8 @@ def test_a_transformer_that_scans_over_its_layers_is_attributed():
 
     @nnx.jit
     def every(model):
-        own = heads.collect(nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(model)[1])
-        source = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), own)
+        target = heads.collect(nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(model)[1])
+        source = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), target)
         run = lambda per_layer: model.logits(model(tokens, per_layer=per_layer))[:, -1, 3].sum()
         patched = heads.patch(run, source, "k", "position") - run([{}, {}])
         return heads.attribution_patch(run, source, "k", "position"), patched

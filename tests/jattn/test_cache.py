@@ -96,8 +96,8 @@ def test_a_rolling_window_of_fixed_size(layer, name, kind):
     options["mask"] = masks.SlidingWindow(3)
     options.pop("is_causal", None)
     expected = full(layer, **options)
-    given = options if name == "window" else options | {"mask": None, "is_causal": True}
-    got, cache = decode(layer, empty(4, rolling=True), CHUNKS[kind], **given)
+    call = options if name == "window" else options | {"mask": None, "is_causal": True}
+    got, cache = decode(layer, empty(4, rolling=True), CHUNKS[kind], **call)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert cache.key.shape == (B, 4, K, H)
     np.testing.assert_array_equal(np.sort(cache.slot_positions, axis=1), [[9, 10, 11, 12]] * B)
@@ -135,17 +135,19 @@ def through_layers(params, chunks, cache, valid, one_cache):
 
     def one_layer(held, i):
         if one_cache:
-            own = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            layer_cache = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
         else:
-            own = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
+            layer_cache = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
         ys = []
         for x, shown in zip(chunks, valid, strict=True):
-            y, own = jattn.multi_head_attention(params, x * (i + 1).astype(x.dtype), cache=own, valid=shown)
+            y, layer_cache = jattn.multi_head_attention(
+                params, x * (i + 1).astype(x.dtype), cache=layer_cache, valid=shown
+            )
             ys.append(y)
-        updated = own.key, own.value
+        updated = layer_cache.key, layer_cache.value
         if not one_cache:
             updated = tuple(old.at[i].set(x) for old, x in zip(held, updated, strict=True))
-        return updated, (tuple(ys), own.length)
+        return updated, (tuple(ys), layer_cache.length)
 
     return jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS))
 
@@ -190,9 +192,9 @@ def test_a_step_copies_no_more_than_a_layer_of_one_cache(layer, rolling):
 
     def step(cache, x):
         def one_layer(held, i):
-            own = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
-            y, own = jattn.multi_head_attention(params, x, cache=own)
-            return (own.key, own.value), y
+            layer_cache = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            y, layer_cache = jattn.multi_head_attention(params, x, cache=layer_cache)
+            return (layer_cache.key, layer_cache.value), y
 
         (key, value), ys = jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS * 4))
         return ys, dataclasses.replace(cache, key=key, value=value, length=cache.length + 1)
@@ -252,8 +254,8 @@ def test_kernels_read_a_layer_in_place(implementation):
 
         return jax.lax.scan(one_layer, (key, value), jnp.arange(LAYERS))
 
-    given = held, held, jax.ShapeDtypeStruct((1,), jnp.int32), abstract(1, 1, N, 16), token, token
-    memory = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+    operands = held, held, jax.ShapeDtypeStruct((1,), jnp.int32), abstract(1, 1, N, 16), token, token
+    memory = jax.jit(step, donate_argnums=(0, 1)).lower(*operands).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 100_000 * K * 16 * 4  # keys of one layer
 
 

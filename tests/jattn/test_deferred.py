@@ -46,9 +46,9 @@ class TestExport:
     @staticmethod
     def products(text):
         """The dtypes of the products' arguments, and their numbers of batch axes."""
-        found = re.findall(r"stablehlo\.dot_general.*?: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x\w+>\)", text)
+        dtypes = re.findall(r"stablehlo\.dot_general.*?: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x\w+>\)", text)
         batches = re.findall(r"stablehlo\.dot_general[^\n]*batching_dims = \[([0-9, ]*)\]", text)
-        return set(found), batches
+        return set(dtypes), batches
 
     def test_each_platform_has_its_own_program(self):
         cpu, tpu = self.text(["cpu"]), self.text(["tpu"])
@@ -177,8 +177,8 @@ class TestPlacement:
         mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
         with jax.set_mesh(mesh):
             there = jax.device_put(x, jax.sharding.NamedSharding(mesh, PartitionSpec("data", None, "heads")))
-            found = divergence(there)
-        chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-6)
+            result = divergence(there)
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, result), wanted, atol=1e-6)
 
 
 POLICIES = {
@@ -277,8 +277,8 @@ class TestEager:
         for by in (1.0, 3.0):
             stretch.by = by
             for mod in (stretch, score_mods.then(stretch, score_mods.SoftCap(50.0))):
-                found = attend(*arrays, score_mod=mod, implementation=SMALL)
-                np.testing.assert_allclose(found, attend(*arrays, score_mod=mod), atol=1e-5)
+                result = attend(*arrays, score_mod=mod, implementation=SMALL)
+                np.testing.assert_allclose(result, attend(*arrays, score_mod=mod), atol=1e-5)
 
     def test_fresh_functions_that_do_the_same_are_one_program(self):
         x = floats(1, 8, 1, 4)
@@ -286,15 +286,15 @@ class TestEager:
         mods = [lambda s, b, h, q, kv, table=table: s + table[kv] for table in tables]
         attend(x, x, x, score_mod=mods[0], implementation=SMALL)
         with counting_compilations() as seen:
-            found = [attend(x, x, x, score_mod=mod, implementation=SMALL) for mod in mods]
+            results = [attend(x, x, x, score_mod=mod, implementation=SMALL) for mod in mods]
         assert not seen
-        assert len({float(x.sum()) for x in found}) == len(mods)
+        assert len({float(x.sum()) for x in results}) == len(mods)
 
     def test_without_jit(self):
         arrays = qkv()
         with jax.disable_jit():
-            found = attend(*arrays, implementation=SMALL)
-        np.testing.assert_array_equal(found, attend(*arrays, implementation=SMALL))
+            result = attend(*arrays, implementation=SMALL)
+        np.testing.assert_array_equal(result, attend(*arrays, implementation=SMALL))
 
     def test_what_is_kept_is_bounded(self):
         assert deferred._compiled.cache_info().maxsize == deferred._jitted.cache_info().maxsize == deferred.PROGRAMS
@@ -303,8 +303,8 @@ class TestEager:
         """jax_debug_infs checks the results of a program."""
         for options in {"is_causal": True}, {"mask": np.arange(T)[None, :] < 5}:
             with jax.debug_infs(True):
-                found = attend(*qkv(), **options)
-            np.testing.assert_array_equal(found, attend(*qkv(), **options))
+                result = attend(*qkv(), **options)
+            np.testing.assert_array_equal(result, attend(*qkv(), **options))
 
 
 def cube(platform, x, y):
@@ -359,11 +359,11 @@ def test_results_that_nothing_depends_on_have_no_cotangent(transform):
     x = jnp.full(3, 2.0) if transform is jax.vmap else 2.0
     uses = {1: lambda y: y[0], 10: lambda y: y[1], 11: sum, 0: lambda y: jnp.zeros(())}
     for expected, use in uses.items():
-        found = transform(jax.grad(lambda x, use=use: use(call(x, by_hand))))(x)
-        np.testing.assert_array_equal(found, np.full(np.shape(x), expected))
+        result = transform(jax.grad(lambda x, use=use: use(call(x, by_hand))))(x)
+        np.testing.assert_array_equal(result, np.full(np.shape(x), expected))
     for expected, use in ((4.0, uses[1]), (12.0, uses[10]), (16.0, sum)):
-        found = transform(jax.grad(lambda x, use=use: use(call(x, two))))(x)
-        np.testing.assert_allclose(found, np.full(np.shape(x), expected))
+        result = transform(jax.grad(lambda x, use=use: use(call(x, two))))(x)
+        np.testing.assert_allclose(result, np.full(np.shape(x), expected))
         second = transform(jax.jacfwd(jax.grad(lambda x, use=use: use(call(x, two)))))(x)
         np.testing.assert_allclose(second, np.full(np.shape(x), {4.0: 2.0, 12.0: 12.0, 16.0: 14.0}[expected]))
 
@@ -420,8 +420,8 @@ def test_jaxs_debugging_modes(mode, implementation):
     """Forward, gradients and jvp, of what a score function captures, too."""
 
     def loss(x, slopes):
-        own = lambda s, b, h, q_idx, kv_idx: s * slopes[h]
-        mod = score_mods.Alibi(slopes) if implementation == "native" else own
+        by_slope = lambda s, b, h, q_idx, kv_idx: s * slopes[h]
+        mod = score_mods.Alibi(slopes) if implementation == "native" else by_slope
         return attend(x, x, x, score_mod=mod, scale=slopes[0], is_causal=True, implementation=implementation).sum()
 
     arguments = floats(1, T, 2, H), jnp.float32([0.5, 0.25])

@@ -52,9 +52,9 @@ def lowered(fn, *types, platform="tpu"):
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_said_is_what_is_lowered(name):
     options, on_tpu, native = TAKEN[name]
-    said = {platform: jattn.explain(X, X, X, platform=platform, **options).splitlines()[0] for platform in PLATFORMS}
+    taken = {platform: jattn.explain(X, X, X, platform=platform, **options).splitlines()[0] for platform in PLATFORMS}
     on_cpu = ON_CPU if native else "blockwise"
-    assert said == {
+    assert taken == {
         "cpu": f"{on_cpu}: taken on CPU", "gpu": "blockwise: taken on GPU", "tpu": f"{on_tpu}: taken on TPU"
     }  # fmt: skip
     attend = lambda *x: jattn.dot_product_attention(*x, **options)
@@ -117,7 +117,7 @@ def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
     )
     args = make_args(query, key, value, is_causal=True)
     assert dispatch.kernel("cuda", args).name == "xla"
-    given = (ct, ct[..., 0])
+    cotangents = (ct, ct[..., 0])
 
     def both(query, key, value):
         options = {"is_causal": True, "implementation": "xla", "return_residual": True}
@@ -127,8 +127,8 @@ def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
     results = dispatch.forward("cuda", args)
     np.testing.assert_allclose(results[0], out, atol=1e-6)
     np.testing.assert_allclose(results[1] + np.log(results[2]), lse, atol=1e-6)
-    found = dispatch.backward("cuda", args, results, (ct, given[1] / results[2]))
-    for x, y in zip(found, pull(given), strict=True):
+    gradients = dispatch.backward("cuda", args, results, (ct, cotangents[1] / results[2]))
+    for x, y in zip(gradients, pull(cotangents), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
@@ -329,8 +329,8 @@ def test_what_xla_divides_is_blockwises():
 
 def test_here_it_is_what_is_said_to_the_bit():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1024, 1, 8)), jnp.float32)
-    found, expected = (
+    result, expected = (
         jax.value_and_grad(lambda x, name=name: jattn.dot_product_attention(x, x, x, implementation=name).sum())(x)
         for name in (None, ON_CPU)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)

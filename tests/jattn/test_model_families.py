@@ -73,9 +73,9 @@ def tensors_of(name):
         if config.get("attention_bias"):
             shapes |= {f"model.layers.{i}.self_attn.{x}_proj.bias": (sizes[f"self_attn.{x}_proj"][0],) for x in "qkvo"}
     shapes |= {} if name in TIED else {"lm_head.weight": (VOCABULARY, width)}
-    found = {key: rng.normal(size=shape, scale=0.3) for key, shape in sorted(shapes.items())}
+    tensors = {key: rng.normal(size=shape, scale=0.3) for key, shape in sorted(shapes.items())}
     one = 0.0 if "gemma" in name else 1.0  # what Gemma's norms add themselves
-    return {key: (x + one * ("norm" in key)).astype(np.float32) for key, x in found.items()}
+    return {key: (x + one * ("norm" in key)).astype(np.float32) for key, x in tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ KEPT = {
 @pytest.mark.slow_except("gemma3", "qwen3")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_gives_the_logits_that_were_kept(models, name):
-    found = logits(models(name), TOKENS)
-    close(found[:, [7, 12], :5], np.array(KEPT[name]))
+    result = logits(models(name), TOKENS)
+    close(result[:, [7, 12], :5], np.array(KEPT[name]))
     assert (models(name).head is None) == (name in TIED)
 
 
@@ -165,8 +165,8 @@ def test_padding_on_the_left_changes_nothing(models):
 @pytest.mark.slow
 def test_ragged_prompts_are_continued_as_each_alone(models):
     prompts = [[3, 1, 4, 1, 5, 9, 2], [6]]
-    for prompt, found in zip(prompts, interop.generate(models("gemma2"), prompts, 4), strict=True):
-        assert list(found) == greedy(models("gemma2"), prompt, 4)
+    for prompt, result in zip(prompts, interop.generate(models("gemma2"), prompts, 4), strict=True):
+        assert list(result) == greedy(models("gemma2"), prompt, 4)
 
 
 @pytest.mark.slow
@@ -213,10 +213,10 @@ def test_layers_take_options_and_sow_as_before(models):
     close(hidden, nnx.jit(lambda model: model(TOKENS))(model))
     seen = [np.asarray(x).max((0, 1)) > 0 for x in weights]
     causal, window = np.tri(13, dtype=bool), np.tri(13, dtype=bool) & ~np.tri(13, k=-WINDOW, dtype=bool)
-    for found, expected in zip(seen, (window, causal, window), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    for found, x in zip(statistics, weights, strict=True):
-        np.testing.assert_allclose(found["current_token"], np.diagonal(x, axis1=2, axis2=3).mean(-1), atol=1e-5)
+    for result, expected in zip(seen, (window, causal, window), strict=True):
+        np.testing.assert_array_equal(result, expected)
+    for result, x in zip(statistics, weights, strict=True):
+        np.testing.assert_allclose(result["current_token"], np.diagonal(x, axis1=2, axis2=3).mean(-1), atol=1e-5)
     gates[1, 2] = 0.0
     assert not np.allclose(nnx.jit(look)(model, [{"head_gate": gate} for gate in gates])[0], hidden, atol=1e-3)
 
@@ -241,8 +241,8 @@ def test_look_gives_the_options_of_the_weights(models, name):
         folded = jattn.fold_weights(received, jnp.zeros(13), query, key, lse=lse, **options)
         return jattn.attention_weights(query, key, **options), folded
 
-    for (found, folded), weights in zip(of_every_layer(layers, again), sown, strict=True):
-        np.testing.assert_allclose(found, weights, atol=1e-6)
+    for (result, folded), weights in zip(of_every_layer(layers, again), sown, strict=True):
+        np.testing.assert_allclose(result, weights, atol=1e-6)
         np.testing.assert_allclose(folded, np.asarray(weights).sum(2), atol=1e-5)
     windows = [layer.get("local_window_size") for layer in layers]
     assert windows == [(4, 0), (4, 0) if name == "phi3" else None, (4, 0)]
@@ -255,7 +255,7 @@ def of_every_layer(layers, fn):
     names = ("query", "key", "value", "lse", "z")
     options = [{name: x for name, x in layer.items() if name not in names} for layer in layers]
     arrays = [[layer[name] for name in ("query", "key", "lse")] for layer in layers]
-    return jax.jit(lambda arrays: [fn(*own, **of) for own, of in zip(arrays, options, strict=True)])(arrays)
+    return jax.jit(lambda arrays: [fn(*one, **of) for one, of in zip(arrays, options, strict=True)])(arrays)
 
 
 @pytest.mark.slow
@@ -267,9 +267,9 @@ def test_look_takes_the_options_of_the_call(models):
     sown = heads.collect(nnx.jit(nnx.capture(run, nnx.Intermediate))(model)[1], "attention_weights")
     statistics = functools.partial(heads.statistics, names=["max_weight"])
     again = lambda query, key, lse, **options: statistics(query, key, lse=lse, **options)["max_weight"]
-    for found, weights in zip(of_every_layer(layers, again), sown, strict=True):
+    for result, weights in zip(of_every_layer(layers, again), sown, strict=True):
         seeing = np.asarray(weights).any(-1)  # behind the window, a query sees none of the first keys
-        np.testing.assert_allclose(found, np.asarray(weights).max(-1).sum(-1) / seeing.sum(-1), atol=1e-5)
+        np.testing.assert_allclose(result, np.asarray(weights).max(-1).sum(-1) / seeing.sum(-1), atol=1e-5)
     assert not np.asarray(layers[0]["z"]).any() and np.asarray(layers[1]["z"]).any()
 
 
@@ -289,8 +289,8 @@ def test_parts_sum_to_the_logit_before_its_cap(models, name):
     parts = nnx.jit(lambda model: interop.logit_parts(model, TOKENS, direction))(model)
     assert parts["heads"].shape == (LAYERS, 2, 13, HEADS)
     total = parts["embedding"] + parts["bias"] + parts["mlp"].sum(0) + np.asarray(parts["heads"]).sum((0, -1))
-    cap, found = CONFIGS[name].get("final_logit_softcapping"), np.asarray(logits(models(name), TOKENS))[..., token]
-    close(total if cap is None else cap * np.tanh(total / cap), found)
+    cap, result = CONFIGS[name].get("final_logit_softcapping"), np.asarray(logits(models(name), TOKENS))[..., token]
+    close(total if cap is None else cap * np.tanh(total / cap), result)
 
 
 @pytest.mark.slow
@@ -302,13 +302,13 @@ def test_a_heads_part_is_what_the_norm_leaves_of_it(models):
     exact = lambda x: np.asarray(x, np.float64)
     z = exact(heads.collect(sown)[1]["z"])[..., 2, :]
     attention = exact(heads.collect(sown, "residual_parts")[1]["attention"])
-    own = z @ exact(model.layers.attention.out.kernel[...])[1, 2]
-    own = own / np.sqrt((attention**2).mean(-1, keepdims=True) + 1e-3)
-    own = own * exact(model.layers.attention_out_norm.scale[...])[1]
+    share = z @ exact(model.layers.attention.out.kernel[...])[1, 2]
+    share = share / np.sqrt((attention**2).mean(-1, keepdims=True) + 1e-3)
+    share = share * exact(model.layers.attention_out_norm.scale[...])[1]
     stream = exact(sown["last_stream"][0])
-    own = own / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-3) * exact(model.last_norm.scale[...])
+    share = share / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-3) * exact(model.last_norm.scale[...])
     parts = nnx.jit(lambda model: interop.logit_parts(model, TOKENS, jnp.asarray(direction)))(model)
-    close(parts["heads"][1, ..., 2], own @ direction.astype(np.float64))
+    close(parts["heads"][1, ..., 2], share @ direction.astype(np.float64))
 
 
 # configs
@@ -437,11 +437,11 @@ def write_gguf(file, name):
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])
 def test_gguf_is_the_same_model(tmp_path, name):
     expected = write_gguf(tmp_path / "tiny.gguf", name)
-    found = interop.load(tmp_path / "tiny.gguf")
-    assert found.config.norm_epsilon == np.float32(1e-3)  # as it is stored
-    said = {"norm_epsilon": 1e-3, "head_dim": HEAD_DIM}
-    assert dataclasses.replace(found.config, **said) == dataclasses.replace(expected.config, **said)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+    result = interop.load(tmp_path / "tiny.gguf")
+    assert result.config.norm_epsilon == np.float32(1e-3)  # as it is stored
+    exact = {"norm_epsilon": 1e-3, "head_dim": HEAD_DIM}
+    assert dataclasses.replace(result.config, **exact) == dataclasses.replace(expected.config, **exact)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(result), nnx.state(expected))
 
 
 def test_gguf_of_other_families_is_refused(tmp_path):

@@ -97,8 +97,8 @@ def test_head_gate(shape):
     gate = np.ones(shape, np.float32)
     gate[..., 2] = 0.0
     expected = by_hand(params, x, x, gate=[1, 1, 0, 1, 1, 1])
-    found = jax.jit(lambda x, gate: jattn.multi_head_attention(params, x, head_gate=gate))(x, gate)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    result = jax.jit(lambda x, gate: jattn.multi_head_attention(params, x, head_gate=gate))(x, gate)
+    np.testing.assert_allclose(result, expected, atol=2e-5)
 
 
 def test_all_single_head_ablations_in_one_call():
@@ -115,8 +115,8 @@ def test_export_for_any_batch_and_length():
     run = jax.jit(lambda params, x: jattn.multi_head_attention(params, x, return_heads=True, **options))
     sizes = export.symbolic_shape("batch, length")
     exported = export.export(run, platforms=("cpu", "tpu"))(params, jax.ShapeDtypeStruct((*sizes, M), x.dtype))
-    for found, expected in zip(*map(jax.tree.leaves, (exported.call(params, x), run(params, x))), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for result, expected in zip(*map(jax.tree.leaves, (exported.call(params, x), run(params, x))), strict=True):
+        np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 def test_position_reaches_queries_and_keys():

@@ -40,9 +40,9 @@ def causal():
 
 
 def test_the_page_has_the_weights_and_the_words(causal):
-    found = dense(qk(), is_causal=True)
-    np.testing.assert_allclose(weights_of(causal.html, 0, 0), found[0], atol=2e-5)
-    np.testing.assert_allclose(weights_of(causal.html, 1, 0), found[1, :, :4, :4], atol=2e-5)  # without padding
+    weights = dense(qk(), is_causal=True)
+    np.testing.assert_allclose(weights_of(causal.html, 0, 0), weights[0], atol=2e-5)
+    np.testing.assert_allclose(weights_of(causal.html, 1, 0), weights[1, :, :4, :4], atol=2e-5)  # without padding
     data = embedded(causal.html)
     assert [view["queries"] for view in data["views"]] == [WORDS, WORDS[:4]]
     assert [view["name"] for view in data["views"]][1] == "2: the cat </script> sat"
@@ -54,11 +54,11 @@ def test_statistics_are_means_over_all_queries(causal):
     layers = list(qk().values())
     eligible = np.arange(T) < np.array([[7], [4]])
     tokens = np.array([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 3, -1, -1, -1]])
-    found = [heads.statistics(q, k, tokens=tokens, eligible=eligible, is_causal=True) for q, k in layers]
-    found = jax.tree.map(np.asarray, found)
+    statistics = [heads.statistics(q, k, tokens=tokens, eligible=eligible, is_causal=True) for q, k in layers]
+    statistics = jax.tree.map(np.asarray, statistics)
     for name in ("entropy", "previous_token", "induction"):
-        sums = np.concatenate([(one[name] * one["support"][name]).sum(0) for one in found])
-        counts = np.concatenate([one["support"][name].sum(0) for one in found])
+        sums = np.concatenate([(one[name] * one["support"][name]).sum(0) for one in statistics])
+        counts = np.concatenate([one["support"][name].sum(0) for one in statistics])
         np.testing.assert_allclose(causal.numbers[name], sums / counts, rtol=1e-5)
     data = embedded(causal.html)
     shown = data["numbers"][0]["values"][data["columns"].index("entropy")]
@@ -134,15 +134,15 @@ def test_what_models_sow_is_read():
         (by_linen["intermediates"], weights["intermediates"]),
     ]
     for sown, expected in pairs:
-        found = np.concatenate([np.asarray(one) for one in heads.collect(expected, "attention_weights")], 1)
-        for given in (sown, heads.collect(sown), expected):
-            report = jattn.report(given, is_causal=given is not expected)
-            np.testing.assert_allclose(weights_of(report.html, 1, 0), found[1], atol=2e-5)
+        dense_weights = np.concatenate([np.asarray(one) for one in heads.collect(expected, "attention_weights")], 1)
+        for form in (sown, heads.collect(sown), expected):
+            report = jattn.report(form, is_causal=form is not expected)
+            np.testing.assert_allclose(weights_of(report.html, 1, 0), dense_weights[1], atol=2e-5)
     sown = sown_by(flaxs, x, sow_weights=True)  # so Flax's module passes itself on
     assert heads.collect(sown)[0].keys() >= {"query", "key", "lse"}
-    found = dense({i: (one["query"], one["key"]) for i, one in enumerate(heads.collect(sown))}, is_causal=True)
+    dense_weights = dense({i: (one["query"], one["key"]) for i, one in enumerate(heads.collect(sown))}, is_causal=True)
     report = jattn.report(sown, is_causal=True)
-    np.testing.assert_allclose(weights_of(report.html, 0, 0), found[0], atol=2e-5)
+    np.testing.assert_allclose(weights_of(report.html, 0, 0), dense_weights[0], atol=2e-5)
 
 
 @pytest.mark.slow
@@ -150,11 +150,14 @@ def test_a_layer_has_options_of_its_own():
     layers = qk()
     (q0, k0), (q1, k1) = layers.values()
     window = jattn.masks.SlidingWindow(1, 0)
-    given = {"near": {"query": q0, "key": k0, "mask": window, "scale": 0.3, "z": None, "value": None}, "far": (q1, k1)}
-    report = jattn.report(given, scale=0.5)
-    found = weights_of(report.html, 0, 0)
-    np.testing.assert_allclose(found[:N], jattn.attention_weights(q0, k0, mask=window, scale=0.3)[0], atol=2e-5)
-    np.testing.assert_allclose(found[N:], jattn.attention_weights(q1, k1, scale=0.5)[0], atol=2e-5)
+    model_layers = {
+        "near": {"query": q0, "key": k0, "mask": window, "scale": 0.3, "z": None, "value": None},
+        "far": (q1, k1),
+    }
+    report = jattn.report(model_layers, scale=0.5)
+    shown = weights_of(report.html, 0, 0)
+    np.testing.assert_allclose(shown[:N], jattn.attention_weights(q0, k0, mask=window, scale=0.3)[0], atol=2e-5)
+    np.testing.assert_allclose(shown[N:], jattn.attention_weights(q1, k1, scale=0.5)[0], atol=2e-5)
     assert [head.code for head in report.heads][::N] == ["nearH0", "farH0"]
 
 
@@ -277,10 +280,10 @@ def test_wrong_arguments_are_named(change, error, words):
         jattn.report(**arguments)
 
 
-@pytest.mark.parametrize("given", ["other.html", [qk()], 3])
-def test_what_stands_beside_is_a_report(given):
+@pytest.mark.parametrize("other", ["other.html", [qk()], 3])
+def test_what_stands_beside_is_a_report(other):
     with pytest.raises(TypeError, match="compare must be a Report"):
-        _reports("compare", given)
+        _reports("compare", other)
 
 
 @pytest.mark.slow
@@ -324,8 +327,8 @@ def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
     words = [[f"w{i}" for i in range(9)], [f"w{i}" for i in range(5)]]
     layers = qk(T=9, S=9)
     report = jattn.report(layers, words, is_causal=True)
-    found = dense(layers, is_causal=True)
-    top = np.sort(found, -1)[..., ::-1]
+    weights = dense(layers, is_causal=True)
+    top = np.sort(weights, -1)[..., ::-1]
     np.testing.assert_allclose(report.looked.top, top[..., : report.looked.top.shape[-1]], atol=1e-5)
     first, second = (view["frames"][0] for view in embedded(report.html)["views"])
     assert first["k"] == 9 and first["side"] == [4, 4] and first["span"] == [2.25, 2.25]
@@ -341,8 +344,8 @@ def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
     assert len(embedded(report.html)["views"]) == len(report.queries) == 1
     assert "Drawn are the first 1 of 2 sequences; the numbers are of all." in report.html
     q, k = layers["layer 0"]
-    found = heads.statistics(q, k, is_causal=True, names=["max_weight"])["max_weight"]
-    np.testing.assert_allclose(report.numbers["max_weight"][:N], np.asarray(found).mean(0), rtol=1e-5)
+    expected = heads.statistics(q, k, is_causal=True, names=["max_weight"])["max_weight"]
+    np.testing.assert_allclose(report.numbers["max_weight"][:N], np.asarray(expected).mean(0), rtol=1e-5)
 
 
 def test_it_runs_outside_of_compiled_functions():

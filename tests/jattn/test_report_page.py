@@ -25,8 +25,8 @@ def layers(seed, T=T, S=T):
     return {f"layer {i}": tuple(map(draw, shapes)) for i in range(L)}
 
 
-def dense(given, **options):
-    return np.concatenate([jattn.attention_weights(q, k, **options)[0] for q, k in given.values()])
+def dense(arrays, **options):
+    return np.concatenate([jattn.attention_weights(q, k, **options)[0] for q, k in arrays.values()])
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ def test_a_long_text_from_afar_and_up_close(monkeypatch, tmp_path):
     size = 300
     monkeypatch.setattr("jattn.reports._kept_weights.ALL_WEIGHTS", 1000)
     monkeypatch.setattr("jattn.reports._kept_weights.LARGEST_WEIGHTS", 4 * 2 * size)
-    given = long(size)
-    report = jattn.report(given, [f"w{i}" for i in range(size)], is_causal=True)
+    arrays = long(size)
+    report = jattn.report(arrays, [f"w{i}" for i in range(size)], is_causal=True)
     script = """
     verdict.far = [large.per > 4, said("kept"), said("zoomed")];
     hover(large, 200, 197); verdict.found = shown();
@@ -160,7 +160,7 @@ def test_a_long_text_from_afar_and_up_close(monkeypatch, tmp_path):
     small[1].click(); hover(large, 250, 0); verdict.first = shown();
     """
     seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path)
-    weights = dense(given, is_causal=True)
+    weights = dense(arrays, is_causal=True)
     far, note, zoomed = seen["far"]
     assert far and "the 4 largest weights of each query" in note and zoomed == "all tokens"
     assert seen["found"]["readout"][1:3] == ["200: w200", "197: w197"]
@@ -216,7 +216,9 @@ def test_odd_words_and_texts_of_two_lengths(tmp_path):
     const event = new KeyboardEvent("keydown", { key: "ArrowLeft", altKey: true, cancelable: true });
     large.dispatchEvent(event); verdict.back = [event.defaultPrevented, state.key];
     """
-    seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path, "--blink-settings=preferredColorScheme=0")
+    seen = drive(
+        report.save(tmp_path / "page.html"), SHOWN + script, tmp_path, "--blink-settings=preferredColorScheme=0"
+    )
     assert seen["wide"] <= 0 and seen["order"][0] < seen["order"][1]
     page, none, most, paler = seen["colours"]
     assert paler
@@ -251,15 +253,15 @@ def test_legible_in_light_and_dark_and_on_a_narrow_screen(report, tmp_path, flag
 def test_two_texts_and_grouped_queries(tmp_path):
     rng = np.random.default_rng(3)
     query, key = rng.normal(size=(1, 4, N * 2, H)), rng.normal(size=(1, 6, 2, H))
-    given = {"cross": (jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32))}
-    report = jattn.report(given, ["le", "chat", "est", "là"], key_tokens=["the", "cat", "is", "there", ",", "now"])
+    arrays = {"cross": (jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32))}
+    report = jattn.report(arrays, ["le", "chat", "est", "là"], key_tokens=["the", "cat", "is", "there", ",", "now"])
     script = """
     verdict.asked = [...document.querySelectorAll("#asked .token")].map((span) => span.textContent);
     document.querySelectorAll("#asked .token")[1].click(); hover(large, 1, 5); verdict.shown = shown();
     verdict.text = [...document.querySelectorAll("#text .token")].map((span) => span.title);
     """
     seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path)
-    weights = np.asarray(jattn.attention_weights(*given["cross"]))[0]
+    weights = np.asarray(jattn.attention_weights(*arrays["cross"]))[0]
     assert seen["asked"] == ["le", "chat", "est", "là"] and seen["shown"]["readout"][1:3] == ["1: chat", "5: now"]
     assert abs(float(seen["shown"]["readout"][3]) - weights[0, 1, 5]) < 6e-5
     told = [float(title.rsplit(": ")[-1]) for title in seen["text"]]

@@ -47,17 +47,17 @@ def placed(mesh, query, key, value):
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((query, key, value), specs, strict=True)]
 
 
-def run(given, slopes, mask, **options):
+def run(qkv, slopes, mask, **options):
     """A call with everything that depends on the indices of sequence and head."""
 
-    def loss(given, slopes):
+    def loss(qkv, slopes):
         out, lse = jattn.dot_product_attention(
-            *given, mask=mask, score_mod=Alibi(slopes), dropout_rate=0.3, dropout_rng=jax.random.key(5),
+            *qkv, mask=mask, score_mod=Alibi(slopes), dropout_rate=0.3, dropout_rng=jax.random.key(5),
             key_value_seq_lengths=jnp.array([8, 5, 0, 7]), return_residual=True, **options,
         )  # fmt: skip
         return jnp.sum(out**2) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0)), (out, lse)
 
-    return jax.value_and_grad(loss, (0, 1), has_aux=True)(given, slopes)
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(qkv, slopes)
 
 
 def close(got, wanted, tolerance=1e-5):
@@ -78,10 +78,10 @@ SLOPES = jnp.asarray(alibi_slopes(N))
 )
 @pytest.mark.parametrize("K", [8, 4, 2])
 def test_plain_sharded_arrays_just_work(kind, implementation, K):
-    mesh, given = mesh_of(kind), arrays(K)
+    mesh, qkv = mesh_of(kind), arrays(K)
     compiled = jax.jit(lambda *x: run(*x, MASK, implementation=implementation))
-    sharded = placed(mesh, *given)
-    close(compiled(sharded, SLOPES), compiled(given, SLOPES))
+    sharded = placed(mesh, *qkv)
+    close(compiled(sharded, SLOPES), compiled(qkv, SLOPES))
     forward = jax.jit(lambda *x: jattn.dot_product_attention(*x, mask=MASK, implementation=implementation))
     text = forward.lower(*sharded).compile().as_text()
     assert "all-gather" not in text and "all-to-all" not in text
@@ -94,13 +94,13 @@ def test_plain_sharded_arrays_just_work(kind, implementation, K):
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [8, 2, 1])
 def test_head_parallel(K):
-    mesh, given = mesh_of(AxisType.Auto), arrays(K)
+    mesh, qkv = mesh_of(AxisType.Auto), arrays(K)
     how = HeadParallel(mesh, "heads", "data", implementation="xla")
     compiled = jax.jit(lambda *x: run(*x, MASK, implementation=how))
-    close(compiled(given, SLOPES), jax.jit(lambda *x: run(*x, MASK, implementation="xla"))(given, SLOPES))
-    assert "all-gather" not in compiled.lower(placed(mesh, *given), SLOPES).compile().as_text()
-    plain = head_parallel_attention(*given, None, MASK, mesh=mesh, axis_name=("data", "heads"))
-    close(plain, jattn.dot_product_attention(*given, None, MASK))
+    close(compiled(qkv, SLOPES), jax.jit(lambda *x: run(*x, MASK, implementation="xla"))(qkv, SLOPES))
+    assert "all-gather" not in compiled.lower(placed(mesh, *qkv), SLOPES).compile().as_text()
+    plain = head_parallel_attention(*qkv, None, MASK, mesh=mesh, axis_name=("data", "heads"))
+    close(plain, jattn.dot_product_attention(*qkv, None, MASK))
 
 
 @pytest.mark.slow
@@ -115,35 +115,35 @@ def test_a_kernel_of_one_platform_by_name_on_each_device():
 
 @pytest.mark.slow
 def test_eager_calls_on_typed_arrays():
-    given = arrays(4)
-    query, key, value = placed(mesh_of(AxisType.Explicit), *given)
+    qkv = arrays(4)
+    query, key, value = placed(mesh_of(AxisType.Explicit), *qkv)
     out = jattn.dot_product_attention(query, key, value, mask=np.tri(T, dtype=bool))
     assert jax.typeof(out).sharding.spec == PartitionSpec("data", None, "heads", None)
-    close(np.asarray(out), jattn.dot_product_attention(*given, is_causal=True))
+    close(np.asarray(out), jattn.dot_product_attention(*qkv, is_causal=True))
 
 
 @pytest.mark.slow
 def test_looking_at_typed_arrays():
-    given = arrays(4)
-    query, key, _ = placed(mesh_of(AxisType.Explicit), *given)
+    qkv = arrays(4)
+    query, key, _ = placed(mesh_of(AxisType.Explicit), *qkv)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 3, (B, T)))
     for look in (
         jax.jit(lambda q, k: heads.statistics(q, k, tokens=tokens, is_causal=True)),
         jax.jit(lambda q, k: jattn.attention_weights(q, k, is_causal=True)),
         jax.jit(lambda q, k: jattn.fold_weights(lambda c, w, i, j: c.at[j[0]].add(w.sum(0)), jnp.zeros(T), q, k)),
     ):
-        found = look(query, key)
-        close(jax.tree.map(np.asarray, found), look(*given[:2]))
+        result = look(query, key)
+        close(jax.tree.map(np.asarray, result), look(*qkv[:2]))
         assert "all-gather" not in look.lower(query, key).compile().as_text()
-        assert all(jax.typeof(x).sharding.spec[:2] == ("data", "heads") for x in jax.tree.leaves(found))
+        assert all(jax.typeof(x).sharding.spec[:2] == ("data", "heads") for x in jax.tree.leaves(result))
     with jax.set_mesh(mesh_of(AxisType.Explicit)):  # where every new array has a type, too
-        close(jax.tree.map(np.asarray, look(query, key)), np.asarray(found))
+        close(jax.tree.map(np.asarray, look(query, key)), np.asarray(result))
 
 
 def test_explain_says_what_each_device_has():
-    given = placed(mesh_of(AxisType.Explicit), *arrays(4))
+    qkv = placed(mesh_of(AxisType.Explicit), *arrays(4))
     divided = "sequences over mesh axis 'data' (2 devices), heads over mesh axis 'heads' (4 devices)"
-    assert divided in jattn.explain(*given)
+    assert divided in jattn.explain(*qkv)
 
 
 def params_of(kind):
@@ -181,8 +181,8 @@ def test_nnx_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
     make = lambda cls, **options: cls(N, 16, decode=False, rngs=nnx.Rngs(0), **options)
     with jax.set_mesh(mesh):
         layer, flaxs = (make(cls, **lies) for cls in (jattn.nnx.MultiHeadAttention, nnx.MultiHeadAttention))
-        own, theirs = (jax.tree.map(lambda p: p.sharding, nnx.state(one, nnx.Param)) for one in (layer, flaxs))
-        assert jax.tree.leaves(own) == jax.tree.leaves(theirs) and len(set(map(str, jax.tree.leaves(own)))) > 1
+        ours, theirs = (jax.tree.map(lambda p: p.sharding, nnx.state(one, nnx.Param)) for one in (layer, flaxs))
+        assert jax.tree.leaves(ours) == jax.tree.leaves(theirs) and len(set(map(str, jax.tree.leaves(ours)))) > 1
         here = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
         call = nnx.jit(lambda layer, x: layer(x, is_causal=True))
         text = call.lower(layer, here).compile().as_text()
@@ -288,35 +288,37 @@ def test_axes_of_one_device_are_part_of_the_type(shape):
 @pytest.mark.slow
 def test_mixed_axes_are_left_as_they_are():
     """Automatic and unnamed axes may still divide an array, which is not gathered."""
-    given = arrays(8)
+    qkv = arrays(8)
     mixed = jax.make_mesh((2, 4), ("data", "heads"), (AxisType.Explicit, AxisType.Auto))
     forward = jax.jit(lambda *x: jattn.dot_product_attention(*x, is_causal=True))
     ring = jax.jit(lambda *x: ring_attention(*x, mesh=mesh_of(AxisType.Auto), axis_name="heads", is_causal=True))
     in_a_row = NamedSharding(mesh_of(AxisType.Auto), PartitionSpec("data", "heads"))
     for call, lies in ((forward, NamedSharding(mixed, SHARDED)), (ring, in_a_row)):
-        there = [jax.device_put(x, lies) for x in given]
+        there = [jax.device_put(x, lies) for x in qkv]
         assert "all-gather" not in call.lower(*there).compile().as_text()
-        close(np.asarray(call(*there)), forward(*given))
+        close(np.asarray(call(*there)), forward(*qkv))
 
 
 @pytest.mark.slow
 def test_typed_positions_ids_and_orders():
     mesh = jax.make_mesh((2, 4), ("data", "row"))
     lie = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-    given, how = arrays(8), Ring(mesh, "row")
-    there = [lie(x, "data", "row") for x in given]
+    qkv, how = arrays(8), Ring(mesh, "row")
+    there = [lie(x, "data", "row") for x in qkv]
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))[:, ::-1]
     at = lie(positions, "data", "row")
-    found = jattn.dot_product_attention(*there, is_causal=True, query_positions=at, kv_positions=at, implementation=how)
+    result = jattn.dot_product_attention(
+        *there, is_causal=True, query_positions=at, kv_positions=at, implementation=how
+    )
     wanted = {"is_causal": True, "query_positions": positions, "kv_positions": positions}
-    close(np.asarray(found), jattn.dot_product_attention(*given, **wanted))
+    close(np.asarray(result), jattn.dot_product_attention(*qkv, **wanted))
     ids = jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * B)
-    found = jattn.dot_product_attention(*there, mask=masks.Segments(lie(ids, "data")), implementation=how)
-    close(np.asarray(found), jattn.dot_product_attention(*given, mask=masks.Segments(ids)))
+    result = jattn.dot_product_attention(*there, mask=masks.Segments(lie(ids, "data")), implementation=how)
+    close(np.asarray(result), jattn.dot_product_attention(*qkv, mask=masks.Segments(ids)))
     turned = jax.jit(lambda x: to_zigzag(x, 4))(there[0])
     assert jax.typeof(turned) == jax.typeof(there[0])
-    close(np.asarray(turned), to_zigzag(given[0], 4))
-    close(np.asarray(from_zigzag(turned, 4)), given[0])
+    close(np.asarray(turned), to_zigzag(qkv[0], 4))
+    close(np.asarray(from_zigzag(turned, 4)), qkv[0])
 
 
 @pytest.mark.slow
@@ -403,8 +405,8 @@ def test_a_score_function_that_jax_cannot_look_into():
         return jnp.sum(jattn.dot_product_attention(*arrays(8), score_mod=Scaled(by), implementation=how) ** 2)
 
     ring = Ring(jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2]), "x")
-    found, wanted = (jax.grad(loss)(jnp.float32(1.5), how) for how in (ring, "xla"))
-    assert found != 0 and abs(found - wanted) <= 1e-5 * abs(wanted)
+    result, wanted = (jax.grad(loss)(jnp.float32(1.5), how) for how in (ring, "xla"))
+    assert result != 0 and abs(result - wanted) <= 1e-5 * abs(wanted)
 
 
 ODD = {

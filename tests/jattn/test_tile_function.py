@@ -48,10 +48,10 @@ def separated(mod, *score):
         return jnp.stack([jnp.stack([one_tile(arrays, b, h, *score) for h in range(N)]) for b in range(B)])
 
     def one_tile(arrays, b, h, *score):
-        own = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
+        here = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
         shaped = [
             x if over == HEAD else x[None, :] if over == QUERY else x[:, None]
-            for x, over in zip(own, parts.outside.values(), strict=True)
+            for x, over in zip(here, parts.outside.values(), strict=True)
         ]
         tile = parts.on_tile(score[0].T if score else None, positions[None, :], positions[:, None], shaped)
         return jnp.broadcast_to(tile, (L, L)).T
