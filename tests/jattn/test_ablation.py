@@ -257,12 +257,7 @@ def test_a_forbidden_pattern_is_not_learned():
 @pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("length, dtype", [
-    (33, jnp.float32),
-    (300, jnp.bfloat16),
-    (5, jnp.float32),
-    (300, jnp.float32),
-    (5, jnp.bfloat16),
-    (33, jnp.bfloat16),
+    (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16),
 ])  # fmt: skip
 def test_nnx_hands_out_what_the_heads_see_beside_the_same_bits(length, dtype):
     layer = jattn.nnx.MultiHeadAttention(

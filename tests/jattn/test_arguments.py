@@ -98,12 +98,8 @@ class TestIntegers:
                 query_positions=xp.arange(T, dtype=np.int32).astype(dtype), kv_positions=xp.ones((B, S), dtype),
                 key_value_seq_lengths=xp.ones(B, dtype),
             )  # fmt: skip
-            assert (
-                arguments.query_positions.dtype
-                == arguments.kv_positions.dtype
-                == arguments.kv_lengths.dtype
-                == np.int32
-            )
+            integers = arguments.query_positions, arguments.kv_positions, arguments.kv_lengths
+            assert all(x.dtype == np.int32 for x in integers)
             np.testing.assert_array_equal(arguments.query_positions[0], np.arange(T))
             assert isinstance(arguments.query_positions, np.ndarray) == (xp is np), "static arrays must stay static"
 
@@ -140,9 +136,8 @@ class TestPairs:
 
     def test_others(self):
         for shape in ((B,), (T,), (1, B, N, T, S)):
-            with pytest.raises(
-                ValueError, match=r"must broadcast to \[B, N, T, S\] = \[2, 4, 3, 5\] .* 1 \(\[S\]\) or 0"
-            ):
+            message = r"must broadcast to \[B, N, T, S\] = \[2, 4, 3, 5\] .* 1 \(\[S\]\) or 0"
+            with pytest.raises(ValueError, match=message):
                 args(mask=np.ones(shape, bool))
 
 
@@ -153,9 +148,8 @@ class TestTracing:
         static = []
 
         def look(query, positions, lengths, mask):
-            arguments = make_args(
-                query, *ARRAYS[1:], query_positions=positions, key_value_seq_lengths=lengths, mask=mask
-            )
+            options = {"query_positions": positions, "key_value_seq_lengths": lengths, "mask": mask}
+            arguments = make_args(query, *ARRAYS[1:], **options)
             static.append([isinstance(x, np.ndarray) for x in (arguments.query_positions, *arguments.slot_masks)])
 
         operands = (positions, lengths, mask)

@@ -129,7 +129,7 @@ def test_the_induction_model_is_found_cell_by_cell():
 
 # Each key on its own, against dense attention with that key replaced
 
-LENGTHS = T, S, H, D = 7, 6, 3, 5
+T, S, H, D = 7, 6, 3, 5
 TABLE = np.linspace(-1.0, 1.0, 20, dtype=np.float32)
 CASES: dict[str, dict[str, Any]] = {
     "a mask, a score function, a bias, positions, sinks, blocks": {

@@ -135,19 +135,17 @@ def through_layers(params, chunks, cache, valid, one_cache):
 
     def one_layer(held, i):
         if one_cache:
-            layer_cache = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            kv = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
         else:
-            layer_cache = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
+            kv = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
         ys = []
         for x, shown in zip(chunks, valid, strict=True):
-            y, layer_cache = jattn.multi_head_attention(
-                params, x * (i + 1).astype(x.dtype), cache=layer_cache, valid=shown
-            )
+            y, kv = jattn.multi_head_attention(params, x * (i + 1).astype(x.dtype), cache=kv, valid=shown)
             ys.append(y)
-        updated = layer_cache.key, layer_cache.value
+        updated = kv.key, kv.value
         if not one_cache:
             updated = tuple(old.at[i].set(x) for old, x in zip(held, updated, strict=True))
-        return updated, (tuple(ys), layer_cache.length)
+        return updated, (tuple(ys), kv.length)
 
     return jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS))
 
@@ -192,9 +190,9 @@ def test_a_step_copies_no_more_than_a_layer_of_one_cache(layer, rolling):
 
     def step(cache, x):
         def one_layer(held, i):
-            layer_cache = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
-            y, layer_cache = jattn.multi_head_attention(params, x, cache=layer_cache)
-            return (layer_cache.key, layer_cache.value), y
+            kv = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            y, kv = jattn.multi_head_attention(params, x, cache=kv)
+            return (kv.key, kv.value), y
 
         (key, value), ys = jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS * 4))
         return ys, dataclasses.replace(cache, key=key, value=value, length=cache.length + 1)
@@ -374,17 +372,16 @@ def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
     assert not np.any(after.overflowed)
 
 
+ONE_TOKEN = (B, 1, N, H), (B, 1, K, H), (B, 1, K, D)
+
+
 @pytest.mark.parametrize("make, message", [
     (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H + 1)), jnp.zeros((B, 2, K, D))), r"key must be \[2, 'L', 3, 4\]"),
     (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 3, K, D))), r"value must be \[2, 'L', 3, 5\]"),
     (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))), r"valid must be bools \[B, L\] = \[2, 2\], got float32"),
     pytest.param(
-        lambda: jattn.multi_head.attend_heads(
-            jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
-            cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
-        ),
-        "a mask array is indexed by slot, but a rolling cache reuses slots",
-        marks=pytest.mark.slow,
+        lambda: attend_heads(*map(jnp.zeros, ONE_TOKEN), cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool)),
+        "a mask array is indexed by slot, but a rolling cache reuses slots", marks=pytest.mark.slow,
     ),
 ])  # fmt: skip
 def test_errors_name_the_argument(make, message):

@@ -412,10 +412,7 @@ DEBUGGING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", DEBUGGING)
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", "blockwise", "decode", pytest.param("native", marks=needs_native)],
-)
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", "decode", pytest.param("native", marks=needs_native)])
 def test_jaxs_debugging_modes(mode, implementation):
     """Forward, gradients and jvp, of what a score function captures, too."""
 

@@ -41,9 +41,7 @@ def test_the_table_is_long_enough():
 
 X, INPUTS = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 16))
 MODEL = jattn.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
-FLAXS = nnx.MultiHeadAttention(
-    2, 16, decode=False, attention_fn=jattn.nnx.dot_product_attention, rngs=nnx.Rngs(0)
-)  # fmt: skip
+FLAXS = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=jattn.nnx.dot_product_attention, rngs=nnx.Rngs(0))
 LINEN = jattn.linen.MultiHeadAttention(2)
 
 

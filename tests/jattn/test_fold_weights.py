@@ -120,11 +120,8 @@ class TestValues:
 
     @pytest.mark.slow
     def test_uncompiled_where_every_array_is_traced(self):
-        options = {
-            **LENGTHS,
-            "query_positions": np.arange(T) + 2,
-            "mask": masks.Causal() & masks.Padding(np.array([9, 4])),
-        }
+        mask = masks.Causal() & masks.Padding(np.array([9, 4]))
+        options = LENGTHS | {"query_positions": np.arange(T) + 2, "mask": mask}
         result = fold_weights(look, NOTHING, *inputs(), **options)
         compare(result, jax.jit(dense)(weights_of(*inputs(), **options)))
 

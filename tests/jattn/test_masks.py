@@ -46,13 +46,15 @@ def brute_force(sees, b, h, rows, columns):
     return np.array([[bool(sees(b, h, q, kv)) for kv in columns] for q in rows])
 
 
+def check_pairs(mask, sees, b, h, rows, columns):
+    seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
+    np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+
+
 @pytest.mark.parametrize("name", MEANING)
 @pytest.mark.parametrize("b, h", [(0, 0), (1, 2)])
 def test_each_mask_means_what_it_says(name, b, h):
-    mask, sees = MEANING[name]
-    rows, columns = np.arange(0, T + 3), np.arange(0, S + 3)
-    seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
-    np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+    check_pairs(*MEANING[name], b, h, np.arange(0, T + 3), np.arange(0, S + 3))
 
 
 leaves = st.sampled_from(sorted(MEANING)).map(MEANING.__getitem__)
@@ -81,10 +83,8 @@ compositions = st.recursive(leaves, join, max_leaves=4)
 def test_bounds_of_compositions_are_sound(composition):
     """And each pair means what the parts say."""
     mask, sees = composition
-    rows, columns = np.arange(T + 2), np.arange(S + 2)
     for b, h in ((0, 0), (1, 2)):
-        seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
-        np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+        check_pairs(mask, sees, b, h, np.arange(T + 2), np.arange(S + 2))
     masks.check_bounds(masks.and_masks(mask), T + 2, S + 2, batch=2, num_heads=3)
 
 
@@ -440,22 +440,24 @@ class TestRanges:
         for got, wanted in zip(result, zip(*expected, strict=True), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
-    def test_traced_is_the_same(self):
-        ids = np.random.default_rng(0).integers(0, 5000, (2, 1300), np.int32)
-        at = (np.array([0, 1])[:, None], np.array([0, 100, 700, -5]), np.array([511, 1299, 701, 2000]))
+    @staticmethod
+    def check_traced(ids, at):
         with mod_semantics():
             result = jax.jit(range_in_row)(ids, *at)
         for got, wanted in zip(result, range_in_row(ids, *at), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
+    def test_traced_is_the_same(self):
+        ids = np.random.default_rng(0).integers(0, 5000, (2, 1300), np.int32)
+        at = (np.array([0, 1])[:, None], np.array([0, 100, 700, -5]), np.array([511, 1299, 701, 2000]))
+        self.check_traced(ids, at)
+
     @pytest.mark.parametrize("dtype", [np.uint32, pytest.param(np.uint64, marks=pytest.mark.slow)])
     def test_traced_ids_of_any_type(self, dtype):
         ids = np.random.default_rng(0).choice(np.array([0, 3, -1, -2]).astype(dtype), (1, 30))
         at = (0, np.array([0, 9, 40]), np.array([7, 60, 50]))
-        with mod_semantics(), jax.enable_x64(dtype == np.uint64):
-            result = jax.jit(range_in_row)(ids, *at)
-        for got, wanted in zip(result, range_in_row(ids, *at), strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        with jax.enable_x64(dtype == np.uint64):
+            self.check_traced(ids, at)
 
     def test_linear_memory(self):
         """Static and traced; one bool per block and position would take 128 MiB."""

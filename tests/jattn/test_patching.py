@@ -169,12 +169,13 @@ def random_model():
 @pytest.mark.parametrize("what", ["q", "k", "v", "z", "pattern"])
 def test_every_patch_is_the_run_with_that_activation_replaced(random_model, what):
     layers, x, source, kernels = random_model
-    result = jax.jit(
-        lambda x, source: heads.patch(
-            lambda per_layer: through(layers, x, per_layer, position=position)[0], source, what, "head_position",
-            batch_size=7,
-        )
-    )(x, source)  # fmt: skip
+
+    @jax.jit
+    def every(x, source):
+        run = lambda per_layer: through(layers, x, per_layer, position=position)[0]
+        return heads.patch(run, source, what, "head_position", batch_size=7)
+
+    result = every(x, source)
     assert result.shape == (2, K if what in "kv" else N, 5, 3, 5, 8)
     unpatched = in_numpy(kernels, np.asarray(x, float))
     for cell in np.ndindex(result.shape[:3]):
@@ -275,9 +276,8 @@ def test_either_twin_is_enough_and_the_group_is_not():
     clean = through(layers, x)[1]
     groups = [[(1, 0)], [(1, 3)], [(1, 3), (1, 0)], [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)], [], [(0, 0)]]
     chex.clear_trace_counter()
-    run = chex.assert_max_traces(
-        lambda per_layer: through(layers, x, per_layer)[0][0, -1, PREDICTION], n=4
-    )  # batches, and the rest
+    answer = lambda per_layer: through(layers, x, per_layer)[0][0, -1, PREDICTION]
+    run = chex.assert_max_traces(answer, n=4)  # batches, and the rest
 
     @jax.jit
     def every():
@@ -382,10 +382,8 @@ def test_the_score_of_the_induction_head_is_made_of_token_and_token_before():
 
 def test_parts_of_scores_with_rotary_positions_and_biases_sum_to_them():
     rng = np.random.default_rng(0)
-    params = {
-        name: {"kernel": jnp.float32(0.5 + 0.4 * rng.normal(size=(6, heads, 4))), "bias": jnp.full((heads, 4), 0.5)}
-        for name, heads in (("query", N), ("key", K))
-    }
+    draw = lambda heads: {"kernel": jnp.float32(0.5 + 0.4 * rng.normal(size=(6, heads, 4))), "bias": jnp.full((heads, 4), 0.5)}  # fmt: skip
+    params = {"query": draw(N), "key": draw(K)}
     of_query, of_key = (jnp.asarray(rng.normal(size=(parts, 5, 6)), jnp.float32) for parts in (3, 2))
     places = jnp.array([9, 7, 0, 3, 3]), jnp.array([0, 7, 5, 2, 1])
 

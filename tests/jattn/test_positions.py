@@ -64,13 +64,9 @@ def test_scalings():
     for got, frequency in zip(llama, plain, strict=True):
         wave = 2 * np.pi / frequency
         smooth = (8192 / wave - 1) / (4 - 1)
-        expected = (
-            frequency
-            if wave < 2048
-            else frequency / 8
-            if wave > 8192
-            else (1 - smooth) * frequency / 8 + smooth * frequency
-        )
+        expected = frequency if wave < 2048 else frequency / 8
+        if 2048 <= wave <= 8192:
+            expected = (1 - smooth) * frequency / 8 + smooth * frequency
         np.testing.assert_allclose(got, expected)
     assert len({*np.flatnonzero(llama == plain)}) > 20 and np.sum(np.isclose(llama, plain / 8)) > 20
 

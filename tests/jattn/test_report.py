@@ -150,11 +150,8 @@ def test_a_layer_has_options_of_its_own():
     layers = qk()
     (q0, k0), (q1, k1) = layers.values()
     window = jattn.masks.SlidingWindow(1, 0)
-    model_layers = {
-        "near": {"query": q0, "key": k0, "mask": window, "scale": 0.3, "z": None, "value": None},
-        "far": (q1, k1),
-    }
-    report = jattn.report(model_layers, scale=0.5)
+    model = {"near": {"query": q0, "key": k0, "mask": window, "scale": 0.3, "z": None, "value": None}, "far": (q1, k1)}
+    report = jattn.report(model, scale=0.5)
     shown = weights_of(report.html, 0, 0)
     np.testing.assert_allclose(shown[:N], jattn.attention_weights(q0, k0, mask=window, scale=0.3)[0], atol=2e-5)
     np.testing.assert_allclose(shown[N:], jattn.attention_weights(q1, k1, scale=0.5)[0], atol=2e-5)

@@ -216,9 +216,8 @@ def test_odd_words_and_texts_of_two_lengths(tmp_path):
     const event = new KeyboardEvent("keydown", { key: "ArrowLeft", altKey: true, cancelable: true });
     large.dispatchEvent(event); verdict.back = [event.defaultPrevented, state.key];
     """
-    seen = drive(
-        report.save(tmp_path / "page.html"), SHOWN + script, tmp_path, "--blink-settings=preferredColorScheme=0"
-    )
+    dark = "--blink-settings=preferredColorScheme=0"
+    seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path, dark)
     assert seen["wide"] <= 0 and seen["order"][0] < seen["order"][1]
     page, none, most, paler = seen["colours"]
     assert paler

@@ -1,6 +1,7 @@
 """Sharded arrays: heads and sequences divided over both kinds of meshes, and what cannot be divided."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax
@@ -219,25 +220,19 @@ def test_linen_parameters_carry_where_they_lie_and_the_module_runs_there(kind):
 
 
 ROW = jax.make_mesh((2, 4), ("data", "row"))
+ring = functools.partial(ring_attention, mesh=ROW, axis_name="row")
+by_heads = functools.partial(head_parallel_attention, mesh=ROW, axis_name="row")
 BAD = {
-    "no such axis": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="rows"),
-        r"axis_name='rows': the mesh has no axis 'rows'; it has 'data' \(2 devices\), 'row' \(4 devices\)"),
-    "one axis twice": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="row", batch_axis="row"),
-        r"batch_axis='row': the mesh axis 'row' is given twice"),
-    "queries": (lambda q, k, v: ring_attention(q[:, :6], k, v, mesh=ROW, axis_name="row"),
-        r"6 queries \(T\) cannot be divided over mesh axis 'row' \(4 devices\): they must be a multiple of 4"),
-    "keys": (lambda q, k, v: ring_attention(q, k[:, :7], v[:, :7], mesh=ROW, axis_name="row"), r"7 keys \(S\) cannot .*'row' \(4 devices\)"),
-    "chunks": (lambda q, k, v: ring_attention(q[:, :4], k, v, mesh=ROW, axis_name="row", layout="zigzag"),
-        r"4 queries \(T\) .* 'row' \(4 devices\): they must be a multiple of 8"),
-    "layout": (lambda q, k, v: ring_attention(q, k, v, mesh=ROW, axis_name="row", layout="spiral"), "contiguous, zigzag, got 'spiral'"),
-    "sequences": (lambda q, k, v: ring_attention(q[:3], k[:3], v[:3], mesh=ROW, axis_name="row", batch_axis="data"),
-        r"3 sequences \(B\) .* 'data' \(2 devices\)"),
-    "heads": (lambda q, k, v: head_parallel_attention(q[:, :, :6], k[:, :, :6], v[:, :, :6], mesh=ROW, axis_name="row"),
-        r"6 query heads \(N\) .* 'row' \(4 devices\)"),
-    "key heads": (lambda q, k, v: head_parallel_attention(jnp.concatenate([q, q, q], 2), k[:, :, :6], v[:, :, :6], mesh=ROW, axis_name="row"),
-        r"6 key/value heads \(K\) cannot be divided over mesh axis 'row' \(4 devices\): one must divide the other"),
-    "several axes": (lambda q, k, v: head_parallel_attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], mesh=ROW, axis_name=("data", "row")),
-        r"4 query heads \(N\) .* mesh axes 'data' \(2 devices\) and 'row' \(4 devices\): they must be a multiple of 8"),
+    "no such axis": (lambda q, k, v: ring(q, k, v, axis_name="rows"), r"axis_name='rows': the mesh has no axis 'rows'; it has 'data' \(2 devices\), 'row' \(4 devices\)"),
+    "one axis twice": (lambda q, k, v: ring(q, k, v, batch_axis="row"), r"batch_axis='row': the mesh axis 'row' is given twice"),
+    "queries": (lambda q, k, v: ring(q[:, :6], k, v), r"6 queries \(T\) cannot be divided over mesh axis 'row' \(4 devices\): they must be a multiple of 4"),
+    "keys": (lambda q, k, v: ring(q, k[:, :7], v[:, :7]), r"7 keys \(S\) cannot .*'row' \(4 devices\)"),
+    "chunks": (lambda q, k, v: ring(q[:, :4], k, v, layout="zigzag"), r"4 queries \(T\) .* 'row' \(4 devices\): they must be a multiple of 8"),
+    "layout": (lambda q, k, v: ring(q, k, v, layout="spiral"), "contiguous, zigzag, got 'spiral'"),
+    "sequences": (lambda q, k, v: ring(q[:3], k[:3], v[:3], batch_axis="data"), r"3 sequences \(B\) .* 'data' \(2 devices\)"),
+    "heads": (lambda q, k, v: by_heads(q[:, :, :6], k[:, :, :6], v[:, :, :6]), r"6 query heads \(N\) .* 'row' \(4 devices\)"),
+    "key heads": (lambda q, k, v: by_heads(jnp.concatenate([q, q, q], 2), k[:, :, :6], v[:, :, :6]), r"6 key/value heads \(K\) cannot be divided over mesh axis 'row' \(4 devices\): one must divide the other"),
+    "several axes": (lambda q, k, v: by_heads(q[:, :, :4], k[:, :, :4], v[:, :, :4], axis_name=("data", "row")), r"4 query heads \(N\) .* mesh axes 'data' \(2 devices\) and 'row' \(4 devices\): they must be a multiple of 8"),
 }  # fmt: skip
 
 
@@ -307,10 +302,9 @@ def test_typed_positions_ids_and_orders():
     there = [lie(x, "data", "row") for x in qkv]
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))[:, ::-1]
     at = lie(positions, "data", "row")
-    result = jattn.dot_product_attention(
-        *there, is_causal=True, query_positions=at, kv_positions=at, implementation=how
-    )
+    options = {"is_causal": True, "query_positions": at, "kv_positions": at, "implementation": how}
     wanted = {"is_causal": True, "query_positions": positions, "kv_positions": positions}
+    result = jattn.dot_product_attention(*there, **options)
     close(np.asarray(result), jattn.dot_product_attention(*qkv, **wanted))
     ids = jnp.array([[0, 0, 0, 1, 1, 2, 2, 2]] * B)
     result = jattn.dot_product_attention(*there, mask=masks.Segments(lie(ids, "data")), implementation=how)
@@ -342,24 +336,21 @@ def test_a_layer_in_zigzag_order_knows_its_positions(module):
     close(turned, plain[:, order])
 
 
-HOW = {
-    "a ring": lambda mesh: Ring(mesh, "x"),
-    "heads in its place": lambda mesh: Ulysses(mesh, "x"),
-}
+HOW = {"a ring": Ring, "heads in its place": Ulysses}
 
 
 @pytest.mark.parametrize("name", HOW)
 def test_weights_that_every_device_would_have_whole_are_refused(name):
     mesh = lambda devices: jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
     params, x = jattn.init_multi_head(jax.random.key(1), 16, 4), jax.random.normal(jax.random.key(0), (2, 8, 16))
-    layer = jattn.nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), implementation=HOW[name](mesh(2)))
+    layer = jattn.nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0), implementation=HOW[name](mesh(2), "x"))
     for call in (
-        lambda: jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(2)), return_weights=True),
+        lambda: jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(2), "x"), return_weights=True),
         lambda: layer(x, sow_weights=True),
     ):
         with pytest.raises(jattn.Unsupported, match=r"would be whole on every device\. .* return_statistics="):
             call()
-    _, weights = jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(1)), return_weights=True)
+    _, weights = jattn.multi_head_attention(params, x, implementation=HOW[name](mesh(1), "x"), return_weights=True)
     assert weights.shape == (2, 4, 8, 8)
 
 

@@ -43,9 +43,8 @@ def expected_statistics(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s,
             there = [j for j, kv in enumerate(kv_at) if sees(b, n, q, kv)]
             if not there:
                 continue
-            scores = np.array(
-                [score(query[b, i, n] @ key[b, j, n // (N // K)] / np.sqrt(H), q, kv_at[j]) for j in there]
-            )
+            products = [query[b, i, n] @ key[b, j, n // (N // K)] / np.sqrt(H) for j in there]
+            scores = np.array([score(x, q, kv_at[j]) for x, j in zip(products, there, strict=True)])
             logits += list(scores)
             p = np.zeros(S)
             p[there] = reference.softmax(scores)
@@ -97,11 +96,8 @@ def at_positions(name):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("at", ["slots", "shifted", "by sequence"])
 def test_every_statistic_is_that_of_the_weights(arrays, name, at):
-    q_at = {
-        "slots": np.arange(T),
-        "shifted": np.arange(T) + 4,
-        "by sequence": np.array([np.arange(T), np.arange(T) + 4]),
-    }[at]
+    by_sequence = np.array([np.arange(T), np.arange(T) + 4])
+    q_at = {"slots": np.arange(T), "shifted": np.arange(T) + 4, "by sequence": by_sequence}[at]
     if at == "slots":
         result = jax.jit(lambda *both: heads.statistics(*both, **OPTIONS[name]))(*arrays)
     else:
@@ -155,10 +151,8 @@ def test_score_functions_and_a_known_lse(arrays):
         result = look(*arrays)
     assert (result["support"]["max_weight"] == T).all()
     exact = [x.astype(np.float64) for x in arrays]
-    check(
-        result,
-        expected_statistics(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv)),
-    )
+    expected = expected_statistics(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv))
+    check(result, expected)
 
 
 def test_distance_of_positions_further_apart_than_int32_counts():

@@ -91,9 +91,8 @@ def test_the_largest_estimates_are_measured(model):
         logits = model(jnp.asarray(TOKENS), layers)
         return jax.vmap(_language_model.next_token_loss)(logits, jnp.asarray(TOKENS)).mean()
 
-    means = [
-        {"z": jnp.broadcast_to(layer["z"].mean((0, 1)), layer["z"].shape)} for layer in heads.collect(sown_by(model))
-    ]
+    clean = [layer["z"] for layer in heads.collect(sown_by(model))]
+    means = [{"z": jnp.broadcast_to(z.mean((0, 1)), z.shape)} for z in clean]
     estimate = np.asarray(heads.attribution_patch(metric, means, by="head_position"))
     np.testing.assert_allclose(survey.estimate, estimate.sum(-1), atol=1e-5)
     size = abs(estimate).sum(-1)
