@@ -158,18 +158,14 @@ ROWS: dict[str, Row] = {
     }.items()},
     "q=, k=, v=": of(lambda: jattn.dot_product_attention(q=Q, k=KEY, v=VALUE), "'q'; did you mean query?"),
     "weights, causal=": of(lambda: jattn.attention_weights(Q, KEY, causal=True), "'causal'; did you mean is_causal?"),
-    "fold, sm_scale=": of(
-        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, sm_scale=1.0), "'sm_scale'; did you mean scale?"
-    ),
+    "fold, sm_scale=": of(lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, sm_scale=1.0), "'sm_scale'; did you mean scale?"),
     "explain, dropout=": of(lambda: jattn.explain(Q, KEY, VALUE, dropout=0.1), "did you mean dropout_rate?"),
     "statistics, causal=": stat("did you mean is_causal?", causal=True),
     "layer, causal=": layer("did you mean is_causal?", causal=True),
     "one head, is_causal=": one("did you mean mask=jattn.masks.Causal()?", is_causal=True),
     "one head, dropout_rate=": one("did you mean dropout=(rate, key)?", dropout_rate=0.1),
     "one head, query=": of(lambda: jattn.attend(query=Q, key=KEY, value=VALUE), "'query'; did you mean q?"),
-    "one head in blocks, causal=": of(
-        lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], causal=True), "mask=jattn.masks.Causal()?"
-    ),
+    "one head in blocks, causal=": of(lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], causal=True), "mask=jattn.masks.Causal()?"),
     "nnx, dropout=": of(lambda: jattn.nnx.MultiHeadAttention(4, 16, dropout=0.1, rngs=nnx.Rngs(0)), "did you mean dropout_rate?"),
     "nnx, heads=": of(lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"),
     "nnx, causal=": of(lambda: NNX(TOKENS[..., None] * np.ones(16, "f"), causal=True), "did you mean is_causal?"),
@@ -209,9 +205,7 @@ ROWS: dict[str, Row] = {
         lambda: jattn.multi_head_attention(jattn.init_multi_head(jax.random.key(0), 16, 4), np.ones((2, 3, 15), "f")),
         "16", "15",
     ),
-    "lift of 3 over 2": of(
-        lambda: jattn.over_heads(lambda q, k, v: q)(Q[0, :, :3], KEY[0], VALUE[0]), "3 query heads", "2 key/value heads"
-    ),
+    "lift of 3 over 2": of(lambda: jattn.over_heads(lambda q, k, v: q)(Q[0, :, :3], KEY[0], VALUE[0]), "3 query heads", "2 key/value heads"),
     # caches
     "cache of bytes": of(lambda: jattn.init_cache(1, 8, 2, 4, dtype=jnp.int8), "dtype", "int8", "floating"),
     "cache of other heads": of(lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"),
@@ -251,9 +245,7 @@ ROWS: dict[str, Row] = {
     "window of a word": of(lambda: SlidingWindow("a", 0), "SlidingWindow"),
     "window of floats, a mask": of(lambda: SlidingWindow(1.5, 0), "SlidingWindow", "float"),
     "segments beyond int32": of(lambda: Segments(np.array([0, 2**32])), "Segments", "int32"),
-    "bounds of a function": of(
-        lambda: masks.check_bounds(lambda b, h, q, k: q >= k, 4, 4), "check_bounds: mask must be", "Mask", "function"
-    ),
+    "bounds of a function": of(lambda: masks.check_bounds(lambda b, h, q, k: q >= k, 4, 4), "check_bounds: mask must be", "Mask", "function"),
     "bounds of a class": of(lambda: masks.check_bounds(Causal, 4, 4), "check_bounds: mask must be", "Causal"),
     "bounds of integers": of(lambda: masks.check_bounds(Integers(), 4, 4), "Integers.bounds must return two bools", "(1, 0)"),
     "and of nothing": of(lambda: masks.and_masks(), "and_masks"),
@@ -294,9 +286,7 @@ ROWS: dict[str, Row] = {
     "layers negative": of(lambda: interop.read_config(BERT | {"num_hidden_layers": -1}), "num_hidden_layers", "-1"),
     "heads true": of(lambda: interop.read_config(BERT | {"num_attention_heads": True}), "num_attention_heads", "True"),
     "activation": of(lambda: interop.read_config(BERT | {"hidden_act": "swish9"}), "hidden_act", "swish9"),
-    "relative positions": of(
-        lambda: interop.read_config(BERT | {"position_embedding_type": "relative_key"}), "position_embedding_type"
-    ),
+    "relative positions": of(lambda: interop.read_config(BERT | {"position_embedding_type": "relative_key"}), "position_embedding_type"),
     "no folder": of(lambda: interop.load("no/such/folder"), "config.json", "no/such/folder"),
 }  # fmt: skip
 

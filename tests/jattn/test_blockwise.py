@@ -304,9 +304,8 @@ def test_sixteen_bits_err_at_most_twice_as_much_as_dense(dtype):
 
     with jax.enable_x64(True):
         exact = results("xla", *(jnp.asarray(np.asarray(x, np.float64)) for x in (query, key, value)))
-    for dense, blocks, wanted in zip(
-        results("xla", query, key, value), results("blockwise", query, key, value), exact, strict=True
-    ):
+    of_both = (results(name, query, key, value) for name in ("xla", "blockwise"))
+    for dense, blocks, wanted in zip(*of_both, exact, strict=True):
         errors = [np.abs(np.asarray(x, np.float64) - np.asarray(wanted)).max() for x in (blocks, dense)]
         assert errors[0] <= 2 * errors[1]
 

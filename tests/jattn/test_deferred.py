@@ -21,6 +21,7 @@ from jattn.kernels.decode import Decode
 
 B, T, N, K, H = 2, 12, 4, 2, 8
 ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SMALL = Blockwise((4, 4))
 PLATFORMS = ["cpu", "cuda", "tpu"]
 needs_native = pytest.mark.skipif(importlib.util.find_spec("jattn_native") is None, reason="needs jattn-native")
 
@@ -145,9 +146,7 @@ class TestPlacement:
         assert [computed.count(b) for b in (0, 1)] == [2 * 16, 4 * 16]
 
     @pytest.mark.slow_except("xla")
-    @pytest.mark.parametrize(
-        "implementation", [Blockwise((4, 4)), Decode(4), "xla"], ids=["blockwise", "decode", "xla"]
-    )
+    @pytest.mark.parametrize("implementation", [SMALL, Decode(4), "xla"], ids=["blockwise", "decode", "xla"])
     def test_inside_shard_map_as_it_is(self, implementation):
         """With check_vma: values and gradients equal those of one device, also for replicated arrays."""
         mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
@@ -235,7 +234,6 @@ def counting_compilations():
         jax.monitoring.clear_event_listeners()
 
 
-SMALL = Blockwise((4, 4))
 EAGER = {
     "attention": lambda q, k, v, number: attend(q, k, v, scale=number, is_causal=True, implementation=SMALL),
     "dense": lambda q, k, v, number: attend(q, k, v, scale=number, key_value_seq_lengths=np.array([7, 12])),

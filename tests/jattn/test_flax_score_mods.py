@@ -134,10 +134,9 @@ def test_parameters_carry_the_names_of_the_fields_in_both_systems(params, x):
     _, y, initial = in_linen(params, x, decay)
     np.testing.assert_allclose(y, expected, atol=1e-6)
     assert list(parameters) == list(initial["score_mod"]) == ["rate"]
-    nnx.update(module, {"score_mod": {"rate": jnp.array([1.0, 0.0])}})
-    changed = jattn.linen.MultiHeadAttention(N, score_mod=decay).apply(
-        {"params": params | {"score_mod": {"rate": jnp.array([1.0, 0.0])}}}, x
-    )
+    rate = {"score_mod": {"rate": jnp.array([1.0, 0.0])}}
+    nnx.update(module, rate)
+    changed = jattn.linen.MultiHeadAttention(N, score_mod=decay).apply({"params": params | rate}, x)
     np.testing.assert_allclose(module(x), changed, atol=1e-6)
     assert np.abs(changed - expected).max() > 1e-3
 

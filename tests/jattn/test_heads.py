@@ -110,9 +110,7 @@ def test_defaults_take_every_query():
     rng = np.random.default_rng(0)
     weights, tokens = causal_weights(rng), jnp.asarray(rng.integers(0, VOCABULARY, T))
     every = jnp.ones(T, bool)
-    for name, arguments in {
-        "previous_token": (), "first_token": (), "offset_profile": (), "induction": (tokens,),
-    }.items():  # fmt: skip
+    for name, *arguments in (("previous_token",), ("first_token",), ("offset_profile",), ("induction", tokens)):
         statistic = getattr(heads, name)
         np.testing.assert_array_equal(statistic(weights, *arguments), statistic(weights, *arguments, every))
     np.testing.assert_array_equal(heads.entropy(weights), heads.entropy(weights, jnp.ones((T, T), bool), every))

@@ -61,9 +61,7 @@ class TestTrees:
         make, keys = TREES[name]
         assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(make())] == keys
 
-    @pytest.mark.parametrize(
-        "leaf", [True, None, 0, PartitionSpec("x"), object()], ids=lambda leaf: type(leaf).__name__
-    )
+    @pytest.mark.parametrize("leaf", [True, None, 0, PartitionSpec("x"), object()], ids=lambda x: type(x).__name__)
     def test_trees_of_anything_have_the_same_structure(self, name, leaf):
         tree = TREES[name][0]()
         other = jax.tree.map(lambda _: leaf, tree)

@@ -197,9 +197,7 @@ def test_ids_become_text():
     assert jattn.report(qk(), is_causal=True).queries[0] == [str(i) for i in range(T)]
 
 
-@pytest.mark.parametrize(
-    "make", [np.array, lambda words: np.array(words, object), lambda words: [np.array(words[0])] * B]
-)
+@pytest.mark.parametrize("make", [np.array, lambda x: np.array(x, object), lambda x: [np.array(x[0])] * B])
 def test_words_may_be_arrays(make):
     assert jattn.report(qk(), make([WORDS] * B), is_causal=True).queries == [WORDS] * B
 

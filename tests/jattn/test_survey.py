@@ -366,9 +366,8 @@ def test_models_that_are_none(model):
         survey_of(with_layers(Deaf()), TOKENS)
     with pytest.raises(ValueError, match="at least one layer"):
         survey_of(with_layers(), TOKENS)
-    bert = interop.Transformer(interop.Config(
-        "bert", 2, 2, 8, 8, V, T, 1e-5, "gelu", causal=False, norm_first=False
-    ), rngs=nnx.Rngs(0))  # fmt: skip
+    config = interop.Config("bert", 2, 2, 8, 8, V, T, 1e-5, "gelu", causal=False, norm_first=False)
+    bert = interop.Transformer(config, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="a bert is not causal and predicts no next token: pass metric="):
         survey_of(bert, TOKENS)
     survey = survey_of(bert, TOKENS, metric=lambda logits, tokens: logits[0, 0], exact=None)
