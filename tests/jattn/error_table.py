@@ -144,49 +144,30 @@ ROWS: dict[str, Row] = {
     "implementation a class": call("implementation", "Blockwise", implementation=Blockwise),
     "implementation a number": call("implementation", "3", implementation=3),
     "block_sizes 0": call("block_sizes", "(0, 4)", implementation=Blockwise((0, 4))),
-    "block_sizes one": of(
-        lambda: jattn.dot_product_attention(Q, KEY, VALUE, implementation=Blockwise(4)), "block_sizes", "4"
-    ),
+    "block_sizes one": of(lambda: jattn.dot_product_attention(Q, KEY, VALUE, implementation=Blockwise(4)), "block_sizes", "4"),
     "chunk 0": call("chunk", "0", implementation=Decode(0)),
     "no such option": call("unexpected keyword argument 'no_option'", no_option=1),
     # what others call these arguments
     **{f"{name}=": call(f"unexpected keyword argument '{name}'; did you mean {meant}?", **{name: 1}) for name, meant in {
-        "causal": "is_causal",
-        "is_casual": "is_causal",
-        "attn_mask": "mask",
-        "block_mask": "mask",
-        "key_mask": "key_value_seq_lengths, or mask=mask[:, None, None, :]",
-        "attn_bias": "bias",
-        "dropout": "dropout_rate",
-        "dropout_p": "dropout_rate",
-        "softmax_scale": "scale",
-        "sm_scale": "scale",
+        "causal": "is_causal", "is_casual": "is_causal", "attn_mask": "mask", "block_mask": "mask",
+        "key_mask": "key_value_seq_lengths, or mask=mask[:, None, None, :]", "attn_bias": "bias",
+        "dropout": "dropout_rate", "dropout_p": "dropout_rate", "softmax_scale": "scale", "sm_scale": "scale",
         "enable_gqa": "key and value with fewer heads than query, which need no flag",
-        "window_size": "local_window_size",
-        "softcap": "score_mod=jattn.score_mods.SoftCap(cap)",
-        "segment_ids": "mask=jattn.masks.Segments(ids)",
-        "key_value_seq_length": "key_value_seq_lengths",
+        "window_size": "local_window_size", "softcap": "score_mod=jattn.score_mods.SoftCap(cap)",
+        "segment_ids": "mask=jattn.masks.Segments(ids)", "key_value_seq_length": "key_value_seq_lengths",
     }.items()},
     "q=, k=, v=": of(lambda: jattn.dot_product_attention(q=Q, k=KEY, v=VALUE), "'q'; did you mean query?"),
     "weights, causal=": of(lambda: jattn.attention_weights(Q, KEY, causal=True), "'causal'; did you mean is_causal?"),
-    "fold, sm_scale=": of(
-        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, sm_scale=1.0), "'sm_scale'; did you mean scale?"
-    ),
+    "fold, sm_scale=": of(lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, sm_scale=1.0), "'sm_scale'; did you mean scale?"),
     "explain, dropout=": of(lambda: jattn.explain(Q, KEY, VALUE, dropout=0.1), "did you mean dropout_rate?"),
     "statistics, causal=": stat("did you mean is_causal?", causal=True),
     "layer, causal=": layer("did you mean is_causal?", causal=True),
     "one head, is_causal=": one("did you mean mask=jattn.masks.Causal()?", is_causal=True),
     "one head, dropout_rate=": one("did you mean dropout=(rate, key)?", dropout_rate=0.1),
     "one head, query=": of(lambda: jattn.attend(query=Q, key=KEY, value=VALUE), "'query'; did you mean q?"),
-    "one head in blocks, causal=": of(
-        lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], causal=True), "mask=jattn.masks.Causal()?"
-    ),
-    "nnx, dropout=": of(
-        lambda: jattn.nnx.MultiHeadAttention(4, 16, dropout=0.1, rngs=nnx.Rngs(0)), "did you mean dropout_rate?"
-    ),
-    "nnx, heads=": of(
-        lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"
-    ),
+    "one head in blocks, causal=": of(lambda: jattn.blockwise(Q[0, :, 0], KEY[0, :, 0], VALUE[0, :, 0], causal=True), "mask=jattn.masks.Causal()?"),
+    "nnx, dropout=": of(lambda: jattn.nnx.MultiHeadAttention(4, 16, dropout=0.1, rngs=nnx.Rngs(0)), "did you mean dropout_rate?"),
+    "nnx, heads=": of(lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"),
     "nnx, causal=": of(lambda: NNX(TOKENS[..., None] * np.ones(16, "f"), causal=True), "did you mean is_causal?"),
     "nnx, attention_mask=": of(lambda: NNX(np.ones((2, 3, 16), "f"), attention_mask=1), "did you mean mask?", "head_gate"),
     "linen, causal=": of(
@@ -224,14 +205,10 @@ ROWS: dict[str, Row] = {
         lambda: jattn.multi_head_attention(jattn.init_multi_head(jax.random.key(0), 16, 4), np.ones((2, 3, 15), "f")),
         "16", "15",
     ),
-    "lift of 3 over 2": of(
-        lambda: jattn.over_heads(lambda q, k, v: q)(Q[0, :, :3], KEY[0], VALUE[0]), "3 query heads", "2 key/value heads"
-    ),
+    "lift of 3 over 2": of(lambda: jattn.over_heads(lambda q, k, v: q)(Q[0, :, :3], KEY[0], VALUE[0]), "3 query heads", "2 key/value heads"),
     # caches
     "cache of bytes": of(lambda: jattn.init_cache(1, 8, 2, 4, dtype=jnp.int8), "dtype", "int8", "floating"),
-    "cache of other heads": of(
-        lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"
-    ),
+    "cache of other heads": of(lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"),
     "cache too small": of(lambda: jattn.append(jattn.init_cache(B, 5, K, H), KEY, VALUE), "5"),
     # statistics and other looks
     "no such statistic": stat("names must be some of", "'entrpy'", names=["entrpy"]),
@@ -243,9 +220,7 @@ ROWS: dict[str, Row] = {
     "eligible of ints": stat("eligible must be bool", eligible=TOKENS),
     "eligible of 3": stat("eligible must be bool", "[3]", eligible=np.ones(3, bool)),
     "statistics with sinks": stat("statistics takes no sinks=", "lse=", sinks=np.ones(N)),
-    "fold by name": of(
-        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, implementation="xla"), "implementation", "'xla'"
-    ),
+    "fold by name": of(lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, implementation="xla"), "implementation", "'xla'"),
     "statistics by name": stat("implementation", "'xla'", implementation="xla"),
     "lse of 3": stat("lse", lse=LSE[:, :3]),
     "top pairs of 0.5": of(lambda: heads.top_pairs(Q, KEY, 0.5), "k must be a positive integer", "0.5"),
@@ -256,12 +231,8 @@ ROWS: dict[str, Row] = {
     "ablate without z": of(lambda: heads.ablate(len, [{"query": Q}]), "'z'"),
     "ablate kind": of(lambda: heads.ablate(len, [{"z": Q}], kind="none"), "kind", "'none'"),
     "resample one": of(lambda: heads.ablate(len, [{"z": Q[:1]}], kind="resample"), "2 sequences"),
-    "fold lse of 3": of(
-        lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, lse=LSE[:, :3]), "lse"
-    ),
-    "fold changes its carry": of(
-        lambda: jattn.fold_weights(lambda c, *x: (c, c), jnp.zeros(()), Q, KEY), "carry"
-    ),
+    "fold lse of 3": of(lambda: jattn.fold_weights(lambda c, *x: c, 0.0, Q, KEY, lse=LSE[:, :3]), "lse"),
+    "fold changes its carry": of(lambda: jattn.fold_weights(lambda c, *x: (c, c), jnp.zeros(()), Q, KEY), "carry"),
     "block_mask by head": of(lambda: jattn.block_mask(lambda b, h, q, k: h > q, 4, 4), "block_mask", "num_heads="),
     "block_mask by batch": of(lambda: jattn.block_mask(lambda b, h, q, k: b > q, 4, 4), "block_mask", "batch="),
     "block_mask of 0": of(lambda: jattn.block_mask(Causal(), 4, 4, block_sizes=(0, 1)), "block_sizes", "(0, 1)"),
@@ -274,9 +245,7 @@ ROWS: dict[str, Row] = {
     "window of a word": of(lambda: SlidingWindow("a", 0), "SlidingWindow"),
     "window of floats, a mask": of(lambda: SlidingWindow(1.5, 0), "SlidingWindow", "float"),
     "segments beyond int32": of(lambda: Segments(np.array([0, 2**32])), "Segments", "int32"),
-    "bounds of a function": of(
-        lambda: masks.check_bounds(lambda b, h, q, k: q >= k, 4, 4), "check_bounds: mask must be", "Mask", "function"
-    ),
+    "bounds of a function": of(lambda: masks.check_bounds(lambda b, h, q, k: q >= k, 4, 4), "check_bounds: mask must be", "Mask", "function"),
     "bounds of a class": of(lambda: masks.check_bounds(Causal, 4, 4), "check_bounds: mask must be", "Causal"),
     "bounds of integers": of(lambda: masks.check_bounds(Integers(), 4, 4), "Integers.bounds must return two bools", "(1, 0)"),
     "and of nothing": of(lambda: masks.and_masks(), "and_masks"),
@@ -305,9 +274,7 @@ ROWS: dict[str, Row] = {
     "ignore a word": of(lambda: interop.from_tensors({}, BERT, ignore="cls."), "ignore", "'cls.'"),
     "parameters of ints": of(lambda: interop.from_tensors({}, BERT, dtype=jnp.int32), "dtype", "int32"),
     "nothing in it": of(lambda: interop.from_tensors({"x": Q}, BERT), "missing", "token_embed", "left over: x"),
-    "layers without end": of(
-        lambda: interop.from_tensors({"x": Q}, BERT | {"num_hidden_layers": 2**60}), "layers", "1 tensors"
-    ),
+    "layers without end": of(lambda: interop.from_tensors({"x": Q}, BERT | {"num_hidden_layers": 2**60}), "layers", "1 tensors"),
     "weights of ints": of(
         lambda: interop.from_tensors({"embeddings.word_embeddings.weight": np.ones((9, 8), int)}, BERT),
         "no floating-point numbers", "word_embeddings.weight is int",
@@ -319,9 +286,7 @@ ROWS: dict[str, Row] = {
     "layers negative": of(lambda: interop.read_config(BERT | {"num_hidden_layers": -1}), "num_hidden_layers", "-1"),
     "heads true": of(lambda: interop.read_config(BERT | {"num_attention_heads": True}), "num_attention_heads", "True"),
     "activation": of(lambda: interop.read_config(BERT | {"hidden_act": "swish9"}), "hidden_act", "swish9"),
-    "relative positions": of(
-        lambda: interop.read_config(BERT | {"position_embedding_type": "relative_key"}), "position_embedding_type"
-    ),
+    "relative positions": of(lambda: interop.read_config(BERT | {"position_embedding_type": "relative_key"}), "position_embedding_type"),
     "no folder": of(lambda: interop.load("no/such/folder"), "config.json", "no/such/folder"),
 }  # fmt: skip
 

@@ -77,17 +77,15 @@ def test_ablate_switches_off_each_head_alone(model, x, clean, kind, hold):
     def every(state):
         return heads.ablate(lambda per_layer: nnx.merge(graph, state)(x, per_layer), clean, kind, freeze_weights=hold)
 
-    found = every(state)
-    assert found.shape == (L, N, B, T, M)
+    result = every(state)
+    assert result.shape == (L, N, B, T, M)
     with jax.numpy_rank_promotion("allow"):
         for off in np.ndindex(L, N):
             expected = by_hand(model, x, off, kind, hold, clean)
-            np.testing.assert_allclose(found[off], expected, atol=1e-5, err_msg=str(off))
+            np.testing.assert_allclose(result[off], expected, atol=1e-5, err_msg=str(off))
     if kind == "mean" and hold:
-        few = heads.ablate(
-            lambda layers: nnx.merge(graph, state)(x, layers), clean, kind, freeze_weights=hold, batch_size=3
-        )
-        np.testing.assert_allclose(few, found, atol=1e-5)
+        few = heads.ablate(lambda layers: model(x, layers), clean, kind, freeze_weights=hold, batch_size=3)
+        np.testing.assert_allclose(few, result, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -104,11 +102,11 @@ def test_importance_is_the_slope_of_the_gate(model, x):
         return jnp.sin(y).sum((1, 2))
 
     losses = jax.jit(losses)
-    found = heads.importance(losses, L, N, B)
+    result = heads.importance(losses, L, N, B)
     for layer, head in np.ndindex(L, N):
         step = jnp.zeros((L, B, N)).at[layer, :, head].set(1e-2)
         slope = (losses(1.0 + step) - losses(1.0 - step)) / 2e-2
-        np.testing.assert_allclose(found[layer, head], abs(slope).mean(), rtol=2e-2)
+        np.testing.assert_allclose(result[layer, head], abs(slope).mean(), rtol=2e-2)
     half = Model(nnx.Rngs(0))
     nnx.update(half, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(half)))
 
@@ -126,26 +124,22 @@ def test_importance_is_the_slope_of_the_gate(model, x):
         heads.importance(lambda gates: losses(gates).sum(), L, N, B)
 
 
-def test_ablate_says_what_is_wrong(clean):
-    with pytest.raises(ValueError, match="kind must be one of zero, mean, resample, got 'noise'"):
-        heads.ablate(lambda layers: 0.0, clean, "noise")
-    with pytest.raises(ValueError, match=r"same number of heads, got \[3, 4\]"):
-        heads.ablate(lambda layers: 0.0, [clean[0], {"z": clean[1]["z"][:, :, :3]}])
-    for few in (slice(1), 0):  # a batch of one, and no batch, where the first axis is tokens
-        with pytest.raises(ValueError, match="at least 2 sequences"):
-            heads.ablate(lambda layers: 0.0, [{"z": layer["z"][few]} for layer in clean], "resample")
-    with pytest.raises(ValueError, match="clean must be a list with a dict for each layer"):
-        heads.ablate(lambda layers: 0.0, [])
-    for layer, hold, name in (({}, False, "z"), ({"z": clean[0]["z"]}, True, "query")):
-        with pytest.raises(ValueError, match=f"each layer of clean must hold 'z'.*; one has no '{name}'"):
-            heads.ablate(lambda layers: 0.0, [layer], freeze_weights=hold)
-    with pytest.raises(ValueError, match=r"heads must be indices from 0 on, got \[-1\]"):
-        heads.forbid(previous, heads=[-1])
-    with pytest.raises(
-        ValueError, match=r"forbid: heads must be bools \[N\] = \[4\], one for each query head, got \[3\]"
-    ):
-        query = np.zeros((5, N, 2), np.float32)
-        jattn.attention_weights(query, query, mask=heads.forbid(previous, np.array([True, False, True])))
+def test_ablate_and_forbid_say_what_is_wrong(clean):
+    query, run, alone = np.zeros((5, N, 2), np.float32), lambda layers: 0.0, "at least 2 sequences"
+    only_z = lambda part: [{"z": layer["z"][part]} for layer in clean]
+    for call, message in (
+        (lambda: heads.ablate(run, clean, "noise"), "kind must be one of zero, mean, resample, got 'noise'"),
+        (lambda: heads.ablate(run, [clean[0], {"z": clean[1]["z"][:, :, :3]}]), r"same number of heads, got \[3, 4\]"),
+        (lambda: heads.ablate(run, only_z(slice(1)), "resample"), alone),
+        (lambda: heads.ablate(run, only_z(0), "resample"), alone),  # without batch, so that the first axis is tokens
+        (lambda: heads.ablate(run, []), "clean must be a list with a dict for each layer"),
+        (lambda: heads.ablate(run, [{}]), "each layer of clean must hold 'z'.*; one has no 'z'"),
+        (lambda: heads.ablate(run, only_z(...), freeze_weights=True), "each layer of clean must hold 'z'.*; one has no 'query'"),
+        (lambda: heads.forbid(previous, heads=[-1]), r"heads must be indices from 0 on, got \[-1\]"),
+        (lambda: jattn.attention_weights(query, query, mask=heads.forbid(previous, np.array([True, False, True]))), r"forbid: heads must be bools \[N\] = \[4\], one for each query head, got \[3\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.slow
@@ -156,12 +150,12 @@ def test_any_number_of_batch_axes(x):
     looks = {"sow_heads": True, "sow_statistics": {"names": ["entropy"]}, "mutable": ["intermediates"]}
     apply = jax.jit(lambda x, **options: layer.apply(params, x, is_causal=True, **options, **looks))
     one, sown = apply(x[0])
-    found = {name: sown["intermediates"][f"attention_{name}"][0] for name in ("heads", "statistics")}
-    assert found["heads"]["z"].shape == (T, N, 2) and found["statistics"]["entropy"].shape == (N,)
+    single = {name: sown["intermediates"][f"attention_{name}"][0] for name in ("heads", "statistics")}
+    assert single["heads"]["z"].shape == (T, N, 2) and single["statistics"]["entropy"].shape == (N,)
     many = jnp.stack([x, x[::-1]])
     _, sown = apply(many)
     of_many = sown["intermediates"]["attention_heads"][0]
-    np.testing.assert_allclose(of_many["z"][0, 0], found["heads"]["z"], atol=1e-6)
+    np.testing.assert_allclose(of_many["z"][0, 0], single["heads"]["z"], atol=1e-6)
     gates = jnp.array([1.0, 0.0, 1.0, 1.0])
     fill = jnp.roll(of_many["z"], 1, 0)
     held = of_many["query"], of_many["key"]
@@ -194,19 +188,18 @@ def test_a_forbidden_pattern_gets_no_weight(length):
     query, key = np.random.default_rng(0).normal(size=(2, 2, length, N, 5)).astype(np.float32)
     mask = Causal() & heads.forbid(previous, heads=[1, 3])
     names = ["previous_token", "entropy", "distance", "first_token"]
-    found, free = jax.jit(lambda *both: [heads.statistics(*both, mask=one, names=names) for one in (mask, Causal())])(
-        query, key
-    )
-    assert (found["previous_token"][:, [1, 3]] == 0).all() and (found["previous_token"][:, [0, 2]] > 0.01).all()
+    look = jax.jit(lambda *both: [heads.statistics(*both, mask=one, names=names) for one in (mask, Causal())])
+    forbidden, free = look(query, key)
+    assert (forbidden["previous_token"][:, [1, 3]] == 0).all() and (forbidden["previous_token"][:, [0, 2]] > 0.01).all()
     for name in ("entropy", "distance", "first_token"):
-        np.testing.assert_allclose(found[name][:, [0, 2]], free[name][:, [0, 2]], rtol=1e-5)
+        np.testing.assert_allclose(forbidden[name][:, [0, 2]], free[name][:, [0, 2]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("chosen", [np.array([False, True, False, True]), [False, True, False, True]])
 def test_heads_may_be_bools(chosen):
     i = np.arange(6)
     args = 0, np.arange(N)[:, None, None], i[:, None], i
-    by_index, by_bool = (heads.forbid(previous, given) for given in ([1, 3], chosen))
+    by_index, by_bool = (heads.forbid(previous, selection) for selection in ([1, 3], chosen))
     np.testing.assert_array_equal(by_index(*args), by_bool(*args))
 
 
@@ -218,16 +211,16 @@ def test_bools_may_be_traced_and_differ_between_layers(x):
 
     @jax.jit
     def weights(chosen):
-        def layer(carry, own):
-            return carry, jattn.attention_weights(query, key, mask=Causal() & heads.forbid(previous, own))
+        def layer(carry, hidden):
+            return carry, jattn.attention_weights(query, key, mask=Causal() & heads.forbid(previous, hidden))
 
         return jax.lax.scan(layer, None, chosen)[1]
 
-    found = weights(chosen)
-    looks_back = np.diagonal(found, -1, 2, 3).min(-1)  # [L,N]
+    per_layer = weights(chosen)
+    looks_back = np.diagonal(per_layer, -1, 2, 3).min(-1)  # [L,N]
     np.testing.assert_array_equal(looks_back > 0, ~chosen)
-    for own, each in zip(chosen, found, strict=True):
-        mask = Causal() & heads.forbid(previous, np.flatnonzero(own).tolist())
+    for hidden, each in zip(chosen, per_layer, strict=True):
+        mask = Causal() & heads.forbid(previous, np.flatnonzero(hidden).tolist())
         np.testing.assert_allclose(each, jattn.attention_weights(query, key, mask=mask), atol=1e-6)
 
 
@@ -263,17 +256,9 @@ def test_a_forbidden_pattern_is_not_learned():
 
 @pytest.mark.slow
 @pytest.mark.bits
-@pytest.mark.parametrize(
-    "length, dtype",
-    [
-        (33, jnp.float32),
-        (300, jnp.bfloat16),
-        (5, jnp.float32),
-        (300, jnp.float32),
-        (5, jnp.bfloat16),
-        (33, jnp.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("length, dtype", [
+    (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16),
+])  # fmt: skip
 def test_nnx_hands_out_what_the_heads_see_beside_the_same_bits(length, dtype):
     layer = jattn.nnx.MultiHeadAttention(
         N, 24, num_kv_heads=2, position=jattn.positions.Rotary(), dtype=dtype, rngs=nnx.Rngs(0)
@@ -283,11 +268,11 @@ def test_nnx_hands_out_what_the_heads_see_beside_the_same_bits(length, dtype):
     alone = nnx.jit(lambda layer, x: layer(x, is_causal=True))(layer, x)
     beside, sown = nnx.jit(lambda layer, x: look(layer, x))(layer, x)
     np.testing.assert_array_equal(alone, beside)
-    found, weights = sown["attention_heads"][0], np.asarray(sown["attention_weights"][0], np.float64)
-    seen = heads.statistics(found["query"], found["key"], lse=found["lse"], is_causal=True, names=["max_weight"])
+    result, weights = sown["attention_heads"][0], np.asarray(sown["attention_weights"][0], np.float64)
+    seen = heads.statistics(result["query"], result["key"], lse=result["lse"], is_causal=True, names=["max_weight"])
     tolerance = 2e-2 if dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(seen["max_weight"], weights.max(-1).mean(-1), rtol=tolerance)
-    assert found["lse"].shape == (2, length, N) and found["z"].shape == (2, length, N, 6)
+    assert result["lse"].shape == (2, length, N) and result["z"].shape == (2, length, N, 6)
 
 
 @pytest.mark.slow
@@ -297,18 +282,18 @@ def test_linen_hands_out_what_the_heads_see_also_with_two_batch_axes():
     x = jax.random.normal(jax.random.key(1), (3, 2, 9, 16))
     tokens = jax.random.randint(jax.random.key(2), (3, 2, 9), 0, 3)
     params = jax.jit(layer.init)(jax.random.key(0), x)
-    asked = {"names": ["induction", "entropy"], "tokens": tokens, "eligible": tokens > 0}
+    request = {"names": ["induction", "entropy"], "tokens": tokens, "eligible": tokens > 0}
     apply = functools.partial(layer.apply, params, is_causal=True)
-    beside, sown = jax.jit(lambda x: apply(x, sow_heads=True, sow_statistics=asked, mutable=["intermediates"]))(x)
+    beside, sown = jax.jit(lambda x: apply(x, sow_heads=True, sow_statistics=request, mutable=["intermediates"]))(x)
     np.testing.assert_array_equal(jax.jit(apply)(x), beside)
-    (found,), (statistics,) = (sown["intermediates"][f"attention_{one}"] for one in ("heads", "statistics"))
-    assert found["query"].shape == (3, 2, 9, N, 4) and found["lse"].shape == (3, 2, 9, N)
+    (result,), (statistics,) = (sown["intermediates"][f"attention_{one}"] for one in ("heads", "statistics"))
+    assert result["query"].shape == (3, 2, 9, N, 4) and result["lse"].shape == (3, 2, 9, N)
 
     @jax.jit
     def look(query, key, tokens):
-        return heads.statistics(query, key, is_causal=True, names=asked["names"], tokens=tokens, eligible=tokens > 0)
+        return heads.statistics(query, key, is_causal=True, names=request["names"], tokens=tokens, eligible=tokens > 0)
 
     for i, j in np.ndindex(3, 2):
-        expected = look(found["query"][i, j], found["key"][i, j], tokens[i, j])
-        for name in asked["names"]:
+        expected = look(result["query"][i, j], result["key"][i, j], tokens[i, j])
+        for name in request["names"]:
             np.testing.assert_allclose(statistics[name][i, j], expected[name], rtol=1e-5, atol=1e-6)

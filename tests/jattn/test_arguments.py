@@ -65,8 +65,8 @@ def test_what_is_wrong_is_named(name):
 class TestNumbers:
     @pytest.mark.parametrize("rate", [0.5, np.float64(0.5), np.float32(0.5), np.array(0.5), jnp.float32(0.5), 1.0, 1])
     def test_dropout_rate(self, rate):
-        found = args(dropout_rate=rate, dropout_rng=KEY).dropout.rate
-        assert type(found) is float and found == float(rate)
+        result = args(dropout_rate=rate, dropout_rng=KEY).dropout.rate
+        assert type(result) is float and result == float(rate)
 
     @pytest.mark.parametrize("rate", [0, 0.0, np.float64(0), np.array(0.0), jnp.float32(0)])
     def test_no_dropout(self, rate):
@@ -94,13 +94,14 @@ class TestIntegers:
     @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.uint32, np.int64])
     def test_positions_and_lengths_become_int32(self, dtype):
         for xp in (np, jnp) if np.dtype(dtype).itemsize < 8 else (np,):
-            found = args(
+            arguments = args(
                 query_positions=xp.arange(T, dtype=np.int32).astype(dtype), kv_positions=xp.ones((B, S), dtype),
                 key_value_seq_lengths=xp.ones(B, dtype),
             )  # fmt: skip
-            assert found.query_positions.dtype == found.kv_positions.dtype == found.kv_lengths.dtype == np.int32
-            np.testing.assert_array_equal(found.query_positions[0], np.arange(T))
-            assert isinstance(found.query_positions, np.ndarray) == (xp is np), "static arrays must stay static"
+            integers = arguments.query_positions, arguments.kv_positions, arguments.kv_lengths
+            assert all(x.dtype == np.int32 for x in integers)
+            np.testing.assert_array_equal(arguments.query_positions[0], np.arange(T))
+            assert isinstance(arguments.query_positions, np.ndarray) == (xp is np), "static arrays must stay static"
 
     def test_the_ends_of_int32(self):
         ends = np.array([-(2**31), 0, 2**31 - 1])
@@ -109,8 +110,8 @@ class TestIntegers:
     def test_traced_64_bits_stop_at_the_ends(self):
         with jax.enable_x64(True):
             traced = jax.jit(lambda x: args(query_positions=x).query_positions)
-            found = traced(np.array([-(2**40), 3, 2**40]))
-        assert found.dtype == np.int32 and found[0].tolist() == [-(2**31), 3, 2**31 - 1]
+            result = traced(np.array([-(2**40), 3, 2**40]))
+        assert result.dtype == np.int32 and result[0].tolist() == [-(2**31), 3, 2**31 - 1]
 
 
 class TestPairs:
@@ -129,15 +130,14 @@ class TestPairs:
         q, k, v = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in ARRAYS)
         mask, bias = np.array([True, False, True, True, False]), jnp.asarray(rng.normal(size=S), jnp.float32)
         both = jattn.dot_product_attention, jax.nn.dot_product_attention
-        given = (bias, mask), (jnp.float32(2), np.True_)
-        for one, other in zip(*jax.jit(lambda: [[f(q, k, v, *at) for at in given] for f in both])(), strict=True):
+        pairs = (bias, mask), (jnp.float32(2), np.True_)
+        for one, other in zip(*jax.jit(lambda: [[f(q, k, v, *at) for at in pairs] for f in both])(), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
 
     def test_others(self):
         for shape in ((B,), (T,), (1, B, N, T, S)):
-            with pytest.raises(
-                ValueError, match=r"must broadcast to \[B, N, T, S\] = \[2, 4, 3, 5\] .* 1 \(\[S\]\) or 0"
-            ):
+            message = r"must broadcast to \[B, N, T, S\] = \[2, 4, 3, 5\] .* 1 \(\[S\]\) or 0"
+            with pytest.raises(ValueError, match=message):
                 args(mask=np.ones(shape, bool))
 
 
@@ -148,13 +148,14 @@ class TestTracing:
         static = []
 
         def look(query, positions, lengths, mask):
-            found = make_args(query, *ARRAYS[1:], query_positions=positions, key_value_seq_lengths=lengths, mask=mask)
-            static.append([isinstance(x, np.ndarray) for x in (found.query_positions, *found.slot_masks)])
+            options = {"query_positions": positions, "key_value_seq_lengths": lengths, "mask": mask}
+            arguments = make_args(query, *ARRAYS[1:], **options)
+            static.append([isinstance(x, np.ndarray) for x in (arguments.query_positions, *arguments.slot_masks)])
 
-        given = (positions, lengths, mask)
-        jax.eval_shape(lambda query: look(query, *given), ARRAYS[0])
-        jax.eval_shape(look, ARRAYS[0], *given)
-        look(jnp.asarray(ARRAYS[0]), *given)
+        operands = (positions, lengths, mask)
+        jax.eval_shape(lambda query: look(query, *operands), ARRAYS[0])
+        jax.eval_shape(look, ARRAYS[0], *operands)
+        look(jnp.asarray(ARRAYS[0]), *operands)
         assert static == [[True] * 3, [False] * 3, [False] * 3]
 
     def test_tables_by_position_have_any_length(self):
@@ -176,12 +177,12 @@ class TestTracing:
         )
 
         def one(query, ids, lengths):
-            found = make_args(
+            arguments = make_args(
                 query, query, query, jnp.zeros((N, 1, 1)), Causal() & Segments(ids) & Padding(lengths), is_causal=True,
                 query_seq_lengths=lengths, key_value_seq_lengths=lengths, query_positions=ids,
                 score_mod=Alibi(np.ones(N, np.float32)),
             )  # fmt: skip
-            return found.slot_masks, found.query_positions, found.scale * found.query
+            return arguments.slot_masks, arguments.query_positions, arguments.scale * arguments.query
 
         exported = jax.export.export(jax.jit(one))(query, ids, lengths)
         (by_query, by_key), positions, _ = exported.call(

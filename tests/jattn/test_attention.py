@@ -83,20 +83,13 @@ def test_over_heads_refuses_heads_that_do_not_group():
         jattn.over_heads(jattn.attend)(q, k, v)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        ({"mask": lambda b, h, q, kv: q - kv}, TypeError, "mask must return bool, got int32"),
-        (
-            {"mask": lambda b, h, q, kv: jnp.ones((3, 11), bool)},
-            ValueError,
-            r"mask must .*\(7, 11\), got shape \(3, 11\)",
-        ),
-        ({"score_mod": lambda s, b, h, q, kv: q + kv}, TypeError, "score_mod must return floats, got int32"),
-        ({"score_mod": lambda s, b, h, q, kv: s.sum(0)[:3]}, ValueError, r"score_mod must .*got shape \(3,\)"),
-        ({"score_mod": lambda s, b, h, q, kv: s[None]}, ValueError, r"got shape \(1, 7, 11\)"),
-    ],
-)
+@pytest.mark.parametrize("options, error, message", [
+    ({"mask": lambda b, h, q, kv: q - kv}, TypeError, "mask must return bool, got int32"),
+    ({"mask": lambda b, h, q, kv: jnp.ones((3, 11), bool)}, ValueError, r"mask must .*\(7, 11\), got shape \(3, 11\)"),
+    ({"score_mod": lambda s, b, h, q, kv: q + kv}, TypeError, "score_mod must return floats, got int32"),
+    ({"score_mod": lambda s, b, h, q, kv: s.sum(0)[:3]}, ValueError, r"score_mod must .*got shape \(3,\)"),
+    ({"score_mod": lambda s, b, h, q, kv: s[None]}, ValueError, r"got shape \(1, 7, 11\)"),
+])  # fmt: skip
 def test_a_wrong_mod_is_named_at_trace_time(options, error, message):
     q, k, v = qkv(heads=0)
     with pytest.raises(error, match=message):
@@ -112,11 +105,9 @@ def part(rng, lse_low, empty):
 
 merge = jax.jit(jattn.merge)
 parts = st.builds(
-    lambda seed, low, empty: part(np.random.default_rng(seed), low, empty),
-    st.integers(0, 99),
-    st.sampled_from([-200.0, -3.0, 0.0, 300.0]),
-    st.integers(0, 3),
-)
+    lambda seed, low, empty: part(np.random.default_rng(seed), low, empty), st.integers(0, 99),
+    st.sampled_from([-200.0, -3.0, 0.0, 300.0]), st.integers(0, 3),
+)  # fmt: skip
 
 
 def assert_same(a, b):
@@ -191,8 +182,8 @@ def test_unmerge_takes_keys_out_of_attention():
             return with_gradients(without), with_gradients(left)
 
         for shift in (-20.0, 0.0, 9.0):
-            found, expected = both(k, v, shift)
-            for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            result, expected = both(k, v, shift)
+            for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
                 np.testing.assert_allclose(one, other, atol=1e-9)
     nan, zeros = np.full((1, 2), np.nan), np.zeros((1, 2), np.float32)
     out, lse = jax.jit(jattn.unmerge)(nan.astype(jnp.bfloat16), np.float32(nan[0, :1]), zeros, zeros[0, :1])
@@ -215,13 +206,9 @@ def test_dropout_is_a_fair_coin_without_memory(make):
     assert abs(bits.mean() - 0.7) < 5 * np.sqrt(0.21) * sigma
     bits = (bits - 0.7) / np.sqrt(0.21)
     others = [
-        keep(key, h=1),
-        keep(key, b=1),
-        keep(make(1)),
-        np.roll(keep(key), 1, 0),
-        np.roll(keep(key), 1, 1),
+        keep(key, h=1), keep(key, b=1), keep(make(1)), np.roll(keep(key), 1, 0), np.roll(keep(key), 1, 1),
         np.asarray(keep(key, rows=400, columns=500)).T,
-    ]
+    ]  # fmt: skip
     for other in others:
         other = (np.asarray(other, np.float64) - 0.7) / np.sqrt(0.21)
         assert abs((bits * other).mean()) < 5 * sigma
@@ -268,9 +255,7 @@ class TestTake:
             dropout_rate=0.3, dropout_rng=jax.random.key(1), **options,
         )  # fmt: skip
 
-    @pytest.mark.parametrize(
-        "positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}]
-    )
+    @pytest.mark.parametrize("positions", [{}, {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(3, 14)}])
     @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_rows_and_heads(self, positions, traced):
         args = self.args(**positions)
@@ -280,21 +265,16 @@ class TestTake:
             of_rows = [Dense().run(args.take(rows=rows, heads=Chunk(first - 1, 2))) for rows in every_row]
             return of_rows, Dense().run(args)
 
-        found = jax.jit(parts_and_whole)(2) if traced else jax.jit(lambda: parts_and_whole(2))()
-        of_rows, wholes = jax.device_get(found)
+        result = jax.jit(parts_and_whole)(2) if traced else jax.jit(lambda: parts_and_whole(2))()
+        of_rows, wholes = jax.device_get(result)
         for parts in of_rows:
             for part, whole in zip(parts, wholes, strict=True):
                 np.testing.assert_allclose(part, whole[:, 2:6, 2:6], atol=1e-6)
 
-    @pytest.mark.parametrize(
-        "positions",
-        [
-            {},
-            pytest.param(
-                {"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}, marks=pytest.mark.slow
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("positions", [
+        {},
+        pytest.param({"query_positions": np.arange(7) * 2, "kv_positions": np.arange(11) + 3}, marks=pytest.mark.slow),
+    ])  # fmt: skip
     def test_columns_merge_to_the_whole(self, positions):
         @jax.jit
         def merged_and_whole():

@@ -55,21 +55,21 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
 
     @jax.jit
     def every(x, other):
-        (_, own), (_, source) = (through(layers, of, position=position) for of in (x, other))
+        (_, target), (_, source) = (through(layers, of, position=position) for of in (x, other))
         here = functools.partial(run, x)
         estimates = [heads.attribution_patch(here, source, what, by) for by in BY]
         of_heads = heads.patch(here, source, what, "head") - here(None)
         if what not in ARRAY or what == "v":
-            return estimates, of_heads, own, source, of_heads
+            return estimates, of_heads, target, source, of_heads
         gates = [jnp.ones((1, 5, N if what == "q" else K))] * 2
         options = lambda gates: [
             {"patch": {ARRAY[what]: (gate, layer[ARRAY[what]])}} for gate, layer in zip(gates, source, strict=True)
         ]
         naive = -jax.grad(lambda gates: here(options(gates)))(gates)[1][0].T
-        return estimates, of_heads, own, source, naive
+        return estimates, of_heads, target, source, naive
 
-    (by_head, by_position, each), of_heads, own, source, naive = jax.device_get(every(x, other))
-    weights = weights_of(*(np.asarray(own[1][name], float) for name in ("query", "key")))
+    (by_head, by_position, each), of_heads, target, source, naive = jax.device_get(every(x, other))
+    weights = weights_of(*(np.asarray(target[1][name], float) for name in ("query", "key")))
     assert (weights[:, :, 1:].max(-1) > 0.999).mean() > 0.5
     unpatched = (in_numpy(kernels, np.asarray(x, float)) * weight).sum()
     expected = np.zeros(each.shape[1:])
@@ -81,17 +81,16 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
     np.testing.assert_allclose(by_position[1], expected.sum(0), atol=4e-4 * largest)
     np.testing.assert_allclose(by_head[1], of_heads[1], atol=4e-4 * largest)
     if what in ("q", "k"):  # gradients in queries and keys miss most of it
-        assert np.median(abs(naive - expected)[abs(expected) > 0.1]) > 0.5 * np.median(
-            abs(expected[abs(expected) > 0.1])
-        )
+        far = abs(expected) > 0.1
+        assert np.median(abs(naive - expected)[far]) > 0.5 * np.median(abs(expected)[far])
 
 
 @pytest.mark.slow
 def test_in_earlier_layers_the_estimate_is_of_first_order(random_model):  # noqa: F811
     @jax.jit
     def every(layers, x, step):
-        (_, own), (_, other) = (through(layers, of, position=position) for of in (x, x[::-1]))
-        source = jax.tree.map(lambda a, b: a + step * (b - a), own, other)
+        (_, target), (_, other) = (through(layers, of, position=position) for of in (x, x[::-1]))
+        source = jax.tree.map(lambda a, b: a + step * (b - a), target, other)
         run = lambda per_layer: jnp.sin(through(layers, x, per_layer, position=position)[0]).sum()
         return heads.attribution_patch(run, source, "k", "head_position")[0], source
 
@@ -120,8 +119,8 @@ def test_the_induction_model_is_found_cell_by_cell():
         return {what: heads.attribution_patch(answer, clean, what, "head_position") for what in kinds}, answer(None)
 
     for tokens, cells in SOURCES.values():
-        found, before = every(embedded(tokens))
-        for what, estimate in found.items():
+        estimates, before = every(embedded(tokens))
+        for what, estimate in estimates.items():
             expected = np.zeros(estimate.shape)
             for cell in cells[what]:  # of seven keys with equal weights, one scores 20 more
                 expected[cell] = 1.0 - before if cell[0] == 1 else 20 * (1 / 7) * (6 / 7)
@@ -130,7 +129,7 @@ def test_the_induction_model_is_found_cell_by_cell():
 
 # Each key on its own, against dense attention with that key replaced
 
-LENGTHS = T, S, H, D = 7, 6, 3, 5
+T, S, H, D = 7, 6, 3, 5
 TABLE = np.linspace(-1.0, 1.0, 20, dtype=np.float32)
 CASES: dict[str, dict[str, Any]] = {
     "a mask, a score function, a bias, positions, sinks, blocks": {
@@ -143,17 +142,11 @@ CASES: dict[str, dict[str, Any]] = {
         "implementation": Blockwise((4, 4)),
     },
     "rows that see nothing, one or equal keys, and dropout": {
-        "mask": (np.arange(T)[:, None] > np.arange(S)) & (np.arange(S) < 5),
-        "query_seq_lengths": np.array([7, 5]),
-        "local_window_size": (2, 0),
-        "dropout_rate": 0.4,
-        "dropout_rng": jax.random.key(3),
+        "mask": (np.arange(T)[:, None] > np.arange(S)) & (np.arange(S) < 5), "query_seq_lengths": np.array([7, 5]),
+        "local_window_size": (2, 0), "dropout_rate": 0.4, "dropout_rng": jax.random.key(3),
     },
-    "a key that no score function sees": {
-        "score_mod": lambda score, b, h, q, kv: jnp.where((score > 0.2) | (q == 3), score, -jnp.inf),
-        "scale": 0.5,
-    },
-}
+    "a key that no score function sees": {"score_mod": lambda score, b, h, q, kv: jnp.where((score > 0.2) | (q == 3), score, -jnp.inf), "scale": 0.5},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +185,9 @@ def test_the_effect_of_each_key_is_that_of_attention_with_it_replaced(inputs, ca
         z, pull = jax.vjp(of_gate, gate)
         return z, pull(jnp.asarray(weight, z.dtype))[0], by_hand(query, key, value, fill, options)
 
-    found, slope, (z, each) = jax.tree.map(np.asarray, every(*inputs, np.float32(gate)))
+    result, slope, (z, each) = jax.tree.map(np.asarray, every(*inputs, np.float32(gate)))
     assert np.isfinite(z).all() and abs(each).max() > 1
-    np.testing.assert_allclose(found, z + np.einsum("bsk,skbtnd->btnd", 1 - gate, each), atol=2e-4)
+    np.testing.assert_allclose(result, z + np.einsum("bsk,skbtnd->btnd", 1 - gate, each), atol=2e-4)
     np.testing.assert_allclose(-slope, np.einsum("skbtnd,btnd->bsk", each, weight), atol=1e-3)
 
 
@@ -242,8 +235,8 @@ def test_a_transformer_that_scans_over_its_layers_is_attributed():
 
     @nnx.jit
     def every(model):
-        own = heads.collect(nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(model)[1])
-        source = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), own)
+        target = heads.collect(nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(model)[1])
+        source = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), target)
         run = lambda per_layer: model.logits(model(tokens, per_layer=per_layer))[:, -1, 3].sum()
         patched = heads.patch(run, source, "k", "position") - run([{}, {}])
         return heads.attribution_patch(run, source, "k", "position"), patched
@@ -272,12 +265,9 @@ def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # no
             heads.attribution_patch(*arguments)
     layer = functools.partial(jattn.multi_head_attention, layers[0], x)
     wrong: list[tuple[Any, str]] = [
-        (
-            (jnp.ones(N), 0.0),
-            r"the gate of patch\['each_key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]",
-        ),
+        ((jnp.ones(N), 0.0), r"the gate of patch\['each_key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]"),
         ((jnp.ones(K), jnp.ones(7)), r"the fill of patch\['each_key'\] must broadcast to .*\[3, 5, 2, 3\], got \[7\]"),
-    ]
+    ]  # fmt: skip
     for each_key, match in wrong:
         with pytest.raises(ValueError, match=match):
             layer(patch={"each_key": each_key})
@@ -286,15 +276,10 @@ def test_attribution_patch_runs_once_and_says_what_is_wrong(random_model):  # no
 @pytest.mark.slow
 def test_blocks_that_are_cut_change_nothing():
     """Blocks of 512 are cut into pieces of 256; those of 256 are not."""
-    q, k, v, fill = (
-        jax.random.normal(jax.random.key(i), (1, 1024, heads_, 4)) for i, heads_ in enumerate((2, 1, 1, 1))
-    )
+    draw = lambda i, count: jax.random.normal(jax.random.key(i), (1, 1024, count, 4))
+    q, k, v, fill = map(draw, range(4), (2, 1, 1, 1))
     q = q.at[:, :, 0].multiply(20)  # some keys hold nearly everything
     gate = jnp.ones((1, 1024, 1)).at[0, ::7].set(0.0)
-    of = {
-        size: attend_heads(
-            q, k, v, is_causal=True, implementation=Blockwise((size, size)), patch={"each_key": (gate, fill)}
-        )
-        for size in (256, 512)
-    }
+    options = {"is_causal": True, "patch": {"each_key": (gate, fill)}}
+    of = {size: attend_heads(q, k, v, **options, implementation=Blockwise((size, size))) for size in (256, 512)}
     np.testing.assert_allclose(of[512], of[256], atol=2e-4 * float(abs(of[256]).max()))

@@ -68,9 +68,9 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_as_dense(accelerator, name):
     arrays = floats(B, T, N, H), floats(B, S, K, H, seed=1), floats(B, S, K, D, seed=2), floats(B, T, N, D, seed=3)
-    found = outputs_and_gradients(Blockwise((4, 5)), arrays, **OPTIONS[name])
+    result = outputs_and_gradients(Blockwise((4, 5)), arrays, **OPTIONS[name])
     wanted = outputs_and_gradients("xla", arrays, **OPTIONS[name])
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(result, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(jnp.abs(y).max()))
 
 
@@ -81,9 +81,9 @@ def test_gradients_of_bfloat16_are_as_exact_as_dense(accelerator, causal):
     arrays = [floats(1, 512, 2, 32, seed=i) for i in range(4)]
     arrays = [x.astype(jnp.bfloat16) for x in arrays]
     exact = outputs_and_gradients("xla", [x.astype(jnp.float32) for x in arrays], is_causal=causal)
-    found = outputs_and_gradients(Blockwise((64, 64)), arrays, is_causal=causal)
+    result = outputs_and_gradients(Blockwise((64, 64)), arrays, is_causal=causal)
     dense = outputs_and_gradients("xla", arrays, is_causal=causal)
-    for x, y, z in zip(found[1:], dense[1:], exact[1:], strict=True):
+    for x, y, z in zip(result[1:], dense[1:], exact[1:], strict=True):
         x, y = (float(jnp.linalg.norm(a.astype(jnp.float32) - z)) for a in (x, y))
         assert x <= y
 
@@ -121,34 +121,31 @@ def errors_in_16_bits(implementation, dtype, captured, draws=12):
         scales = ((3, T), (3, S), (3, S), (1, T))
         arrays = [scale * floats(1, n, 1, H, seed=[seed, i]) for i, (scale, n) in enumerate(scales)]
         arrays = [x.astype(dtype) for x in arrays]
-        found = np.ravel(backward(forward(jnp.asarray(value, jnp.float32), *arrays[:3])[1], arrays[3]))
+        result = np.ravel(backward(forward(jnp.asarray(value, jnp.float32), *arrays[:3])[1], arrays[3]))
         with jax.enable_x64(True):
             wanted = np.ravel(exact(jnp.asarray(value), *(x.astype(jnp.float64) for x in arrays)))
-        errors.append(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+        errors.append(np.linalg.norm(result - wanted) / np.linalg.norm(wanted))
     return np.array(errors)
 
 
 def check_against_dense(implementation, dtype, captured="slope"):
     """At most twice the errors of the dense formula."""
-    found, dense = (errors_in_16_bits(x, dtype, captured) for x in (implementation, "xla"))
-    assert np.median(found) <= 2 * np.median(dense)
-    assert found.max() <= 2 * dense.max()
+    errors, dense = (errors_in_16_bits(x, dtype, captured) for x in (implementation, "xla"))
+    assert np.median(errors) <= 2 * np.median(dense)
+    assert errors.max() <= 2 * dense.max()
 
 
-@pytest.mark.parametrize(
-    ("implementation", "captured"),
-    [
-        ("blockwise", "slope"),
-        pytest.param("blockwise", "table", marks=pytest.mark.slow),
-        pytest.param("blockwise", "bias", marks=pytest.mark.slow),
-        pytest.param("blockwise", "scale", marks=pytest.mark.slow),
-        pytest.param("decode", "slope", marks=pytest.mark.slow),
-        pytest.param(Native(few=0), "slope", marks=needs_native, id="native-slope"),
-        pytest.param(Native(few=0), "bias", marks=[needs_native, pytest.mark.slow], id="native-bias"),
-        pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
-        pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
-    ],
-)
+@pytest.mark.parametrize(("implementation", "captured"), [
+    ("blockwise", "slope"),
+    pytest.param("blockwise", "table", marks=pytest.mark.slow),
+    pytest.param("blockwise", "bias", marks=pytest.mark.slow),
+    pytest.param("blockwise", "scale", marks=pytest.mark.slow),
+    pytest.param("decode", "slope", marks=pytest.mark.slow),
+    pytest.param(Native(few=0), "slope", marks=needs_native, id="native-slope"),
+    pytest.param(Native(few=0), "bias", marks=[needs_native, pytest.mark.slow], id="native-bias"),
+    pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
+    pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
+])  # fmt: skip
 def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output(
     implementation, captured
 ):
@@ -249,5 +246,5 @@ def test_a_tangent_may_be_a_plain_number():
         of = lambda scale: jattn.dot_product_attention(q, k, v, scale=scale, implementation=implementation)
         return jax.jvp(of, (scale,), (1.0,))[1]
 
-    found, dense = (jax.jit(tangent, static_argnums=1)(jnp.float32(0.5), x) for x in ("blockwise", "xla"))
-    np.testing.assert_allclose(found, dense, rtol=0, atol=1e-5)
+    result, dense = (jax.jit(tangent, static_argnums=1)(jnp.float32(0.5), x) for x in ("blockwise", "xla"))
+    np.testing.assert_allclose(result, dense, rtol=0, atol=1e-5)

@@ -53,10 +53,8 @@ POSITIONS = {
 
 def pairs(sees, q_positions=None, kv_positions=None):
     """The visible pairs ``[B,N,T,S]``, one at a time."""
-    q, kv = (
-        np.broadcast_to(np.arange(length) if x is None else x, (B, 1, length))
-        for x, length in ((q_positions, T), (kv_positions, S))
-    )
+    positions = (q_positions, T), (kv_positions, S)
+    q, kv = (np.broadcast_to(np.arange(n) if x is None else x, (B, 1, n)) for x, n in positions)
     visible = np.empty((B, N, T, S), bool)
     for b, h, t, s in np.ndindex(visible.shape):
         visible[b, h, t, s] = sees(b, h, int(q[b, 0, t]), int(kv[b, 0, s]))
@@ -113,10 +111,10 @@ class TestCut:
         axis = data.draw(st.integers(-len(shape), len(shape) - 1))
         size, fill = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 9, None]))
         x = np.random.default_rng(0).integers(0, 9, shape)
-        found = split_axis(x, axis, size, fill)
-        assert isinstance(found, np.ndarray)
+        result = split_axis(x, axis, size, fill)
+        assert isinstance(result, np.ndarray)
         axis %= len(shape)
-        moved, parts = np.moveaxis(found, (axis, axis + 1), (0, 1)), np.moveaxis(x, axis, 0)
+        moved, parts = np.moveaxis(result, (axis, axis + 1), (0, 1)), np.moveaxis(x, axis, 0)
         assert moved.shape == (-(-shape[axis] // size), size, *parts.shape[1:])
         for at, entry in enumerate(moved.reshape(-1, *parts.shape[1:])):
             np.testing.assert_array_equal(entry, parts[at] if at < len(parts) else parts[-1] if fill is None else fill)
@@ -146,24 +144,21 @@ class TestVisibleBlocks:
 
     def test_traced_is_the_same(self):
         """All masks and positions are arguments of one compiled function, with leading axes ``[B,N]``."""
-        made = {name: make() for name, (make, _) in MEANING.items() if name != "plain"}
+        every = {name: make() for name, (make, _) in MEANING.items() if name != "plain"}
         q, kv = POSITIONS["a row for each sequence"]
 
-        def tables(made, q, kv):
-            return {name: (table([mask]), table([mask], positions=(q, kv))) for name, mask in made.items()}
+        def tables(every, q, kv):
+            return {name: (table([mask]), table([mask], positions=(q, kv))) for name, mask in every.items()}
 
-        traced, static = jax.jit(tables)(made, q, kv), tables(made, q, kv)
-        for name in made:
+        traced, static = jax.jit(tables)(every, q, kv), tables(every, q, kv)
+        for name in every:
             compare(jax.tree.leaves(traced[name]), jax.tree.leaves(static[name]))
 
     def test_captured_arrays_are_static(self):
         """For masks, positions and slot masks, inside a jitted function and in NumPy."""
         q, kv = POSITIONS["shifted"]
-        some = [
-            Segments(jnp.asarray(IDS)) & SlidingWindow(jnp.int32(3)),
-            ~Dense(jnp.asarray(TABLE)),
-            Padding(jnp.array([9, 4])),
-        ]
+        some = [Segments(jnp.asarray(IDS)) & SlidingWindow(jnp.int32(3)), ~Dense(jnp.asarray(TABLE))]
+        some.append(Padding(jnp.array([9, 4])))
         slots, positions = jnp.ones((T, S), bool), (jnp.asarray(q), jnp.asarray(kv))
         kinds = []
         jax.eval_shape(lambda: kinds.extend(map(type, table(some, [slots], positions))))
@@ -178,8 +173,8 @@ class TestVisibleBlocks:
             (B, 1, 3, 3): table([Causal()], positions=(q, kv)),
             (B, N, 3, 3): table([Dense(TABLE)]),
         }
-        for shape, found in shapes.items():
-            assert all(x.shape == shape for x in found)
+        for shape, blocks in shapes.items():
+            assert all(x.shape == shape for x in blocks)
 
     @pytest.mark.parametrize(
         "part",
@@ -224,23 +219,20 @@ class TestChooseBlocks:
     def see(mask, T, S):
         return Visibility((T, S), mask).blocks
 
-    @pytest.mark.parametrize(
-        "mask, length, wanted",
-        [
-            ([SlidingWindow(256)], 4096, SMALL),
-            ([Causal()], 2048, SMALL),
-            ([Causal()], 4096, LARGE),
-            ([], 2048, LARGE),
-            ([Prefix(512)], 4096, SMALL),
-            ([lambda b, h, q, kv: kv <= q], 4096, LARGE),
-            ([SlidingWindow(10)], 300, 300),
-        ],
-    )
+    @pytest.mark.parametrize("mask, length, wanted", [
+        ([SlidingWindow(256)], 4096, SMALL),
+        ([Causal()], 2048, SMALL),
+        ([Causal()], 4096, LARGE),
+        ([], 2048, LARGE),
+        ([Prefix(512)], 4096, SMALL),
+        ([lambda b, h, q, kv: kv <= q], 4096, LARGE),
+        ([SlidingWindow(10)], 300, 300),
+    ])  # fmt: skip
     def test_small_where_that_leaves_out_enough(self, mask, length, wanted):
         see = self.see(mask, length, length)
-        size, found, pieces = choose_blocks(see, length, length)
+        size, blocks, pieces = choose_blocks(see, length, length)
         assert size == (wanted, wanted) and pieces == ()
-        compare(found, see(size))
+        compare(blocks, see(size))
 
     def test_a_table_known_only_when_it_runs(self):
         sizes = []
@@ -253,24 +245,21 @@ class TestChooseBlocks:
         jax.jit(lambda: choose(width))()  # captured, so its value is known
         assert sizes == [(LARGE, LARGE), (SMALL, SMALL)]
 
-    @pytest.mark.parametrize(
-        "mask, length, size, pieces",
-        [
-            ([Causal()], 2048, LARGE, [(0, 256, 0, 256), (256, 512, 0, 512), (512, 768, 0, 768), (768, 1024, 0, 1024)]),
-            ([Causal()], 1024, SMALL, [(0, 256, 0, 256), (256, 512, 0, 512)]),
-            ([~Causal()], 2048, LARGE, [(0, 256, 0, 1024), (256, 512, 256, 1024), (512, 768, 512, 1024), (768, 1024, 768, 1024)]),
-            ([Prefix(256)], 4096, LARGE, [(at, at + 256, 0, 256) for at in (0, 256, 512, 768)]),
-            ([lambda b, h, q, kv: (q // 256) % 2 == 1], 2048, LARGE, []),  # what a plain function sees is not known
-            ([Causal()], 3000, LARGE, []),  # the last blocks are partial for their padding, too
-            ([SlidingWindow(600)], 4096, SMALL, []),  # both edges of the window together need all
-            ([], 2048, LARGE, []),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize("mask, length, size, pieces", [
+        ([Causal()], 2048, LARGE, [(0, 256, 0, 256), (256, 512, 0, 512), (512, 768, 0, 768), (768, 1024, 0, 1024)]),
+        ([Causal()], 1024, SMALL, [(0, 256, 0, 256), (256, 512, 0, 512)]),
+        ([~Causal()], 2048, LARGE, [(0, 256, 0, 1024), (256, 512, 256, 1024), (512, 768, 512, 1024), (768, 1024, 768, 1024)]),
+        ([Prefix(256)], 4096, LARGE, [(at, at + 256, 0, 256) for at in (0, 256, 512, 768)]),
+        ([lambda b, h, q, kv: (q // 256) % 2 == 1], 2048, LARGE, []),  # what a plain function sees is not known
+        ([Causal()], 3000, LARGE, []),  # the last blocks are partial for their padding, too
+        ([SlidingWindow(600)], 4096, SMALL, []),  # both edges of the window together need all
+        ([], 2048, LARGE, []),
+    ])  # fmt: skip
     def test_partial_blocks_are_cut_where_that_leaves_out_enough(self, mask, length, size, pieces):
         see = self.see(mask, length, length)
-        found, _, cut = choose_blocks(see, length, length, cuts=True, large_if_cut=True)
+        result, _, cut = choose_blocks(see, length, length, cuts=True, large_if_cut=True)
         assert [(r.start, r.stop, c.start, c.stop) for r, c in cut] == pieces
-        assert found == tile(length, length, size)
+        assert result == tile(length, length, size)
 
     def test_sizes_do_not_depend_on_cuts_where_large_blocks_are_not_asked_for(self):
         for length, mask in itertools.product((1024, 2048, 4096), ([Causal()], [Prefix(256)], [SlidingWindow(600)])):
@@ -288,10 +277,10 @@ class TestChooseBlocks:
 
     def test_block_sizes_override_and_are_cut_to_the_lengths(self):
         wanted = {(3, 4): (3, 4), (100, 4): (T, 4), (3, 100): (3, S)}
-        for given, size in wanted.items():
-            found = choose_blocks(self.see([Causal()], T, S), T, S, given, cuts=True)
-            assert found[0] == size and found[2] == ()
-            compare(found[1], self.see([Causal()], T, S)(size))
+        for request, size in wanted.items():
+            result = choose_blocks(self.see([Causal()], T, S), T, S, request, cuts=True)
+            assert result[0] == size and result[2] == ()
+            compare(result[1], self.see([Causal()], T, S)(size))
         assert choose_blocks(self.see([], 0, 0), 0, 0, (3, 4))[0] == (1, 1)
 
     @pytest.mark.parametrize("lengths", [(0, 2000), (2000, 0), (0, 0)])
@@ -300,19 +289,19 @@ class TestChooseBlocks:
         assert pieces == ()
         assert may.size == must.size == 0
 
-    @pytest.mark.parametrize("given", [(0, 1), (3, -4)])
-    def test_sizes_that_are_not_positive(self, given):
+    @pytest.mark.parametrize("sizes", [(0, 1), (3, -4)])
+    def test_sizes_that_are_not_positive(self, sizes):
         for call in (
-            lambda: choose_blocks(self.see([], T, S), T, S, given),
-            lambda: jattn.block_mask(Causal(), T, S, block_sizes=given),
+            lambda: choose_blocks(self.see([], T, S), T, S, sizes),
+            lambda: jattn.block_mask(Causal(), T, S, block_sizes=sizes),
         ):
             with pytest.raises(ValueError, match="block_sizes must be two positive integers"):
                 call()
 
-    @pytest.mark.parametrize("given", [(3,), (1, 2, 3), 5, "ab", (2.0, 3.0), (None, 3)])
-    def test_sizes_that_are_not_two_integers(self, given):
+    @pytest.mark.parametrize("sizes", [(3,), (1, 2, 3), 5, "ab", (2.0, 3.0), (None, 3)])
+    def test_sizes_that_are_not_two_integers(self, sizes):
         with pytest.raises(ValueError, match=r"block_sizes must be two .* got"):
-            block_lists_module.two_sizes(given)
+            block_lists_module.two_sizes(sizes)
 
 
 class TestBlockLists:
@@ -351,27 +340,27 @@ class TestAllSeen:
         assert not self.known([Causal()], positions=(q, q[::-1]))
         assert not self.known([Causal()], lengths=(S, S + 1))
         assert not self.known([], [np.ones((S, S), bool)])
-        found = []
-        jax.eval_shape(lambda n: found.append(self.known([Prefix(n)])), jnp.int32(S))
-        assert found == [False]
+        answers = []
+        jax.eval_shape(lambda n: answers.append(self.known([Prefix(n)])), jnp.int32(S))
+        assert answers == [False]
 
     def test_arrays_that_are_captured_are_looked_at(self):
-        found, mask, q = [], Prefix(jnp.int32(S)) & Segments(jnp.asarray(IDS)), jnp.arange(S)
-        jax.eval_shape(lambda: found.append(self.known([mask], positions=(q, q))))
-        assert found == [True]
+        answers, mask, q = [], Prefix(jnp.int32(S)) & Segments(jnp.asarray(IDS)), jnp.arange(S)
+        jax.eval_shape(lambda: answers.append(self.known([mask], positions=(q, q))))
+        assert answers == [True]
 
 
 class TestBlockMask:
     @pytest.mark.parametrize("sizes", [SIZE, (1, 5), (7, 11), (9, 2), None], ids=str)
     def test_pair_by_pair_and_exact_on_its_own_grid(self, sizes):
         plain, sees = MEANING["plain"][0](), MEANING["plain"][1]
-        found = jattn.block_mask(plain, T, S, batch=B, num_heads=N, block_sizes=sizes)
+        mask = jattn.block_mask(plain, T, S, batch=B, num_heads=N, block_sizes=sizes)
         at = np.ix_(range(B), range(N), range(-2, T + 3), range(-2, S + 3))
-        np.testing.assert_array_equal(found(*at), plain(*at))
+        np.testing.assert_array_equal(mask(*at), plain(*at))
         rows, columns = sizes or (T, S)
         q_min, kv_min = np.arange(0, T, rows)[:, None], np.arange(0, S, columns)
         q_max, kv_max = np.minimum(q_min + rows, T) - 1, np.minimum(kv_min + columns, S) - 1
-        may, must = masks.bounds(found, *np.ix_(range(B), range(N), [0], [0])[:2], q_min, q_max, kv_min, kv_max)
+        may, must = masks.bounds(mask, *np.ix_(range(B), range(N), [0], [0])[:2], q_min, q_max, kv_min, kv_max)
         visible = pairs(sees)
         for b, h, i, j in np.ndindex(may.shape):
             block = visible[b, h, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
@@ -381,11 +370,11 @@ class TestBlockMask:
     def test_sound_for_any_block_also_beyond_the_table(self, data):
         """Nothing is known about other positions, sequences and heads: they may be visible, but none must be."""
         sees = lambda b, h, q, kv: kv <= q + 3 * b - h
-        found = self.staircase()
+        mask = self.staircase()
         ends = (st.lists(st.integers(-1, length), min_size=2, max_size=2).map(sorted) for length in (T, S))
         (q_min, q_max), (kv_min, kv_max) = (data.draw(pair) for pair in ends)
         b, h = data.draw(st.integers(0, B)), data.draw(st.integers(0, N))
-        may, must = masks.bounds(found, b, h, q_min, q_max, kv_min, kv_max)
+        may, must = masks.bounds(mask, b, h, q_min, q_max, kv_min, kv_max)
         visible = [sees(b, h, q, kv) for q in range(q_min, q_max + 1) for kv in range(kv_min, kv_max + 1)]
         assert (may or not any(visible)) and (all(visible) or not must)
         if b == B or h == N or min(q_min, kv_min) < 0 or q_max == T or kv_max == S:
@@ -397,58 +386,57 @@ class TestBlockMask:
         return jattn.block_mask(lambda b, h, q, kv: kv <= q + 3 * b - h, T, S, batch=B, num_heads=N, block_sizes=(2, 3))
 
     def test_one_table_for_all_where_the_mask_is_the_same(self):
-        found = jattn.block_mask(lambda b, h, q, kv: kv <= q, T, S, block_sizes=SIZE)
-        got = table([found])
+        mask = jattn.block_mask(lambda b, h, q, kv: kv <= q, T, S, block_sizes=SIZE)
+        got = table([mask])
         assert all(x.shape == (3, 3) for x in got), "sequences and heads that share it need no axis"
         compare(got, [x[0, 0] for x in by_blocks(pairs(lambda b, h, q, kv: kv <= q))])
 
     def test_static_outside_jit_also_where_it_is_used_inside(self):
-        found = self.staircase()
-        static = table([found])
+        mask = self.staircase()
+        static = table([mask])
         assert all(isinstance(x, np.ndarray) for x in static)
         kinds = []
 
         def by_closure(_):
-            kinds.extend(type(x) for x in table([found]))
+            kinds.extend(type(x) for x in table([mask]))
 
         jax.jit(by_closure)(0)
         assert kinds == [np.ndarray, np.ndarray]
 
     def test_as_an_argument_and_made_inside_jit(self):
-        found = self.staircase()
-        static, slope = table([found]), jnp.int32(3)
+        mask = self.staircase()
+        static, slope = table([mask]), jnp.int32(3)
 
-        def inside(slope, given):
-            made = jattn.block_mask(
-                lambda b, h, q, kv: kv <= q + slope * b - h, T, S, batch=B, num_heads=N, block_sizes=(2, 3)
-            )
-            return table([given]), table([made])
+        def inside(slope, argument):
+            sizes = {"batch": B, "num_heads": N, "block_sizes": (2, 3)}
+            local = jattn.block_mask(lambda b, h, q, kv: kv <= q + slope * b - h, T, S, **sizes)
+            return table([argument]), table([local])
 
-        for traced in jax.jit(inside)(slope, found):
+        for traced in jax.jit(inside)(slope, mask):
             compare(traced, static)
-        again = jax.tree.unflatten(jax.tree.structure(found), jax.tree.leaves(found))
+        again = jax.tree.unflatten(jax.tree.structure(mask), jax.tree.leaves(mask))
         compare(table([again]), static)
 
     def test_joins(self):
         sees = lambda b, h, q, kv: kv <= q + 3 * b - h
-        found, q, kv = self.staircase(), np.arange(T)[:, None], np.arange(S)
+        mask, q, kv = self.staircase(), np.arange(T)[:, None], np.arange(S)
         for joined, meaning in (
-            (found & Prefix(5), lambda *at: sees(*at) and at[3] < 5),
-            (Prefix(5) | found, lambda *at: sees(*at) or at[3] < 5),
-            (~found, lambda *at: not sees(*at)),
-            (found & found, sees),
+            (mask & Prefix(5), lambda *at: sees(*at) and at[3] < 5),
+            (Prefix(5) | mask, lambda *at: sees(*at) or at[3] < 5),
+            (~mask, lambda *at: not sees(*at)),
+            (mask & mask, sees),
         ):
             visible = pairs(meaning)
             np.testing.assert_array_equal(joined(1, 2, q, kv), visible[1, 2])
             check_sound(table([joined]), by_blocks(visible))
-        assert not table([~found])[0].all(), "a full block must be empty in the inverse"
+        assert not table([~mask])[0].all(), "a full block must be empty in the inverse"
 
     @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
     def test_no_queries_or_no_keys(self, lengths):
-        found = jattn.block_mask(lambda b, h, q, kv: kv <= q, *lengths)
-        may, must = masks.bounds(found, 0, 0, 0, 2, 0, 2)
+        mask = jattn.block_mask(lambda b, h, q, kv: kv <= q, *lengths)
+        may, must = masks.bounds(mask, 0, 0, 0, 2, 0, 2)
         assert may and not must
-        got = Visibility(lengths, [found]).blocks(SIZE)
+        got = Visibility(lengths, [mask]).blocks(SIZE)
         assert all(x.size == 0 for x in got)
 
     def test_attention_by_it(self):
@@ -461,28 +449,22 @@ class TestBlockMask:
         for x, y in zip(got, wanted, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-6)
 
-    @pytest.mark.parametrize(
-        "mask, error, message",
-        [
-            (lambda b, h, q, kv: 2 * (kv <= q), TypeError, "mask must return bool, got int32"),
-            (lambda b, h, q, kv: kv - q.astype(float), TypeError, "mask must return bool, got float32"),
-            (lambda b, h, q, kv: (kv <= q)[None], ValueError, "mask must return an array that broadcasts"),
-            (lambda b, h, q, kv: jnp.ones((2, 2), bool), ValueError, "mask must return an array that broadcasts"),
-        ],
-    )
+    @pytest.mark.parametrize("mask, error, message", [
+        (lambda b, h, q, kv: 2 * (kv <= q), TypeError, "mask must return bool, got int32"),
+        (lambda b, h, q, kv: kv - q.astype(float), TypeError, "mask must return bool, got float32"),
+        (lambda b, h, q, kv: (kv <= q)[None], ValueError, "mask must return an array that broadcasts"),
+        (lambda b, h, q, kv: jnp.ones((2, 2), bool), ValueError, "mask must return an array that broadcasts"),
+    ])  # fmt: skip
     def test_what_a_mask_must_not_return(self, mask, error, message):
         with pytest.raises(error, match=message):
             jattn.block_mask(mask, T, S)
 
-    @pytest.mark.parametrize(
-        "mask, index, argument",
-        [
-            (lambda b, h, q, kv: kv <= q + h, "h", "num_heads"),
-            (lambda b, h, q, kv: kv < jnp.array([3, 4])[b], "b", "batch"),
-            (Segments(IDS) & Causal(), "b", "batch"),
-            (Dense(TABLE[:1]), "h", "num_heads"),
-        ],
-    )
+    @pytest.mark.parametrize("mask, index, argument", [
+        (lambda b, h, q, kv: kv <= q + h, "h", "num_heads"),
+        (lambda b, h, q, kv: kv < jnp.array([3, 4])[b], "b", "batch"),
+        (Segments(IDS) & Causal(), "b", "batch"),
+        (Dense(TABLE[:1]), "h", "num_heads"),
+    ])  # fmt: skip
     def test_a_mask_that_differs_where_nobody_says_so(self, mask, index, argument):
         with pytest.raises(ValueError, match=f"mask depends on {index}; pass {argument}="):
             jattn.block_mask(mask, T, S)
@@ -491,24 +473,23 @@ class TestBlockMask:
 
     @pytest.mark.parametrize("mask", [Segments(IDS[:1]), Dense(TABLE[:1, :1]), Padding(np.array([3]))])
     def test_a_table_of_one_row_does_not_differ(self, mask):
-        found = jattn.block_mask(mask, T, S)
-        assert found.any_visible.shape[:2] == (1, 1)
+        block_mask = jattn.block_mask(mask, T, S)
+        assert block_mask.any_visible.shape[:2] == (1, 1)
         at = np.ix_(range(B), range(N), range(T), range(S))
-        np.testing.assert_array_equal(*np.broadcast_arrays(found(*at), mask(0, 0, *at[2:])))
+        np.testing.assert_array_equal(*np.broadcast_arrays(block_mask(*at), mask(0, 0, *at[2:])))
 
     def test_asking_takes_linear_memory(self):
         n = 4096
-        asked = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).any_visible)
-        memory = asked.lower(jnp.int32(0)).compile().memory_analysis()
+        visible = jax.jit(lambda shift: jattn.block_mask(lambda b, h, q, kv: kv <= q + shift, n, n).any_visible)
+        memory = visible.lower(jnp.int32(0)).compile().memory_analysis()
         assert memory.temp_size_in_bytes < n * n / 8  # one byte per pair would be eight times as much
 
 
 def test_runs_of_rows_have_as_many_blocks():
     def runs(*counts, full=()):
         table = np.arange(9) < np.array(counts)[:, None]
-        return block_lists_module.runs_of_rows(
-            block_lists(table, table & np.isin(np.arange(len(counts)), full)[:, None])
-        )
+        is_full = np.isin(np.arange(len(counts)), full)[:, None]
+        return block_lists_module.runs_of_rows(block_lists(table, table & is_full))
 
     assert runs(3, 3, 3) == [(0, 3)]
     assert runs(2, 3, 3, 3) == [(0, 1), (1, 4)]  # a window

@@ -304,9 +304,8 @@ def test_sixteen_bits_err_at_most_twice_as_much_as_dense(dtype):
 
     with jax.enable_x64(True):
         exact = results("xla", *(jnp.asarray(np.asarray(x, np.float64)) for x in (query, key, value)))
-    for dense, blocks, wanted in zip(
-        results("xla", query, key, value), results("blockwise", query, key, value), exact, strict=True
-    ):
+    of_both = (results(name, query, key, value) for name in ("xla", "blockwise"))
+    for dense, blocks, wanted in zip(*of_both, exact, strict=True):
         errors = [np.abs(np.asarray(x, np.float64) - np.asarray(wanted)).max() for x in (blocks, dense)]
         assert errors[0] <= 2 * errors[1]
 
@@ -336,15 +335,11 @@ SQUARE[..., 300:400, :30] = True  # rows 0 to 255 of its block are in no piece
 CUT = {
     "causal": {"is_causal": True},
     "all options": {
-        "is_causal": True,
-        "bias": floats(1, 2, 1024, 1024),
-        "score_mod": score_mods.SoftCap(2.0),
-        "dropout_rate": 0.2,
-        "dropout_rng": jax.random.key(1),
-        "query_seq_lengths": np.array([900]),
+        "is_causal": True, "bias": floats(1, 2, 1024, 1024), "score_mod": score_mods.SoftCap(2.0),
+        "dropout_rate": 0.2, "dropout_rng": jax.random.key(1), "query_seq_lengths": np.array([900]),
     },
     "rows in no piece": {"mask": masks.Dense(SQUARE)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -354,9 +349,8 @@ def test_blocks_that_are_cut_into_pieces(name):
     query, key, value, g = (floats(1, 1024, n, 4, seed=i) for i, n in enumerate((2, 1, 1, 2)))
 
     def results(implementation):
-        attend = functools.partial(
-            jattn.dot_product_attention, implementation=implementation, return_residual=True, **CUT[name]
-        )
+        options = CUT[name] | {"implementation": implementation, "return_residual": True}
+        attend = functools.partial(jattn.dot_product_attention, **options)
 
         @jax.jit
         def of(*qkv):
@@ -422,8 +416,5 @@ def test_any_shape_mask_score_function_and_blocks(T, S, sizes, mask, mod):
     (out, lse), gradients = got
     (exact_out, exact_lse), exact_gradients = wanted
     np.testing.assert_array_equal(lse == -np.inf, exact_lse == -np.inf)
-    compare(
-        [out, np.where(lse == -np.inf, 0, lse), gradients],
-        [exact_out, np.where(exact_lse == -np.inf, 0, exact_lse), exact_gradients],
-        2e-5,
-    )
+    finite = lambda lse: np.where(lse == -np.inf, 0, lse)
+    compare([out, finite(lse), gradients], [exact_out, finite(exact_lse), exact_gradients], 2e-5)

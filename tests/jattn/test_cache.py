@@ -29,13 +29,9 @@ CASES = {
     "prefix": {"mask": masks.Causal() | masks.Prefix(4)},
     "a plain function": {"mask": lambda b, h, q, kv: (kv <= q) & ((q - kv) % (h + 1) == 0)},
     "ALiBi": {"is_causal": True, "score_mod": score_mods.Alibi(np.geomspace(0.5, 0.01, N, dtype=np.float32))},
-    "soft cap and sinks": {
-        "is_causal": True,
-        "score_mod": score_mods.SoftCap(2.0),
-        "sinks": np.linspace(-1.0, 1.0, N, dtype=np.float32),
-    },
+    "soft cap and sinks": {"is_causal": True, "score_mod": score_mods.SoftCap(2.0), "sinks": np.linspace(-1.0, 1.0, N, dtype=np.float32)},
     "a gate": {"is_causal": True, "head_gate": np.linspace(0.0, 2.0, N, dtype=np.float32)},
-}
+}  # fmt: skip
 CHUNKS = {"one by one": [1] * T, "prefill, then one by one": [6, *[1] * 7], "chunks": [5, 2, 1, 5], "at once": [T]}
 
 
@@ -100,8 +96,8 @@ def test_a_rolling_window_of_fixed_size(layer, name, kind):
     options["mask"] = masks.SlidingWindow(3)
     options.pop("is_causal", None)
     expected = full(layer, **options)
-    given = options if name == "window" else options | {"mask": None, "is_causal": True}
-    got, cache = decode(layer, empty(4, rolling=True), CHUNKS[kind], **given)
+    call = options if name == "window" else options | {"mask": None, "is_causal": True}
+    got, cache = decode(layer, empty(4, rolling=True), CHUNKS[kind], **call)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert cache.key.shape == (B, 4, K, H)
     np.testing.assert_array_equal(np.sort(cache.slot_positions, axis=1), [[9, 10, 11, 12]] * B)
@@ -139,19 +135,17 @@ def through_layers(params, chunks, cache, valid, one_cache):
 
     def one_layer(held, i):
         if one_cache:
-            own = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            kv = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
         else:
-            own = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
+            kv = dataclasses.replace(cache, key=held[0][i], value=held[1][i])
         ys = []
         for x, shown in zip(chunks, valid, strict=True):
-            y, own = jattn.multi_head_attention(params, x * (i + 1).astype(x.dtype), cache=own, valid=shown)
+            y, kv = jattn.multi_head_attention(params, x * (i + 1).astype(x.dtype), cache=kv, valid=shown)
             ys.append(y)
-        held = (
-            (own.key, own.value)
-            if one_cache
-            else [old.at[i].set(x) for old, x in zip(held, (own.key, own.value), strict=True)]
-        )
-        return tuple(held), (tuple(ys), own.length)
+        updated = kv.key, kv.value
+        if not one_cache:
+            updated = tuple(old.at[i].set(x) for old, x in zip(held, updated, strict=True))
+        return updated, (tuple(ys), kv.length)
 
     return jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS))
 
@@ -164,10 +158,8 @@ def test_a_layer_of_one_cache_is_a_cache_of_its_own(layer, rolling, scalar, leng
     params, x = layer
     x = x[:1] if scalar else x
     chunks = [x[:, : lengths[0]], x[:, lengths[0] : sum(lengths)]]
-    valid = [
-        jnp.asarray(np.arange(c.shape[1])[None] < np.array([[c.shape[1]], [1]]))[: len(x)] if ragged else None
-        for c in chunks
-    ]
+    shown = lambda length: jnp.asarray(np.arange(length)[None] < np.array([[length], [1]]))[: len(x)]
+    valid = [shown(chunk.shape[1]) if ragged else None for chunk in chunks]
     cache = jattn.init_cache(len(x), 4 if rolling else 8, K, H, value_dim=D, rolling=rolling)
     rng = np.random.default_rng(0)  # what other layers hold stays
     held = [jnp.float32(rng.normal(size=(LAYERS, *old.shape))) for old in (cache.key, cache.value)]
@@ -176,15 +168,12 @@ def test_a_layer_of_one_cache_is_a_cache_of_its_own(layer, rolling, scalar, leng
     chex.assert_trees_all_close(*(run(params, chunks, cache, valid, one) for one in (True, False)), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "lead, index, message",
-    [
-        ((3,), None, r"a cache of all layers needs layer="),
-        ((), 0, r"must hold keys of all layers, \[L, B, C, K, H\], got \[2, 4, 3, 4\]"),
-        ((3,), 3, "layer of a cache must be one of 3, from 0 on, got 3"),
-        ((3,), -1, "layer of a cache must be one of 3, from 0 on, got -1"),
-    ],
-)
+@pytest.mark.parametrize("lead, index, message", [
+    ((3,), None, r"a cache of all layers needs layer="),
+    ((), 0, r"must hold keys of all layers, \[L, B, C, K, H\], got \[2, 4, 3, 4\]"),
+    ((3,), 3, "layer of a cache must be one of 3, from 0 on, got 3"),
+    ((3,), -1, "layer of a cache must be one of 3, from 0 on, got -1"),
+])  # fmt: skip
 def test_which_layer_must_be_said(lead, index, message):
     key = np.zeros((*lead, B, 4, K, H), np.float32)
     cache = KVCache(key, key, jnp.zeros(B, jnp.int32), layer=index)
@@ -201,9 +190,9 @@ def test_a_step_copies_no_more_than_a_layer_of_one_cache(layer, rolling):
 
     def step(cache, x):
         def one_layer(held, i):
-            own = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
-            y, own = jattn.multi_head_attention(params, x, cache=own)
-            return (own.key, own.value), y
+            kv = dataclasses.replace(cache, key=held[0], value=held[1], layer=i)
+            y, kv = jattn.multi_head_attention(params, x, cache=kv)
+            return (kv.key, kv.value), y
 
         (key, value), ys = jax.lax.scan(one_layer, (cache.key, cache.value), jnp.arange(LAYERS * 4))
         return ys, dataclasses.replace(cache, key=key, value=value, length=cache.length + 1)
@@ -230,10 +219,8 @@ def test_kernels_that_read_a_layer_in_place_have_the_same_results(getkey, implem
         return jnp.sin(z).sum(), z
 
     transformed = functools.partial(jax.value_and_grad, has_aux=True) if derived else lambda fn: fn
-    got, expected = (
-        jax.jit(transformed(functools.partial(loss, named)))((query, held, (key, value)), jnp.int32(2))
-        for named in (implementation, "xla")
-    )
+    run = lambda named: jax.jit(transformed(functools.partial(loss, named)))
+    got, expected = (run(named)((query, held, (key, value)), jnp.int32(2)) for named in (implementation, "xla"))
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=2e-5)
     assert np.isfinite(jax.tree.leaves(got)[0])
 
@@ -265,8 +252,8 @@ def test_kernels_read_a_layer_in_place(implementation):
 
         return jax.lax.scan(one_layer, (key, value), jnp.arange(LAYERS))
 
-    given = held, held, jax.ShapeDtypeStruct((1,), jnp.int32), abstract(1, 1, N, 16), token, token
-    memory = jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+    operands = held, held, jax.ShapeDtypeStruct((1,), jnp.int32), abstract(1, 1, N, 16), token, token
+    memory = jax.jit(step, donate_argnums=(0, 1)).lower(*operands).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 100_000 * K * 16 * 4  # keys of one layer
 
 
@@ -315,11 +302,9 @@ def test_overflow_is_an_error(layer, scalar):
 
 
 WINDOWS = {
-    "window": masks.SlidingWindow(2),
-    "not itself": masks.SlidingWindow(2) & masks.Prefix(4),
-    "array": np.arange(5) < 4,
-    "none": None,
-}
+    "window": masks.SlidingWindow(2), "not itself": masks.SlidingWindow(2) & masks.Prefix(4),
+    "array": np.arange(5) < 4, "none": None,
+}  # fmt: skip
 
 
 @pytest.mark.slow_except("own lengths-window", "own lengths-not itself")
@@ -387,25 +372,18 @@ def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
     assert not np.any(after.overflowed)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H + 1)), jnp.zeros((B, 2, K, D))), r"key must be \[2, 'L', 3, 4\]"),
-        (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 3, K, D))), r"value must be \[2, 'L', 3, 5\]"),
-        (
-            lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))),
-            r"valid must be bools \[B, L\] = \[2, 2\], got float32",
-        ),
-        pytest.param(
-            lambda: jattn.multi_head.attend_heads(
-                jnp.zeros((B, 1, N, H)), jnp.zeros((B, 1, K, H)), jnp.zeros((B, 1, K, D)),
-                cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool),
-            ),
-            "a mask array is indexed by slot, but a rolling cache reuses slots",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)  # fmt: skip
+ONE_TOKEN = (B, 1, N, H), (B, 1, K, H), (B, 1, K, D)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H + 1)), jnp.zeros((B, 2, K, D))), r"key must be \[2, 'L', 3, 4\]"),
+    (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 3, K, D))), r"value must be \[2, 'L', 3, 5\]"),
+    (lambda: jattn.append(empty(), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)), valid=jnp.ones((B, 2))), r"valid must be bools \[B, L\] = \[2, 2\], got float32"),
+    pytest.param(
+        lambda: attend_heads(*map(jnp.zeros, ONE_TOKEN), cache=empty(rolling=True), mask=jnp.ones((B, 1, 1, T), bool)),
+        "a mask array is indexed by slot, but a rolling cache reuses slots", marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -415,9 +393,8 @@ def test_scan_over_tokens_compiles_once_and_weights_are_those_of_the_full_pass(l
     params, x = layer
 
     def step(cache, token):
-        y, weights, cache = jattn.multi_head_attention(
-            params, token[:, None], cache=cache, is_causal=True, return_weights=True
-        )
+        options = {"is_causal": True, "return_weights": True}
+        y, weights, cache = jattn.multi_head_attention(params, token[:, None], cache=cache, **options)
         return cache, (y[:, 0], weights[:, :, 0])
 
     cache, (y, weights) = jax.lax.scan(step, empty(T), np.moveaxis(x, 1, 0))

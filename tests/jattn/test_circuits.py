@@ -63,12 +63,12 @@ def test_circuits_are_the_products(kernels):
 
 def test_the_copying_score_is_that_of_the_circuit(kernels):
     names = ("embed", "value", "out", "unembed")
-    found = jax.jit(lambda arrays: heads.copying_score(*arrays))([kernels[name] for name in names])
+    result = jax.jit(lambda arrays: heads.copying_score(*arrays))([kernels[name] for name in names])
     for n in range(N):
         circuit = np.asarray(kernels["embed"]) @ of_head(kernels, n)[0] @ np.asarray(kernels["unembed"])
         eigenvalues = np.linalg.eigvals(circuit)
-        np.testing.assert_allclose(found["eigenvalues"][n], eigenvalues.sum().real / abs(eigenvalues).sum(), atol=1e-4)
-        np.testing.assert_allclose(found["argmax"][n], (circuit.argmax(1) == np.arange(V)).mean(), atol=1e-6)
+        np.testing.assert_allclose(result["eigenvalues"][n], eigenvalues.sum().real / abs(eigenvalues).sum(), atol=1e-4)
+        np.testing.assert_allclose(result["argmax"][n], (circuit.argmax(1) == np.arange(V)).mean(), atol=1e-6)
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ def test_a_head_that_copies_and_one_that_does_the_opposite():
     code = jnp.linalg.qr(normal(np.random.default_rng(1), (12, 12)))[0][:, :8]
     value = jnp.stack([code, code], 1)  # [M,N,D]
     out = jnp.stack([code.T, -code.T])
-    found = heads.copying_score(jnp.eye(12), value, out, jnp.eye(12))
-    np.testing.assert_allclose(found["eigenvalues"], [1, -1], atol=1e-4)
-    np.testing.assert_allclose(found["argmax"], [1, 0])
+    result = heads.copying_score(jnp.eye(12), value, out, jnp.eye(12))
+    np.testing.assert_allclose(result["eigenvalues"], [1, -1], atol=1e-4)
+    np.testing.assert_allclose(result["argmax"], [1, 0])
 
 
 def test_the_rank_is_that_of_the_circuit(kernels, monkeypatch):
@@ -88,28 +88,28 @@ def test_the_rank_is_that_of_the_circuit(kernels, monkeypatch):
     unembed = normal(rng, (M, 2 * V))
     sources, targets = rng.integers(0, V, 11), rng.integers(0, 2 * V, 11)
     args = [*(kernels[name] for name in ("embed", "value", "out")), unembed]
-    found = heads.target_rank(*args, sources, targets)
-    assert found.shape == (N, 11) and found.dtype == jnp.float32
+    ranks = heads.target_rank(*args, sources, targets)
+    assert ranks.shape == (N, 11) and ranks.dtype == jnp.float32
     for n in range(N):
         logits = np.asarray(kernels["embed"], np.float64)[sources] @ of_head(kernels, n)[0] @ np.asarray(unembed)
-        own = logits[np.arange(11), targets][:, None]
-        assert np.sort(abs(logits - own), 1)[:, 1].min() > 1e-4  # no logit so close that rounding could swap them
-        np.testing.assert_array_equal(found[n], (logits > own).sum(1))
+        target = logits[np.arange(11), targets][:, None]
+        assert np.sort(abs(logits - target), 1)[:, 1].min() > 1e-4  # no logit so close that rounding could swap them
+        np.testing.assert_array_equal(ranks[n], (logits > target).sum(1))
 
     traced = jax.jit(heads.target_rank)
     outside, beyond = sources.copy(), targets.copy()
     outside[:2], beyond[2:4] = (-1, V), (-1, 2 * V)
     there = traced(*args, outside, beyond)
-    there, found = np.asarray(there), np.asarray(found)
+    there, ranks = np.asarray(there), np.asarray(ranks)
     assert np.isnan(there[:, :4]).all()
-    np.testing.assert_array_equal(there[:, 4:], found[:, 4:])
+    np.testing.assert_array_equal(there[:, 4:], ranks[:, 4:])
     assert traced(*args, sources[:0], targets[:0]).shape == (N, 0)
 
     broken = np.array(kernels["out"])
     broken[1, 0, 0] = np.nan
     there = np.asarray(traced(*args[:2], broken, unembed, sources, targets))
     assert np.isnan(there[1]).all()
-    np.testing.assert_array_equal(np.delete(there, 1, 0), np.delete(found, 1, 0))
+    np.testing.assert_array_equal(np.delete(there, 1, 0), np.delete(ranks, 1, 0))
 
 
 SERIES, NEXT, LOUD = np.arange(24), np.roll(np.arange(24), -1), 39
@@ -130,18 +130,18 @@ def built(request):
 def shares(arrays):
     """The shares of pairs at the first and last place, by relation."""
     every, (embed, value, out, unembed) = np.arange(40), arrays
-    own = heads.target_rank(*arrays, every, every)
+    same = heads.target_rank(*arrays, every, every)
     after = heads.target_rank(*arrays, SERIES, NEXT)
     among = heads.target_rank(embed, value, out, unembed[:, SERIES], SERIES, NEXT)
-    found = {"copying": own < 1, "suppression": own >= 39, "successor": after < 1, "successor in series": among < 1}
-    return {name: np.asarray(x).mean(-1) for name, x in found.items()}
+    passes = {"copying": same < 1, "suppression": same >= 39, "successor": after < 1, "successor in series": among < 1}
+    return {name: np.asarray(x).mean(-1) for name, x in passes.items()}
 
 
 def test_a_detector_knows_its_own_kind_alone(built):
-    own = {"copying": [0], "suppression": [1], "successor": [2], "successor in series": [2, 3]}
-    for name, found in shares(built).items():
-        assert (found[own[name]] == 1).all(), name
-        assert (np.delete(found, own[name]) <= 0.25).all(), (name, found)  # 1/40 or 1/24 by chance
+    kinds = {"copying": [0], "suppression": [1], "successor": [2], "successor in series": [2, 3]}
+    for name, share in shares(built).items():
+        assert (share[kinds[name]] == 1).all(), name
+        assert (np.delete(share, kinds[name]) <= 0.25).all(), (name, share)  # 1/40 or 1/24 by chance
     silent = heads.target_rank(*built, SERIES, NEXT)[KINDS.index("silent")]
     assert (silent == 39 / 2).all()  # neither first nor last
 
@@ -150,8 +150,8 @@ def test_detectors_give_roles_against_random_heads(built):
     embed, value, out, unembed = built
     rng = np.random.default_rng(6)
     untrained = [embed, normal(rng, (40, 10, 24)), normal(rng, (100, 24, 40)), unembed]
-    found = heads.roles(shares(built), shares(untrained))
-    assert found.label.tolist() == ["copying", "suppression", "successor", "successor in series", "mixed", "mixed"]
+    roles = heads.roles(shares(built), shares(untrained))
+    assert roles.label.tolist() == ["copying", "suppression", "successor", "successor in series", "mixed", "mixed"]
 
 
 def test_random_heads_rank_by_chance():
@@ -177,7 +177,7 @@ def test_ranks_in_a_large_vocabulary_take_little_memory():
 def test_composition_is_the_ratio_of_norms(kernels):
     rng = np.random.default_rng(2)
     later_value, later_out = normal(rng, (M, K, 7)), normal(rng, (N, 7, M))
-    found = heads.composition(kernels["value"], kernels["out"], query=kernels["query"], key=kernels["key"],
+    result = heads.composition(kernels["value"], kernels["out"], query=kernels["query"], key=kernels["key"],
                               later_value=later_value, later_out=later_out)  # fmt: skip
     norm = np.linalg.norm
     for n, p in np.ndindex(N, N):
@@ -185,7 +185,7 @@ def test_composition_is_the_ratio_of_norms(kernels):
         ov = np.asarray(later_value[:, p // 2], np.float64) @ np.asarray(later_out[p], np.float64)
         for name, other in {"Q": reads, "K": reads.T, "V": ov}.items():
             expected = norm(writes @ other) / (norm(writes) * norm(other))
-            np.testing.assert_allclose(found[name][n, p], expected, rtol=1e-4)
+            np.testing.assert_allclose(result[name][n, p], expected, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -194,11 +194,11 @@ def test_composition_tells_a_wired_pair_of_heads_from_chance():
     dim = 64
     value, out, query, key = (normal(rng, shape) for shape in ((dim, 2, 8), (2, 8, dim), (dim, 2, 8), (dim, 2, 8)))
     key = key.at[:, 1].set(out[0].T)  # head 1 of the later layer looks for what head 0 of the earlier one writes
-    found = heads.composition(value, out, query=query, key=key)
-    assert set(found) == {"Q", "K"}
-    others = np.delete(np.ravel(found["K"]), 1)
-    assert found["K"][0, 1] > 0.35 and others.max() < 0.2
-    np.testing.assert_allclose(np.mean(found["Q"]), dim**-0.5, rtol=0.2)
+    result = heads.composition(value, out, query=query, key=key)
+    assert set(result) == {"Q", "K"}
+    others = np.delete(np.ravel(result["K"]), 1)
+    assert result["K"][0, 1] > 0.35 and others.max() < 0.2
+    np.testing.assert_allclose(np.mean(result["Q"]), dim**-0.5, rtol=0.2)
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_contributions_add_up_to_the_layer_s_output():
     params["out"]["bias"] += 0.5
     x = jax.random.normal(jax.random.key(1), (2, 9, M))
     query, key, value = (jattn.multi_head.project(params[name], x) for name in ("query", "key", "value"))
-    _, found = jattn.multi_head.attend_heads(query, key, value, is_causal=True, return_heads=True)
-    parts = heads.residual_contributions(found["z"], params["out"]["kernel"])
+    _, outputs = jattn.multi_head.attend_heads(query, key, value, is_causal=True, return_heads=True)
+    parts = heads.residual_contributions(outputs["z"], params["out"]["kernel"])
     assert parts.shape == (2, 9, N, M)
     expected = jattn.multi_head_attention(params, x, is_causal=True)
     np.testing.assert_allclose(parts.sum(-2) + params["out"]["bias"][None, None], expected, atol=1e-5)
@@ -232,29 +232,20 @@ def test_kernels_of_16_bits(kernels):
     assert heads.composition(half[1], half[2], query=query, key=key)["K"].dtype == jnp.float32
 
 
-def test_kernels_that_do_not_belong_together(kernels):
-    with pytest.raises(ValueError, match="each as a complete pair"):
-        heads.composition(kernels["value"], kernels["out"], query=kernels["query"])
-    with pytest.raises(ValueError, match="each as a complete pair"):
-        heads.composition(kernels["value"], kernels["out"])
-    with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
-        heads.ov_circuit(kernels["embed"], jnp.zeros((M, 4, D)), kernels["out"], kernels["unembed"])
-    with pytest.raises(ValueError, match="a column for each of the 17 rows of embed"):
-        heads.copying_score(kernels["embed"], kernels["value"], kernels["out"], jnp.zeros((M, V + 1)))
-
-
-def test_pairs_that_are_none(kernels):
-    args = [kernels[name] for name in ("embed", "value", "out", "unembed")]
-    pair = np.arange(3)
-    with pytest.raises(ValueError, match=r"sources must be integers \[E\], got float64 of shape \[3\]"):
-        heads.target_rank(*args, pair / 2, pair)
-    with pytest.raises(ValueError, match=r"targets must be integers \[E\], got int64 of shape \[3, 1\]"):
-        heads.target_rank(*args, pair, pair[:, None])
-    with pytest.raises(ValueError, match="sources and targets must have one length, got 3 and 2"):
-        heads.target_rank(*args, pair, pair[:2])
-    with pytest.raises(ValueError, match=r"sources must lie in \[0, 17\), got values from 0 to 17"):
-        heads.target_rank(*args, np.array([0, 17]), pair[:2])
-    with pytest.raises(ValueError, match=r"targets must lie in \[0, 17\), got values from -1 to 1"):
-        heads.target_rank(*args, pair, jnp.arange(3) - 1)
-    with pytest.raises(ValueError, match="6 heads cannot share kernels of 4 heads"):
-        heads.target_rank(args[0], jnp.zeros((M, 4, D)), *args[2:], pair, pair)
+def test_kernels_that_do_not_belong_together_and_pairs_that_are_none(kernels):
+    args = embed, value, out, unembed = [kernels[name] for name in ("embed", "value", "out", "unembed")]
+    pair, four = np.arange(3), jnp.zeros((M, 4, D))
+    for function, arguments, message in (
+        (lambda value, out: heads.composition(value, out, query=kernels["query"]), (value, out), "each as a complete pair"),
+        (heads.composition, (value, out), "each as a complete pair"),
+        (heads.ov_circuit, (embed, four, out, unembed), "6 heads cannot share kernels of 4 heads"),
+        (heads.copying_score, (embed, value, out, jnp.zeros((M, V + 1))), "a column for each of the 17 rows of embed"),
+        (heads.target_rank, (*args, pair / 2, pair), r"sources must be integers \[E\], got float64 of shape \[3\]"),
+        (heads.target_rank, (*args, pair, pair[:, None]), r"targets must be integers \[E\], got int64 of shape \[3, 1\]"),
+        (heads.target_rank, (*args, pair, pair[:2]), "sources and targets must have one length, got 3 and 2"),
+        (heads.target_rank, (*args, np.array([0, 17]), pair[:2]), r"sources must lie in \[0, 17\), got values from 0 to 17"),
+        (heads.target_rank, (*args, pair, jnp.arange(3) - 1), r"targets must lie in \[0, 17\), got values from -1 to 1"),
+        (heads.target_rank, (embed, four, out, unembed, pair, pair), "6 heads cannot share kernels of 4 heads"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)

@@ -23,17 +23,13 @@ def arrays(getkey):
 
 
 @pytest.mark.slow_except("True-nothing")
-@pytest.mark.parametrize(
-    "options, chunks",
-    [
-        ({}, [0, 1, 2, 3, 4, 5]),
-        ({"key_value_seq_lengths": np.array([9, 6])}, [0, 1, 2]),
-        ({"mask": SlidingWindow(5), "query_positions": np.array([14])}, [2, 3]),
-        ({"mask": np.arange(S)[None, :] // CHUNK == 1}, [1]),
-        ({"mask": np.zeros((1, S), bool)}, []),
-    ],
-    ids=["everything", "lengths", "window", "mask array", "nothing"],
-)
+@pytest.mark.parametrize("options, chunks", [
+    ({}, [0, 1, 2, 3, 4, 5]),
+    ({"key_value_seq_lengths": np.array([9, 6])}, [0, 1, 2]),
+    ({"mask": SlidingWindow(5), "query_positions": np.array([14])}, [2, 3]),
+    ({"mask": np.arange(S)[None, :] // CHUNK == 1}, [1]),
+    ({"mask": np.zeros((1, S), bool)}, []),
+], ids=["everything", "lengths", "window", "mask array", "nothing"])  # fmt: skip
 @pytest.mark.parametrize("traced", [False, True])
 def test_chunks_that_no_query_sees_are_not_computed(arrays, options, chunks, traced):
     computed = set()

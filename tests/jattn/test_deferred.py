@@ -21,6 +21,7 @@ from jattn.kernels.decode import Decode
 
 B, T, N, K, H = 2, 12, 4, 2, 8
 ALIBI = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SMALL = Blockwise((4, 4))
 PLATFORMS = ["cpu", "cuda", "tpu"]
 needs_native = pytest.mark.skipif(importlib.util.find_spec("jattn_native") is None, reason="needs jattn-native")
 
@@ -46,9 +47,9 @@ class TestExport:
     @staticmethod
     def products(text):
         """The dtypes of the products' arguments, and their numbers of batch axes."""
-        found = re.findall(r"stablehlo\.dot_general.*?: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x\w+>\)", text)
+        dtypes = re.findall(r"stablehlo\.dot_general.*?: \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x\w+>\)", text)
         batches = re.findall(r"stablehlo\.dot_general[^\n]*batching_dims = \[([0-9, ]*)\]", text)
-        return set(found), batches
+        return set(dtypes), batches
 
     def test_each_platform_has_its_own_program(self):
         cpu, tpu = self.text(["cpu"]), self.text(["tpu"])
@@ -88,9 +89,8 @@ class TestExport:
             return attend(*x, mask=masks.Causal() & masks.Segments(ids), return_residual=True, **options)
 
         def of_statistics(ids, q, k, _):
-            return heads.statistics(
-                q, k, mask=masks.Segments(ids), tokens=jnp.broadcast_to(ids, q.shape[:2]), **options
-            )
+            tokens = jnp.broadcast_to(ids, q.shape[:2])
+            return heads.statistics(q, k, mask=masks.Segments(ids), tokens=tokens, **options)
 
         def of_gradients(ids, *x):
             return jax.grad(lambda x: of_call(ids, *x)[0].sum())(x)
@@ -146,9 +146,7 @@ class TestPlacement:
         assert [computed.count(b) for b in (0, 1)] == [2 * 16, 4 * 16]
 
     @pytest.mark.slow_except("xla")
-    @pytest.mark.parametrize(
-        "implementation", [Blockwise((4, 4)), Decode(4), "xla"], ids=["blockwise", "decode", "xla"]
-    )
+    @pytest.mark.parametrize("implementation", [SMALL, Decode(4), "xla"], ids=["blockwise", "decode", "xla"])
     def test_inside_shard_map_as_it_is(self, implementation):
         """With check_vma: values and gradients equal those of one device, also for replicated arrays."""
         mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
@@ -178,8 +176,8 @@ class TestPlacement:
         mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
         with jax.set_mesh(mesh):
             there = jax.device_put(x, jax.sharding.NamedSharding(mesh, PartitionSpec("data", None, "heads")))
-            found = divergence(there)
-        chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-6)
+            result = divergence(there)
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, result), wanted, atol=1e-6)
 
 
 POLICIES = {
@@ -209,10 +207,8 @@ class TestRemat:
         ("dots without batch", "nothing", "names"),
     ])  # fmt: skip
     def test_memory_under_every_policy(self, names, heads):
-        plain, *others = (
-            self.compiled(policy, heads=heads).memory_analysis().temp_size_in_bytes
-            for policy in (None, *(POLICIES[name] for name in names))
-        )
+        memory = lambda policy: self.compiled(policy, heads=heads).memory_analysis().temp_size_in_bytes
+        plain, *others = map(memory, (None, *(POLICIES[name] for name in names)))
         assert max(others) <= 2 * plain
 
     @pytest.mark.slow
@@ -238,7 +234,6 @@ def counting_compilations():
         jax.monitoring.clear_event_listeners()
 
 
-SMALL = Blockwise((4, 4))
 EAGER = {
     "attention": lambda q, k, v, number: attend(q, k, v, scale=number, is_causal=True, implementation=SMALL),
     "dense": lambda q, k, v, number: attend(q, k, v, scale=number, key_value_seq_lengths=np.array([7, 12])),
@@ -280,8 +275,8 @@ class TestEager:
         for by in (1.0, 3.0):
             stretch.by = by
             for mod in (stretch, score_mods.then(stretch, score_mods.SoftCap(50.0))):
-                found = attend(*arrays, score_mod=mod, implementation=SMALL)
-                np.testing.assert_allclose(found, attend(*arrays, score_mod=mod), atol=1e-5)
+                result = attend(*arrays, score_mod=mod, implementation=SMALL)
+                np.testing.assert_allclose(result, attend(*arrays, score_mod=mod), atol=1e-5)
 
     def test_fresh_functions_that_do_the_same_are_one_program(self):
         x = floats(1, 8, 1, 4)
@@ -289,15 +284,15 @@ class TestEager:
         mods = [lambda s, b, h, q, kv, table=table: s + table[kv] for table in tables]
         attend(x, x, x, score_mod=mods[0], implementation=SMALL)
         with counting_compilations() as seen:
-            found = [attend(x, x, x, score_mod=mod, implementation=SMALL) for mod in mods]
+            results = [attend(x, x, x, score_mod=mod, implementation=SMALL) for mod in mods]
         assert not seen
-        assert len({float(x.sum()) for x in found}) == len(mods)
+        assert len({float(x.sum()) for x in results}) == len(mods)
 
     def test_without_jit(self):
         arrays = qkv()
         with jax.disable_jit():
-            found = attend(*arrays, implementation=SMALL)
-        np.testing.assert_array_equal(found, attend(*arrays, implementation=SMALL))
+            result = attend(*arrays, implementation=SMALL)
+        np.testing.assert_array_equal(result, attend(*arrays, implementation=SMALL))
 
     def test_what_is_kept_is_bounded(self):
         assert deferred._compiled.cache_info().maxsize == deferred._jitted.cache_info().maxsize == deferred.PROGRAMS
@@ -306,8 +301,8 @@ class TestEager:
         """jax_debug_infs checks the results of a program."""
         for options in {"is_causal": True}, {"mask": np.arange(T)[None, :] < 5}:
             with jax.debug_infs(True):
-                found = attend(*qkv(), **options)
-            np.testing.assert_array_equal(found, attend(*qkv(), **options))
+                result = attend(*qkv(), **options)
+            np.testing.assert_array_equal(result, attend(*qkv(), **options))
 
 
 def cube(platform, x, y):
@@ -322,9 +317,8 @@ def marked(platform, args, cotangents, wanted):
 
 class TestByHand:
     def call(self, x, y):
-        return deferred.call(
-            deferred.CustomRules(cube, vjp=marked, count=1), x, y, out=jax.ShapeDtypeStruct((), jnp.float32)
-        )
+        rules = deferred.CustomRules(cube, vjp=marked, count=1)
+        return deferred.call(rules, x, y, out=jax.ShapeDtypeStruct((), jnp.float32))
 
     @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
     def test_is_the_first_reverse_derivative_in_its_own_operands(self, transform):
@@ -363,11 +357,11 @@ def test_results_that_nothing_depends_on_have_no_cotangent(transform):
     x = jnp.full(3, 2.0) if transform is jax.vmap else 2.0
     uses = {1: lambda y: y[0], 10: lambda y: y[1], 11: sum, 0: lambda y: jnp.zeros(())}
     for expected, use in uses.items():
-        found = transform(jax.grad(lambda x, use=use: use(call(x, by_hand))))(x)
-        np.testing.assert_array_equal(found, np.full(np.shape(x), expected))
+        result = transform(jax.grad(lambda x, use=use: use(call(x, by_hand))))(x)
+        np.testing.assert_array_equal(result, np.full(np.shape(x), expected))
     for expected, use in ((4.0, uses[1]), (12.0, uses[10]), (16.0, sum)):
-        found = transform(jax.grad(lambda x, use=use: use(call(x, two))))(x)
-        np.testing.assert_allclose(found, np.full(np.shape(x), expected))
+        result = transform(jax.grad(lambda x, use=use: use(call(x, two))))(x)
+        np.testing.assert_allclose(result, np.full(np.shape(x), expected))
         second = transform(jax.jacfwd(jax.grad(lambda x, use=use: use(call(x, two)))))(x)
         np.testing.assert_allclose(second, np.full(np.shape(x), {4.0: 2.0, 12.0: 12.0, 16.0: 14.0}[expected]))
 
@@ -409,25 +403,20 @@ class TestHeads:
 
 
 DEBUGGING = {
-    "checking_leaks": jax.checking_leaks,
-    "debug_nans": lambda: jax.debug_nans(True),
-    "disable_jit": jax.disable_jit,
+    "checking_leaks": jax.checking_leaks, "debug_nans": lambda: jax.debug_nans(True), "disable_jit": jax.disable_jit,
     "enable_checks": lambda: jax.enable_checks(True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", DEBUGGING)
-@pytest.mark.parametrize(
-    "implementation",
-    ["xla", "blockwise", "decode", pytest.param("native", marks=needs_native)],
-)
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", "decode", pytest.param("native", marks=needs_native)])
 def test_jaxs_debugging_modes(mode, implementation):
     """Forward, gradients and jvp, of what a score function captures, too."""
 
     def loss(x, slopes):
-        own = lambda s, b, h, q_idx, kv_idx: s * slopes[h]
-        mod = score_mods.Alibi(slopes) if implementation == "native" else own
+        by_slope = lambda s, b, h, q_idx, kv_idx: s * slopes[h]
+        mod = score_mods.Alibi(slopes) if implementation == "native" else by_slope
         return attend(x, x, x, score_mod=mod, scale=slopes[0], is_causal=True, implementation=implementation).sum()
 
     arguments = floats(1, T, 2, H), jnp.float32([0.5, 0.25])

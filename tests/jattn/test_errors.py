@@ -41,9 +41,7 @@ def test_the_table_is_long_enough():
 
 X, INPUTS = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 16))
 MODEL = jattn.nnx.MultiHeadAttention(2, 16, rngs=nnx.Rngs(0))
-FLAXS = nnx.MultiHeadAttention(
-    2, 16, decode=False, attention_fn=jattn.nnx.dot_product_attention, rngs=nnx.Rngs(0)
-)  # fmt: skip
+FLAXS = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=jattn.nnx.dot_product_attention, rngs=nnx.Rngs(0))
 LINEN = jattn.linen.MultiHeadAttention(2)
 
 
@@ -97,9 +95,7 @@ CALLS = {
     "mask, blockwise": (attention("blockwise", mask=mask), "mask"),
     "score_mod, blockwise": (attention("blockwise", score_mod=score_mod), "score_mod"),
     "part of a mask": (attention(mask=jattn.masks.Causal() & ~jattn.masks.and_masks(mask)), "mask"),
-    "second score_mod": (
-        attention(score_mod=jattn.score_mods.then(jattn.score_mods.SoftCap(1.0), score_mod)), "score_mod"
-    ),
+    "second score_mod": (attention(score_mod=jattn.score_mods.then(jattn.score_mods.SoftCap(1.0), score_mod)), "score_mod"),
     "class": (attention(mask=Raises()), "mask"),
     "class, score": (attention(score_mod=RaisesScore()), "score_mod"),
     "class, blockwise": (attention("blockwise", mask=Raises()), "mask"),
@@ -114,9 +110,7 @@ CALLS = {
     "weights": (lambda: jattn.attention_weights(X, X, mask=mask), "mask"),
     "fold_weights": (lambda: jattn.fold_weights(lambda c, *x: c, 0.0, X, X, score_mod=score_mod), "score_mod"),
     "attend": (lambda: jattn.attend(X[0, :, 0], X[0, :, 0], X[0, :, 0], mask=mask), "mask"),
-    "attend, head": (
-        lambda: jattn.attend(X[0, :, 0], X[0, :, 0], X[0, :, 0], score_mod=score_mod, batch=0, head=0), "score_mod"
-    ),
+    "attend, head": (lambda: jattn.attend(X[0, :, 0], X[0, :, 0], X[0, :, 0], score_mod=score_mod, batch=0, head=0), "score_mod"),
     "one head in blocks": (lambda: jattn.blockwise(X[0, :, 0], X[0, :, 0], X[0, :, 0], mask=Raises()), "mask"),
     "statistics": (lambda: jattn.heads.statistics(X, X, mask=mask), "mask"),
     "forbid": (attention(mask=jattn.heads.forbid(mask, [0])), "mask"),

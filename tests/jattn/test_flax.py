@@ -70,9 +70,8 @@ class LINEN:
             rngs = {} if dropout is None else {"rngs": {"dropout": dropout}}
             if not sow_weights:
                 return module.apply({"params": params}, *inputs, **call, **rngs)
-            y, sown = module.apply(
-                {"params": params}, *inputs, sow_weights=True, mutable=["intermediates"], **call, **rngs
-            )
+            call |= {"sow_weights": True, "mutable": ["intermediates"]}
+            y, sown = module.apply({"params": params}, *inputs, **call, **rngs)
             (weights,) = sown["intermediates"]["attention_weights"]
             return y, weights
 
@@ -113,11 +112,9 @@ def draw(system, seed):
     pick = lambda choices: choices[rng.integers(len(choices))]
     chosen = {name: pick(choices) for name, choices in (OPTIONS | system.drawn).items()}
     return (
-        {name: value for name, value in chosen.items() if value is not None},
-        pick(list(INPUTS)),
-        pick(list(MASKS)),
+        {name: value for name, value in chosen.items() if value is not None}, pick(list(INPUTS)), pick(list(MASKS)),
         rng,
-    )
+    )  # fmt: skip
 
 
 def relative(got, expected):
@@ -170,9 +167,8 @@ def test_names_of_the_module_classes(system):
             return self.layer(N)(x)
 
     for name in system.classes:
-        ours, theirs = (
-            Model(getattr(lib, name)).init(jax.random.key(0), next(inputs())) for lib in (system.ours, linen)
-        )
+        models = (Model(getattr(library, name)) for library in (system.ours, linen))
+        ours, theirs = (model.init(jax.random.key(0), next(inputs())) for model in models)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
@@ -212,9 +208,8 @@ def test_a_drawn_grid_of_options(system, seed):
             y, weights = apply(params, *args, mask=mask, deterministic=True, sow_weights=True)
             return jnp.sum(jnp.sin(y.astype(jnp.float32)) * jnp.cos(jnp.arange(y.shape[-1]))), (y, weights)
 
-        (_, (y, weights)), gradients = jax.jit(
-            jax.value_and_grad(loss, argnums=tuple(range(len(args) + 1)), has_aux=True)
-        )(ours, *args)
+        step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(args) + 1)), has_aux=True))
+        (_, (y, weights)), gradients = step(ours, *args)
         return y, weights, gradients
 
     with flaxs_promotion():
@@ -282,11 +277,9 @@ def test_asking_for_weights_changes_no_bit(system):
     x, _ = inputs()
     for dtype in (jnp.float32, jnp.bfloat16):
         params, apply = system.make(system.ours, x, jax.random.key(0), dtype=dtype)
-        call = lambda sow, apply=apply, params=params: jax.jit(
-            lambda: apply(params, x, is_causal=True, sow_weights=sow)
-        )()
-        y, weights = call(True)
-        np.testing.assert_array_equal(call(False), y)
+        call = jax.jit(functools.partial(apply, is_causal=True), static_argnames="sow_weights")
+        y, weights = call(params, x, sow_weights=True)
+        np.testing.assert_array_equal(call(params, x, sow_weights=False), y)
         assert weights.dtype == dtype
         np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.tri(T) > 0, (B, N, T, T)))
 
@@ -306,10 +299,8 @@ def test_dropout_agrees_in_distribution(system, broadcast):
         with flaxs_promotion():
             params, apply = system.make(library, x, jax.random.key(0), **options)
             keys = jax.random.split(jax.random.key(5), 400)
-            y = np.asarray(
-                jax.jit(jax.vmap(lambda key, p=params, f=apply: f(p, x, dropout=key, deterministic=False)))(keys),
-                np.float64,
-            )
+            draw = lambda key, p=params, f=apply: f(p, x, dropout=key, deterministic=False)
+            y = np.asarray(jax.jit(jax.vmap(draw))(keys), np.float64)
             off = apply(params, x, deterministic=True)
         moments[name] = y.mean(0), y.var(0), np.asarray(off)
     ours, theirs = moments["ours"], moments["theirs"]
@@ -324,12 +315,8 @@ def test_which_weights_are_dropped_together():
     q = jax.random.normal(jax.random.key(0), (B, T, N, 5))
     v = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, N, T))
     for fn in (jattn.nnx.dot_product_attention, jattn.linen.dot_product_attention):
-        kept = {
-            broadcast: np.asarray(
-                fn(q, q, v, dropout_rate=0.5, dropout_rng=jax.random.key(1), broadcast_dropout=broadcast) != 0
-            ).transpose(0, 2, 1, 3)
-            for broadcast in (True, False)
-        }
+        drop = functools.partial(fn, q, q, v, dropout_rate=0.5, dropout_rng=jax.random.key(1))
+        kept = {shared: np.moveaxis(drop(broadcast_dropout=shared) != 0, 2, 1) for shared in (True, False)}
         np.testing.assert_array_equal(kept[True], np.broadcast_to(kept[True][:1, :1], kept[True].shape))
         assert (kept[False][0, 0] != kept[False][1, 0]).any() and (kept[False][0, 0] != kept[False][0, 1]).any()
         assert all(0.3 < x.mean() < 0.7 for x in kept.values())
@@ -350,17 +337,15 @@ def test_who_decides_whether_dropout_is_on(system):
     assert relative(on[0], off) > 0.01
     np.testing.assert_array_equal(*on)
     if system is LINEN:
-        np.testing.assert_array_equal(
-            apply(params, x, deterministic=False, dropout_rng=key), apply(params, x, deterministic=False, dropout_rng=key, dropout=jax.random.key(9))
-        )  # fmt: skip
+        by_argument = functools.partial(apply, params, x, deterministic=False, dropout_rng=key)
+        np.testing.assert_array_equal(by_argument(), by_argument(dropout=jax.random.key(9)))
         with pytest.raises(flax.errors.InvalidRngError):
             apply(params, x, deterministic=False)
     else:
-        module = jattn.nnx.MultiHeadAttention(N, M, dropout_rate=0.5, deterministic=False, rngs=nnx.Rngs(0, dropout=1))
+        options = {"dropout_rate": 0.5, "deterministic": False}
+        module = jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0, dropout=1))
         assert relative(module(x), module(x)) > 0.01, "the stream must advance"
-        module = jattn.nnx.MultiHeadAttention(
-            N, M, dropout_rate=0.5, deterministic=False, keep_rngs=False, rngs=nnx.Rngs(0)
-        )
+        module = jattn.nnx.MultiHeadAttention(N, M, **options, keep_rngs=False, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match="dropout needs a random key"):
             module(x)
 
@@ -384,12 +369,10 @@ def test_a_function_of_the_users_gets_flaxs_keywords(system):
             def fn(query, key, value, mask=None, dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
                    deterministic=False, dtype=None, precision=None, force_fp32_for_softmax=False,
                    qk_attn_weights_einsum=None, attn_weights_value_einsum=None):  # fmt: skip
-                keywords = {
-                    name: x
-                    for name, x in locals().items()
-                    if name not in ("query", "key", "value", "library", "record")
-                }
-                return record(library, query, key, value, **keywords)
+                keywords = dict(locals())
+                positional = [keywords.pop(name) for name in ("library", "query", "key", "value")]
+                keywords.pop("record")
+                return record(*positional, **keywords)
 
             return fn
     else:
@@ -417,19 +400,14 @@ def test_flaxs_modules_with_jattns_attention_fn(system):
         params, plain = system.make(system.theirs, x, jax.random.key(0))
         _, upgraded = system.make(system.theirs, x, jax.random.key(0), attention_fn=ours)
         for call in ({}, {"mask": mask}):
-            for got, expected in zip(
-                upgraded(params, x, x_kv, sow_weights=True, **call),
-                plain(params, x, x_kv, sow_weights=True, **call),
-                strict=True,
-            ):
+            results = (run(params, x, x_kv, sow_weights=True, **call) for run in (upgraded, plain))
+            for got, expected in zip(*results, strict=True):
                 assert relative(got, expected) < 1e-6
-        position = jattn.positions.Rotary(fraction=1.0)
-        capped = functools.partial(ours, position=position, score_mod=jattn.score_mods.SoftCap(2.0), is_causal=True)
+        options = {"position": jattn.positions.Rotary(fraction=1.0), "score_mod": jattn.score_mods.SoftCap(2.0)}
+        capped = functools.partial(ours, **options, is_causal=True)
         if system is LINEN:  # Flax's Linen module looks keywords up in the signature, which partial keeps
             _, upgraded = system.make(system.theirs, x, jax.random.key(0), attention_fn=capped)
-            _, whole = system.make(
-                system.ours, x, jax.random.key(0), position=position, score_mod=jattn.score_mods.SoftCap(2.0)
-            )
+            _, whole = system.make(system.ours, x, jax.random.key(0), **options)
             assert relative(upgraded(params, x), whole(params, x, is_causal=True)) < 1e-6
 
 
@@ -466,9 +444,8 @@ def test_a_dot_general_of_the_users_is_used(system):
         count.append(1)
         return jax.lax.dot_general(*args, **kwargs)
 
-    params, apply = system.make(
-        system.ours, x, jax.random.key(0), qkv_dot_general=dot_general, out_dot_general=dot_general
-    )
+    options = {"qkv_dot_general": dot_general, "out_dot_general": dot_general}
+    params, apply = system.make(system.ours, x, jax.random.key(0), **options)
     count.clear()
     apply(params, x)
     assert len(count) == 4

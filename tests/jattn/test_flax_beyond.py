@@ -40,12 +40,9 @@ def test_the_modules_and_the_function_agree(getkey, x):
     positions = jnp.arange(T)[None] + jnp.array([[0], [5]])
     sinks = jax.random.normal(getkey(), (N,))
     call = {
-        "mask": masks.Causal() | masks.Prefix(2),
-        "bias": jax.random.normal(getkey(), (1, N, T, T)),
-        "head_gate": jnp.arange(1.0, N + 1),
-        "scale": 0.3,
-        "local_window_size": (3, 2),
-    }
+        "mask": masks.Causal() | masks.Prefix(2), "bias": jax.random.normal(getkey(), (1, N, T, T)),
+        "head_gate": jnp.arange(1.0, N + 1), "scale": 0.3, "local_window_size": (3, 2),
+    }  # fmt: skip
     score_mod = jattn.score_mods.SoftCap(3.0)
     expected = jattn.multi_head_attention(
         params, x, position=BEYOND["position"], query_positions=positions, kv_positions=positions, score_mod=score_mod,
@@ -135,9 +132,8 @@ def test_nnx_transforms(getkey, x, graph):
         graphdef, state = nnx.split(module)
         np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(module, x), nnx.merge(graphdef, state)(x), atol=1e-6)
         gradients = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(module)
-        assert all(
-            np.abs(leaf).max() > 0 for path, leaf in jax.tree.leaves_with_path(gradients) if "'bias'" not in str(path)
-        )
+        slopes = jax.tree.leaves_with_path(gradients)
+        assert all(np.abs(leaf).max() > 0 for path, leaf in slopes if "'bias'" not in str(path))
 
         @nnx.vmap(in_axes=0, out_axes=0)
         def build(key):
@@ -197,13 +193,10 @@ def test_sharding_metadata_of_the_parameters():
     """As in Flax, the metadata for kernels and biases is attached to the parameters."""
     options = {"kernel_metadata": {"kind": "qkv"}, "out_kernel_metadata": {"kind": "out"}, "bias_metadata": {"kind": "bias"},
                "query_ln_scale_metadata": {"kind": "query"}, "key_ln_scale_metadata": {"kind": "key"}}  # fmt: skip
-    ours, theirs = (
-        kind(N, M, normalize_qk=True, decode=False, rngs=nnx.Rngs(0), **options)
-        for kind in (jattn.nnx.MultiHeadAttention, nnx.MultiHeadAttention)
-    )
-    kinds = lambda module: {
-        path: leaf.get_metadata().get("kind") for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))
-    }
+    make = lambda kind: kind(N, M, normalize_qk=True, decode=False, rngs=nnx.Rngs(0), **options)
+    ours, theirs = make(jattn.nnx.MultiHeadAttention), make(nnx.MultiHeadAttention)
+    state = lambda module: nnx.to_flat_state(nnx.state(module, nnx.Param))
+    kinds = lambda module: {path: leaf.get_metadata().get("kind") for path, leaf in state(module)}
     assert kinds(ours) == kinds(theirs) and None not in kinds(ours).values()
 
 
@@ -249,10 +242,8 @@ def test_is_causal_while_decoding(x):
 
 def test_decode_may_be_left_unsaid(x):
     """Flax requires ``decode`` at construction or at the call."""
-    np.testing.assert_array_equal(
-        jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))(x),
-        jattn.nnx.MultiHeadAttention(N, M, decode=False, rngs=nnx.Rngs(0))(x),
-    )
+    make = lambda **options: jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(make()(x), make(decode=False)(x))
     with flaxs_promotion(), pytest.raises(ValueError, match="No `decode` argument"):
         nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0))(x)
 
@@ -278,9 +269,8 @@ def test_precision_reaches_the_products(x):
         module = kind(N, M, precision="highest", decode=False, rngs=nnx.Rngs(0))
         with flaxs_promotion():
             text = str(jax.make_jaxpr(lambda x: module(x))(x))
-        return text.count("dot_general["), text.count("precision=Precision.HIGHEST") + text.count(
-            "precision=(Precision.HIGHEST"
-        )
+        highest = "precision=Precision.HIGHEST", "precision=(Precision.HIGHEST"
+        return text.count("dot_general["), sum(map(text.count, highest))
 
     ours, theirs = precisions(jattn.nnx.MultiHeadAttention), precisions(nnx.MultiHeadAttention)
     assert ours[0] == ours[1] and theirs[0] > theirs[1]

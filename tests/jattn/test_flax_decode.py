@@ -16,13 +16,8 @@ from jattn.positions import Rotary
 
 B, T, M, N = 2, 9, 12, 6
 BEYOND = {
-    "num_kv_heads": 3,
-    "value_dim": 5,
-    "qkv_features": 24,
-    "position": Rotary(100.0),
-    "sinks": True,
-    "qk_norm": "rms",
-}
+    "num_kv_heads": 3, "value_dim": 5, "qkv_features": 24, "position": Rotary(100.0), "sinks": True, "qk_norm": "rms",
+}  # fmt: skip
 CHUNKS = {"one by one": [1] * T, "chunks": [4, 1, 3, 1]}
 
 
@@ -34,7 +29,7 @@ def x():
 class NNX:
     """Flax's protocol: ``init_cache`` with the maximum length, then calls with ``decode=True``."""
 
-    own = jattn.nnx.MultiHeadAttention
+    ours = jattn.nnx.MultiHeadAttention
     flaxs = nnx.MultiHeadAttention
 
     @staticmethod
@@ -57,7 +52,7 @@ class NNX:
 class LINEN:
     """Flax's protocol: ``init`` with an input of the maximum length, then ``apply`` with ``mutable=["cache"]``."""
 
-    own = jattn.linen.MultiHeadDotProductAttention
+    ours = jattn.linen.MultiHeadDotProductAttention
     flaxs = linen.MultiHeadDotProductAttention
 
     @staticmethod
@@ -70,11 +65,8 @@ class LINEN:
         module = kind(N, decode=True, **options)
         variables = jax.jit(module.init)(jax.random.key(0), jnp.zeros((*x.shape[:-2], length, M), x.dtype))
         params, cache = variables["params"], variables["cache"] | {"cache_index": jnp.zeros((), index)}
-        step = jax.jit(
-            lambda params, cache, x, call: module.apply(
-                {"params": params, "cache": cache}, x, **call, mutable=["cache"]
-            )
-        )
+        apply = functools.partial(module.apply, mutable=["cache"])
+        step = jax.jit(lambda params, cache, x, call: apply({"params": params, "cache": cache}, x, **call))
         outputs, start = [], 0
         for size in chunks:
             y, updated = step(params, cache, x[..., start : start + size, :], call(start, size))
@@ -95,7 +87,7 @@ def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
     call = lambda start, length: {"mask": mask[:, :, start : start + length]}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         expected, theirs, _ = system.decode(system.flaxs, x, CHUNKS["one by one"], call)
-    got, ours, step = system.decode(system.own, x, CHUNKS["one by one"], call)
+    got, ours, step = system.decode(system.ours, x, CHUNKS["one by one"], call)
     np.testing.assert_allclose(got, expected, atol=1e-6)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for name in ("cached_key", "cached_value", "cache_index"):
@@ -107,8 +99,8 @@ def test_flaxs_protocol_gives_flaxs_numbers_and_flaxs_cache(system, x):
 @SYSTEMS
 @pytest.mark.parametrize("options", [{}, BEYOND], ids=["plain", "beyond"])
 def test_decoding_equals_the_full_pass(system, options, x):
-    got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], length=T + 2, **options)
-    np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}, **options), atol=1e-5)
+    got, _, _ = system.decode(system.ours, x, CHUNKS["chunks"], length=T + 2, **options)
+    np.testing.assert_allclose(got, system.full(system.ours, x, {"is_causal": True}, **options), atol=1e-5)
 
 
 @pytest.mark.slow_except("uint32-nnx")
@@ -117,8 +109,8 @@ def test_decoding_equals_the_full_pass(system, options, x):
 def test_decoding_where_64_bits_are_enabled(system, index, x):
     """The index keeps its dtype, and a chunk without tokens works."""
     with jax.enable_x64(True):
-        expected = system.full(system.own, x, {"is_causal": True})
-        got, cache, _ = system.decode(system.own, x, [4, 0, 1, 4], index=index)
+        expected = system.full(system.ours, x, {"is_causal": True})
+        got, cache, _ = system.decode(system.ours, x, [4, 0, 1, 4], index=index)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert got.dtype == jnp.float32 and cache["cache_index"].dtype == index and int(cache["cache_index"]) == T
 
@@ -128,8 +120,8 @@ def test_decoding_where_64_bits_are_enabled(system, index, x):
 def test_a_mask_of_positions_decides_by_itself(system, x):
     mask = masks.SlidingWindow(2) | masks.Prefix(3)
     call = lambda start, length: {"mask": mask}
-    got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], call)
-    np.testing.assert_allclose(got, system.full(system.own, x, {"mask": mask}), atol=1e-5)
+    got, _, _ = system.decode(system.ours, x, CHUNKS["chunks"], call)
+    np.testing.assert_allclose(got, system.full(system.ours, x, {"mask": mask}), atol=1e-5)
 
 
 @pytest.mark.slow_except("nnx")
@@ -138,57 +130,43 @@ def test_a_function_of_the_users_decodes_too(system, x):
     """As in Flax, it gets all slots and a mask array; also in chunks."""
     flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        got, _, _ = system.decode(system.own, x, CHUNKS["chunks"], attention_fn=flaxs)
-        np.testing.assert_allclose(got, system.full(system.own, x, {"is_causal": True}), atol=1e-5)
+        got, _, _ = system.decode(system.ours, x, CHUNKS["chunks"], attention_fn=flaxs)
+        np.testing.assert_allclose(got, system.full(system.ours, x, {"is_causal": True}), atol=1e-5)
 
 
 @pytest.mark.slow
 @SYSTEMS
 def test_several_batch_axes_and_none(system, x):
     for some in (x[0], jnp.stack([x, 2 * x, -x])):
-        got, cache, _ = system.decode(system.own, some, [4, 0, 5])
-        np.testing.assert_allclose(got, system.full(system.own, some, {"is_causal": True}), atol=1e-5)
+        got, cache, _ = system.decode(system.ours, some, [4, 0, 5])
+        np.testing.assert_allclose(got, system.full(system.ours, some, {"is_causal": True}), atol=1e-5)
         assert cache["cached_key"].shape == (*some.shape[:-2], T, N, 2)
 
 
 @SYSTEMS
-def test_a_batch_or_head_that_does_not_fit_the_cache(system, x):
-    with pytest.raises(ValueError, match=r"the autoregressive cache, of shape \[2, 9, 6, 2\], takes keys of shape"):
-        if system is NNX:
-            module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
-            module.init_cache(x.shape)
-            module(x[:1, :1])
-        else:
-            module = jattn.linen.MultiHeadAttention(N, decode=True)
-            variables = module.init(jax.random.key(0), x)
-            module.apply(variables, x[:1, :1], mutable=["cache"])
-
-
-@SYSTEMS
-def test_too_many_tokens(system, x):
-    more = jnp.concatenate([x, x[:, :1]], axis=1)
+def test_what_does_not_fit_the_cache(system, x):
     if system is NNX:
-        module = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
-        module.init_cache(x.shape)
-        call = module
+        call = jattn.nnx.MultiHeadAttention(N, M, decode=True, rngs=nnx.Rngs(0))
+        call.init_cache(x.shape)
     else:
         module = jattn.linen.MultiHeadAttention(N, decode=True)
-        variables = module.init(jax.random.key(0), x)
-        call = functools.partial(module.apply, variables, mutable=["cache"])
+        call = functools.partial(module.apply, module.init(jax.random.key(0), x), mutable=["cache"])
+    with pytest.raises(ValueError, match=r"the autoregressive cache, of shape \[2, 9, 6, 2\], takes keys of shape"):
+        call(x[:1, :1])
     with pytest.raises(ValueError, match="10 tokens do not fit into a cache of 9"):
-        call(more)
+        call(jnp.concatenate([x, x[:, :1]], axis=1))
 
 
 @pytest.mark.slow_except("own-nnx")
 @SYSTEMS
-@pytest.mark.parametrize("own", [True, False], ids=["own", "flaxs"])
-def test_a_full_cache_stays_nan_where_the_mask_hides_its_end(system, own, x):
+@pytest.mark.parametrize("ours", [True, False], ids=["own", "flaxs"])
+def test_a_full_cache_stays_nan_where_the_mask_hides_its_end(system, ours, x):
     """With a window, and with a function of the user's, which gets a mask array."""
-    mask = masks.SlidingWindow(1) if own else np.arange(4) < 2
+    mask = masks.SlidingWindow(1) if ours else np.arange(4) < 2
     flaxs = nnx.dot_product_attention if system is NNX else linen.dot_product_attention
-    options = {} if own else {"attention_fn": flaxs}
+    options = {} if ours else {"attention_fn": flaxs}
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        got, _, _ = system.decode(system.own, x, [1] * T, lambda start, length: {"mask": mask}, length=4, **options)
+        got, _, _ = system.decode(system.ours, x, [1] * T, lambda start, length: {"mask": mask}, length=4, **options)
     np.testing.assert_array_equal(np.isnan(got).all((0, 2)), np.arange(T) >= 4)
     assert np.isfinite(got[:, :4]).all()
 
@@ -220,7 +198,7 @@ def test_a_cache_that_is_handed_over(system, rolling, x):
 
 
 def test_decoding_compiles_once(x):
-    _, _, step = LINEN.decode(LINEN.own, x, CHUNKS["one by one"])
+    _, _, step = LINEN.decode(LINEN.ours, x, CHUNKS["one by one"])
     assert step._cache_size() == 1
 
 
@@ -228,7 +206,7 @@ def test_set_view_builds_the_cache(x):
     """Flax's own checks for attributes that always exist, and builds no cache."""
     module = nnx.view(jattn.nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0)), decode=True, batch_size=B, max_length=T)
     got = jnp.concatenate([module(x[:, i : i + 1]) for i in range(T)], axis=1)
-    np.testing.assert_allclose(got, NNX.full(NNX.own, x, {"is_causal": True}), atol=1e-5)
+    np.testing.assert_allclose(got, NNX.full(NNX.ours, x, {"is_causal": True}), atol=1e-5)
     theirs = nnx.view(nnx.MultiHeadAttention(N, M, rngs=nnx.Rngs(0)), decode=True, batch_size=B, max_length=T)
     with pytest.raises(ValueError, match="cache not initialized"):
         theirs(x[:, :1])

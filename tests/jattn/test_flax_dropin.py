@@ -37,22 +37,17 @@ def signature(fn):
     return [(p.name, callable(p.default) or p.default, p.kind) for p in parameters]
 
 
-@pytest.mark.parametrize(
-    "ours, theirs",
-    [
-        (jattn.nnx.dot_product_attention_weights, nnx.nn.attention.dot_product_attention_weights),
-        (jattn.linen.dot_product_attention_weights, linen.dot_product_attention_weights),
-        (jattn.linen.SelfAttention.__call__, linen.SelfAttention.__call__),
-    ],
-    ids=["nnx weights", "linen weights", "linen SelfAttention"],
-)
+@pytest.mark.parametrize("ours, theirs", [
+    (jattn.nnx.dot_product_attention_weights, nnx.nn.attention.dot_product_attention_weights),
+    (jattn.linen.dot_product_attention_weights, linen.dot_product_attention_weights),
+    (jattn.linen.SelfAttention.__call__, linen.SelfAttention.__call__),
+], ids=["nnx weights", "linen weights", "linen SelfAttention"])  # fmt: skip
 def test_signatures_begin_as_flaxs(ours, theirs):
     """Names, order, defaults and kinds; jattn's own arguments follow and are keyword-only."""
     ours, theirs = signature(ours), signature(theirs)
     assert ours[: len(theirs)] == theirs
-    assert all(
-        kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) for *_, kind in ours[len(theirs) :]
-    )
+    by_name = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    assert all(kind in by_name for *_, kind in ours[len(theirs) :])
 
 
 @pytest.mark.slow
@@ -75,9 +70,8 @@ def test_weights_are_flaxs(ours, theirs, qkv):
             np.testing.assert_allclose(got, expected, atol=1e-6 if dtype == jnp.float32 else 0.02)
             np.testing.assert_array_equal(sown["attention_weights"], got)
     if theirs is linen:
-        wide = ours.dot_product_attention_weights(
-            query.astype(jnp.bfloat16), key.astype(jnp.bfloat16), force_fp32_for_softmax=True
-        )
+        half = query.astype(jnp.bfloat16), key.astype(jnp.bfloat16)
+        wide = ours.dot_product_attention_weights(*half, force_fp32_for_softmax=True)
         assert wide.dtype == jnp.float32
         formulas = []
         einsum = lambda formula, *args: formulas.append(formula) or jnp.einsum(formula, *args)

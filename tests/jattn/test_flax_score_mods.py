@@ -82,15 +82,15 @@ def in_nnx(params, x, mod):
 
 def in_linen(params, x, mod):
     module = jattn.linen.MultiHeadAttention(N, score_mod=mod)
-    made = module.init(jax.random.key(0), x)["params"]
-    params = made | params
+    initial = module.init(jax.random.key(0), x)["params"]
+    params = initial | params
 
     def of(params):
         y = module.apply({"params": params}, x)
         return loss(y), y
 
     (_, y), gradients = jax.jit(jax.value_and_grad(of, has_aux=True))(params)
-    return gradients.get("score_mod", {}), y, made
+    return gradients.get("score_mod", {}), y, initial
 
 
 @pytest.mark.slow
@@ -109,19 +109,19 @@ def test_what_is_learned_is_what_the_function_of_it_says(params, x, name):
         (_, expected), gradient = jax.jit(jax.value_and_grad(of, has_aux=True))(array)
         assert np.abs(gradient).max() > 1e-3
     for in_system in (in_nnx, in_linen):
-        found, y, module = in_system(params, x, make(array))
+        learned, y, module = in_system(params, x, make(array))
         np.testing.assert_allclose(y, expected, atol=1e-6)
         if array is None:
-            assert found == {}
+            assert learned == {}
         else:
-            (leaf,) = jax.tree.leaves(found)
+            (leaf,) = jax.tree.leaves(learned)
             assert leaf.dtype == jnp.float32
             np.testing.assert_allclose(leaf, gradient, atol=1e-5)
         if in_system is in_nnx:
             copy = nnx.merge(*nnx.split(module))
             np.testing.assert_allclose(copy(x), expected, atol=1e-6)
         else:
-            assert jax.tree.structure(module.get("score_mod")) == jax.tree.structure(found or None)
+            assert jax.tree.structure(module.get("score_mod")) == jax.tree.structure(learned or None)
 
 
 def test_parameters_carry_the_names_of_the_fields_in_both_systems(params, x):
@@ -130,14 +130,13 @@ def test_parameters_carry_the_names_of_the_fields_in_both_systems(params, x):
     expected = jattn.multi_head_attention(params, x, score_mod=decay)
     _, y, module = in_nnx(params, x, decay)
     np.testing.assert_allclose(y, expected, atol=1e-6)
-    found = nnx.to_pure_dict(nnx.state(module, nnx.Param))["score_mod"]
-    _, y, made = in_linen(params, x, decay)
+    parameters = nnx.to_pure_dict(nnx.state(module, nnx.Param))["score_mod"]
+    _, y, initial = in_linen(params, x, decay)
     np.testing.assert_allclose(y, expected, atol=1e-6)
-    assert list(found) == list(made["score_mod"]) == ["rate"]
-    nnx.update(module, {"score_mod": {"rate": jnp.array([1.0, 0.0])}})
-    changed = jattn.linen.MultiHeadAttention(N, score_mod=decay).apply(
-        {"params": params | {"score_mod": {"rate": jnp.array([1.0, 0.0])}}}, x
-    )
+    assert list(parameters) == list(initial["score_mod"]) == ["rate"]
+    rate = {"score_mod": {"rate": jnp.array([1.0, 0.0])}}
+    nnx.update(module, rate)
+    changed = jattn.linen.MultiHeadAttention(N, score_mod=decay).apply({"params": params | rate}, x)
     np.testing.assert_allclose(module(x), changed, atol=1e-6)
     assert np.abs(changed - expected).max() > 1e-3
 
@@ -163,13 +162,13 @@ def test_one_that_is_given_to_the_call_stays_fixed(params, x):
     """It replaces the module's own and is not a parameter; neither are the values of an ``nnx.Variable``."""
     fixed = score_mods.Alibi(jnp.array([1.0, 0.25]))
     expected = jattn.multi_head_attention(params, x, score_mod=fixed)
-    for own in (None, t5(MODS["T5"][1])):
-        module = jattn.nnx.MultiHeadAttention(N, M, score_mod=own, rngs=nnx.Rngs(0))
+    for of_module in (None, t5(MODS["T5"][1])):
+        module = jattn.nnx.MultiHeadAttention(N, M, score_mod=of_module, rngs=nnx.Rngs(0))
         nnx.update(module, params)
         np.testing.assert_allclose(module(x, score_mod=fixed), expected, atol=1e-6)
-        module = jattn.linen.MultiHeadAttention(N, score_mod=own)
-        made = module.init(jax.random.key(0), x, score_mod=fixed)["params"]
-        np.testing.assert_allclose(module.apply({"params": made | params}, x, score_mod=fixed), expected, atol=1e-6)
+        module = jattn.linen.MultiHeadAttention(N, score_mod=of_module)
+        initial = module.init(jax.random.key(0), x, score_mod=fixed)["params"]
+        np.testing.assert_allclose(module.apply({"params": initial | params}, x, score_mod=fixed), expected, atol=1e-6)
     held = score_mods.Alibi(nnx.Variable(fixed.slopes))
     module = jattn.nnx.MultiHeadAttention(N, M, score_mod=held, rngs=nnx.Rngs(0))
     nnx.update(module, params)
@@ -209,5 +208,5 @@ def test_layers_in_a_stack_have_one_each(x):
             return x + jattn.linen.MultiHeadAttention(N, score_mod=t5(table), name="layer")(x), None
 
     scanned = linen.scan(linen.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
-    made = scanned.init(jax.random.key(0), x, None)["params"]["layer"]["score_mod"]
-    np.testing.assert_array_equal(jax.tree.leaves(made)[0], np.stack([table] * 3))
+    initial = scanned.init(jax.random.key(0), x, None)["params"]["layer"]["score_mod"]
+    np.testing.assert_array_equal(jax.tree.leaves(initial)[0], np.stack([table] * 3))

@@ -61,13 +61,10 @@ def dense(weights):
     far = abs(np.arange(T)[:, None] - np.arange(S)).astype(weights.dtype)[None, None]
     logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
     return {
-        "entropy": -(weights * logs).sum(-1),
-        "distance": (weights * far).sum(-1),
-        "largest": jnp.where(weights > 0, logs, -jnp.inf).max(-1),
-        "received": weights.sum(-2),
-        "weights": weights,
+        "entropy": -(weights * logs).sum(-1), "distance": (weights * far).sum(-1),
+        "largest": jnp.where(weights > 0, logs, -jnp.inf).max(-1), "received": weights.sum(-2), "weights": weights,
         "count": (weights > 0).sum((-2, -1)),
-    }
+    }  # fmt: skip
 
 
 def gather(query, key, **options):
@@ -116,20 +113,17 @@ class TestValues:
 
         @jax.jit
         def results(query, key):
-            found = fold_weights(look, NOTHING, query, key, **options)
-            return found, dense(jattn.attention_weights(query, key, **options))
+            result = fold_weights(look, NOTHING, query, key, **options)
+            return result, dense(jattn.attention_weights(query, key, **options))
 
         compare(*results(*inputs()))
 
     @pytest.mark.slow
     def test_uncompiled_where_every_array_is_traced(self):
-        options = {
-            **LENGTHS,
-            "query_positions": np.arange(T) + 2,
-            "mask": masks.Causal() & masks.Padding(np.array([9, 4])),
-        }
-        found = fold_weights(look, NOTHING, *inputs(), **options)
-        compare(found, jax.jit(dense)(weights_of(*inputs(), **options)))
+        mask = masks.Causal() & masks.Padding(np.array([9, 4]))
+        options = LENGTHS | {"query_positions": np.arange(T) + 2, "mask": mask}
+        result = fold_weights(look, NOTHING, *inputs(), **options)
+        compare(result, jax.jit(dense)(weights_of(*inputs(), **options)))
 
     def test_the_largest_logit(self):
         """``log w + lse`` at the visible pairs."""
@@ -140,36 +134,36 @@ class TestValues:
             return carry.at[q_idx[:, 0]].max(jnp.log(weights).max(1))
 
         rows = jnp.full(T, -jnp.inf)
-        found = fold_weights(step, rows, query, key, lse=lse, scale=1.0, key_value_seq_lengths=lengths)
+        result = fold_weights(step, rows, query, key, lse=lse, scale=1.0, key_value_seq_lengths=lengths)
         logits = np.einsum("btnh,bsnh->bnts", query, np.repeat(key, N // K, axis=2))
         wanted = [logits[b, :, :, :length].max(-1) for b, length in enumerate(lengths)]
-        compare(found + lse.swapaxes(1, 2), np.stack(wanted))
+        compare(result + lse.swapaxes(1, 2), np.stack(wanted))
 
     def test_one_sequence(self):
         query, key = (x[1] for x in inputs())
-        found = gather(query, key, lse=lse_of(query, key))
-        assert found.shape == (N, T, S)
-        compare(found, weights_of(query, key))
+        result = gather(query, key, lse=lse_of(query, key))
+        assert result.shape == (N, T, S)
+        compare(result, weights_of(query, key))
 
     @pytest.mark.slow
     def test_the_lse_of_a_call_with_sinks(self):
         (query, key), sinks = inputs(), jnp.asarray(floats(N))
         options = {"is_causal": True, "key_value_seq_lengths": np.array([0, 9])}
-        found = gather(query, key, lse=lse_of(query, key, sinks=sinks, **options), **options)
-        compare(found, weights_of(query, key, sinks=sinks, **options))
-        assert (found.sum(-1) < 0.99).all()
+        result = gather(query, key, lse=lse_of(query, key, sinks=sinks, **options), **options)
+        compare(result, weights_of(query, key, sinks=sinks, **options))
+        assert (result.sum(-1) < 0.99).all()
 
     @pytest.mark.slow
     def test_dtypes(self):
         with jax.enable_x64(True):
             query, key = inputs(jnp.float64)
-            found = gather(query, key, is_causal=True)
-            assert found.dtype == jnp.float64
-            compare(found, weights_of(query, key, is_causal=True), 1e-12)
+            result = gather(query, key, is_causal=True)
+            assert result.dtype == jnp.float64
+            compare(result, weights_of(query, key, is_causal=True), 1e-12)
         query, key = inputs(jnp.bfloat16)
-        found = gather(query, key, lse=lse_of(query, key))
-        assert found.dtype == jnp.float32
-        compare(found, weights_of(query, key))
+        result = gather(query, key, lse=lse_of(query, key))
+        assert result.dtype == jnp.float32
+        compare(result, weights_of(query, key))
 
     @pytest.mark.slow
     def test_where_arrays_may_be_divided_heads_and_sequences_go_together(self):
@@ -183,8 +177,8 @@ class TestValues:
     def test_no_queries_or_no_keys(self, lengths):
         query, key = (x[:, :n] for x, n in zip(inputs(), lengths, strict=True))
         total = lambda carry, weights, q_idx, kv_idx: carry + weights.sum()
-        found = fold_weights(total, 0.5, query, key, is_causal=True)
-        np.testing.assert_array_equal(found, np.full((B, N), 0.5))
+        result = fold_weights(total, 0.5, query, key, is_causal=True)
+        np.testing.assert_array_equal(result, np.full((B, N), 0.5))
 
     @pytest.mark.slow
     def test_every_block_that_is_not_empty_comes_once_and_no_other(self):
@@ -208,7 +202,7 @@ class TestDerivatives:
     """Reverse mode through a step that only adds, for inputs and for arrays captured by the step and score function."""
 
     @staticmethod
-    def given():
+    def arrays():
         query, key = inputs()
         return {
             "query": query, "key": key, "bias": jnp.asarray(floats(N, T, S)), "values": jnp.asarray(floats(S, seed=5)),
@@ -216,38 +210,38 @@ class TestDerivatives:
         }  # fmt: skip
 
     @staticmethod
-    def options(given, options):
-        cap = given["cap"]
-        return {"bias": given["bias"], "score_mod": lambda score, b, h, q, kv: cap * jnp.tanh(score / cap), **options}
+    def options(arrays, options):
+        cap = arrays["cap"]
+        return {"bias": arrays["bias"], "score_mod": lambda score, b, h, q, kv: cap * jnp.tanh(score / cap), **options}
 
     @staticmethod
-    def powers(given, weights):
-        return jnp.where(weights > 0, jnp.where(weights > 0, weights, 1.0) ** given["power"], 0.0)
+    def powers(arrays, weights):
+        return jnp.where(weights > 0, jnp.where(weights > 0, weights, 1.0) ** arrays["power"], 0.0)
 
-    def folded(self, given, options, with_lse=False):
+    def folded(self, arrays, options, with_lse=False):
         def step(carry, weights, q_idx, kv_idx):
-            return carry.at[q_idx[:, 0]].add((self.powers(given, weights) * given["values"][kv_idx]).sum(1))
+            return carry.at[q_idx[:, 0]].add((self.powers(arrays, weights) * arrays["values"][kv_idx]).sum(1))
 
-        (query, key), options = (given["query"], given["key"]), self.options(given, options)
+        (query, key), options = (arrays["query"], arrays["key"]), self.options(arrays, options)
         lse = lse_of(query, key, **options) if with_lse else None
         return jnp.sum(jnp.sin(fold_weights(step, jnp.zeros(T), query, key, lse=lse, **options)))
 
-    def in_full(self, given, options):
-        weights = jattn.attention_weights(given["query"], given["key"], **self.options(given, options))
-        return jnp.sum(jnp.sin((self.powers(given, weights) * given["values"][None, None, None]).sum(-1)))
+    def in_full(self, arrays, options):
+        weights = jattn.attention_weights(arrays["query"], arrays["key"], **self.options(arrays, options))
+        return jnp.sum(jnp.sin((self.powers(arrays, weights) * arrays["values"][None, None, None]).sum(-1)))
 
-    def results(self, fn, options, given):
-        return jax.jit(jax.value_and_grad(lambda given: fn(given, options)))(given)
+    def results(self, fn, options, arrays):
+        return jax.jit(jax.value_and_grad(lambda arrays: fn(arrays, options)))(arrays)
 
     def test_static_blocks(self):
         options = {"mask": masks.Causal() | masks.Prefix(2)}
-        got, wanted = (self.results(fn, options, self.given()) for fn in (self.folded, self.in_full))
+        got, wanted = (self.results(fn, options, self.arrays()) for fn in (self.folded, self.in_full))
         compare(got, wanted)
         assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(wanted))
 
     def test_blocks_known_only_when_it_runs_an_lse_that_is_given_and_nan_that_nobody_sees(self):
         options = {"query_seq_lengths": jnp.array([5, 0]), "key_value_seq_lengths": jnp.array([8, 8])}
-        clean = self.given()
+        clean = self.arrays()
         query, key = clean["query"].at[:, 5:].set(jnp.nan), clean["key"].at[:, 8:].set(jnp.nan)
         folded = functools.partial(self.folded, with_lse=True)
         got = self.results(folded, options, clean | {"query": query, "key": key})
@@ -255,12 +249,9 @@ class TestDerivatives:
 
     def test_uncompiled_and_of_a_captured_array_alone(self):
         """Only what the step captures is then traced."""
-        given = self.given()
-        got, wanted = (
-            jax.grad(lambda values, fn=fn: fn(given | {"values": values}, {}))(given["values"])
-            for fn in (self.folded, self.in_full)
-        )
-        compare(got, wanted)
+        arrays = self.arrays()
+        gradient = lambda fn: jax.grad(lambda values: fn(arrays | {"values": values}, {}))(arrays["values"])
+        compare(gradient(self.folded), gradient(self.in_full))
 
 
 @pytest.mark.slow
@@ -289,8 +280,8 @@ class TestComposition:
 
         def layers(fn):
             def layer(x, slope):
-                found = fn(x, key, slope)
-                return x * 0.5 + found.mean(), found
+                result = fn(x, key, slope)
+                return x * 0.5 + result.mean(), result
 
             return jax.lax.scan(layer, query, slopes)
 
@@ -359,18 +350,13 @@ class TestErrors:
         with pytest.raises(error, match=message):
             jattn.fold_weights(look, NOTHING, **{"query": query, "key": key, **options})
 
-    @pytest.mark.parametrize(
-        "step, message",
-        [
-            pytest.param(
-                lambda carry, *_: carry.astype(jnp.bfloat16), "carry .* dtypes do not match", marks=pytest.mark.slow
-            ),
-            pytest.param(lambda carry, *_: carry[:2], "carry .* shapes do not match", marks=pytest.mark.slow),
-            (lambda carry, *_: (carry,), "carry"),
-            (lambda carry, *_: None, "carry"),
-            (lambda carry, weights: carry, "positional arguments"),
-        ],
-    )
+    @pytest.mark.parametrize("step, message", [
+        pytest.param(lambda carry, *_: carry.astype(jnp.bfloat16), "carry .* dtypes do not match", marks=pytest.mark.slow),
+        pytest.param(lambda carry, *_: carry[:2], "carry .* shapes do not match", marks=pytest.mark.slow),
+        (lambda carry, *_: (carry,), "carry"),
+        (lambda carry, *_: None, "carry"),
+        (lambda carry, weights: carry, "positional arguments"),
+    ])  # fmt: skip
     def test_a_step_that_does_not_keep_its_carry(self, step, message):
         with pytest.raises(TypeError, match=f"(?s){message}"):
             jattn.fold_weights(step, np.zeros(T, np.float32), *inputs())

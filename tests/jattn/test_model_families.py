@@ -12,7 +12,16 @@ from flax import nnx
 import jattn
 from jattn import heads, interop, masks
 from jattn.score_mods import SoftCap
-from tests.jattn.test_language_models import append, by_transformers, close, greedy, logits
+from tests.jattn.test_language_models import (
+    by_transformers,
+    close,
+    close_gguf,
+    gguf_writer,
+    greedy,
+    logits,
+    products,
+    through_cache,
+)
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER, WINDOW = 37, 3, 4, 2, 8, 20, 24, 5
 COMMON = {
@@ -24,24 +33,17 @@ GEMMA = COMMON | {
 }  # fmt: skip
 BIASED = {"attention_bias": True}
 CONFIGS = {
-    "gemma2": GEMMA | {
-        "model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "rope_theta": 100.0,
-    },
+    "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "rope_theta": 100.0},
     "gemma3": GEMMA | BIASED | {
         "model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 50.0,
         "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "tie_word_embeddings": False,
     },
-    "qwen3": COMMON | {
-        "model_type": "qwen3", "head_dim": HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0,
-        "tie_word_embeddings": True,
-    },
+    "qwen3": COMMON | {"model_type": "qwen3", "head_dim": HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0, "tie_word_embeddings": True},
     "phi3": COMMON | {
         "model_type": "phi3", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "sliding_window": WINDOW,
         "partial_rotary_factor": 0.5, "rope_theta": 100.0, "pad_token_id": 0,
     },
-    "olmo2": COMMON | BIASED | {
-        "model_type": "olmo2", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0,
-    },
+    "olmo2": COMMON | BIASED | {"model_type": "olmo2", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0},
 }  # fmt: skip
 TIED = ("gemma2", "qwen3")
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 13))
@@ -71,22 +73,15 @@ def tensors_of(name):
         if config.get("attention_bias"):
             shapes |= {f"model.layers.{i}.self_attn.{x}_proj.bias": (sizes[f"self_attn.{x}_proj"][0],) for x in "qkvo"}
     shapes |= {} if name in TIED else {"lm_head.weight": (VOCABULARY, width)}
-    found = {key: rng.normal(size=shape, scale=0.3) for key, shape in sorted(shapes.items())}
+    tensors = {key: rng.normal(size=shape, scale=0.3) for key, shape in sorted(shapes.items())}
     one = 0.0 if "gemma" in name else 1.0  # what Gemma's norms add themselves
-    return {key: (x + one * ("norm" in key)).astype(np.float32) for key, x in found.items()}
+    return {key: (x + one * ("norm" in key)).astype(np.float32) for key, x in tensors.items()}
 
 
 @pytest.fixture(scope="module")
 def models():
     """Models by name, each loaded once."""
-    loaded = {}
-
-    def get(name):
-        if name not in loaded:
-            loaded[name] = interop.from_tensors(tensors_of(name), CONFIGS[name])
-        return loaded[name]
-
-    return get
+    return functools.cache(lambda name: interop.from_tensors(tensors_of(name), CONFIGS[name]))
 
 
 # By transformers 5.24 in float32: logits of both sequences at two positions beyond the window, the first five.
@@ -117,18 +112,15 @@ KEPT = {
 @pytest.mark.slow_except("gemma3", "qwen3")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_gives_the_logits_that_were_kept(models, name):
-    found = logits(models(name), TOKENS)
-    close(found[:, [7, 12], :5], np.array(KEPT[name]))
+    result = logits(models(name), TOKENS)
+    close(result[:, [7, 12], :5], np.array(KEPT[name]))
     assert (models(name).head is None) == (name in TIED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_is_transformers(models, name):
-    tensors = tensors_of(name)
-    if name in TIED:
-        tensors = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors, TOKENS, ("inv_freq", "embed_scale")))
+    close(logits(models(name), TOKENS), by_transformers(CONFIGS[name], tensors_of(name), TOKENS))
 
 
 # layers with a window and layers without
@@ -136,17 +128,9 @@ def test_every_family_is_transformers(models, name):
 
 @pytest.mark.slow
 def test_two_kinds_of_layers_are_two_programs():
-    def products(num_layers, name="gemma2"):
-        config = {**CONFIGS[name], "num_hidden_layers": num_layers}
-        graph, state = nnx.split(
-            nnx.eval_shape(lambda: interop.Transformer(interop.read_config(config), rngs=nnx.Rngs(0)))
-        )
-        run = lambda state, tokens: nnx.merge(graph, state)(tokens)
-        tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-        return jax.jit(run).lower(state, tokens).as_text().count("stablehlo.dot_general")
-
-    assert products(2) == products(7) == 2 * products(1) > 0
-    assert products(2, "phi3") == products(5, "phi3") == products(1, "phi3")
+    of_layers = lambda number, name="gemma2": products(CONFIGS[name] | {"num_hidden_layers": number})
+    assert of_layers(2) == of_layers(7) == 2 * of_layers(1) > 0
+    assert of_layers(2, "phi3") == of_layers(5, "phi3") == of_layers(1, "phi3")
 
 
 def test_long_sequences_take_linear_memory(models):
@@ -162,11 +146,8 @@ def test_long_sequences_take_linear_memory(models):
 @pytest.mark.parametrize("name", ["gemma3", "olmo2"])
 def test_chunks_through_a_cache_are_the_full_pass(models, name):
     model = models(name)
-    expected, found, cache = logits(model, TOKENS), [], model.init_cache(2, 16)
-    for chunk in np.split(TOKENS, [5, 11, 12], axis=1):
-        one, cache = append(model, chunk, cache)
-        found.append(one)
-    close(np.concatenate(found, 1), expected)
+    chunks = np.split(TOKENS, [5, 11, 12], axis=1)
+    close(through_cache(model, chunks, model.init_cache(2, 16))[0], logits(model, TOKENS))
 
 
 @pytest.mark.slow
@@ -184,8 +165,8 @@ def test_padding_on_the_left_changes_nothing(models):
 @pytest.mark.slow
 def test_ragged_prompts_are_continued_as_each_alone(models):
     prompts = [[3, 1, 4, 1, 5, 9, 2], [6]]
-    for prompt, found in zip(prompts, interop.generate(models("gemma2"), prompts, 4), strict=True):
-        assert list(found) == greedy(models("gemma2"), prompt, 4)
+    for prompt, result in zip(prompts, interop.generate(models("gemma2"), prompts, 4), strict=True):
+        assert list(result) == greedy(models("gemma2"), prompt, 4)
 
 
 @pytest.mark.slow
@@ -232,10 +213,10 @@ def test_layers_take_options_and_sow_as_before(models):
     close(hidden, nnx.jit(lambda model: model(TOKENS))(model))
     seen = [np.asarray(x).max((0, 1)) > 0 for x in weights]
     causal, window = np.tri(13, dtype=bool), np.tri(13, dtype=bool) & ~np.tri(13, k=-WINDOW, dtype=bool)
-    for found, expected in zip(seen, (window, causal, window), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    for found, x in zip(statistics, weights, strict=True):
-        np.testing.assert_allclose(found["current_token"], np.diagonal(x, axis1=2, axis2=3).mean(-1), atol=1e-5)
+    for result, expected in zip(seen, (window, causal, window), strict=True):
+        np.testing.assert_array_equal(result, expected)
+    for result, x in zip(statistics, weights, strict=True):
+        np.testing.assert_allclose(result["current_token"], np.diagonal(x, axis1=2, axis2=3).mean(-1), atol=1e-5)
     gates[1, 2] = 0.0
     assert not np.allclose(nnx.jit(look)(model, [{"head_gate": gate} for gate in gates])[0], hidden, atol=1e-3)
 
@@ -260,8 +241,8 @@ def test_look_gives_the_options_of_the_weights(models, name):
         folded = jattn.fold_weights(received, jnp.zeros(13), query, key, lse=lse, **options)
         return jattn.attention_weights(query, key, **options), folded
 
-    for (found, folded), weights in zip(of_every_layer(layers, again), sown, strict=True):
-        np.testing.assert_allclose(found, weights, atol=1e-6)
+    for (result, folded), weights in zip(of_every_layer(layers, again), sown, strict=True):
+        np.testing.assert_allclose(result, weights, atol=1e-6)
         np.testing.assert_allclose(folded, np.asarray(weights).sum(2), atol=1e-5)
     windows = [layer.get("local_window_size") for layer in layers]
     assert windows == [(4, 0), (4, 0) if name == "phi3" else None, (4, 0)]
@@ -274,7 +255,7 @@ def of_every_layer(layers, fn):
     names = ("query", "key", "value", "lse", "z")
     options = [{name: x for name, x in layer.items() if name not in names} for layer in layers]
     arrays = [[layer[name] for name in ("query", "key", "lse")] for layer in layers]
-    return jax.jit(lambda arrays: [fn(*own, **of) for own, of in zip(arrays, options, strict=True)])(arrays)
+    return jax.jit(lambda arrays: [fn(*one, **of) for one, of in zip(arrays, options, strict=True)])(arrays)
 
 
 @pytest.mark.slow
@@ -286,9 +267,9 @@ def test_look_takes_the_options_of_the_call(models):
     sown = heads.collect(nnx.jit(nnx.capture(run, nnx.Intermediate))(model)[1], "attention_weights")
     statistics = functools.partial(heads.statistics, names=["max_weight"])
     again = lambda query, key, lse, **options: statistics(query, key, lse=lse, **options)["max_weight"]
-    for found, weights in zip(of_every_layer(layers, again), sown, strict=True):
+    for result, weights in zip(of_every_layer(layers, again), sown, strict=True):
         seeing = np.asarray(weights).any(-1)  # behind the window, a query sees none of the first keys
-        np.testing.assert_allclose(found, np.asarray(weights).max(-1).sum(-1) / seeing.sum(-1), atol=1e-5)
+        np.testing.assert_allclose(result, np.asarray(weights).max(-1).sum(-1) / seeing.sum(-1), atol=1e-5)
     assert not np.asarray(layers[0]["z"]).any() and np.asarray(layers[1]["z"]).any()
 
 
@@ -308,8 +289,8 @@ def test_parts_sum_to_the_logit_before_its_cap(models, name):
     parts = nnx.jit(lambda model: interop.logit_parts(model, TOKENS, direction))(model)
     assert parts["heads"].shape == (LAYERS, 2, 13, HEADS)
     total = parts["embedding"] + parts["bias"] + parts["mlp"].sum(0) + np.asarray(parts["heads"]).sum((0, -1))
-    cap, found = CONFIGS[name].get("final_logit_softcapping"), np.asarray(logits(models(name), TOKENS))[..., token]
-    close(total if cap is None else cap * np.tanh(total / cap), found)
+    cap, result = CONFIGS[name].get("final_logit_softcapping"), np.asarray(logits(models(name), TOKENS))[..., token]
+    close(total if cap is None else cap * np.tanh(total / cap), result)
 
 
 @pytest.mark.slow
@@ -321,13 +302,13 @@ def test_a_heads_part_is_what_the_norm_leaves_of_it(models):
     exact = lambda x: np.asarray(x, np.float64)
     z = exact(heads.collect(sown)[1]["z"])[..., 2, :]
     attention = exact(heads.collect(sown, "residual_parts")[1]["attention"])
-    own = z @ exact(model.layers.attention.out.kernel[...])[1, 2]
-    own = own / np.sqrt((attention**2).mean(-1, keepdims=True) + 1e-3)
-    own = own * exact(model.layers.attention_out_norm.scale[...])[1]
+    share = z @ exact(model.layers.attention.out.kernel[...])[1, 2]
+    share = share / np.sqrt((attention**2).mean(-1, keepdims=True) + 1e-3)
+    share = share * exact(model.layers.attention_out_norm.scale[...])[1]
     stream = exact(sown["last_stream"][0])
-    own = own / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-3) * exact(model.last_norm.scale[...])
+    share = share / np.sqrt((stream**2).mean(-1, keepdims=True) + 1e-3) * exact(model.last_norm.scale[...])
     parts = nnx.jit(lambda model: interop.logit_parts(model, TOKENS, jnp.asarray(direction)))(model)
-    close(parts["heads"][1, ..., 2], own @ direction.astype(np.float64))
+    close(parts["heads"][1, ..., 2], share @ direction.astype(np.float64))
 
 
 # configs
@@ -427,9 +408,8 @@ def test_a_config_that_contradicts_itself(change, message):
 def test_norms_of_a_gemma_hold_what_they_multiply_by(models):
     weight = tensors_of("gemma2")["model.norm.weight"]
     np.testing.assert_array_equal(models("gemma2").last_norm.scale[...], 1 + weight)
-    half = interop.from_tensors(
-        {k: jnp.asarray(x, jnp.bfloat16) for k, x in tensors_of("gemma2").items()}, CONFIGS["gemma2"]
-    )
+    tensors = {key: jnp.asarray(x, jnp.bfloat16) for key, x in tensors_of("gemma2").items()}
+    half = interop.from_tensors(tensors, CONFIGS["gemma2"])
     exact = 1 + np.asarray(weight.astype(jnp.bfloat16), np.float32)
     np.testing.assert_array_equal(half.last_norm.scale[...], exact)
 
@@ -440,45 +420,31 @@ def test_norms_of_a_gemma_hold_what_they_multiply_by(models):
 def write_gguf(file, name):
     """The tensors of a model as llama.cpp's converter writes them: by its own table of names, in float32."""
     gguf = pytest.importorskip("gguf")
-    config, architecture = CONFIGS[name], gguf.MODEL_ARCH[name.upper()]
-    writer = gguf.GGUFWriter(file, name)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    names = gguf.get_tensor_name_map(architecture, LAYERS)
+    config = CONFIGS[name]
+    writer = gguf_writer(
+        file, name, block_count=LAYERS, context_length=64, embedding_length=config["hidden_size"],
+        feed_forward_length=INNER, head_count=HEADS, head_count_kv=KV_HEADS, layer_norm_rms_eps=config["rms_norm_eps"],
+        rope_freq_base=config["rope_theta"], key_length=HEAD_DIM, value_length=HEAD_DIM,
+    )  # fmt: skip
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], LAYERS)
     tensors = {key: x for key, x in tensors_of(name).items() if not key.endswith("bias")}
     for key, x in tensors.items():
         writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), x)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(writer)
     return interop.from_tensors(tensors, config | {"attention_bias": False})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])
 def test_gguf_is_the_same_model(tmp_path, name):
     expected = write_gguf(tmp_path / "tiny.gguf", name)
-    found = interop.load(tmp_path / "tiny.gguf")
-    assert found.config.norm_epsilon == np.float32(1e-3)  # as it is stored
-    said = {"norm_epsilon": 1e-3, "head_dim": HEAD_DIM}
-    assert dataclasses.replace(found.config, **said) == dataclasses.replace(expected.config, **said)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(found), nnx.state(expected))
+    result = interop.load(tmp_path / "tiny.gguf")
+    assert result.config.norm_epsilon == np.float32(1e-3)  # as it is stored
+    exact = {"norm_epsilon": 1e-3, "head_dim": HEAD_DIM}
+    assert dataclasses.replace(result.config, **exact) == dataclasses.replace(expected.config, **exact)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(result), nnx.state(expected))
 
 
 def test_gguf_of_other_families_is_refused(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "gemma2")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(gguf_writer(tmp_path / "tiny.gguf", "gemma2"))
     with pytest.raises(ValueError, match="holds a 'gemma2'; GGUF files of llama, qwen2, qwen3, olmo2 can be read"):
         interop.load(tmp_path / "tiny.gguf")

@@ -47,10 +47,7 @@ TREES = {
     "joined": (lambda: ~(Causal() | Prefix(3)) & see_even, [".left.mask.right.length"]),
     "block_mask": (lambda: jattn.block_mask(see_even, 4, 4), [".any_visible", ".all_visible"]),
     "forbid": (lambda: heads.forbid(SlidingWindow(1) & see_even, [0, 2]), [".pattern.left.left", ".pattern.left.right"]),
-    "forbid, bools": (
-        lambda: heads.forbid(see_even, np.array([True, False])),
-        [".mask.right.heads"],
-    ),
+    "forbid, bools": (lambda: heads.forbid(see_even, np.array([True, False])), [".mask.right.heads"]),
     "Alibi": (lambda: Alibi(np.ones(2, np.float32)), [".slopes"]),
     "RelativeBias": (lambda: RelativeBias(np.ones((8, 2), np.float32), False, 16), [".table"]),
     "then": (lambda: then(SoftCap(2.0), halve, Alibi(np.ones(2))), [".first.first.cap", ".second.slopes"]),
@@ -64,9 +61,7 @@ class TestTrees:
         make, keys = TREES[name]
         assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(make())] == keys
 
-    @pytest.mark.parametrize(
-        "leaf", [True, None, 0, PartitionSpec("x"), object()], ids=["bool", "None", "int", "spec", "object"]
-    )
+    @pytest.mark.parametrize("leaf", [True, None, 0, PartitionSpec("x"), object()], ids=lambda x: type(x).__name__)
     def test_trees_of_anything_have_the_same_structure(self, name, leaf):
         tree = TREES[name][0]()
         other = jax.tree.map(lambda _: leaf, tree)
@@ -77,28 +72,17 @@ class TestTrees:
 
     def test_pickled_and_copied(self, name):
         tree = TREES[name][0]()
-        for again in (
-            pickle.loads(pickle.dumps(tree)),
-            copy.copy(tree),
-            copy.deepcopy(tree),
-            dataclasses.replace(tree),
-        ):
+        pickled = pickle.loads(pickle.dumps(tree))
+        for again in (pickled, copy.copy(tree), copy.deepcopy(tree), dataclasses.replace(tree)):
             assert jax.tree.structure(again) == jax.tree.structure(tree)
             chex.assert_trees_all_equal(again, tree)
 
 
 class TestEquality:
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: Causal(),
-            lambda: SlidingWindow(2),
-            lambda: Causal() & SlidingWindow(2),
-            lambda: ~(Prefix(3) | see_even),
-            lambda: heads.forbid(Causal(), [1]),
-            lambda: then(SoftCap(30.0), halve),
-        ],
-    )
+    @pytest.mark.parametrize("make", [
+        lambda: Causal(), lambda: SlidingWindow(2), lambda: Causal() & SlidingWindow(2),
+        lambda: ~(Prefix(3) | see_even), lambda: heads.forbid(Causal(), [1]), lambda: then(SoftCap(30.0), halve),
+    ])  # fmt: skip
     def test_by_value_where_nothing_is_an_array(self, make):
         assert make() == make() and hash(make()) == hash(make()) and make() is not make()
 
@@ -143,10 +127,8 @@ class TestTransformations:
     def test_vmap_axes(self):
         cache = dataclasses.replace(jattn.init_cache(2, 4, 1, 3), length=jnp.int32(5))
         axes = jattn.KVCache(0, 0, None)
-        assert jax.vmap(lambda cache: (cache.key[..., 0].sum(), cache.length), in_axes=(axes,))(cache)[1].tolist() == [
-            5,
-            5,
-        ]
+        mapped = jax.vmap(lambda cache: (cache.key[..., 0].sum(), cache.length), in_axes=(axes,))(cache)
+        assert mapped[1].tolist() == [5, 5]
 
     def test_optax(self):
         params = {"score_mod": Alibi(jnp.ones(2)), "w": jnp.ones(3)}
@@ -195,10 +177,8 @@ class TestOfOnesOwn:
     def test_bounds_are_kept_on_a_mesh(self, joined):
         mask = Dilated(jnp.array([32, 48]))
         mask = mask & see_even if joined else mask
-        q, k, v = (
-            jnp.asarray(np.random.default_rng(i).normal(size=(self.B, self.T, self.N, self.H)), jnp.float32)
-            for i in range(3)
-        )
+        shape = self.B, self.T, self.N, self.H
+        q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=shape), jnp.float32) for i in range(3))
         args = make_args(q, k, v, mask=mask)
         place = shard.MeshAxes(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), batch=("x",))
         kinds = []
@@ -215,26 +195,23 @@ class TestOfOnesOwn:
         wanted = jattn.dot_product_attention(q, k, v, mask=lambda *at: mask(*at), implementation="xla")
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
-    @pytest.mark.parametrize(
-        "mod, plain",
-        [
-            (Causal() & SlidingWindow(2), False),
-            (Dilated(IDS), False),
-            (Causal() & Dilated(IDS), False),
-            (see_even, True),
-            (Causal() & see_even, True),
-            (Unregistered(2), True),
-            (~(Causal() | Unregistered(2)), True),
-            (Mutable(2), True),
-            (Causal() & Mutable(2), True),
-            (then(halve, SoftCap(2.0)), True),
-            (jax.tree_util.Partial(halve), True),
-            (then(Alibi(np.ones(2)), SoftCap(2.0)), False),
-            (jattn.block_mask(see_even, 4, 4), True),
-            (heads.forbid(see_even, [0]), True),
-            (None, False),
-        ],
-    )
+    @pytest.mark.parametrize("mod, plain", [
+        (Causal() & SlidingWindow(2), False),
+        (Dilated(IDS), False),
+        (Causal() & Dilated(IDS), False),
+        (see_even, True),
+        (Causal() & see_even, True),
+        (Unregistered(2), True),
+        (~(Causal() | Unregistered(2)), True),
+        (Mutable(2), True),
+        (Causal() & Mutable(2), True),
+        (then(halve, SoftCap(2.0)), True),
+        (jax.tree_util.Partial(halve), True),
+        (then(Alibi(np.ones(2)), SoftCap(2.0)), False),
+        (jattn.block_mask(see_even, 4, 4), True),
+        (heads.forbid(see_even, [0]), True),
+        (None, False),
+    ])  # fmt: skip
     def test_which_hold_plain_functions(self, mod, plain):
         assert pytree.holds_plain_function(mod) == plain
         if not plain:

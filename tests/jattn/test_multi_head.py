@@ -17,10 +17,8 @@ B, T, S, M, N, K, H, D = 2, 7, 11, 12, 6, 3, 5, 13
 def layer(**options):
     """Parameters (with nonzero biases, so that they matter) and inputs."""
     options = {"num_kv_heads": K, "head_dim": H, "value_dim": D, "use_bias": True} | options
-    shapes, rng = (
-        jax.eval_shape(lambda: jattn.init_multi_head(jax.random.key(0), M, N, **options)),
-        np.random.default_rng(0),
-    )
+    shapes = jax.eval_shape(lambda: jattn.init_multi_head(jax.random.key(0), M, N, **options))
+    rng = np.random.default_rng(0)
     normal = lambda shape, scale=1.0: jnp.float32(scale * rng.normal(size=shape))
     params = jax.tree.map(lambda x: normal(x.shape, M**-0.5 if x.ndim == 3 else 1.0), shapes)
     return params, normal((B, T, M)), normal((B, S, M))
@@ -99,8 +97,8 @@ def test_head_gate(shape):
     gate = np.ones(shape, np.float32)
     gate[..., 2] = 0.0
     expected = by_hand(params, x, x, gate=[1, 1, 0, 1, 1, 1])
-    found = jax.jit(lambda x, gate: jattn.multi_head_attention(params, x, head_gate=gate))(x, gate)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    result = jax.jit(lambda x, gate: jattn.multi_head_attention(params, x, head_gate=gate))(x, gate)
+    np.testing.assert_allclose(result, expected, atol=2e-5)
 
 
 def test_all_single_head_ablations_in_one_call():
@@ -117,8 +115,8 @@ def test_export_for_any_batch_and_length():
     run = jax.jit(lambda params, x: jattn.multi_head_attention(params, x, return_heads=True, **options))
     sizes = export.symbolic_shape("batch, length")
     exported = export.export(run, platforms=("cpu", "tpu"))(params, jax.ShapeDtypeStruct((*sizes, M), x.dtype))
-    for found, expected in zip(*map(jax.tree.leaves, (exported.call(params, x), run(params, x))), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for result, expected in zip(*map(jax.tree.leaves, (exported.call(params, x), run(params, x))), strict=True):
+        np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 def test_position_reaches_queries_and_keys():
@@ -146,29 +144,23 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
         np.testing.assert_allclose(params[name]["kernel"].std() * fan_in**0.5, 1, atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: jattn.init_multi_head(jax.random.key(0), 10, 4), "model_dim 10 is not a multiple of num_heads 4"),
-        (lambda: jattn.init_multi_head(jax.random.key(0), 12, 4, num_kv_heads=3), "multiple of num_kv_heads 3"),
-        (lambda: project({"kernel": jnp.zeros((4, 2, 3))}, jnp.zeros((5, 6))), r"last axis must be 4.*\(5, 6\)"),
-        (
-            lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)),
-            r"head_gate must be \[N\] = \[4\]",
+@pytest.mark.parametrize("make, message", [
+    (lambda: jattn.init_multi_head(jax.random.key(0), 10, 4), "model_dim 10 is not a multiple of num_heads 4"),
+    (lambda: jattn.init_multi_head(jax.random.key(0), 12, 4, num_kv_heads=3), "multiple of num_kv_heads 3"),
+    (lambda: project({"kernel": jnp.zeros((4, 2, 3))}, jnp.zeros((5, 6))), r"last axis must be 4.*\(5, 6\)"),
+    (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)), r"head_gate must be \[N\] = \[4\]"),
+    (
+        lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
+        r"valid says .* enter a cache, and there is none; for padding pass mask=valid",
+    ),
+    pytest.param(
+        lambda: jattn.multi_head.attend_heads(
+            *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)
         ),
-        (
-            lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
-            r"valid says .* enter a cache, and there is none; for padding pass mask=valid",
-        ),
-        pytest.param(
-            lambda: jattn.multi_head.attend_heads(
-                *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)
-            ),
-            r"expected batch axes \(2, 2\) and 3 more",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+        r"expected batch axes \(2, 2\) and 3 more",
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()

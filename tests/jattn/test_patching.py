@@ -61,8 +61,8 @@ def through(layers, x, per_layer=None, **options):
     """The last residual stream, and what every layer's attention hands out."""
     clean = []
     for i, layer in enumerate(layers):
-        own = per_layer[i] if per_layer else {}
-        y, kept = jattn.multi_head_attention(layer, x, is_causal=True, return_heads=True, **options, **own)
+        changes = per_layer[i] if per_layer else {}
+        y, kept = jattn.multi_head_attention(layer, x, is_causal=True, return_heads=True, **options, **changes)
         x, clean = x + y, [*clean, kept]
     return x, clean
 
@@ -103,12 +103,12 @@ def test_the_model_set_by_hand_completes_the_pair():
 def test_the_patches_that_restore_the_answer_are_those_that_carry_it(maps, case, what):
     tokens, cells = SOURCES[case]
     clean = through(induction_model(), embedded(CLEAN))[1]
-    found, before = maps(embedded(tokens), clean, what, "head_position")
+    result, before = maps(embedded(tokens), clean, what, "head_position")
     assert before < 0.2
     expected = np.full((2, K if what in "kv" else N, T), before)
     for cell in cells[what]:
         expected[cell] = 1.0
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("what", ["v", "z"])
@@ -116,11 +116,11 @@ def test_patches_by_head_and_by_position(maps, what):
     tokens, cells = SOURCES["another token before B"]
     clean = through(induction_model(), embedded(CLEAN))[1]
     for by, keep in ("head", (0, 1)), ("position", (0, 2)):
-        found, before = maps(embedded(tokens), clean, what, by)
+        result, before = maps(embedded(tokens), clean, what, by)
         expected = np.full((2, T if by == "position" else K if what == "v" else N), before)
         for cell in cells[what]:
             expected[cell[keep[0]], cell[keep[1]]] = 1.0
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 # Random grouped-query models, against NumPy with the patched activation written in place.
@@ -169,20 +169,18 @@ def random_model():
 @pytest.mark.parametrize("what", ["q", "k", "v", "z", "pattern"])
 def test_every_patch_is_the_run_with_that_activation_replaced(random_model, what):
     layers, x, source, kernels = random_model
-    found = jax.jit(
-        lambda x, source: heads.patch(
-            lambda per_layer: through(layers, x, per_layer, position=position)[0],
-            source,
-            what,
-            "head_position",
-            batch_size=7,
-        )
-    )(x, source)
-    assert found.shape == (2, K if what in "kv" else N, 5, 3, 5, 8)
+
+    @jax.jit
+    def every(x, source):
+        run = lambda per_layer: through(layers, x, per_layer, position=position)[0]
+        return heads.patch(run, source, what, "head_position", batch_size=7)
+
+    result = every(x, source)
+    assert result.shape == (2, K if what in "kv" else N, 5, 3, 5, 8)
     unpatched = in_numpy(kernels, np.asarray(x, float))
-    for cell in np.ndindex(found.shape[:3]):
+    for cell in np.ndindex(result.shape[:3]):
         expected = in_numpy(kernels, np.asarray(x, float), what, cell, source)
-        np.testing.assert_allclose(found[cell], expected, atol=2e-5, err_msg=f"{what} {cell}")
+        np.testing.assert_allclose(result[cell], expected, atol=2e-5, err_msg=f"{what} {cell}")
         # A query at position 0 sees one key, whatever it is.
         assert abs(expected - unpatched).max() > (-1 if what in ("q", "pattern") and cell[2] == 0 else 1e-3)
 
@@ -208,10 +206,10 @@ def test_the_option_on_its_own(random_model):
     layer = lambda *x, **options: jax.device_get(jitted(*x, **options))
     x, half = np.asarray(x), np.float32([0.5, 1.0, 1.0, 1.0])
     y, weights, kept = layer(x, patch={"pattern": (half, pair)}, return_weights=True, return_heads=True)
-    _, own = layer(x, return_weights=True)
+    _, plain = layer(x, return_weights=True)
     _, other = layer(x, frozen=pair, return_weights=True)
-    np.testing.assert_allclose(weights[:, 0], (own + other)[:, 0] / 2, atol=1e-6)
-    np.testing.assert_array_equal(weights[:, 1:], own[:, 1:])
+    np.testing.assert_allclose(weights[:, 0], (plain + other)[:, 0] / 2, atol=1e-6)
+    np.testing.assert_array_equal(weights[:, 1:], plain[:, 1:])
     z = np.einsum("bnts,bsnd->btnd", weights, kept["value"].repeat(2, 2))
     np.testing.assert_allclose(kept["z"], z, atol=1e-5)
     np.testing.assert_allclose(y, np.einsum("btnd,ndm->btm", z, kernels[0]["out"]), atol=1e-5)
@@ -237,8 +235,8 @@ def test_the_option_on_its_own(random_model):
 
     fill = np.ones((3, 5, K, 2), np.float32)
     expected, *modules = both_modules(x, {"value": (np.float32([0.0, 1.0]), fill)})
-    for found in modules:
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    for result in modules:
+        np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 def test_patch_says_what_is_wrong(random_model):
@@ -278,9 +276,8 @@ def test_either_twin_is_enough_and_the_group_is_not():
     clean = through(layers, x)[1]
     groups = [[(1, 0)], [(1, 3)], [(1, 3), (1, 0)], [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)], [], [(0, 0)]]
     chex.clear_trace_counter()
-    run = chex.assert_max_traces(
-        lambda per_layer: through(layers, x, per_layer)[0][0, -1, PREDICTION], n=4
-    )  # batches, and the rest
+    answer = lambda per_layer: through(layers, x, per_layer)[0][0, -1, PREDICTION]
+    run = chex.assert_max_traces(answer, n=4)  # batches, and the rest
 
     @jax.jit
     def every():
@@ -312,7 +309,7 @@ def test_either_twin_is_enough_and_the_group_is_not():
 def test_the_previous_token_reaches_the_induction_head_through_its_key(what):
     layers = induction_model()
     x = embedded(SOURCES["another token before B"][0])
-    (_, own), (_, source) = through(layers, x), through(layers, embedded(CLEAN))
+    (_, target), (_, source) = through(layers, x), through(layers, embedded(CLEAN))
     stream = through(layers[:1], x)[0]  # what layer 1 reads
     gate = np.float32(np.arange(N if what == "query" else K) > 0)
 
@@ -323,43 +320,43 @@ def test_the_previous_token_reaches_the_induction_head_through_its_key(what):
     @jax.jit
     def every(stream):
         out = [layers[0]["out"]["kernel"]]
-        return heads.path_patch(answer, stream, own[:1], source[:1], out), answer(stream)
+        return heads.path_patch(answer, stream, target[:1], source[:1], out), answer(stream)
 
-    found, before = every(stream)
-    assert found.shape == (1, N)
+    result, before = every(stream)
+    assert result.shape == (1, N)
     expected = np.full((1, N), before)
     if what == "key":
         expected[0, 0] = 1.0
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 def test_a_path_to_the_end_is_direct(random_model):
     layers, x, source, kernels = random_model
-    last, own = through(layers, x, position=position)
+    last, target = through(layers, x, position=position)
     out = [layer["out"]["kernel"] for layer in layers]
 
     @jax.jit
-    def every(last, own, source):
+    def every(last, target, source):
         answer = lambda stream: stream[:, -1]
-        one = heads.path_patch(answer, last, own, source, out, batch_size=3)
-        return one, heads.path_patch(answer, last, own, source, out, groups=[[], [(0, 3), (1, 1)]])
+        one = heads.path_patch(answer, last, target, source, out, batch_size=3)
+        return one, heads.path_patch(answer, last, target, source, out, groups=[[], [(0, 3), (1, 1)]])
 
-    found, both = jax.device_get(every(last, own, source))
-    last, own, source = jax.device_get((last, own, source))
+    result, both = jax.device_get(every(last, target, source))
+    last, target, source = jax.device_get((last, target, source))
     for layer, head in np.ndindex(2, N):
-        change = (np.asarray(source[layer]["z"], float) - own[layer]["z"])[:, -1, head] @ kernels[layer]["out"][head]
-        np.testing.assert_allclose(found[layer, head], last[:, -1] + change, atol=1e-5)
+        change = (np.asarray(source[layer]["z"], float) - target[layer]["z"])[:, -1, head] @ kernels[layer]["out"][head]
+        np.testing.assert_allclose(result[layer, head], last[:, -1] + change, atol=1e-5)
     np.testing.assert_allclose(both[0], last[:, -1], atol=1e-5)
-    np.testing.assert_allclose(both[1], found[0, 3] + found[1, 1] - last[:, -1], atol=1e-5)
-    last, own, source = jax.tree.map(jnp.asarray, (last, own, source))
+    np.testing.assert_allclose(both[1], result[0, 3] + result[1, 1] - last[:, -1], atol=1e-5)
+    last, target, source = jax.tree.map(jnp.asarray, (last, target, source))
     with pytest.raises(ValueError, match=r"heads of 2 layers with 4 heads, got \[\(2, 0\)\]"):
-        heads.path_patch(jnp.sin, last, own, source, out, groups=[[(2, 0)]])
+        heads.path_patch(jnp.sin, last, target, source, out, groups=[[(2, 0)]])
     with pytest.raises(ValueError, match="an entry for each layer, got 2, 1 and 2"):
-        heads.path_patch(jnp.sin, last, own, source[:1], out)
+        heads.path_patch(jnp.sin, last, target, source[:1], out)
     with pytest.raises(ValueError, match="each layer of own and source must hold 'z'"):
-        heads.path_patch(jnp.sin, last, own, [{}, {}], out)
+        heads.path_patch(jnp.sin, last, target, [{}, {}], out)
     with pytest.raises(ValueError, match=r"for the stream \[3, 4, 8\], got"):
-        heads.path_patch(jnp.sin, jnp.zeros((3, 4, 8)), own, source, out)
+        heads.path_patch(jnp.sin, jnp.zeros((3, 4, 8)), target, source, out)
 
 
 def test_the_score_of_the_induction_head_is_made_of_token_and_token_before():
@@ -374,38 +371,36 @@ def test_the_score_of_the_induction_head_is_made_of_token_and_token_before():
         kernels = layers[1]["query"], layers[1]["key"]
         return heads.qk_attribution(of_query.swapaxes(0, 1), of_key.swapaxes(0, 1), *kernels)
 
-    found = parts_of_scores(first["z"])
-    assert found.shape == (2, N, 1 + N, 1 + N)  # the embedding, and the heads of layer 0
-    expected = np.zeros(found.shape)
+    result = parts_of_scores(first["z"])
+    assert result.shape == (2, N, 1 + N, 1 + N)  # the embedding, and the heads of layer 0
+    expected = np.zeros(result.shape)
     expected[0, 0, 0, 1] = SHARP / 3
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    np.testing.assert_allclose(result, expected, atol=1e-3)
     scores = np.einsum("nh,enh->en", second["query"][0, 6], second["key"][0, [2, 3]].repeat(2, 1)) / 3
-    np.testing.assert_allclose(np.sum(found, (2, 3)), scores, atol=1e-3)
+    np.testing.assert_allclose(np.sum(result, (2, 3)), scores, atol=1e-3)
 
 
 def test_parts_of_scores_with_rotary_positions_and_biases_sum_to_them():
     rng = np.random.default_rng(0)
-    params = {
-        name: {"kernel": jnp.float32(0.5 + 0.4 * rng.normal(size=(6, heads, 4))), "bias": jnp.full((heads, 4), 0.5)}
-        for name, heads in (("query", N), ("key", K))
-    }
+    draw = lambda heads: {"kernel": jnp.float32(0.5 + 0.4 * rng.normal(size=(6, heads, 4))), "bias": jnp.full((heads, 4), 0.5)}  # fmt: skip
+    params = {"query": draw(N), "key": draw(K)}
     of_query, of_key = (jnp.asarray(rng.normal(size=(parts, 5, 6)), jnp.float32) for parts in (3, 2))
     places = jnp.array([9, 7, 0, 3, 3]), jnp.array([0, 7, 5, 2, 1])
 
     @jax.jit
     def every(of_query, of_key):
         options = {"position": ROTARY, "query_positions": places[0], "kv_positions": places[1]}
-        found = heads.qk_attribution(of_query, of_key, params["query"], params["key"], **options)
+        result = heads.qk_attribution(of_query, of_key, params["query"], params["key"], **options)
         query = ROTARY(project(params["query"], of_query.sum(0)), places[0])
         key = ROTARY(project(params["key"], of_key.sum(0)), places[1])
         one = ROTARY(jnp.einsum("em,mnh->enh", of_query[1], params["query"]["kernel"]), places[0])
         bias = ROTARY(jnp.tile(params["key"]["bias"][None], (5, 1, 1)), places[1])
-        return found, (query * key.repeat(2, 1)).sum(-1) / 2, (one * bias.repeat(2, 1)).sum(-1) / 2
+        return result, (query * key.repeat(2, 1)).sum(-1) / 2, (one * bias.repeat(2, 1)).sum(-1) / 2
 
-    found, scores, of_one_and_bias = jax.device_get(every(of_query, of_key))
-    assert found.shape == (5, N, 4, 3)
-    np.testing.assert_allclose(found.sum((2, 3)), scores, atol=1e-4)
-    np.testing.assert_allclose(found[:, :, 1, 2], of_one_and_bias, atol=1e-4)
+    result, scores, of_one_and_bias = jax.device_get(every(of_query, of_key))
+    assert result.shape == (5, N, 4, 3)
+    np.testing.assert_allclose(result.sum((2, 3)), scores, atol=1e-4)
+    np.testing.assert_allclose(result[:, :, 1, 2], of_one_and_bias, atol=1e-4)
     with pytest.raises(ValueError, match=r"key_parts must be \[parts, E, M\] = \[parts, 5, 6\], got \[2, 4, 6\]"):
         heads.qk_attribution(of_query, jnp.zeros((2, 4, 6)), params["query"], params["key"])
     with pytest.raises(ValueError, match="position needs query_positions and kv_positions"):
@@ -426,11 +421,11 @@ def test_the_logit_of_the_pair_comes_from_the_induction_head():
     direction = np.zeros(4 * V, np.float32)
     direction[PREDICTION] = np.eye(V)[B]
     direction = jnp.asarray(direction)
-    found = jax.jit(heads.logit_attribution)({"embedding": x, "heads": (z, out)}, direction, last)
+    result = jax.jit(heads.logit_attribution)({"embedding": x, "heads": (z, out)}, direction, last)
     expected = np.zeros((2, N))
     expected[1, 0] = 1.0
-    np.testing.assert_allclose(found["heads"][:, 0, -1], expected, atol=1e-4)
-    np.testing.assert_array_equal(found["embedding"], np.zeros((1, T)))
+    np.testing.assert_allclose(result["heads"][:, 0, -1], expected, atol=1e-4)
+    np.testing.assert_array_equal(result["embedding"], np.zeros((1, T)))
     for arguments, match in (
         (({}, jnp.zeros(4 * V - 1), last), r"directions must broadcast to the stream \[1, 7, 36\], got \[35\]"),
         (({"mlp": jnp.zeros((1, T - 1, 4 * V))}, direction, last), r"parts\['mlp'\] must be \[\*, 1, 7, 36\], got \[1, 6, 36\]"),
@@ -455,9 +450,8 @@ KINDS = {
 @pytest.mark.slow_except("RMS norm, grouped queries, no biases, a head")
 def test_the_parts_of_a_transformer_sum_to_the_logit(kind):
     rng = np.random.default_rng(0)
-    model: Any = nnx.eval_shape(
-        lambda: interop.Transformer(interop.Config("test", **SIZES, **KINDS[kind]), rngs=nnx.Rngs(0))
-    )
+    config = interop.Config("test", **SIZES, **KINDS[kind])
+    model: Any = nnx.eval_shape(lambda: interop.Transformer(config, rngs=nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)  # biases and scales that are not 0 and 1
     nnx.update(model, jax.tree.map(lambda x: jnp.float32(0.3 * rng.normal(size=x.shape) + (x.ndim < 3)), state))
     tokens = jnp.asarray(np.array([[1, 10, 3, 0, 5, 5], [7, 2, 8, 3, 1, 9]]))
@@ -513,9 +507,8 @@ def test_a_transformer_that_scans_over_its_layers_takes_patches():
 
 
 def test_a_stream_with_norms_in_it_is_not_a_sum():
-    model = nnx.eval_shape(
-        lambda: interop.Transformer(interop.Config("bert", **SIZES, norm_first=False), rngs=nnx.Rngs(0))
-    )
+    config = interop.Config("bert", **SIZES, norm_first=False)
+    model = nnx.eval_shape(lambda: interop.Transformer(config, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="a bert has norms after attention and MLP"):
         interop.logit_parts(model, jnp.zeros((1, 3), int), jnp.ones(12))
     with pytest.raises(ValueError, match="no layer has sown 'residual_parts'; pass sow_parts= to the model"):
@@ -542,9 +535,9 @@ def test_the_top_queries_of_a_stream_are_those_of_all_batches_at_once():
     all_scores, all_tokens = np.concatenate(scores, 1), np.concatenate(tokens)
     assert int(top.seen) == 10
     for layer, head in np.ndindex(2, 3):
-        own = all_scores[layer, :, :, head].ravel()
-        order = np.argsort(-own, kind="stable")[:6]  # of ties, the first
-        np.testing.assert_array_equal(top.score[layer, head], own[order])
+        flat = all_scores[layer, :, :, head].ravel()
+        order = np.argsort(-flat, kind="stable")[:6]  # of ties, the first
+        np.testing.assert_array_equal(top.score[layer, head], flat[order])
         np.testing.assert_array_equal(top.sequence[layer, head], order // 5)
         np.testing.assert_array_equal(top.position[layer, head], order % 5)
         np.testing.assert_array_equal(top.token[layer, head], all_tokens.ravel()[order])

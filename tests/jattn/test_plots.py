@@ -97,17 +97,14 @@ def test_labels_do_not_overlap(size, grid):
         assert all(one[1] - two[0] < 0.2 * (one[1] - one[0]) for one, two in zip(ends, ends[1:], strict=False))
 
 
-@pytest.mark.parametrize(
-    "draw, message",
-    [
-        (lambda: plots.attention_heatmap(np.ones((2, 3, 3))), r"weights has shape \(2, 3, 3\), expected \[T, S\]"),
-        (lambda: plots.attention_heatmap(np.ones((0, 3))), r"weights has shape \(0, 3\), expected \[T, S\]"),
-        (lambda: plots.attention_heatmap(np.eye(3), ["a"]), r"tokens has 1 entries, expected T=3"),
-        (lambda: plots.attention_heatmap(np.ones((2, 3)), key_tokens=["a"]), r"key_tokens has 1 entries, expected S=3"),
-        (lambda: plots.head_grid(np.eye(3)), r"weights has shape \(3, 3\), expected \[N, T, S\] or \[L, N, T, S\]"),
-        (lambda: plots.head_grid(np.ones((2, 3, 3)), titles=["a"]), r"titles has 1 entries, expected 2"),
-    ],
-)
+@pytest.mark.parametrize("draw, message", [
+    (lambda: plots.attention_heatmap(np.ones((2, 3, 3))), r"weights has shape \(2, 3, 3\), expected \[T, S\]"),
+    (lambda: plots.attention_heatmap(np.ones((0, 3))), r"weights has shape \(0, 3\), expected \[T, S\]"),
+    (lambda: plots.attention_heatmap(np.eye(3), ["a"]), r"tokens has 1 entries, expected T=3"),
+    (lambda: plots.attention_heatmap(np.ones((2, 3)), key_tokens=["a"]), r"key_tokens has 1 entries, expected S=3"),
+    (lambda: plots.head_grid(np.eye(3)), r"weights has shape \(3, 3\), expected \[N, T, S\] or \[L, N, T, S\]"),
+    (lambda: plots.head_grid(np.ones((2, 3, 3)), titles=["a"]), r"titles has 1 entries, expected 2"),
+])  # fmt: skip
 def test_wrong_input_is_named(draw, message):
     with pytest.raises(ValueError, match=message):
         draw()

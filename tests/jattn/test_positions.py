@@ -37,9 +37,8 @@ def test_rotary(getkey, fraction, dim):
     for b, t, n in np.ndindex(2, 5, 3):
         expected = turned(np.asarray(x[b, t, n], np.float64), int(positions[b, t]), 100.0, dim)
         np.testing.assert_allclose(got[b, t, n], expected, atol=2e-5)
-    np.testing.assert_array_equal(
-        Rotary(100.0, fraction)(x, positions[1])[0], Rotary(100.0, fraction)(x[:1], positions[1:])[0]
-    )
+    rotary = Rotary(100.0, fraction)
+    np.testing.assert_array_equal(rotary(x, positions[1])[0], rotary(x[:1], positions[1:])[0])
 
 
 def test_rotary_scores_depend_on_the_difference_alone():
@@ -65,13 +64,9 @@ def test_scalings():
     for got, frequency in zip(llama, plain, strict=True):
         wave = 2 * np.pi / frequency
         smooth = (8192 / wave - 1) / (4 - 1)
-        expected = (
-            frequency
-            if wave < 2048
-            else frequency / 8
-            if wave > 8192
-            else (1 - smooth) * frequency / 8 + smooth * frequency
-        )
+        expected = frequency if wave < 2048 else frequency / 8
+        if 2048 <= wave <= 8192:
+            expected = (1 - smooth) * frequency / 8 + smooth * frequency
         np.testing.assert_allclose(got, expected)
     assert len({*np.flatnonzero(llama == plain)}) > 20 and np.sum(np.isclose(llama, plain / 8)) > 20
 
@@ -95,17 +90,14 @@ def test_yarn():
     assert Rotary(scaling=YarnScaling(4.0, 4096, attention_factor=1.5)).frequencies(64)[1] == 1.5
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Rotary(base=0.5), "base must be larger than 1"),
-        (lambda: Rotary(fraction=0.0), r"fraction must lie in \(0, 1\]"),
-        (lambda: Rotary()(jnp.zeros((4, 2, 7)), jnp.arange(4)), "must be even"),
-        (lambda: Rotary()(jnp.zeros((4, 6)), jnp.arange(4)), r"one head \[T, H\]: pass x\[:, None\]"),
-        (lambda: Rotary()(jnp.zeros((1, 2, 6)), np.array([2**32])), "positions must lie within int32"),
-        (lambda: Rotary()(jnp.zeros((4, 2, 6)), jnp.arange(5)), r"positions of shape \(5,\)"),
-    ],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda: Rotary(base=0.5), "base must be larger than 1"),
+    (lambda: Rotary(fraction=0.0), r"fraction must lie in \(0, 1\]"),
+    (lambda: Rotary()(jnp.zeros((4, 2, 7)), jnp.arange(4)), "must be even"),
+    (lambda: Rotary()(jnp.zeros((4, 6)), jnp.arange(4)), r"one head \[T, H\]: pass x\[:, None\]"),
+    (lambda: Rotary()(jnp.zeros((1, 2, 6)), np.array([2**32])), "positions must lie within int32"),
+    (lambda: Rotary()(jnp.zeros((4, 2, 6)), jnp.arange(5)), r"positions of shape \(5,\)"),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):
         make()

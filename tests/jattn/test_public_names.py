@@ -17,15 +17,10 @@ NAMES = public_names()
 GIVEN = {"jax": jax, "jnp": jnp, "np": np, "jattn": jattn}
 # Names without an example of their own, and why.
 WITHOUT = {
-    "jattn.heads.MIXED": "a constant",
-    "jattn.heads.OF_TOKENS": "a constant",
-    "jattn.heads.STATISTICS": "a constant",
-    "jattn.heads.WEAK": "a constant",
-    "jattn.sharding.LAYOUTS": "a constant",
-    "jattn.interop.FAMILIES": "a constant",
-    "jattn.testing.AT_SIZE": "a constant",
-    "jattn.testing.CASES": "a constant",
-}
+    "jattn.heads.MIXED": "a constant", "jattn.heads.OF_TOKENS": "a constant", "jattn.heads.STATISTICS": "a constant",
+    "jattn.heads.WEAK": "a constant", "jattn.sharding.LAYOUTS": "a constant", "jattn.interop.FAMILIES": "a constant",
+    "jattn.testing.AT_SIZE": "a constant", "jattn.testing.CASES": "a constant",
+}  # fmt: skip
 # A method's example is the one of its class.
 NEED = sorted(name for name in NAMES.keys() - WITHOUT.keys() if name.rpartition(".")[0] not in NAMES)
 FAST = {"jattn.dot_product_attention", "jattn.masks.Causal", "jattn.score_mods.SoftCap"}

@@ -135,8 +135,8 @@ def assert_refused(implementation: Any, arrays: list[jax.ShapeDtypeStruct], opti
     wanted = f"implementation={re.escape(repr(implementation))} cannot do this: .*{reason}"
     with pytest.raises(jattn.Unsupported, match=wanted):
         jax.eval_shape(functools.partial(attend, implementation, options), *arrays)
-    said = jattn.explain(*arrays, **options, implementation=implementation).splitlines()[0]
-    assert re.search(f", but .*{reason}", said)
+    line = jattn.explain(*arrays, **options, implementation=implementation).splitlines()[0]
+    assert re.search(f", but .*{reason}", line)
 
 
 def test_every_kernel_is_in_the_table():
@@ -157,8 +157,8 @@ def test_the_same_call_without_it_is_taken(name):
     for dtype in dtypes:
         arrays = Call(dtype=dtype).arrays(name)
         platform = {"cudnn": "gpu", "pallas_gpu": "gpu"}.get(name)
-        said = jattn.explain(*arrays, implementation=KERNELS[name], platform=platform).splitlines()[0]
-        assert re.search(r": (taken by name|given, as an object)(?!.*, but)", said), said
+        line = jattn.explain(*arrays, implementation=KERNELS[name], platform=platform).splitlines()[0]
+        assert re.search(r": (taken by name|given, as an object)(?!.*, but)", line), line
 
 
 @jattn.pytree_dataclass
@@ -182,8 +182,8 @@ class RecentInterval(Recent):
 @pytest.mark.parametrize("name", cases(["cudnn", "native"]))
 def test_a_mask_class_of_ones_own_is_taken_by_its_interval(name):
     arrays, platform = Call().arrays(name), "gpu" if name == "cudnn" else None
-    said = jattn.explain(*arrays, mask=RecentInterval(), implementation=name, platform=platform)
-    assert said.startswith(f"{name}: taken by name"), said
+    line = jattn.explain(*arrays, mask=RecentInterval(), implementation=name, platform=platform)
+    assert line.startswith(f"{name}: taken by name"), line
     assert_refused(name, arrays, {"mask": Recent()}, "it (supports|takes) no masks but")
 
 

@@ -40,9 +40,9 @@ def causal():
 
 
 def test_the_page_has_the_weights_and_the_words(causal):
-    found = dense(qk(), is_causal=True)
-    np.testing.assert_allclose(weights_of(causal.html, 0, 0), found[0], atol=2e-5)
-    np.testing.assert_allclose(weights_of(causal.html, 1, 0), found[1, :, :4, :4], atol=2e-5)  # without padding
+    weights = dense(qk(), is_causal=True)
+    np.testing.assert_allclose(weights_of(causal.html, 0, 0), weights[0], atol=2e-5)
+    np.testing.assert_allclose(weights_of(causal.html, 1, 0), weights[1, :, :4, :4], atol=2e-5)  # without padding
     data = embedded(causal.html)
     assert [view["queries"] for view in data["views"]] == [WORDS, WORDS[:4]]
     assert [view["name"] for view in data["views"]][1] == "2: the cat </script> sat"
@@ -54,11 +54,11 @@ def test_statistics_are_means_over_all_queries(causal):
     layers = list(qk().values())
     eligible = np.arange(T) < np.array([[7], [4]])
     tokens = np.array([[0, 1, 2, 3, 4, 0, 1], [0, 1, 2, 3, -1, -1, -1]])
-    found = [heads.statistics(q, k, tokens=tokens, eligible=eligible, is_causal=True) for q, k in layers]
-    found = jax.tree.map(np.asarray, found)
+    statistics = [heads.statistics(q, k, tokens=tokens, eligible=eligible, is_causal=True) for q, k in layers]
+    statistics = jax.tree.map(np.asarray, statistics)
     for name in ("entropy", "previous_token", "induction"):
-        sums = np.concatenate([(one[name] * one["support"][name]).sum(0) for one in found])
-        counts = np.concatenate([one["support"][name].sum(0) for one in found])
+        sums = np.concatenate([(one[name] * one["support"][name]).sum(0) for one in statistics])
+        counts = np.concatenate([one["support"][name].sum(0) for one in statistics])
         np.testing.assert_allclose(causal.numbers[name], sums / counts, rtol=1e-5)
     data = embedded(causal.html)
     shown = data["numbers"][0]["values"][data["columns"].index("entropy")]
@@ -134,17 +134,15 @@ def test_what_models_sow_is_read():
         (by_linen["intermediates"], weights["intermediates"]),
     ]
     for sown, expected in pairs:
-        found = np.concatenate([np.asarray(one) for one in heads.collect(expected, "attention_weights")], 1)
-        for given in (sown, heads.collect(sown), expected):
-            report = jattn.report(given, is_causal=given is not expected)
-            np.testing.assert_allclose(weights_of(report.html, 1, 0), found[1], atol=2e-5)
+        dense_weights = np.concatenate([np.asarray(one) for one in heads.collect(expected, "attention_weights")], 1)
+        for form in (sown, heads.collect(sown), expected):
+            report = jattn.report(form, is_causal=form is not expected)
+            np.testing.assert_allclose(weights_of(report.html, 1, 0), dense_weights[1], atol=2e-5)
     sown = sown_by(flaxs, x, sow_weights=True)  # so Flax's module passes itself on
     assert heads.collect(sown)[0].keys() >= {"query", "key", "lse"}
-    found = np.concatenate(
-        [jattn.attention_weights(one["query"], one["key"], is_causal=True) for one in heads.collect(sown)], 1
-    )
+    dense_weights = dense({i: (one["query"], one["key"]) for i, one in enumerate(heads.collect(sown))}, is_causal=True)
     report = jattn.report(sown, is_causal=True)
-    np.testing.assert_allclose(weights_of(report.html, 0, 0), found[0], atol=2e-5)
+    np.testing.assert_allclose(weights_of(report.html, 0, 0), dense_weights[0], atol=2e-5)
 
 
 @pytest.mark.slow
@@ -152,11 +150,11 @@ def test_a_layer_has_options_of_its_own():
     layers = qk()
     (q0, k0), (q1, k1) = layers.values()
     window = jattn.masks.SlidingWindow(1, 0)
-    given = {"near": {"query": q0, "key": k0, "mask": window, "scale": 0.3, "z": None, "value": None}, "far": (q1, k1)}
-    report = jattn.report(given, scale=0.5)
-    found = weights_of(report.html, 0, 0)
-    np.testing.assert_allclose(found[:N], jattn.attention_weights(q0, k0, mask=window, scale=0.3)[0], atol=2e-5)
-    np.testing.assert_allclose(found[N:], jattn.attention_weights(q1, k1, scale=0.5)[0], atol=2e-5)
+    model = {"near": {"query": q0, "key": k0, "mask": window, "scale": 0.3, "z": None, "value": None}, "far": (q1, k1)}
+    report = jattn.report(model, scale=0.5)
+    shown = weights_of(report.html, 0, 0)
+    np.testing.assert_allclose(shown[:N], jattn.attention_weights(q0, k0, mask=window, scale=0.3)[0], atol=2e-5)
+    np.testing.assert_allclose(shown[N:], jattn.attention_weights(q1, k1, scale=0.5)[0], atol=2e-5)
     assert [head.code for head in report.heads][::N] == ["nearH0", "farH0"]
 
 
@@ -167,18 +165,11 @@ def test_weights_are_read_as_they_are(lead):
     weights[..., 1, 2] = 0
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-9) * 1.25  # a sink takes the rest
     report = jattn.report(weights, ["a", "b", "c"] if len(lead) < 3 else [["a", "b", "c"]] * B, key_tokens=None)
-    first = (
-        weights if len(lead) == 1 else weights.reshape(-1, 3, 4) if len(lead) == 2 else weights[:, 0].reshape(-1, 3, 4)
-    )
-    np.testing.assert_allclose(weights_of(report.html, 0, 0), first, atol=2e-5)
+    by_layer = weights.reshape(*{1: (1, 1, N), 2: (L, 1, N), 3: lead}[len(lead)], 3, 4)  # [L,B,N,T,S]
+    np.testing.assert_allclose(weights_of(report.html, 0, 0), by_layer[:, 0].reshape(-1, 3, 4), atol=2e-5)
     assert embedded(report.html)["views"][0]["cross"]
-    np.testing.assert_allclose(
-        report.numbers["max_weight"][0],
-        weights.reshape(len(weights), -1, 3, 4)[0, :1, 1:].max(-1).mean()
-        if len(lead) < 3
-        else weights[0, :, 0, 1:].max(-1).mean(),
-        rtol=1e-5,
-    )
+    largest = by_layer[0, :, 0, 1:].max(-1).mean()
+    np.testing.assert_allclose(report.numbers["max_weight"][0], largest, rtol=1e-5)
 
 
 def test_two_texts_are_shown_apart():
@@ -206,9 +197,7 @@ def test_ids_become_text():
     assert jattn.report(qk(), is_causal=True).queries[0] == [str(i) for i in range(T)]
 
 
-@pytest.mark.parametrize(
-    "make", [np.array, lambda words: np.array(words, object), lambda words: [np.array(words[0])] * B]
-)
+@pytest.mark.parametrize("make", [np.array, lambda x: np.array(x, object), lambda x: [np.array(x[0])] * B])
 def test_words_may_be_arrays(make):
     assert jattn.report(qk(), make([WORDS] * B), is_causal=True).queries == [WORDS] * B
 
@@ -216,28 +205,21 @@ def test_words_may_be_arrays(make):
 @pytest.mark.slow
 def test_numbers_of_ones_own_and_roles():
     effect = np.arange(L * N).reshape(L, N) / 10
-    null = jattn.report(
-        {f"layer {i}": tuple(jax.random.normal(jax.random.key(i), (2, 1, T, 40, H))) for i in range(3)},
-        [WORDS],
-        is_causal=True,
-    )
-    layers = qk()
+    draw = lambda i: tuple(jax.random.normal(jax.random.key(i), (2, 1, T, 40, H)))
+    null = jattn.report({f"layer {i}": draw(i) for i in range(3)}, [WORDS], is_causal=True)
     sharp = 40 * jax.nn.one_hot(jnp.arange(T), T)[None, :, None]
     sees_previous = (jnp.broadcast_to(jnp.roll(sharp, -1, -1), (1, T, N, T)), sharp)
     report = jattn.report({"a": sees_previous, "b": sees_previous}, [WORDS], columns={"effect": effect}, null=null)
     assert report.numbers["effect"].tolist() == effect.ravel().tolist()
     data = embedded(report.html)
     assert data["columns"][-1] == "effect" and "Roles are judged" in report.html
-    assert len(layers) == L and len(report.roles) == L * N
+    assert len(report.roles) == L * N
 
 
 def test_heads_beside_others_are_matched():
     layers = qk()
-    order = [[2, 0, 3, 1], [1, 3, 0, 2]]
-    swapped = {
-        name: (q[:, :, at], jnp.repeat(k, 2, 2)[:, :, at])
-        for (name, (q, k)), at in zip(layers.items(), order, strict=True)
-    }
+    pairs = zip(layers.items(), [[2, 0, 3, 1], [1, 3, 0, 2]], strict=True)
+    swapped = {name: (q[:, :, at], jnp.repeat(k, 2, 2)[:, :, at]) for (name, (q, k)), at in pairs}
     one = jattn.report(layers, [WORDS] * B, is_causal=True, title="one")
     other = jattn.report(swapped, [WORDS] * B, is_causal=True, title="other")
     assert _matching.matched(one, other).tolist() == [1, 3, 0, 2, 6, 4, 7, 5]
@@ -256,52 +238,47 @@ def test_other_texts_and_other_models_stand_beside():
     one = jattn.report(qk(), [WORDS] * B, is_causal=True)
     text = jattn.report(qk(), [WORDS[::-1]] * B, is_causal=True, title="backwards", compare=one)
     views = embedded(text.html)["views"]
-    assert [len(view["frames"]) for view in views] == [1] * 4 and views[2]["name"].startswith(
-        "Attention heads: 1: the cat"
-    )
+    assert [len(view["frames"]) for view in views] == [1] * 4
+    assert views[2]["name"].startswith("Attention heads: 1: the cat")
     smaller = jattn.report(dict(list(qk().items())[:1]), [WORDS] * B, is_causal=True, title="smaller")
     mixed = embedded(jattn.report(qk(), [WORDS] * B, is_causal=True, compare=[smaller, one]).html)["views"][0]["frames"]
     assert [frame.get("heads", []).count("–") for frame in mixed] == [0, N, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"heads": {}}, ValueError, "has no layers: did the model sow, with sow_heads=True"),
-        ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* if it is called with sow_heads=True"),
-        ({"heads": {"params": {"query": {}, "key": {}}}}, ValueError, "params has parameters, not arrays"),
-        ({"heads": {"a": dict(zip(("query", "key"), qk()["layer 0"], strict=True), causal=True)}}, TypeError,
-         "a takes no 'causal'"),
-        ({"heads": 3}, TypeError, "heads must be what a model has sown"),
-        ({"heads": {"a": 3}}, ValueError, "a must be \\(query, key\\)"),
-        ({"heads": {"a": {"query": np.zeros((T, N, H))}}}, ValueError, "expected 'query' and 'key'"),
-        ({"heads": {"a": (np.zeros((T, N)), np.zeros((T, N)))}}, ValueError, "query \\[B,T,N,H\\]"),
-        ({"heads": [*qk().values(), *qk(S=3).values()]}, ValueError, "see the same sequences"),
-        ({"heads": qk(T=0)}, ValueError, "is empty"),
-        ({"heads": np.ones((N, T, T))}, ValueError, "sum to 1 at most; these sum to 7"),
-        ({"heads": np.ones((T, T))}, ValueError, "weights must be"),
-        ({"tokens": WORDS}, ValueError, "tokens must be 2 lists of 1 to 7 strings.*got 1 of 7"),
-        ({"tokens": [np.arange(T), np.arange(3)]}, ValueError, "ids of one length; got \\[7, 3\\]. Pad the ids"),
-        ({"tokens": np.full((B, T), -1), "tokenizer": Tokenizer()}, ValueError, "has the id -1, which no tokenizer"),
-        ({"tokens": np.zeros((B, 3), int)}, ValueError, "ids \\[B, T\\] = \\[2, 7\\]"),
-        ({"tokens": np.zeros((B, T))}, ValueError, "got float64"),
-        ({"tokens": np.zeros((B, T), int), "tokenizer": 3}, TypeError, "tokenizer must have a method decode"),
-        ({"columns": {"effect": np.zeros((L, N + 1))}}, ValueError, "columns\\['effect'\\] must have a number for each"),
-        ({"columns": {"entropy": np.zeros((L, N))}}, ValueError, "columns has 'entropy', which is a statistic"),
-        ({"columns": {"effect": 3}}, ValueError, "must have a number for each head"),
-        ({"causal": True}, TypeError, "report takes no 'causal'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "error", "words"), [
+    ({"heads": {}}, ValueError, "has no layers: did the model sow, with sow_heads=True"),
+    ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* if it is called with sow_heads=True"),
+    ({"heads": {"params": {"query": {}, "key": {}}}}, ValueError, "params has parameters, not arrays"),
+    ({"heads": {"a": dict(zip(("query", "key"), qk()["layer 0"], strict=True), causal=True)}}, TypeError, "a takes no 'causal'"),
+    ({"heads": 3}, TypeError, "heads must be what a model has sown"),
+    ({"heads": {"a": 3}}, ValueError, "a must be \\(query, key\\)"),
+    ({"heads": {"a": {"query": np.zeros((T, N, H))}}}, ValueError, "expected 'query' and 'key'"),
+    ({"heads": {"a": (np.zeros((T, N)), np.zeros((T, N)))}}, ValueError, "query \\[B,T,N,H\\]"),
+    ({"heads": [*qk().values(), *qk(S=3).values()]}, ValueError, "see the same sequences"),
+    ({"heads": qk(T=0)}, ValueError, "is empty"),
+    ({"heads": np.ones((N, T, T))}, ValueError, "sum to 1 at most; these sum to 7"),
+    ({"heads": np.ones((T, T))}, ValueError, "weights must be"),
+    ({"tokens": WORDS}, ValueError, "tokens must be 2 lists of 1 to 7 strings.*got 1 of 7"),
+    ({"tokens": [np.arange(T), np.arange(3)]}, ValueError, "ids of one length; got \\[7, 3\\]. Pad the ids"),
+    ({"tokens": np.full((B, T), -1), "tokenizer": Tokenizer()}, ValueError, "has the id -1, which no tokenizer"),
+    ({"tokens": np.zeros((B, 3), int)}, ValueError, "ids \\[B, T\\] = \\[2, 7\\]"),
+    ({"tokens": np.zeros((B, T))}, ValueError, "got float64"),
+    ({"tokens": np.zeros((B, T), int), "tokenizer": 3}, TypeError, "tokenizer must have a method decode"),
+    ({"columns": {"effect": np.zeros((L, N + 1))}}, ValueError, "columns\\['effect'\\] must have a number for each"),
+    ({"columns": {"entropy": np.zeros((L, N))}}, ValueError, "columns has 'entropy', which is a statistic"),
+    ({"columns": {"effect": 3}}, ValueError, "must have a number for each head"),
+    ({"causal": True}, TypeError, "report takes no 'causal'"),
+])  # fmt: skip
 def test_wrong_arguments_are_named(change, error, words):
     arguments = {"heads": qk(), "tokens": None} | change
     with pytest.raises(error, match=words):
         jattn.report(**arguments)
 
 
-@pytest.mark.parametrize("given", ["other.html", [qk()], 3])
-def test_what_stands_beside_is_a_report(given):
+@pytest.mark.parametrize("other", ["other.html", [qk()], 3])
+def test_what_stands_beside_is_a_report(other):
     with pytest.raises(TypeError, match="compare must be a Report"):
-        _reports("compare", given)
+        _reports("compare", other)
 
 
 @pytest.mark.slow
@@ -321,9 +298,8 @@ def test_what_does_not_fit_is_left_out_and_said():
     assert fewer[0][0]["bits"] < 16 and f"1/{2 ** fewer[0][0]['bits'] - 1} of the largest" in fewer[0][0]["note"]
     assert "Weights below" in coarser[0][0]["note"] and coarser[0][0]["dropped"] > 0
     assert all(len(packed[1][0]) <= room for packed, room in zip((whole, fewer, coarser, none), rooms, strict=True))
-    top = _pack_weights.Frame(
-        "a", None, rng.random((6, 40, 5)) ** 3 + 0.002, np.zeros((6, 40, 5), int), frame.weights[:, :4, :4]
-    )
+    size = 6, 40, 5
+    top = _pack_weights.Frame("a", None, rng.random(size) ** 3 + 0.002, np.zeros(size, int), frame.weights[:, :4, :4])
     tried = [_pack_weights.pack([top], room) for room in range(500, 3000, 50)]
     blob = next(blobs[0] for entries, blobs, _ in tried if "unless they are among a query's 2" in entries[0]["note"])
     codes = np.frombuffer(zlib.decompress(base64.b64decode(blob)), "<u2")[5 * 240 : 10 * 240].reshape(5, 6, 40)
@@ -346,8 +322,8 @@ def test_a_long_text_keeps_the_largest_weights_of_each_query(monkeypatch):
     words = [[f"w{i}" for i in range(9)], [f"w{i}" for i in range(5)]]
     layers = qk(T=9, S=9)
     report = jattn.report(layers, words, is_causal=True)
-    found = dense(layers, is_causal=True)
-    top = np.sort(found, -1)[..., ::-1]
+    weights = dense(layers, is_causal=True)
+    top = np.sort(weights, -1)[..., ::-1]
     np.testing.assert_allclose(report.looked.top, top[..., : report.looked.top.shape[-1]], atol=1e-5)
     first, second = (view["frames"][0] for view in embedded(report.html)["views"])
     assert first["k"] == 9 and first["side"] == [4, 4] and first["span"] == [2.25, 2.25]
@@ -363,8 +339,8 @@ def test_of_very_many_sequences_the_first_are_drawn(monkeypatch):
     assert len(embedded(report.html)["views"]) == len(report.queries) == 1
     assert "Drawn are the first 1 of 2 sequences; the numbers are of all." in report.html
     q, k = layers["layer 0"]
-    found = heads.statistics(q, k, is_causal=True, names=["max_weight"])["max_weight"]
-    np.testing.assert_allclose(report.numbers["max_weight"][:N], np.asarray(found).mean(0), rtol=1e-5)
+    expected = heads.statistics(q, k, is_causal=True, names=["max_weight"])["max_weight"]
+    np.testing.assert_allclose(report.numbers["max_weight"][:N], np.asarray(expected).mean(0), rtol=1e-5)
 
 
 def test_it_runs_outside_of_compiled_functions():

@@ -21,13 +21,12 @@ def layers(seed, T=T, S=T):
     """``{name: (query, key)}``, drawn in NumPy: the page is the object here, not the weights."""
     rng = np.random.default_rng(seed)
     shapes = (1, T, N, H), (1, S, N, H)
-    return {
-        f"layer {i}": tuple(jnp.asarray(2 * rng.normal(size=shape), jnp.float32) for shape in shapes) for i in range(L)
-    }
+    draw = lambda shape: jnp.asarray(2 * rng.normal(size=shape), jnp.float32)
+    return {f"layer {i}": tuple(map(draw, shapes)) for i in range(L)}
 
 
-def dense(given, **options):
-    return np.concatenate([jattn.attention_weights(q, k, **options)[0] for q, k in given.values()])
+def dense(arrays, **options):
+    return np.concatenate([jattn.attention_weights(q, k, **options)[0] for q, k in arrays.values()])
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +56,10 @@ def test_pointing_pinning_and_keys(report, tmp_path):
 
     def check(shown, head, query, key):
         name, q, kv, weight = shown["readout"]
-        assert [name, q, kv] == [
-            f"layer {head // N} head {head % N}",
-            f"{query}: {WORDS[query]}",
-            f"{key}: {WORDS[key]}",
-        ]
+        title = f"layer {head // N} head {head % N}"
+        assert [name, q, kv] == [title, f"{query}: {WORDS[query]}", f"{key}: {WORDS[key]}"]
         assert abs(float(weight) - weights[head, query, key]) < 6e-5
-        assert shown["pressed"] == [f"layer {head // N} head {head % N}"]
+        assert shown["pressed"] == [title]
 
     check(seen["hovered"], 0, 4, 2)
     assert not seen["hovered"]["pinned"] and seen["pinned"]["pinned"] and seen["kept"]["pinned"]
@@ -149,11 +145,9 @@ def test_a_long_text_from_afar_and_up_close(monkeypatch, tmp_path):
     size = 300
     monkeypatch.setattr("jattn.reports._kept_weights.ALL_WEIGHTS", 1000)
     monkeypatch.setattr("jattn.reports._kept_weights.LARGEST_WEIGHTS", 4 * 2 * size)
-    given = long(size)
-    report = jattn.report(given, [f"w{i}" for i in range(size)], is_causal=True)
-    script = (
-        SHOWN
-        + """
+    arrays = long(size)
+    report = jattn.report(arrays, [f"w{i}" for i in range(size)], is_causal=True)
+    script = """
     verdict.far = [large.per > 4, said("kept"), said("zoomed")];
     hover(large, 200, 197); verdict.found = shown();
     press(large, "+"); press(large, "+"); press(large, "+");
@@ -165,9 +159,8 @@ def test_a_long_text_from_afar_and_up_close(monkeypatch, tmp_path):
     document.getElementById("zoom-in").click(); verdict.button = state.window;
     small[1].click(); hover(large, 250, 0); verdict.first = shown();
     """
-    )
-    seen = drive(report.save(tmp_path / "page.html"), script, tmp_path)
-    weights = dense(given, is_causal=True)
+    seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path)
+    weights = dense(arrays, is_causal=True)
     far, note, zoomed = seen["far"]
     assert far and "the 4 largest weights of each query" in note and zoomed == "all tokens"
     assert seen["found"]["readout"][1:3] == ["200: w200", "197: w197"]
@@ -183,15 +176,12 @@ def test_a_long_text_from_afar_and_up_close(monkeypatch, tmp_path):
 
 def test_a_link_carries_the_selection(report, tmp_path):
     path = report.save(tmp_path / "page.html")
-    script = (
-        SHOWN + "hover(large, 6, 2); small[4].click(); press(large, 'Enter'); await wait(400); verdict.there = shown();"
-    )
-    there = drive(path, script, tmp_path)["there"]
+    script = "hover(large, 6, 2); small[4].click(); press(large, 'Enter'); await wait(400); verdict.there = shown();"
+    there = drive(path, SHOWN + script, tmp_path)["there"]
     again = drive(path, SHOWN + "verdict.again = shown();", tmp_path, address=there["hash"])["again"]
     assert again["readout"] == there["readout"] and again["pinned"] and again["pressed"] == ["layer 1 head 1"]
-    odd = drive(
-        path, SHOWN + "verdict.odd = shown();", tmp_path, address="#head=99&query=x&view=-1&beside=7,7&window=a,b,c"
-    )
+    address = "#head=99&query=x&view=-1&beside=7,7&window=a,b,c"
+    odd = drive(path, SHOWN + "verdict.odd = shown();", tmp_path, address=address)
     assert odd["odd"]["pressed"] == ["layer 0 head 0"]
     stale = drive(path, SHOWN + "verdict.stale = shown();", tmp_path, address="#head=4&window=1000,1000,8")["stale"]
     assert stale["window"] is None and stale["pressed"] == ["layer 1 head 1"]  # a link to a longer text
@@ -202,9 +192,7 @@ def test_odd_words_and_texts_of_two_lengths(tmp_path):
     longer = jattn.report(layers(1, 12, 12), [f"w{i}" for i in range(12)], is_causal=True, title="longer")
     words = ["", "\u05e9\u05dc\u05d5\u05dd", "a\0b", "x" * 200, "5", "6", "7", "8", "9"]
     report = jattn.report(layers(0), words, compare=longer)
-    script = (
-        SHOWN
-        + """
+    script = """
     const largest = heads.map((_, head) => Math.max(...frame().cells(head, [0, 0, 9]).values));
     chooseHead(nearest(largest, 0));
     const file = (own) => { document.getElementById("own").value = own; return new DOMParser().parseFromString(asSvg(large), "image/svg+xml"); };
@@ -228,8 +216,8 @@ def test_odd_words_and_texts_of_two_lengths(tmp_path):
     const event = new KeyboardEvent("keydown", { key: "ArrowLeft", altKey: true, cancelable: true });
     large.dispatchEvent(event); verdict.back = [event.defaultPrevented, state.key];
     """
-    )
-    seen = drive(report.save(tmp_path / "page.html"), script, tmp_path, "--blink-settings=preferredColorScheme=0")
+    dark = "--blink-settings=preferredColorScheme=0"
+    seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path, dark)
     assert seen["wide"] <= 0 and seen["order"][0] < seen["order"][1]
     page, none, most, paler = seen["colours"]
     assert paler
@@ -264,18 +252,15 @@ def test_legible_in_light_and_dark_and_on_a_narrow_screen(report, tmp_path, flag
 def test_two_texts_and_grouped_queries(tmp_path):
     rng = np.random.default_rng(3)
     query, key = rng.normal(size=(1, 4, N * 2, H)), rng.normal(size=(1, 6, 2, H))
-    given = {"cross": (jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32))}
-    report = jattn.report(given, ["le", "chat", "est", "là"], key_tokens=["the", "cat", "is", "there", ",", "now"])
-    script = (
-        SHOWN
-        + """
+    arrays = {"cross": (jnp.asarray(query, jnp.float32), jnp.asarray(key, jnp.float32))}
+    report = jattn.report(arrays, ["le", "chat", "est", "là"], key_tokens=["the", "cat", "is", "there", ",", "now"])
+    script = """
     verdict.asked = [...document.querySelectorAll("#asked .token")].map((span) => span.textContent);
     document.querySelectorAll("#asked .token")[1].click(); hover(large, 1, 5); verdict.shown = shown();
     verdict.text = [...document.querySelectorAll("#text .token")].map((span) => span.title);
     """
-    )
-    seen = drive(report.save(tmp_path / "page.html"), script, tmp_path)
-    weights = np.asarray(jattn.attention_weights(*given["cross"]))[0]
+    seen = drive(report.save(tmp_path / "page.html"), SHOWN + script, tmp_path)
+    weights = np.asarray(jattn.attention_weights(*arrays["cross"]))[0]
     assert seen["asked"] == ["le", "chat", "est", "là"] and seen["shown"]["readout"][1:3] == ["1: chat", "5: now"]
     assert abs(float(seen["shown"]["readout"][3]) - weights[0, 1, 5]) < 6e-5
     told = [float(title.rsplit(": ")[-1]) for title in seen["text"]]

@@ -30,10 +30,10 @@ def test_the_papers_definition(seed):
     weights = rng.random((2, 3, 9, 17)).astype(np.float32)
     weights[..., 4:12] += 0.5
     weights[0, 0, 3:] = 0.0  # rows that see nothing
-    found = retrieval_score(jnp.asarray(weights), tokens, written, needle)
+    scores = retrieval_score(jnp.asarray(weights), tokens, written, needle)
     expected = [[by_hand(head, tokens, written, needle) for head in layer] for layer in weights]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert bool((np.asarray(found) > 0).any()) == (seed < 3)
+    np.testing.assert_allclose(scores, expected, rtol=1e-6)
+    assert bool((np.asarray(scores) > 0).any()) == (seed < 3)
 
 
 def test_a_token_that_the_needle_has_twice_counts_once():
@@ -78,17 +78,17 @@ def test_jitted_and_over_a_batch():
     weights = jnp.asarray(np.random.default_rng(1).random((3, 2, 4, 6)), jnp.float32)
     tokens, written = jnp.arange(18).reshape(3, 6) % 5, jnp.arange(12).reshape(3, 4) % 5
     needle = jnp.arange(6) < 4
-    found = jax.jit(jax.vmap(retrieval_score, (0, 0, 0, None)))(weights, tokens, written, needle)
+    scores = jax.jit(jax.vmap(retrieval_score, (0, 0, 0, None)))(weights, tokens, written, needle)
     each = [retrieval_score(*one, needle) for one in zip(weights, tokens, written, strict=True)]
-    np.testing.assert_array_equal(found, jnp.stack(each))
+    np.testing.assert_array_equal(scores, jnp.stack(each))
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     ({"tokens": np.arange(5)}, r"tokens, written and needle must be .* = \[6\], \[4\] and \[6\], for weights of shape "),
     ({"written": np.arange(5)}, r"got \[6\], \[5\], \[6\]"),
     ({"needle": np.ones(6, int)}, "needle must be bool"),
 ])  # fmt: skip
-def test_errors_name_what_came(change, said):
-    given = {"tokens": np.arange(6), "written": np.arange(4), "needle": np.ones(6, bool)} | change
-    with pytest.raises(ValueError, match=said):
-        retrieval_score(jnp.ones((2, 4, 6)), **given)
+def test_errors_name_what_came(change, message):
+    arguments = {"tokens": np.arange(6), "written": np.arange(4), "needle": np.ones(6, bool)} | change
+    with pytest.raises(ValueError, match=message):
+        retrieval_score(jnp.ones((2, 4, 6)), **arguments)

@@ -15,21 +15,21 @@ def null(*names, size=200):
 
 def test_a_head_gets_the_role_that_passes_its_null_by_the_most():
     scores = {"previous": np.array([[0.9, 0.3], [0.1, 0.25]]), "first": np.array([[0.05, 0.8], [0.1, 0.5]])}
-    found = heads.roles(scores, null("previous", "first"))
-    assert found.label.tolist() == [["previous", "first"], ["mixed", "first"]]
-    assert found.score.tolist() == [[0.9, 0.8], [0.1, 0.5]]
-    assert (found.p_value[found.label != "mixed"] == 2 / 201).all()
-    assert found.p_value[1, 0] > 0.05
+    roles = heads.roles(scores, null("previous", "first"))
+    assert roles.label.tolist() == [["previous", "first"], ["mixed", "first"]]
+    assert roles.score.tolist() == [[0.9, 0.8], [0.1, 0.5]]
+    assert (roles.p_value[roles.label != "mixed"] == 2 / 201).all()
+    assert roles.p_value[1, 0] > 0.05
 
 
 def test_each_pattern_has_the_threshold_of_its_own_null():
     rng = np.random.default_rng(1)
     low, high = rng.uniform(0, 0.1, 500), rng.uniform(0, 0.9, 500)
-    found = heads.roles({"a": np.array([0.5, 0.5]), "b": np.array([0.0, 0.95])}, {"a": low, "b": high}, level=0.1)
+    roles = heads.roles({"a": np.array([0.5, 0.5]), "b": np.array([0.0, 0.95])}, {"a": low, "b": high}, level=0.1)
     # 0.5 is far above the null of a, but not above that of b
-    assert found.label.tolist() == ["a", "a"]
-    assert abs(found.threshold[0] - np.quantile(low, 0.95)) < 0.005
-    np.testing.assert_allclose(found.p_value, 2 * (1 + (low >= 0.5).sum()) / 501)
+    assert roles.label.tolist() == ["a", "a"]
+    assert abs(roles.threshold[0] - np.quantile(low, 0.95)) < 0.005
+    np.testing.assert_allclose(roles.p_value, 2 * (1 + (low >= 0.5).sum()) / 501)
 
 
 @pytest.mark.parametrize("level", [0.05, 0.1, 0.6])
@@ -37,30 +37,29 @@ def test_each_pattern_has_the_threshold_of_its_own_null():
 def test_a_score_passes_where_it_is_above_the_threshold(size, level):
     """At every position among the null scores, also exactly at one of them and next to it."""
     grid = np.sort(np.concatenate([np.arange(float(size)) + shift for shift in (-0.25, 0.0, 0.25)]))
-    found = heads.roles(
-        {"a": grid, "b": grid - 1e3}, {"a": np.arange(float(size)), "b": np.arange(float(size))}, level=level
-    )
+    numbers = np.arange(float(size))
+    roles = heads.roles({"a": grid, "b": grid - 1e3}, {"a": numbers, "b": numbers}, level=level)
     p = 2 * (1 + np.array([(np.arange(size) >= score).sum() for score in grid])) / (1 + size)
-    np.testing.assert_array_equal(found.label == "a", p <= level)
-    np.testing.assert_array_equal(found.label == "a", grid > found.threshold)
-    np.testing.assert_allclose(found.p_value, np.minimum(p, 1.0))
+    np.testing.assert_array_equal(roles.label == "a", p <= level)
+    np.testing.assert_array_equal(roles.label == "a", grid > roles.threshold)
+    np.testing.assert_allclose(roles.p_value, np.minimum(p, 1.0))
 
 
 def test_heads_without_roles_get_one_as_often_as_the_level_says():
     names = ("a", "b", "c", "d")
     rng = np.random.default_rng(2)
     scores = {name: rng.normal(size=4000) for name in names}
-    found = heads.roles(scores, {name: rng.normal(size=20000) for name in names}, level=0.05)
-    assert 0.035 < (found.label != "mixed").mean() < 0.06
+    roles = heads.roles(scores, {name: rng.normal(size=20000) for name in names}, level=0.05)
+    assert 0.035 < (roles.label != "mixed").mean() < 0.06
 
 
 def test_what_is_usual_in_the_same_model_is_weak():
     """Three heads pass both nulls; the baseline of b, whose 95% quantile is 0.38, leaves one of its scores."""
     scores = {"a": np.array([0.25, 0.1, 0.3]), "b": np.array([0.35, 0.35, 0.9])}
     baseline = {"a": np.full(20, 0.1), "b": np.linspace(0.0, 0.4, 21)}
-    found = heads.roles(scores, null("a", "b"), baseline=baseline)
-    assert found.label.tolist() == ["a", "weak b", "b"]
-    np.testing.assert_allclose(found.least, [0.1, 0.38, 0.38])
+    roles = heads.roles(scores, null("a", "b"), baseline=baseline)
+    assert roles.label.tolist() == ["a", "weak b", "b"]
+    np.testing.assert_allclose(roles.least, [0.1, 0.38, 0.38])
     plain = heads.roles(scores, null("a", "b"))
     assert plain.label.tolist() == ["b", "b", "b"] and (plain.least == -np.inf).all()
     with pytest.raises(ValueError, match=r"baseline must have the patterns of scores, \['a', 'b'\], got \['a'\]"):
@@ -107,9 +106,9 @@ def test_a_perfect_induction_head_scores_1_and_not_a_half():
     tokens = np.tile(np.arange(n), 2)
     targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + 1)
     query, key = hard(targets)
-    found = look(query, key, tokens)
-    np.testing.assert_allclose(found["induction"], 1.0, atol=1e-6)
-    assert found["support"]["induction"].tolist() == [n]
+    result = look(query, key, tokens)
+    np.testing.assert_allclose(result["induction"], 1.0, atol=1e-6)
+    assert result["support"]["induction"].tolist() == [n]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +119,10 @@ def test_induction_is_not_off_by_one(shift, pattern):
     n = 12
     tokens = np.tile(np.arange(n), 2)
     targets = np.where(np.arange(2 * n) < n, 0, np.arange(2 * n) - n + shift)
-    found = look(*hard(targets), tokens)
+    result = look(*hard(targets), tokens)
     other = {"duplicate_token": "induction", "induction": "duplicate_token"}[pattern]
-    np.testing.assert_allclose(found[pattern], 1.0, atol=1e-6)
-    np.testing.assert_allclose(found[other], 0.0, atol=1e-6)
+    np.testing.assert_allclose(result[pattern], 1.0, atol=1e-6)
+    np.testing.assert_allclose(result[other], 0.0, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -132,8 +131,8 @@ def test_a_uniform_causal_head_is_not_coherent():
     row is divided by the maximum for its own keys."""
     T = 29
     nothing = jnp.zeros((T, 1, 4))
-    found = jax.jit(lambda x: heads.statistics(x, x, is_causal=True, names=["entropy"]))(nothing)
-    np.testing.assert_allclose(found["entropy"], 1.0, atol=1e-6)
+    result = jax.jit(lambda x: heads.statistics(x, x, is_causal=True, names=["entropy"]))(nothing)
+    np.testing.assert_allclose(result["entropy"], 1.0, atol=1e-6)
     weights = np.tri(T, dtype=np.float32) / np.arange(1, T + 1, dtype=np.float32)[:, None]
     np.testing.assert_allclose(heads.entropy(jnp.asarray(weights), jnp.tri(T, dtype=bool)), 1.0, atol=1e-6)
 
@@ -143,5 +142,5 @@ def test_divergence_never_passes_its_maximum():
     """A sum over rows can exceed ln 2; the mean over rows, divided by ln 2, is at most 1."""
     T = 8
     one, other = jnp.eye(T), jnp.eye(T)[::-1]
-    found = heads.pattern_divergence(jnp.stack([one, other]))
-    np.testing.assert_allclose(found, [[0, 1], [1, 0]], atol=1e-6)
+    result = heads.pattern_divergence(jnp.stack([one, other]))
+    np.testing.assert_allclose(result, [[0, 1], [1, 0]], atol=1e-6)

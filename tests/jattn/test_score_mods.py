@@ -81,9 +81,9 @@ def test_distances_at_the_ends_of_int32(dtype):
     table = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
     with mod_semantics():
         mods = score_mods.Alibi(np.array([9.0, 0.5], np.float32)), score_mods.RelativeBias(table, False, 16)
-        found, biased = jax.device_get(jax.jit(lambda: [mod(score, 0, 1, q, kv) for mod in mods])())
-    np.testing.assert_allclose(found, -0.5 * abs(offset), rtol=1e-7)
-    np.testing.assert_array_equal(np.asarray(found)[abs(offset) < 10], -0.5 * abs(offset[abs(offset) < 10]))
+        result, biased = jax.device_get(jax.jit(lambda: [mod(score, 0, 1, q, kv) for mod in mods])())
+    np.testing.assert_allclose(result, -0.5 * abs(offset), rtol=1e-7)
+    np.testing.assert_array_equal(np.asarray(result)[abs(offset) < 10], -0.5 * abs(offset[abs(offset) < 10]))
     nearest = {-1: 1, -2: 2, -3: 3}
     wanted = [0 if at >= 0 else nearest.get(at, 7 if at < -15 else 4) for at in offset.ravel()]
     near = (offset > -4) | (offset < -15)
@@ -95,8 +95,8 @@ def test_narrow_and_unsigned_positions_mean_the_same(cast):
     q, score = np.arange(9), np.zeros((9, 9), np.float32)
     for mod in (score_mods.Alibi(np.ones(1, np.float32)), score_mods.RelativeBias(np.arange(32.0)[:, None])):
         with mod_semantics():
-            found, wanted = (mod(score, 0, 0, x[:, None], x[None, :]) for x in (cast(q), q))
-        np.testing.assert_array_equal(found, wanted)
+            result, wanted = (mod(score, 0, 0, x[:, None], x[None, :]) for x in (cast(q), q))
+        np.testing.assert_array_equal(result, wanted)
         assert len(np.unique(wanted)) > 8
 
 
@@ -109,23 +109,20 @@ def test_a_table_for_other_heads():
             mod_check(2, 7, 7)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: score_mods.Alibi(3.0), r"slopes must be a float array \[N\], got float"),
-        (lambda: score_mods.Alibi(np.arange(3)), "slopes must be a float array"),
-        (lambda: score_mods.RelativeBias(np.ones(3)), r"table must be a float array \[num_buckets, N\]"),
-        (lambda: score_mods.RelativeBias(np.ones((2, 3))), "2 buckets"),
-        (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "max_distance must be larger"),
-        (lambda: score_mods.SoftCap(-1.0), "cap must be positive, got -1"),
-        (lambda: score_mods.SoftCap(np.array(-1.0)), "cap must be positive, got -1"),
-        (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),
-        (lambda: score_mods.SoftCap(np.ones(3)), r"cap must be a number .* got shape \(3,\)"),
-        (lambda: score_mods.then(score_mods.SoftCap), "must be callable, got the class SoftCap"),
-        (lambda: score_mods.then(3), "must be callable|Expected type: .*ScoreMod"),
-        (lambda: score_mods.then(), "at least one"),
-    ],
-)
+@pytest.mark.parametrize("make, message", [
+    (lambda: score_mods.Alibi(3.0), r"slopes must be a float array \[N\], got float"),
+    (lambda: score_mods.Alibi(np.arange(3)), "slopes must be a float array"),
+    (lambda: score_mods.RelativeBias(np.ones(3)), r"table must be a float array \[num_buckets, N\]"),
+    (lambda: score_mods.RelativeBias(np.ones((2, 3))), "2 buckets"),
+    (lambda: score_mods.RelativeBias(np.ones((32, 3)), max_distance=8), "max_distance must be larger"),
+    (lambda: score_mods.SoftCap(-1.0), "cap must be positive, got -1"),
+    (lambda: score_mods.SoftCap(np.array(-1.0)), "cap must be positive, got -1"),
+    (lambda: score_mods.SoftCap("2"), "cap must be a number or a scalar array, got str"),
+    (lambda: score_mods.SoftCap(np.ones(3)), r"cap must be a number .* got shape \(3,\)"),
+    (lambda: score_mods.then(score_mods.SoftCap), "must be callable, got the class SoftCap"),
+    (lambda: score_mods.then(3), "must be callable|Expected type: .*ScoreMod"),
+    (lambda: score_mods.then(), "at least one"),
+])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()

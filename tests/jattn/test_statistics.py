@@ -34,18 +34,17 @@ def expected_statistics(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s,
     """All statistics of all heads, computed pair by pair."""
     T, S = query.shape[1], key.shape[1]
     means = [name for name in heads.STATISTICS if name not in ("max_logit", "offset_profile", "received")]
-    found = {name: np.zeros((B, N)) for name in [*means, "max_logit"]}
-    found |= {"offset_profile": np.zeros((B, N, T + S - 1)), "received": np.zeros((B, N, S))}
-    support = {name: np.zeros((B, N), int) for name in found}
+    statistics = {name: np.zeros((B, N)) for name in [*means, "max_logit"]}
+    statistics |= {"offset_profile": np.zeros((B, N, T + S - 1)), "received": np.zeros((B, N, S))}
+    support = {name: np.zeros((B, N), int) for name in statistics}
     for b, n in np.ndindex(B, N):
         rows, logits, offsets = {name: [] for name in means}, [], [[] for _ in range(T + S - 1)]
         for i, q in enumerate(q_at):
             there = [j for j, kv in enumerate(kv_at) if sees(b, n, q, kv)]
             if not there:
                 continue
-            scores = np.array(
-                [score(query[b, i, n] @ key[b, j, n // (N // K)] / np.sqrt(H), q, kv_at[j]) for j in there]
-            )
+            products = [query[b, i, n] @ key[b, j, n // (N // K)] / np.sqrt(H) for j in there]
+            scores = np.array([score(x, q, kv_at[j]) for x, j in zip(products, there, strict=True)])
             logits += list(scores)
             p = np.zeros(S)
             p[there] = reference.softmax(scores)
@@ -60,26 +59,26 @@ def expected_statistics(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s,
                 rows["first_token"].append(at.get(0, 0.0))
             for j in range(S):
                 offsets[j - i + T - 1].append(p[j])
-            found["received"][b, n] += p
+            statistics["received"][b, n] += p
             if tokens is not None and tokens[b, i] in tokens[b, :i]:
                 before = [j for j in range(i) if tokens[b, j] == tokens[b, i]]
                 rows["duplicate_token"].append(sum(p[j] for j in before))
                 rows["induction"].append(sum(p[j + 1] for j in before))
         for name, values in rows.items():
-            found[name][b, n] = np.mean(values) if values else 0.0
+            statistics[name][b, n] = np.mean(values) if values else 0.0
             support[name][b, n] = len(values)
-        found["max_logit"][b, n] = max(logits, default=0.0)
-        found["offset_profile"][b, n] = [np.mean(values) if values else 0.0 for values in offsets]
+        statistics["max_logit"][b, n] = max(logits, default=0.0)
+        statistics["offset_profile"][b, n] = [np.mean(values) if values else 0.0 for values in offsets]
         for name in ("max_logit", "offset_profile", "received"):
             support[name][b, n] = support["max_weight"][b, n]
-    return found, support
+    return statistics, support
 
 
-def check(found, expected, names=None):
+def check(result, expected, names=None):
     values, support = expected
-    for name in names or [name for name in heads.STATISTICS if name in found]:
-        np.testing.assert_allclose(found[name], values[name], rtol=1e-5, atol=1e-6, err_msg=name)
-        np.testing.assert_array_equal(found["support"][name], support[name], err_msg=name)
+    for name in names or [name for name in heads.STATISTICS if name in result]:
+        np.testing.assert_allclose(result[name], values[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(result["support"][name], support[name], err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +96,20 @@ def at_positions(name):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("at", ["slots", "shifted", "by sequence"])
 def test_every_statistic_is_that_of_the_weights(arrays, name, at):
-    q_at = {
-        "slots": np.arange(T),
-        "shifted": np.arange(T) + 4,
-        "by sequence": np.array([np.arange(T), np.arange(T) + 4]),
-    }[at]
+    by_sequence = np.array([np.arange(T), np.arange(T) + 4])
+    q_at = {"slots": np.arange(T), "shifted": np.arange(T) + 4, "by sequence": by_sequence}[at]
     if at == "slots":
-        found = jax.jit(lambda *both: heads.statistics(*both, **OPTIONS[name]))(*arrays)
+        result = jax.jit(lambda *both: heads.statistics(*both, **OPTIONS[name]))(*arrays)
     else:
-        found = at_positions(name)(*arrays, np.broadcast_to(q_at, (B, T)))
-    assert found.keys() == {*heads.STATISTICS, "support"} - {*heads.OF_TOKENS}
+        result = at_positions(name)(*arrays, np.broadcast_to(q_at, (B, T)))
+    assert result.keys() == {*heads.STATISTICS, "support"} - {*heads.OF_TOKENS}
     exact = [x.astype(np.float64) for x in arrays]
     if at == "by sequence":
         both = [expected_statistics(*exact, SEES[name], one, np.arange(S)) for one in q_at]
         expected = [{key: np.stack([both[0][i][key][0], both[1][i][key][1]]) for key in both[0][i]} for i in (0, 1)]
     else:
         expected = expected_statistics(*exact, SEES[name], q_at, np.arange(S))
-    check(found, expected)
+    check(result, expected)
 
 
 @pytest.mark.slow_except("window")
@@ -123,22 +119,21 @@ def test_statistics_of_tokens(name):
     query, key = (rng.normal(size=(B, S, heads_, H)).astype(np.float32) for heads_ in (N, K))
     tokens = rng.integers(0, 4, (B, S))
     look = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, names=heads.OF_TOKENS, **OPTIONS[name]))
-    found = look(query, key, tokens)
+    result = look(query, key, tokens)
     exact = [x.astype(np.float64) for x in (query, key)]
-    check(found, expected_statistics(*exact, SEES[name], np.arange(S), np.arange(S), tokens=tokens), heads.OF_TOKENS)
+    check(result, expected_statistics(*exact, SEES[name], np.arange(S), np.arange(S), tokens=tokens), heads.OF_TOKENS)
     if name == "causal":
         one = heads.statistics(query[0], key[0], tokens=tokens[0], names=["induction"], **OPTIONS[name])
-        np.testing.assert_allclose(one["induction"], found["induction"][0], rtol=1e-6)
+        np.testing.assert_allclose(one["induction"], result["induction"][0], rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_in_blocks_of_any_size(arrays):
     """Also blocks that extend past the end."""
-    found = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
-    assert set(found) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
-    check(
-        found, expected_statistics(*(x.astype(np.float64) for x in arrays), SEES["causal"], np.arange(T), np.arange(S))
-    )
+    result = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
+    assert set(result) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
+    exact = [x.astype(np.float64) for x in arrays]
+    check(result, expected_statistics(*exact, SEES["causal"], np.arange(T), np.arange(S)))
 
 
 @pytest.mark.slow
@@ -153,12 +148,11 @@ def test_score_functions_and_a_known_lse(arrays):
             _, lse = jattn.dot_product_attention(query, key, key, score_mod=bend, return_residual=True)
             return heads.statistics(query, key, lse=lse, score_mod=bend)
 
-        found = look(*arrays)
-    assert (found["support"]["max_weight"] == T).all()
+        result = look(*arrays)
+    assert (result["support"]["max_weight"] == T).all()
     exact = [x.astype(np.float64) for x in arrays]
-    check(
-        found, expected_statistics(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv))
-    )
+    expected = expected_statistics(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv))
+    check(result, expected)
 
 
 def test_distance_of_positions_further_apart_than_int32_counts():
@@ -168,13 +162,13 @@ def test_distance_of_positions_further_apart_than_int32_counts():
 
     @jax.jit
     def both(query, key):
-        found = heads.statistics(query, key, names=["distance"], **positions)["distance"]
-        return found, jattn.attention_weights(query, key, **positions)
+        result = heads.statistics(query, key, names=["distance"], **positions)["distance"]
+        return result, jattn.attention_weights(query, key, **positions)
 
-    found, weights = both(query, key)
+    result, weights = both(query, key)
     weights = np.asarray(weights, np.float64)
     wanted = (weights * abs(ends[0][:, None] - ends[1])).sum(-1).mean(-1)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(result, wanted, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -183,8 +177,8 @@ def test_gradients_of_entropy_and_distance():
     query, key = (jax.random.normal(jax.random.key(i), (5, 2, 3)) for i in range(2))
 
     def folded(query, key):
-        found = heads.statistics(query, key, is_causal=True, names=["entropy", "distance"])
-        return (found["entropy"] * jnp.array([1.0, 2.0]) + found["distance"]).sum()
+        result = heads.statistics(query, key, is_causal=True, names=["entropy", "distance"])
+        return (result["entropy"] * jnp.array([1.0, 2.0]) + result["distance"]).sum()
 
     def dense(query, key):
         weights = jattn.attention_weights(query, key, is_causal=True)
@@ -220,9 +214,9 @@ def known():
     scale = 50.0 * np.sqrt(LENGTH)
     key = np.broadcast_to(np.eye(LENGTH, dtype=np.float32)[:, None], (SEQUENCES, LENGTH, 1, LENGTH))
     look = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))
-    found = look((patterns * scale).astype(np.float32), key, tokens=tokens)
+    result = look((patterns * scale).astype(np.float32), key, tokens=tokens)
     return {
-        role: {name: np.mean(x[:, i], 0) for name, x in found.items() if name != "support"}
+        role: {name: np.mean(x[:, i], 0) for name, x in result.items() if name != "support"}
         for i, role in enumerate(roles)
     }
 
@@ -237,11 +231,11 @@ DETECTORS = {
 @pytest.mark.parametrize("name", DETECTORS)
 def test_a_detector_knows_its_own_kind_alone(known, name):
     chance = known["uniform"][name]
-    for role, found in known.items():
+    for role, result in known.items():
         if role == DETECTORS[name]:
-            assert found[name] >= 0.99, role
+            assert result[name] >= 0.99, role
         elif (role, name) != ("window", "previous_token") and (role, name) != ("window", "current_token"):
-            assert found[name] <= chance + 0.05, role
+            assert result[name] <= chance + 0.05, role
     assert chance < 0.2
     if name in ("previous_token", "current_token"):
         np.testing.assert_allclose(known["window"][name], 1 / WIDE, atol=0.05)
@@ -259,7 +253,7 @@ def test_profiles_and_spread_of_known_heads(known):
 
 def test_a_delimiter_head_gives_its_weight_to_delimiters_alone(known):
     """Weight on a set of keys is a sum over ``received``; queries before the first of the set add nothing."""
-    on_set = {role: found["received"][5::8].sum() / (LENGTH - 5) for role, found in known.items()}
+    on_set = {role: result["received"][5::8].sum() / (LENGTH - 5) for role, result in known.items()}
     assert on_set.pop("delimiter") >= 0.99
     assert abs(on_set["uniform"] - 1 / 8) < 0.05
     assert all(weight <= on_set["uniform"] + 0.05 for weight in on_set.values()), on_set
@@ -279,25 +273,28 @@ def test_weight_on_a_set_of_keys_and_its_null(arrays):
         return np.sum(seen["received"] * chosen[:, None], -1) / seen["support"]["received"]
 
     p = np.asarray(jattn.attention_weights(query, key, is_causal=True), np.float64)  # [B,N,T,S]
-    found, null = on_set(query), on_set(0 * query)
+    result, null = on_set(query), on_set(0 * query)
     for b in range(B):
         expected = (p[b] * chosen[b]).sum(-1)[:, both[b]].mean(-1)
-        np.testing.assert_allclose(found[b], expected, rtol=1e-5)
+        np.testing.assert_allclose(result[b], expected, rtol=1e-5)
         of_visible = (one / (one + other))[b, both[b]].mean()
         np.testing.assert_allclose(null[b], np.full(N, of_visible), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_long_sequences_take_memory_in_proportion():
-    def temporaries(n):
-        x = jnp.zeros((n, 1, 64))
-        tokens = jnp.zeros(n, int)
-        every = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, is_causal=True))
-        compiled = every.lower(x, x, tokens).compile()
-        assert f"{n},{n}" not in compiled.as_text()
-        return compiled.memory_analysis().temp_size_in_bytes
+LONG = {  # with the shape of query and key
+    "statistics": (lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, is_causal=True), (32768, 1, 64)),
+    "top pairs": (lambda q, k, tokens: heads.top_pairs(q, k, 4, is_causal=True), (32768, 2, 64)),
+    "divergence": (lambda q, k, tokens: heads.divergence(q[None], k[None], is_causal=True), (65536, 2, 8)),
+}
 
-    assert temporaries(32768) < 64 * 2**20
+
+@pytest.mark.slow_except("divergence")
+@pytest.mark.parametrize("look, shape", LONG.values(), ids=LONG)
+def test_long_sequences_take_memory_in_proportion(look, shape):
+    x, tokens = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    compiled = jax.jit(look).lower(x, x, tokens).compile()
+    assert f"{shape[0]},{shape[0]}" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
 @pytest.mark.slow
@@ -305,9 +302,8 @@ def test_equal_to_dense_at_1024():
     n, rng = 1024, np.random.default_rng(6)
     query, key = (rng.normal(size=(n, 2, 64)).astype(np.float32) for _ in range(2))
     tokens = rng.integers(0, 50, n)
-    found = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))(
-        query, key, tokens=tokens
-    )
+    look = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))
+    result = look(query, key, tokens=tokens)
     weights = jax.jit(lambda *arrays: jattn.attention_weights(*arrays, is_causal=True))(query, key)
     p, visible = np.asarray(weights, np.float64), np.tri(n, dtype=bool)
     position, same = np.arange(n), (tokens[:, None] == tokens[None]) & np.tri(n, k=-1, dtype=bool)
@@ -323,13 +319,13 @@ def test_equal_to_dense_at_1024():
         "induction": (p * after).sum(-1)[:, same.any(1)],
     }
     for name, values in rows.items():
-        np.testing.assert_allclose(found[name], values.mean(-1), rtol=1e-5, atol=1e-6, err_msg=name)
-        assert (found["support"][name] == values.shape[-1]).all()
-    np.testing.assert_allclose(found["received"], p.sum(-2), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result[name], values.mean(-1), rtol=1e-5, atol=1e-6, err_msg=name)
+        assert (result["support"][name] == values.shape[-1]).all()
+    np.testing.assert_allclose(result["received"], p.sum(-2), rtol=1e-5, atol=1e-5)
     profile = [np.diagonal(p, offset, 1, 2).mean(-1) for offset in range(1 - n, n)]
-    np.testing.assert_allclose(found["offset_profile"], np.stack(profile, -1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result["offset_profile"], np.stack(profile, -1), rtol=1e-4, atol=1e-5)
     scores = np.einsum("tnh,snh->nts", query, key)[:, visible] / 8
-    np.testing.assert_allclose(found["max_logit"], scores.max(-1), rtol=1e-5)
+    np.testing.assert_allclose(result["max_logit"], scores.max(-1), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -337,17 +333,16 @@ def test_equal_to_dense_at_1024():
 def test_queries_that_are_not_eligible_count_nowhere(arrays, shape):
     eligible = np.random.default_rng(5).random(shape) > 0.4
     window = masks.SlidingWindow(2, 1)
-    found = jax.jit(lambda *arrays: heads.statistics(*arrays, eligible=eligible, mask=window))(*arrays)
+    result = jax.jit(lambda *arrays: heads.statistics(*arrays, eligible=eligible, mask=window))(*arrays)
     q, kv = np.arange(T)[:, None], np.arange(S)
     rows = np.broadcast_to(eligible, (B, T))[:, None, :, None]
-    hidden = jax.jit(lambda *arrays, mask: heads.statistics(*arrays, mask=mask))(
-        *arrays, mask=(kv - q <= 1) & (q - kv <= 2) & rows
-    )
+    look = jax.jit(lambda *arrays, mask: heads.statistics(*arrays, mask=mask))
+    hidden = look(*arrays, mask=(kv - q <= 1) & (q - kv <= 2) & rows)
     assert 0 < eligible.sum() < eligible.size
     for name, values in hidden.items():
         if name != "support":
-            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
-            np.testing.assert_array_equal(found["support"][name], hidden["support"][name])
+            np.testing.assert_allclose(result[name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_array_equal(result["support"][name], hidden["support"][name])
 
 
 @pytest.mark.slow
@@ -373,10 +368,10 @@ def test_sinks_do_not_make_a_query_see(arrays):
         _, lse = jattn.dot_product_attention(query, key, key, sinks=sinks, return_residual=True, **options)
         return heads.statistics(query, key, lse=lse, **options), heads.statistics(query, key, **options)
 
-    found, expected = look(*arrays)
+    result, expected = look(*arrays)
     for name in heads.STATISTICS[:9]:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
-        np.testing.assert_array_equal(found["support"][name], expected["support"][name])
+        np.testing.assert_allclose(result[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(result["support"][name], expected["support"][name])
 
 
 def test_the_largest_score_beside_sinks_that_leave_no_weight(arrays):
@@ -388,11 +383,11 @@ def test_the_largest_score_beside_sinks_that_leave_no_weight(arrays):
         sinks = np.full(N, 200.0, "f")
         _, lse = jattn.dot_product_attention(query, key, key, is_causal=True, sinks=sinks, return_residual=True)
         names = (name for name in ("max_logit",))
-        found = heads.statistics(query, key, lse=lse, is_causal=True, names=names)["max_logit"]
-        return found, heads.statistics(query, key, is_causal=True, names=["max_logit"])["max_logit"]
+        result = heads.statistics(query, key, lse=lse, is_causal=True, names=names)["max_logit"]
+        return result, heads.statistics(query, key, is_causal=True, names=["max_logit"])["max_logit"]
 
-    found, expected = both(query, key)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    result, expected = both(query, key)
+    np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("names", [["entropy", "variance"], "entropy"])
@@ -413,13 +408,9 @@ def test_tokens_of_another_shape(arrays, tokens):
 # what the modules sow
 
 LENGTHS = [
-    (33, jnp.float32),
-    (300, jnp.bfloat16),
-    (5, jnp.float32),
-    (300, jnp.float32),
-    (5, jnp.bfloat16),
+    (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16),
     (33, jnp.bfloat16),
-]
+]  # fmt: skip
 LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.5, 0.0, 1.0], np.float32)}}
 
 
@@ -428,15 +419,9 @@ LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.
 @pytest.mark.parametrize("length, dtype", LENGTHS)
 def test_nnx_sows_statistics_of_the_output_s_own_weights(length, dtype):
     layer = jattn.nnx.MultiHeadAttention(
-        4,
-        24,
-        num_kv_heads=2,
-        qk_norm="rms",
-        position=jattn.positions.Rotary(),
-        sinks=True,
-        dtype=dtype,
+        4, 24, num_kv_heads=2, qk_norm="rms", position=jattn.positions.Rotary(), sinks=True, dtype=dtype,
         rngs=nnx.Rngs(0),
-    )
+    )  # fmt: skip
     layer.sinks[...] = jnp.array([0.0, 1.0, -1.0, 2.0])
     x = jax.random.normal(jax.random.key(1), (2, length, 24), dtype)
     looks = {"sow_weights": True, "sow_statistics": ("max_weight", "first_token", "entropy")}
@@ -445,11 +430,11 @@ def test_nnx_sows_statistics_of_the_output_s_own_weights(length, dtype):
         alone = nnx.jit(lambda layer, x: layer(x, is_causal=True))(layer, x)
         beside, sown = nnx.jit(lambda layer, x: look(layer, x))(layer, x)
     np.testing.assert_array_equal(alone, beside)
-    (found,), (weights,) = sown["attention_statistics"], sown["attention_weights"]
+    (result,), (weights,) = sown["attention_statistics"], sown["attention_weights"]
     weights, tolerance = np.asarray(weights, np.float64), 2e-2 if dtype == jnp.bfloat16 else 1e-5
-    np.testing.assert_allclose(found["max_weight"], weights.max(-1).mean(-1), rtol=tolerance)
-    np.testing.assert_allclose(found["first_token"], weights[:, :, 1:, 0].mean(-1), rtol=tolerance)
-    assert found["entropy"].shape == (2, 4)
+    np.testing.assert_allclose(result["max_weight"], weights.max(-1).mean(-1), rtol=tolerance)
+    np.testing.assert_allclose(result["first_token"], weights[:, :, 1:, 0].mean(-1), rtol=tolerance)
+    assert result["entropy"].shape == (2, 4)
 
 
 @pytest.mark.slow_except("causal")
@@ -463,14 +448,13 @@ def test_linen_sows_statistics_beside_the_same_bits(look):
     params = jax.jit(layer.init)(jax.random.key(0), x)
     apply = functools.partial(layer.apply, params, **LOOKS[look])
     alone = jax.jit(apply)(x)
-    beside, sown = jax.jit(
-        lambda x: apply(x, sow_weights=True, sow_statistics=["distance"], mutable=["intermediates"])
-    )(x)
+    looks = {"sow_weights": True, "sow_statistics": ["distance"], "mutable": ["intermediates"]}
+    beside, sown = jax.jit(lambda x: apply(x, **looks))(x)
     np.testing.assert_array_equal(alone, beside)
-    (weights,), (found,) = (sown["intermediates"][f"attention_{one}"] for one in ("weights", "statistics"))
+    (weights,), (result,) = (sown["intermediates"][f"attention_{one}"] for one in ("weights", "statistics"))
     distance = np.abs(np.arange(9)[:, None] - np.arange(9))
-    np.testing.assert_allclose(found["distance"], (np.asarray(weights) * distance).sum(-1).mean(-1), rtol=1e-5)
-    assert found["distance"].shape == x.shape[:-2] + (4,)
+    np.testing.assert_allclose(result["distance"], (np.asarray(weights) * distance).sum(-1).mean(-1), rtol=1e-5)
+    assert result["distance"].shape == x.shape[:-2] + (4,)
 
 
 def test_another_attention_fn_has_no_statistics():

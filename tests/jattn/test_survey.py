@@ -74,31 +74,32 @@ def loss(logits, tokens=TOKENS):
 @pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
 @pytest.mark.slow
 def test_effects_are_those_of_ablate(model, kind):
-    found = survey_of(model, TOKENS, kind=kind, exact=None)
+    survey = survey_of(model, TOKENS, kind=kind, exact=None)
     clean = heads.collect(sown_by(model))
     ablated = jax.jit(lambda: heads.ablate(lambda layers: model(jnp.asarray(TOKENS), layers), clean, kind))()
     expected = np.array([[loss(one) for one in layer] for layer in ablated]) - loss(model(jnp.asarray(TOKENS)))
-    np.testing.assert_allclose(found.effect, expected, atol=2e-5)
-    assert abs(expected).min() > 1e-4 and found.exact.all() and found.estimate is None
-    assert np.isclose(found.metric, loss(model(jnp.asarray(TOKENS))), atol=1e-5)
+    np.testing.assert_allclose(survey.effect, expected, atol=2e-5)
+    assert abs(expected).min() > 1e-4 and survey.exact.all() and survey.estimate is None
+    assert np.isclose(survey.metric, loss(model(jnp.asarray(TOKENS))), atol=1e-5)
 
 
 @pytest.mark.slow
 def test_the_largest_estimates_are_measured(model):
-    found, exact = survey_of(model, TOKENS, exact=2), survey_of(model, TOKENS, exact=None)
+    survey, exact = survey_of(model, TOKENS, exact=2), survey_of(model, TOKENS, exact=None)
 
     def metric(layers):
         logits = model(jnp.asarray(TOKENS), layers)
         return jax.vmap(_language_model.next_token_loss)(logits, jnp.asarray(TOKENS)).mean()
 
-    means = [{"z": jnp.broadcast_to(own["z"].mean((0, 1)), own["z"].shape)} for own in heads.collect(sown_by(model))]
+    clean = [layer["z"] for layer in heads.collect(sown_by(model))]
+    means = [{"z": jnp.broadcast_to(z.mean((0, 1)), z.shape)} for z in clean]
     estimate = np.asarray(heads.attribution_patch(metric, means, by="head_position"))
-    np.testing.assert_allclose(found.estimate, estimate.sum(-1), atol=1e-5)
+    np.testing.assert_allclose(survey.estimate, estimate.sum(-1), atol=1e-5)
     size = abs(estimate).sum(-1)
     largest = size >= np.sort(size, axis=None)[-2]
-    assert (found.exact == largest).all() and found.exact.sum() == 2
-    np.testing.assert_allclose(found.effect, np.where(largest, exact.effect, found.estimate), atol=1e-6)
-    assert "2 of 6 heads are measured" in found.notes[0]
+    assert (survey.exact == largest).all() and survey.exact.sum() == 2
+    np.testing.assert_allclose(survey.effect, np.where(largest, exact.effect, survey.estimate), atol=1e-6)
+    assert "2 of 6 heads are measured" in survey.notes[0]
     none = survey_of(model, TOKENS, exact=0)
     assert not none.exact.any() and (none.effect == none.estimate).all()
 
@@ -109,35 +110,32 @@ def test_one_head_alone_matters(model):
     for i, layer in enumerate(model.layers):
         kernel = layer.attention.out.kernel
         kernel[...] = jnp.where(jnp.arange(N)[:, None, None] == (1 if i == 1 else -1), kernel[...], 0.0)
-    found = survey_of(model, TOKENS, kind="zero", exact=None)
-    assert found.effect[1, 1] != 0 and abs(np.delete(found.effect.ravel(), 3)).max() < 1e-6
-    assert abs(np.delete(found.attribution.ravel(), 3)).max() < 1e-6
-    assert found.table(1).splitlines()[1].split()[:2] == ["1", "1"]
+    survey = survey_of(model, TOKENS, kind="zero", exact=None)
+    assert survey.effect[1, 1] != 0 and abs(np.delete(survey.effect.ravel(), 3)).max() < 1e-6
+    assert abs(np.delete(survey.attribution.ravel(), 3)).max() < 1e-6
+    assert survey.table(1).splitlines()[1].split()[:2] == ["1", "1"]
 
 
 @pytest.mark.slow
 def test_statistics_and_attribution(model):
-    found = survey_of(model, TOKENS, exact=0)
+    survey = survey_of(model, TOKENS, exact=0)
     sown = sown_by(model, sow_statistics={"names": NAMES, "tokens": jnp.asarray(TOKENS)})
     for i, layer in enumerate(heads.collect(sown, "attention_statistics")):
         for name in NAMES:
-            np.testing.assert_allclose(found.statistics[name][i], layer[name].mean(0), atol=1e-6)
+            np.testing.assert_allclose(survey.statistics[name][i], layer[name].mean(0), atol=1e-6)
     x = model.embed(jnp.asarray(TOKENS))
     for layer in model.layers:
         x = layer(x)
-    z = np.stack([own["z"] for own in heads.collect(sown)]).astype(float)
+    z = np.stack([look["z"] for look in heads.collect(sown)]).astype(float)
     x, kernels = np.asarray(x, float), np.asarray(model.out_kernels(), float)
-    rows = (
-        np.asarray(model.output_embedding(), float)[TOKENS[:, 1:]]
-        / np.sqrt((x[:, :-1] ** 2).mean(-1) + 1e-6)[..., None]
-    )
-    expected = np.einsum("lbtnd,lndm,btm->ln", z[:, :, :-1], kernels, rows) / (B * (T - 1))
-    np.testing.assert_allclose(found.attribution, expected, atol=1e-4)
-    direction = jnp.asarray(np.random.default_rng(1).normal(size=M).astype(np.float32))
-    found = survey_of(model, TOKENS, exact=0, directions=direction)
     factor = 1 / np.sqrt((x**2).mean(-1) + 1e-6)
+    rows = np.asarray(model.output_embedding(), float)[TOKENS[:, 1:]] * factor[:, :-1, None]
+    expected = np.einsum("lbtnd,lndm,btm->ln", z[:, :, :-1], kernels, rows) / (B * (T - 1))
+    np.testing.assert_allclose(survey.attribution, expected, atol=1e-4)
+    direction = jnp.asarray(np.random.default_rng(1).normal(size=M).astype(np.float32))
+    survey = survey_of(model, TOKENS, exact=0, directions=direction)
     expected = np.einsum("lbtnd,lndm,m,bt->ln", z, kernels, np.asarray(direction, float), factor) / (B * T)
-    np.testing.assert_allclose(found.attribution, expected, atol=1e-4)
+    np.testing.assert_allclose(survey.attribution, expected, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -154,13 +152,13 @@ def test_roles_need_twins(model, monkeypatch):
         return roles(scores, null, level=level, baseline=baseline)
 
     monkeypatch.setattr(heads, "roles", watched)
-    found = survey_of(model, TOKENS, exact=0, twins=twin)
+    survey = survey_of(model, TOKENS, exact=0, twins=twin)
     assert seeds == list(range(17)), "99 scores for 5 patterns at .05, 6 a twin"
     shuffled = np.random.default_rng(0).permuted(TOKENS, axis=1)
 
     def scores(name, model, read, by):
-        asked = {"names": [name], "tokens": jnp.asarray(by)}
-        layers = heads.collect(sown_by(model, read, sow_statistics=asked), "attention_statistics")
+        request = {"names": [name], "tokens": jnp.asarray(by)}
+        layers = heads.collect(sown_by(model, read, sow_statistics=request), "attention_statistics")
         return np.stack([layer[name].mean(0) for layer in layers])
 
     close = lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5)
@@ -168,15 +166,15 @@ def test_roles_need_twins(model, monkeypatch):
     close(seen["null"]["previous_token"][3], scores("previous_token", Model(4), TOKENS, TOKENS))
     close(seen["baseline"]["first_token"], scores("first_token", model, shuffled, shuffled))
     close(seen["baseline"]["induction"], scores("induction", model, TOKENS, shuffled))
-    assert found.roles.label.shape == (L, N) and "102 heads of models with random parameters (17)" in found.notes[1]
-    assert "role" in found.columns()
+    assert survey.roles.label.shape == (L, N) and "102 heads of models with random parameters (17)" in survey.notes[1]
+    assert "role" in survey.columns()
 
 
 @pytest.mark.slow
 def test_paths_into_a_head(model):
-    found = survey_of(model, TOKENS, exact=0, into=(2, 1)).paths
-    assert found.query.shape == found.key.shape == (2, N)
-    assert found.pattern in heads.STATISTICS
+    paths = survey_of(model, TOKENS, exact=0, into=(2, 1)).paths
+    assert paths.query.shape == paths.key.shape == (2, N)
+    assert paths.pattern in heads.STATISTICS
     sown = heads.collect(sown_by(model))
     x = [model.embed(jnp.asarray(TOKENS))]
     for layer in model.layers:
@@ -186,12 +184,12 @@ def test_paths_into_a_head(model):
     reader = model.layers[2]
     sow = nnx.capture(lambda layer: layer(stream, sow_heads=True), nnx.Intermediate)(reader)[1]
     there = heads.collect(sow)[0]
-    for name, own in (("query", found.query), ("key", found.key)):
+    for name, effects in (("query", paths.query), ("key", paths.key)):
         both = {"query": sown[2]["query"], "key": sown[2]["key"], name: there[name]}
-        asked = {"names": [found.pattern], "tokens": jnp.asarray(TOKENS), "is_causal": True}
-        score = heads.statistics(both["query"], both["key"], **asked)[found.pattern].mean(0)[1]
-        assert abs(own[0, 1] - (score - found.score)) < 1e-5 and abs(own).max() > 1e-4
-    strongest = found.strongest(3)
+        request = {"names": [paths.pattern], "tokens": jnp.asarray(TOKENS), "is_causal": True}
+        score = heads.statistics(both["query"], both["key"], **request)[paths.pattern].mean(0)[1]
+        assert abs(effects[0, 1] - (score - paths.score)) < 1e-5 and abs(effects).max() > 1e-4
+    strongest = paths.strongest(3)
     assert [abs(path[-1]) for path in strongest] == sorted((abs(path[-1]) for path in strongest), reverse=True)
 
 
@@ -211,40 +209,40 @@ KINDS = {"a window in all layers": {"local": None, "local_position": None}, "in 
 @pytest.mark.slow
 def test_a_model_of_interop(changes):
     model, tokens = interop.Transformer(config(**changes), rngs=nnx.Rngs(0)), jnp.asarray(TOKENS)
-    found = survey_of(model, TOKENS, exact=None, into=(1, 0))
+    survey = survey_of(model, TOKENS, exact=None, into=(1, 0))
     clean = heads.collect(nnx.capture(lambda model: model(tokens, sow_heads=True), nnx.Intermediate)(model)[1])
     run = lambda layers: model.logits(model(tokens, per_layer=layers))
     ablated = jax.jit(lambda: heads.ablate(run, clean, "mean"))()
     expected = np.array([[loss(one) for one in layer] for layer in ablated]) - loss(model.logits(model(tokens)))
-    np.testing.assert_allclose(found.effect, expected, atol=2e-5)
+    np.testing.assert_allclose(survey.effect, expected, atol=2e-5)
     rows = model.output_embedding()[tokens[:, 1:]]
     shares = interop.logit_parts(model, tokens[:, :-1], rows)["heads"]
-    np.testing.assert_allclose(found.attribution, shares.mean((1, 2)), atol=1e-4)
-    assert found.roles.label.shape == (3, 4) and found.paths.key.shape == (1, 4)
+    np.testing.assert_allclose(survey.attribution, shares.mean((1, 2)), atol=1e-4)
+    assert survey.roles.label.shape == (3, 4) and survey.paths.key.shape == (1, 4)
     # With these options, queries and keys give the lse of the run, as a report needs.
-    for own, layer in zip(found.layers, clean, strict=True):
-        options = {name: x for name, x in own.items() if name not in ("query", "key", "lse")}
-        lse = jattn.dot_product_attention(own["query"], own["key"], own["key"], return_residual=True, **options)[1]
+    for look, layer in zip(survey.layers, clean, strict=True):
+        options = {name: x for name, x in look.items() if name not in ("query", "key", "lse")}
+        lse = jattn.dot_product_attention(look["query"], look["key"], look["key"], return_residual=True, **options)[1]
         np.testing.assert_allclose(lse, layer["lse"], atol=1e-5)
 
 
 @pytest.mark.slow
 def test_norms_of_what_heads_write():
     model = interop.Transformer(config(norm_outputs=True), rngs=nnx.Rngs(0))
-    found = survey_of(model, TOKENS, exact=0)
+    survey = survey_of(model, TOKENS, exact=0)
     rows = model.output_embedding()[jnp.asarray(TOKENS)[:, 1:]]
     shares = interop.logit_parts(model, jnp.asarray(TOKENS)[:, :-1], rows)["heads"]
-    np.testing.assert_allclose(found.attribution, shares.mean((1, 2)), atol=1e-4)
+    np.testing.assert_allclose(survey.attribution, shares.mean((1, 2)), atol=1e-4)
     with pytest.raises(ValueError, match="added to the stream as it is, without a norm"):
         survey_of(model, TOKENS, into=(1, 0))
 
 
 @pytest.mark.slow
 def test_the_report_has_effects_and_attribution(model, tmp_path):
-    found = survey_of(model, TOKENS, exact=0)
-    page = found.report(tmp_path / "heads.html", is_causal=True)
-    assert (page.numbers["effect"] == found.effect.ravel()).all()
-    assert (page.numbers["attribution"] == found.attribution.ravel()).all()
+    survey = survey_of(model, TOKENS, exact=0)
+    page = survey.report(tmp_path / "heads.html", is_causal=True)
+    assert (page.numbers["effect"] == survey.effect.ravel()).all()
+    assert (page.numbers["attribution"] == survey.attribution.ravel()).all()
     assert (tmp_path / "heads.html").read_text() == page.html and page.queries[0][0] == str(TOKENS[0, 0])
 
 
@@ -271,12 +269,12 @@ def test_batches_of_heads(model, monkeypatch):
 
 
 def test_a_metric_of_the_users(model):
-    found = survey_of(model, TOKENS, exact=None, metric=lambda logits, tokens: logits[-1, tokens[0]])
+    survey = survey_of(model, TOKENS, exact=None, metric=lambda logits, tokens: logits[-1, tokens[0]])
     logits = np.asarray(model(jnp.asarray(TOKENS)))
-    assert np.isclose(found.metric, np.mean([logits[b, -1, TOKENS[b, 0]] for b in range(B)]), atol=1e-5)
+    assert np.isclose(survey.metric, np.mean([logits[b, -1, TOKENS[b, 0]] for b in range(B)]), atol=1e-5)
 
 
-def made(**changes):
+def example(**changes):
     values = {
         "tokens": TOKENS, "metric": 2.5, "effect": np.array([[0.25, -0.5]]), "exact": np.array([[False, True]]),
         "estimate": np.array([[0.25, -0.4]]), "statistics": {"entropy": np.array([[0.5, 1.0]], np.float32)},
@@ -287,7 +285,7 @@ def made(**changes):
 
 
 def test_the_table():
-    assert made().table() == "\n".join([
+    assert example().table() == "\n".join([
         "layer  head    effect       role  score  attribution  entropy",
         "    0     1   -0.5000  induction  0.750       -2.000    1.000",
         "    0     0  ~+0.2500      mixed  0.100        1.000    0.500",
@@ -295,7 +293,7 @@ def test_the_table():
         "two",
     ])  # fmt: skip
     paths = jattn.reports.Paths((1, 0), "induction", 0.75, np.array([[0.0, 0.01]]), np.array([[-0.5, 0.0]]))
-    short = made(roles=None, attribution=None, paths=paths).table(rows=1).splitlines()
+    short = example(roles=None, attribution=None, paths=paths).table(rows=1).splitlines()
     assert short[0].split() == ["layer", "head", "effect", "entropy"]
     assert short[2:5] == [
         "head 0 of layer 1: induction 0.750; paths by the change:",
@@ -306,11 +304,11 @@ def test_the_table():
 
 def test_to_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=dict))
-    frame = made().to_pandas()
+    frame = example().to_pandas()
     assert frame["effect"].tolist() == [0.25, -0.5] and frame["exact"].tolist() == [False, True]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"pip install jattn\[pandas\]"):
-        made().to_pandas()
+        example().to_pandas()
 
 
 def test_progress_is_for_terminals(monkeypatch):
@@ -368,12 +366,11 @@ def test_models_that_are_none(model):
         survey_of(with_layers(Deaf()), TOKENS)
     with pytest.raises(ValueError, match="at least one layer"):
         survey_of(with_layers(), TOKENS)
-    bert = interop.Transformer(interop.Config(
-        "bert", 2, 2, 8, 8, V, T, 1e-5, "gelu", causal=False, norm_first=False
-    ), rngs=nnx.Rngs(0))  # fmt: skip
+    config = interop.Config("bert", 2, 2, 8, 8, V, T, 1e-5, "gelu", causal=False, norm_first=False)
+    bert = interop.Transformer(config, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="a bert is not causal and predicts no next token: pass metric="):
         survey_of(bert, TOKENS)
-    found = survey_of(bert, TOKENS, metric=lambda logits, tokens: logits[0, 0], exact=None)
-    assert found.attribution is None and "no attribution: a bert has norms after" in found.notes[2]
+    survey = survey_of(bert, TOKENS, metric=lambda logits, tokens: logits[0, 0], exact=None)
+    assert survey.attribution is None and "no attribution: a bert has norms after" in survey.notes[2]
     with pytest.raises(ValueError, match="into needs the model's out_kernels"):
         survey_of(bert, TOKENS, metric=lambda logits, tokens: logits[0, 0], into=(1, 0))

@@ -48,10 +48,10 @@ def separated(mod, *score):
         return jnp.stack([jnp.stack([one_tile(arrays, b, h, *score) for h in range(N)]) for b in range(B)])
 
     def one_tile(arrays, b, h, *score):
-        own = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
+        here = [array[min(b, array.shape[0] - 1), min(h, array.shape[1] - 1)] for array in arrays]
         shaped = [
             x if over == HEAD else x[None, :] if over == QUERY else x[:, None]
-            for x, over in zip(own, parts.outside.values(), strict=True)
+            for x, over in zip(here, parts.outside.values(), strict=True)
         ]
         tile = parts.on_tile(score[0].T if score else None, positions[None, :], positions[:, None], shaped)
         return jnp.broadcast_to(tile, (L, L)).T
@@ -106,15 +106,12 @@ def test_64_bits_stay_outside():
     assert [x.dtype for x in arrays] == [bool]
 
 
-@pytest.mark.parametrize(
-    ("mod", "score", "operation"),
-    [
-        (masks.Dense(jnp.ones((L, L), bool)), None, "dynamic_slice|gather"),
-        (score_mods.RelativeBias(jnp.ones((8, N))), jnp.float32, "dynamic_slice|gather"),
-        (lambda s, b, h, q, kv: s + jax.scipy.special.gammaln(s), jnp.float32, "lgamma"),
-        (lambda b, h, q, kv: (jnp.arange(3) + q < kv).any(), None, "of arrays"),
-    ],
-)
+@pytest.mark.parametrize(("mod", "score", "operation"), [
+    (masks.Dense(jnp.ones((L, L), bool)), None, "dynamic_slice|gather"),
+    (score_mods.RelativeBias(jnp.ones((8, N))), jnp.float32, "dynamic_slice|gather"),
+    (lambda s, b, h, q, kv: s + jax.scipy.special.gammaln(s), jnp.float32, "lgamma"),
+    (lambda b, h, q, kv: (jnp.arange(3) + q < kv).any(), None, "of arrays"),
+])  # fmt: skip
 def test_what_is_no_elementwise_operation_is_named(mod, score, operation):
     with pytest.raises(NotElementwise, match=operation):
         make_tile_function(mod, score)
