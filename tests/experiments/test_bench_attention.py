@@ -543,35 +543,23 @@ def test_a_process_that_fails_says_why():
         probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            "--suite all",
-            "--suite: expected one of attention, chip, language, layers, looking, reports, got 'all'",
-        ),
-        (
-            "--peers jax,flax",
-            "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got",
-        ),
-        (
-            "--peers=",
-            "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''",
-        ),
-        ("--cases diagonal", "--cases: expected some of full, causal, window, "),
-        ("--cases ,", "--cases: expected some of full, "),
-        ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
-        ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
-        ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
-        ("--device npu", "--device: expected one of cpu, gpu, tpu, got 'npu'"),
-        pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
-        pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
-        ("--seconds 0", "--seconds: expected > 0, got 0.0"),
-        ("--batch 0", "--batch: expected >= 1, got 0"),
-        ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds"),
-        ("--redraw", "--out: expected a folder with attention.json, got "),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ("--suite all", "--suite: expected one of attention, chip, language, layers, looking, reports, got 'all'"),
+    ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got"),
+    ("--peers=", "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''"),
+    ("--cases diagonal", "--cases: expected some of full, causal, window, "),
+    ("--cases ,", "--cases: expected some of full, "),
+    ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
+    ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
+    ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
+    ("--device npu", "--device: expected one of cpu, gpu, tpu, got 'npu'"),
+    pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
+    pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
+    ("--seconds 0", "--seconds: expected > 0, got 0.0"),
+    ("--batch 0", "--batch: expected >= 1, got 0"),
+    ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds"),
+    ("--redraw", "--out: expected a folder with attention.json, got "),
+])  # fmt: skip
 def test_bad_options_are_named_in_one_line(options, message, tmp_path, capsys):
     assert run_main(["bench", "--out", str(tmp_path / "out"), *options.split()]) == 2
     error = capsys.readouterr().err

@@ -167,15 +167,12 @@ class Altered(nnx.MultiHeadAttention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "step, build, mistake",
-    [
-        (TRAIN, flax_modules.trainer, "sees what comes"),
-        (TRAIN, flax_modules.trainer, "learns nothing"),
-        (MODULE, flax_modules.decoder, "exaggerates"),
-        (MODULE, flax_modules.decoder, "writes nothing"),
-    ],
-)
+@pytest.mark.parametrize("step, build, mistake", [
+    (TRAIN, flax_modules.trainer, "sees what comes"),
+    (TRAIN, flax_modules.trainer, "learns nothing"),
+    (MODULE, flax_modules.decoder, "exaggerates"),
+    (MODULE, flax_modules.decoder, "writes nothing"),
+])  # fmt: skip
 def test_modules_that_disagree_are_not_timed(step, build, mistake, monkeypatch):
     monkeypatch.setattr(Altered, "mistake", mistake)
     monkeypatch.setitem(flax_modules.MODULES, "flax", Altered)
@@ -256,19 +253,13 @@ def test_a_process_that_fails_says_why():
         flax_modules.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds"),
-        ("--device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'"),
-        ("--resume", "--resume: --suite layers takes only --device and --out and --seconds"),
-        ("--seconds 0", "--seconds: expected > 0, got 0.0"),
-        (
-            "--suite layer",
-            "--suite: expected one of attention, chip, language, layers, looking, reports, got 'layer'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ("--lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds"),
+    ("--device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'"),
+    ("--resume", "--resume: --suite layers takes only --device and --out and --seconds"),
+    ("--seconds 0", "--seconds: expected > 0, got 0.0"),
+    ("--suite layer", "--suite: expected one of attention, chip, language, layers, looking, reports, got 'layer'"),
+])  # fmt: skip
 def test_bad_options_are_named_in_one_line(options, message, tmp_path, tiny, capsys):
     assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path / "out"), *options.split()]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"

@@ -168,22 +168,19 @@ def test_digests_of_a_history_are_those_of_its_files(history, tmp_path):
     assert written.digests() == digests[2]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines, looks: lines.write_bytes(b""),
-        lambda lines, looks: lines.unlink(),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes() * 2),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes()[:-3]),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes().split(b"\n", 1)[1]),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes().replace(b"0.6666667", b"0.6666668")),
-        lambda lines, looks: lines.write_bytes(b"garbage\n" + lines.read_bytes()),
-        lambda lines, looks: lines.write_bytes(b"\xff\n" + lines.read_bytes()),
-        lambda lines, looks: lines.write_bytes(b"[]\n" + lines.read_bytes()),
-        lambda lines, looks: (looks / "00000004.npz").unlink(),
-        lambda lines, looks: flip(looks / "00000004.npz", 60),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda lines, looks: lines.write_bytes(b""),
+    lambda lines, looks: lines.unlink(),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes() * 2),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes()[:-3]),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes().split(b"\n", 1)[1]),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes().replace(b"0.6666667", b"0.6666668")),
+    lambda lines, looks: lines.write_bytes(b"garbage\n" + lines.read_bytes()),
+    lambda lines, looks: lines.write_bytes(b"\xff\n" + lines.read_bytes()),
+    lambda lines, looks: lines.write_bytes(b"[]\n" + lines.read_bytes()),
+    lambda lines, looks: (looks / "00000004.npz").unlink(),
+    lambda lines, looks: flip(looks / "00000004.npz", 60),
+])  # fmt: skip
 def test_a_history_that_is_not_what_was_written_is_seen(history, tmp_path, change):
     written, digests = history
     change(tmp_path / "metrics.jsonl", tmp_path / "looks")

@@ -207,35 +207,23 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     assert "was measured on other texts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"mesh": Mesh(data=2)}, "mesh: nothing is trained on long texts"),
-        ({"task": Task("induction")}, "task: nothing is trained on long texts"),
-        ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
-        ({"claims": [Claim("x", "", "heads", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-        (
-            {"claims": [Claim("x", "", "p/off", 1, at_most=0.05)]},
-            r"a p-value needs language\.matched of at least 19, got 2",
-        ),
-        ({"long": LongTexts([512, 1024, 512])}, r"long\.lengths: expected each number once"),
-        ({"long": LongTexts([1024], sizes=[-1])}, r"long\.sizes: expected numbers from 1 on, each once, got \[-1\]"),
-        (
-            {"long": LongTexts([1024], window=900, streamed=1024)},
-            r"long\.streamed: expected at least twice long\.window=900",
-        ),
-        ({"long": LongTexts([1024], streamed=1024, pictured=9)}, r"long\.pictured: expected at least 60"),
-        ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
-        (
-            {"long": LongTexts([32, 1024])},
-            r"long\.lengths: expected numbers from 64 on, one of them long\.ablated=1024",
-        ),
-        ({"long": LongTexts([512])}, r"one of them long\.ablated=1024, got \[512\]"),
-        ({"long": LongTexts([1024])}, r"long\.pictured: expected at most 1024 tokens, .* got 4096 and 8192"),
-        ({"long": LongTexts([1024], texts=9)}, r"long\.texts: expected at most 4, got 9"),
-        ({"long": LongTexts([8192, 1024], distances=[9000])}, r"long\.distances: expected 2 to 8159, .* got \[9000\]"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"mesh": Mesh(data=2)}, "mesh: nothing is trained on long texts"),
+    ({"task": Task("induction")}, "task: nothing is trained on long texts"),
+    ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
+    ({"claims": [Claim("x", "", "heads", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+    ({"claims": [Claim("x", "", "p/off", 1, at_most=0.05)]}, r"a p-value needs language\.matched of at least 19, got 2"),
+    ({"long": LongTexts([512, 1024, 512])}, r"long\.lengths: expected each number once"),
+    ({"long": LongTexts([1024], sizes=[-1])}, r"long\.sizes: expected numbers from 1 on, each once, got \[-1\]"),
+    ({"long": LongTexts([1024], window=900, streamed=1024)}, r"long\.streamed: expected at least twice long\.window=900"),
+    ({"long": LongTexts([1024], streamed=1024, pictured=9)}, r"long\.pictured: expected at least 60"),
+    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+    ({"long": LongTexts([32, 1024])}, r"long\.lengths: expected numbers from 64 on, one of them long\.ablated=1024"),
+    ({"long": LongTexts([512])}, r"one of them long\.ablated=1024, got \[512\]"),
+    ({"long": LongTexts([1024])}, r"long\.pictured: expected at most 1024 tokens, .* got 4096 and 8192"),
+    ({"long": LongTexts([1024], texts=9)}, r"long\.texts: expected at most 4, got 9"),
+    ({"long": LongTexts([8192, 1024], distances=[9000])}, r"long\.distances: expected 2 to 8159, .* got \[9000\]"),
+])  # fmt: skip
 def test_wrong_options_are_named(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):
         pass

@@ -146,14 +146,11 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
     assert [frame["title"] for frame in frames] == [f"{out}@1", str(out)]
 
 
-@pytest.mark.parametrize(
-    "runs, said",
-    [
-        (["{out}"], "expected two runs, got 1"),
-        (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
-        (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
-    ],
-)
+@pytest.mark.parametrize("runs, said", [
+    (["{out}"], "expected two runs, got 1"),
+    (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
+    (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
+])  # fmt: skip
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
     words = [word for run in runs for word in ("--run", run.format(out=finished[1]))]

@@ -25,17 +25,14 @@ def test_blocks_average_queries_and_sum_keys():
     assert [len(plot_data.pooled(np.zeros((size, size)))[1]) for size in (128, 129, 1000)] == [128, 65, 125]
 
 
-@pytest.mark.parametrize(
-    ("steps", "examples", "room", "counts"),
-    [
-        (10, 3, 30, [10, 10, 10]),  # all of them
-        (10, 3, 16, [10, 3, 3]),  # the others share what the first leaves
-        (10, 3, 9, [5, 2, 2]),
-        (10, 3, 0, [2, 2, 2]),  # never fewer
-        (10, 1, 4, [4]),
-        (1, 2, 99, [1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("steps", "examples", "room", "counts"), [
+    (10, 3, 30, [10, 10, 10]),  # all of them
+    (10, 3, 16, [10, 3, 3]),  # the others share what the first leaves
+    (10, 3, 9, [5, 2, 2]),
+    (10, 3, 0, [2, 2, 2]),  # never fewer
+    (10, 1, 4, [4]),
+    (1, 2, 99, [1, 1]),
+])  # fmt: skip
 def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
     kept = explorer.kept_steps([steps] * examples, room)
     assert [len(keep) for keep in kept] == counts
@@ -45,15 +42,12 @@ def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
         assert not len(gaps) or max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.parametrize(
-    ("size", "room", "expected"),
-    [
-        (64, 10 * 64**2 * 2, 64),
-        (64, 10 * 64**2 * 2 - 1, 63),
-        (1000, 10 * 128**2 * 2, 128),
-        (64, -1, 1),
-    ],
-)
+@pytest.mark.parametrize(("size", "room", "expected"), [
+    (64, 10 * 64**2 * 2, 64),
+    (64, 10 * 64**2 * 2 - 1, 63),
+    (1000, 10 * 128**2 * 2, 128),
+    (64, -1, 1),
+])  # fmt: skip
 def test_weights_that_do_not_fit_are_drawn_in_larger_blocks(size, room, expected):
     assert explorer.fitting(5, 2, size, room) == expected
 

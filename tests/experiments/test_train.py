@@ -333,15 +333,12 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
             assert bool(settings.claims) == (file.stem not in observations), file.name
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["fly"], "no command 'fly'; expected one of run, list, report"),
-        (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
-        (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
-        (["list", "all"], "list takes no options, got 'all'"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    (["fly"], "no command 'fly'; expected one of run, list, report"),
+    (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+    (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+    (["list", "all"], "list takes no options, got 'all'"),
+])  # fmt: skip
 def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, said):
     assert run_main(arguments) == 2
     error = capsys.readouterr().err

@@ -276,14 +276,11 @@ def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, t
     assert capsys.readouterr().err.startswith("error: suite chips: expected libtpu, the TPU's compiler, found none; ")
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("dispatch --cells v5e", "--cells: suite dispatch takes only --out"),
-        ("chip", "suite: expected one of chips, dispatch, imports, pods, sharding, got 'chip'"),
-        ("", "suite: expected one of chips, dispatch, imports, pods, sharding, got ''"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    ("dispatch --cells v5e", "--cells: suite dispatch takes only --out"),
+    ("chip", "suite: expected one of chips, dispatch, imports, pods, sharding, got 'chip'"),
+    ("", "suite: expected one of chips, dispatch, imports, pods, sharding, got ''"),
+])  # fmt: skip
 def test_what_a_suite_does_not_take_is_named_in_one_line(arguments, message, capsys):
     assert main(arguments.split()) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
