@@ -1,5 +1,6 @@
 """What the chip suite's results say: the verdict on each kernel, the tables and the figure."""
 
+import collections
 import dataclasses
 import inspect
 import math
@@ -103,14 +104,14 @@ def _times_of(answer: dict[str, Any]) -> dict[str, float]:
 
 def against_peers(results: Results, kernel: str) -> tuple[str, float | None]:
     """The peer that was fastest most often, and the kernel's time in shares of it: the geometric mean of its rows."""
-    best: dict[str, int] = {}
+    fastest: collections.Counter[str] = collections.Counter()
     for answer in _answers(results.of("fast")):
-        fastest = next((name for name in _times_of(answer) if not name.startswith("jattn")), None)
-        if fastest and f"jattn {kernel}" in answer["medians"]:
-            best[fastest] = best.get(fastest, 0) + 1
-    if not best:
+        others = [name for name in _times_of(answer) if not name.startswith("jattn")]
+        if f"jattn {kernel}" in answer.get("medians", {}):
+            fastest.update(others[:1])
+    if not fastest:
         return "", None
-    peer = max(best, key=best.__getitem__)
+    ((peer, _),) = fastest.most_common(1)
     return peer, _ratio(results, f"jattn {kernel}", peer)
 
 
