@@ -251,23 +251,3 @@ def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
 def test_a_process_that_fails_says_why():
     with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
         flax_modules.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
-
-
-@pytest.mark.parametrize("options, message", [
-    ("--lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds"),
-    ("--device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'"),
-    ("--resume", "--resume: --suite layers takes only --device and --out and --seconds"),
-    ("--seconds 0", "--seconds: expected > 0, got 0.0"),
-    ("--suite layer", "--suite: expected one of attention, chip, language, layers, looking, reports, got 'layer'"),
-])  # fmt: skip
-def test_bad_options_are_named_in_one_line(options, message, tmp_path, tiny, capsys):
-    assert run_main(["bench", "--suite", "layers", "--out", str(tmp_path / "out"), *options.split()]) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_out_that_is_a_file_is_refused(tmp_path, tiny, capsys):
-    file = tmp_path / "file"
-    file.write_text("")
-    assert run_main(["bench", "--suite", "layers", "--out", str(file)]) == 2
-    assert capsys.readouterr().err.startswith("error: --out: ")

@@ -70,11 +70,6 @@ def test_a_tiny_model_is_measured(tmp_path):
         assert "not installed" in contents["missing"]["transformers"]
 
 
-def test_options_that_it_does_not_take(capsys):
-    assert run_main(["bench", "--suite", "language", "--lengths", "8"]) == 2
-    assert capsys.readouterr().err == "error: --lengths: --suite language takes only --out and --seconds\n"
-
-
 def test_a_model_that_is_not_there_is_an_error_in_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("jattn_experiments.model_files.PACKAGES", {"smollm2": "no_such_model"})
     monkeypatch.setattr(language.timing, "use", lambda device: None)

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import chex
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ from jattn_experiments.runs.checkpoint import Checkpoints
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Busy, Damaged, owned
 from jattn_experiments.runs.history import Clock, History
-from tests.experiments.processes import TINY
-
-ROOT = Path(__file__).parents[2]
+from tests.experiments.processes import ROOT, TINY
 
 
 def flip(file, at, bit=0):
@@ -65,10 +62,8 @@ def test_a_flipped_bit_in_a_checkpoint_is_seen(saved, tmp_path):
                 with contextlib.suppress(Damaged):
                     chex.assert_trees_all_equal(saved.load(6, state()), state(6))
             else:
-                said = (
-                    rf"checkpoints/6: the checkpoint is damaged: '{file.relative_to(folder)}' is not what was written$"
-                )
-                with pytest.raises(Damaged, match=said):
+                damaged = f"the checkpoint is damaged: '{file.relative_to(folder)}' is not what was written"
+                with pytest.raises(Damaged, match=rf"checkpoints/6: {damaged}$"):
                     saved.load(6, state())
             flip(file, at)
 

@@ -4,11 +4,7 @@ import dataclasses
 import json
 import re
 import signal
-import subprocess
-import sys
-import time
 import types
-from pathlib import Path
 
 import chex
 import jax
@@ -19,11 +15,10 @@ import pytest
 from jattn_experiments import config, run, train
 from jattn_experiments.__main__ import main as run_main
 from jattn_experiments.measure import assemble, claims, evaluate, language_model
-from jattn_experiments.run_page import document
 from jattn_experiments.runs.checkpoint import Checkpoints
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.history import History
-from tests.experiments.processes import environment
+from tests.experiments import processes
 
 TINY = """
 name: tiny
@@ -45,28 +40,13 @@ def tiny(tmp_path):
 
 def start(file, out, cache):
     code = "import sys; from jattn_experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
-        cwd=Path(__file__).parents[2],
-        env=environment(cache),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process):
-    error = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, error.decode()
+    return processes.start("-c", code, "--config", file, "--out", out, variables=processes.environment(cache))
 
 
 def kill_after(process, step, out):
     """Kills the process once the metrics of ``step`` are written."""
-    while process.poll() is None:
-        lines = out / "metrics.jsonl"
-        if lines.exists() and f'"step": {step},' in lines.read_text():
-            process.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.001)
+    processes.wait_until_logged(process, out, step)
+    process.kill()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
 
@@ -82,10 +62,10 @@ def state_of(out):
 @pytest.mark.bits
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
     whole, broken, cache = tmp_path / "whole", tmp_path / "broken", tmp_path / "cache"
-    finish(start(tiny, whole, cache))
+    processes.finish(start(tiny, whole, cache))
     for step in (6, 26):  # before the first checkpoint, and between two
         kill_after(start(tiny, broken, cache), step, broken)
-    finish(start(tiny, broken, cache))
+    processes.finish(start(tiny, broken, cache))
     assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
     steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert steps.count(40) == 2 and len(steps) == 20 + 11
@@ -174,36 +154,6 @@ def test_on_one_cpu_device_seeds_share_the_memory_of_one(tiny):
     np.testing.assert_allclose(losses[0][:, 0], losses[1][:, 0], rtol=1e-3)
 
 
-SHORT = """
-name: short
-task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
-model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 1, steps: 2, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 2}
-evaluate: {batch: 8}
-claims:
-- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 1}
-"""
-
-
-@pytest.mark.slow
-def test_a_short_experiment_writes_its_report(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(document, "write_figures", lambda *_: [])  # test_report.py draws them
-    file, out = tmp_path / "short.yaml", tmp_path / "out"
-    file.write_text(SHORT)
-    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0
-    assert "holds" in capsys.readouterr().out
-    found = Findings.load(out)
-    assert found.places == ["1 back", "3 back"] and found.scores["1 back"].shape == (1, 3, 1, 2)
-    assert found.ablated.shape == (1, 1, 2, 2) and found.divergence.shape == (1, 2, 2, 2)
-    before = (out / "report.html").read_text()
-    assert "Claims: 1 of 1 hold" in before
-    (out / "report.html").unlink()
-    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == before
-    capsys.readouterr()
-    assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6"]) == 2
-    assert capsys.readouterr().err == f"error: {out} holds another run: train.steps was 2, now 6\n"
-
-
 @pytest.mark.slow
 def test_one_experiment_from_end_to_end(tmp_path, capsys, monkeypatch):
     file, out = tmp_path / "string.yaml", tmp_path / "out"
@@ -221,7 +171,8 @@ claims:
 """)
     assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 1  # a claim fails
     shown = capsys.readouterr().out
-    assert "holds" in shown and "fails" in shown and (out / "report.html").exists()
+    page = (out / "report.html").read_text()
+    assert "holds" in shown and "fails" in shown and "Claims: 1 of 2 hold" in page
     found = Findings.load(out)
     assert found.seeds == [3, 4] and found.places == ["copy source"] and len(found.heads) == 2 * 2
     assert found.scores["copy source"].shape == (2, 3, 1, 2) and found.look_steps.tolist() == [0, 2, 4]
@@ -249,7 +200,7 @@ claims:
     assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0  # every claim holds
 
     (out / "report.html").unlink()
-    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
+    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == page
     assert run_main(["keep", "--run", str(out), "--to", str(tmp_path)]) == 0
     kept = json.loads((tmp_path / "string" / "summary.json").read_text())
     assert kept["controls"] == found.controls and kept["curves"] == found.curves and len(kept["heads"]) == 4

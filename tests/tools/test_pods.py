@@ -11,7 +11,6 @@ import pytest
 from jattn.sharding import to_zigzag
 from jattn_experiments.bench.suite import Results, Row
 from tools import chips, pod_arithmetic, pod_compiler, pods
-from tools.__main__ import main
 from tools.pod_arithmetic import FLOPS, HBM, LINK, PASSES, Program, hop
 from tools.pod_stack import Stack
 from tools.pods import SUITE, Sizes
@@ -264,12 +263,6 @@ def test_each_program_has_a_process_of_its_own(monkeypatch):
     program = Program("v5p:2x2x2", 4096)
     assert [pods.compiled(program)["cell"] for _ in range(2)] == [dataclasses.asdict(program)] * 2
     assert FakeCompiler.closed == 2
-
-
-def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["pods", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: suite pods: expected libtpu, the TPU's compiler, found none; ")
 
 
 @pytest.mark.slow
