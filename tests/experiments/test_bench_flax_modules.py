@@ -41,10 +41,8 @@ def made_up() -> dict:
     times[1]["medians"] |= {"jattn": 1250.0, "torch": 2000.0}
     times += [row(DECODE, tokens, jattn=1200.0, sum=800.0) for tokens in Sizes().tokens]
     times += [row(MODULE, 65536, jattn=1000.0, flax=1000.0)]
-    memory = [
-        {"contestant": name, "length": 4096, "temporaries": 3 * peak, "peak": peak}
-        for name, peak in (("jattn", 2**20), ("flax", 5 * 2**20))
-    ]
+    peaks = {"jattn": 2**20, "flax": 5 * 2**20}
+    memory = [{"contestant": name, "length": 4096, "temporaries": 3 * x, "peak": x} for name, x in peaks.items()]
     return {"environment": {"cores": "2"}, "sizes": {"layers": 4}, "times": times, "memory": memory}
 
 
@@ -97,9 +95,8 @@ def test_tables_show_milliseconds_and_mebibytes():
     assert "| jattn | 4096 | 3 | 1 |" in lines and "| Flax | 4096 | 15 | 5 |" in lines
     assert "- cores: 2" in lines and "- layers: 4" in lines
     contents["times"][4]["medians"]["native"] = 1000.0  # as before it was the plain call
-    assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in flax_modules.markdown(
-        SUITE.parse(contents)
-    )
+    text = flax_modules.markdown(SUITE.parse(contents))
+    assert "| decode, function | 4096 | 1.20 | - | - | 1.00 | 0.80 | 3 | 2e-06 |" in text
 
 
 # ---- contestants
@@ -193,9 +190,8 @@ def test_a_function_that_is_wrong_is_not_timed(monkeypatch):
 
 def test_agreement_is_of_the_largest_number_and_nan_is_none():
     ours = {"a": jnp.array([1.0, 100.0]), "b": jnp.array(0)}
-    assert flax_modules.agree("x", ours, {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}) == pytest.approx(
-        5e-5, rel=0.01
-    )
+    near = {"a": jnp.array([1.005, 100.0]), "b": jnp.array(0)}
+    assert flax_modules.agree("x", ours, near) == pytest.approx(5e-5, rel=0.01)
     for wrong in (1.02, jnp.nan):
         with pytest.raises(Failed, match="^x: "):
             flax_modules.agree("x", ours, {"a": jnp.array([wrong, 100.0]), "b": jnp.array(0)})
@@ -232,9 +228,8 @@ def test_the_command_writes_what_it_measures(tmp_path, tiny, capsys):
     assert all(min(row["medians"].values()) > 0 and row["rounds"] and row["apart"] < 1e-4 for row in contents["times"])
     assert [(row["contestant"], row["length"]) for row in contents["memory"]] == [("jattn", 6), ("flax", 6)]
     assert all(row["temporaries"] > 0 and row["peak"] > 0 for row in contents["memory"])
-    assert (out / "layers.md").read_text() == flax_modules.markdown(
-        SUITE.parse(contents | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})
-    )
+    results = SUITE.parse(contents | {"sizes": vars(flax_modules.Sizes(seconds=1e-3))})
+    assert (out / "layers.md").read_text() == flax_modules.markdown(results)
 
 
 @pytest.mark.slow

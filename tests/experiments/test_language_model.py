@@ -107,28 +107,27 @@ def test_a_path_is_what_it_is_by_hand(model, data):
     found = language_model._paths(model, data.tested, readers, [group, [(2, 0)]])
     whole = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"])
     _, sown = nnx.capture(lambda m: m(data.tested, sow_heads=True, sow_parts=True), nnx.Intermediate)(whole)
-    streams, own = sown["layers"]["residual_parts"][0]["input"], sown["layers"]["attention"]["attention_heads"][0]
+    streams, (sown_heads,) = (
+        sown["layers"]["residual_parts"][0]["input"],
+        sown["layers"]["attention"]["attention_heads"],
+    )
     block, out = whole.layer(2), whole.layers.attention.out.kernel[...]
 
-    change = jnp.roll(own["z"], 1, 1) - own["z"]
+    change = jnp.roll(sown_heads["z"], 1, 1) - sown_heads["z"]
 
     def with_paths(*heads):
         stream = streams[2] + sum(jnp.einsum("btd,dm->btm", change[l][:, :, h], out[l, h]) for l, h in heads)
-        _, sown = nnx.capture(
-            lambda b: b.attention(b.attention_norm(stream), is_causal=True, sow_heads=True), nnx.Intermediate
-        )(block)
+        forward = lambda b: b.attention(b.attention_norm(stream), is_causal=True, sow_heads=True)
+        _, sown = nnx.capture(forward, nnx.Intermediate)(block)
         return sown["attention"]["attention_heads"][0]["key"]
 
-    asked = {"names": ("induction",), "tokens": jnp.asarray(data.tested)}
+    request = {"names": ("induction",), "tokens": jnp.asarray(data.tested)}
 
     def mean(key):
-        return (
-            heads.statistics(own["query"][2], key, is_causal=True, **asked)["induction"]
-            .mean(0)[np.array([1, 3])]
-            .mean()
-        )
+        statistics = heads.statistics(sown_heads["query"][2], key, is_causal=True, **request)
+        return statistics["induction"].mean(0)[np.array([1, 3])].mean()
 
-    np.testing.assert_allclose(found["clean"], mean(own["key"][2]), rtol=1e-4)
+    np.testing.assert_allclose(found["clean"], mean(sown_heads["key"][2]), rtol=1e-4)
     np.testing.assert_allclose(found["key"][0, 2], mean(with_paths((0, 2))), rtol=1e-4)
     np.testing.assert_allclose(found["key groups"][0], mean(with_paths(*group)), rtol=1e-4)
     np.testing.assert_allclose(found["key groups"][1], found["clean"], rtol=1e-5)  # no path from the readers' own layer

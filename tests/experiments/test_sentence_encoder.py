@@ -51,9 +51,7 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
     out = tmp_path / "out"
     assert main(["run", "--config", str(file), "--out", str(out)]) == 0
     found = Findings.load(out)
-    assert [(row["layer"], row["head"]) for row in found.heads] == [
-        (layer, head) for layer in (0, 1) for head in (0, 1, 2)
-    ]
+    assert [(row["layer"], row["head"]) for row in found.heads] == list(np.ndindex(2, 3))
     assert [claim["holds"] for claim in found.claims] == [False, True]
     assert found.tokens[0] == ["[CLS]", "the", "cat", "naps", "now", "[SEP]"]
     assert found.tokens[1] == ["[CLS]", "a", "cat", "sleeps", "[SEP]", "·"]

@@ -38,6 +38,10 @@ def tiny(tmp_path):
     return file
 
 
+def setup_of(file, *options):
+    return train.Setup.of(config.load(["--config", str(file), *options]).config)
+
+
 def start(file, out, cache):
     code = "import sys; from jattn_experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
     return processes.start("-c", code, "--config", file, "--out", out, variables=processes.environment(cache))
@@ -52,7 +56,7 @@ def kill_after(process, step, out):
 
 
 def state_of(out):
-    setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
+    setup = setup_of(out.parent / "tiny.yaml")
     checkpoints = Checkpoints(out / "checkpoints")
     assert checkpoints.steps[-1] == 40
     return checkpoints.load(40, setup.init())
@@ -133,9 +137,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_an_update_that_is_not_finite_is_seen(tiny):
-    setup = train.Setup.of(
-        config.load(["--config", str(tiny), "--train.learning_rate", "1e38", "--train.warmup", "0"])[0]
-    )
+    setup = setup_of(tiny, "--train.learning_rate", "1e38", "--train.warmup", "0")
     state = jax.tree.map(lambda leaf: leaf[0], setup.init())
     step = jax.jit(lambda state, at: train.train_step(setup, state, setup.keys[0], at))
     state, metrics = step(state, 0)  # still the untrained model's loss
@@ -143,10 +145,7 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
 
 
 def test_on_one_cpu_device_seeds_share_the_memory_of_one(tiny):
-    alone, together = (
-        train.Setup.of(config.load(["--config", str(tiny), "--train.batch", "64", "--train.seeds", seeds])[0])
-        for seeds in ("1", "8")
-    )
+    alone, together = (setup_of(tiny, "--train.batch", "64", "--train.seeds", seeds) for seeds in ("1", "8"))
     compiled = [train.updates(one).lower(one.init(), jnp.arange(2)).compile() for one in (alone, together)]
     sizes = [one.memory_analysis() for one in compiled]
     assert sizes[1].temp_size_in_bytes < 2 * sizes[0].temp_size_in_bytes
@@ -209,10 +208,8 @@ claims:
     assert set(sizes) == {"claims.json", "config.json", "summary.json", "page.tar.xz"} and max(sizes.values()) < 200_000
     capsys.readouterr()
     assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        f"error: {out} holds another run: train.{line}" for line in ("batch was 4, now 8", "steps was 4, now 6")
-    ]
+    errors, differences = capsys.readouterr().err.splitlines(), ("batch was 4, now 8", "steps was 4, now 6")
+    assert errors == [f"error: {out} holds another run: train.{line}" for line in differences]
 
 
 def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
@@ -224,10 +221,8 @@ def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
         result = results[""]._replace(trained=measured)
         results[f"model.num_heads={heads},model.position={position}"] = result
     curves = assemble._sweep_curves(results)
-    assert curves["mean accuracy over model.num_heads"] == {
-        "model.position=none": [[1, 2], [4, 0]],
-        "model.position=alibi": [[1, 3], [4, 1]],
-    }
+    lines = {"model.position=none": [[1, 2], [4, 0]], "model.position=alibi": [[1, 3], [4, 1]]}
+    assert curves["mean accuracy over model.num_heads"] == lines
     words = {"model.position": ["none", "alibi"]}
     assert assemble._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
@@ -238,15 +233,13 @@ def test_a_sweep_of_one_option_has_a_line_for_each_place():
     for layers, accuracy in ((3, [1.0, 0.75]), (1, [0.5, 0.25])):
         measured = types.SimpleNamespace(accuracy=np.array([accuracy]), hardened=np.ones((1, 2)))
         results[f"model.num_layers={layers}"] = results[""]._replace(trained=measured)
-    assert assemble._sweep_curves(results)["accuracy over model.num_layers"] == {
-        "near": [[1, 0.5], [3, 1.0]],
-        "far": [[1, 0.25], [3, 0.75]],
-    }
+    curves = assemble._sweep_curves(results)["accuracy over model.num_layers"]
+    assert curves == {"near": [[1, 0.5], [3, 1.0]], "far": [[1, 0.25], [3, 0.75]]}
 
 
 @pytest.mark.slow
 def test_groups_of_heads_are_switched_off_together(tiny):
-    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    setup = setup_of(tiny)
     params = setup.init()["params"]
     labels = np.array([[["a", "mixed"]], [["a", "a"]]])
     found = evaluate.ablate_groups(setup, params, labels)
@@ -261,7 +254,7 @@ def test_groups_of_heads_are_switched_off_together(tiny):
 
 @pytest.mark.slow
 def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
-    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    setup = setup_of(tiny)
     found = evaluate.null(setup, setup.init()["params"])
     assert set(found) == set(setup.task.roles)
     untrained = evaluate.NULL_HEADS

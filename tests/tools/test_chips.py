@@ -1,6 +1,7 @@
 """The chips suite without a chip's compiler: what it finds in a program's text, its tables, and its process."""
 
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -86,12 +87,9 @@ def test_all_cells_are_those_of_the_issue():
 
 def test_cells_are_chosen_by_their_words():
     keys = [job.key for job in chips.jobs(Sizes.read("v5e, 128,blockwise,fold,causal,8191"))]
-    assert [(key["implementation"], key["passes"]) for key in keys] == [
-        (name, passes) for name in ("fold", "blockwise") for passes in ("forward", "gradient")
-    ]
-    assert all(
-        (key["chip"], key["head_dim"], key["length"], key["case"]) == ("v5e", 128, 8191, "causal") for key in keys
-    )
+    of_both = itertools.product(("fold", "blockwise"), ("forward", "gradient"))
+    shared = {"chip": "v5e", "head_dim": 128, "length": 8191, "case": "causal"}
+    assert keys == [shared | {"implementation": name, "passes": passes} for name, passes in of_both]
     with pytest.raises(Refused, match="--cells: expected some of splash, .*, gradient, separated by commas, got 'v4'"):
         Sizes.read("v4")
 
@@ -105,11 +103,7 @@ def test_what_jattn_refuses_is_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_statistics_take_our_kernels():
-    for chip, platform, kernel in (
-        ("tpu7x", "tpu", "jattn_fold"),
-        ("h100", "cuda", "mosaic_gpu"),
-        ("b200", "cuda", None),
-    ):
+    for chip, platform, kernel in (("tpu7x", "tpu", "jattn_fold"), ("h100", "cuda", "mosaic_gpu"), ("b200", "cuda", None)):  # fmt: skip
         function, arrays = chip_compiler.problem("fold", 64, 256, "full", "forward", chip_compiler.FOLDS.get(chip))
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
         text = jax.jit(function).trace(*types).lower(lowering_platforms=(platform,)).as_text()
@@ -274,9 +268,8 @@ def test_a_cell_that_was_not_compiled_yet_is_a_dash():
 def test_without_the_compiler_one_line_says_how_to_get_it(suite, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
     assert main([suite, "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"error: suite {suite}: expected libtpu, the TPU's compiler, found none; "
-    )
+    error = f"error: suite {suite}: expected libtpu, the TPU's compiler, found none; "
+    assert capsys.readouterr().err.startswith(error)
 
 
 @pytest.mark.parametrize("arguments, message", [
