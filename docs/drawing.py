@@ -39,9 +39,9 @@ CHARACTER, BOX, GAP, ARROW, WIDTH = 7.4, 26, 6, 10, 560
 
 def block(document: str, language: str) -> list[str]:
     """The lines of the fenced block of a language in a Markdown text."""
-    found = re.search(rf"^```{language}\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
-    assert found, f"no block of {language}"
-    return found[1].splitlines()
+    fence = re.search(rf"^```{language}\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    assert fence, f"no block of {language}"
+    return fence[1].splitlines()
 
 
 def layers(document: str, language: str = "layers") -> list[list[str]]:

@@ -77,10 +77,10 @@ def block_tables() -> None:
 
 def _blocks(document: str) -> dict:
     """The names that the Python blocks of a page leave behind."""
-    found: dict = {}
+    namespace: dict = {}
     for block in re.findall(r"^```python\n(.*?)^```$", (HERE / document).read_text(), re.MULTILINE | re.DOTALL):
-        exec(block, found)
-    return found
+        exec(block, namespace)
+    return namespace
 
 
 def mods() -> None:

@@ -60,8 +60,8 @@ def pytest_configure_node(node):
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector, name):
     """Marks the cases of a test as slow, except those that its mark ``slow_except`` names by their ids."""
-    made = yield
-    cases = made if isinstance(made, list) else []
+    items = yield
+    cases = items if isinstance(items, list) else []
     ids = [case.callspec.id for case in cases if hasattr(case, "callspec")]
     for case in cases:
         fast = case.get_closest_marker("slow_except")
@@ -69,7 +69,7 @@ def pytest_pycollect_makeitem(collector, name):
             raise collector.CollectError(f"{name}: slow_except names {fast.args}, but the cases are {ids}")
         if fast and case.callspec.id not in fast.args:
             case.add_marker(pytest.mark.slow)
-    return made
+    return items
 
 
 @pytest.hookimpl(tryfirst=True)

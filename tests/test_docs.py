@@ -37,23 +37,22 @@ class Block(NamedTuple):
 def blocks(document: str) -> list[Block]:
     """The Python blocks of a Markdown text, each with the output shown directly after it."""
     fences = list(FENCE.finditer(document))
-    found = []
+    python = []
     for fence, after in itertools.zip_longest(fences, fences[1:]):
         if fence["language"].lower() not in ("python", "python3", "py"):
             continue
         shown = after and after["language"] in ("text", "output") and not document[fence.end() : after.start()].strip()
         line = document.count("\n", 0, fence.start("body")) + 1
         output = textwrap.dedent(after["body"]) if after and shown else None
-        found.append(Block(line, textwrap.dedent(fence["body"]), output))
-    return found
+        python.append(Block(line, textwrap.dedent(fence["body"]), output))
+    return python
 
 
 def check_document(path: Path) -> None:
     """Runs the blocks of the document at ``path``; fails if one raises or its output differs from the one shown."""
-    found = blocks(path.read_text(encoding="utf-8"))
-    assert found, f"{path.name} has no Python block"
-    namespace = {"__name__": "__main__"}
-    for block in found:
+    python, namespace = blocks(path.read_text(encoding="utf-8")), {"__name__": "__main__"}
+    assert python, f"{path.name} has no Python block"
+    for block in python:
         # Leading empty lines make the line numbers in a traceback match the document.
         program = compile("\n" * (block.line - 1) + block.code, str(path), "exec", dont_inherit=True)
         printed = io.StringIO()

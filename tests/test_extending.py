@@ -23,17 +23,9 @@ def sections() -> dict[str, str]:
 
 def test_every_kind_of_thing_is_there():
     shown = {
-        "A mask",
-        "A score function",
-        "A statistic of heads",
-        "A column of the survey's table",
-        "A model family",
-        "A kernel",
-        "A task",
-        "A claim",
-        "A figure",
-        "A peer in the benchmark",
-    }
+        "A mask", "A score function", "A statistic of heads", "A column of the survey's table", "A model family",
+        "A kernel", "A task", "A claim", "A figure", "A peer in the benchmark",
+    }  # fmt: skip
     assert set(sections()) == shown and len(fenced("check")) == 8 and len(fenced("diff")) == 10
 
 

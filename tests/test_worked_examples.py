@@ -85,9 +85,8 @@ def test_output_and_weights_of_many_sequences(getkey):
     x = jax.random.normal(getkey(), (10, 5, 64))
     out = jattn.dot_product_attention(*[x[:, :, None]] * 3)[:, :, 0]
     one_head = x[:, :, None]
-    np.testing.assert_allclose(
-        jattn.attention_weights(one_head, one_head), reference.weights(one_head, one_head), atol=1e-6
-    )
+    weights = jattn.attention_weights(one_head, one_head)
+    np.testing.assert_allclose(weights, reference.weights(one_head, one_head), atol=1e-6)
     np.testing.assert_allclose(out, reference.attention(*[one_head] * 3)[:, :, 0], atol=2e-5)
     params = jattn.init_multi_head(getkey(), 64, 8)
     y, weights = jattn.multi_head_attention(params, x, return_weights=True)

@@ -56,11 +56,9 @@ def embedded(text):
 
 def weights_of(text, view, frame):
     """All weights ``[h,T,S]`` of a frame."""
-    entry = embedded(text)["views"][view]
-    (heads, T, S), entry = (
-        (len(embedded(text)["heads"]), len(entry["queries"]), len(entry["keys"])),
-        entry["frames"][frame],
-    )
+    data = embedded(text)
+    shown = data["views"][view]
+    (heads, T, S), entry = (len(x) for x in (data["heads"], shown["queries"], shown["keys"])), shown["frames"][frame]
     assert entry["k"] == 0
     packed = re.search(rf'<script id="{entry["blob"]}"[^>]*>(.*?)</script>', text, re.DOTALL)[1]
     kind = "u1" if entry["bits"] == 8 else "<u2"
@@ -73,17 +71,10 @@ def browse(page, folder, *flags, size=(500, 900), address=""):
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium, chromium-browser or google-chrome found: the report cannot be opened")
-    flags = [
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        *flags,
-    ]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
-    flags += ["--virtual-time-budget=30000", f"--window-size={size[0]},{size[1]}"]
-    command = [browser, "--headless", *flags, "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", *flags]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=30000"]
+    command += [f"--window-size={size[0]},{size[1]}", "--enable-logging=stderr", "--v=0", "--dump-dom"]
     command.append(page.as_uri() + address)
     # In its own session, so that its child processes end with it.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -16,16 +16,8 @@ def commands() -> dict[str, Callable[[Sequence[str]], int]]:
     from jattn_experiments.generate import generate_command
     from jattn_experiments.look import look_command
 
-    return {
-        "run": run_command,
-        "list": list_command,
-        "report": report_command,
-        "keep": keep_command,
-        "look": look_command,
-        "compare": compare_command,
-        "bench": bench_command,
-        "generate": generate_command,
-    }
+    of_runs = run_command, list_command, report_command, keep_command, look_command, compare_command
+    return {one.__name__.removesuffix("_command"): one for one in (*of_runs, bench_command, generate_command)}
 
 
 def main(arguments: Sequence[str]) -> int:

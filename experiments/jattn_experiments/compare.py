@@ -22,9 +22,8 @@ def compare_command(arguments: Sequence[str]) -> int:
     parser = config.Parser(prog="jattn compare", description=compare_command.__doc__)
     run = "folder of a run, or FOLDER@STEP for one of its checkpoints; give it twice"
     parser.add_argument("--run", type=str, required=True, action="append", help=run)
-    parser.add_argument(
-        "--out", type=str | None, default=None, help="the first seed's heads, side by side: a PNG, or an HTML page"
-    )
+    picture = "the first seed's heads, side by side: a PNG, or an HTML page"
+    parser.add_argument("--out", type=str | None, default=None, help=picture)
     options = parser.parse_args(arguments)
     if len(options.run) != 2:
         return fail(f"--run: expected two runs, got {len(options.run)}")

@@ -32,9 +32,8 @@ def _parser() -> config.Parser:
     parser.add_argument("--model", type=str, default=None, action="append", help=model)
     parser.add_argument("--text", type=str | None, default=None, help="file of the text that the model reads")
     parser.add_argument("--tokens", type=int, default=512, help="how many of the text at most")
-    parser.add_argument(
-        "--out", type=str | None, default=None, help="the page; default: heads.html, of a run in its folder"
-    )
+    page = "the page; default: heads.html, of a run in its folder"
+    parser.add_argument("--out", type=str | None, default=None, help=page)
     return parser
 
 

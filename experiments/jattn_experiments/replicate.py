@@ -69,10 +69,8 @@ def with_replication(findings: Findings, out: Path) -> Findings:
         beside = Findings.load(out / FOLDER)
     except FileNotFoundError:
         return findings
-    fresh_rows = {row["name"]: {name: row[name] for name in _KEPT} for row in beside.claims}
-    rows: list[dict[str, Any]] = [
-        row | {"replication": fresh_rows[row["name"]]} if row["name"] in fresh_rows else row for row in findings.claims
-    ]
+    added = {row["name"]: {"replication": {name: row[name] for name in _KEPT}} for row in beside.claims}
+    rows: list[dict[str, Any]] = [row | added.get(row["name"], {}) for row in findings.claims]
     findings = dataclasses.replace(findings, claims=rows)
     write_atomically(out / "claims.json", json.dumps(rows, indent=1).encode())
     findings.save(out)

@@ -54,10 +54,8 @@ class Setup:
         rate = optax.warmup_cosine_decay_schedule(
             0.0, train.learning_rate, train.warmup, train.steps, train.learning_rate * train.final_rate
         )
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(train.clip),
-            optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
-        )
+        adam = optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay)
+        optimizer = optax.chain(optax.clip_by_global_norm(train.clip), adam)
         seeds = jnp.arange(train.first_seed, train.first_seed + train.seeds)
         keys, mesh = jax.vmap(jax.random.key)(seeds), devices.make(config.mesh)
         transformer = model.make(config.model, task, devices.attention(mesh))
@@ -316,13 +314,6 @@ def _stop_unless_finite(setup: Setup, begin: int, finite: np.ndarray) -> None:
 
 
 def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Terminal(),
-        disable=not devices.is_first(),
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}")
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, *times, console=Terminal(), disable=not devices.is_first())

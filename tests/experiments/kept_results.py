@@ -38,7 +38,6 @@ def check(suites: Mapping[str, Entry], file: Path, out: Path) -> None:
     assert len(set(keys)) == len(keys), "two rows have the same key"
     suite.write(results, out)
     assert json.loads((out / f"{name}.json").read_text()) == json.loads(file.read_text())
-    written, before = (
-        text.split("\n## Measured on")[0] for text in (suite.markdown(results), file.with_suffix(".md").read_text())
-    )
+    texts = suite.markdown(results), file.with_suffix(".md").read_text()
+    written, before = (text.split("\n## Measured on")[0] for text in texts)
     assert written.count("|") == before.count("|")

@@ -1,7 +1,14 @@
-"""What tests of separate processes share: a tiny experiment, and an environment in which results are reproducible."""
+"""What tests of separate processes share: a tiny experiment, and processes whose results are reproducible."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
 
 TINY = """
 name: tiny
@@ -24,3 +31,36 @@ def environment(cache: Path, **others: str) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         **others,
     }
+
+
+def start(*words: object, variables: dict[str, str], **pipes) -> subprocess.Popen:
+    """Python with these words and variables; its errors can be read."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True} | pipes
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, env=variables, **pipes)
+
+
+def finish(*processes: subprocess.Popen) -> list[tuple[str, str]]:
+    """What they print, once all have ended without an error."""
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return outputs
+
+
+def logged(out: Path, step: int) -> bool:
+    """Whether the metrics of a step are written."""
+    lines = out / "metrics.jsonl"
+    return lines.exists() and f'"step": {step},' in lines.read_text()
+
+
+def wait_until_logged(process: subprocess.Popen, out: Path, step: int) -> None:
+    """Returns once the metrics of a step are written, or the process has ended."""
+    while process.poll() is None and not logged(out, step):
+        time.sleep(0.001)
+
+
+def assert_close(measured: tuple, expected: tuple) -> None:
+    """Of two histories' metrics or scores: the same steps and names, and numbers as close as other devices give."""
+    (steps, values), (expected_steps, expected_values) = measured, expected
+    assert steps.tolist() == expected_steps.tolist() and set(values) == set(expected_values)
+    for name in values:
+        np.testing.assert_allclose(values[name], expected_values[name], rtol=1e-5, atol=1e-6, err_msg=name)

@@ -16,22 +16,12 @@ import numpy as np
 import pytest
 
 from jattn_experiments.__main__ import main as run_main
-from jattn_experiments.bench import (
-    attention,
-    attention_figure,
-    attention_tables,
-    goals,
-    peers,
-    plan,
-    problems,
-    timing,
-    torch_peers,
-)
+from jattn_experiments.bench import attention, attention_figure, attention_tables, goals, peers, plan, problems, timing
 from jattn_experiments.bench.attention import SUITE
 from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.probe import probe
 from jattn_experiments.bench.problems import CASES, PASSES, Problem
-from jattn_experiments.bench.suite import Refused, Results, Suite
+from jattn_experiments.bench.suite import Suite
 
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU, so it is no mistake")
 without_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="there may be a TPU")
@@ -54,32 +44,18 @@ NATIVE = {"jattn-native": "0.1.0"}
 
 def made_up(environment=None, shape=None, **changes) -> dict:
     """Results without rows, except for those in ``changes``."""
-    contents = {
-        "environment": {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"}
-        | (environment or {}),
-        "shape": {"batch": 1, "num_heads": 8, "head_dim": 64} | (shape or {}),
-        "missing": {},
-        "times": [],
-        "memory": [],
-        "peak": [],
-        "compile": [],
-    }
-    return contents | changes
+    machine = {"device": "cpu: cpu", "contestants": "jattn, jax.nn, torch", "cpu": "a CPU", "cores": "2"}
+    shape = {"batch": 1, "num_heads": 8, "head_dim": 64} | (shape or {})
+    contents = {"environment": machine | (environment or {}), "shape": shape, "missing": {}}
+    return contents | {part: [] for part in ("times", "memory", "peak", "compile")} | changes
 
 
 def row(case: str, length: int, passes: str = "forward", left_out=None, plain=None, **medians: float) -> dict:
     names = {"jax_nn": "jax.nn", "jattn_blockwise": "jattn blockwise"}
     medians = {names.get(name, name): value for name, value in medians.items()}
     key = {"case": case, "length": length, "dtype": "float32", "passes": passes, "medians": medians}
-    rest = {
-        "left_out": left_out or {},
-        "plain": plain or {},
-        "rounds": 3,
-        "seconds": 1.0,
-        "matrix": 17.0,
-        "matrix_flops": 17e6,
-    }
-    return key | rest | {"flops": Problem(case, length).flops(passes)}
+    key |= {"left_out": left_out or {}, "plain": plain or {}, "flops": Problem(case, length).flops(passes)}
+    return key | {"rounds": 3, "seconds": 1.0, "matrix": 17.0, "matrix_flops": 17e6}
 
 
 def answers(contents: dict) -> dict[str, tuple[float | None, str]]:
@@ -92,16 +68,12 @@ def answers(contents: dict) -> dict[str, tuple[float | None, str]]:
 def visible(case: str, length: int) -> np.ndarray:
     q, kv = np.arange(length)[:, None], np.arange(length)[None, :]
     ids = problems.document_ids(length)
-    seen = {
-        "window": (kv <= q) & (kv >= q - problems.WINDOW),
-        "segments": (kv <= q) & (ids[:, None] == ids[None, :]),
-    }
-    return np.broadcast_to(seen.get(case, True), (length, length))
+    cases = {"window": kv >= q - problems.WINDOW, "segments": ids[:, None] == ids[None, :]}
+    return np.broadcast_to((kv <= q) & cases[case] if case in cases else True, (length, length))
 
 
 @pytest.mark.parametrize("case", ["full", "window", "segments"])
-def test_pairs_are_counted(case, monkeypatch):
-    monkeypatch.setattr(problems, "WINDOW", 7)
+def test_pairs_are_counted(case, short_window):
     assert Problem(case, 40).pairs() == visible(case, 40).sum()
 
 
@@ -129,20 +101,25 @@ def test_a_batch_is_of_different_sequences():
 # ---- contestants
 
 
+@pytest.fixture
+def short_window(monkeypatch):
+    """A window of 7 tokens."""
+    for module in ("problems", "peers", "torch_peers"):
+        monkeypatch.setattr(f"jattn_experiments.bench.{module}.WINDOW", 7)
+
+
 def computed(contestant, problem: Problem, passes: str) -> list[np.ndarray]:
     """The outputs, converted to ``[B,T,N,H]`` from the contestant's layout."""
     outputs = contestant.repeated(problem, passes)()
     outputs = [outputs] if passes == "forward" else list(outputs)
-    if isinstance(contestant, torch_peers.InTorch):
+    if isinstance(contestant, peers.InTorch):
         return [np.swapaxes(x.numpy(), 1, 2) for x in outputs]
     return [np.asarray(x) for x in outputs]
 
 
 @pytest.mark.slow_except("full-forward", "softcap-both")
 @pytest.mark.parametrize("case, passes", [("full", "forward"), *((case, "both") for case in CASES)])
-def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experiments_run):
-    for module in (problems, peers, torch_peers):
-        monkeypatch.setattr(module, "WINDOW", 7)
+def test_every_contestant_computes_the_same(case, passes, short_window, as_experiments_run):
     problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
     jattn, *others = peers.contestants(plan.PEERS if case == "t5" else plan.PEERS[:3], "cpu")[0]
     expected = computed(jattn, problem, passes)
@@ -155,12 +132,12 @@ def test_every_contestant_computes_the_same(case, passes, monkeypatch, as_experi
 
 @needs_torch
 @pytest.mark.parametrize("case", ["full", "window", "segments", "alibi", "softcap"])
-def test_flex_attention_is_asked_for_the_same(case, monkeypatch, as_experiments_run):
+def test_flex_attention_is_asked_for_the_same(case, monkeypatch, short_window, as_experiments_run):
     import torch
     from torch.nn.attention import flex_attention
 
-    for module in (problems, peers, torch_peers):
-        monkeypatch.setattr(module, "WINDOW", 7)
+    from jattn_experiments.bench import torch_peers
+
     monkeypatch.setattr(torch, "compile", lambda function: function)  # needs a C++ compiler
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     problem = Problem(case, 24, num_heads=2, head_dim=8, batch=2)
@@ -199,9 +176,8 @@ def test_a_peer_takes_part_where_it_can(monkeypatch):
 
 def test_on_a_cpu_the_peer_of_kernels_is_what_a_plain_call_is_without_the_package(monkeypatch, as_experiments_run):
     named = []
-    monkeypatch.setattr(
-        peers.jattn, "dot_product_attention", lambda *arrays, implementation, **_: named.append(implementation)
-    )
+    record = lambda *arrays, implementation, **_: named.append(implementation)
+    monkeypatch.setattr(peers.jattn, "dot_product_attention", record)
     for contestant in peers.contestants(("jattn-kernels",), "cpu")[0]:
         contestant.attention(Problem("full", 8), None, None, None)
     assert named == [None, "blockwise"]
@@ -306,10 +282,8 @@ def test_shares_asked_of_a_plain_call_are_higher_with_the_compiled_kernels_and_a
 
 def test_nothing_more_is_asked_without_the_compiled_kernels():
     for environment in {}, {"vectors": "avx512f", "jattn-native": "not installed"}:
-        assert plain_calls(3.0, 0.65, **environment) == [
-            (pytest.approx(0.65), "not met"),
-            (pytest.approx(0.65), "met"),
-        ]
+        share = pytest.approx(0.65)
+        assert plain_calls(3.0, 0.65, **environment) == [(share, "not met"), (share, "met")]
 
 
 def test_a_batch_is_compared_with_the_faster_peer_at_each_length():
@@ -344,9 +318,8 @@ def test_shares_that_moved_are_told(tmp_path, monkeypatch):
     for time, lines in ((2.08, 0), (1.88, 1), (2.2, 1)):
         results = SUITE.parse(made_up(environment=here, before=before, times=[row("full", 8, jattn=time, torch=9.0)]))
         assert len(attention_tables.moved(results)) == lines
-    assert "of the matrix rate, " in attention_tables.markdown(results) and " in cpu-2.\n" in attention_tables.markdown(
-        results
-    )
+    text = attention_tables.markdown(results)
+    assert "of the matrix rate, " in text and " in cpu-2.\n" in text
     assert attention.last_kept(here | {"cores": "4"}, shape, tmp_path)["shares"] == {}
 
 
@@ -369,18 +342,16 @@ def test_memory_and_compilation_are_judged():
     assert answer_to["compilation, forward and backward, the slowest of those below"] == (3.1, "not met")
 
     dense = [memory("both", n, 4.0 * n**2) for n in (128, 4096, 8192)]
-    assert attention_tables.slope(
-        attention_tables.temporaries(SUITE.parse(made_up(memory=dense)), "jattn", "full", "both")
-    ) == pytest.approx(2)
+    sizes = attention_tables.temporaries(SUITE.parse(made_up(memory=dense)), "jattn", "full", "both")
+    assert attention_tables.slope(sizes) == pytest.approx(2)
 
 
 def test_nothing_is_asked_of_another_device():
     contents = made_up(times=[row("full", 2048, jattn=1.0, jax_nn=1.0)])
     assert attention_tables.goals(SUITE.parse(contents))
     contents["environment"]["device"] = "gpu: a GPU"
-    assert not attention_tables.goals(SUITE.parse(contents)) and "What was asked" not in attention_tables.markdown(
-        SUITE.parse(contents)
-    )
+    results = SUITE.parse(contents)
+    assert not attention_tables.goals(results) and "What was asked" not in attention_tables.markdown(results)
 
 
 def test_tables_show_time_share_and_who_is_left_out():
@@ -400,48 +371,17 @@ def test_tables_show_time_share_and_who_is_left_out():
 # ---- whole runs
 
 
-def lines_of(results: Results) -> list[tuple]:
-    return [(r["case"], r["length"], r["passes"]) for r in results.of("times")]
-
-
 def short_plan(out: Path, **changes) -> Plan:
     plan = {"peers": ("jax",), "lengths": (8, 16), "cases": ("causal",), "parts": ("times",)}
     return Plan(out, **plan | {"seconds": 1e-3} | changes)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_loses_nothing(tmp_path, tiny, monkeypatch):
-    plan, real, count = short_plan(tmp_path / "a" / "b"), attention.time_row, []
-
-    def killed(*arguments):
-        count.append(1)
-        if len(count) == 3:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(attention, "time_row", killed)
-    with pytest.raises(KeyboardInterrupt):
-        SUITE.measure(plan, plan.out)
-    kept = SUITE.read(plan.out)
-    assert lines_of(kept) == [("causal", 8, "forward"), ("causal", 8, "both")]
-
-    with pytest.raises(Refused, match=r"^--out: .* already holds results; --resume continues them$"):
-        SUITE.measure(plan, plan.out)
-    results = SUITE.measure(plan, plan.out, resume=True)
-    assert results.of("times")[:2] == kept.of("times"), "rows are measured twice"
-    assert len(set(lines_of(results))) == len(results.of("times")) == 4
-    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in results.of("times"))
-    assert results == SUITE.read(plan.out)
-
-    monkeypatch.setattr(timing, "source_digest", lambda: "other")
-    with pytest.raises(Refused, match="of another environment: jattn_source was .*, now 'other'"):
-        SUITE.measure(plan, plan.out, resume=True)
-
-
-@pytest.mark.slow
 def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypatch, capsys):
     plan = short_plan(tmp_path, lengths=(8,), parts=("times", "memory"))
     results = SUITE.measure(plan, plan.out)
+    assert [tuple(r.key.values()) for r in results.of("times")] == [("causal", 8, "float32", one) for one in PASSES]
+    assert all(set(r["medians"]) == {"jattn", "jax.nn"} and r["matrix"] > 0 for r in results.of("times"))
     assert len(results.of("memory")) == 2 * 3 and all(r["bytes"] > 0 for r in results.of("memory"))
     SUITE.write_report(results, plan.out)
     files = [tmp_path / f"attention.{kind}" for kind in ("json", "md", "png")]
@@ -463,9 +403,8 @@ def test_redrawing_measures_nothing_and_gives_the_same(tmp_path, tiny, monkeypat
 
 def test_a_picture_of_nothing_and_of_everything():
     assert attention_figure.attention_figure(SUITE.parse(made_up())).axes
-    times = [
-        row(case, n, passes, jattn=n * 1.0, torch=n * 2.0) for case in CASES for n in (64, 128) for passes in PASSES
-    ]
+    every = itertools.product(CASES, (64, 128), PASSES)
+    times = [row(case, n, passes, jattn=n * 1.0, torch=n * 2.0) for case, n, passes in every]
     drawn = attention_figure.attention_figure(SUITE.parse(made_up(times=times)))
     forward = drawn.axes[0]
     assert [list(line.get_ydata()) for line in forward.lines[:3]] == [[64, 128], [], [128, 256]]
@@ -479,14 +418,13 @@ def test_a_batch_is_measured_and_kept_apart(tmp_path, tiny, capsys):
     contents = json.loads((tmp_path / "attention.json").read_text())
     assert contents["shape"] == {"batch": 2, "num_heads": 8, "head_dim": 64}
     assert contents["environment"]["jattn-native"] == timing.native_version()
+    assert contents["environment"]["jattn_source"] == timing.source_digest()
     assert [row["flops"] for row in contents["times"]] == [Problem("causal", 8, batch=2).flops(one) for one in PASSES]
     assert (tmp_path / "attention.md").read_text().splitlines()[2].startswith("B=2 N=8 H=64, T = S = n.")
     capsys.readouterr()
     assert run_main(["bench", *options, "--out", str(tmp_path), "--resume"]) == 2
-    message = (
-        f"error: --out: {tmp_path / 'attention.json'} holds results of problems of another shape: batch was 2, now 1\n"
-    )
-    assert capsys.readouterr().err == message
+    held = f"{tmp_path / 'attention.json'} holds results of problems of another shape"
+    assert capsys.readouterr().err == f"error: --out: {held}: batch was 2, now 1\n"
 
 
 def test_the_package_of_the_compiled_kernels_is_told(monkeypatch):
@@ -543,35 +481,30 @@ def test_a_process_that_fails_says_why():
         probe("peak", "cpu", [], "nobody", Problem("full", 8), "both")
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            "--suite all",
-            "--suite: expected one of attention, chip, language, layers, looking, reports, got 'all'",
-        ),
-        (
-            "--peers jax,flax",
-            "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got",
-        ),
-        (
-            "--peers=",
-            "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''",
-        ),
-        ("--cases diagonal", "--cases: expected some of full, causal, window, "),
-        ("--cases ,", "--cases: expected some of full, "),
-        ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
-        ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
-        ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
-        ("--device npu", "--device: expected one of cpu, gpu, tpu, got 'npu'"),
-        pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
-        pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
-        ("--seconds 0", "--seconds: expected > 0, got 0.0"),
-        ("--batch 0", "--batch: expected >= 1, got 0"),
-        ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds"),
-        ("--redraw", "--out: expected a folder with attention.json, got "),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ("--suite layer", "--suite: expected one of attention, chip, language, layers, looking, reports, got 'layer'\n"),
+    ("--suite chips", "--suite: expected one of attention, chip, language, layers, looking, reports, got 'chips'\n"),  # one of tools
+    ("--peers jax,flax", "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got"),
+    ("--peers=", "--peers: expected some of jax, torch, tokamax, splash, jattn-xla, jattn-kernels, jattn-avx2, separated by commas, got ''"),
+    ("--cases diagonal", "--cases: expected some of full, causal, window, "),
+    ("--cases ,", "--cases: expected some of full, "),
+    ("--parts energy", "--parts: expected some of times, memory, peak, compile, "),
+    ("--lengths=-4", "--lengths: expected whole numbers above 1, separated by commas, got '-4'"),
+    ("--lengths 8,1", "--lengths: expected whole numbers above 1, separated by commas, got '8,1'"),
+    ("--device npu", "--device: expected one of cpu, gpu, tpu, got 'npu'"),
+    pytest.param("--device tpu", "--device: JAX finds no tpu here; ", marks=without_tpu),
+    pytest.param("--device gpu", "--device: JAX finds no gpu here; ", marks=without_gpu),
+    ("--seconds 0", "--seconds: expected > 0, got 0.0"),
+    ("--batch 0", "--batch: expected >= 1, got 0"),
+    ("--suite layers --batch 8", "--batch: --suite layers takes only --device and --out and --seconds\n"),
+    ("--suite layers --lengths 8", "--lengths: --suite layers takes only --device and --out and --seconds\n"),
+    ("--suite layers --resume", "--resume: --suite layers takes only --device and --out and --seconds\n"),
+    ("--suite layers --device gpux", "--device: expected one of cpu, gpu, tpu, got 'gpux'\n"),
+    ("--suite layers --seconds 0", "--seconds: expected > 0, got 0.0\n"),
+    ("--suite language --lengths 8", "--lengths: --suite language takes only --out and --seconds\n"),
+    ("--suite reports --lengths 8", "--lengths: --suite reports takes only --out and --resume and --redraw\n"),
+    ("--redraw", "--out: expected a folder with attention.json, got "),
+])  # fmt: skip
 def test_bad_options_are_named_in_one_line(options, message, tmp_path, capsys):
     assert run_main(["bench", "--out", str(tmp_path / "out"), *options.split()]) == 2
     error = capsys.readouterr().err

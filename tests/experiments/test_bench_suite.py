@@ -35,6 +35,23 @@ def small(measure=lambda: {"seconds": 1.5}, **options) -> Suite:
     )
 
 
+def test_a_run_that_is_killed_loses_nothing_and_goes_on(tmp_path):
+    def killed():
+        measured.append(1)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return {"seconds": 2.5}
+
+    measured, out = [], tmp_path / "a" / "b"
+    suite = small(killed, resumable=True)
+    with pytest.raises(KeyboardInterrupt):
+        suite.measure("a", out)
+    assert [(row.key, row.values) for row in suite.read(out).rows] == [({"length": 1}, {"seconds": 2.5})]
+    results = suite.measure("a", out, resume=True)
+    assert [row["seconds"] for row in results.rows] == [2.5] * 2 and len(measured) == 3, "a row was measured twice"
+    assert results == suite.read(out)
+
+
 def test_rows_that_are_there_are_not_measured_again(tmp_path):
     first = small(resumable=True).measure("a", tmp_path)
     measured = []

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from jattn_experiments.__main__ import main as run_main
 from jattn_experiments.bench import viewer_page, viewers
 from jattn_experiments.bench.viewers import LIMITS, OURS, SUITE
 
@@ -77,8 +76,3 @@ def test_a_page_that_requests_its_code(tmp_path):
     (scripts / "draw.min.js").write_text('document.body.append(document.createElement("canvas"))')
     served = viewers.open_page(file, scripts)
     assert (served["requests"], served["marks"]) == (0, 1)
-
-
-def test_options_that_it_does_not_take(capsys):
-    assert run_main(["bench", "--suite", "reports", "--lengths", "8"]) == 2
-    assert "--suite reports takes only --out and --resume and --redraw" in capsys.readouterr().err

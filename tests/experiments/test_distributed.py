@@ -7,9 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import chex
 import numpy as np
@@ -19,7 +17,8 @@ from jattn_experiments import config, run, train
 from jattn_experiments.runs.checkpoint import Checkpoints
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.history import History
-from tests.experiments.processes import environment
+from tests.experiments import processes
+from tests.experiments.processes import assert_close, finish, logged
 
 TINY = """
 name: tiny
@@ -42,14 +41,9 @@ def tiny(tmp_path_factory):
 
 
 def start(file, out, *words):
-    return subprocess.Popen(
-        [sys.executable, "-m", "jattn_experiments", "run", "--config", str(file), "--out", str(out), *words],
-        cwd=Path(__file__).parents[2],
-        env=environment(file.parent / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1"),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = ["-m", "jattn_experiments", "run", "--config", file, "--out", out, *words]
+    variables = processes.environment(file.parent / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    return processes.start(*command, variables=variables, stdout=subprocess.PIPE)
 
 
 def start_two(file, out):
@@ -60,23 +54,11 @@ def start_two(file, out):
     return [start(file, out, *words, str(number)) for number in range(2)]
 
 
-def finish(*processes):
-    said = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), said
-    return [output for output, _ in said]
-
-
 @pytest.fixture(scope="module")
 def whole(tiny):
     """The folder of a run in one process with four devices, into which the command divides the CPU."""
     finish(start(tiny, tiny.parent / "whole"))
     return tiny.parent / "whole"
-
-
-def logged(out, step):
-    """Whether the metrics of a step are written."""
-    lines = out / "metrics.jsonl"
-    return lines.exists() and f'"step": {step},' in lines.read_text()
 
 
 def lose(victim, survivor, when, number=signal.SIGKILL):
@@ -117,9 +99,9 @@ def half_saved(tiny):
 
 def test_two_processes_leave_behind_what_one_does(tiny, whole, killed, tmp_path):
     out = shutil.copytree(killed, tmp_path / "out")
-    said = finish(*start_two(tiny, out))
+    (first, _), (second, _) = finish(*start_two(tiny, out))
     for shown in ("report: ", "noise floor", "loss"):  # the path, the table of heads, the progress
-        assert shown in said[0] and shown not in said[1]
+        assert shown in first and shown not in second
     assert_same(tiny, out, whole)
 
 
@@ -165,11 +147,8 @@ def test_one_process_goes_on_with_another_number_of_devices(tiny, whole, killed,
     settings = config.load(["--config", str(tiny), "--mesh.data", "4", "--mesh.heads", "1"]).config
     with run.prepared(settings, out):
         trained = train.train(settings, out)
-    steps, metrics = trained.history.metrics()
-    expected_steps, expected = History(whole).metrics()
-    assert trained.setup.mesh.size == 8 and steps.tolist() == expected_steps.tolist()
-    for name in metrics:
-        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert trained.setup.mesh.size == 8
+    assert_close(trained.history.metrics(), History(whole).metrics())
 
 
 def test_what_two_processes_began_one_ends_on_fewer_devices(tiny, whole, half_saved, tmp_path):
@@ -177,10 +156,7 @@ def test_what_two_processes_began_one_ends_on_fewer_devices(tiny, whole, half_sa
     finish(start(tiny, out, "--mesh.heads", "1"))
     one, other = Findings.load(whole), Findings.load(out)
     assert other.environment["device"] == "2 x cpu"
-    (steps, expected), (found_steps, found) = History(whole).metrics(), History(out).metrics()
-    assert found_steps.tolist() == steps.tolist()
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_close(History(out).metrics(), History(whole).metrics())
     for name in ("accuracy", "ablated", "divergence", "noise"):
         np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=1e-4, atol=1e-6, err_msg=name)
 
@@ -195,15 +171,13 @@ def test_sigterm_stops_one_process_and_the_loss_the_other(tiny):
     out = tiny.parent / "stopped"
     first, second = start_two(tiny, out)
     _, error = lose(first, second, lambda: logged(out, 2), signal.SIGTERM)
-    assert first.returncode == 143 and re.fullmatch(r"error: tiny: stopped at step \d+; rerun to resume\n", error), (
-        error
-    )
+    line = r"error: tiny: stopped at step \d+; rerun to resume\n"
+    assert first.returncode == 143 and re.fullmatch(line, error), error
 
 
 def test_what_is_not_there_is_said_before_training(tiny, tmp_path):
     process = start(tiny, tmp_path / "out", "--distributed")
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2 and error.count("\n") == 1 and not (tmp_path / "out").exists()
-    assert (
-        error.startswith("error: --distributed: ") and "give --coordinator, --num_processes and --process_id" in error
-    )
+    assert error.startswith("error: --distributed: ")
+    assert "give --coordinator, --num_processes and --process_id" in error

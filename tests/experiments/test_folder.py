@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import chex
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ from jattn_experiments.runs.checkpoint import Checkpoints
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.folder import Busy, Damaged, owned
 from jattn_experiments.runs.history import Clock, History
-from tests.experiments.processes import TINY
-
-ROOT = Path(__file__).parents[2]
+from tests.experiments.processes import ROOT, TINY
 
 
 def flip(file, at, bit=0):
@@ -65,10 +62,8 @@ def test_a_flipped_bit_in_a_checkpoint_is_seen(saved, tmp_path):
                 with contextlib.suppress(Damaged):
                     chex.assert_trees_all_equal(saved.load(6, state()), state(6))
             else:
-                said = (
-                    rf"checkpoints/6: the checkpoint is damaged: '{file.relative_to(folder)}' is not what was written$"
-                )
-                with pytest.raises(Damaged, match=said):
+                damaged = f"the checkpoint is damaged: '{file.relative_to(folder)}' is not what was written"
+                with pytest.raises(Damaged, match=rf"checkpoints/6: {damaged}$"):
                     saved.load(6, state())
             flip(file, at)
 
@@ -168,22 +163,19 @@ def test_digests_of_a_history_are_those_of_its_files(history, tmp_path):
     assert written.digests() == digests[2]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda lines, looks: lines.write_bytes(b""),
-        lambda lines, looks: lines.unlink(),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes() * 2),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes()[:-3]),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes().split(b"\n", 1)[1]),
-        lambda lines, looks: lines.write_bytes(lines.read_bytes().replace(b"0.6666667", b"0.6666668")),
-        lambda lines, looks: lines.write_bytes(b"garbage\n" + lines.read_bytes()),
-        lambda lines, looks: lines.write_bytes(b"\xff\n" + lines.read_bytes()),
-        lambda lines, looks: lines.write_bytes(b"[]\n" + lines.read_bytes()),
-        lambda lines, looks: (looks / "00000004.npz").unlink(),
-        lambda lines, looks: flip(looks / "00000004.npz", 60),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda lines, looks: lines.write_bytes(b""),
+    lambda lines, looks: lines.unlink(),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes() * 2),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes()[:-3]),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes().split(b"\n", 1)[1]),
+    lambda lines, looks: lines.write_bytes(lines.read_bytes().replace(b"0.6666667", b"0.6666668")),
+    lambda lines, looks: lines.write_bytes(b"garbage\n" + lines.read_bytes()),
+    lambda lines, looks: lines.write_bytes(b"\xff\n" + lines.read_bytes()),
+    lambda lines, looks: lines.write_bytes(b"[]\n" + lines.read_bytes()),
+    lambda lines, looks: (looks / "00000004.npz").unlink(),
+    lambda lines, looks: flip(looks / "00000004.npz", 60),
+])  # fmt: skip
 def test_a_history_that_is_not_what_was_written_is_seen(history, tmp_path, change):
     written, digests = history
     change(tmp_path / "metrics.jsonl", tmp_path / "looks")

@@ -21,20 +21,14 @@ def test_it_prints_the_text_and_what_follows(tiny, capsys):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "text: expected what to continue"),
-        (["x", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
-        (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
-        (
-            ["x", "--model", "nowhere"],
-            "--model: expected smollm2, a GGUF file or a folder of a saved model, got 'nowhere'",
-        ),
-        (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
-        (["abc", "--temperature", "-1"], "temperature must be a finite number"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ([], "text: expected what to continue"),
+    (["x", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
+    (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
+    (["x", "--model", "nowhere"], "--model: expected smollm2, a GGUF file or a folder of a saved model, got 'nowhere'"),
+    (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
+    (["abc", "--temperature", "-1"], "temperature must be a finite number"),
+])  # fmt: skip
 def test_bad_options_are_one_line(tiny, options, said, capsys):
     given = options if "--model" in options or len(options) < 2 or options[0] != "abc" else [*options, "--model", tiny]
     assert run_main(["generate", *given]) == 2

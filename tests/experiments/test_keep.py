@@ -153,9 +153,8 @@ def test_the_page_of_a_kept_run_can_be_written(folder):
     shown = page.explorer
     assert page.summary["name"] == page.config["name"] == folder.name and page.claims
     assert {"offsets", "ablation", "divergence", "map"} <= set(page.figures)
-    assert sum(len(view.frames) * shown.views[0].frames[0].weights.size for view in shown.views) <= max(
-        KEPT_WEIGHTS, 2 * len(shown.views) * shown.views[0].frames[0].weights.size
-    )
+    frame = shown.views[0].frames[0].weights.size
+    assert sum(len(view.frames) * frame for view in shown.views) <= max(KEPT_WEIGHTS, 2 * len(shown.views) * frame)
     text = page.html()
     assert f"of {len(page.claims)} hold" in text and "{{" not in text.partition("<script")[0]
     drawn = re.findall(r'<section id="(\w+)" class="drawn">', text)
@@ -170,9 +169,8 @@ def test_every_experiment_with_claims_has_a_page():
 def test_a_document_shows_every_kept_picture():
     root = RESULTS.parents[1]
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *RESULTS.glob("*/*.md")]
-    shown = {
-        (page.parent / target).resolve()
-        for page in pages
-        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+\.png)\)", page.read_text(encoding="utf-8"))
-    }
+    shown = set()
+    for page in pages:
+        targets = re.findall(r"!\[[^\]]*\]\(([^)\s]+\.png)\)", page.read_text(encoding="utf-8"))
+        shown |= {(page.parent / target).resolve() for target in targets}
     assert [str(picture) for picture in RESULTS.glob("*/*.png") if picture.resolve() not in shown] == []

@@ -107,28 +107,27 @@ def test_a_path_is_what_it_is_by_hand(model, data):
     found = language_model._paths(model, data.tested, readers, [group, [(2, 0)]])
     whole = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"])
     _, sown = nnx.capture(lambda m: m(data.tested, sow_heads=True, sow_parts=True), nnx.Intermediate)(whole)
-    streams, own = sown["layers"]["residual_parts"][0]["input"], sown["layers"]["attention"]["attention_heads"][0]
+    streams, (sown_heads,) = (
+        sown["layers"]["residual_parts"][0]["input"],
+        sown["layers"]["attention"]["attention_heads"],
+    )
     block, out = whole.layer(2), whole.layers.attention.out.kernel[...]
 
-    change = jnp.roll(own["z"], 1, 1) - own["z"]
+    change = jnp.roll(sown_heads["z"], 1, 1) - sown_heads["z"]
 
     def with_paths(*heads):
         stream = streams[2] + sum(jnp.einsum("btd,dm->btm", change[l][:, :, h], out[l, h]) for l, h in heads)
-        _, sown = nnx.capture(
-            lambda b: b.attention(b.attention_norm(stream), is_causal=True, sow_heads=True), nnx.Intermediate
-        )(block)
+        forward = lambda b: b.attention(b.attention_norm(stream), is_causal=True, sow_heads=True)
+        _, sown = nnx.capture(forward, nnx.Intermediate)(block)
         return sown["attention"]["attention_heads"][0]["key"]
 
-    asked = {"names": ("induction",), "tokens": jnp.asarray(data.tested)}
+    request = {"names": ("induction",), "tokens": jnp.asarray(data.tested)}
 
     def mean(key):
-        return (
-            heads.statistics(own["query"][2], key, is_causal=True, **asked)["induction"]
-            .mean(0)[np.array([1, 3])]
-            .mean()
-        )
+        statistics = heads.statistics(sown_heads["query"][2], key, is_causal=True, **request)
+        return statistics["induction"].mean(0)[np.array([1, 3])].mean()
 
-    np.testing.assert_allclose(found["clean"], mean(own["key"][2]), rtol=1e-4)
+    np.testing.assert_allclose(found["clean"], mean(sown_heads["key"][2]), rtol=1e-4)
     np.testing.assert_allclose(found["key"][0, 2], mean(with_paths((0, 2))), rtol=1e-4)
     np.testing.assert_allclose(found["key groups"][0], mean(with_paths(*group)), rtol=1e-4)
     np.testing.assert_allclose(found["key groups"][1], found["clean"], rtol=1e-5)  # no path from the readers' own layer
@@ -167,17 +166,14 @@ def test_the_command_writes_the_report_of_the_model_and_its_toy(config, tmp_path
     assert "compared with" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"mesh": Mesh(data=2)}, "mesh: does not apply to a language model"),
-        ({"task": Task()}, "the toy model beside a language model learns 'induction', got 'copy'"),
-        ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
-        ({"claims": [Claim("x", "", "toy:margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
-        ({"claims": [Claim("x", "", "p/key", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-        ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"mesh": Mesh(data=2)}, "mesh: does not apply to a language model"),
+    ({"task": Task()}, "the toy model beside a language model learns 'induction', got 'copy'"),
+    ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
+    ({"claims": [Claim("x", "", "toy:margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
+    ({"claims": [Claim("x", "", "p/key", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+])  # fmt: skip
 def test_wrong_options_are_named(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):
         pass

@@ -56,20 +56,18 @@ def test_a_prompt_has_its_needle_where_it_says():
 def test_no_two_seeds_share_a_text(config, tiny):
     tokenizer = interop.tokenizer(tiny)
 
-    def drawn(seed):
-        language = dataclasses.replace(config.language, seed=seed)
+    def drawn(**changes):
+        language = dataclasses.replace(config.language, **changes)
         return long_texts.draw(dataclasses.replace(config, language=language), tokenizer)
 
-    one, other = drawn(1), drawn(2)
+    one, other = drawn(seed=1), drawn(seed=2)
     pieces = {each.tobytes() for texts in (one, other) for each in (*texts.chosen, *texts.judged)}
     assert len(pieces) == 6 and one.needles != other.needles
     assert [len(each) for each in one.needles] == [2] * 3
     with pytest.raises(ValueError, match=r"language\.seed: expected a smaller one, because the documentation here has"):
-        drawn(10**6)
+        drawn(seed=10**6)
     with pytest.raises(ValueError, match=r"language\.first: expected a token of the model, got 'x'"):
-        long_texts.draw(
-            dataclasses.replace(config, language=dataclasses.replace(config.language, first="x")), tokenizer
-        )
+        drawn(first="x")
 
 
 def made_up(config):
@@ -143,10 +141,8 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
 
     asks = np.arange(LENGTH) >= prompt.question
     pattern = lambda b, h, q_idx, kv_idx: jnp.asarray(hidden)[kv_idx] & jnp.asarray(asks)[q_idx]
-    per_layer = [
-        {"head_gate": gate, "mask": Causal() & heads.forbid(pattern, off)}
-        for gate, off in zip(gates, blind, strict=True)
-    ]
+    seen = (Causal() & heads.forbid(pattern, of_layer) for of_layer in blind)
+    per_layer = [{"head_gate": gate, "mask": mask} for gate, mask in zip(gates, seen, strict=True)]
 
     def forward(model):
         return model(prompt.tokens[None], per_layer=per_layer, sow_weights=True)
@@ -175,10 +171,8 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     found = Findings.load(out)
     L, N = found.ablated.shape[1:3]
     assert [claim["holds"] for claim in found.claims] == [True, False, True]
-    assert found.grids["needles found"]["rows"] == [f"{LENGTH} tokens"] and found.grids["needles found"]["columns"] == [
-        "0%",
-        "100%",
-    ]
+    grid = found.grids["needles found"]
+    assert (grid["rows"], grid["columns"]) == ([f"{LENGTH} tokens"], ["0%", "100%"])
     assert found.example_weights.shape == (2, 2, L, N, long_heads.SPANS, long_heads.SPANS)
     assert len(found.heads) == L * N and found.curves["loss in nats over position"].keys() == set(long_metrics.STREAMS)
     page = (out / "report.html").read_text()
@@ -196,10 +190,8 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     assert [claim["values"] for claim in resumed.claims] == [claim["values"] for claim in found.claims]
     assert resumed.curves == found.curves
     np.testing.assert_array_equal(resumed.example_weights, found.example_weights)
-    made = list((out / "parts").glob("*/*.npz"))
-    assert len(made) == long_heads._count(
-        config, len(list((out / "parts").glob("twin *"))), L * N
-    )  # of the progress bar
+    files, twins = (len(list((out / "parts").glob(pattern))) for pattern in ("*/*.npz", "twin *"))
+    assert files == long_heads._count(config, twins, L * N)  # of the progress bar
 
     np.savez(out / "parts" / "model" / "texts.npz", digest=np.zeros(32, np.uint8))
     capsys.readouterr()
@@ -207,35 +199,23 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     assert "was measured on other texts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"mesh": Mesh(data=2)}, "mesh: nothing is trained on long texts"),
-        ({"task": Task("induction")}, "task: nothing is trained on long texts"),
-        ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
-        ({"claims": [Claim("x", "", "heads", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-        (
-            {"claims": [Claim("x", "", "p/off", 1, at_most=0.05)]},
-            r"a p-value needs language\.matched of at least 19, got 2",
-        ),
-        ({"long": LongTexts([512, 1024, 512])}, r"long\.lengths: expected each number once"),
-        ({"long": LongTexts([1024], sizes=[-1])}, r"long\.sizes: expected numbers from 1 on, each once, got \[-1\]"),
-        (
-            {"long": LongTexts([1024], window=900, streamed=1024)},
-            r"long\.streamed: expected at least twice long\.window=900",
-        ),
-        ({"long": LongTexts([1024], streamed=1024, pictured=9)}, r"long\.pictured: expected at least 60"),
-        ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
-        (
-            {"long": LongTexts([32, 1024])},
-            r"long\.lengths: expected numbers from 64 on, one of them long\.ablated=1024",
-        ),
-        ({"long": LongTexts([512])}, r"one of them long\.ablated=1024, got \[512\]"),
-        ({"long": LongTexts([1024])}, r"long\.pictured: expected at most 1024 tokens, .* got 4096 and 8192"),
-        ({"long": LongTexts([1024], texts=9)}, r"long\.texts: expected at most 4, got 9"),
-        ({"long": LongTexts([8192, 1024], distances=[9000])}, r"long\.distances: expected 2 to 8159, .* got \[9000\]"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"mesh": Mesh(data=2)}, "mesh: nothing is trained on long texts"),
+    ({"task": Task("induction")}, "task: nothing is trained on long texts"),
+    ({"claims": [Claim("x", "", "margin", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
+    ({"claims": [Claim("x", "", "heads", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+    ({"claims": [Claim("x", "", "p/off", 1, at_most=0.05)]}, r"a p-value needs language\.matched of at least 19, got 2"),
+    ({"long": LongTexts([512, 1024, 512])}, r"long\.lengths: expected each number once"),
+    ({"long": LongTexts([1024], sizes=[-1])}, r"long\.sizes: expected numbers from 1 on, each once, got \[-1\]"),
+    ({"long": LongTexts([1024], window=900, streamed=1024)}, r"long\.streamed: expected at least twice long\.window=900"),
+    ({"long": LongTexts([1024], streamed=1024, pictured=9)}, r"long\.pictured: expected at least 60"),
+    ({"language": LanguageModel("nowhere", FIRST)}, r"language\.model: expected smollm2, a GGUF file or a folder"),
+    ({"long": LongTexts([32, 1024])}, r"long\.lengths: expected numbers from 64 on, one of them long\.ablated=1024"),
+    ({"long": LongTexts([512])}, r"one of them long\.ablated=1024, got \[512\]"),
+    ({"long": LongTexts([1024])}, r"long\.pictured: expected at most 1024 tokens, .* got 4096 and 8192"),
+    ({"long": LongTexts([1024], texts=9)}, r"long\.texts: expected at most 4, got 9"),
+    ({"long": LongTexts([8192, 1024], distances=[9000])}, r"long\.distances: expected 2 to 8159, .* got \[9000\]"),
+])  # fmt: skip
 def test_wrong_options_are_named(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):
         pass

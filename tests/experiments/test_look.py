@@ -29,19 +29,16 @@ def test_the_page_shows_the_heads_on_the_text(tiny, tmp_path, capsys):
     assert [frame["title"] for frame in view["frames"]] == ["tiny", "tiny"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "give --run, the folder of a run, or --model and --text: one of the two"),
-        (["--run", "x", "--model", "smollm2"], "give --run"),
-        (["--model", "TINY"], "--text: expected a file of the text"),
-        (["--model", "TINY", "--text", "nowhere.txt"], "--text: [Errno 2]"),
-        (["--model", "TINY", "--text", "EMPTY"], "--text: '"),
-        (["--model", "TINY", "--text", "TEXT", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
-        (["--model", "nowhere", "--text", "TEXT"], "--model: expected smollm2, a GGUF file or a folder"),
-        (["--model", "TINY", "--text", "TEXT", "--out", "no/folder/x.html"], "--out: [Errno 2]"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ([], "give --run, the folder of a run, or --model and --text: one of the two"),
+    (["--run", "x", "--model", "smollm2"], "give --run"),
+    (["--model", "TINY"], "--text: expected a file of the text"),
+    (["--model", "TINY", "--text", "nowhere.txt"], "--text: [Errno 2]"),
+    (["--model", "TINY", "--text", "EMPTY"], "--text: '"),
+    (["--model", "TINY", "--text", "TEXT", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
+    (["--model", "nowhere", "--text", "TEXT"], "--model: expected smollm2, a GGUF file or a folder"),
+    (["--model", "TINY", "--text", "TEXT", "--out", "no/folder/x.html"], "--out: [Errno 2]"),
+])  # fmt: skip
 def test_bad_options_are_one_line(tiny, options, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("abc")

@@ -11,6 +11,7 @@ from jattn_experiments.__main__ import main as run_main
 from jattn_experiments.measure import evaluate
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.checkpoint import Checkpoints
+from tests.experiments import processes
 
 TINY = """
 name: tiny
@@ -38,13 +39,8 @@ def on_one_device(tmp_path_factory):
 
 
 def assert_close(trained, expected):
-    for (steps, values), (expected_steps, expected_values) in (
-        (trained.history.metrics(), expected.history.metrics()),
-        (trained.history.scores(), expected.history.scores()),
-    ):
-        assert steps.tolist() == expected_steps.tolist() and set(values) == set(expected_values)
-        for name in values:
-            np.testing.assert_allclose(values[name], expected_values[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    processes.assert_close(trained.history.metrics(), expected.history.metrics())
+    processes.assert_close(trained.history.scores(), expected.history.scores())
 
 
 @pytest.mark.slow

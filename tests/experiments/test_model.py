@@ -103,18 +103,14 @@ def test_place_scores_and_profiles_find_heads_built_by_hand():
 @pytest.mark.slow
 def test_scores_are_those_of_the_weights(getkey):
     transformer, params, batch = built("relative", getkey())
-    found, weights = jax.jit(lambda params: head_scores.scores(transformer, TASK, params, batch, head_scores.ALL))(
-        params
-    )
+    measure = jax.jit(lambda params: head_scores.scores(transformer, TASK, params, batch, head_scores.ALL))
+    found, weights = measure(params)
     assert set(found) == {"copy source", *head_scores.ALL} and found["induction"].shape == (2, 4)
 
     def mean(statistic, *others):
         statistic = jax.jit(statistic)
-        each = [
-            [[statistic(w, *of) for w in layer] for layer in of_one]
-            for of_one, *of in zip(weights, *others, strict=True)
-        ]
-        return np.mean(each, 0)
+        rows = zip(weights, *others, strict=True)
+        return np.mean([[[statistic(w, *of) for w in layer] for layer in layers] for layers, *of in rows], 0)
 
     np.testing.assert_allclose(found["previous_token"], mean(heads.previous_token, batch.real), atol=1e-6)
     np.testing.assert_allclose(found["first_token"], mean(heads.first_token, batch.real), atol=1e-6)
@@ -200,16 +196,8 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     gradients = []
     # The loss of random answers, log(3) nats, is between the two thresholds.
     for penalty, begins, below in ((0.0, 0.0, None), (0.5, 0.0, 5.0), (0.5, 0.25, None), (0.5, 0.0, 0.1)):
-        train_options = config.Train(
-            seeds=1,
-            steps=4,
-            warmup=0,
-            batch=4,
-            entropy_penalty=penalty,
-            entropy_after=begins,
-            entropy_below=below,
-            clip=1e9,
-        )
+        entropy = {"entropy_penalty": penalty, "entropy_after": begins, "entropy_below": below}
+        train_options = config.Train(seeds=1, steps=4, warmup=0, batch=4, clip=1e9, **entropy)
         setup = train.Setup.of(config.Config("x", train=train_options, **options))
         if not gradients:
             state = jax.tree.map(lambda leaf: leaf[0], setup.init())
@@ -218,11 +206,9 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
     batch = setup.task.sample(jax.random.fold_in(jax.random.fold_in(setup.keys[0], train.TRAIN_DATA), 0), 4)
     np.testing.assert_allclose(gradients[0][0], gradients[1][0], rtol=1e-6)  # the reported loss excludes the penalty
     moments = [jax.tree.leaves(optax.tree.get(optimizer, "mu")) for _, optimizer in gradients]
-    entropy = jax.grad(
-        lambda params: head_scores.entropy(head_scores.weights_of(setup.model, params, batch.tokens), batch).mean()
-    )
-    entropy = jax.jit(entropy)
-    slopes = jax.tree.leaves(entropy(state["params"]))
+    weights = lambda params: head_scores.weights_of(setup.model, params, batch.tokens)
+    entropy = jax.grad(lambda params: head_scores.entropy(weights(params), batch).mean())
+    slopes = jax.tree.leaves(jax.jit(entropy)(state["params"]))
     for without, with_penalty, before_it, not_learned, slope in zip(*moments, slopes, strict=True):
         np.testing.assert_allclose(with_penalty - without, 0.1 * 0.5 * slope, atol=1e-6)
         np.testing.assert_allclose(before_it, without, atol=1e-6)
@@ -232,13 +218,9 @@ def test_the_penalty_is_the_mean_entropy_of_the_heads(getkey):
 @pytest.mark.slow
 def test_the_entropy_from_statistics_is_that_of_the_weights(getkey):
     transformer, params, batch = built("alibi", getkey())
-    of_weights = lambda params: head_scores.entropy(
-        head_scores.with_weights(transformer, params, batch.tokens)[1], batch
-    )
+    of_weights = lambda params: head_scores.entropy(head_scores.weights_of(transformer, params, batch.tokens), batch)
     of_statistics = lambda params: head_scores.with_entropy(transformer, params, batch)[1]
-    both = [
-        jax.jit(lambda params, of=of: (of(params), jax.grad(lambda p: of(p).mean())(params)))(params)
-        for of in (of_weights, of_statistics)
-    ]
+    with_slopes = lambda of: lambda params: (of(params), jax.grad(lambda params: of(params).mean())(params))
+    both = [jax.jit(with_slopes(of))(params) for of in (of_weights, of_statistics)]
     assert both[0][0].shape == (2, 4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), *both)

@@ -25,9 +25,8 @@ def test_levels_of_chains_are_the_best_predictors_from_counts(symbols):
     batch = sampled(tasks.Markov(20, symbols), 4)
     tokens, after = batch.tokens[..., 0], batch.targets[..., 0]
     np.testing.assert_array_equal(tokens[:, 1:], after[:, :-1])
-    for row, following, unigram, bigram in zip(
-        tokens, after, *(batch.levels[k] for k in ("unigram", "bigram")), strict=True
-    ):
+    rows = zip(tokens, after, batch.levels["unigram"], batch.levels["bigram"], strict=True)
+    for row, following, unigram, bigram in rows:
         for t in range(20):
             seen = row[: t + 1].tolist()
             share = (seen.count(following[t]) + 1) / (t + 1 + symbols)
@@ -75,9 +74,8 @@ def test_recall_asks_for_the_value_of_each_key():
 
 def test_a_histogram_counts_over_the_whole_sequence_and_not_over_padding():
     batch = sampled(tasks.Histogram(12, 3, 2))
-    for row, counts, asked in zip(
-        batch.tokens[..., 0], batch.targets[..., 0], batch.target_weights[..., 0], strict=True
-    ):
+    rows = (x[..., 0] for x in (batch.tokens, batch.targets, batch.target_weights))
+    for row, counts, asked in zip(*rows, strict=True):
         real = row[row != 3].tolist()
         assert 2 <= len(real) <= 12 and asked.tolist() == [1.0] * len(real) + [0.0] * (12 - len(real))
         assert [count + 1 for count in counts[: len(real)]] == [real.count(token) for token in real]
@@ -86,9 +84,8 @@ def test_a_histogram_counts_over_the_whole_sequence_and_not_over_padding():
 def test_hops_go_to_what_followed_the_last_earlier_occurrence():
     batch = sampled(tasks.Hop(20, 3, 3))
     assert {int(k) for k in batch.tokens[:, 0, 0] - 3} == {0, 1, 2, 3}
-    for row, targets, asked, sources in zip(
-        batch.tokens[..., 0], batch.targets, batch.target_weights, batch.sources, strict=True
-    ):
+    rows = zip(batch.tokens[..., 0], batch.targets, batch.target_weights, batch.sources, strict=True)
+    for row, targets, asked, sources in rows:
         k, chars = row[0] - 3, row[1:].tolist()
         assert all(a != b for a, b in zip(chars, chars[1:], strict=False))
         assert asked[0].sum() == 0 and (asked[1:].sum(-1) == 1).all() and (asked[1:, k] == 1).all()
@@ -119,11 +116,8 @@ def test_patches_of_hops_predict_the_answer_of_what_is_read():
         for row in np.flatnonzero(patch.counts):
             here, there = (tokens[row, 1:, 0].tolist() for tokens in (patch.tokens, patch.other))
             assert all(a != b for chars in (here, there) for a, b in zip(chars, chars[1:], strict=False))
-            query, at, predicted = (
-                patch.query[row] - 1,
-                np.flatnonzero(patch.at[row, 1:]).tolist(),
-                patch.predicted[row],
-            )
+            query, predicted = patch.query[row] - 1, patch.predicted[row]
+            at = np.flatnonzero(patch.at[row, 1:]).tolist()
             first, end = (end_of_hops(here, query, k) for k in (1, 2))
             assert first - end > 2 and here[end] == patch.answer[row] != predicted
             if name == "leads here":
@@ -146,11 +140,8 @@ def built(task, **changes):
     options = config.Model(num_layers=1, num_heads=2, model_dim=12, head_dim=6, **changes)
     transformer, batch, rng = model.make(options, task), sampled(task, 3, 1), np.random.default_rng(0)
     shapes = jax.eval_shape(transformer.init, jax.random.key(0), batch.tokens)
-    return (
-        transformer,
-        jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / x.shape[0] ** 0.5, shapes),
-        batch,
-    )
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype) / x.shape[0] ** 0.5, shapes)
+    return transformer, params, batch
 
 
 def test_relative_keys_are_a_vector_for_each_distance():
@@ -171,15 +162,16 @@ def test_relative_keys_are_a_vector_for_each_distance():
 
 
 def test_a_window_padding_and_later_tokens_are_seen_as_they_say():
-    see = lambda *made: np.asarray(
-        jax.jit(lambda params: head_scores.weights_of(made[0], params, made[2].tokens))(made[1])
-    )[:, 0, 0]
+    def see(transformer, params, batch):
+        weights = jax.jit(lambda params: head_scores.weights_of(transformer, params, batch.tokens))(params)
+        return np.asarray(weights)[:, 0, 0]
+
     weights = see(*built(tasks.Markov(9, 2), window=3))
     t, s = np.indices((9, 9))
     np.testing.assert_array_equal(weights[0] > 0, (s <= t) & (s > t - 3))
-    made = built(tasks.Histogram(9, 2, 3), causal=False)
-    real = np.asarray(made[2].real)
-    np.testing.assert_array_equal(see(*made) > 0, np.broadcast_to(real[:, None, :], (3, 9, 9)))
+    padded = built(tasks.Histogram(9, 2, 3), causal=False)
+    real = np.asarray(padded[2].real)
+    np.testing.assert_array_equal(see(*padded) > 0, np.broadcast_to(real[:, None, :], (3, 9, 9)))
 
 
 def test_only_what_is_asked_is_read_out_and_a_tied_read_out_is_the_embedding():
@@ -210,10 +202,8 @@ def test_a_patch_changes_what_the_last_layer_reads():
     @jax.jit
     def shares(params):
         clean, elsewhere = (transformer.apply(params, x)[:, -1, 1].argmax(-1) for x in (tokens, other))
-        every = jnp.ones((64, 12), bool)
-        patch = batches.Patch(
-            tokens, other, every, jnp.full(64, 11), clean, elsewhere, clean != elsewhere, 1, ("key", "value")
-        )
+        every, answers = jnp.ones((64, 12), bool), (clean, elsewhere, clean != elsewhere)
+        patch = batches.Patch(tokens, other, every, jnp.full(64, 11), *answers, 1, ("key", "value"))
         cases = [patch, patch._replace(what=("value",)), patch._replace(at=~every), patch._replace(answer=clean + 1)]
         return [evaluate.changed_by(transformer, params, one) for one in cases]
 
@@ -222,13 +212,9 @@ def test_a_patch_changes_what_the_last_layer_reads():
 
 
 def test_what_patches_change_is_a_metric_of_tasks_that_have_some():
-    patched = [
-        name
-        for hops in (1, 2)
-        for name in claims.known_metrics(config.Config("x", task=config.Task(kind="hop", hops=hops)))
-        if name.startswith("patched/")
-    ]
-    assert patched == ["patched/near the end", "patched/elsewhere", "patched/leads here"]
+    configs = (config.Config("x", task=config.Task(kind="hop", hops=hops)) for hops in (1, 2))
+    names = [name for one in configs for name in claims.known_metrics(one) if name.startswith("patched/")]
+    assert names == ["patched/near the end", "patched/elsewhere", "patched/leads here"]
     found = evaluate.Measured(*(None for _ in evaluate.Measured._fields))._replace(patched={"elsewhere": np.ones(2)})
     assert claims.measure(result_of({}, [0]), found, "patched/elsewhere") == [1, 1]
 
@@ -264,15 +250,12 @@ def test_a_level_is_rested_at_while_the_loss_is_near_it():
 
 
 def test_a_level_is_passed_when_the_loss_is_nearer_to_the_next():
-    above = {
-        "above/bigram": [[0.3, 0.2, 0.06, 0.01], [0.3] * 4],
-        "above/unigram": [[0.2, 0.1, -0.04, -0.09], [0.2] * 4],
-    }
+    above = {"bigram": [[0.3, 0.2, 0.06, 0.01], [0.3] * 4], "unigram": [[0.2, 0.1, -0.04, -0.09], [0.2] * 4]}
     result = result_of(
         {}, [0],
         config=config.Config("x", task=config.Task(kind="markov")),
         metric_steps=np.array([10, 20, 30, 40]),
-        metrics={name: np.array(values) for name, values in above.items()},
+        metrics={f"above/{name}": np.array(values) for name, values in above.items()},
     )  # fmt: skip
     assert claims.measure(result, object(), "passes/bigram") == [40, 40]
 
@@ -304,7 +287,5 @@ def test_a_step_of_every_task_and_what_is_tracked_of_it(kind, changes):
     tracked = jax.eval_shape(train.look_at(setup), state["params"])["scores"]
     assert set(tracked) == {*setup.task.located, *head_scores.TRACKED}
     assert {f"above/{name}" for name in setup.task.levels} <= set(metrics)
-    assert set(setup.task.roles) <= {*setup.task.places, *head_scores.ALL} and set(setup.task.roles) >= set(
-        heads.OF_TOKENS
-    ) - {"induction"}
+    assert {*heads.OF_TOKENS} - {"induction"} <= {*setup.task.roles} <= {*setup.task.places, *head_scores.ALL}
     assert dataclasses.is_dataclass(setup.task)

@@ -24,25 +24,29 @@ claims:
 - {name: never, statement: Never., metric: loss, at_most: 0.0, needed: 1}
 """
 
-pytestmark = pytest.mark.usefixtures("as_experiments_run")
+pytestmark = pytest.mark.usefixtures("as_experiments_run", "without_figures")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run with a replication of three seeds, and what it printed."""
+def without_figures():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document, "write_figures", lambda *_: [])  # test_report.py draws them
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, without_figures):
+    """A run with a replication of three seeds."""
     folder = tmp_path_factory.mktemp("short")
     file, out = folder / "short.yaml", folder / "out"
     file.write_text(CONFIG)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document, "write_figures", lambda *_: [])  # test_report.py draws them
-        words = ["run", "--config", str(file), "--out", str(out), "--replicate", "3", "--check"]
-        assert main([*words, "--replicate_seed", "50"]) == 1  # a claim fails
+    words = ["run", "--config", str(file), "--out", str(out), "--replicate", "3", "--check"]
+    assert main([*words, "--replicate_seed", "50"]) == 1  # a claim fails
     return file, out
 
 
 @pytest.mark.slow
-def test_a_replication_is_judged_by_the_same_claims(finished, capsys, monkeypatch):
-    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+def test_a_replication_is_judged_by_the_same_claims(finished, capsys):
     file, out = finished
     rows = json.loads((out / "claims.json").read_text())
     assert [row["replication"]["seeds"] for row in rows] == [[50, 51, 52]] * 2 and rows[0]["seeds"] == [7, 8]
@@ -99,11 +103,8 @@ def test_a_look_shows_every_head_at_its_step(finished, capsys):
     page = (out / "heads.html").read_text(encoding="utf-8")
     assert f"page: {out / 'heads.html'}" in shown and "<title>out, step 2</title>" in page
     views = embedded(page)["views"]
-    assert (
-        len(views) == 4
-        and len(views[0]["queries"]) == 12
-        and weights_of(page, 0, 0).sum(-1) == pytest.approx(1, abs=1e-3)
-    )
+    assert len(views) == 4 and len(views[0]["queries"]) == 12
+    assert weights_of(page, 0, 0).sum(-1) == pytest.approx(1, abs=1e-3)
     assert "step 2" in shown and len(re.findall(r"^ *[78] +0 +[01] +0\.\d\d ", shown, re.MULTILINE)) == 4
     assert main(["look", "--run", str(out), "--step", "9"]) == 2
     assert "expected a step of its looks, from 0 to 4, such as 4, got 9" in capsys.readouterr().err
@@ -146,14 +147,11 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
     assert [frame["title"] for frame in frames] == [f"{out}@1", str(out)]
 
 
-@pytest.mark.parametrize(
-    "runs, said",
-    [
-        (["{out}"], "expected two runs, got 1"),
-        (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
-        (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
-    ],
-)
+@pytest.mark.parametrize("runs, said", [
+    (["{out}"], "expected two runs, got 1"),
+    (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
+    (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
+])  # fmt: skip
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
     words = [word for run in runs for word in ("--run", run.format(out=finished[1]))]
@@ -162,8 +160,7 @@ def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
 
 
 @pytest.mark.slow
-def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys):
     file, out = finished
     words = ["run", "--config", str(file), "--out", str(tmp_path / "more"), "--claims", "[]"]
     assert main([*words, "--train.start", f"{out}@2"]) == 0
@@ -180,9 +177,8 @@ def test_training_starts_from_a_checkpoint(finished, tmp_path, capsys, monkeypat
 
 
 @pytest.mark.slow
-def test_a_started_run_goes_on_without_its_start(finished, tmp_path, monkeypatch):
+def test_a_started_run_goes_on_without_its_start(finished, tmp_path):
     """Finished or stopped, also as a point of its sweep; what it calls untrained has random parameters."""
-    monkeypatch.setattr(document, "write_figures", lambda *_: [])
     file, out = finished
     gone, more = tmp_path / "gone", tmp_path / "more"
     shutil.copytree(out, gone)

@@ -35,26 +35,11 @@ def synthetic(**changes):
     divergence = np.tile(0.5 * (1 - np.eye(LAYERS * HEADS)), (SEEDS, 2, 1, 1))
     divergence[:, 0] *= 0.2
     accuracy = np.array([[1.0, 1.0], [1.0, 0.9], [0.4, 0.2]])
-    names = (
-        "name", "statement", "values", "side", "threshold", "reference", "passed", "needed", "holds", "seeds", "rate", "again",
-    )  # fmt: skip
+    names = "name statement values side threshold reference passed needed holds seeds rate again".split()
     claims = [
-        (
-            "accuracy",
-            "Accuracy < 1 & > 0.85.",
-            [1.0, 0.9, 0.2],
-            "at least",
-            0.85,
-            [0.06] * 3,
-            [7, 8],
-            2,
-            True,
-            [7, 8, 9],
-            [0.09, 0.99],
-            0.7,
-        ),
+        ("accuracy", "Accuracy < 1 & > 0.85.", [1.0, 0.9, 0.2], "at least", 0.85, [0.06] * 3, [7, 8], 2, True, [7, 8, 9], [0.09, 0.99], 0.7),
         ("confusion", "At most 0.1.", [0.05, 0.3], "at most", 0.1, [0.9, 0.7], [5], 2, False, [5, 6], None, None),
-    ]
+    ]  # fmt: skip
     roles, description = ("one_back", "mirror"), "A description with <img src=x onerror=alert(1)> in it."
     fields = {
         "name": "tiny_copy",
@@ -81,19 +66,14 @@ def synthetic(**changes):
         "groups": {"one_back": accuracy - [0.3, 0.0]},
         "paths": {},
         "heads": [
-            {"seed": seed, "layer": layer, "head": head, "role": roles[ORDER[i][head]], "score": 0.9, "null": 0.1}
-            | {"p_value": 0.00123456}
-            for i, seed in enumerate([7, 8, 9])
-            for layer in range(LAYERS)
-            for head in range(HEADS)
+            {"seed": 7 + i, "layer": layer, "head": head, "role": roles[ORDER[i][head]], "score": 0.9, "null": 0.1, "p_value": 0.00123456}
+            for i, layer, head in np.ndindex(SEEDS, LAYERS, HEADS)
         ],
         "curves": {"accuracy over length": {"learned": [[4, 0.9, 0.8, 0.7], [8, 0.5, 0.4, 0.3]]}},
         "grids": {},
-        "controls": [
-            {"name": "one head & no more", "metric": "accuracy", "values": [0.3, 0.4, 0.5], "parameters": 123}
-        ],
+        "controls": [{"name": "one head & no more", "metric": "accuracy", "values": [0.3, 0.4, 0.5], "parameters": 123}],
         "claims": [dict(zip(names, claim, strict=True)) | {"reference_name": "untrained"} for claim in claims],
-    }
+    }  # fmt: skip
     fresh = {"seeds": [76, 77], "values": [0.9, 0.3], "passed": [76], "failed": [77], "needed": 2, "holds": False}
     fields["claims"][0]["replication"] = fresh | {"rate": None, "again": None}
     return Findings(**(fields | changes))
@@ -177,10 +157,8 @@ def test_heads_of_other_seeds_are_matched():
     ablated = plot_data.matched_ablation(findings)
     assert (ablated[:, 2, 0] == 0.1).all() and (ablated[:, 2, 1] == 0.95).all()
     findings.divergence[1, 1] = np.arange(16).reshape(4, 4)
-    swapped = [1, 0, 3, 2]
-    np.testing.assert_array_equal(
-        plot_data.matched_divergence(findings)[1, 1], np.arange(16).reshape(4, 4)[swapped][:, swapped]
-    )
+    swapped = findings.divergence[1, 1][[1, 0, 3, 2]][:, [1, 0, 3, 2]]
+    np.testing.assert_array_equal(plot_data.matched_divergence(findings)[1, 1], swapped)
 
 
 def test_a_seed_is_shown_by_its_best_head():
@@ -284,7 +262,6 @@ def test_what_is_missing_is_left_out(coarse, tmp_path):
     assert not re.findall(r'<section id="(claims|heads-table)"', whole)
     text = whole.partition("<body>")[2].partition("<script")[0]
     assert "thin:" not in text and "median" not in text and "matched" not in text  # there is one seed
-    assert (
-        re.findall(r'<section id="(\w+)" class="drawn">', whole) == "training offsets ablation divergence map".split()
-    )
+    drawn = re.findall(r'<section id="(\w+)" class="drawn">', whole)
+    assert drawn == "training offsets ablation divergence map".split()
     assert data["heads"] == [{"code": "L0H0", "title": "layer 0 head 0", "layer": 0}]

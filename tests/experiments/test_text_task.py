@@ -25,10 +25,8 @@ def sampled(draw, key=0):
 
 @pytest.mark.slow
 def test_sequences_are_text_in_a_new_code_and_the_held_out_ones_are_never_trained_on():
-    windows = [
-        {row.tobytes() for row in firsts(np.lib.stride_tricks.sliding_window_view(blocks, 17, 1).reshape(-1, 17))}
-        for blocks in text_task.corpus()
-    ]
+    every = (np.lib.stride_tricks.sliding_window_view(blocks, 17, 1).reshape(-1, 17) for blocks in text_task.corpus())
+    windows = [{row.tobytes() for row in firsts(rows)} for rows in every]
     for draw, own, other in ((TASK.sample, *windows), (TASK.held_out, *windows[::-1])):
         batch, rows = sampled(draw)
         np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
@@ -79,10 +77,8 @@ def test_a_bump_is_a_loss_that_falls_faster_again_and_the_score_turns_half_way_f
     straight = 3 - np.log2(steps)  # a nat for each doubling
     late = np.clip((steps - 200) / 100, 0, 1)
     scores = np.stack([0.1 - 0.4 * late, np.where(steps < 40, -0.1, 0.1 - 0.4 * late)])
-    given = {
-        "metric_steps": steps,
-        "metrics": {"held_out_loss": np.stack([straight, straight - 0.5 * late]), "in_context": scores},
-    }
-    result = claims.Result(*(given.get(name) for name in claims.Result._fields))
+    metrics = {"held_out_loss": np.stack([straight, straight - 0.5 * late]), "in_context": scores}
+    nothing = claims.Result(*(None for _ in claims.Result._fields))
+    result = nothing._replace(metric_steps=steps, metrics=metrics)
     assert claims.measure(result, None, "bump") == pytest.approx([0, 0.5])
     assert claims.measure(result, None, "turn/in_context") == [250, 250]

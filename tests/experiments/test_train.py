@@ -4,11 +4,7 @@ import dataclasses
 import json
 import re
 import signal
-import subprocess
-import sys
-import time
 import types
-from pathlib import Path
 
 import chex
 import jax
@@ -19,11 +15,10 @@ import pytest
 from jattn_experiments import config, run, train
 from jattn_experiments.__main__ import main as run_main
 from jattn_experiments.measure import assemble, claims, evaluate, language_model
-from jattn_experiments.run_page import document
 from jattn_experiments.runs.checkpoint import Checkpoints
 from jattn_experiments.runs.findings import Findings
 from jattn_experiments.runs.history import History
-from tests.experiments.processes import environment
+from tests.experiments import processes
 
 TINY = """
 name: tiny
@@ -43,36 +38,25 @@ def tiny(tmp_path):
     return file
 
 
+def setup_of(file, *options):
+    return train.Setup.of(config.load(["--config", str(file), *options]).config)
+
+
 def start(file, out, cache):
     code = "import sys; from jattn_experiments import config, train; train.train(*config.load(sys.argv[1:])[:2])"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "--config", str(file), "--out", str(out)],
-        cwd=Path(__file__).parents[2],
-        env=environment(cache),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-
-
-def finish(process):
-    error = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, error.decode()
+    return processes.start("-c", code, "--config", file, "--out", out, variables=processes.environment(cache))
 
 
 def kill_after(process, step, out):
     """Kills the process once the metrics of ``step`` are written."""
-    while process.poll() is None:
-        lines = out / "metrics.jsonl"
-        if lines.exists() and f'"step": {step},' in lines.read_text():
-            process.send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.001)
+    processes.wait_until_logged(process, out, step)
+    process.kill()
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
 
 
 def state_of(out):
-    setup = train.Setup.of(config.load(["--config", str(out.parent / "tiny.yaml")])[0])
+    setup = setup_of(out.parent / "tiny.yaml")
     checkpoints = Checkpoints(out / "checkpoints")
     assert checkpoints.steps[-1] == 40
     return checkpoints.load(40, setup.init())
@@ -82,10 +66,10 @@ def state_of(out):
 @pytest.mark.bits
 def test_killed_and_resumed_is_bit_equal_to_uninterrupted(tiny, tmp_path):
     whole, broken, cache = tmp_path / "whole", tmp_path / "broken", tmp_path / "cache"
-    finish(start(tiny, whole, cache))
+    processes.finish(start(tiny, whole, cache))
     for step in (6, 26):  # before the first checkpoint, and between two
         kill_after(start(tiny, broken, cache), step, broken)
-    finish(start(tiny, broken, cache))
+    processes.finish(start(tiny, broken, cache))
     assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
     steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert steps.count(40) == 2 and len(steps) == 20 + 11
@@ -153,9 +137,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_an_update_that_is_not_finite_is_seen(tiny):
-    setup = train.Setup.of(
-        config.load(["--config", str(tiny), "--train.learning_rate", "1e38", "--train.warmup", "0"])[0]
-    )
+    setup = setup_of(tiny, "--train.learning_rate", "1e38", "--train.warmup", "0")
     state = jax.tree.map(lambda leaf: leaf[0], setup.init())
     step = jax.jit(lambda state, at: train.train_step(setup, state, setup.keys[0], at))
     state, metrics = step(state, 0)  # still the untrained model's loss
@@ -163,45 +145,12 @@ def test_an_update_that_is_not_finite_is_seen(tiny):
 
 
 def test_on_one_cpu_device_seeds_share_the_memory_of_one(tiny):
-    alone, together = (
-        train.Setup.of(config.load(["--config", str(tiny), "--train.batch", "64", "--train.seeds", seeds])[0])
-        for seeds in ("1", "8")
-    )
+    alone, together = (setup_of(tiny, "--train.batch", "64", "--train.seeds", seeds) for seeds in ("1", "8"))
     compiled = [train.updates(one).lower(one.init(), jnp.arange(2)).compile() for one in (alone, together)]
     sizes = [one.memory_analysis() for one in compiled]
     assert sizes[1].temp_size_in_bytes < 2 * sizes[0].temp_size_in_bytes
     losses = [step(one.init(), jnp.arange(2))[1]["loss"] for step, one in zip(compiled, (alone, together), strict=True)]
     np.testing.assert_allclose(losses[0][:, 0], losses[1][:, 0], rtol=1e-3)
-
-
-SHORT = """
-name: short
-task: {kind: shift_bank, symbols: 3, length: 12, offsets: [1, 3]}
-model: {model_dim: 4, num_heads: 2, head_dim: 2}
-train: {seeds: 1, steps: 2, warmup: 1, batch: 4, log_every: 1, look_every: 1, checkpoint_every: 2}
-evaluate: {batch: 8}
-claims:
-- {name: sink, statement: Some head looks first., metric: best/first_token, at_least: 0.0, needed: 1}
-"""
-
-
-@pytest.mark.slow
-def test_a_short_experiment_writes_its_report(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(document, "write_figures", lambda *_: [])  # test_report.py draws them
-    file, out = tmp_path / "short.yaml", tmp_path / "out"
-    file.write_text(SHORT)
-    assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0
-    assert "holds" in capsys.readouterr().out
-    found = Findings.load(out)
-    assert found.places == ["1 back", "3 back"] and found.scores["1 back"].shape == (1, 3, 1, 2)
-    assert found.ablated.shape == (1, 1, 2, 2) and found.divergence.shape == (1, 2, 2, 2)
-    before = (out / "report.html").read_text()
-    assert "Claims: 1 of 1 hold" in before
-    (out / "report.html").unlink()
-    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == before
-    capsys.readouterr()
-    assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6"]) == 2
-    assert capsys.readouterr().err == f"error: {out} holds another run: train.steps was 2, now 6\n"
 
 
 @pytest.mark.slow
@@ -221,7 +170,8 @@ claims:
 """)
     assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 1  # a claim fails
     shown = capsys.readouterr().out
-    assert "holds" in shown and "fails" in shown and (out / "report.html").exists()
+    page = (out / "report.html").read_text()
+    assert "holds" in shown and "fails" in shown and "Claims: 1 of 2 hold" in page
     found = Findings.load(out)
     assert found.seeds == [3, 4] and found.places == ["copy source"] and len(found.heads) == 2 * 2
     assert found.scores["copy source"].shape == (2, 3, 1, 2) and found.look_steps.tolist() == [0, 2, 4]
@@ -249,7 +199,7 @@ claims:
     assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0  # every claim holds
 
     (out / "report.html").unlink()
-    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").exists()
+    assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == page
     assert run_main(["keep", "--run", str(out), "--to", str(tmp_path)]) == 0
     kept = json.loads((tmp_path / "string" / "summary.json").read_text())
     assert kept["controls"] == found.controls and kept["curves"] == found.curves and len(kept["heads"]) == 4
@@ -258,10 +208,8 @@ claims:
     assert set(sizes) == {"claims.json", "config.json", "summary.json", "page.tar.xz"} and max(sizes.values()) < 200_000
     capsys.readouterr()
     assert run_main(["run", "--config", str(file), "--out", str(out), "--train.steps", "6", "--train.batch", "8"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        f"error: {out} holds another run: train.{line}" for line in ("batch was 4, now 8", "steps was 4, now 6")
-    ]
+    errors, differences = capsys.readouterr().err.splitlines(), ("batch was 4, now 8", "steps was 4, now 6")
+    assert errors == [f"error: {out} holds another run: train.{line}" for line in differences]
 
 
 def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
@@ -273,10 +221,8 @@ def test_a_sweep_of_two_options_has_a_line_for_each_value_of_the_second():
         result = results[""]._replace(trained=measured)
         results[f"model.num_heads={heads},model.position={position}"] = result
     curves = assemble._sweep_curves(results)
-    assert curves["mean accuracy over model.num_heads"] == {
-        "model.position=none": [[1, 2], [4, 0]],
-        "model.position=alibi": [[1, 3], [4, 1]],
-    }
+    lines = {"model.position=none": [[1, 2], [4, 0]], "model.position=alibi": [[1, 3], [4, 1]]}
+    assert curves["mean accuracy over model.num_heads"] == lines
     words = {"model.position": ["none", "alibi"]}
     assert assemble._sweep_curves({"": results[""]._replace(config=config.Config("x", sweep=words))}) == {}
 
@@ -287,15 +233,13 @@ def test_a_sweep_of_one_option_has_a_line_for_each_place():
     for layers, accuracy in ((3, [1.0, 0.75]), (1, [0.5, 0.25])):
         measured = types.SimpleNamespace(accuracy=np.array([accuracy]), hardened=np.ones((1, 2)))
         results[f"model.num_layers={layers}"] = results[""]._replace(trained=measured)
-    assert assemble._sweep_curves(results)["accuracy over model.num_layers"] == {
-        "near": [[1, 0.5], [3, 1.0]],
-        "far": [[1, 0.25], [3, 0.75]],
-    }
+    curves = assemble._sweep_curves(results)["accuracy over model.num_layers"]
+    assert curves == {"near": [[1, 0.5], [3, 1.0]], "far": [[1, 0.25], [3, 0.75]]}
 
 
 @pytest.mark.slow
 def test_groups_of_heads_are_switched_off_together(tiny):
-    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    setup = setup_of(tiny)
     params = setup.init()["params"]
     labels = np.array([[["a", "mixed"]], [["a", "a"]]])
     found = evaluate.ablate_groups(setup, params, labels)
@@ -310,7 +254,7 @@ def test_groups_of_heads_are_switched_off_together(tiny):
 
 @pytest.mark.slow
 def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
-    setup = train.Setup.of(config.load(["--config", str(tiny)]).config)
+    setup = setup_of(tiny)
     found = evaluate.null(setup, setup.init()["params"])
     assert set(found) == set(setup.task.roles)
     untrained = evaluate.NULL_HEADS
@@ -333,15 +277,12 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
             assert bool(settings.claims) == (file.stem not in observations), file.name
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["fly"], "no command 'fly'; expected one of run, list, report"),
-        (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
-        (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
-        (["list", "all"], "list takes no options, got 'all'"),
-    ],
-)
+@pytest.mark.parametrize("arguments, said", [
+    (["fly"], "no command 'fly'; expected one of run, list, report"),
+    (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+    (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
+    (["list", "all"], "list takes no options, got 'all'"),
+])  # fmt: skip
 def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, said):
     assert run_main(arguments) == 2
     error = capsys.readouterr().err

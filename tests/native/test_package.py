@@ -111,11 +111,11 @@ try:
 except jattn.Unsupported as reason:
     print(reason)
 """
-    found = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
-    assert "was not compiled for jaxlib" in found and "pip install -U jattn-native jax" in found
+    output = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
+    assert "was not compiled for jaxlib" in output and "pip install -U jattn-native jax" in output
     (package / "_attention.so").unlink()
-    found = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
-    assert "jattn-native cannot be loaded; reinstall it" in found
+    output = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
+    assert "jattn-native cannot be loaded; reinstall it" in output
     (package / "__init__.py").write_text("__version__ = '0.0.1'")
-    found = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
-    assert f"it needs jattn-native {VERSION}, not 0.0.1" in found
+    output = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
+    assert f"it needs jattn-native {VERSION}, not 0.0.1" in output

@@ -29,14 +29,11 @@ def test_the_last_of_many_keys(queries, getkey):
     query, key, value = (jax.random.normal(getkey(), shape, jnp.bfloat16) for shape in shapes)
 
     def attend(key, value, implementation):
-        keys = key.shape[1]
-        positions = np.arange(keys - queries, keys)
-        mask = masks.SlidingWindow(150, 0)
-        return jattn.dot_product_attention(
-            query, key, value, mask=mask, query_positions=positions, implementation=implementation
-        )
+        positions = np.arange(key.shape[1] - queries, key.shape[1])
+        options = {"mask": masks.SlidingWindow(150, 0), "query_positions": positions}
+        return jattn.dot_product_attention(query, key, value, implementation=implementation, **options)
 
     after_zeros = jax.jit(lambda x: jnp.zeros((1, KEYS, *x.shape[2:]), x.dtype).at[:, -SEEN:].set(x))
-    found = jax.jit(attend, static_argnums=2)(after_zeros(key), after_zeros(value), "native")
+    native_out = jax.jit(attend, static_argnums=2)(after_zeros(key), after_zeros(value), "native")
     wanted = attend(key, value, "xla")
-    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(wanted, np.float32), atol=0.02)
+    np.testing.assert_allclose(np.asarray(native_out, np.float32), np.asarray(wanted, np.float32), atol=0.02)

@@ -1,6 +1,7 @@
 """The chips suite without a chip's compiler: what it finds in a program's text, its tables, and its process."""
 
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn_experiments.__main__ import main as jattn_main
 from jattn_experiments.bench.suite import Refused, Results, Row
 from jattn_experiments.bench.worker import Worker
 from tools import chip_compiler, chips
@@ -87,12 +87,9 @@ def test_all_cells_are_those_of_the_issue():
 
 def test_cells_are_chosen_by_their_words():
     keys = [job.key for job in chips.jobs(Sizes.read("v5e, 128,blockwise,fold,causal,8191"))]
-    assert [(key["implementation"], key["passes"]) for key in keys] == [
-        (name, passes) for name in ("fold", "blockwise") for passes in ("forward", "gradient")
-    ]
-    assert all(
-        (key["chip"], key["head_dim"], key["length"], key["case"]) == ("v5e", 128, 8191, "causal") for key in keys
-    )
+    of_both = itertools.product(("fold", "blockwise"), ("forward", "gradient"))
+    shared = {"chip": "v5e", "head_dim": 128, "length": 8191, "case": "causal"}
+    assert keys == [shared | {"implementation": name, "passes": passes} for name, passes in of_both]
     with pytest.raises(Refused, match="--cells: expected some of splash, .*, gradient, separated by commas, got 'v4'"):
         Sizes.read("v4")
 
@@ -106,11 +103,7 @@ def test_what_jattn_refuses_is_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_statistics_take_our_kernels():
-    for chip, platform, kernel in (
-        ("tpu7x", "tpu", "jattn_fold"),
-        ("h100", "cuda", "mosaic_gpu"),
-        ("b200", "cuda", None),
-    ):
+    for chip, platform, kernel in (("tpu7x", "tpu", "jattn_fold"), ("h100", "cuda", "mosaic_gpu"), ("b200", "cuda", None)):  # fmt: skip
         function, arrays = chip_compiler.problem("fold", 64, 256, "full", "forward", chip_compiler.FOLDS.get(chip))
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
         text = jax.jit(function).trace(*types).lower(lowering_platforms=(platform,)).as_text()
@@ -250,46 +243,40 @@ def test_the_command_prints_each_cell_and_fails_if_one_does(suite, tmp_path, cap
     assert (tmp_path / "chips.md").read_text() == text
 
 
+def cell(implementation, chip, case, passes, kernels, spills):
+    key = dict(zip(AXES, (implementation, chip, 64, 8192, case, passes), strict=True))
+    values = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20}
+    return Row("cells", key, values | {"kernels": kernels, "spills": spills})
+
+
 def test_spills_are_listed():
-    key = dict(zip(AXES, ("pallas_gpu", "h100", 64, 8192, "full", "forward"), strict=True))
-    values = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 1, "spills": 84}
-    rows = [Row("cells", key, values), Row("cells", key | {"case": "causal"}, values | {"spills": 0})]
-    rows.append(Row("cells", key | {"passes": "gradient"}, values | {"spills": None}))  # compiled before
+    rows = [cell("pallas_gpu", "h100", "full", "forward", 1, 84), cell("pallas_gpu", "h100", "causal", "forward", 1, 0)]
+    rows.append(cell("pallas_gpu", "h100", "full", "gradient", 1, None))  # compiled before
     text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
     assert "Of 2 cells with new kernels, 1 spill registers, by so many bytes a thread:" in text
-    assert "| full | 64 | 8192 | forward | 84 |" in text and chips.line(rows[0]).endswith(
-        "kernels: 1, spills: 84 (1 s)"
-    )
+    assert "| full | 64 | 8192 | forward | 84 |" in text
+    assert chips.line(rows[0]).endswith("kernels: 1, spills: 84 (1 s)")
 
 
 def test_a_cell_that_was_not_compiled_yet_is_a_dash():
-    key = dict(zip(AXES, ("fold", "v5e", 64, 8192, "full", "forward"), strict=True))
-    values = {"result": "compiled", "reason": None, "seconds": 1.0, "temporaries": 2**20, "kernels": 0, "spills": None}
-    rows = [Row("cells", key, values), Row("cells", key | {"chip": "v5p", "passes": "gradient"}, values)]
+    rows = [cell("fold", chip, "full", passes, 0, None) for chip, passes in (("v5e", "forward"), ("v5p", "gradient"))]
     text = chips.markdown(Results({"environment": {}, "shape": {}}, rows))
     assert "| full | 64 | 8192 | 1.0 | - | - | 1.0 |" in text and chips.wrong(Results({}, rows)) is None
 
 
-def test_without_the_compiler_one_line_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("suite", ["chips", "pods"])
+def test_without_the_compiler_one_line_says_how_to_get_it(suite, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
-    assert main(["chips", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: suite chips: expected libtpu, the TPU's compiler, found none; ")
+    assert main([suite, "--out", str(tmp_path)]) == 2
+    error = f"error: suite {suite}: expected libtpu, the TPU's compiler, found none; "
+    assert capsys.readouterr().err.startswith(error)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("dispatch --cells v5e", "--cells: suite dispatch takes only --out"),
-        ("chip", "suite: expected one of chips, dispatch, imports, pods, sharding, got 'chip'"),
-        ("", "suite: expected one of chips, dispatch, imports, pods, sharding, got ''"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    ("dispatch --cells v5e", "--cells: suite dispatch takes only --out"),
+    ("chip", "suite: expected one of chips, dispatch, imports, pods, sharding, got 'chip'"),
+    ("", "suite: expected one of chips, dispatch, imports, pods, sharding, got ''"),
+])  # fmt: skip
 def test_what_a_suite_does_not_take_is_named_in_one_line(arguments, message, capsys):
     assert main(arguments.split()) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
-
-
-def test_the_benchmarks_of_users_do_not_run_tools(capsys):
-    assert jattn_main(["bench", "--suite", "chips"]) == 2
-    expected = "attention, chip, language, layers, looking, reports"
-    assert capsys.readouterr().err == f"error: --suite: expected one of {expected}, got 'chips'\n"

@@ -101,17 +101,14 @@ CONDITION = "compare(%i.4, %limit), direction=LT"
 WHILE = "condition=%outer_condition, body=%outer_body"
 
 
-@pytest.mark.parametrize(
-    "old, new, trips",
-    [
-        ("constant(7)", "constant(3)", 0),
-        ("compare(%i.4, %limit)", "compare(%i.4, %n.4)", 6),  # the limit is in the loop's state
-        (WHILE, WHILE + ', backend_config={"known_trip_count":{"n":"11"},"known_init_step":{"init":"0"}}', 11),
-        (CONDITION, "compare(%i.4, %limit), direction=NE", None),
-        ("s32[]{:T(128)} constant(3)", "s32[]{:T(128)} parameter(1)", None),
-        ("tuple(%first, %p,", "opt-barrier(%first, %p,", None),
-    ],
-)
+@pytest.mark.parametrize("old, new, trips", [
+    ("constant(7)", "constant(3)", 0),
+    ("compare(%i.4, %limit)", "compare(%i.4, %n.4)", 6),  # the limit is in the loop's state
+    (WHILE, WHILE + ', backend_config={"known_trip_count":{"n":"11"},"known_init_step":{"init":"0"}}', 11),
+    (CONDITION, "compare(%i.4, %limit), direction=NE", None),
+    ("s32[]{:T(128)} constant(3)", "s32[]{:T(128)} parameter(1)", None),
+    ("tuple(%first, %p,", "opt-barrier(%first, %p,", None),
+])  # fmt: skip
 def test_the_trips_of_a_loop(old, new, trips):
     assert RING.count(old) == 1
     assert [one.times for one in hlo.permutes(RING.replace(old, new))] == [trips, 1]
@@ -132,15 +129,12 @@ def test_a_permute_that_is_not_split_travels_alone():
     assert hlo.permutes(text) == [Permute(1, 64 * 16 * 2, 4), ALONE]
 
 
-@pytest.mark.parametrize(
-    "kind, expected",
-    [
-        ("bf16[1,64,2,16]{3,1,2,0:T(8,128)(2,1)}", (1, 4096)),
-        ("(f32[8]{0}, pred[3,3], f8e4m3fn[16], /*index=3*/u32[]{:S(2)})", (4, 32 + 9 + 16 + 4)),
-        ("s4[10]", (1, 5)),
-        ("()", (0, 0)),
-    ],
-)
+@pytest.mark.parametrize("kind, expected", [
+    ("bf16[1,64,2,16]{3,1,2,0:T(8,128)(2,1)}", (1, 4096)),
+    ("(f32[8]{0}, pred[3,3], f8e4m3fn[16], /*index=3*/u32[]{:S(2)})", (4, 32 + 9 + 16 + 4)),
+    ("s4[10]", (1, 5)),
+    ("()", (0, 0)),
+])  # fmt: skip
 def test_bytes_of_a_type(kind, expected):
     assert hlo.size(kind) == expected
 

@@ -30,6 +30,7 @@ from jattn_experiments.bench.plan import Plan
 from jattn_experiments.bench.probe import probe
 from jattn_experiments.bench.problems import DTYPES, PASSES, PLAIN, Problem
 from jattn_experiments.bench.suite import Job, Suite
+from jattn_experiments.bench.worker import first_line
 from jattn_experiments.runs.folder import RESULTS
 
 ROUNDS, SETTLE, MATRIX = 3, 0.01, 2048
@@ -97,7 +98,7 @@ def time_row(
         except Exception as error:
             if contestant.name == "jattn":
                 raise
-            left_out[contestant.name] = _first_line(error)
+            left_out[contestant.name] = first_line(error)
     plain: dict[str, timing.Call] = {}
     for contestant in contestants if problem.case in PLAIN else ():
         if contestant.name in calls and contestant.name.startswith("jattn"):
@@ -142,7 +143,7 @@ def temporaries(contestant: peers.InJax, problem: Problem, passes: str) -> dict[
     except Exception as error:
         if contestant.name == "jattn":
             raise
-        return {"bytes": None, "reason": _first_line(error)}
+        return {"bytes": None, "reason": first_line(error)}
     return {"bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
@@ -184,11 +185,6 @@ def _measured(plan: Plan) -> list[str]:
 
 def _dtype(plan: Plan, contestant: peers.Contestant) -> str:
     return next(dtype for dtype in DTYPES[plan.device] if dtype in contestant.dtypes)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 SUITE = Suite(

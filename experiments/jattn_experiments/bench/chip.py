@@ -90,19 +90,17 @@ class Sizes:
         """
         begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP | _own_modules(), 180.0)
         try:
-            said = worker(ask="device")
-            if said["result"] != "measured":
-                raise Refused(f"--suite chip: JAX found no device to ask: {said['reason']}")
-            facts = said["facts"]
-            if facts["platform"] == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu" and (unseen := _unseen()):
+            device = worker(ask="device")
+            if device["result"] != "measured":
+                raise Refused(f"--suite chip: JAX found no device to ask: {device['reason']}")
+            facts, on_cpu = device["facts"], device["facts"]["platform"] == "cpu"
+            if on_cpu and os.environ.get("JAX_PLATFORMS") != "cpu" and (unseen := _unseen()):
                 raise Refused(
                     f"--suite chip: {unseen} is here, but JAX sees only the CPU: pip install 'jattn[gpu]' or "
                     "'jattn[tpu]'; JAX_PLATFORMS=cpu rehearses on the CPU"
                 )
-            print(
-                f"On {facts['devices']} x {facts['device']}, JAX {facts['jax']}"
-                + _REHEARSAL * (facts["platform"] == "cpu")
-            )
+            rehearsal = ": no accelerator, so this is a rehearsal" * on_cpu
+            print(f"On {facts['devices']} x {facts['device']}, JAX {facts['jax']}{rehearsal}")
             named = tuple(word.strip() for word in plan.kernels.split(",") if word.strip())
             kernels = named or KERNELS.get(facts["platform"], ("blockwise", "decode", "xla"))
             for kernel in kernels:
@@ -111,18 +109,13 @@ class Sizes:
                     raise Refused(f"--kernels: {known['reason'].removeprefix('ValueError: ')}")
         finally:
             worker.close()
-        own = {"facts": facts, "now": said["now"], "kernels": kernels, "minutes": plan.minutes, "begun": begun}
-        if facts["platform"] != "cpu":
-            return cls(**own)
-        return cls(**own, lengths=(256,), head_dims=(64,), num_heads=2, seconds=0.5)
+        small = {"lengths": (256,), "head_dims": (64,), "num_heads": 2, "seconds": 0.5} if on_cpu else {}
+        return cls(facts, device["now"], kernels, minutes=plan.minutes, begun=begun, **small)
 
 
 def _own_modules() -> dict[str, str]:
     """Lets the processes, which run elsewhere, import a user's modules from here."""
     return {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-_REHEARSAL = ": no accelerator, so this is a rehearsal"
 
 
 def _unseen() -> str | None:
@@ -154,10 +147,10 @@ class Asking:
         for question in questions:
             among = next((name for name in ("kernels", "sizes") if name in question), None)
             kernel = question.get("kernel", "")
-            found = self._of(kernel, question) if among is None else self._among(among, question)
-            if found is None:
+            answer = self._of(kernel, question) if among is None else self._among(among, question)
+            if answer is None:
                 break
-            answers.append({"asked": dict(question), **found})
+            answers.append({"asked": dict(question), **answer})
         self.worker.close()
         done = len(answers) == len(questions)
         return {"answers": answers, "seconds": round(time.monotonic() - begin, 1)} if done else None
@@ -168,21 +161,21 @@ class Asking:
         if left <= 0:
             return None
         self.worker.limit = min(self.sizes.limit, left)
-        found = self.worker(**question)
-        found["ended"] = self.worker.process is None
-        if found["result"] == "failed":
+        answer = self.worker(**question)
+        answer["ended"] = self.worker.process is None
+        if answer["result"] == "failed":
             self.worker.close()  # an error on a device may outlive its question
-        cut = found["ended"] and left < self.sizes.limit and found["reason"].startswith("took more than")
-        return None if cut else found
+        cut = answer["ended"] and left < self.sizes.limit and answer["reason"].startswith("took more than")
+        return None if cut else answer
 
     def _of(self, kernel: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer about one kernel, which is asked no more after it ended several processes."""
         if self.ended[kernel] >= PATIENCE:
             return {"result": "failed", "reason": f"not asked: {PATIENCE} processes before ended or took too long"}
-        found = self._ask(question)
-        if found is not None:
-            self.ended[kernel] += found.pop("ended")
-        return found
+        answer = self._ask(question)
+        if answer is not None:
+            self.ended[kernel] += answer.pop("ended")
+        return answer
 
     def _among(self, name: str, question: Mapping[str, Any]) -> dict[str, Any] | None:
         """Of several kernels or sizes in turn; where one of them ended the process, each in a process of its own."""
@@ -192,14 +185,14 @@ class Asking:
             return together
         merged: dict[str, Any] = {"apart": True, "medians": {}, "left_out": {}}
         for one in several:
-            kernel, said = (question["kernel"], "x".join(map(str, one))) if name == "sizes" else (one, f"jattn {one}")
-            found = self._of(kernel, question | {name: [one]})
-            if found is None:
+            kernel, label = (question["kernel"], "x".join(map(str, one))) if name == "sizes" else (one, f"jattn {one}")
+            answer = self._of(kernel, question | {name: [one]})
+            if answer is None:
                 return None
-            if found["result"] == "failed":
-                merged["left_out"][said] = found["reason"]
+            if answer["result"] == "failed":
+                merged["left_out"][label] = answer["reason"]
             else:
-                merged = found | {key: merged[key] | found[key] for key in ("medians", "left_out")} | {"apart": True}
+                merged = answer | {key: merged[key] | answer[key] for key in ("medians", "left_out")} | {"apart": True}
         return merged if merged["medians"] else together
 
 
@@ -207,9 +200,8 @@ def jobs(sizes: Sizes) -> Iterator[Job]:
     """The steps, in order of worth."""
     ask = Asking(sizes)
     for part, key, questions in _steps(sizes):
-        if part not in sizes.parts:
-            continue
-        yield Job(part, key, functools.partial(ask, questions))
+        if part in sizes.parts:
+            yield Job(part, key, functools.partial(ask, questions))
 
 
 Step = tuple[str, dict[str, Any], list[dict[str, Any]]]
@@ -238,15 +230,12 @@ def _steps(sizes: Sizes) -> Iterator[Step]:
 
 
 def _is_right(sizes: Sizes, kernel: str) -> Iterator[Step]:
-    if sizes.rehearsal:
-        yield from _right(kernel, "small", IN_SHORT)
-    else:
-        yield from _right(kernel, "at size", list(AT_SIZE))
-    asked = {"ask": "bits", "kernel": kernel, "head_dim": sizes.head_dims[0]}
+    yield from _right(kernel, *(("small", IN_SHORT) if sizes.rehearsal else ("at size", list(AT_SIZE))))
     length, num_heads, times = (64, 2, 2) if sizes.rehearsal else (2048, 8, 20)
-    asked |= {"length": length, "num_heads": num_heads, "times": times}
+    question = {"ask": "bits", "kernel": kernel, "head_dim": sizes.head_dims[0]}
+    question |= {"length": length, "num_heads": num_heads, "times": times}
     checks = ("looking", "looking, gradient", "twice", "twice, gradient")
-    yield "bits", {"kernel": kernel}, [asked | {"check": check} for check in checks]
+    yield "bits", {"kernel": kernel}, [question | {"check": check} for check in checks]
     yield from _right(kernel, "unseen", [name for name, case in CASES.items() if case.poisoned])
 
 
@@ -255,8 +244,8 @@ def _right(kernel: str, table: str, names: Sequence[str]) -> Iterator[Step]:
     size = math.ceil(len(names) / (SHARES[table] if len(names) > len(IN_SHORT) else 1))
     for part in range(math.ceil(len(names) / size)):
         key = {"kernel": kernel, "table": table, "share": part}
-        asked = {"ask": "right", "kernel": kernel, "table": table}
-        yield "right", key, [asked | {"case": case} for case in names[part * size : (part + 1) * size]]
+        question = {"ask": "right", "kernel": kernel, "table": table}
+        yield "right", key, [question | {"case": case} for case in names[part * size : (part + 1) * size]]
 
 
 def _shape(sizes: Sizes) -> dict[str, Any]:
@@ -284,19 +273,18 @@ def _tuned(sizes: Sizes, kernels: Sequence[str], places: Sequence[tuple[int, int
         if kernel.partition(" ")[0] in chip_report.TUNABLE:
             pairs = [pair for pair in BLOCKS if max(pair) <= length] or [(128, 128), (128, 256)]  # a rehearsal's
             key = {"kernel": kernel, "head_dim": head_dim, "length": length}
-            asked = {"ask": "tune", "num_heads": sizes.num_heads, "seconds": sizes.seconds, "sizes": pairs}
-            yield "tuned", key, [asked | key]
+            question = {"ask": "tune", "num_heads": sizes.num_heads, "seconds": sizes.seconds, "sizes": pairs}
+            yield "tuned", key, [question | key]
 
 
 def line(row: Row) -> str:
     """A step in one line."""
-    return f"{' '.join(map(str, (row.part, *row.key.values())))}: {chip_report.said(row)} ({row['seconds']:g} s)"
+    return f"{' '.join(map(str, (row.part, *row.key.values())))}: {chip_report.outcome(row)} ({row['seconds']:g} s)"
 
 
 def wrong(results: Results) -> str | None:
     """The kernels that are not right, or None."""
-    verdicts = chip_report.verdicts(results)
-    bad = [one.kernel for one in verdicts if one.wrong]
+    bad = [one.kernel for one in chip_report.verdicts(results) if one.wrong]
     return f"not right here: {', '.join(bad)}" if bad else None
 
 

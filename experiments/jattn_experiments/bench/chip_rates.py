@@ -38,5 +38,5 @@ RATES = {
 
 def rates_of(device_kind: str) -> Rates | None:
     """The rates of that kind of chip, or None if the table has none."""
-    found = [name for name in RATES if name in device_kind]
-    return RATES[max(found, key=len)] if found else None
+    matches = [name for name in RATES if name in device_kind]
+    return RATES[max(matches, key=len)] if matches else None

@@ -1,5 +1,6 @@
 """What the chip suite's results say: the verdict on each kernel, the tables and the figure."""
 
+import collections
 import dataclasses
 import inspect
 import math
@@ -35,71 +36,82 @@ def verdicts(results: Results) -> list[Verdict]:
 
 
 def _verdict(results: Results, kernel: str) -> Verdict:
-    name = kernel.partition(" ")[0]
-    answers = _answers(results.of("right", kernel=kernel))
-    bits = _answers(results.of("bits", kernel=kernel))
-    asked, bits = ([one for one in some if one["result"] != "refused"] for some in (answers, bits))
-    right = sum(one["result"] == "right" for one in asked)
-    faults = [one for one in [*asked, *bits] if one["result"] in ("wrong", "failed")]
-    said = [f"right in {right} of {len(asked)}"]
-    if bits:
-        said.append(f"bits as they should be in {sum(one['result'] == 'right' for one in bits)} of {len(bits)}")
-    beside = against_peers(results, kernel)
-    interpreted = kernel not in IMPLEMENTATIONS and name in IMPLEMENTATIONS
-    if beside[1] is not None and not interpreted:
-        said.append(f"{short_number(beside[1])} of {beside[0]}'s time")
-    known = IMPLEMENTATIONS.get(kernel)
-    text = f"{kernel}: {', '.join(said)}"
-    if faults:
-        first = faults[0]["asked"]
-        what = first.get("case") or first["check"]
-        return Verdict(kernel, True, f"{text}: not to be taken here; the first fault: {what}: {faults[0]['reason']}")
-    if not asked and not bits:
+    cases, bits = (
+        [one for one in _answers(results.of(part, kernel=kernel)) if one["result"] != "refused"]
+        for part in ("right", "bits")
+    )
+    if not cases and not bits:
         return Verdict(kernel, False, f"{kernel}: refused every case here")
+    phrases = [f"right in {_count(cases, 'right')} of {len(cases)}"]
+    if bits:
+        phrases.append(f"bits as they should be in {_count(bits, 'right')} of {len(bits)}")
+    peer, share = against_peers(results, kernel)
+    if share is not None and not _interpreted(kernel):
+        phrases.append(f"{short_number(share)} of {peer}'s time")
+    text = f"{kernel}: {', '.join(phrases)}"
+    if faults := _faults([*cases, *bits]):
+        reason = f"{_what(faults[0])}: {faults[0]['reason']}"
+        return Verdict(kernel, True, f"{text}: not to be taken here; the first fault: {reason}")
+    return Verdict(kernel, False, text + _standing(results, kernel))
+
+
+def _standing(results: Results, kernel: str) -> str:
+    """What follows for a kernel without a fault."""
+    known = IMPLEMENTATIONS.get(kernel)
     if known is None:
-        return Verdict(
-            kernel,
-            False,
-            f"{text}: right {'as interpreted' if interpreted else 'here'}",
-        )
+        return f": right {'as interpreted' if _interpreted(kernel) else 'here'}"
     if not known.never_run:
-        return Verdict(kernel, False, f"{text}: one of the defaults" if _default(results, kernel) else text)
+        platform = results.about["environment"]["platform"]
+        return ": one of the defaults" * (kernel in ORDER[{"gpu": "cuda"}.get(platform, platform)])
     plain = _ratio(results, f"jattn {kernel}", "jattn")
-    file = Path(inspect.getfile(type(known))).relative_to(Path(inspect.getfile(type(known))).parents[3]).as_posix()
     if plain is None:
-        return Verdict(kernel, False, f"{text}: not timed, stays by name")
+        return ": not timed, stays by name"
+    beside = f", {short_number(plain)} of the plain call's"
     if plain > 1.0:
-        return Verdict(
-            kernel, False, f"{text}, {short_number(plain)} of the plain call's: right, but no faster: stays by name"
-        )
-    field = f"set never_run = False in {file}, and its place in ORDER of jattn/kernels/dispatch.py"
-    return Verdict(kernel, False, f"{text}, {short_number(plain)} of the plain call's: could be the default: {field}")
+        return f"{beside}: right, but no faster: stays by name"
+    path = Path(inspect.getfile(type(known)))
+    file = path.relative_to(path.parents[3]).as_posix()
+    change = f"set never_run = False in {file}, and its place in ORDER of jattn/kernels/dispatch.py"
+    return f"{beside}: could be the default: {change}"
 
 
-def _default(results: Results, kernel: str) -> bool:
-    platform = results.about["environment"]["platform"]
-    return kernel in ORDER[{"gpu": "cuda"}.get(platform, platform)]
+def _interpreted(kernel: str) -> bool:
+    return kernel not in IMPLEMENTATIONS and kernel.partition(" ")[0] in IMPLEMENTATIONS
 
 
 def _answers(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [answer for row in rows for answer in row["answers"]]
 
 
+def _count(answers: Iterable[dict[str, Any]], result: str) -> int:
+    return sum(one["result"] == result for one in answers)
+
+
+def _faults(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in answers if one["result"] in ("wrong", "failed")]
+
+
+def _what(answer: dict[str, Any]) -> str:
+    """The case or the check that was asked about."""
+    return answer["asked"].get("case") or answer["asked"]["check"]
+
+
+def _times_of(answer: dict[str, Any]) -> dict[str, float]:
+    """The contestants' times, the shortest first."""
+    times = {name: time for name, time in answer.get("medians", {}).items() if name != "matrix"}
+    return dict(sorted(times.items(), key=lambda pair: pair[1]))
+
+
 def against_peers(results: Results, kernel: str) -> tuple[str, float | None]:
     """The peer that was fastest most often, and the kernel's time in shares of it: the geometric mean of its rows."""
-    best: dict[str, int] = {}
+    fastest: collections.Counter[str] = collections.Counter()
     for answer in _answers(results.of("fast")):
-        times = {
-            name: time
-            for name, time in answer.get("medians", {}).items()
-            if not name.startswith("jattn") and name != "matrix"
-        }
-        if times and f"jattn {kernel}" in answer["medians"]:
-            fastest = min(times, key=times.__getitem__)
-            best[fastest] = best.get(fastest, 0) + 1
-    if not best:
+        others = [name for name in _times_of(answer) if not name.startswith("jattn")]
+        if f"jattn {kernel}" in answer.get("medians", {}):
+            fastest.update(others[:1])
+    if not fastest:
         return "", None
-    peer = max(best, key=best.__getitem__)
+    ((peer, _),) = fastest.most_common(1)
     return peer, _ratio(results, f"jattn {kernel}", peer)
 
 
@@ -110,32 +122,22 @@ def _ratio(results: Results, one: str, other: str) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def said(row: Row) -> str:
+def outcome(row: Row) -> str:
     """What came of a step, in a phrase."""
     answers = row["answers"]
-    counts = {
-        result: sum(one["result"] == result for one in answers) for result in ("right", "wrong", "refused", "failed")
-    }
     if row.part in ("right", "bits"):
+        counts = {result: _count(answers, result) for result in ("right", "wrong", "refused", "failed")}
         text = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
-        fault = next((one for one in answers if one["result"] in ("wrong", "failed")), None)
-        if fault is not None:
-            text += f"; {fault['asked'].get('case') or fault['asked']['check']}: {fault['reason']}"
-        return text
+        return text + "".join(f"; {_what(one)}: {one['reason']}" for one in _faults(answers)[:1])
     (answer,) = answers
     if "medians" not in answer:
         return f"{answer['result']}: {answer['reason']}"
-    times = {name: time for name, time in answer["medians"].items() if name != "matrix"}
+    times = _times_of(answer)
     if row.part == "tuned":
-        best = min(times, key=times.__getitem__)
-        return (
-            f"{best} takes {short_number(times[best] / times['default'])} of the default"
-            if "default" in times
-            else f"{best} alone ran"
-        )
-    return ", ".join(
-        f"{name} {short_number(time / 1e3)} ms" for name, time in sorted(times.items(), key=lambda x: x[1])
-    )
+        best = next(iter(times))
+        share = f"takes {short_number(times[best] / times['default'])} of the default" if "default" in times else None
+        return f"{best} {share or 'alone ran'}"
+    return ", ".join(f"{name} {short_number(time / 1e3)} ms" for name, time in times.items())
 
 
 def shown(results: Results) -> str:
@@ -149,11 +151,8 @@ def markdown(results: Results) -> str:
     rehearsal = about["platform"] == "cpu"
     parts = [
         f"# {'A rehearsal on a CPU' if rehearsal else about['device']}: which kernels are right, how fast they are",
-        (
-            "No accelerator was there. The kernels of chips were interpreted, and no time says anything about a chip. "
-            if rehearsal
-            else ""
-        )
+        "No accelerator was there. The kernels of chips were interpreted, and no time says anything about a chip. "
+        * rehearsal
         + "Written by `jattn bench --suite chip` (`make on-chip`).",
         "## Verdict",
         "\n".join(f"- {one.text}" for one in verdicts(results)) or "No kernel was asked about.",
@@ -161,59 +160,49 @@ def markdown(results: Results) -> str:
         "Values, log-sum-exp and gradients of each case beside the formula in float64, computed on the host. The "
         "largest error is in shares of its tolerance.",
         _right(results),
-        *_faults(results),
+        *_fault_table(results),
     ]
     if results.of("fast"):
         parts += ["## Fast?", _what_fast(results), _fast(results)]
-    for part, text in (
-        ("decode", _DECODE),
-        ("statistics", _STATISTICS),
-        ("ring", "All devices in a ring, causal, both passes; milliseconds."),
-    ):
+    for part, text in _TIMED.items():
         if results.of(part):
             parts += [f"## {part.capitalize()}", text, _times(results, part)]
     if results.of("tuned"):
-        parts += [
-            "## Which block sizes?",
-            "Causal, forward and backward, queries by keys of a block; milliseconds.",
-            _tuned(results),
-        ]
+        text = "Causal, forward and backward, queries by keys of a block; milliseconds."
+        parts += ["## Which block sizes?", text, _tuned(results)]
     now = {f"{name}, when it began": value for name, value in results.about["now"].items()}
     return document(*parts, "## The machine", listed(about | now | results.about["shape"]))
 
 
-_DECODE = (
-    "One token against a cache, a step of a loop within one program; milliseconds, and the share of the memory's "
-    "bandwidth."
-)
-_STATISTICS = "Entropy, distance, previous token and largest score of all heads, the log-sum-exp known; milliseconds."
+_TIMED = {
+    "decode": "One token against a cache, a step of a loop within one program; milliseconds, and the share of the "
+    "memory's bandwidth.",
+    "statistics": "Entropy, distance, previous token and largest score of all heads, the log-sum-exp known; "
+    "milliseconds.",
+    "ring": "All devices in a ring, causal, both passes; milliseconds.",
+}
 
 
 def _right(results: Results) -> str:
-    rows = []
+    kinds, rows = ("right", "wrong", "failed", "refused"), []
     for kernel in dict.fromkeys(row["kernel"] for row in results.of("right")):
         for name in dict.fromkeys(row["table"] for row in results.of("right", kernel=kernel)):
             answers = _answers(results.of("right", kernel=kernel, table=name))
-            counts = [
-                sum(one["result"] == result for one in answers) for result in ("right", "wrong", "failed", "refused")
-            ]
             worst = max((one["error"] for one in answers if one.get("error") is not None), default=None)
+            counts = (_count(answers, kind) for kind in kinds)
             rows.append([kernel, name, *counts, "-" if worst is None else f"{worst:.2g}"])
     for row in results.of("bits"):
-        counts = [
-            sum(one["result"] == result for one in row["answers"]) for result in ("right", "wrong", "failed", "refused")
-        ]
+        counts = (_count(row["answers"], kind) for kind in kinds)
         rows.append([row["kernel"], "bits: looking, and the same call again", *counts, "-"])
-    return table(["kernel", "cases", "right", "wrong", "failed", "refused", "largest error"], rows)
+    return table(["kernel", "cases", *kinds, "largest error"], rows)
 
 
-def _faults(results: Results) -> list[str]:
-    lines = []
-    for row in results.of("right") + results.of("bits"):
-        for one in row["answers"]:
-            if one["result"] in ("wrong", "failed"):
-                what = one["asked"].get("case") or one["asked"]["check"]
-                lines.append([row["kernel"], what, one["result"], str(one["reason"]).replace("|", "\\|")])
+def _fault_table(results: Results) -> list[str]:
+    lines = [
+        [row["kernel"], _what(one), one["result"], _in_cell(one["reason"])]
+        for row in results.of("right") + results.of("bits")
+        for one in _faults(row["answers"])
+    ]
     return [table(["kernel", "case", "", "what was seen"], lines)] if lines else []
 
 
@@ -238,14 +227,13 @@ def _fast(results: Results) -> str:
             cells.append("-" if time is None else f"{short_number(time / 1e3)}{share}")
         apart = ", apart" if one.get("apart") else ""
         rows.append([f"{row['case']}, {row['length']}, {row['passes']}{apart}", *cells])
-    found = table(["", *names], rows)
     left = {f"{name}: {why}" for _, one in answers for name, why in one.get("left_out", {}).items()}
     failed = {
         f"{row['case']}, {row['length']}, {row['passes']}: {one['reason']}"
         for row, one in answers
         if "medians" not in one
     }
-    return "\n\n".join([found, *("- " + text for text in sorted(left | failed))])
+    return "\n\n".join([table(["", *names], rows), *("- " + text for text in sorted(left | failed))])
 
 
 def _times(results: Results, part: str) -> str:
@@ -256,7 +244,7 @@ def _times(results: Results, part: str) -> str:
             share = f"{one['bytes'] / (time / 1e6) / rates.bandwidth:.0%}" if "bytes" in one and rates else "-"
             lines.append([row["length"], name, short_number(time / 1e3), share])
         for name, why in one.get("left_out", {}).items():
-            lines.append([row["length"], name, why.replace("|", "\\|"), "-"])
+            lines.append([row["length"], name, _in_cell(why), "-"])
         if one["result"] not in ("measured", "right"):
             lines.append([row["length"], one["result"], one["reason"], "-"])
     return table(["length", "", "", "share"], lines)
@@ -266,13 +254,14 @@ def _tuned(results: Results) -> str:
     rows = []
     for row in results.of("tuned"):
         (one,) = row["answers"]
-        times = one.get("medians", {})
-        cells = ", ".join(
-            f"{name} {short_number(time / 1e3)}" for name, time in sorted(times.items(), key=lambda x: x[1])
-        )
+        cells = ", ".join(f"{name} {short_number(time / 1e3)}" for name, time in _times_of(one).items())
         left = "; ".join(f"{name}: {why}" for name, why in one.get("left_out", {}).items()) or one.get("reason", "-")
-        rows.append([row["kernel"], row["head_dim"], row["length"], cells or "-", str(left).replace("|", "\\|")])
+        rows.append([row["kernel"], row["head_dim"], row["length"], cells or "-", _in_cell(left)])
     return table(["kernel", "head_dim", "T = S", "times", "left out"], rows)
+
+
+def _in_cell(text: object) -> str:
+    return str(text).replace("|", "\\|")
 
 
 def write_figure(results: Results, file: Path) -> None:
@@ -281,11 +270,10 @@ def write_figure(results: Results, file: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 0.8 + 1.7 * max(1, math.ceil(len(rows) / 2))))
         if rows:
-            for ax, (row, one) in zip(
-                figure.subplots(math.ceil(len(rows) / 2), 2, squeeze=False).flat, rows, strict=False
-            ):
-                times = {name: time for name, time in one["medians"].items() if name != "matrix"}
-                speeds = {name: one["flops"] / time / 1e6 for name, time in sorted(times.items(), key=lambda x: -x[1])}
+            axes = figure.subplots(math.ceil(len(rows) / 2), 2, squeeze=False).flat
+            for ax, (row, one) in zip(axes, rows, strict=False):
+                times = sorted(_times_of(one).items(), key=lambda pair: -pair[1])
+                speeds = {name: one["flops"] / time / 1e6 for name, time in times}
                 colors = [PALETTE[0] if name.startswith("jattn") else PALETTE[1] for name in speeds]
                 ax.barh(list(speeds), list(speeds.values()), color=colors)
                 ax.set_title(f"{row['case']}, {row['length']}, {row['passes']}", fontsize=9)

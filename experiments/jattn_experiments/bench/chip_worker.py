@@ -30,7 +30,7 @@ from jattn.testing._check import largest_error, same_bits
 from jattn_experiments.bench import peers, timing
 from jattn_experiments.bench.problems import CASES as TIMED
 from jattn_experiments.bench.problems import Problem
-from jattn_experiments.bench.worker import serve
+from jattn_experiments.bench.worker import first_line, serve
 
 # Kernels of chips that a CPU interprets.
 INTERPRETED = {
@@ -46,6 +46,8 @@ TABLES: Mapping[str, Mapping[str, Case]] = {
 STATISTICS = ("entropy", "distance", "previous_token", "max_logit")
 TURN = 0.03  # seconds of work in a turn: launching takes less
 
+Launch = Callable[[int], Any]  # so many calls, launched one after the other; returns when the last is done
+
 
 def kernel_of(word: str) -> Any:
     """The ``implementation=`` that a word means: a name, an interpreted kernel, or ``module:object`` of one's own.
@@ -57,16 +59,15 @@ def kernel_of(word: str) -> Any:
         return IMPLEMENTATIONS[word]
     if word in INTERPRETED:
         return INTERPRETED[word]()
-    module, found, name = word.partition(":")
-    if not found:
-        raise ValueError(
-            f"expected some of {', '.join((*IMPLEMENTATIONS, *INTERPRETED))}, or module:object, got {word!r}"
-        )
+    module, colon, name = word.partition(":")
+    if not colon:
+        known = ", ".join((*IMPLEMENTATIONS, *INTERPRETED))
+        raise ValueError(f"expected some of {known}, or module:object, got {word!r}")
     try:
-        given = getattr(importlib.import_module(module), name)
+        implementation = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as wrong:
         raise ValueError(f"{word!r} cannot be imported: {wrong}") from None
-    return given() if isinstance(given, type) else given
+    return implementation() if isinstance(implementation, type) else implementation
 
 
 def device() -> dict[str, Any]:
@@ -95,9 +96,9 @@ def device() -> dict[str, Any]:
 
 
 def _of_nvidia(*fields: str) -> dict[str, str]:
-    asked = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
-    return dict(zip(fields, (value.strip() for value in said[0].split(",")), strict=False)) if said else {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return dict(zip(fields, (value.strip() for value in lines[0].split(",")), strict=False)) if lines else {}
 
 
 def right(kernel: str, table: str, case: str) -> dict[str, Any]:
@@ -116,16 +117,16 @@ def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, ti
     shapes = [(2, length, heads, head_dim) for heads in (num_heads, num_heads // 2, num_heads // 2)]
     query, key, value = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
-    def alone(query, key, value):
+    def alone(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         return jattn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation), ()
 
-    def looked(query, key, value):
+    def looked(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         options = {"implementation": implementation, "return_residual": True}
         out, lse = jattn.dot_product_attention(query, key, value, is_causal=True, **options)
         return out, jattn.heads.statistics(query, key, lse=lse, is_causal=True, names=STATISTICS)
 
-    def gradient(fn: Callable) -> Callable:
-        def loss(*arrays):
+    def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(*arrays: jax.Array) -> tuple[jax.Array, Any]:
             out, others = fn(*arrays)
             return jnp.sum(jnp.sin(out.astype(jnp.float32))), others
 
@@ -146,36 +147,48 @@ def bits(kernel: str, check: str, length: int, head_dim: int, num_heads: int, ti
 def _contestants(kernels: Sequence[str], device: str) -> list[peers.Contestant]:
     """The plain call, the kernels, and the peers that are there."""
     every = tuple(TIMED)
-    found: list[peers.Contestant] = [
-        peers.InJax(f"jattn {word}", peers.by_jattn(kernel_of(word)), every, linear=every) for word in kernels
-    ]
+    ours = (peers.InJax(f"jattn {word}", peers.by_jattn(kernel_of(word)), every, linear=every) for word in kernels)
     plain, *others = peers.contestants(("jax", "splash", "torch", "tokamax"), device)[0]
     # FlexAttention compiles for half a minute and more
-    return [plain, *found, *(one for one in others if one.name != "torch flex")]
+    return [plain, *ours, *(one for one in others if one.name != "torch flex")]
 
 
-def _timed(calls: Mapping[str, Callable[[int], Any]], seconds: float) -> dict[str, Any]:
+def _dtype() -> str:
+    """What is timed here."""
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
+def _random(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32), _dtype()) for shape in shapes]
+
+
+def _launched(fn: Callable[..., Any], *arrays: Any) -> Launch:
+    compiled = jax.jit(fn)
+    return lambda times: jax.block_until_ready([compiled(*arrays) for _ in range(times)][-1])
+
+
+def _timed(calls: Mapping[str, Launch], seconds: float) -> dict[str, Any]:
     """Medians in turn, each of as many calls, launched one after the other, as take ``TURN`` seconds."""
     once, _ = timing.in_turn([functools.partial(call, 1) for call in calls.values()], 0.0, 1)
     repeats = {name: max(1, round(TURN / (time / 1e6))) for name, time in zip(calls, once, strict=True)}
     every = [functools.partial(call, repeats[name]) for name, call in calls.items()]
     medians, rounds = timing.in_turn(every, seconds, least=3)
-    found = {name: round(time / repeats[name], 2) for name, time in zip(calls, medians, strict=True)}
-    return {"result": "measured", "medians": found, "rounds": rounds}
+    of_one = {name: round(time / repeats[name], 2) for name, time in zip(calls, medians, strict=True)}
+    return {"result": "measured", "medians": of_one, "rounds": rounds}
 
 
-def _ready(calls: Mapping[str, Callable[[], Callable[[int], Any]]]) -> tuple[dict[str, Callable], dict[str, str]]:
+def _ready(calls: Mapping[str, Callable[[], Launch]]) -> tuple[dict[str, Launch], dict[str, str]]:
     """Those calls that compile and run, and why the others do not."""
-    found, left_out = {}, {}
+    ready, left_out = {}, {}
     for name, make in calls.items():
         try:
-            found[name] = make()
-            found[name](1)
+            call = make()
+            call(1)
+            ready[name] = call
         except Exception as wrong:  # whatever a peer raises is the reason why it has no time
-            lines = str(wrong).strip().splitlines()
-            left_out[name] = f"{type(wrong).__name__}: {lines[0][:200] if lines else ''}"
-            found.pop(name, None)
-    return found, left_out
+            left_out[name] = first_line(wrong, 200)
+    return ready, left_out
 
 
 def fast(
@@ -184,21 +197,22 @@ def fast(
 ) -> dict[str, Any]:  # fmt: skip
     """The time of one problem, in microseconds, by contestant, and of a product of two matrices beside it."""
     device = jax.devices()[0].platform
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    problem = Problem(case, length, dtype, num_heads=num_heads, head_dim=head_dim)
+    problem = Problem(case, length, _dtype(), num_heads=num_heads, head_dim=head_dim)
     taken = {
         one.name: functools.partial(one.repeated, problem, passes)
         for one in _contestants(kernels, device)
-        if case in one.cases and dtype in one.dtypes
+        if case in one.cases and problem.dtype in one.dtypes
     }
     calls, left_out = _ready(taken)
     side = 512 if device == "cpu" else 8192
-    matrix = jnp.ones((side, side), dtype)
-    product = jax.jit(lambda a, b: a @ b)
-    calls["matrix"] = lambda times: jax.block_until_ready([product(matrix, matrix) for _ in range(times)][-1])
+    matrix = jnp.ones((side, side), problem.dtype)
+    calls["matrix"] = _launched(jnp.matmul, matrix, matrix)
     calls["matrix"](1)
-    found = _timed(calls, seconds)
-    return found | {"left_out": left_out, "flops": problem.flops(passes), "matrix_flops": 2.0 * side**3}
+    return _timed(calls, seconds) | {
+        "left_out": left_out,
+        "flops": problem.flops(passes),
+        "matrix_flops": 2.0 * side**3,
+    }
 
 
 def decode(kernels: Sequence[str], length: int, batch: int, seconds: float) -> dict[str, Any]:
@@ -207,54 +221,42 @@ def decode(kernels: Sequence[str], length: int, batch: int, seconds: float) -> d
     A step is too short to be launched on its own: launching would be what is timed.
     """
     steps, N, K, H = 16, 32, 8, 128
-    rng = np.random.default_rng(0)
-    shapes = [(batch, 1, N, H), (batch, length, K, H), (batch, length, K, H)]
-    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
-    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
+    arrays = _random((batch, 1, N, H), (batch, length, K, H), (batch, length, K, H))
 
-    def looped(attention: Callable) -> Callable[[int], Any]:
-        def program(query, key, value):
+    def looped(attention: Callable[..., jax.Array]) -> Launch:
+        def program(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             step = lambda query, _: (attention(query, key, value).astype(query.dtype), None)
             return jax.lax.scan(step, query, None, length=steps)[0]
 
-        compiled = jax.jit(program)
-        return lambda times: jax.block_until_ready([compiled(*arrays) for _ in range(times)][-1])
+        return _launched(program, *arrays)
 
-    def of(implementation: Any) -> Callable:
+    def of(implementation: Any) -> Callable[..., jax.Array]:
         return functools.partial(jattn.dot_product_attention, implementation=implementation)
 
     taken = {"jattn": of(None)} | {f"jattn {word}": of(kernel_of(word)) for word in kernels}
     taken["jax.nn"] = jax.nn.dot_product_attention
     calls, left_out = _ready({name: functools.partial(looped, fn) for name, fn in taken.items()})
-    found = _timed(calls, seconds)
-    found["medians"] = {name: round(time / steps, 2) for name, time in found["medians"].items()}
+    row = _timed(calls, seconds)
+    row["medians"] = {name: round(time / steps, 2) for name, time in row["medians"].items()}
     read = sum(x.size * x.dtype.itemsize for x in arrays[1:])
-    return found | {"left_out": left_out, "bytes": read}
+    return row | {"left_out": left_out, "bytes": read}
 
 
 def statistics(kernels: Sequence[str], length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str, Any]:
     """Four statistics of all heads by each kernel that reduces weights, beside the plain call's forward pass."""
-    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
-    rng = np.random.default_rng(0)
-    query, key, value = (
-        jnp.asarray(rng.standard_normal((1, length, num_heads, head_dim), np.float32), dtype) for _ in range(3)
-    )
+    query, key, value = _random(*[(1, length, num_heads, head_dim)] * 3)
     attention = jax.jit(lambda q, k, v: jattn.dot_product_attention(q, k, v, is_causal=True, return_residual=True))
     lse = attention(query, key, value)[1]
 
-    def repeated(fn: Callable, *arrays: Any) -> Callable[[int], Any]:
-        compiled = jax.jit(fn)
-        return lambda times: jax.block_until_ready([compiled(*arrays) for _ in range(times)][-1])
-
-    def of(implementation: Any) -> Callable:
+    def of(implementation: Any) -> Callable[..., Any]:
         options = {"is_causal": True, "names": STATISTICS, "implementation": implementation}
         return lambda q, k, lse: jattn.heads.statistics(q, k, lse=lse, **options)
 
-    taken = {"forward": functools.partial(repeated, attention, query, key, value)}
+    taken = {"forward": functools.partial(_launched, attention, query, key, value)}
     kinds = {"jattn": None} | {f"jattn {word}": kernel_of(word) for word in kernels}
     for name, kernel in kinds.items():
         if kernel is None or isinstance(kernel, ReducesWeights):
-            taken[name] = functools.partial(repeated, of(kernel), query, key, lse)
+            taken[name] = functools.partial(_launched, of(kernel), query, key, lse)
     calls, left_out = _ready(taken)
     return _timed(calls, seconds) | {"left_out": left_out}
 
@@ -263,26 +265,23 @@ def ring(length: int, seconds: float, num_heads: int, head_dim: int) -> dict[str
     """All devices in a ring: whether forward and gradient are those of one device, and the time of both passes."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
-    dtype = jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((1, length, num_heads, head_dim), np.float32) for _ in range(3)]
+    arrays = _random(*[(1, length, num_heads, head_dim)] * 3)
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "sequence"))
 
-    def both(implementation: Any, placed: list) -> Callable[[int], Any]:
-        def loss(*arrays):
+    def both(implementation: Any, placed: list[jax.Array]) -> Launch:
+        def loss(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = jattn.dot_product_attention(*arrays, is_causal=True, implementation=implementation)
             return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
-        compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-        return lambda times: jax.block_until_ready([compiled(*placed) for _ in range(times)][-1])
+        return _launched(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), *placed)
 
-    divided = both(Ring(mesh, "sequence"), [jax.device_put(jnp.asarray(x, dtype), where) for x in arrays])
-    whole = both("blockwise", [jnp.asarray(x, dtype) for x in arrays])
+    divided = both(Ring(mesh, "sequence"), [jax.device_put(x, where) for x in arrays])
+    whole = both("blockwise", arrays)
     ((_, out), gradients), ((_, one), exact) = jax.device_get(divided(1)), jax.device_get(whole(1))
-    off = max(largest_error(out, one), largest_error(gradients, exact) / 4) / (1e-5 if dtype == jnp.float32 else 2e-2)
-    found = _timed({"ring": divided, "one device": whole}, seconds)
+    off = max(largest_error(out, one), largest_error(gradients, exact) / 4) / (1e-5 if _dtype() == "float32" else 2e-2)
+    row = _timed({"ring": divided, "one device": whole}, seconds)
     result, reason = ("right", None) if off <= 1.0 else ("wrong", f"off by {off:.3g} times the tolerance")
-    return found | {"result": result, "reason": reason, "devices": devices}
+    return row | {"result": result, "reason": reason, "devices": devices}
 
 
 def tune(
@@ -290,14 +289,10 @@ def tune(
     num_heads: int, seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The time of both passes, causal, with the default block sizes and with others."""
-    device = jax.devices()[0].platform
-    problem = Problem(
-        "causal", length, "float32" if device == "cpu" else "bfloat16", num_heads=num_heads, head_dim=head_dim
-    )
-    default = kernel_of(kernel)
-    kinds = {"default": default} | {
-        "x".join(map(str, pair)): dataclasses.replace(default, block_sizes=tuple(pair)) for pair in sizes
-    }
+    problem = Problem("causal", length, _dtype(), num_heads=num_heads, head_dim=head_dim)
+    kinds = {"default": kernel_of(kernel)}
+    for pair in sizes:
+        kinds["x".join(map(str, pair))] = dataclasses.replace(kinds["default"], block_sizes=tuple(pair))
     taken = {
         name: functools.partial(peers.InJax(name, peers.by_jattn(one), ("causal",)).repeated, problem, "both")
         for name, one in kinds.items()
@@ -324,8 +319,7 @@ def answer(ask: str, **question: Any) -> dict[str, Any]:
     except jattn.Unsupported as refused:
         return {"result": "refused", "reason": str(refused).splitlines()[0][:300]}
     except Exception as wrong:  # any exception is an answer, and the next question has a new process
-        lines = str(wrong).strip().splitlines()
-        return {"result": "failed", "reason": f"{type(wrong).__name__}: {lines[0][:300] if lines else ''}"}
+        return {"result": "failed", "reason": first_line(wrong, 300)}
 
 
 if __name__ == "__main__":

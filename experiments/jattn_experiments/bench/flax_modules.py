@@ -28,14 +28,8 @@ from jattn_experiments.bench.markdown import document, listed, table
 from jattn_experiments.bench.suite import Failed, Job, Results, Suite
 
 MODULES = {"jattn": jattn.nnx.MultiHeadAttention, "flax": nnx.MultiHeadAttention}
-COLUMNS = {
-    "jattn": "jattn",
-    "flax": "Flax",
-    "torch": "torch",
-    "pallas_gpu": "pallas_gpu",
-    "native": "native",  # in results from before it was the plain call
-    "sum": "sum of the cache",
-}
+COLUMNS = ("jattn", "flax", "torch", "pallas_gpu", "native", "sum")  # native: from before it was the plain call
+TITLES = {"flax": "Flax", "sum": "sum of the cache"}
 TRAIN, DECODE, MODULE = "training step", "decode, function", "decode, module"
 RATE = 0.1  # of gradient descent
 
@@ -270,15 +264,14 @@ def goals(results: Results) -> list[Goal]:
 
 def markdown(results: Results) -> str:
     """``layers.md``."""
-    times = []
-    columns = {name: title for name, title in COLUMNS.items() if any(name in r["medians"] for r in results.of("times"))}
+    times, columns = [], [name for name in COLUMNS if any(name in r["medians"] for r in results.of("times"))]
     for r in results.of("times"):
         cells = [f"{r['medians'][name] / 1e3:.2f}" if name in r["medians"] else "-" for name in columns]
         times.append([r["step"], r["length"], *cells, r["rounds"], f"{r['apart']:.0e}"])
-    memory = [
-        [COLUMNS[r["contestant"]], r["length"], *(f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))]
-        for r in results.of("memory")
-    ]
+    memory = []
+    for r in results.of("memory"):
+        sizes = (f"{r[kind] / 2**20:.0f}" for kind in ("temporaries", "peak"))
+        memory.append([TITLES.get(r["contestant"], r["contestant"]), r["length"], *sizes])
     of_torch = " torch: with `nn.TransformerEncoderLayer`, its own parameters." if "torch" in columns else ""
     return document(
         "# Layers, measured",
@@ -289,7 +282,7 @@ def markdown(results: Results) -> str:
         "## What was asked",
         goal_table(goals(results)),
         "## Milliseconds",
-        table(["step", "n", *columns.values(), "rounds", "apart"], times),
+        table(["step", "n", *(TITLES.get(name, name) for name in columns), "rounds", "apart"], times),
         "## Memory of a training step, MiB",
         "The peak, of which a fifth is asked, is the resident memory of a fresh process that does one step, "
         "compilation included, less that of one that only builds the model and its inputs.",

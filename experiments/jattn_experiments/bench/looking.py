@@ -81,10 +81,7 @@ def tracking(sizes: Sizes, name: str) -> dict[str, Any]:
     setup = train.Setup.of(config.read(config.CONFIGS / f"{name}.yaml"))
     state, interval = setup.init(), config.Train().look_every
     steps = jnp.arange(interval)
-    calls = {
-        STEPS: _finished(train.updates(setup), state, steps),
-        LOOKED: _finished(train.chunk(setup), state, steps),
-    }
+    calls = {STEPS: _finished(train.updates(setup), state, steps), LOOKED: _finished(train.chunk(setup), state, steps)}
     return {"interval": interval, "own": setup.config.train.look_every, **sizes.medians(calls)}
 
 

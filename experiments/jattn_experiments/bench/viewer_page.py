@@ -154,14 +154,11 @@ def write_page(text: Text, tool: str, file: Path) -> dict[str, float]:
     importlib.import_module(package)  # its time and memory are not the page's
     jax.block_until_ready(text.layers)
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on, without that of the model
-    before, begin = _resident(), time.perf_counter()
+    before = float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    begin = time.perf_counter()
     file.write_text(page(text), encoding="utf-8")
     seconds = round(time.perf_counter() - begin, 2)
     return {"bytes": file.stat().st_size, "seconds": seconds, "before": before, "peak": peak_resident()}
-
-
-def _resident() -> float:
-    return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def answer(text: str, tool: str, file: str) -> dict[str, float]:

@@ -73,6 +73,12 @@ class Worker:
             self.process = None
 
 
+def first_line(error: Exception, most: int | None = None) -> str:
+    """The kind of an exception and the first line of its message, of which at most so many letters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:most] if lines else ''}"
+
+
 def serve(answer: Callable[..., Mapping[str, Any]]) -> None:
     """Answers the questions on stdin, JSON objects of named arguments, one a line, until it ends."""
     answers = os.fdopen(os.dup(1), "w")

@@ -44,9 +44,8 @@ def load(arguments: Sequence[str]) -> Request:
     parser.add_argument("--replicate_seed", type=int | None, default=None, help=first)
     _add_processes(parser)
     try:
-        config, parsed = build_and_parse(
-            parser, lambda parser: parser.parse_args(_spell_out_sweeps(_find_configs(arguments)))
-        )
+        words = _spell_out_sweeps(_find_configs(arguments))
+        config, parsed = build_and_parse(parser, lambda parser: parser.parse_args(words))
         variants(config)
         processes = _processes(parsed)
         _check_replication(config, parsed["replicate"], parsed["replicate_seed"])
@@ -80,9 +79,8 @@ def _add_processes(parser: Parser) -> None:
     parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {default}")
     parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {default}")
     parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {default}")
-    parser.add_argument(
-        "--local_devices", type=int | None, default=None, help="on CPU, devices of this process; default: its share"
-    )
+    share = "on CPU, devices of this process; default: its share"
+    parser.add_argument("--local_devices", type=int | None, default=None, help=share)
 
 
 def _processes(parsed: Any) -> Processes | None:
@@ -95,9 +93,8 @@ def _processes(parsed: Any) -> Processes | None:
         return None
     if missing := [name for name in Processes._fields[:3] if name not in options]:
         if len(missing) < 3:
-            raise ValueError(
-                f"{missing[0]}: missing; expected all of coordinator, num_processes and process_id, or none of them"
-            )
+            expected = "all of coordinator, num_processes and process_id, or none of them"
+            raise ValueError(f"{missing[0]}: missing; expected {expected}")
         return processes
     address, count, number, devices = processes
     for key, good, expected in (
@@ -141,9 +138,8 @@ def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
         at = rest.index("--sweep")
         key, equals, values = (rest[at + 1] if at + 1 < len(rest) else "").partition("=")
         if not (key and equals and values) or key in swept:
-            raise ValueError(
-                f"sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got {' '.join(rest[at : at + 2])!r}"
-            )
+            words = " ".join(rest[at : at + 2])
+            raise ValueError(f"sweep: expected --sweep OPTION=VALUE,VALUE, each option once, got {words!r}")
         swept[key] = f"{key}: [{values}]"
         del rest[at : at + 2]
     return [*rest, "--sweep", f"{{{', '.join(swept.values())}}}"] if swept else rest

@@ -23,15 +23,10 @@ class Processes(NamedTuple):
 
 
 _OPTIONS = [
-    "config",
-    "out",
-    "check",
-    "replicate",
-    "replicate_seed",
-    "distributed",
-    *Processes._fields,
+    *("config", "out", "check", "replicate", "replicate_seed", "distributed", *Processes._fields),
     *(field.name for field in dataclasses.fields(Config)),
-] + [f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)]
+    *(f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)),
+]
 
 
 class Parser(jsonargparse.ArgumentParser):

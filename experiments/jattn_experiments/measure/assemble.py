@@ -24,6 +24,7 @@ def assemble(
     config, places = setup.config, setup.task.places
     trained, untrained = results[""].trained, results[""].untrained
     metric_steps, metrics = history.metrics()
+    first = [name for name in ("loss", "accuracy", "exact_match") if name in metrics]
     look_steps, scores = history.scores()
     length = trained.offset_profile.shape[-1]
     return Findings(
@@ -35,7 +36,7 @@ def assemble(
         places=list(places),
         tokens=evaluate.example_tokens(setup),
         metric_steps=metric_steps,
-        metrics={name: metrics[name] for name in sorted(metrics, key=_metric_order)},
+        metrics={name: metrics[name] for name in [*first, *sorted(metrics.keys() - first)]},
         look_steps=look_steps,
         scores={name: scores[name] for name in (*setup.task.located, *head_scores.TRACKED)},
         statistics={name: np.stack([untrained.scores[name], trained.scores[name]], 1) for name in head_scores.ALL},
@@ -56,11 +57,6 @@ def assemble(
         controls=_control_rows(results),
         claims=[claims.judge(claim, results) for claim in config.claims],
     )
-
-
-def _metric_order(name: str) -> tuple[int, str]:
-    first = ("loss", "accuracy", "exact_match")
-    return (first.index(name) if name in first else len(first)), name
 
 
 Curves = dict[str, dict[str, list[list[float]]]]  # "Y over X" -> line -> [[x, y per seed ...], ...]
@@ -114,9 +110,7 @@ def _sweep_curves(results: dict[str, claims.Result]) -> Curves:
 def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
     """A row per control and metric, the run itself first."""
     return [
-        claims.row(
-            name or result.config.name, metric, claims.measure(result, result.trained, metric), result.parameters
-        )
+        claims.row(name or one.config.name, metric, claims.measure(one, one.trained, metric), one.parameters)
         for metric in tasks.make(results[""].config.task).metrics
-        for name, result in results.items()
+        for name, one in results.items()
     ]

@@ -143,11 +143,9 @@ def check(config: Config) -> None:
             seeds[name] = configs[control].train.first_seed, configs[control].train.seeds
         if len(set(seeds.values())) > 1:
             raise ValueError(f"{key}.minus: expected the seeds of {claim.metric!r}, got those of {claim.minus!r}")
-        if claim.needed > seeds["metric"][1]:
-            control = claim.metric.rpartition(":")[0]
-            raise ValueError(
-                f"{key}.needed: expected at most the {seeds['metric'][1]} seeds of {control}, got {claim.needed}"
-            )
+        control, most = claim.metric.rpartition(":")[0], seeds["metric"][1]
+        if claim.needed > most:
+            raise ValueError(f"{key}.needed: expected at most the {most} seeds of {control}, got {claim.needed}")
 
 
 def known_metrics(config: Config) -> list[str]:

@@ -11,22 +11,12 @@ from jax import Array
 
 from jattn import heads
 from jattn.heads import MIXED
-from jattn_experiments import head_scores
+from jattn_experiments import head_scores, train
 from jattn_experiments.batches import Batch, Patch
 from jattn_experiments.model import Transformer, layer_by_layer
 from jattn_experiments.runs import devices
 from jattn_experiments.tasks import CopyString
-from jattn_experiments.train import (
-    EXAMPLES,
-    NULL_DATA,
-    NULL_INIT,
-    PROBE_DATA,
-    TEST_DATA,
-    Setup,
-    held_out,
-    judge,
-    loss_of,
-)
+from jattn_experiments.train import Setup
 
 LOOK_BATCH = 256  # sequences in the average of weights at the end
 NULL_HEADS = 256  # of untrained models: what a head scores by chance
@@ -84,34 +74,34 @@ def _answers(setup: Setup, params: Any, key: Array) -> dict[str, Array]:
     _, kept = looking.model.apply(params, tokens, sow_heads=True, mutable=["intermediates"])
     clean = layer_by_layer(kept["intermediates"], "attention_heads")
     logits = answers()
-    accuracy, exact_match = judge(logits, batch)
+    accuracy, exact_match = train.judge(logits, batch)
     return {
         "accuracy": accuracy,
         "exact_match": exact_match,
-        "loss": loss_of(logits, batch),
+        "loss": train.loss_of(logits, batch),
         "levels": {name: level.mean() for name, level in batch.levels.items()},
         "ablated": heads.ablate(
-            lambda options: judge(answers(per_layer=options), batch)[0], clean, batch_size=len(clean) * 4
+            lambda options: train.judge(answers(per_layer=options), batch)[0], clean, batch_size=len(clean) * 4
         ),
-        "hardened": judge(answers(harden=True), batch)[0],
+        "hardened": train.judge(answers(harden=True), batch)[0],
     }
 
 
 def _test_batch(setup: Setup, key: Array) -> Batch:
-    batch = setup.task.held_out(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    batch = setup.task.held_out(jax.random.fold_in(key, train.TEST_DATA), setup.config.evaluate.batch)
     return devices.split(setup.mesh, batch)
 
 
 def _looks(setup: Setup, params: Any, key: Array) -> dict[str, Any]:
     """How the heads of one seed's model do it."""
     task, model = setup.task, setup.model
-    looked_at = task.look(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    looked_at = task.look(jax.random.fold_in(key, train.TEST_DATA), setup.config.evaluate.batch)
     looked_at = jax.tree.map(lambda leaf: leaf[:LOOK_BATCH], looked_at)
     scores, weights = head_scores.scores(model, task, params, looked_at, head_scores.ALL)
-    probe = task.probe(jax.random.fold_in(key, PROBE_DATA), LOOK_BATCH)
+    probe = task.probe(jax.random.fold_in(key, train.PROBE_DATA), LOOK_BATCH)
     patterns = of_patterns(head_scores.weights_of(model, params, probe.tokens), probe.real[0])
-    patches = task.patch(jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
-    late = held_out(model, task, params, jax.random.fold_in(key, TEST_DATA), setup.config.evaluate.batch)
+    patches = task.patch(jax.random.fold_in(key, train.TEST_DATA), setup.config.evaluate.batch)
+    late = train.held_out(model, task, params, jax.random.fold_in(key, train.TEST_DATA), setup.config.evaluate.batch)
     return {
         "in_context": late.get("in_context", jnp.nan),
         "scores": scores,
@@ -160,9 +150,9 @@ def _curve(setup: Setup, params: Any, key: Array) -> Array:
         return jnp.zeros(0)
 
     def exact_match(length: Array) -> Array:
-        key_here = jax.random.fold_in(jax.random.fold_in(key, TEST_DATA), length)
+        key_here = jax.random.fold_in(jax.random.fold_in(key, train.TEST_DATA), length)
         batch = task.sample_length(key_here, CURVE_BATCH, length)
-        return judge(setup.model.apply(params, batch.tokens), batch)[1]
+        return train.judge(setup.model.apply(params, batch.tokens), batch)[1]
 
     return jax.lax.map(exact_match, jnp.array(lengths))
 
@@ -180,7 +170,7 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
     shifts = 1 + jnp.arange(min(math.ceil(needed / (heads_each * len(setup.seeds))), NULL_BATCH - 1))
 
     def untrained(key: Array) -> dict[str, Array]:
-        batch, key = _null_batch(setup, key), jax.random.fold_in(key, NULL_INIT)
+        batch, key = _null_batch(setup, key), jax.random.fold_in(key, train.NULL_INIT)
         return head_scores.scores(setup.model, setup.task, setup.model.init(key, batch.tokens[:1]), batch, names)[0]
 
     def shuffled(both: tuple[Any, Array]) -> dict[str, Array]:
@@ -198,7 +188,7 @@ def null(setup: Setup, params: Any) -> dict[str, np.ndarray]:
 
 
 def _null_batch(setup: Setup, key: Array) -> Batch:
-    return setup.task.look(jax.random.fold_in(key, NULL_DATA), NULL_BATCH)
+    return setup.task.look(jax.random.fold_in(key, train.NULL_DATA), NULL_BATCH)
 
 
 def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np.ndarray]:
@@ -208,7 +198,7 @@ def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np
     def accuracy(setup: Setup, params: Any, key: Array, gates: Array) -> Array:
         batch = _test_batch(setup, key)
         per_layer = [{"head_gate": gate} for gate in gates]
-        return judge(setup.model.apply(params, batch.tokens, at=batch.at, per_layer=per_layer), batch)[0]
+        return train.judge(setup.model.apply(params, batch.tokens, at=batch.at, per_layer=per_layer), batch)[0]
 
     every_seed = _every_seed(accuracy, setup)
     return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in roles}
@@ -244,5 +234,5 @@ def head_rows(seeds: list[int], roles: heads.Roles) -> list[dict[str, Any]]:
 def example_tokens(setup: Setup) -> list[list[str]]:
     """Token labels of the examples in ``train.look_at``."""
     setup = setup.looking
-    tokens = jax.jit(lambda key: setup.task.probe(jax.random.fold_in(key, PROBE_DATA), EXAMPLES).tokens)(setup.keys[0])
-    return [setup.task.labels(example) for example in np.asarray(tokens).tolist()]
+    draw = lambda key: setup.task.probe(jax.random.fold_in(key, train.PROBE_DATA), train.EXAMPLES).tokens
+    return [setup.task.labels(example) for example in np.asarray(jax.jit(draw)(setup.keys[0])).tolist()]

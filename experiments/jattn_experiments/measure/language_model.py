@@ -38,9 +38,8 @@ def check(config: Config) -> None:
     sections = ("pretrained", "long", "controls", "sweep", "mesh")
     saved_model.refuse(config, sections, "does not apply to a language model")
     if config.task.kind != "induction":
-        raise ValueError(
-            f"task.kind: the toy model beside a language model learns 'induction', got {config.task.kind!r}"
-        )
+        kind = config.task.kind
+        raise ValueError(f"task.kind: the toy model beside a language model learns 'induction', got {kind!r}")
     for claim in config.claims:
         saved_model.check_claim(claim, [*METRICS, *(TOY + name for name in OF_TOY)], not claim.metric.startswith(TOY))
     check_file(config, "language")
@@ -74,7 +73,8 @@ def run(config: Config, out: Path) -> Findings:
     measured = _measured(model, data, ranked, matches)
     few = np.arange(SINGLE)
     single = judge(model, data, np.concatenate([few, len(data.tested) + few]))
-    accuracy, ablated = single(np.ones(model.shape))[1], _ablate_each(single, model.shape)
+    accuracy = single(np.ones(model.shape))[1]
+    each = [single(gates)[1] for gates in track(one_off(model.shape), "each head off", console=Terminal())]
     roles, twin = _roles(looked, twins), twins[0]
     off = {str(role): single(roles.label[0] != role)[1][None] for role in np.unique(roles.label) if role in PATTERNS}
     metrics = language_metrics.metrics_of(measured, looked, twin, ranked)
@@ -92,7 +92,7 @@ def run(config: Config, out: Path) -> Findings:
         mean_weights=np.stack([twin["mean_weights"], looked["mean_weights"]]),
         **pair(twin, looked, ("offset_profile", "divergence", "noise")),
         accuracy=accuracy[None],
-        ablated=ablated[None],
+        ablated=np.stack(each).reshape(1, *model.shape, -1),
         groups=off,
         paths={into: measured["paths"]["clean"] - measured["paths"][into] for into in induction_paths.INTO},
         heads=evaluate.head_rows([options.seed], roles),
@@ -147,12 +147,6 @@ def judge(model: Model, data: Sequences, rows: Any = slice(None)) -> Judge:
         return jnp.stack([jnp.stack([x.mean(where=place) for place in places]) for x in (loss, right)])
 
     return lambda gates: np.asarray(of(model.state, jnp.asarray(gates, jnp.float32)))
-
-
-def _ablate_each(single: Judge, shape: tuple[int, ...]) -> np.ndarray:
-    """``[L,N,3]``: the accuracy at each place with one head switched off."""
-    each = [single(gates)[1] for gates in track(one_off(shape), "each head off", console=Terminal())]
-    return np.stack(each).reshape(*shape, -1)
 
 
 def _measured(

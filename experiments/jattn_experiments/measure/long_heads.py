@@ -21,16 +21,9 @@ from jattn_experiments import head_scores
 from jattn_experiments.batches import Rule
 from jattn_experiments.config import Config
 from jattn_experiments.config.rules import follow
-from jattn_experiments.measure import (
-    evaluate,
-    language_metrics,
-    language_model,
-    long_metrics,
-    long_texts,
-    saved_model,
-    sequences,
-)
+from jattn_experiments.measure import evaluate, language_metrics, long_metrics, long_texts, saved_model, sequences
 from jattn_experiments.measure.head_groups import Heads, among, matched_groups, strongest
+from jattn_experiments.measure.language_model import check_file
 from jattn_experiments.measure.long_looks import SPANS, distances, patterns, pictured, sinks, zoom
 from jattn_experiments.measure.long_losses import Judge, streams
 from jattn_experiments.measure.long_metrics import COPIES, PATTERNS
@@ -48,7 +41,7 @@ def check(config: Config) -> None:
     saved_model.refuse(config, sections, "nothing is trained on long texts")
     follow(config, _rules(config))
     long_metrics.check(config)
-    long_texts.draw(config, interop.tokenizer(language_model.check_file(config, "long")))
+    long_texts.draw(config, interop.tokenizer(check_file(config, "long")))
 
 
 def _rules(config: Config) -> Iterator[Rule]:

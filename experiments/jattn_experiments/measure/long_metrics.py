@@ -48,9 +48,8 @@ def check(config: Config) -> None:
     known, matched = names(config), config.language.matched
     for claim in config.claims:
         if claim.metric in known and claim.metric.startswith("p/") and 1 / (1 + matched) > 0.05:
-            raise ValueError(
-                f"claims.{claim.name}.metric: a p-value needs language.matched of at least 19, got {matched}"
-            )
+            enough = f"language.matched of at least 19, got {matched}"
+            raise ValueError(f"claims.{claim.name}.metric: a p-value needs {enough}")
         check_claim(claim, known)
 
 
@@ -103,10 +102,8 @@ def _metrics_of_groups(config: Config, measured: dict[str, Any]) -> dict[str, Me
 def _metrics_of_looks(config: Config, measured: dict[str, Any]) -> dict[str, Measure]:
     """Where heads rest, what tokens out of sight cost, and from how far away induction heads copy."""
     options, first, entropy = config.long, *(_mean(measured["sinks"], name) for name in ("first", "entropy"))
-    metrics = {
-        "sinks": Measure([float((first[-1] >= SINK).mean())]),
-        "sinks/stable": Measure([_correlation(first[0], first[-1])]),
-    }
+    metrics = {"sinks": Measure([float((first[-1] >= SINK).mean())])}
+    metrics["sinks/stable"] = Measure([_correlation(first[0], first[-1])])
     for at, length in enumerate(sink_lengths(options.lengths)):
         metrics[f"first/{length}"] = Measure([float(first[at].mean())])
         metrics[f"entropy/{length}"] = Measure([float(entropy[at].mean())])

@@ -74,9 +74,8 @@ def run(config: Config, out: Path) -> Findings:
     models, looking = [*saved_model.twins(model.config), model], looker(sentences)
     *twins, looked = [looking(one) for one in track(models, "heads", console=Terminal())]
     roles = saved_model.roles(looked, twins, PATTERNS, looked["shuffled"])
-    looked["ablated"] = ablate(model, sentences)
-    groups = _groups(model, sentences, roles.label[0])
-    return _findings(config, sentences, (twins[0], looked), roles, groups, time.monotonic() - started)
+    looked |= {"ablated": ablate(model, sentences), "groups": _groups(model, sentences, roles.label[0])}
+    return _findings(config, sentences, (twins[0], looked), roles, time.monotonic() - started)
 
 
 def read_sentences(options: SentenceEncoder, folder: Path) -> Sentences:
@@ -211,12 +210,7 @@ def _mean_weights(weights: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 
 def _findings(
-    config: Config,
-    sentences: Sentences,
-    looked: Sequence[dict[str, Any]],
-    roles: heads.Roles,
-    groups: dict[str, np.ndarray],
-    seconds: float,
+    config: Config, sentences: Sentences, looked: Sequence[dict[str, Any]], roles: heads.Roles, seconds: float
 ) -> Findings:
     twin, model = looked
     T, longest = sentences.tokens.shape[1], max(map(len, sentences.words))
@@ -229,6 +223,7 @@ def _findings(
     quality = dict(zip(("nearest_accuracy", "margin"), both(lambda one: one["accuracy"]).T.tolist(), strict=True))
     best = {claims.BEST + name: both(lambda one, name=name: one[name].max()).tolist() for name in PATTERNS}
     measured = quality | best  # the twin's and the model's
+    compared = [(claim, *measured[claim.metric]) for claim in config.claims]
     divergence, noise = zip(*(_divergence(one["weights"], sentences.valid) for one in looked), strict=True)
     fields = dataclasses.asdict(config)
     return saved_model.findings(
@@ -248,15 +243,12 @@ def _findings(
         noise=np.stack(noise)[None],
         accuracy=model["accuracy"][None],
         ablated=model["ablated"][None],
-        groups=groups,
+        groups=model["groups"],
         heads=evaluate.head_rows([0], roles),
         controls=[
             claims.row(name, metric, [values[when]])
             for metric, values in quality.items()
             for when, name in ((1, config.name), (0, "random twin"))
         ],
-        claims=[
-            claims.verdict(claim, [measured[claim.metric][1]], [measured[claim.metric][0]], [0])
-            for claim in config.claims
-        ],
+        claims=[claims.verdict(claim, [number], [of_twin], [0]) for claim, of_twin, number in compared],
     )

@@ -27,9 +27,8 @@ def measure(config: Config, out: Path) -> dict[str, Measure]:
     for name in PATTERNS:
         metrics[claims.BEST + name] = Measure(*(one.scores[name].max((1, 2)).tolist() for one in both))
     scores = {name: np.asarray(both[0].scores[name]) for name in GROUPS}  # [R,L,N]
-    routes = [
-        _paths(trained, seed, {name: of[seed] for name, of in scores.items()}) for seed in range(len(setup.seeds))
-    ]
+    of_seeds = ({name: of[seed] for name, of in scores.items()} for seed in range(len(setup.seeds)))
+    routes = [_paths(trained, seed, of) for seed, of in enumerate(of_seeds)]
     for into in induction_paths.INTO:
         metrics[f"kept/{into}"] = Measure([float(one[f"{into} groups"][0] / one["clean"]) for one in routes])
     both = zip(routes, scores["previous_token"], strict=True)

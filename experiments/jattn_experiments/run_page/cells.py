@@ -50,9 +50,8 @@ def draw_matrix(
         stride = -(-len(names) // 24) if square else 1
         ticks = range(0, len(names), stride)
         axis.set_ticks(ticks, [names[i] for i in ticks], fontsize=7, parse_math=False)
-    ax.tick_params(
-        axis="x", rotation=0 if flat else 90, length=0, top=True, labeltop=True, bottom=False, labelbottom=False
-    )
+    above = {"top": True, "labeltop": True, "bottom": False, "labelbottom": False}
+    ax.tick_params(axis="x", rotation=0 if flat else 90, length=0, **above)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False)
     for row, column in np.ndindex(*matrix.shades.shape) if cell > 0.26 else ():

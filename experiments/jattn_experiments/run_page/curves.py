@@ -43,12 +43,12 @@ def time_panels(findings: Findings) -> list[Panel]:
     """
     if not findings.metrics:
         return []
-    losses = {name: values for name, values in findings.metrics.items() if "loss" in name}
-    units = {name: values for name, values in findings.metrics.items() if name not in losses and in_unit(values)}
-    above = {name: values for name, values in findings.metrics.items() if name.startswith("above/")}
-    units = {name: values for name, values in units.items() if name not in above}
-    known = {*losses, *units, *above}
-    others = {name: values for name, values in findings.metrics.items() if name not in known}
+    losses, above, units, others = ({} for _ in range(4))
+    for name, values in findings.metrics.items():
+        if name.startswith("above/"):
+            above[name.removeprefix("above/")] = values
+        else:
+            (losses if "loss" in name else units if in_unit(values) else others)[name] = values
     # A place's pattern is in a different head for every seed, so a seed is shown by its best head. Entropy is not
     # such a pattern: it is averaged over heads.
     scores = {
@@ -59,12 +59,7 @@ def time_panels(findings: Findings) -> list[Panel]:
     rest = {name: values for name, values in scores.items() if name not in placed}
     panels = [
         _panel(findings, "loss", findings.metric_steps, losses, log=True),
-        _panel(
-            findings,
-            "loss above that of",
-            findings.metric_steps,
-            {name.removeprefix("above/"): above[name] for name in above},
-        ),
+        _panel(findings, "loss above that of", findings.metric_steps, above),
         _panel(findings, " / ".join(map(plain, units)) if len(units) < 3 else "accuracy", findings.metric_steps, units),
         *(_panel(findings, plain(name), findings.metric_steps, {name: values}) for name, values in others.items()),
         _panel(findings, "best head's weight\non its place", findings.look_steps, placed),

@@ -56,10 +56,8 @@ class Explorer:
         *examples, mean = self.views
         steps = [len(view.frames) for view in examples]
         kept = kept_steps(steps, weights // np.size(mean.frames[0].weights) - 2)
-        views = [
-            dataclasses.replace(view, frames=[view.frames[at] for at in indices])
-            for view, indices in zip(examples, kept, strict=True)
-        ]
+        frames = ([view.frames[at] for at in indices] for view, indices in zip(examples, kept, strict=True))
+        views = [dataclasses.replace(view, frames=some) for view, some in zip(examples, frames, strict=True)]
         return dataclasses.replace(self, views=[*views, mean])
 
 

@@ -16,26 +16,9 @@ from matplotlib.lines import Line2D
 
 from jattn.plots import head_grid
 from jattn_experiments.onset import rate
-from jattn_experiments.run_page import deep_figures
+from jattn_experiments.run_page import deep_figures, plot_data
 from jattn_experiments.run_page.cells import colour_bar, draw_matrix, names_height
 from jattn_experiments.run_page.curves import Panel, curve_panels, in_unit, time_panels, turns
-from jattn_experiments.run_page.plot_data import (
-    WHEN,
-    Matrix,
-    ablation_matrices,
-    by_metric,
-    divergence_matrices,
-    drawn_profiles,
-    first_look,
-    head_codes,
-    head_maps,
-    head_names,
-    head_places,
-    head_roles,
-    pooled,
-    role_colours,
-    statistics_matrices,
-)
 from jattn_experiments.run_page.style import DASHES, DPI, FAINT, INK, PALETTE, STYLE, WIDTH, titled
 from jattn_experiments.run_page.svg import with_tooltips
 from jattn_experiments.runs.findings import Findings, plain
@@ -157,30 +140,25 @@ def _seeds(findings: Findings) -> str:
 def _names(findings: Findings) -> list[str]:
     """The title of each head of the first seed: its position and, on the next line, its role."""
     if findings.ablated.shape[2] > MANY:
-        parted = (name.partition(" ") for name in head_names(findings))
+        parted = (name.partition(" ") for name in plot_data.head_names(findings))
         return [code + "\n" + (role if len(role) <= 15 else role[:14] + "…") for code, _, role in parted]
-    places, roles = head_places(findings), head_roles(findings)
+    places, roles = plot_data.head_places(findings), plot_data.head_roles(findings)
     return [f"layer {layer} head {head}\n{role}".strip() for (layer, head), role in zip(places, roles, strict=True)]
-
-
-def _width(heads: int) -> float:
-    """Width in inches of a row of heads."""
-    return max(WIDTH, 1.5 + 1.05 * heads)
 
 
 def heads_figure(findings: Findings) -> Figure:
     """Every head of the first seed on the first example, first look above last (one head a layer: beside); pools."""
-    (first, last), tokens = pooled(findings.example_weights[[0, -1], 0])
+    (first, last), tokens = plot_data.pooled(findings.example_weights[[0, -1], 0])
     if len(tokens) == len(findings.tokens[0]):
         tokens = findings.tokens[0]
     heads = first.shape[1]
-    columns = max(heads, len(WHEN))  # one head a layer would be a tall column
+    columns = max(heads, len(plot_data.WHEN))  # one head a layer would be a tall column
     rows = np.stack([first, last], 1).reshape(-1, columns, *first.shape[2:])  # [2L,N,T,T], or [L,2,T,T]
     titles = []
     for layer in range(first.shape[0]):
         names = _names(findings)[layer * heads : (layer + 1) * heads]
-        titles += [name.partition("\n")[0] + f"\n{first_look(findings)}" for name in names] + names
-    panel = (_width(columns) - 1.5) / columns - 0.15
+        titles += [name.partition("\n")[0] + f"\n{plot_data.first_look(findings)}" for name in names] + names
+    panel = (max(WIDTH, 1.5 + 1.05 * columns) - 1.5) / columns - 0.15
     with matplotlib.rc_context({"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}):
         title = f"{plain(findings.name)}: example 1, seed {findings.seeds[0]}"
         return head_grid(rows, tokens, vmax=float(rows.max()), titles=titles, title=title, panel_size=panel)
@@ -199,12 +177,12 @@ def _head_axes(findings: Findings, height: float) -> tuple[Figure, list[Axes]]:
 
 def offsets_figure(findings: Findings) -> Figure:
     """Mean weight at each offset from the query: one panel per head, untrained and trained."""
-    offsets, profiles, step = drawn_profiles(findings, LINE_BUDGET)
+    offsets, profiles, step = plot_data.drawn_profiles(findings, LINE_BUDGET)
     few = profiles.size <= PROFILE_BUDGET
     figure, axes = _head_axes(findings, 1.75)
     for head, title in enumerate(_names(findings)):
         ax = axes[head]
-        for when, colour, name in ((0, FAINT, WHEN[0]), (1, PALETTE[0], WHEN[1])):
+        for when, colour, name in ((0, FAINT, plot_data.WHEN[0]), (1, PALETTE[0], plot_data.WHEN[1])):
             for seed, each in zip(findings.seeds, profiles[:, when, head], strict=True) if few else ():
                 ax.plot(offsets, each, color=colour, linewidth=0.5, alpha=0.35, url=f"seed {seed}: {name}")
             median = np.median(profiles[:, when, head], 0)
@@ -232,7 +210,7 @@ def _median_of(findings: Findings) -> str:
 
 def statistics_figure(findings: Findings) -> Figure:
     """Every statistic of every head, untrained and trained."""
-    matrices = statistics_matrices(findings)
+    matrices = plot_data.statistics_matrices(findings)
     rows, columns = matrices[0].shades.shape
     figure = Figure(figsize=(1.3 * WIDTH, 0.19 * rows + 1.9))
     for ax, matrix in zip(figure.subplots(1, 2), matrices, strict=True):
@@ -244,7 +222,7 @@ def statistics_figure(findings: Findings) -> Figure:
 
 def ablation_figure(findings: Findings) -> Figure:
     """The accuracy that each place loses without one head, or without all heads of a role."""
-    matrices = ablation_matrices(findings)
+    matrices = plot_data.ablation_matrices(findings)
     rows, widest = len(findings.places), max(len(matrix.columns) for matrix in matrices)
     cell = (WIDTH - 2.5) / widest
     above = sum(names_height(matrix.columns, cell) for matrix in matrices)
@@ -260,7 +238,7 @@ def ablation_figure(findings: Findings) -> Figure:
 
 def divergence_figure(findings: Findings) -> Figure:
     """How much the heads' patterns differ before and after training, on one scale."""
-    matrices = divergence_matrices(findings)
+    matrices = plot_data.divergence_matrices(findings)
     figure = Figure(figsize=(WIDTH, 4.2))
     axes = figure.subplots(1, 2)
     for ax, matrix in zip(axes, matrices, strict=True):
@@ -272,14 +250,14 @@ def divergence_figure(findings: Findings) -> Figure:
 
 def map_figure(findings: Findings) -> Figure:
     """The first seed's heads in the plane, coloured by role, untrained and trained on one scale."""
-    maps, reach = head_maps(findings)
-    colours, names = role_colours(findings), head_names(findings)
+    maps, reach = plot_data.head_maps(findings)
+    colours, names = plot_data.role_colours(findings), plot_data.head_names(findings)
     figure = Figure(figsize=(WIDTH, 5.3), layout="compressed")
-    inks = [_ink(colours.get(role, -1))["color"] for role in head_roles(findings)]
+    inks = [_ink(colours.get(role, -1))["color"] for role in plot_data.head_roles(findings)]
     for ax, shown in zip(figure.subplots(1, 2), maps, strict=True):
         tooltips = [f"{name}: {x:.4g}, {y:.4g}" for name, (x, y) in zip(names, shown.points, strict=True)]
         ax.scatter(*shown.points.T, s=36, c=inks, linewidths=0, urls=tooltips)
-        for code, point, side in zip(head_codes(findings), shown.points, shown.sides, strict=True):
+        for code, point, side in zip(plot_data.head_codes(findings), shown.points, shown.sides, strict=True):
             if side is not None:
                 place = {"ha": ("center", "left", "right")[side[0]], "va": ("center", "bottom", "top")[side[1]]}
                 offset = np.multiply(side, (5, 4))
@@ -318,7 +296,7 @@ def grids_figure(findings: Findings) -> Figure:
     axes = figure.subplots(len(grids), 1, squeeze=False)[:, 0]
     for ax, (title, grid) in zip(axes, grids, strict=True):
         values = np.array(grid["values"], float)
-        matrix = Matrix(title, list(grid["rows"]), list(grid["columns"]), values[None], values)
+        matrix = plot_data.Matrix(title, list(grid["rows"]), list(grid["columns"]), values[None], values)
         image = draw_matrix(ax, matrix, (WIDTH - 2.5) / len(grid["columns"]), findings.seeds)
     colour_bar(figure, image, axes)
     return titled(figure, findings, ", ".join(findings.grids))
@@ -326,7 +304,7 @@ def grids_figure(findings: Findings) -> Figure:
 
 def controls_figure(findings: Findings) -> Figure:
     """Results of the controls: a dot per seed, a bar at the median."""
-    metrics = by_metric(findings.controls)
+    metrics = plot_data.by_metric(findings.controls)
     figure = Figure(figsize=(WIDTH, 0.42 * len(findings.controls) + 0.9 * len(metrics)))
     axes = figure.subplots(len(metrics), 1, squeeze=False, height_ratios=[len(rows) + 1 for rows in metrics.values()])
     for ax, (metric, rows) in zip(axes[:, 0], metrics.items(), strict=True):

@@ -78,9 +78,8 @@ def _check(run: Path, target: Path) -> None:
 
 def kept_page(folder: Path) -> RunPage:
     """The page of the run that ``keep`` wrote to ``folder``."""
-    config, claims, summary = (
-        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("config", "claims", "summary")
-    )
+    files = (folder / f"{name}.json" for name in ("config", "claims", "summary"))
+    config, claims, summary = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     shown, figures = load(folder / PAGE)
     return RunPage(config, claims, summary, figures, shown)
 
@@ -96,12 +95,8 @@ def save(file: Path, shown: Explorer, figures: Mapping[str, str]) -> None:
         "roles": shown.numbers[0].roles,
         "numbers": [_rounded(look.values.tolist()) for look in shown.numbers],
         "views": [
-            {
-                "name": view.name,
-                "labels": view.keys,
-                "texts": view.texts,
-                "frames": [[frame.title, frame.step, frame.numbers] for frame in view.frames],
-            }
+            {"name": view.name, "labels": view.keys, "texts": view.texts}
+            | {"frames": [[frame.title, frame.step, frame.numbers] for frame in view.frames]}
             for view in shown.views
         ],
         "steps": shown.steps,

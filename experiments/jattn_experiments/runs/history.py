@@ -58,10 +58,8 @@ class History:
             return str(wrong)
         for kind, digest in self.digests().items():
             if words.get(kind) != digest:
-                where = self.lines if kind == "metrics" else self.looks
-                return (
-                    f"{where}: expected what was written up to step {step}, got something else: cut, doubled or changed"
-                )
+                where, wrong = self.lines if kind == "metrics" else self.looks, "cut, doubled or changed"
+                return f"{where}: expected what was written up to step {step}, got something else: {wrong}"
         return ""
 
     def digests(self) -> dict[str, str]:
