@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from scipy.special import erf
 
 from jattn import interop, masks
 from jattn.interop._gguf import read_gguf
@@ -20,7 +19,7 @@ from jattn.interop.family import refuse, small
 from jattn.interop.llama import LLAMA as LLAMA_FAMILY
 from jattn.interop.llama import llama as read_llama
 from jattn.positions import Rotary
-from tests import reference
+from tests.reference.models import forward
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER = 37, 3, 4, 2, 8, 32, 48
 COMMON = {
@@ -92,79 +91,11 @@ def tensors_of(name):
     return {key: x.astype(np.float32) for key, x in tensors.items()}
 
 
-# The formulas in float64 NumPy, on the tensors as saved.
-
-
-def frequencies(config, head_dim):
-    dim = int(head_dim * config.get("rotary_pct", config.get("partial_rotary_factor", 1.0)))
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    plain = base ** (-np.arange(0, dim, 2) / dim)
-    if scaling.get("rope_type") == "linear":
-        return plain / scaling["factor"]
-    if scaling.get("rope_type") == "llama3":
-        length = 2 * np.pi / plain
-        low, high = (SCALING["original_max_position_embeddings"] / SCALING[f"{x}_freq_factor"] for x in ("low", "high"))
-        smooth = (SCALING["original_max_position_embeddings"] / length - 1.0) / 3.0
-        between = (1 - smooth) * plain / SCALING["factor"] + smooth * plain
-        return np.where(length < high, plain, np.where(length > low, plain / SCALING["factor"], between))
-    return plain
-
-
-def rotate(x, config):
-    angles = np.arange(x.shape[1])[:, None] * frequencies(config, x.shape[3])
-    half = angles.shape[1]
-    cos, sin = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
-
-
 def expected_logits(config, tensors, tokens):
-    """Logits ``[B,T,vocabulary]``."""
-    num_heads, head_dim = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
-    neox = config["model_type"] == "gpt_neox"
-    w = {key.removeprefix("gpt_neox.").removeprefix("model."): x.astype(np.float64) for key, x in tensors.items()}
-    B, T = tokens.shape
-
-    def norm(module, x):
-        x = x - x.mean(-1, keepdims=True) if "layer_norm_eps" in config else x
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w[f"{module}.weight"]
-        return x + w.get(f"{module}.bias", 0.0)
-
-    def linear(module, x):
-        return x @ w[f"{module}.weight"].T + w.get(f"{module}.bias", 0.0)
-
-    seen = np.tri(T, dtype=bool)
-    if config.get("sliding_window"):
-        seen &= ~np.tri(T, k=-config["sliding_window"], dtype=bool)
-
-    def attention(prefix, x):
-        if neox:
-            q, k, v = np.moveaxis(linear(f"{prefix}.query_key_value", x).reshape(B, T, num_heads, 3, head_dim), 3, 0)
-        else:
-            q, k, v = (linear(f"{prefix}.{one}_proj", x).reshape(B, T, -1, head_dim) for one in "qkv")
-        q, k = rotate(q, config), rotate(k, config)
-        z = reference.attention(q, k, v, seen).reshape(B, T, -1)
-        return linear(f"{prefix}.{'dense' if neox else 'o_proj'}", z)
-
-    def mlp(prefix, x):
-        if neox:
-            hidden = linear(f"{prefix}.dense_h_to_4h", x)
-            return linear(f"{prefix}.dense_4h_to_h", hidden * 0.5 * (1 + erf(hidden / np.sqrt(2))))
-        gate = linear(f"{prefix}.gate_proj", x)
-        return linear(f"{prefix}.down_proj", gate / (1 + np.exp(-gate)) * linear(f"{prefix}.up_proj", x))
-
-    x = w["embed_in.weight" if neox else "embed_tokens.weight"][tokens]
-    for i in range(config["num_hidden_layers"]):
-        before = f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"
-        added = attention(f"layers.{i}.{'attention' if neox else 'self_attn'}", norm(before[0], x))
-        if neox and config.get("use_parallel_residual", True):
-            x = x + added + mlp(f"layers.{i}.mlp", norm(before[1], x))
-        else:
-            x = x + added
-            x = x + mlp(f"layers.{i}.mlp", norm(before[1], x))
-    head = w.get("embed_out.weight", w.get("lm_head.weight", w.get("embed_tokens.weight")))
-    return norm("final_layer_norm" if neox else "norm", x) @ head.T
+    """Logits ``[B,T,vocabulary]``, by the formulas in float64 NumPy on the tensors as saved."""
+    w = {name.removeprefix("gpt_neox.").removeprefix("model."): x.astype(np.float64) for name, x in tensors.items()}
+    w |= {"lm_head.weight": w["embed_out.weight"]} if "embed_out.weight" in w else {}
+    return forward(config, w, tokens, np.ones(tokens.shape, bool), np.zeros(tokens.shape, int))["logits"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The forward pass of six families in ``jattn.interop`` in NumPy, from their papers, on tensors by their published names."""
+"""The forward pass of families in ``jattn.interop`` in NumPy, from their papers, on tensors by their published names."""
 
 from typing import Any
 
@@ -152,7 +152,7 @@ class Model:
         return self.norm("final_layer_norm", x)
 
     def llama(self, tokens: np.ndarray) -> np.ndarray:
-        """Also Mistral and Qwen2."""
+        """Also Mistral, Qwen2 and StableLM."""
         x = self.w["embed_tokens.weight"][tokens]
         for at in (f"layers.{i}" for i in range(self.layers)):
             y = self.norm(f"{at}.input_layernorm", x)
@@ -167,7 +167,8 @@ class Model:
 def frequencies(config: Options, dim: int) -> np.ndarray:
     """Of the pairs of a head's first dimensions that are turned, in radians per token."""
     scaling = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-    dims = int(dim * (config.get("rotary_pct", 0.25) if config["model_type"] == "gpt_neox" else 1.0))
+    neox = config["model_type"] == "gpt_neox"
+    dims = int(dim * (config.get("rotary_pct", 0.25) if neox else config.get("partial_rotary_factor", 1.0)))
     base = scaling.get("rope_theta", config.get("rotary_emb_base", config.get("rope_theta", 10000.0)))
     frequency = base ** (-np.arange(0, dims, 2) / dims)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
