@@ -123,7 +123,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
     ("--model.num_heads 12 --model.num_kv_heads 6 --mesh.heads 4", "mesh.heads: expected a divisor or a multiple of model.num_kv_heads=6, got 4"),
     ("--mesh.sequence 5", "mesh.sequence: expected 2 * mesh.sequence to divide the 32 tokens of a sequence of task.kind=copy, got 5"),
     (
-        ["--task.kind markov --mesh.sequence 2"],
+        "--task.kind markov --mesh.sequence 2",
         "mesh.sequence: expected 1 with task.kind in ('markov', 'recall', 'histogram') and "
         "model.position=relative_keys, which need whole sequences, got 2",
     ),
@@ -131,10 +131,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
     ("--mesh.heads 4", "controls.one_head: mesh.heads: expected a divisor of model.num_heads=1, got 4"),
     ("--evaluate.look_length 16", "evaluate.look_length: expected an option of task.kind=shift_bank only, got 16"),
     ("--task.kind shift_bank --evaluate.look_length 16", "evaluate.look_length: expected null with model.position=learned, which numbers tokens, got 16"),
-    (
-        ["--task.kind shift_bank --model.position relative --evaluate.look_length 7"],
-        "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7",
-    ),
+    ("--task.kind shift_bank --model.position relative --evaluate.look_length 7", "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7"),
     ("--process_id 1", "process_id: expected --distributed with it"),
     ("--distributed --process_id 0 --num_processes 2", "coordinator: missing; expected all of coordinator, num_processes and process_id, or none of them"),
     ("--distributed --coordinator here --num_processes 2 --process_id 1", "coordinator: expected HOST:PORT, got 'here'"),
