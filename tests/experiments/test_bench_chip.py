@@ -28,22 +28,22 @@ for line in sys.stdin:
     if q.get("sizes") and [8, 8] in q["sizes"]:
         os._exit(7)
     if "raise" in kernels:
-        found = {"result": "failed", "reason": "ValueError: no"}
+        answer = {"result": "failed", "reason": "ValueError: no"}
     elif "sizes" in q:
         times = {"x".join(map(str, pair)): 5.0 for pair in q["sizes"]}
-        found = {"result": "measured", "medians": {"default": 10.0} | times, "left_out": {}}
+        answer = {"result": "measured", "medians": {"default": 10.0} | times, "left_out": {}}
     elif "kernels" in q:
         times = {"jattn " + k: 2.0 for k in q["kernels"]}
-        found = {"result": "measured", "medians": {"jattn": 1.0} | times, "left_out": {}, "flops": 1e9, "matrix_flops": 1e9}
+        answer = {"result": "measured", "medians": {"jattn": 1.0} | times, "left_out": {}, "flops": 1e9, "matrix_flops": 1e9}
     else:
-        found = {"result": "right", "reason": None, "error": 0.25}
-    print(json.dumps(found | {"pid": os.getpid()}), flush=True)
+        answer = {"result": "right", "reason": None, "error": 0.25}
+    print(json.dumps(answer | {"pid": os.getpid()}), flush=True)
 """
 
 
 def sizes_of(*kernels, facts=FACTS, **options):
-    given = {"lengths": (256,), "head_dims": (64,), "num_heads": 2, "seconds": 0.1, "limit": 1.0} | options
-    return Sizes(facts, {}, kernels, command=(sys.executable, "-c", FAKE), **given)
+    settings = {"lengths": (256,), "head_dims": (64,), "num_heads": 2, "seconds": 0.1, "limit": 1.0} | options
+    return Sizes(facts, {}, kernels, command=(sys.executable, "-c", FAKE), **settings)
 
 
 # ---- asking
@@ -51,18 +51,19 @@ def sizes_of(*kernels, facts=FACTS, **options):
 
 def test_a_fault_costs_its_own_answer_alone():
     ask = Asking(sizes_of())
-    asked = [{"ask": "right", "kernel": kernel, "case": "a"} for kernel in ("good", "crash", "good", "raise", "good")]
-    answers = ask(asked)["answers"]
+    kernels = ("good", "crash", "good", "raise", "good")
+    questions = [{"ask": "right", "kernel": kernel, "case": "a"} for kernel in kernels]
+    answers = ask(questions)["answers"]
     assert [one["result"] for one in answers] == ["right", "failed", "right", "failed", "right"]
     assert "ended with status 6" in answers[1]["reason"] and answers[3]["reason"] == "ValueError: no"
     # after a crash and after an exception, which may have left the device in any state, a new process goes on
     assert len({one["pid"] for one in answers if "pid" in one and one["result"] == "right"}) == 3
-    assert [one["asked"] for one in answers] == asked
+    assert [one["asked"] for one in answers] == questions
 
 
 def test_each_step_has_a_process_of_its_own():
-    ask, asked = Asking(sizes_of()), [{"ask": "right", "kernel": "good", "case": "a"}] * 2
-    first, second = (ask(asked)["answers"] for _ in range(2))
+    ask, questions = Asking(sizes_of()), [{"ask": "right", "kernel": "good", "case": "a"}] * 2
+    first, second = (ask(questions)["answers"] for _ in range(2))
     assert first[0]["pid"] == first[1]["pid"] != second[0]["pid"]
 
 
@@ -71,16 +72,16 @@ def test_a_kernel_that_hangs_twice_is_asked_no_more():
     answers = ask([{"ask": "right", "kernel": "hang", "case": "a"}] * 4)["answers"]
     slow, spared = "took more than 0.5 seconds", "not asked: 2 processes before ended or took too long"
     assert [one["reason"] for one in answers] == [slow] * 2 + [spared] * 2
-    (found,) = ask([{"ask": "fast", "kernels": ["hang", "good"]}])["answers"]
-    assert set(found["medians"]) == {"jattn", "jattn good"} and "apart" not in found
+    (answer,) = ask([{"ask": "fast", "kernels": ["hang", "good"]}])["answers"]
+    assert set(answer["medians"]) == {"jattn", "jattn good"} and "apart" not in answer
 
 
 def test_where_one_contestant_crashes_the_others_are_timed_apart():
-    (found,) = Asking(sizes_of())([{"ask": "fast", "kernels": ["good", "crash", "other"]}])["answers"]
-    assert set(found["medians"]) == {"jattn", "jattn good", "jattn other"} and found["apart"]
-    assert "status 6" in found["left_out"]["jattn crash"]
-    (found,) = Asking(sizes_of())([{"ask": "tune", "kernel": "good", "sizes": [[4, 4], [8, 8]]}])["answers"]
-    assert set(found["medians"]) == {"default", "4x4"} and "status 7" in found["left_out"]["8x8"]
+    (answer,) = Asking(sizes_of())([{"ask": "fast", "kernels": ["good", "crash", "other"]}])["answers"]
+    assert set(answer["medians"]) == {"jattn", "jattn good", "jattn other"} and answer["apart"]
+    assert "status 6" in answer["left_out"]["jattn crash"]
+    (answer,) = Asking(sizes_of())([{"ask": "tune", "kernel": "good", "sizes": [[4, 4], [8, 8]]}])["answers"]
+    assert set(answer["medians"]) == {"default", "4x4"} and "status 7" in answer["left_out"]["8x8"]
 
 
 def test_after_the_last_second_nothing_is_asked(tmp_path, capsys):
@@ -137,8 +138,8 @@ REFUSED = {"result": "refused", "reason": "takes no float16"}
 
 
 def text_of(*rows, **options):
-    (found,) = chip_report.verdicts(results_of(*rows, **options))
-    return found.text, found.wrong
+    (verdict,) = chip_report.verdicts(results_of(*rows, **options))
+    return verdict.text, verdict.wrong
 
 
 def test_a_kernel_that_is_right_and_faster_could_be_the_default():
@@ -241,8 +242,8 @@ def reasons(results, kernel, part="right"):
 @pytest.mark.slow
 def test_every_injected_fault_is_found(rehearsed):
     *_, results = rehearsed
-    found = {one.kernel.removeprefix(FAULTS): one for one in chip_report.verdicts(results)}
-    assert [name for name, one in found.items() if not one.wrong] == ["Right"]
+    verdicts = {one.kernel.removeprefix(FAULTS): one for one in chip_report.verdicts(results)}
+    assert [name for name, one in verdicts.items() if not one.wrong] == ["Right"]
     wrong, of_gradient, crashed, hung = (reasons(results, "Faulty")[case] for case in chip.IN_SHORT)
     assert wrong.startswith("out is off by") and of_gradient.startswith("gradient of")
     assert crashed.startswith("the process ended with status -6") and hung == "took more than 40 seconds"

@@ -31,50 +31,50 @@ BASE = "name: base\ntrain: {steps: 100, batch: 4}\ncontrols: {one_head: {model.n
 
 
 def test_files_layer_and_options_win(tmp_path):
-    found, out, *_ = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
-    assert (found.train.steps, found.train.batch, found.model.position) == (200, 8, "rotary")
+    settings, out, *_ = load(tmp_path, BASE, "train: {steps: 200}\nmodel: {position: rotary}\n", "--train.batch 8")
+    assert (settings.train.steps, settings.train.batch, settings.model.position) == (200, 8, "rotary")
     assert out == Path("runs/base")
     assert load(tmp_path, BASE, "--out elsewhere")[1] == Path("elsewhere")
 
 
 def test_a_control_is_the_config_with_its_overrides(tmp_path):
-    found = load(tmp_path, BASE).config
-    control = config.variants(found)["one_head"]
+    settings = load(tmp_path, BASE).config
+    control = config.variants(settings)["one_head"]
     assert (control.model.num_heads, control.train.steps, control.train.batch) == (1, 60, 4)
     assert control.controls == {} and control.claims == []
-    assert dataclasses.replace(control.model, num_heads=4) == found.model
+    assert dataclasses.replace(control.model, num_heads=4) == settings.model
 
 
 @pytest.mark.slow
 def test_a_sweep_is_a_product_of_values(tmp_path):
     words = "--sweep=model.num_heads=1,4 --sweep model.position=rotary,none --check"
-    found, _, check, *_ = load(tmp_path, BASE, words)
+    settings, _, check, *_ = load(tmp_path, BASE, words)
     assert check and not load(tmp_path, BASE).check
     points = itertools.product((1, 4), ("rotary", "none"))
     names = [f"model.num_heads={heads},model.position={position}" for heads, position in points]
-    assert list(config.variants(found)) == ["one_head", *names]
-    last = config.variants(found)[names[-1]]
+    assert list(config.variants(settings)) == ["one_head", *names]
+    last = config.variants(settings)[names[-1]]
     assert (last.model.num_heads, last.model.position, last.train.steps) == (4, "none", 100)
     assert last.sweep == {} and last.controls == {} and last.name == f"base/{names[-1]}"
     same = load(tmp_path, BASE, "sweep: {model.num_heads: [1, 4], model.position: [rotary, none]}\n").config
-    assert same == found
+    assert same == settings
 
 
 def test_a_value_of_a_sweep_brings_others_along(tmp_path):
     values = "[1, {model.num_heads: 2, train.steps: 60}]"
-    found = load(tmp_path, BASE, f"sweep: {{model.num_heads: {values}, model.position: [none]}}\n").config
-    points = config.variants(found)
+    settings = load(tmp_path, BASE, f"sweep: {{model.num_heads: {values}, model.position: [none]}}\n").config
+    points = config.variants(settings)
     assert list(points) == ["one_head", *(f"model.num_heads={heads},model.position=none" for heads in (1, 2))]
-    asked = [(one.model.num_heads, one.model.position, one.train.steps) for one in list(points.values())[1:]]
-    assert asked == [(1, "none", 100), (2, "none", 60)]
+    varied = [(one.model.num_heads, one.model.position, one.train.steps) for one in list(points.values())[1:]]
+    assert varied == [(1, "none", 100), (2, "none", 60)]
     words = ["--sweep", f"model.num_heads={values[1:-1]}", "--sweep", "model.position=none"]
-    assert config.load(["--config", str(tmp_path / "0.yaml"), *words]).config == found
+    assert config.load(["--config", str(tmp_path / "0.yaml"), *words]).config == settings
 
 
 def test_processes_are_no_part_of_the_config(tmp_path):
     words = "--distributed --coordinator host:1234 --num_processes 2 --process_id 1"
-    found = load(tmp_path, BASE, words)
-    assert found.processes == ("host:1234", 2, 1, None) and found.config == load(tmp_path, BASE).config
+    request = load(tmp_path, BASE, words)
+    assert request.processes == ("host:1234", 2, 1, None) and request.config == load(tmp_path, BASE).config
     assert load(tmp_path, BASE, "--distributed").processes == (None, None, None, None)
     assert load(tmp_path, BASE).processes is None
 
@@ -123,7 +123,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
     ("--model.num_heads 12 --model.num_kv_heads 6 --mesh.heads 4", "mesh.heads: expected a divisor or a multiple of model.num_kv_heads=6, got 4"),
     ("--mesh.sequence 5", "mesh.sequence: expected 2 * mesh.sequence to divide the 32 tokens of a sequence of task.kind=copy, got 5"),
     (
-        ["--task.kind markov --mesh.sequence 2"],
+        "--task.kind markov --mesh.sequence 2",
         "mesh.sequence: expected 1 with task.kind in ('markov', 'recall', 'histogram') and "
         "model.position=relative_keys, which need whole sequences, got 2",
     ),
@@ -131,10 +131,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
     ("--mesh.heads 4", "controls.one_head: mesh.heads: expected a divisor of model.num_heads=1, got 4"),
     ("--evaluate.look_length 16", "evaluate.look_length: expected an option of task.kind=shift_bank only, got 16"),
     ("--task.kind shift_bank --evaluate.look_length 16", "evaluate.look_length: expected null with model.position=learned, which numbers tokens, got 16"),
-    (
-        ["--task.kind shift_bank --model.position relative --evaluate.look_length 7"],
-        "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7",
-    ),
+    ("--task.kind shift_bank --model.position relative --evaluate.look_length 7", "evaluate.look_length: expected more than the largest of task.offsets=[1, 2, 4, 7], at most 32, got 7"),
     ("--process_id 1", "process_id: expected --distributed with it"),
     ("--distributed --process_id 0 --num_processes 2", "coordinator: missing; expected all of coordinator, num_processes and process_id, or none of them"),
     ("--distributed --coordinator here --num_processes 2 --process_id 1", "coordinator: expected HOST:PORT, got 'here'"),
@@ -252,12 +249,12 @@ def test_copy_sources_hold_the_answers():
     keys, values = batch.tokens[..., 0], batch.tokens[..., 1]
     for half in (keys[:, :8], keys[:, 8:]):
         np.testing.assert_array_equal(np.sort(half, 1), np.tile(np.arange(8), (50, 1)))
-    asked = batch.target_weights > 0
-    np.testing.assert_array_equal(asked, batch.sources >= 0)
-    assert asked.any((0, 2))[8:].sum() >= 6 and not asked[:, :8].any()
-    np.testing.assert_array_equal(batch.real, np.tile(asked.any((0, 2)), (50, 1)))
+    counts = batch.target_weights > 0
+    np.testing.assert_array_equal(counts, batch.sources >= 0)
+    assert counts.any((0, 2))[8:].sum() >= 6 and not counts[:, :8].any()
+    np.testing.assert_array_equal(batch.real, np.tile(counts.any((0, 2)), (50, 1)))
     assert not batch.real[0, [8, 10]].any()  # there, one back or five back is the same place as the mirror
-    for b, q in np.argwhere(asked[..., 0]):
+    for b, q in np.argwhere(counts[..., 0]):
         expected = [q - 1, q - 5, 15 - q, int(np.flatnonzero(keys[b, :8] == keys[b, q])[0])]
         assert batch.sources[b, q].tolist() == expected and len(set(expected)) == 4
         assert batch.targets[b, q].tolist() == values[b, expected].tolist()
@@ -301,13 +298,13 @@ def test_induction_asks_for_what_followed_the_last_time():
     batch = jax.tree.map(np.asarray, task.sample(jax.random.key(0), 200))
     kinds, periods, prefixes = set(), set(), set()
     for tokens, targets, weights, sources, _ in zip(*batch[:5], strict=True):
-        row, asked = tokens[:, 0].tolist(), np.flatnonzero(weights[:, 0])
-        for q in asked:
+        row, queries = tokens[:, 0].tolist(), np.flatnonzero(weights[:, 0])
+        for q in queries:
             last = max(i for i in range(q) if row[i] == row[q])
             assert sources[q, 0] == last + 1 and targets[q, 0] == row[last + 1]
             assert q == 31 or row[q + 1] == row[last + 1]  # it is also the next token
         again = [q for q in range(32) if row[q] in row[:q]]
-        if asked.tolist() == list(range(16, 32, 2)):
+        if queries.tolist() == list(range(16, 32, 2)):
             kinds.add("pairs")
             assert len(set(row)) == 16 and again == list(range(16, 32))
             pairs = list(zip(row[::2], row[1::2], strict=True))
@@ -315,10 +312,10 @@ def test_induction_asks_for_what_followed_the_last_time():
             assert row[:16] != row[16:]
         else:
             kinds.add("repeated")
-            period = asked[0] - row.index(row[asked[0]])
+            period = queries[0] - row.index(row[queries[0]])
             periods.add(period)
-            prefixes.add(asked[0] - period)
-            assert asked.tolist() == list(range(asked[0], 32)) == again
+            prefixes.add(queries[0] - period)
+            assert queries.tolist() == list(range(queries[0], 32)) == again
     assert kinds == {"pairs", "repeated"} and periods == set(range(4, 8)) and prefixes == set(range(19))
     probe = task.probe(jax.random.key(1), 3)
     assert (probe.sources == probe.sources[:1]).all() and (probe.tokens[0] != probe.tokens[1]).any()

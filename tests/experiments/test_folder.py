@@ -78,15 +78,15 @@ def test_a_file_too_few_or_too_many_is_seen(saved, tmp_path, change):
 def test_the_older_checkpoint_serves_where_the_newer_is_damaged(saved, tmp_path):
     for file in files_of(tmp_path / "checkpoints", 6):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    said = []
-    step, found = saved.restore(state(), always_fits, said.append)
+    warnings = []
+    step, restored = saved.restore(state(), always_fits, warnings.append)
     assert step == 4 and saved.steps == [4]
-    chex.assert_trees_all_equal(found, state(4))
+    chex.assert_trees_all_equal(restored, state(4))
     saved.save(6, state(6))  # in place of the damaged one
     assert saved.steps == [4, 6]
     assert [folder.name for folder in (tmp_path / "damaged").iterdir()] == ["6"]
-    assert len(said) == 2 and "checkpoints/6" in said[0] and "older checkpoint of step 4" in said[1]
-    assert all("\n" not in line for line in said)
+    assert len(warnings) == 2 and "checkpoints/6" in warnings[0] and "older checkpoint of step 4" in warnings[1]
+    assert all("\n" not in line for line in warnings)
 
 
 def test_no_checkpoint_that_is_whole_is_one_line_and_removes_nothing(saved, tmp_path):
@@ -133,8 +133,8 @@ for size in (500, 900, 1500, 2500, 4000):
 @pytest.mark.slow
 def test_a_save_that_fails_says_one_line(tmp_path):
     command = [sys.executable, "-c", SAVES, str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=True).stderr.splitlines()
-    assert len(said) == 5 and all("could not be written" in line for line in said), said
+    errors = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=True).stderr.splitlines()
+    assert len(errors) == 5 and all("could not be written" in line for line in errors), errors
 
 
 def test_a_checkpoint_that_does_not_fit_the_history_does_not_serve(saved):
@@ -179,8 +179,8 @@ def test_digests_of_a_history_are_those_of_its_files(history, tmp_path):
 def test_a_history_that_is_not_what_was_written_is_seen(history, tmp_path, change):
     written, digests = history
     change(tmp_path / "metrics.jsonl", tmp_path / "looks")
-    said = written.check(4, digests[4])
-    assert said.startswith(str(tmp_path)) and "expected" in said and "got" in said and "\n" not in said
+    reason = written.check(4, digests[4])
+    assert reason.startswith(str(tmp_path)) and "expected" in reason and "got" in reason and "\n" not in reason
 
 
 def test_files_of_others_stay(history, tmp_path):
@@ -222,7 +222,7 @@ def tiny(tmp_path):
     return file
 
 
-def said_by(capsys, *words):
+def error_of(capsys, *words):
     """The one-line error of a rejected command."""
     assert run_main([str(word) for word in words]) == 2
     error = capsys.readouterr().err
@@ -233,8 +233,8 @@ def said_by(capsys, *words):
 def test_a_folder_that_another_run_works_in_is_refused(tiny, tmp_path, capsys):
     out = tmp_path / "out"
     with owned(out):
-        said = said_by(capsys, "run", "--config", tiny, "--out", out)
-    assert said.startswith("error: --out: expected a folder that no other run uses")
+        error = error_of(capsys, "run", "--config", tiny, "--out", out)
+    assert error.startswith("error: --out: expected a folder that no other run uses")
     assert {file.name for file in out.iterdir()} == {"lock"}
 
 
@@ -245,11 +245,11 @@ def test_json_that_is_not_ours_is_one_line(tiny, tmp_path, capsys, name, content
     out.mkdir()
     (out / name).write_bytes(content)
     if name == "config.json":
-        said = said_by(capsys, "run", "--config", tiny, "--out", out)
+        error = error_of(capsys, "run", "--config", tiny, "--out", out)
     else:
-        said = said_by(capsys, "report", "--run", out)
-        said_by(capsys, "keep", "--run", out, "--to", tmp_path / "kept")
-    assert f"{out / name}: expected the" in said
+        error = error_of(capsys, "report", "--run", out)
+        error_of(capsys, "keep", "--run", out, "--to", tmp_path / "kept")
+    assert f"{out / name}: expected the" in error
     assert (out / name).read_bytes() == content
 
 
@@ -257,7 +257,7 @@ def test_json_that_is_not_ours_is_one_line(tiny, tmp_path, capsys, name, content
 def test_arrays_that_are_not_ours_are_one_line(tmp_path, capsys, content):
     (tmp_path / "findings.json").write_text("{}")
     (tmp_path / "findings.npz").write_bytes(content)
-    assert "findings.json: the findings are not what was written" in said_by(capsys, "report", "--run", tmp_path)
+    assert "findings.json: the findings are not what was written" in error_of(capsys, "report", "--run", tmp_path)
     with pytest.raises(Damaged):
         Findings.load(tmp_path)
 

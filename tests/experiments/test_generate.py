@@ -21,7 +21,7 @@ def test_it_prints_the_text_and_what_follows(tiny, capsys):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "message"), [
     ([], "text: expected what to continue"),
     (["x", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
     (["x", "--dtype", "int8"], "--dtype: expected float32, bfloat16 or float16, got 'int8'"),
@@ -29,11 +29,11 @@ def test_it_prints_the_text_and_what_follows(tiny, capsys):
     (["x", "--model", "/"], "--model: no tokenizer.json in '/'"),
     (["abc", "--temperature", "-1"], "temperature must be a finite number"),
 ])  # fmt: skip
-def test_bad_options_are_one_line(tiny, options, said, capsys):
-    given = options if "--model" in options or len(options) < 2 or options[0] != "abc" else [*options, "--model", tiny]
-    assert run_main(["generate", *given]) == 2
+def test_bad_options_are_one_line(tiny, options, message, capsys):
+    words = options if "--model" in options or len(options) < 2 or options[0] != "abc" else [*options, "--model", tiny]
+    assert run_main(["generate", *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {said}") and error.count("\n") == 1
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
 def test_a_package_that_is_not_there(monkeypatch):

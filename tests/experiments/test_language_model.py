@@ -79,9 +79,9 @@ def test_the_sequences_are_what_they_say(data):
 
 
 def test_bigrams_that_came_before():
-    found = sequences.continue_bigrams(np.array([[1, 2, 1, 2, 3, 1, 2], [5, 5, 5, 5, 6, 5, 5]]))
+    repeats = sequences.continue_bigrams(np.array([[1, 2, 1, 2, 3, 1, 2], [5, 5, 5, 5, 6, 5, 5]]))
     expected = [[0, 0, 1, 0, 0, 1], [0, 1, 1, 0, 0, 1]]
-    np.testing.assert_array_equal(found, np.array(expected, bool))
+    np.testing.assert_array_equal(repeats, np.array(expected, bool))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_losses_with_heads_off_are_those_of_plain_code(model, data):
 def test_a_path_is_what_it_is_by_hand(model, data):
     """Keys of the readers in layer 2 computed from a stream in which one head of layer 0 has another's output."""
     readers, group = [(2, 1), (2, 3)], [(0, 2), (1, 0)]
-    found = language_model._paths(model, data.tested, readers, [group, [(2, 0)]])
+    scores = language_model._paths(model, data.tested, readers, [group, [(2, 0)]])
     whole = interop.from_tensors(tensors_of("llama"), CONFIGS["llama"])
     _, sown = nnx.capture(lambda m: m(data.tested, sow_heads=True, sow_parts=True), nnx.Intermediate)(whole)
     streams, (sown_heads,) = (
@@ -127,22 +127,23 @@ def test_a_path_is_what_it_is_by_hand(model, data):
         statistics = heads.statistics(sown_heads["query"][2], key, is_causal=True, **request)
         return statistics["induction"].mean(0)[np.array([1, 3])].mean()
 
-    np.testing.assert_allclose(found["clean"], mean(sown_heads["key"][2]), rtol=1e-4)
-    np.testing.assert_allclose(found["key"][0, 2], mean(with_paths((0, 2))), rtol=1e-4)
-    np.testing.assert_allclose(found["key groups"][0], mean(with_paths(*group)), rtol=1e-4)
-    np.testing.assert_allclose(found["key groups"][1], found["clean"], rtol=1e-5)  # no path from the readers' own layer
-    np.testing.assert_allclose(found["query"][2], found["clean"], rtol=1e-5)
-    assert abs(found["key"][0, 2] - found["clean"]) > 1e-4 < abs(found["query"][0, 2] - found["clean"])
+    np.testing.assert_allclose(scores["clean"], mean(sown_heads["key"][2]), rtol=1e-4)
+    np.testing.assert_allclose(scores["key"][0, 2], mean(with_paths((0, 2))), rtol=1e-4)
+    np.testing.assert_allclose(scores["key groups"][0], mean(with_paths(*group)), rtol=1e-4)
+    # no path from the readers' own layer
+    np.testing.assert_allclose(scores["key groups"][1], scores["clean"], rtol=1e-5)
+    np.testing.assert_allclose(scores["query"][2], scores["clean"], rtol=1e-5)
+    assert abs(scores["key"][0, 2] - scores["clean"]) > 1e-4 < abs(scores["query"][0, 2] - scores["clean"])
 
 
 def test_matched_groups_are_of_the_same_layers_and_norms():
     norms = np.exp(np.random.default_rng(0).normal(size=(4, 6)))
     group, besides = [(1, 0), (1, 3), (2, 5)], [(1, 1), (3, 0)]
-    found = head_groups.matched_groups(group, 50, norms, besides, np.random.default_rng(1))
-    for other in found:
+    groups = head_groups.matched_groups(group, 50, norms, besides, np.random.default_rng(1))
+    for other in groups:
         assert [layer for layer, _ in other] == [1, 1, 2] and not set(other) & {*group, *besides}
     near = sorted((abs(np.log(norms[2, h] / norms[2, 5])), h) for h in range(5))[:4]
-    assert {other[2][1] for other in found} == {h for _, h in near}
+    assert {other[2][1] for other in groups} == {h for _, h in near}
     crowded = head_groups.matched_groups([(0, 0)], 5, np.ones((2, 1)), [], np.random.default_rng(0))
     assert crowded == [[(1, 0)]] * 5  # none of its layer is left
     with pytest.raises(ValueError, match=r"language\.group: there are no heads to compare 2 of 2 with"):
@@ -155,11 +156,12 @@ def test_the_command_writes_the_report_of_the_model_and_its_toy(config, tmp_path
     plain = {key: value for key, value in dataclasses.asdict(config).items() if key not in ("pretrained", "mesh")}
     file.write_text(json.dumps(plain))  # JSON is also YAML
     assert main(["run", "--config", str(file), "--out", str(out)]) == 0
-    found = Findings.load(out)
-    assert len(found.heads) == 12 and found.paths["key"].shape == (3, 4) and found.ablated.shape == (1, 3, 4, 3)
-    assert [claim["holds"] for claim in found.claims] == [True, False, True]
-    assert found.claims[1]["reference_name"] == "matched groups" and len(found.claims[1]["reference"]) == 3
-    assert {"tiny", "matched groups", "toy"} <= {row["name"] for row in found.controls}
+    findings = Findings.load(out)
+    shapes = findings.paths["key"].shape, findings.ablated.shape
+    assert len(findings.heads) == 12 and shapes == ((3, 4), (1, 3, 4, 3))
+    assert [claim["holds"] for claim in findings.claims] == [True, False, True]
+    assert findings.claims[1]["reference_name"] == "matched groups" and len(findings.claims[1]["reference"]) == 3
+    assert {"tiny", "matched groups", "toy"} <= {row["name"] for row in findings.controls}
     page = (out / "report.html").read_text()
     assert "Claims: 2 of 3 hold" in page and "What the induction heads read" in page
     assert (out / "figures" / "paths.png").exists() and not (out / "figures" / "training.png").exists()

@@ -76,8 +76,8 @@ def made_up(config):
     copies = np.zeros((2, 3))
     copies[1, 2], copies[0, 1] = 1.0, 0.25
 
-    def needles(found):
-        right = np.array([found, 1.0])
+    def needles(share):
+        right = np.array([share, 1.0])
         return {"found": right == 1, "right": right, "score": np.stack([copies, copies])}
 
     sinks = {"first": np.full((2, 2, 3), 0.5) + copies / 4, "entropy": np.full((2, 2, 3), np.log(128) / 2)}
@@ -103,8 +103,8 @@ def made_up(config):
 
 
 def test_metrics_are_those_that_claims_can_name_and_mean_what_they_say(config):
-    found = made_up(config)
-    metrics = long_metrics.metrics_of(config, found)
+    numbers = made_up(config)
+    metrics = long_metrics.metrics_of(config, numbers)
     assert set(metrics) == set(long_metrics.names(config))
     expected = {
         "heads": 1, "share_of_heads": 1 / 6, "score/chosen": 1, f"found/{LENGTH}": 0.75, f"score/{LENGTH}": 1,
@@ -117,11 +117,11 @@ def test_metrics_are_those_that_claims_can_name_and_mean_what_they_say(config):
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name].values, [value], atol=1e-6, err_msg=name)
     assert metrics["off/found"].reference == [1.0, 1.0] and metrics["off/matched"].reference == [0.75]
-    drawn = long_metrics.curves(config, found)
+    drawn = long_metrics.curves(config, numbers)
     assert drawn["needles found over tokens"] == {"documentation": [[LENGTH, 1.0]], "source": [[LENGTH, 0.5]]}
     assert drawn["needles found over heads off"]["largest retrieval scores"] == [[1, 1.0], [2, 1.0]]
     assert drawn["loss in nats over position"]["window"][-1] == [224, 3.0]
-    assert long_metrics.grids(config, found)["needles found"]["values"] == [[0.5, 1.0]]
+    assert long_metrics.grids(config, numbers)["needles found"]["values"] == [[0.5, 1.0]]
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     cache = reader.read(before, prompt.tokens[prompt.start : prompt.question], gates)
     assert int(before.length.ravel()[0]) == prompt.start  # what was read before can go on in another way
     everywhere = np.ones(LENGTH, bool)  # a random model copies nothing from a needle
-    found = reader.answer(cache, prompt._replace(needle=everywhere), gates=gates, blind=blind, hidden=hidden)
+    answer = reader.answer(cache, prompt._replace(needle=everywhere), gates=gates, blind=blind, hidden=hidden)
 
     asks = np.arange(LENGTH) >= prompt.question
     pattern = lambda b, h, q_idx, kv_idx: jnp.asarray(hidden)[kv_idx] & jnp.asarray(asks)[q_idx]
@@ -151,11 +151,11 @@ def test_reading_in_chunks_is_the_whole_call(config, tiny):
     weights = jnp.stack(heads.collect(sown, "attention_weights"))[:, 0]
     G = prompt.answer
     logits = np.asarray(whole.logits(states))[0, -G - 1 : -1]
-    assert found.written.tolist() == logits.argmax(-1).tolist()
-    assert found.right.tolist() == (logits.argmax(-1) == prompt.tokens[-G:]).tolist()
+    assert answer.written.tolist() == logits.argmax(-1).tolist()
+    assert answer.right.tolist() == (logits.argmax(-1) == prompt.tokens[-G:]).tolist()
     score = heads.retrieval_score(weights[:, :, -G - 1 : -1], prompt.tokens, prompt.tokens[-G:], everywhere)
-    assert 0 < found.score.max() <= 1
-    np.testing.assert_allclose(found.score, score, atol=1e-6)
+    assert 0 < answer.score.max() <= 1
+    np.testing.assert_allclose(answer.score, score, atol=1e-6)
     rows = reader.rows(cache, prompt.tokens[prompt.question :])
     assert rows.shape[2] == LENGTH - prompt.question <= ROWS
     np.testing.assert_allclose(rows.sum(-1), 1.0, atol=1e-5)
@@ -168,13 +168,14 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     plain |= {"language": dataclasses.asdict(config.language), "long": dataclasses.asdict(config.long)}
     file.write_text(json.dumps(plain))  # JSON is also YAML
     assert main(["run", str(file), "--out", str(out)]) == 0
-    found = Findings.load(out)
-    L, N = found.ablated.shape[1:3]
-    assert [claim["holds"] for claim in found.claims] == [True, False, True]
-    grid = found.grids["needles found"]
+    findings = Findings.load(out)
+    L, N = findings.ablated.shape[1:3]
+    assert [claim["holds"] for claim in findings.claims] == [True, False, True]
+    grid = findings.grids["needles found"]
     assert (grid["rows"], grid["columns"]) == ([f"{LENGTH} tokens"], ["0%", "100%"])
-    assert found.example_weights.shape == (2, 2, L, N, long_heads.SPANS, long_heads.SPANS)
-    assert len(found.heads) == L * N and found.curves["loss in nats over position"].keys() == set(long_metrics.STREAMS)
+    assert findings.example_weights.shape == (2, 2, L, N, long_heads.SPANS, long_heads.SPANS)
+    assert len(findings.heads) == L * N
+    assert findings.curves["loss in nats over position"].keys() == set(long_metrics.STREAMS)
     page = (out / "report.html").read_text()
     assert "Claims: 2 of 3 hold" in page and (out / "figures" / "grids.png").exists()
     capsys.readouterr()
@@ -187,9 +188,9 @@ def test_the_command_writes_its_report_and_resumes_from_its_parts(config, tmp_pa
     (out / "findings.json").unlink()
     assert main(["run", str(file), "--out", str(out)]) == 0
     resumed = Findings.load(out)
-    assert [claim["values"] for claim in resumed.claims] == [claim["values"] for claim in found.claims]
-    assert resumed.curves == found.curves
-    np.testing.assert_array_equal(resumed.example_weights, found.example_weights)
+    assert [claim["values"] for claim in resumed.claims] == [claim["values"] for claim in findings.claims]
+    assert resumed.curves == findings.curves
+    np.testing.assert_array_equal(resumed.example_weights, findings.example_weights)
     files, twins = (len(list((out / "parts").glob(pattern))) for pattern in ("*/*.npz", "twin *"))
     assert files == long_heads._count(config, twins, L * N)  # of the progress bar
 

@@ -48,10 +48,10 @@ def test_numbers_are_those_of_one_device(tmp_path, on_one_device):
     trained = train.train(settings(tmp_path, ALL), tmp_path / "out")
     assert trained.setup.mesh.size == 8
     assert_close(trained, on_one_device)
-    found, expected = (evaluate.measure(one.setup, one.params)[0] for one in (trained, on_one_device))
-    for one in (found, expected):  # no weight depends on the keys' biases, which Adam moves by rounding errors
+    measured, expected = (evaluate.measure(one.setup, one.params)[0] for one in (trained, on_one_device))
+    for one in (measured, expected):  # no weight depends on the keys' biases, which Adam moves by rounding errors
         del one.scores["max_logit"]
-    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(measured, expected, rtol=1e-4, atol=1e-5)
     labels = np.array([[["a", "mixed", "a", "b"]]])
     groups, expected = (evaluate.ablate_groups(x.setup, x.params, labels) for x in (trained, on_one_device))
     chex.assert_trees_all_close(groups, expected, atol=1e-6)
@@ -122,8 +122,8 @@ def test_devices_that_are_not_there_are_named(tmp_path, capsys):
     settings(tmp_path)
     words = "--train.batch 16 --evaluate.batch 16 --mesh.data 16".split()
     assert run_main(["run", "--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "out"), *words]) == 2
-    said = "mesh: expected at most the 8 cpu devices, got data=16 x heads=1 x sequence=1 of tiny"
-    assert capsys.readouterr().err == f"error: {said}\n"
+    message = "mesh: expected at most the 8 cpu devices, got data=16 x heads=1 x sequence=1 of tiny"
+    assert capsys.readouterr().err == f"error: {message}\n"
     assert not (tmp_path / "out").exists()
 
 

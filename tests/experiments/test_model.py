@@ -94,8 +94,8 @@ def test_place_scores_and_profiles_find_heads_built_by_hand():
     built_by_hand = [position - 1, jnp.maximum(position - 4, 0), jnp.zeros(9, int)]
     weights = jnp.stack([jax.nn.one_hot(targets, 9) for targets in built_by_hand])
     weights = jnp.broadcast_to(weights[None, None], (3, 1, 3, 9, 9))
-    found = jax.jit(lambda weights: head_scores.of_places(TASK, weights, batch.sources))(weights)
-    np.testing.assert_allclose(found["copy source"], [[0, 1, 0]], atol=1e-6)
+    scores = jax.jit(lambda weights: head_scores.of_places(TASK, weights, batch.sources))(weights)
+    np.testing.assert_allclose(scores["copy source"], [[0, 1, 0]], atol=1e-6)
     profile = jax.jit(head_scores.offset_profile)(weights, batch)
     assert profile.shape == (1, 3, 9) and profile[0, 0].argmax() == 7 and profile[0, 1].argmax() == 4
 
@@ -104,19 +104,19 @@ def test_place_scores_and_profiles_find_heads_built_by_hand():
 def test_scores_are_those_of_the_weights(getkey):
     transformer, params, batch = built("relative", getkey())
     measure = jax.jit(lambda params: head_scores.scores(transformer, TASK, params, batch, head_scores.ALL))
-    found, weights = measure(params)
-    assert set(found) == {"copy source", *head_scores.ALL} and found["induction"].shape == (2, 4)
+    scores, weights = measure(params)
+    assert set(scores) == {"copy source", *head_scores.ALL} and scores["induction"].shape == (2, 4)
 
     def mean(statistic, *others):
         statistic = jax.jit(statistic)
         rows = zip(weights, *others, strict=True)
         return np.mean([[[statistic(w, *of) for w in layer] for layer in layers] for layers, *of in rows], 0)
 
-    np.testing.assert_allclose(found["previous_token"], mean(heads.previous_token, batch.real), atol=1e-6)
-    np.testing.assert_allclose(found["first_token"], mean(heads.first_token, batch.real), atol=1e-6)
+    np.testing.assert_allclose(scores["previous_token"], mean(heads.previous_token, batch.real), atol=1e-6)
+    np.testing.assert_allclose(scores["first_token"], mean(heads.first_token, batch.real), atol=1e-6)
     expected = mean(lambda w, t, real: heads.induction(w, t[:, 0], real), batch.tokens, batch.real)
-    np.testing.assert_allclose(found["induction"], expected, atol=1e-6)
-    np.testing.assert_allclose(found["entropy"], jax.jit(head_scores.entropy)(weights, batch), atol=1e-5)
+    np.testing.assert_allclose(scores["induction"], expected, atol=1e-6)
+    np.testing.assert_allclose(scores["entropy"], jax.jit(head_scores.entropy)(weights, batch), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -125,13 +125,13 @@ def test_shuffled_tokens_leave_places_of_fixed_positions_out(getkey):
     transformer = model.make(config.Model(num_heads=2, model_dim=8, head_dim=4), task)
     batch = task.sample(getkey(), 4)
     params = jax.jit(transformer.init)(getkey(), batch.tokens)
-    found = jax.jit(lambda params: head_scores.of_shuffled(transformer, task, params, batch))(params)
-    assert set(found) == {"duplicate_token", "induction", "value"}
+    scores = jax.jit(lambda params: head_scores.of_shuffled(transformer, task, params, batch))(params)
+    assert set(scores) == {"duplicate_token", "induction", "value"}
     weights = jax.jit(lambda params: head_scores.weights_of(transformer, params, batch.tokens))(params)
     other = jnp.roll(batch.tokens[..., 0], 1, 0)
     induction = jax.jit(heads.induction)
     each = [[induction(w, t, r) for w in layers[0]] for layers, t, r in zip(weights, other, batch.real, strict=True)]
-    np.testing.assert_allclose(found["induction"][0], np.mean(each, 0), atol=1e-6)
+    np.testing.assert_allclose(scores["induction"][0], np.mean(each, 0), atol=1e-6)
 
 
 def measured(**changed):
@@ -150,10 +150,10 @@ def test_clean_heads_serve_one_place_and_no_other():
 
 def test_the_weight_on_a_place_is_that_of_the_head_it_needs():
     scores = {"a": np.array([[[0.2, 0.9]]]), "b": np.array([[[0.7, 0.3]]])}
-    found = measured(accuracy=np.ones((1, 2)), ablated=np.array([[[[0.1, 1.0], [1.0, 0.0]]]]), scores=scores)
-    other = found._replace(scores={"a": np.array([[[0.01, 0.02]]]), "b": np.array([[[0.03, 0.04]]])})
-    assert claims.own_place_weight(("a", "b"), found, found).tolist() == [[0.2, 0.3]]
-    assert claims.own_place_weight(("a", "b"), found, other).tolist() == [[0.01, 0.04]]
+    trained = measured(accuracy=np.ones((1, 2)), ablated=np.array([[[[0.1, 1.0], [1.0, 0.0]]]]), scores=scores)
+    other = trained._replace(scores={"a": np.array([[[0.01, 0.02]]]), "b": np.array([[[0.03, 0.04]]])})
+    assert claims.own_place_weight(("a", "b"), trained, trained).tolist() == [[0.2, 0.3]]
+    assert claims.own_place_weight(("a", "b"), trained, other).tolist() == [[0.01, 0.04]]
 
 
 def test_mean_divergence_runs_over_different_heads():

@@ -43,8 +43,8 @@ def test_levels_of_chains_are_the_best_predictors_from_counts(symbols):
 def test_levels_of_long_chains_are_those_published(symbols, published):
     """Means of 200,000 chains; here of 16,000, whose own error is about 0.002."""
     batch = sampled(tasks.Markov(100, symbols), 16000)
-    found = [batch.levels[name].mean() for name in ("unigram", "bigram", "chain")]
-    np.testing.assert_allclose(found, published, atol=0.006)
+    means = [batch.levels[name].mean() for name in ("unigram", "bigram", "chain")]
+    np.testing.assert_allclose(means, published, atol=0.006)
 
 
 @pytest.mark.slow
@@ -75,9 +75,9 @@ def test_recall_asks_for_the_value_of_each_key():
 def test_a_histogram_counts_over_the_whole_sequence_and_not_over_padding():
     batch = sampled(tasks.Histogram(12, 3, 2))
     rows = (x[..., 0] for x in (batch.tokens, batch.targets, batch.target_weights))
-    for row, counts, asked in zip(*rows, strict=True):
+    for row, counts, weights in zip(*rows, strict=True):
         real = row[row != 3].tolist()
-        assert 2 <= len(real) <= 12 and asked.tolist() == [1.0] * len(real) + [0.0] * (12 - len(real))
+        assert 2 <= len(real) <= 12 and weights.tolist() == [1.0] * len(real) + [0.0] * (12 - len(real))
         assert [count + 1 for count in counts[: len(real)]] == [real.count(token) for token in real]
 
 
@@ -85,10 +85,10 @@ def test_hops_go_to_what_followed_the_last_earlier_occurrence():
     batch = sampled(tasks.Hop(20, 3, 3))
     assert {int(k) for k in batch.tokens[:, 0, 0] - 3} == {0, 1, 2, 3}
     rows = zip(batch.tokens[..., 0], batch.targets, batch.target_weights, batch.sources, strict=True)
-    for row, targets, asked, sources in rows:
+    for row, targets, weights, sources in rows:
         k, chars = row[0] - 3, row[1:].tolist()
         assert all(a != b for a, b in zip(chars, chars[1:], strict=False))
-        assert asked[0].sum() == 0 and (asked[1:].sum(-1) == 1).all() and (asked[1:, k] == 1).all()
+        assert weights[0].sum() == 0 and (weights[1:].sum(-1) == 1).all() and (weights[1:, k] == 1).all()
         for i in range(len(chars)):
             at = i
             for _ in range(k):
@@ -147,9 +147,9 @@ def built(task, **changes):
 def test_relative_keys_are_a_vector_for_each_distance():
     transformer, params, batch = built(tasks.Markov(9, 2), position="relative_keys", norm=False)
     weights = jax.jit(lambda params: head_scores.weights_of(transformer, params, batch.tokens))(params)[:, 0]
-    own = params["params"]
-    block = own["layer_0"]
-    x = own["embed_0"]["embedding"][np.asarray(batch.tokens[..., 0])]
+    leaves = params["params"]
+    block = leaves["layer_0"]
+    x = leaves["embed_0"]["embedding"][np.asarray(batch.tokens[..., 0])]
     projected = lambda layer: np.einsum("btm,mnh->btnh", x, layer["kernel"]) + layer.get("bias", 0.0)
     named = {name: projected(block["attention"][name]) for name in ("query", "key")}
     asking = projected(block["relative_query"])
@@ -180,13 +180,13 @@ def test_only_what_is_asked_is_read_out_and_a_tied_read_out_is_the_embedding():
 
     @jax.jit
     def both(params):
-        asked = transformer.apply(params, batch.tokens, at=batch.at)
-        return transformer.apply(params, batch.tokens), asked, train.loss_of(asked, batch)
+        answers = transformer.apply(params, batch.tokens, at=batch.at)
+        return transformer.apply(params, batch.tokens), answers, train.loss_of(answers, batch)
 
-    whole, asked, loss = jax.device_get(both(params))
-    assert whole.shape == (3, 16, 1, 20) and asked.shape == (3, 2, 1, 20)
-    np.testing.assert_allclose(asked, np.take_along_axis(whole, np.asarray(batch.at)[..., None, None], 1), atol=1e-5)
-    likelihood = reference.softmax(asked)[np.arange(3)[:, None], np.arange(2), 0, batch.targets[..., 0]]
+    whole, answers, loss = jax.device_get(both(params))
+    assert whole.shape == (3, 16, 1, 20) and answers.shape == (3, 2, 1, 20)
+    np.testing.assert_allclose(answers, np.take_along_axis(whole, np.asarray(batch.at)[..., None, None], 1), atol=1e-5)
+    likelihood = reference.softmax(answers)[np.arange(3)[:, None], np.arange(2), 0, batch.targets[..., 0]]
     assert float(loss) == pytest.approx(-np.log(likelihood).mean(), rel=1e-5)
 
 
@@ -215,13 +215,13 @@ def test_what_patches_change_is_a_metric_of_tasks_that_have_some():
     configs = (config.Config("x", task=config.Task(kind="hop", hops=hops)) for hops in (1, 2))
     names = [name for one in configs for name in claims.known_metrics(one) if name.startswith("patched/")]
     assert names == ["patched/near the end", "patched/elsewhere", "patched/leads here"]
-    found = evaluate.Measured(*(None for _ in evaluate.Measured._fields))._replace(patched={"elsewhere": np.ones(2)})
-    assert claims.measure(result_of({}, [0]), found, "patched/elsewhere") == [1, 1]
+    measured = evaluate.Measured(*(None for _ in evaluate.Measured._fields))._replace(patched={"elsewhere": np.ones(2)})
+    assert claims.measure(result_of({}, [0]), measured, "patched/elsewhere") == [1, 1]
 
 
 def result_of(scores, steps, **others):
-    given = {"look_steps": np.array(steps), "tracked": scores} | others
-    return claims.Result(*(given.get(name) for name in claims.Result._fields))
+    fields = {"look_steps": np.array(steps), "tracked": scores} | others
+    return claims.Result(*(fields.get(name) for name in claims.Result._fields))
 
 
 def test_a_turn_is_where_half_of_the_way_is_behind():

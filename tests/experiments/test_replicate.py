@@ -126,10 +126,10 @@ def test_a_model_differs_from_itself_by_nothing_and_heads_are_matched(finished):
     swapped["out"] = swapped["out"] | {"kernel": np.flip(swapped["out"]["kernel"], -3)}
     layer = last.params["params"]["layer_0"] | {"attention": swapped}
     other = last._replace(params={"params": last.params["params"] | {"layer_0": layer}})
-    found = compare.compare(last, other)
-    assert found.match.tolist() == [[[1, 0]]] * 2
-    np.testing.assert_allclose(found.distance, 0, atol=1e-6)
-    np.testing.assert_allclose(found.scores["entropy"][:, 0], found.scores["entropy"][:, 1], atol=1e-5)
+    comparison = compare.compare(last, other)
+    assert comparison.match.tolist() == [[[1, 0]]] * 2
+    np.testing.assert_allclose(comparison.distance, 0, atol=1e-6)
+    np.testing.assert_allclose(comparison.scores["entropy"][:, 0], comparison.scores["entropy"][:, 1], atol=1e-5)
     assert (compare.compare(last, first).distance > 0).any()
 
 
@@ -147,16 +147,16 @@ def test_two_runs_are_compared_in_words_and_in_a_picture(finished, capsys, tmp_p
     assert [frame["title"] for frame in frames] == [f"{out}@1", str(out)]
 
 
-@pytest.mark.parametrize("runs, said", [
+@pytest.mark.parametrize("runs, message", [
     (["{out}"], "expected two runs, got 1"),
     (["{out}", "{out}@9"], r"expected one of its checkpoints, [1, 2, 3, 4], got 9"),
     (["{out}", "nowhere"], "expected the folder of a run that trains, got 'nowhere'"),
 ])  # fmt: skip
 @pytest.mark.slow
-def test_what_cannot_be_compared_is_said(finished, capsys, runs, said):
+def test_what_cannot_be_compared_is_said(finished, capsys, runs, message):
     words = [word for run in runs for word in ("--run", run.format(out=finished[1]))]
     assert main(["compare", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -184,16 +184,16 @@ def test_a_started_run_goes_on_without_its_start(finished, tmp_path):
     shutil.copytree(out, gone)
     words = ["run", "--config", str(file), "--out", str(more), "--claims", "[]", "--sweep", "model.num_heads=2"]
     assert main([*words, "--train.start", f"{gone}@2"]) == 0
-    found = Findings.load(more)
+    findings = Findings.load(more)
     for name, values in Findings.load(out).statistics.items():
-        np.testing.assert_allclose(found.statistics[name][:, 0], values[:, 0], atol=1e-5, err_msg=name)
-        assert np.abs(found.statistics[name][:, 1] - values[:, 1]).max() > 1e-4, "both are trained, differently"
+        np.testing.assert_allclose(findings.statistics[name][:, 0], values[:, 0], atol=1e-5, err_msg=name)
+        assert np.abs(findings.statistics[name][:, 1] - values[:, 1]).max() > 1e-4, "both are trained, differently"
     shutil.rmtree(gone)
     shutil.rmtree(more / "checkpoints" / "4")
     for _ in ("stopped at step 3", "finished"):
         assert main([*words, "--train.start", f"{gone}@2"]) == 0
         again = Findings.load(more)
-        np.testing.assert_array_equal(again.accuracy, found.accuracy)
-        np.testing.assert_array_equal(again.scores["entropy"], found.scores["entropy"])
+        np.testing.assert_array_equal(again.accuracy, findings.accuracy)
+        np.testing.assert_array_equal(again.scores["entropy"], findings.scores["entropy"])
     shutil.rmtree(more / "checkpoints")
     assert main([*words, "--train.start", f"{gone}@2"]) == 2, "nothing to resume from"

@@ -50,14 +50,14 @@ def test_the_command_writes_the_report_of_all_heads(folder, config, tmp_path, as
     file.write_text(json.dumps(plain))  # JSON is also YAML
     out = tmp_path / "out"
     assert main(["run", "--config", str(file), "--out", str(out)]) == 0
-    found = Findings.load(out)
-    assert [(row["layer"], row["head"]) for row in found.heads] == list(np.ndindex(2, 3))
-    assert [claim["holds"] for claim in found.claims] == [False, True]
-    assert found.tokens[0] == ["[CLS]", "the", "cat", "naps", "now", "[SEP]"]
-    assert found.tokens[1] == ["[CLS]", "a", "cat", "sleeps", "[SEP]", "·"]
-    np.testing.assert_allclose(found.example_weights[:, 0].sum(-1), 1.0, atol=1e-5)
-    assert (found.example_weights[:, 1, :, :, 5:] == 0).all()
-    assert found.noise.shape == (1, 2, 6) and found.statistics["distance"].shape == (1, 2, 2, 3)
+    findings = Findings.load(out)
+    assert [(row["layer"], row["head"]) for row in findings.heads] == list(np.ndindex(2, 3))
+    assert [claim["holds"] for claim in findings.claims] == [False, True]
+    assert findings.tokens[0] == ["[CLS]", "the", "cat", "naps", "now", "[SEP]"]
+    assert findings.tokens[1] == ["[CLS]", "a", "cat", "sleeps", "[SEP]", "·"]
+    np.testing.assert_allclose(findings.example_weights[:, 0].sum(-1), 1.0, atol=1e-5)
+    assert (findings.example_weights[:, 1, :, :, 5:] == 0).all()
+    assert findings.noise.shape == (1, 2, 6) and findings.statistics["distance"].shape == (1, 2, 2, 3)
     page = (out / "report.html").read_text()
     assert "Claims: 1 of 2 hold" in page and not (out / "figures" / "training.png").exists()
     assert main(["report", "--run", str(out)]) == 0

@@ -122,17 +122,17 @@ def test_a_run_that_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch
     expected = train.train(config.load(words).config, whole)
     monkeypatch.setattr(train, "_stop_unless_finite", breaks)
     assert run_main(["run", *words, "--out", str(broken)]) == 1
-    said = capsys.readouterr().err
-    assert "seed 1" in said and "step 14;" in said and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "seed 1" in error and "step 14;" in error and error.count("\n") == 1
     assert Checkpoints(broken / "checkpoints").steps[-1] == 8
     assert "NaN" not in (broken / "metrics.jsonl").read_text()
 
     monkeypatch.undo()
-    found = train.train(config.load(words).config, broken)
+    resumed = train.train(config.load(words).config, broken)
     assert (whole / "metrics.jsonl").read_bytes() == (broken / "metrics.jsonl").read_bytes()
     for step in range(0, 17, 4):
         chex.assert_trees_all_equal(History(whole).look(step), History(broken).look(step))
-    chex.assert_trees_all_equal(found.params, expected.params)
+    chex.assert_trees_all_equal(resumed.params, expected.params)
 
 
 @pytest.mark.slow
@@ -172,19 +172,19 @@ claims:
     shown = capsys.readouterr().out
     page = (out / "report.html").read_text()
     assert "holds" in shown and "fails" in shown and "Claims: 1 of 2 hold" in page
-    found = Findings.load(out)
-    assert found.seeds == [3, 4] and found.places == ["copy source"] and len(found.heads) == 2 * 2
-    assert found.scores["copy source"].shape == (2, 3, 1, 2) and found.look_steps.tolist() == [0, 2, 4]
-    (tokens,) = {len(example) for example in found.tokens}
-    assert found.example_weights.shape == (3, train.EXAMPLES, 1, 2, tokens, tokens)
-    np.testing.assert_allclose(found.example_weights.sum(-1), 1.0, atol=1e-5)
-    assert found.offset_profile.shape == (2, 2, 1, 2, len(found.offsets)) and found.offsets[-1] == 0
-    assert found.ablated.shape == (2, 1, 2, 1) and found.divergence.shape == (2, 2, 2, 2)
-    assert found.noise.shape == (2, 2, 2) and found.statistics["max_logit"].shape == (2, 2, 1, 2)
-    curves = found.curves["exact match over string length"]
+    findings = Findings.load(out)
+    assert findings.seeds == [3, 4] and findings.places == ["copy source"] and len(findings.heads) == 2 * 2
+    assert findings.scores["copy source"].shape == (2, 3, 1, 2) and findings.look_steps.tolist() == [0, 2, 4]
+    (tokens,) = {len(example) for example in findings.tokens}
+    assert findings.example_weights.shape == (3, train.EXAMPLES, 1, 2, tokens, tokens)
+    np.testing.assert_allclose(findings.example_weights.sum(-1), 1.0, atol=1e-5)
+    assert findings.offset_profile.shape == (2, 2, 1, 2, len(findings.offsets)) and findings.offsets[-1] == 0
+    assert findings.ablated.shape == (2, 1, 2, 1) and findings.divergence.shape == (2, 2, 2, 2)
+    assert findings.noise.shape == (2, 2, 2) and findings.statistics["max_logit"].shape == (2, 2, 1, 2)
+    curves = findings.curves["exact match over string length"]
     assert list(curves) == ["alibi", "relative"] and [row[0] for row in curves["alibi"]] == [2, 8]
-    rows = {row["name"]: row["values"] for row in found.controls if row["metric"] == "exact_match"}
-    swept = found.curves["exact match over model.num_heads"]["string"]
+    rows = {row["name"]: row["values"] for row in findings.controls if row["metric"] == "exact_match"}
+    swept = findings.curves["exact match over model.num_heads"]["string"]
     assert swept == [[heads, *rows[f"model.num_heads={heads}"]] for heads in (1, 2)]
     assert rows["model.num_heads=2"] == rows["string"]
     assert not (out / "controls" / "model.num_heads=2").exists()  # the run itself, not a control
@@ -194,7 +194,7 @@ claims:
 
     assert json.loads((out / "seconds.json").read_text()) > 1
 
-    held = dataclasses.replace(found, claims=found.claims[:1])
+    held = dataclasses.replace(findings, claims=findings.claims[:1])
     monkeypatch.setattr(run, "run", lambda settings, out: held)
     assert run_main(["run", "--config", str(file), "--out", str(out), "--check"]) == 0  # every claim holds
 
@@ -202,8 +202,8 @@ claims:
     assert run_main(["report", "--run", str(out)]) == 0 and (out / "report.html").read_text() == page
     assert run_main(["keep", "--run", str(out), "--to", str(tmp_path)]) == 0
     kept = json.loads((tmp_path / "string" / "summary.json").read_text())
-    assert kept["controls"] == found.controls and kept["curves"] == found.curves and len(kept["heads"]) == 4
-    np.testing.assert_allclose(kept["noise_floor"], found.noise.mean(-1), rtol=1e-3)
+    assert kept["controls"] == findings.controls and kept["curves"] == findings.curves and len(kept["heads"]) == 4
+    np.testing.assert_allclose(kept["noise_floor"], findings.noise.mean(-1), rtol=1e-3)
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "string").iterdir()}
     assert set(sizes) == {"claims.json", "config.json", "summary.json", "page.tar.xz"} and max(sizes.values()) < 200_000
     capsys.readouterr()
@@ -242,27 +242,27 @@ def test_groups_of_heads_are_switched_off_together(tiny):
     setup = setup_of(tiny)
     params = setup.init()["params"]
     labels = np.array([[["a", "mixed"]], [["a", "a"]]])
-    found = evaluate.ablate_groups(setup, params, labels)
-    assert list(found) == ["a"] and found["a"].shape == (2, 4)
+    accuracies = evaluate.ablate_groups(setup, params, labels)
+    assert list(accuracies) == ["a"] and accuracies["a"].shape == (2, 4)
     apply = jax.jit(setup.model.apply)
     for seed, gates in enumerate(([0.0, 1.0], [0.0, 0.0])):
         one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], params)
         batch = setup.task.sample(jax.random.fold_in(setup.keys[seed], train.TEST_DATA), 8)
         logits = apply(one, batch.tokens, per_layer=[{"head_gate": jnp.array(gates)}])
-        np.testing.assert_allclose(found["a"][seed], train.judge(logits, batch)[0], atol=1e-6)
+        np.testing.assert_allclose(accuracies["a"][seed], train.judge(logits, batch)[0], atol=1e-6)
 
 
 @pytest.mark.slow
 def test_the_null_is_of_untrained_models_and_of_other_tokens(tiny):
     setup = setup_of(tiny)
-    found = evaluate.null(setup, setup.init()["params"])
-    assert set(found) == set(setup.task.roles)
+    scores = evaluate.null(setup, setup.init()["params"])
+    assert set(scores) == set(setup.task.roles)
     untrained = evaluate.NULL_HEADS
     beside = 2 * 2 * (evaluate.NULL_BATCH - 1)  # seeds, heads, other sequences: all there are
-    sizes = {name: len(values) for name, values in found.items()}
+    sizes = {name: len(values) for name, values in scores.items()}
     assert sizes["mirror"] == sizes["first_token"] == untrained
     assert sizes["same key"] == sizes["induction"] == untrained + min(beside, untrained)
-    assert np.std(found["induction"]) > 0 and len(np.unique(found["mirror"])) > untrained / 2
+    assert np.std(scores["induction"]) > 0 and len(np.unique(scores["mirror"])) > untrained / 2
 
 
 @pytest.mark.slow
@@ -277,26 +277,26 @@ def test_a_config_of_the_project_asks_for_metrics_that_there_are():
             assert bool(settings.claims) == (file.stem not in observations), file.name
 
 
-@pytest.mark.parametrize("arguments, said", [
+@pytest.mark.parametrize("arguments, message", [
     (["fly"], "no command 'fly'; expected one of run, list, report"),
     (["report", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
     (["keep", "--run", "nowhere"], "--run: expected the folder of a finished run, got 'nowhere'"),
     (["list", "all"], "list takes no options, got 'all'"),
 ])  # fmt: skip
-def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, said):
+def test_commands_say_what_is_wrong_in_one_line(capsys, arguments, message):
     assert run_main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {said}") and error.count("\n") == 1
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("minus, said", [
+@pytest.mark.parametrize("minus, message", [
     ("beauty", r"minus: expected .*'clean_heads'.*, got 'beauty'"), ("other:divergence", "minus: expected .*, got 'other:"),
     ("few:divergence", "minus: expected the seeds of 'divergence', got those of 'few:divergence'"),
 ])  # fmt: skip
-def test_what_a_claim_takes_away_is_a_metric_of_the_same_seeds(minus, said):
+def test_what_a_claim_takes_away_is_a_metric_of_the_same_seeds(minus, message):
     claim = config.Claim("a", "b", "divergence", 1, minus=minus, at_least=0.0)
     settings = config.Config("x", train=config.Train(seeds=2), controls={"few": {"train.seeds": 1}}, claims=[claim])
-    with pytest.raises(ValueError, match=rf"^claims\.a\.{said}"):
+    with pytest.raises(ValueError, match=rf"^claims\.a\.{message}"):
         claims.check(settings)
 
 
