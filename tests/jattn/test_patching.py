@@ -382,7 +382,8 @@ def test_the_score_of_the_induction_head_is_made_of_token_and_token_before():
 
 def test_parts_of_scores_with_rotary_positions_and_biases_sum_to_them():
     rng = np.random.default_rng(0)
-    draw = lambda heads: {"kernel": jnp.float32(0.5 + 0.4 * rng.normal(size=(6, heads, 4))), "bias": jnp.full((heads, 4), 0.5)}  # fmt: skip
+    kernel = lambda heads: jnp.float32(0.5 + 0.4 * rng.normal(size=(6, heads, 4)))
+    draw = lambda heads: {"kernel": kernel(heads), "bias": jnp.full((heads, 4), 0.5)}
     params = {"query": draw(N), "key": draw(K)}
     of_query, of_key = (jnp.asarray(rng.normal(size=(parts, 5, 6)), jnp.float32) for parts in (3, 2))
     places = jnp.array([9, 7, 0, 3, 3]), jnp.array([0, 7, 5, 2, 1])
