@@ -31,17 +31,12 @@ class PallasKernel(ReducingKernel):
     takes: ClassVar[frozenset[str]] = frozenset(
         {"bias", "mask array", "score_mod", "query positions", "key positions", "precision"}
     )
-    interpret: Any
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         dim = max(args.query.shape[3], args.value.shape[3])
         yield dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"
         reason = reason_against(args.masks, args.score_mod)
         yield reason is not None, reason or ""
-
-    @property
-    def is_simulated(self) -> bool:
-        return bool(self.interpret)
 
     @property
     def _kernel(self) -> ModuleType:

@@ -96,10 +96,6 @@ class Ring(OverMesh):
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
         return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), args, reduction)
 
-    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
-        return fn(args, *(array for array, _ in extra))
-
     def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
         args = self._without_default_positions(args)
