@@ -226,9 +226,8 @@ def _jvp(
     kept = tuple(range(len(types)))
     tangents_out = iter(_bind(Jvp(function, at, kept), [*operands, *(tangents[i] for i in at)], types))
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals_out)
-    return primals_out, [
-        next(tangents_out) if has_tangent else zero for has_tangent, zero in zip(floating, zeros, strict=True)
-    ]
+    both = zip(floating, zeros, strict=True)
+    return primals_out, [next(tangents_out) if has_tangent else zero for has_tangent, zero in both]
 
 
 def _transpose(

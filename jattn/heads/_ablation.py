@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jattn._mods.arrays import AnyArray, Index, Length
 from jattn._mods.pytree import pytree_dataclass, static_field
-from jattn.masks import Mask, MaskFunction, and_masks
+from jattn._mods.validation import check_fits
+from jattn.masks import Mask, MaskFunction, and_masks, bounds
 
 KINDS = ("zero", "mean", "resample")
 Heads = Sequence[Any]  # of pairs (layer, head)
@@ -195,29 +196,37 @@ def forbid(pattern: MaskFunction, heads: Sequence[int] | Bool[AnyArray, " N"]) -
     numbers = tuple(operator.index(head) for head in heads)
     if any(number < 0 for number in numbers):
         raise ValueError(f"heads must be indices from 0 on, got {list(heads)}")
-    return ~(and_masks(pattern) & OfNumbers(numbers))
+    return Forbidden(pattern, numbers)
 
 
 @pytree_dataclass
-class OfNumbers(Mask):
-    """All pairs of the heads with these numbers; see ``forbid``."""
+class Forbidden(Mask):
+    """Hides the pairs of ``pattern`` from ``heads``; see ``forbid``."""
 
+    pattern: MaskFunction
     heads: tuple[int, ...] = static_field()
 
+    def __post_init__(self):
+        object.__setattr__(self, "pattern", and_masks(self.pattern))
+
     def check(self, B: Length, N: Length, T: Length | None, S: Length | None) -> None:
-        """Raises ``ValueError`` if a head does not exist."""
+        """Raises ``ValueError`` if a head does not exist or the pattern does not fit."""
         if any(head >= N for head in self.heads):
             raise ValueError(f"forbid: heads must be below N = {N}, the number of query heads, got {list(self.heads)}")
+        check_fits(self.pattern, B, N, T, S)
 
     def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index):
+        return True ^ (self.pattern(b, h, q_idx, kv_idx) & self._chosen(h))
+
+    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> tuple[Any, Any]:
+        any_visible, all_visible = bounds(self.pattern, b, h, q_min, q_max, kv_min, kv_max)
+        return True ^ (all_visible & self._chosen(h)), True ^ (any_visible & self._chosen(h))
+
+    def _chosen(self, h: Index) -> AnyArray:
         chosen: AnyArray = np.False_
         for head in self.heads:
             chosen = chosen | (h == head)
         return chosen
-
-    def bounds(self, b: Index, h: Index, q_min: Index, q_max: Index, kv_min: Index, kv_max: Index) -> tuple[Any, Any]:
-        chosen = self(b, h, q_min, kv_min)
-        return chosen, chosen
 
 
 @pytree_dataclass

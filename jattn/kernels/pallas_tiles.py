@@ -232,10 +232,8 @@ def _add_mod(
 ) -> _Mod:
     (B, T, N, _), S = args.query.shape, args.key.shape[1]
     batch, heads = args.first_batch + jnp.arange(B), args.first_head + jnp.arange(N)
-    positions = [
-        arange(length, np.int32)[None] if indices is None else indices
-        for indices, length in ((args.query_positions, T), (args.kv_positions, S))
-    ]
+    sides = (args.query_positions, T), (args.kv_positions, S)
+    positions = [arange(length, np.int32)[None] if indices is None else indices for indices, length in sides]
     tile_function = make_tile_function(mod, score_dtype)
     arrays, added = tile_function.arrays(batch, heads, *positions), []
     for array, over in zip(arrays, tile_function.outside.values(), strict=True):

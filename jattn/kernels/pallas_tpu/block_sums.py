@@ -73,9 +73,7 @@ class _ReductionSteps:
     def __post_init__(self):
         pairs = self.plan.size, self.plan.operands.padded
         self.tiles, self.all_tiles = (tuple(x // TILE for x in pair) for pair in pairs)
-        self.largest, self.keys, self.offsets = (
-            self.reduction.named(kind) for kind in ("row_max", "column_sum", "diagonal_sum")
-        )
+        self.largest, self.keys, self.offsets = map(self.reduction.named, ("row_max", "column_sum", "diagonal_sum"))
         self.by_query = self.reduction.named("row_sum", "row_max")
         # No array of a kernel is empty.
         self.height = max(len(self.by_query) + self.reduction.count_visible, 1)

@@ -122,11 +122,8 @@ class Splash(Kernel):
             out, lse = self._kernel.forward(self._kernel.make_kernel(plan, N), q, k, v, ids)
             out, lse = _from_heads(out, T), _from_heads(lse, T)
             seen = ~(lse <= self._kernel.HIDDEN / 2)  # a NaN is seen
-            return (
-                jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)),
-                jnp.where(seen, lse, least),
-                seen.astype(jnp.float32),
-            )
+            out = jnp.where(seen[..., None], out, jnp.zeros((), out.dtype))
+            return out, jnp.where(seen, lse, least), seen.astype(jnp.float32)
 
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
