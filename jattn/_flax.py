@@ -135,26 +135,26 @@ def is_float_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def split_results(
-    results: Any,
-    *,
-    return_weights: bool,
-    return_statistics: Sequence[str] | Mapping[str, Any],
-    return_heads: bool,
-    force_fp32: bool = False,
-) -> tuple[Array, dict[str, Any], KVCache | None]:
-    """``(z, intermediates by name, cache)`` from the result of ``attend_as_flax``; weights in the output's dtype."""
+def attend_and_sow(
+    module: Any, collection: Any, *qkv: Array, sow_weights: bool, sow_heads: bool,
+    sow_statistics: Sequence[str] | Mapping[str, Any], force_fp32: bool, **options: Any,
+) -> tuple[Array, KVCache | None]:  # fmt: skip
+    """``attend_as_flax(*qkv, **options)``: its output and cache. The module sows the rest into a collection.
+
+    Weights are sown in the output's dtype.
+    """
+    requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
+    results = attend_as_flax(*qkv, **requested, **options)
     z, *others = results if isinstance(results, tuple) else (results,)
     if force_fp32:
         z = z.astype(softmax_dtype(z))
-    intermediates = {}
-    if return_weights:
-        intermediates["attention_weights"] = others.pop(0).astype(z.dtype)
-    if wants_statistics(return_statistics):
-        intermediates["attention_statistics"] = others.pop(0)
-    if return_heads:
-        intermediates["attention_heads"] = others.pop(0)
-    return z, intermediates, others.pop() if others else None
+    if sow_weights:
+        module.sow(collection, "attention_weights", others.pop(0).astype(z.dtype))
+    if wants_statistics(sow_statistics):
+        module.sow(collection, "attention_statistics", others.pop(0))
+    if sow_heads:
+        module.sow(collection, "attention_heads", others.pop(0))
+    return z, others.pop() if others else None
 
 
 def join_inputs(inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None) -> tuple[Array, Array]:

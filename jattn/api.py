@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from jattn._blocks.backward import split_arrays
 from jattn._blocks.reduction import FoldStep
 from jattn._core import shard
 from jattn._core.arguments import (
@@ -22,6 +21,7 @@ from jattn._core.arguments import (
 )
 from jattn._core.merge import merge
 from jattn._mods.keywords import suggest_keywords
+from jattn._mods.pytree import split_arrays
 from jattn.kernels import Implementation, OverDevices, dense
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.dispatch import check_implementation, choose, explain_choice
@@ -310,14 +310,11 @@ def explain(
         'moves nothing'
     """
     # return_residual does not affect the choice.
-    leaves, structure = jax.tree.flatten(((query, key, value, bias, mask), dict(options)), is_leaf=callable)
-    types = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    types, join = split_arrays(((query, key, value, bias, mask), dict(options)), jax.ShapeDtypeStruct, callable)
     texts: list[str] = []
 
     def trace(*arrays: Array) -> None:
-        rest = iter(arrays)
-        filled = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
-        positional, named = structure.unflatten(filled)
+        positional, named = join(arrays)
         texts.append(_explain(*positional, implementation=implementation, platform=platform, **named))
 
     jax.eval_shape(trace, *types) if types else trace()

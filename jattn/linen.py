@@ -12,24 +12,9 @@ from flax.linen import dot_product_attention_weights as flaxs_weights
 from flax.typing import DotGeneralT, Initializer
 from jaxtyping import Array, ArrayLike
 
+from jattn import _flax
 from jattn._core import shard
 from jattn._core.attention import softmax_dtype
-from jattn._flax import (
-    AttentionFunction,
-    attend_as_flax,
-    call_options,
-    choose_deterministic,
-    choose_norm,
-    decode_as_flax,
-    head_dims,
-    join_inputs,
-    own_options,
-    refuse_extras,
-    split_results,
-    to_learn,
-    weights_as_flax,
-    with_learned,
-)
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
@@ -104,24 +89,19 @@ def dot_product_attention(
             precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
             attn_weights_value_einsum,
         )  # fmt: skip
-    wanted = {"return_weights": module is not None and not sow_heads, "return_heads": module is not None and sow_heads}
-    z = attend_as_flax(
-        query, key, value, dtype=dtype, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        is_causal=is_causal, **wanted, **extras,
-    )  # fmt: skip
-    z, sown, _ = split_results(z, return_statistics=(), force_fp32=force_fp32_for_softmax, **wanted)
-    if module is not None:
-        for name, value in sown.items():
-            module.sow("intermediates", name, value)
-    return z
+    return _flax.attend_and_sow(
+        module, "intermediates", query, key, value, sow_weights=module is not None and not sow_heads,
+        sow_heads=module is not None and sow_heads, sow_statistics=(), force_fp32=force_fp32_for_softmax, dtype=dtype,
+        bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+        deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
+    )[0]  # fmt: skip
 
 
 def _only_flaxs(attention_fn: Callable[..., Array], mask: Any, is_causal: bool, extras: Mapping[str, Any]) -> None:
     """Raises where custom products, which Flax's own function computes, come with more than its arguments."""
     if is_causal or callable(mask):
         raise ValueError("custom products (einsum) take only Flax's arguments; pass the mask as an array")
-    refuse_extras(attention_fn, **extras)
+    _flax.refuse_extras(attention_fn, **extras)
 
 
 def dot_product_attention_weights(
@@ -160,7 +140,7 @@ def dot_product_attention_weights(
         )  # fmt: skip
     query, key, _ = common_dtype(query, key, key, dtype)
     kind = softmax_dtype(query) if force_fp32_for_softmax else query.dtype
-    weights, kept = weights_as_flax(
+    weights, kept = _flax.weights_as_flax(
         query, key, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
         dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
     )  # fmt: skip
@@ -216,7 +196,7 @@ class MultiHeadDotProductAttention(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
     use_bias: bool = True
-    attention_fn: AttentionFunction = dot_product_attention
+    attention_fn: _flax.AttentionFunction = dot_product_attention
     decode: bool = False
     normalize_qk: bool = False
     force_fp32_for_softmax: bool = False
@@ -283,7 +263,7 @@ class MultiHeadDotProductAttention(nn.Module):
             "sinks": self._own_sinks(),
             "implementation": self.implementation,
             "input_positions": input_positions,
-            **call_options(options, self._own_score_mod()),
+            **_flax.call_options(options, self._own_score_mod()),
         }
         cache = extras.get("cache")
         module_cache, keep = self._own_cache(key, value) if self.decode and cache is None else (None, None)
@@ -293,16 +273,14 @@ class MultiHeadDotProductAttention(nn.Module):
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if module_cache is not None:
                 extras["cache"], is_causal = module_cache, is_causal or not callable(mask)
-            requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
-            results = attend_as_flax(query, key, value, is_causal=is_causal, **requested, **keywords, **extras)
-            z, intermediates, new_cache = split_results(results, **requested, force_fp32=self.force_fp32_for_softmax)
-            for name, intermediate in intermediates.items():
-                self.sow("intermediates", name, intermediate)
+            keywords |= {"is_causal": is_causal, "force_fp32": self.force_fp32_for_softmax}
+            keywords |= {"sow_weights": sow_weights, "sow_statistics": sow_statistics, "sow_heads": sow_heads}
+            z, new_cache = _flax.attend_and_sow(self, "intermediates", query, key, value, **keywords, **extras)
         else:
             sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, is_causal=is_causal or None, **sow_options, **extras)
+            _flax.refuse_extras(self.attention_fn, is_causal=is_causal or None, **sow_options, **extras)
             if module_cache is not None:
-                key, value, keywords["mask"], new_cache = decode_as_flax(module_cache, key, value, mask)
+                key, value, keywords["mask"], new_cache = _flax.decode_as_flax(module_cache, key, value, mask)
             keywords |= {"force_fp32_for_softmax": self.force_fp32_for_softmax, **einsums}
             known = inspect.signature(self.attention_fn).parameters
             keywords = {name: option for name, option in keywords.items() if name in known}
@@ -319,7 +297,7 @@ class MultiHeadDotProductAttention(nn.Module):
     @nn.nowrap
     def _project(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> tuple[Array, Array, Array]:
         """Query, key and value of all heads."""
-        num_kv_heads, head_dim, value_dim = head_dims(
+        num_kv_heads, head_dim, value_dim = _flax.head_dims(
             self.num_heads, self.num_kv_heads, self.qkv_features or inputs_q.shape[-1], self.value_dim
         )
 
@@ -328,19 +306,16 @@ class MultiHeadDotProductAttention(nn.Module):
                 features=(heads, dim),
                 kernel_init=self.kernel_init,
                 bias_init=self.bias_init,
-                use_bias=self.use_bias,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-                precision=self.precision,
                 dot_general=self.qkv_dot_general,
                 dot_general_cls=self.qkv_dot_general_cls,
                 name=name,
+                **self._linear_options(),
             )
 
         query = dense("query", self.num_heads, head_dim)(inputs_q)
         key = dense("key", num_kv_heads, head_dim)(inputs_k)
         value = dense("value", num_kv_heads, value_dim)(inputs_v)
-        norm = choose_norm(self.normalize_qk, self.qk_norm)
+        norm = _flax.choose_norm(self.normalize_qk, self.qk_norm)
         if norm is not None:
             kind: Callable[..., nn.Module] = nn.RMSNorm if norm == "rms" else nn.LayerNorm
             options: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
@@ -356,28 +331,30 @@ class MultiHeadDotProductAttention(nn.Module):
             axis=(-2, -1),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
             dot_general=self.out_dot_general or shard.dot_general,
             dot_general_cls=self.out_dot_general_cls,
             name="out",
+            **self._linear_options(),
         )(z)
+
+    @nn.nowrap
+    def _linear_options(self) -> dict[str, Any]:
+        """What all four projections have in common."""
+        return {name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "precision")}
 
     @nn.nowrap
     def _keywords(self, deterministic: bool | None, dropout_rng: Array | None) -> dict[str, Any]:
         """The module's own options, by Flax's names for those of an ``attention_fn``."""
-        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
+        deterministic = _flax.choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         if not deterministic and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        return own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}
+        return _flax.own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}
 
     @nn.nowrap
     def _own_score_mod(self) -> ScoreMod | None:
         """The attribute ``score_mod``, with its float arrays replaced by the parameters ``score_mod``."""
-        learned = to_learn(self.score_mod)
-        return with_learned(self.score_mod, self.param("score_mod", lambda key: learned)) if learned else self.score_mod
+        learned, mod = _flax.to_learn(self.score_mod), self.score_mod
+        return _flax.with_learned(mod, self.param("score_mod", lambda key: learned)) if learned else mod
 
     @nn.nowrap
     def _own_sinks(self) -> Array | None:
@@ -431,7 +408,7 @@ def _keys_and_values(
             DeprecationWarning,
             stacklevel=3,
         )
-    return join_inputs(inputs_q, inputs_k, inputs_v)
+    return _flax.join_inputs(inputs_q, inputs_k, inputs_v)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

@@ -12,22 +12,8 @@ from flax.nnx.nn import dtypes
 from flax.typing import DotGeneralT, Initializer
 from jaxtyping import Array, ArrayLike
 
+from jattn import _flax
 from jattn._core import shard
-from jattn._flax import (
-    AttentionFunction,
-    attend_as_flax,
-    call_options,
-    choose_deterministic,
-    choose_norm,
-    decode_as_flax,
-    head_dims,
-    is_float_array,
-    join_inputs,
-    own_options,
-    refuse_extras,
-    split_results,
-    weights_as_flax,
-)
 from jattn._mods.keywords import suggest_keywords
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
@@ -87,17 +73,12 @@ def dot_product_attention(
         (1, 4, 8)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    wanted = {"return_weights": module is not None and not sow_heads, "return_heads": module is not None and sow_heads}
-    z = attend_as_flax(
-        query, key, value, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng, dropout_rate=dropout_rate, deterministic=deterministic, precision=precision,
-        is_causal=is_causal, **wanted, **extras,
-    )  # fmt: skip
-    z, sown, _ = split_results(z, return_statistics=(), **wanted)
-    if module is not None:
-        for name, value in sown.items():
-            module.sow(nnx.Intermediate, name, value)
-    return z
+    return _flax.attend_and_sow(
+        module, nnx.Intermediate, query, key, value, sow_weights=module is not None and not sow_heads,
+        sow_heads=module is not None and sow_heads, sow_statistics=(), force_fp32=False, dtype=None, bias=bias,
+        mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+        deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
+    )[0]  # fmt: skip
 
 
 def dot_product_attention_weights(
@@ -126,7 +107,7 @@ def dot_product_attention_weights(
         [0.5, 0.5, 0.0, 0.0]
     """
     query, key = promote_dtype((query, key), dtype=dtype)
-    weights, kept = weights_as_flax(
+    weights, kept = _flax.weights_as_flax(
         query, key, dtype=None, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
         dropout_rate=dropout_rate, deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
     )  # fmt: skip
@@ -198,7 +179,7 @@ class MultiHeadAttention(nnx.Module):
         bias_init: Initializer = nnx.initializers.zeros_init(),
         out_bias_init: Initializer | None = None,
         use_bias: bool = True,
-        attention_fn: AttentionFunction = dot_product_attention,
+        attention_fn: _flax.AttentionFunction = dot_product_attention,
         decode: bool | None = None,
         normalize_qk: bool = False,
         qkv_promote_dtype: PromoteDtype = dtypes.promote_dtype,
@@ -221,7 +202,7 @@ class MultiHeadAttention(nnx.Module):
         self.qkv_features = in_features if qkv_features is None else qkv_features
         self.out_features = in_features if out_features is None else out_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        dims = head_dims(num_heads, num_kv_heads, self.qkv_features, value_dim)
+        dims = _flax.head_dims(num_heads, num_kv_heads, self.qkv_features, value_dim)
         self.num_kv_heads, self.head_dim, self.value_dim = dims
         self.dtype, self.param_dtype, self.precision, self.use_bias = dtype, param_dtype, precision, use_bias
         self.broadcast_dropout, self.dropout_rate, self.deterministic = broadcast_dropout, dropout_rate, deterministic
@@ -242,7 +223,7 @@ class MultiHeadAttention(nnx.Module):
         self.query = nnx.LinearGeneral(in_features, (num_heads, self.head_dim), **qkv)
         self.key = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.head_dim), **qkv)
         self.value = nnx.LinearGeneral(self.in_kv_features, (self.num_kv_heads, self.value_dim), **qkv)
-        norm = choose_norm(normalize_qk, qk_norm)
+        norm = _flax.choose_norm(normalize_qk, qk_norm)
         self.normalize_qk = norm is not None
         self.query_ln = self.key_ln = nnx.data(None)
         if norm is not None:
@@ -313,7 +294,7 @@ class MultiHeadAttention(nnx.Module):
         Raises:
             ValueError: no cache to decode from; ``attention_fn`` is not jattn's and does not support a given option.
         """
-        inputs_k, inputs_v = join_inputs(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = _flax.join_inputs(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_v, out_sharding=qkv_sharding)
@@ -323,7 +304,7 @@ class MultiHeadAttention(nnx.Module):
             "position": self.position,
             "sinks": None if self.sinks is None else self.sinks[...],
             "implementation": self.implementation,
-            **call_options(options, _values(self.score_mod)),
+            **_flax.call_options(options, _values(self.score_mod)),
         }
         cache = extras.get("cache")
         decode = (self.decode if decode is None else decode) and cache is None
@@ -335,17 +316,15 @@ class MultiHeadAttention(nnx.Module):
         if self.attention_fn is dot_product_attention:
             if module_cache is not None:
                 extras["cache"], keywords["is_causal"] = module_cache, is_causal or not callable(mask)
-            requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
-            results = attend_as_flax(query, key, value, **requested, **keywords, **extras)
-            z, intermediates, new_cache = split_results(results, **requested)
-            for name, intermediate in intermediates.items():
-                self.sow(nnx.Intermediate, name, intermediate)
+            keywords |= {"sow_weights": sow_weights, "sow_statistics": sow_statistics, "sow_heads": sow_heads}
+            keywords["force_fp32"] = False
+            z, new_cache = _flax.attend_and_sow(self, nnx.Intermediate, query, key, value, **keywords, **extras)
         else:
             sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
-            refuse_extras(self.attention_fn, **sow_options, **extras)
+            _flax.refuse_extras(self.attention_fn, **sow_options, **extras)
             if module_cache is not None:
                 keywords["is_causal"] = False  # the mask includes it; is_causal would ignore the cache
-                key, value, keywords["mask"], new_cache = decode_as_flax(module_cache, key, value, mask)
+                key, value, keywords["mask"], new_cache = _flax.decode_as_flax(module_cache, key, value, mask)
             z = self.attention_fn(query, key, value, module=self if sow_weights else None, **keywords)
         if module_cache is not None and new_cache is not None:
             self._keep(new_cache)
@@ -388,9 +367,9 @@ class MultiHeadAttention(nnx.Module):
 
     def _keywords(self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None) -> dict[str, Any]:
         """The module's own options, by Flax's names for those of an ``attention_fn``."""
-        deterministic = choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
+        deterministic = _flax.choose_deterministic(self.dropout_rate, deterministic, self.deterministic)
         dropout_rng = None if deterministic else self._dropout_key(rngs)
-        return own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}
+        return _flax.own_options(self) | {"deterministic": deterministic, "dropout_rng": dropout_rng}
 
     def _own_cache(self, key: Array) -> KVCache:
         if self.cached_key is None or self.cached_value is None or self.cache_index is None:
@@ -414,7 +393,7 @@ def _learned(mod: Any) -> Any:
     leaves = jax.tree.leaves(mod, is_leaf=is_variable)
     if isinstance(mod, nnx.Module) or not any(isinstance(x, nnx.Variable | jax.Array | np.ndarray) for x in leaves):
         return mod
-    to_param = lambda x: nnx.Param(jnp.array(x)) if is_float_array(x) else x  # a copy: parameters may be donated
+    to_param = lambda x: nnx.Param(jnp.array(x)) if _flax.is_float_array(x) else x  # a copy: parameters may be donated
     return nnx.data(jax.tree.map(to_param, mod, is_leaf=is_variable))
 
 

@@ -11,7 +11,7 @@ On one accelerator, ``jattn._blocks.all_heads`` computes the cotangents of query
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import NAMES, Head, softmax_dtype
 from jattn._core.operation import ReverseRule
+from jattn._mods.pytree import split_arrays
 
 # ``out``, ``row_max`` and ``row_sum`` of one head or of many, as in ``online_softmax``.
 Results = tuple[Float[Array, "*axes D"], Float[Array, "*rows"], Float[Array, "*rows"]]
@@ -97,20 +98,6 @@ def differentiable(
     compute.defjvp(rule, symbolic_zeros=True)
     z, row_max, row_sum = compute(*arrays)
     return z, log_sum_exp(row_max, row_sum)
-
-
-def split_arrays(tree: PyTree) -> tuple[list[Array], Callable[[Iterable[Array]], PyTree]]:
-    """The JAX arrays among the leaves, and a function that puts others in their place."""
-    leaves, structure = jax.tree.flatten(tree)
-    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-    # Without the arrays: JAX's caches keep what closes over join, and traced arrays must not outlive their trace.
-    static = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-
-    def join(arrays: Iterable[Array]) -> PyTree:
-        rest = iter(arrays)
-        return structure.unflatten([next(rest) if array else x for x, array in zip(static, is_array, strict=True)])
-
-    return [x for x, array in zip(leaves, is_array, strict=True) if array], join
 
 
 @dataclasses.dataclass(frozen=True)

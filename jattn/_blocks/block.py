@@ -229,10 +229,8 @@ def product_dtype(platform: str, x: Array) -> DTypeLike:
 
 def pad_to_blocks(array: Array, block_size: Size) -> Array:
     """``[..., T|1, S|1]`` zero-padded to whole blocks."""
-    padded = [
-        1 if length == 1 else cdiv(length, size) * size
-        for length, size in zip(array.shape[-2:], block_size, strict=True)
-    ]
+    pairs = zip(array.shape[-2:], block_size, strict=True)
+    padded = [1 if length == 1 else cdiv(length, size) * size for length, size in pairs]
     return pad_end(array, [*array.shape[:-2], *padded])
 
 

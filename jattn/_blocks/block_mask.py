@@ -157,10 +157,8 @@ def block_mask(
         if count is None and depends_on(mask, position):
             raise ValueError(f"block_mask: mask depends on {index}; pass {argument}=, the number over which it varies")
     size = tile(query_length, kv_length, SMALL) if block_sizes is None else two_sizes(block_sizes)
-    q_blocks, kv_blocks = (
-        split_axis(np.arange(length), 0, step, fill=-1)
-        for length, step in zip((query_length, kv_length), size, strict=True)
-    )
+    sides = zip((query_length, kv_length), size, strict=True)
+    q_blocks, kv_blocks = (split_axis(np.arange(length), 0, step, fill=-1) for length, step in sides)
 
     def evaluate_block(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> tuple[Array, Array]:
         real = (q_idx >= 0)[:, None] & (kv_idx >= 0)[None, :]
@@ -171,9 +169,8 @@ def block_mask(
         return (visible & real).any(), (visible | ~real).all()
 
     def table(b: Array, h: Array) -> tuple[Array, Array]:
-        return jax.lax.map(
-            lambda q: jax.lax.map(lambda kv: evaluate_block(b, h, q, kv), jnp.asarray(kv_blocks)), jnp.asarray(q_blocks)
-        )
+        over_keys = lambda q: jax.lax.map(lambda kv: evaluate_block(b, h, q, kv), jnp.asarray(kv_blocks))
+        return jax.lax.map(over_keys, jnp.asarray(q_blocks))
 
     def tables() -> tuple[Array, Array]:
         heads, sequences = jnp.arange(num_heads or 1), jnp.arange(batch or 1)

@@ -123,10 +123,8 @@ def describe_work(plan: BlockPlan, lengths: tuple[Length, Length]) -> str:
     def pairs(piece: Piece) -> AnyArray:
         """How many of the pairs in this piece of each block lie within the matrix, ``[blocks of T, blocks of S]``."""
         ends = [np.arange(cdiv(length, size)) * size for length, size in zip(lengths, plan.size, strict=True)]
-        counts = [
-            np.clip(length - starts, part.start, part.stop) - part.start
-            for length, starts, part in zip(lengths, ends, piece, strict=True)
-        ]
+        sides = zip(lengths, ends, piece, strict=True)
+        counts = [np.clip(length - starts, part.start, part.stop) - part.start for length, starts, part in sides]
         return counts[0][:, None] * counts[1]
 
     whole = pairs((slice(0, rows), slice(0, columns)))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Concatenate, Protocol, runtime_checkable
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,8 @@ from jattn._mods.pytree import pytree_dataclass, static_field
 LogStep = Callable[Concatenate[Any, Array, Array, Array, ...], Any]
 
 
-@runtime_checkable
-class FoldStep(Protocol):
-    """A step of ``jattn.fold_weights``: the carry after a block's ``weights [t,s]``, whose slots are the indices."""
-
-    def __call__(self, carry: Any, weights: Array, q_idx: Array, kv_idx: Array, /) -> Any: ...
+# A step of ``jattn.fold_weights``, ``(carry, weights [t,s], q_idx, kv_idx) -> carry`` over slots.
+FoldStep = Callable[[Any, Array, Array, Array], Any]
 
 
 @pytree_dataclass

@@ -157,7 +157,8 @@ def _types(*operands: ShapedArray, function: Operation, results: Types) -> list[
 
 def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results: Types) -> Sequence[Any]:
     def run(*operands: Array) -> list[Array]:
-        with _under(function.settings), _lowered_as(ctx.module_context):
+        x64, precision = function.settings
+        with jax.enable_x64(x64), jax.default_matmul_precision(precision), _lowered_as(ctx.module_context):
             outputs = function(platform, *operands)
         types = tuple((tuple(x.shape), x.dtype) for x in outputs)
         assert types == results, f"{function}: {types} is not {results}"
@@ -172,15 +173,10 @@ def _lower(platform: str, ctx: Any, *operands: Any, function: Operation, results
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-@contextlib.contextmanager
-def _under(settings: Settings) -> Iterator[None]:
-    with jax.enable_x64(settings.x64), jax.default_matmul_precision(settings.matmul_precision):
-        yield
-
-
-_partitioned: contextvars.ContextVar[bool] = contextvars.ContextVar("partitioned", default=False)
-_exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
-_device: contextvars.ContextVar[Any] = contextvars.ContextVar("device", default=None)
+# Of the program that is being lowered: whether it is partitioned, whether it is exported, and a device.
+_lowering: contextvars.ContextVar[tuple[bool, bool, Any]] = contextvars.ContextVar(
+    "lowering", default=(False, False, None)
+)
 
 
 def is_partitioned() -> bool:
@@ -188,12 +184,12 @@ def is_partitioned() -> bool:
 
     What ``jax.jit`` makes of arrays on several devices is, unless all axes of their mesh are manual.
     """
-    return _partitioned.get()
+    return _lowering.get()[0]
 
 
 def is_exported() -> bool:
     """Whether the program that is being lowered is for ``jax.export``: to be run by other versions, elsewhere."""
-    return _exported.get()
+    return _lowering.get()[1]
 
 
 def device() -> Any:
@@ -201,7 +197,7 @@ def device() -> Any:
 
     What is lowered for another platform, as by ``jax.export``, has a device of this machine.
     """
-    return _device.get()
+    return _lowering.get()[2]
 
 
 @contextlib.contextmanager
@@ -213,12 +209,11 @@ def _lowered_as(module: Any) -> Iterator[None]:
     else:
         partitioned = getattr(context, "num_devices", 1) != 1
     device = None if module.backend is None else module.backend.devices()[0]
-    tokens = _partitioned.set(partitioned), _exported.set(module.lowering_parameters.for_export), _device.set(device)
+    token = _lowering.set((partitioned, module.lowering_parameters.for_export, device))
     try:
         yield
     finally:
-        for variable, token in zip((_partitioned, _exported, _device), tokens, strict=True):
-            variable.reset(token)
+        _lowering.reset(token)
 
 
 def _jvp(
@@ -231,9 +226,8 @@ def _jvp(
     kept = tuple(range(len(types)))
     tangents_out = iter(_bind(Jvp(function, at, kept), [*operands, *(tangents[i] for i in at)], types))
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in primals_out)
-    return primals_out, [
-        next(tangents_out) if has_tangent else zero for has_tangent, zero in zip(floating, zeros, strict=True)
-    ]
+    both = zip(floating, zeros, strict=True)
+    return primals_out, [next(tangents_out) if has_tangent else zero for has_tangent, zero in both]
 
 
 def _transpose(

@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Concatenate, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,9 @@ from jax import Array
 OPERAND = object()  # placeholder for an array among the leaves of a DeferredCall
 
 
-@runtime_checkable
-class ReverseRule(Protocol):
-    """The first reverse derivative: the cotangents of the operands by their numbers, of those ``wanted`` at least.
-
-    ``args`` are those of the function. ``cotangents``: one for each floating result, None if nothing depends on it.
-    """
-
-    def __call__(self, platform: str, args: Any, cotangents: Sequence, wanted: list[int], /) -> Sequence | Mapping: ...
+# The first reverse derivative, ``(platform, args, cotangents, wanted)``: the cotangents of the operands by their
+# numbers, of those ``wanted`` at least. ``cotangents``: one for each floating result, None if nothing depends on it.
+ReverseRule = Callable[[str, Any, Sequence, list[int]], Sequence | Mapping]
 
 
 class Settings(NamedTuple):

@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import convert_mods
+from jattn._mods.pytree import split_arrays
 
 # The axes of each field of a AttentionArgs: the letters of the legend in lower case. "c" are the columns of an array by
 # pairs, which are whole in a ring; "." is never sharded.
@@ -47,15 +48,6 @@ class MeshAxes:
     heads: tuple[str, ...] = ()
     length: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh, **arguments: tuple[str, str | Sequence[str] | None]) -> "MeshAxes":
-        """From the fields' names, each with a pair of an argument's name and its value, the mesh axes.
-
-        Raises:
-            ValueError: the mesh has no such axis, or an axis appears twice.
-        """
-        return cls(mesh, **axes_by_kind(mesh, arguments))
 
     @property
     def named(self) -> set[str]:
@@ -125,7 +117,11 @@ class MeshAxes:
 def axes_by_kind(
     mesh: Mesh | AbstractMesh, arguments: Mapping[str, tuple[str, str | Sequence[str] | None]]
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each kind, from the name of its argument and its value; raises as ``MeshAxes.of``."""
+    """The mesh axes of each kind, from the name of its argument and its value.
+
+    Raises:
+        ValueError: the mesh has no such axis, or an axis appears twice.
+    """
     by_kind: dict[str, tuple[str, ...]] = {}
     for kind, (argument, axes) in arguments.items():
         names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
@@ -277,22 +273,17 @@ def per_device(
     mesh_axes.check(args, multiple)
     whole_kv_heads = args.key.shape[2] % mesh_axes.parts("heads") != 0
     args = convert_mods(args, args.query, (args.query.shape[1], args.key.shape[1]))
-    sharded, sharded_specs = {}, {}
-    for name, axes in AXES.items():
-        whole = getattr(args, name)
-        if whole is None:
-            continue
-        sharded_specs[name] = jax.tree.map(lambda x, axes=axes: mesh_axes.spec(axes, x.shape, whole_kv_heads), whole)
-        sharded[name] = whole
+    sharded = {name: getattr(args, name) for name in AXES if getattr(args, name) is not None}
+    sharded_specs = {
+        name: jax.tree.map(lambda x, axes=AXES[name]: mesh_axes.spec(axes, x.shape, whole_kv_heads), whole)
+        for name, whole in sharded.items()
+    }
     extra_specs = [mesh_axes.spec(axes, array.shape, whole_kv_heads) for array, axes in extra]
-    leaves, structure = jax.tree.flatten((args.masks, args.score_mod, args.scale, args.dropout))
-    traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]  # NumPy arrays stay static
+    traced, join = split_arrays((args.masks, args.score_mod, args.scale, args.dropout))  # NumPy arrays stay static
     (B, _, N, _), K = args.query.shape, args.key.shape[2]
 
     def part(sharded: dict[str, Any], traced: list, *arrays: Array) -> PyTree:
-        rest = iter(traced)
-        joined = jax.tree.unflatten(structure, [next(rest) if isinstance(x, jax.Array) else x for x in leaves])
-        fields = dict(zip(("masks", "score_mod", "scale", "dropout"), joined, strict=True)) | sharded
+        fields = dict(zip(("masks", "score_mod", "scale", "dropout"), join(traced), strict=True)) | sharded
         for kind, size in (("batch", B), ("heads", N)):
             if names := getattr(mesh_axes, kind):
                 first = jax.lax.axis_index(names) * (size // mesh_axes.parts(kind))

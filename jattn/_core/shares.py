@@ -14,14 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jattn._core.shard import MeshAxes, map_shards
+from jattn._core.shard import MeshAxes, axes_by_kind, map_shards
 
 
 def axes_of(sharding: NamedSharding) -> MeshAxes:
     """The mesh axes of batch, keys and heads."""
-    batch, slots, heads = (*sharding.spec, None, None, None)[:3]
-    name = "sharding"
-    return MeshAxes.of(sharding.mesh, batch=(name, batch), keys=(name, slots), heads=(name, heads))
+    of_axes = zip(("batch", "keys", "heads"), (*sharding.spec, None, None, None), strict=False)
+    arguments = {kind: ("sharding", names) for kind, names in of_axes}
+    return MeshAxes(sharding.mesh, **axes_by_kind(sharding.mesh, arguments))
 
 
 def check_sharding(sharding: object, batch: int, capacity: int, num_kv_heads: int) -> None:

@@ -69,17 +69,9 @@ def closure_convert(
             lambda x: closure_convert(x, check, lengths, *score) if callable(x) else x, mod, is_leaf=is_function
         )
 
-    argument = "score_mod" if score else "mask"
-
-    def call_and_check(*args: Array) -> None:
-        with calling(argument):
-            check(mod(*args))
-
-    def on_one_pair(*args: Array) -> Array:
-        with calling(argument):
-            return jnp.reshape(mod(*args), ())
-
-    jax.eval_shape(call_and_check, *arguments(*lengths, *score))
+    in_context = calling("score_mod" if score else "mask")
+    jax.eval_shape(in_context(lambda *args: check(mod(*args))), *arguments(*lengths, *score))
+    on_one_pair = in_context(lambda *args: jnp.reshape(mod(*args), ()))
     return Elementwise(traced(on_one_pair, *arguments(1, 1, *score)))
 
 
@@ -94,10 +86,7 @@ def traced(fn: Callable[..., PyTree], *types: jax.ShapeDtypeStruct) -> Traced:
 def depends_on(mod: MaskFunction | ScoreMod, index: int, *score: DTypeLike) -> bool:
     """Whether the result of a mask or score function depends on its argument ``index``."""
 
-    def on_one_pair(*args: Array) -> Array:
-        with calling("score_mod" if score else "mask"):
-            return mod(*args)
-
+    on_one_pair = calling("score_mod" if score else "mask")(lambda *args: mod(*args))
     with without_mesh():  # a function traced outside of jax.shard_map is evaluated inside
         program = jax.make_jaxpr(on_one_pair)(*arguments(1, 1, *score)).jaxpr
     from jax.extend.core import Var  # slow to import

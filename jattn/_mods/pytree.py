@@ -142,3 +142,19 @@ def known(tree: PyTree) -> PyTree:
     converted = [to_numpy(leaf) for leaf in leaves]
     same = all(x is y for x, y in zip(leaves, converted, strict=True))
     return tree if same else jax.tree.unflatten(structure, converted)
+
+
+def split_arrays(
+    tree: PyTree, kind: type = jax.Array, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Callable[[Iterable[Any]], PyTree]]:
+    """The leaves that are JAX arrays, or of another ``kind``, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf)
+    is_array = [isinstance(leaf, kind) for leaf in leaves]
+    # Without the arrays: JAX's caches keep what closes over join, and traced arrays must not outlive their trace.
+    static = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+
+    def join(arrays: Iterable[Any]) -> PyTree:
+        rest = iter(arrays)
+        return structure.unflatten([next(rest) if array else x for x, array in zip(static, is_array, strict=True)])
+
+    return [x for x, array in zip(leaves, is_array, strict=True) if array], join

@@ -131,10 +131,8 @@ def make_tile_function(mod: MaskFunction | ScoreMod, score_dtype: DTypeLike | No
     index = jax.ShapeDtypeStruct((), jnp.int32)
     types = [*([] if score_dtype is None else [jax.ShapeDtypeStruct((), score_dtype)]), *[index] * 4]
 
-    def on_one_pair(*args: Array) -> Array:
-        with calling("mask" if score_dtype is None else "score_mod"):
-            return jnp.reshape(mod(*args), ())
-
+    in_context = calling("mask" if score_dtype is None else "score_mod")
+    on_one_pair = in_context(lambda *args: jnp.reshape(mod(*args), ()))
     closed = jax.make_jaxpr(on_one_pair)(*types)
     axes = [*([] if score_dtype is None else [{"q", "kv", "score"}]), *map(set, _ARGUMENTS)]
     traced = TileFunction([], axes, {}, list(range(len(types))), 0, {})

@@ -32,8 +32,8 @@ def collect(sown: Mapping[str, PyTree], name: str = "attention_heads") -> list[A
         >>> from flax import nnx
         >>> layer, x = jattn.nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0)), jnp.ones((1, 3, 4))
         >>> _, sown = nnx.capture(lambda layer: layer(x, sow_heads=True), nnx.Intermediate)(layer)
-        >>> for own in jattn.heads.collect(sown):
-        ...     print({name: array.shape for name, array in sorted(own.items())})
+        >>> for layer in jattn.heads.collect(sown):
+        ...     print({name: array.shape for name, array in sorted(layer.items())})
         {'key': (1, 3, 2, 2), 'lse': (1, 3, 2), 'query': (1, 3, 2, 2), 'value': (1, 3, 2, 2), 'z': (1, 3, 2, 2)}
     """
     if name not in _RANKS:

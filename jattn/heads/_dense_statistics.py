@@ -51,10 +51,8 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
     offsets = jnp.arange(length + keys - 1) - (length - 1)
     kv_idx = jnp.arange(length)[None, :] + offsets[:, None]  # [T+S-1,T]
     counted = (kv_idx >= 0) & (kv_idx < keys)
-    if eligible is not None:
-        counted &= eligible[None, :]
     diagonals = weights[jnp.arange(length)[None, :], jnp.clip(kv_idx, 0, keys - 1)]
-    return jax.vmap(_mean)(diagonals, counted)
+    return jax.vmap(lambda values, counted: _mean(values, counted, eligible))(diagonals, counted)
 
 
 def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
@@ -101,10 +99,7 @@ def induction(
     position = jnp.arange(tokens.shape[0])
     follows = jnp.roll(tokens, 1)[None, :] == tokens[:, None]  # [q, kv]: tokens[kv-1] == tokens[q]
     follows &= (position[None, :] >= 1) & (position[None, :] <= position[:, None])
-    occurred = follows.any(axis=1)
-    return _mean(
-        jnp.sum(jnp.where(follows, weights, 0.0), axis=1), occurred if eligible is None else occurred & eligible
-    )
+    return _mean(jnp.sum(jnp.where(follows, weights, 0.0), axis=1), follows.any(axis=1), eligible)
 
 
 def first_token(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
@@ -121,8 +116,7 @@ def first_token(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None
 
     Source: https://arxiv.org/abs/2309.17453.
     """
-    later = jnp.arange(weights.shape[0]) > 0
-    return _mean(weights[:, 0], later if eligible is None else later & eligible)
+    return _mean(weights[:, 0], jnp.arange(weights.shape[0]) > 0, eligible)
 
 
 def entropy(
@@ -152,9 +146,8 @@ def entropy(
     if visible is None:
         visible = jnp.ones(weights.shape, bool)
     count = jnp.sum(visible, axis=1)
-    counted = count >= 2 if eligible is None else (count >= 2) & eligible
     most = jnp.log(jnp.maximum(count, 2).astype(weights.dtype))
-    return _mean(jnp.sum(_minus_p_log_p(weights), axis=1) / most, counted)
+    return _mean(jnp.sum(_minus_p_log_p(weights), axis=1) / most, count >= 2, eligible)
 
 
 def pattern_divergence(
@@ -198,7 +191,8 @@ def _minus_p_log_p(p: Array) -> Array:
     return -p * jnp.log(jnp.where(p > 0, p, 1.0))
 
 
-def _mean(values: Array, counted: Array) -> Array:
-    """Mean of ``values`` where ``counted``; 0 if nothing is."""
+def _mean(values: Array, counted: Array, eligible: Array | None = None) -> Array:
+    """Mean of ``values`` where ``counted`` and ``eligible``; 0 if nothing is."""
+    counted = counted if eligible is None else counted & eligible
     total = jnp.sum(jnp.where(counted, values, 0.0))
     return total / jnp.maximum(jnp.sum(counted), 1).astype(values.dtype)

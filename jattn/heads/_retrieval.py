@@ -45,10 +45,8 @@ def retrieval_score(
     Source: Wu, Wang, Xiao, Peng and Fu, Retrieval Head Mechanistically Explains Long-Context Factuality,
     https://arxiv.org/abs/2404.15574, section 2.
     """
-    tokens, written = (
-        jnp.asarray(to_int32(name, x if isinstance(x, jax.Array) else np.asarray(x)))
-        for name, x in (("tokens", tokens), ("written", written))
-    )
+    integers = lambda name, x: jnp.asarray(to_int32(name, x if isinstance(x, jax.Array) else np.asarray(x)))
+    tokens, written = integers("tokens", tokens), integers("written", written)
     needle = jnp.asarray(needle)
     (G, S), shapes = weights.shape[-2:], (tokens.shape, written.shape, needle.shape)
     if shapes != ((S,), (G,), (S,)):

@@ -119,11 +119,8 @@ def from_tensors(
     sizes = family.config(config)
     if sizes.num_layers > len(tensors):  # checked before that many layers are built
         raise ValueError(f"the config has {sizes.num_layers} layers, but there are only {len(tensors)} tensors")
-    optional = {
-        module: any(f"{name}.weight" in tensors for name in family.modules.get(module, ()))
-        for module in ("pooler", "head")
-    }
-    sizes = dataclasses.replace(sizes, **optional)
+    has = lambda module: any(f"{name}.weight" in tensors for name in family.modules.get(module, ()))
+    sizes = dataclasses.replace(sizes, pooler=has("pooler"), head=has("head"))
     if config.get("tie_word_embeddings", sizes.tied):
         _check_tied(tensors, family)
     model = nnx.eval_shape(lambda: Transformer(sizes, rngs=nnx.Rngs(0)))

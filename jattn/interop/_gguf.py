@@ -86,9 +86,8 @@ def read_vocabulary(file: Path) -> dict[str, Any]:
 def _refuse_others(fields: Mapping[str, Any], family: str) -> None:
     """Raises ``ValueError`` for a field that changes what the model computes and is not read."""
     options = {name.removeprefix(f"{family}."): x for name, x in fields.items() if name.startswith(f"{family}.")}
-    head_dim = options.get(
-        "attention.key_length", options.get("embedding_length", 0) // max(options.get("attention.head_count", 1), 1)
-    )
+    heads = max(options.get("attention.head_count", 1), 1)
+    head_dim = options.get("attention.key_length", options.get("embedding_length", 0) // heads)
     neutral = {
         "rope.dimension_count": head_dim, "attention.value_length": head_dim, "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0, "attention.causal": True, "expert_count": 0,

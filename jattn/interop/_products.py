@@ -19,29 +19,16 @@ FEW = 4  # rows; the weight is read once for each
 LARGE = 2**22  # numbers in a weight; smaller ones stay in the processor's cache when they are converted
 
 
-def dot_general(
-    lhs: Array,
-    rhs: Array,
-    dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
-) -> Array:
+def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, **options: Any) -> Array:
     """``jax.lax.dot_general`` of ``lhs [..., in]`` and a weight ``rhs``, ``[in, ...]`` or ``[..., in]``."""
     (contracted, others), (batch, _) = dimension_numbers
-    by_product = functools.partial(
-        shard.dot_general,
-        dimension_numbers=dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
+    by_product = functools.partial(shard.dot_general, dimension_numbers=dimension_numbers, **options)
     rows = math.prod(size for axis, size in enumerate(lhs.shape) if axis not in contracted)
     leading = tuple(others) == tuple(range(len(others)))
     trailing = tuple(others) == tuple(range(rhs.ndim - len(others), rhs.ndim))
     at_the_end = tuple(contracted) == tuple(range(lhs.ndim - len(contracted), lhs.ndim))
     if (
-        batch or out_sharding is not None or not at_the_end or not (leading or trailing)
+        batch or options.get("out_sharding") is not None or not at_the_end or not (leading or trailing)
         or rhs.dtype.itemsize != 2 or lhs.dtype != rhs.dtype or rhs.size < LARGE
         or not isinstance(rows, int) or not 0 < rows <= FEW  # symbolic: jax.export
     ):  # fmt: skip
@@ -53,7 +40,7 @@ def dot_general(
         weight = rhs.reshape((inner, -1) if leading else (-1, inner)).astype(jnp.float32)
         sums = [(weight * (row[:, None] if leading else row[None, :])).sum(0 if leading else 1) for row in x]
         left = [size for axis, size in enumerate(rhs.shape) if axis not in others]
-        dtype = preferred_element_type or lhs.dtype
+        dtype = options.get("preferred_element_type") or lhs.dtype
         return jnp.stack(sums).reshape(*lhs.shape[: lhs.ndim - len(contracted)], *left).astype(dtype)
 
     return jax.lax.platform_dependent(lhs, rhs, cpu=by_sums, default=by_product)

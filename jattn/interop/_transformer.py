@@ -54,11 +54,10 @@ class Transformer(nnx.Module):
         self.layers = nnx.merge(blocks[0][0], stacked)
         self.last_norm = config.new_norm(rngs) if at_the_end else nnx.data(None)
         self.pooler = nnx.Linear(config.model_dim, config.model_dim, rngs=rngs) if config.pooler else nnx.data(None)
-        self.head = (
-            nnx.Linear(config.model_dim, config.vocabulary, use_bias=False, dot_general=dot_general, rngs=rngs)
-            if config.head
-            else nnx.data(None)
-        )
+        self.head = nnx.data(None)
+        if config.head:
+            sizes = config.model_dim, config.vocabulary
+            self.head = nnx.Linear(*sizes, use_bias=False, dot_general=dot_general, rngs=rngs)
 
     def __call__(
         self,

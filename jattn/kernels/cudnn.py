@@ -11,7 +11,7 @@ log-sum-exp, so where that has one, and for every other derivative, ``jattn.kern
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -49,17 +49,17 @@ class Cudnn(Kernel):
 
     kernel: Callable[..., jax.Array] = fused
 
-    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         head_dim = args.query.shape[-1]
-        return [
-            (head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"),
-            (args.value.shape[-1] != head_dim, "value's head dim must equal query's"),
+        yield head_dim % 8 != 0 or head_dim > 256, f"head_dim must be a multiple of 8 up to 256, got {head_dim}"
+        yield args.value.shape[-1] != head_dim, "value's head dim must equal query's"
+        yield (
+            not deferred.at_lowering(_read_masks, args)[0],
             (
-                not deferred.at_lowering(_read_masks, args)[0],
                 "it supports no masks but Causal and SlidingWindow(left), joined by &, and others with their interval, "
-                "if that is known while tracing",
+                "if that is known while tracing"
             ),
-        ]
+        )
 
     @property
     def is_simulated(self) -> bool:

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import jax
 from jaxtyping import Array
 
 from jattn._blocks.reduction import Reduction
@@ -66,7 +65,8 @@ class Dispatch(ReducingKernel):
         """What is taken for attention, for a canonical call in the program that is being lowered."""
 
         def takes(kernel: Kernel) -> bool:
-            return (kernel.unsupported_reason(args) or kernel.refusal_at_lowering(args)) is None
+            reason = kernel.unsupported_reason(args) or kernel.lowering_reason(platform)
+            return (reason or kernel.refusal_at_lowering(args)) is None
 
         return _first(platform, args, lambda kernel: _pays(kernel.name, args) and takes(kernel))
 
@@ -199,7 +199,7 @@ def _work(kernel: Kernel, args: AttentionArgs, platforms: Sequence[str], sharded
 
 
 def _describe_work(kernel: Kernel, platform: str, args: AttentionArgs) -> str | None:
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with without_mesh():
         return kernel.describe_work(platform, args)
 
 

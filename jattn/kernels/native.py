@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -43,7 +43,6 @@ FEWEST = 8  # queries of a tile that pay: fewer leave most of its lanes empty, a
 WIDTHS = (None, 4, 8, 16)
 VERSION = "0.1.1"  # of jattn-native, whose kernels take these operands
 FURTHEST = 2**20  # distances with an entry of their own in a table of relative biases, at most
-_EXPORTED = "jax.export does not take its calls"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,30 +71,24 @@ class Native(Kernel):
             return f"this CPU has vectors of {_library().widest()} floats, not {self.width}"
         return super().unsupported_reason(args)
 
-    def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
+    def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         mod, dim = args.score_mod, max(args.query.shape[-1], args.value.shape[-1])
-        return [
-            (dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"),
+        yield dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"
+        known = mod is None or isinstance(mod, SoftCap | Alibi | RelativeBias)
+        yield not known, "it takes no score_mod but SoftCap, Alibi and RelativeBias"
+        far = isinstance(mod, RelativeBias) and _furthest(args, mod) > FURTHEST
+        yield far, f"it takes no RelativeBias with a max_distance above {FURTHEST} in sequences that may be as long"
+        yield (
+            not _takes_masks(args),
             (
-                not (mod is None or isinstance(mod, SoftCap | Alibi | RelativeBias)),
-                "it takes no score_mod but SoftCap, Alibi and RelativeBias",
-            ),
-            (
-                isinstance(mod, RelativeBias) and _furthest(args, mod) > FURTHEST,
-                f"it takes no RelativeBias with a max_distance above {FURTHEST} in sequences that may be as long",
-            ),
-            (
-                not _takes_masks(args),
                 "it takes no masks but Causal, SlidingWindow, Prefix, Padding and one Segments, joined by &, "
-                "Causal, Prefix and Padding joined by |, others with an interval, and arrays",
+                "Causal, Prefix and Padding joined by |, others with an interval, and arrays"
             ),
-        ]
-
-    def refusal_at_lowering(self, args: AttentionArgs) -> str | None:
-        return _EXPORTED if deferred.is_exported() else None
+        )
 
     def lowering_reason(self, platform: str) -> str | None:
-        return super().lowering_reason(platform) or (_EXPORTED if deferred.is_exported() else None)
+        exported = "jax.export does not take its calls" if deferred.is_exported() else None
+        return super().lowering_reason(platform) or exported
 
     def describe_work(self, platform: str, args: AttentionArgs) -> str:
         """By the tables of the largest tiles; those of narrow vectors leave out more."""

@@ -31,17 +31,12 @@ class PallasKernel(ReducingKernel):
     takes: ClassVar[frozenset[str]] = frozenset(
         {"bias", "mask array", "score_mod", "query positions", "key positions", "precision"}
     )
-    interpret: Any
 
     def refusals(self, args: AttentionArgs) -> Iterator[tuple[bool, str]]:
         dim = max(args.query.shape[3], args.value.shape[3])
         yield dim > LARGEST_DIM, f"head_dim must be at most {LARGEST_DIM}, got {dim}"
         reason = reason_against(args.masks, args.score_mod)
         yield reason is not None, reason or ""
-
-    @property
-    def is_simulated(self) -> bool:
-        return bool(self.interpret)
 
     @property
     def _kernel(self) -> ModuleType:
@@ -237,10 +232,8 @@ def _add_mod(
 ) -> _Mod:
     (B, T, N, _), S = args.query.shape, args.key.shape[1]
     batch, heads = args.first_batch + jnp.arange(B), args.first_head + jnp.arange(N)
-    positions = [
-        arange(length, np.int32)[None] if indices is None else indices
-        for indices, length in ((args.query_positions, T), (args.kv_positions, S))
-    ]
+    sides = (args.query_positions, T), (args.kv_positions, S)
+    positions = [arange(length, np.int32)[None] if indices is None else indices for indices, length in sides]
     tile_function = make_tile_function(mod, score_dtype)
     arrays, added = tile_function.arrays(batch, heads, *positions), []
     for array, over in zip(arrays, tile_function.outside.values(), strict=True):

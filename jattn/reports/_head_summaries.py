@@ -50,10 +50,8 @@ def look(layers: Sequence[Layer], ids: np.ndarray | None, lengths: Sequence[int]
     of_layers = []
     for layer in layers:
         arrays, static = _split(layer.options)
-        parts = _look(
-            layer.query, layer.key, layer.lse, tokens, eligible, arrays, static=static, k=k, side=side, names=names
-        )
-        parts = jax.tree.map(np.asarray, parts)
+        arguments = layer.query, layer.key, layer.lse, tokens, eligible, arrays
+        parts = jax.tree.map(np.asarray, _look(*arguments, static=static, k=k, side=side, names=names))
         _check_sums(layer, parts.pop("sums"))
         of_layers.append(parts)
     drawn_of = [name for name in of_layers[0] if name != "numbers"]

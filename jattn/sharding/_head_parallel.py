@@ -61,6 +61,10 @@ class OverMesh:
         out_axes = {name: letters[kind] for name, kind in reduction.result_kinds.items()}
         return self.per_device(on_device, args, out_axes, *extra)
 
+    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
+        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
+        return fn(args, *(array for array, _ in extra))
+
     def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device``."""
         return shard.per_device(fn, args, self.mesh_axes(args), out_axes, *extra)
@@ -79,8 +83,33 @@ def in_units(size: float | int) -> str:
     return f"{size / 2 ** (10 * power):.{min(power, 1)}f} {units[power]}"
 
 
+class OnOwnPart(OverMesh):
+    """An implementation by which each device computes its part of the call alone, as the named one or unasked."""
+
+    implementation: str | None
+
+    def unsupported_reason(self, args: AttentionArgs) -> str | None:
+        """The reason of the named implementation of each device, if any."""
+        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
+
+    def slots(self, length: int) -> None:
+        """None: the slots of a sequence are in the tokens' own order."""
+        return None
+
+    def explain_parts(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
+        """What ``explain`` says of the call of one device."""
+        texts = []
+
+        def of_device(part: AttentionArgs) -> Array:
+            texts.append(explain(part, self.implementation))
+            return part.query
+
+        jax.eval_shape(lambda: self.per_device(of_device, args, "btnh"))
+        return texts
+
+
 @dataclasses.dataclass(frozen=True)
-class HeadParallel(OverMesh):
+class HeadParallel(OnOwnPart):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: heads over ``axis_name`` of ``mesh``.
 
     Each device computes its own heads, without communication. Arguments as in ``head_parallel_attention``.
@@ -105,31 +134,16 @@ class HeadParallel(OverMesh):
     batch_axis: Axes = None
     implementation: str | None = None
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        """The reason of the named implementation of each device, if any."""
-        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
-
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]``, ``lse [B,T,N]``; each device computes its own heads."""
         return self.map_parts(lambda part: choose(part, self.implementation).run(part), args, ("btnd", "btn"))
 
     def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
-        mesh_axes, texts = self.mesh_axes(args), []
-
-        def of_device(part: AttentionArgs) -> Array:
-            texts.append(explain(part, self.implementation))
-            return part.query
-
-        jax.eval_shape(lambda: self.map_parts(of_device, args, "btnh"))
-        moved = "moves nothing"
+        mesh_axes, moved = self.mesh_axes(args), "moves nothing"
         if args.key.shape[2] % mesh_axes.parts("heads"):
             moved = "forward moves nothing, backward sums the gradients of a key head over the devices that use it"
-        return [f"HeadParallel: {mesh_axes}; {moved}", *texts]
-
-    def slots(self, length: int) -> None:
-        """None: the slots of a sequence are in the tokens' own order."""
-        return None
+        return [f"HeadParallel: {mesh_axes}; {moved}", *self.explain_parts(args, explain)]
 
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``, for the part of one device."""

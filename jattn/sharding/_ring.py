@@ -96,10 +96,6 @@ class Ring(OverMesh):
         platform = self.mesh.devices.flat[0].platform  # from the mesh: the tracing process may run elsewhere
         return self.fold_parts(lambda part, of_part: ring_fold(plan, platform, part, of_part), args, reduction)
 
-    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
-        return fn(args, *(array for array, _ in extra))
-
     def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
         args = self._without_default_positions(args)
@@ -108,9 +104,8 @@ class Ring(OverMesh):
         keys = B // mesh_axes.parts("batch") * (S // mesh_axes.parts("length"))  # of one head on a device
         numbers = keys * (H + D) * (K // heads if K % heads == 0 else 1)
         of_gradients = softmax_dtype(args.key) if self.gradient_dtype is None else self.gradient_dtype
-        keys_sent, gradients_sent = (
-            in_units(numbers * np.dtype(dtype).itemsize) for dtype in (args.key.dtype, of_gradients)
-        )
+        sizes = [np.dtype(dtype).itemsize for dtype in (args.key.dtype, of_gradients)]
+        keys_sent, gradients_sent = (in_units(numbers * size) for size in sizes)
         hops = len(plan.steps) - 1
         each = "1 hop" if hops == 1 else f"each of {hops} hops"
         kernel = "the platform's kernel, or blockwise" if plan.kernel is None else plan.kernel.name
@@ -279,9 +274,8 @@ def ring_blocks(
     if not callable(mask):
         raise TypeError(f"mask must be a jattn.masks.Mask or a function, got {type(mask).__name__}")
     chunks = _chunks(layout)
-    rows, columns = (
-        _order(length, devices, layout).reshape(devices * chunks, -1) for length in (query_length, kv_length)
-    )
+    orders = [_order(length, devices, layout) for length in (query_length, kv_length)]
+    rows, columns = (order.reshape(devices * chunks, -1) for order in orders)
     lengths = rows.shape[1], columns.shape[1]
     pairs = ((Visibility(lengths, [mask], q_positions=row, kv_positions=column) for column in columns) for row in rows)
     table = [[one.blocks(tile(*lengths))[0].sum() for one in row] for row in pairs]

@@ -50,17 +50,10 @@ def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Red
                     columns={name: take_chunk(x, j, s, 1) for name, x in columns.items()},
                 )
                 chunk = Blockwise().fold(ring.part(at_hand, source, i, j), of_pair)
-                first = ring.tokens(source, j, s)[0] - ring.tokens(device, i, t)[0]
-                starts = {
-                    "row_sum": i * t,
-                    "row_max": i * t,
-                    "column_sum": j * s,
-                    "diagonal_sum": first - t + all_queries,
-                }
-                return {
-                    name: _combine(result_kinds[name], carry[name], x, starts[result_kinds[name]])
-                    for name, x in chunk.items()
-                }
+                first = ring.tokens(source, j, s)[0] - ring.tokens(device, i, t)[0] - t + all_queries
+                starts = {"row_sum": i * t, "row_max": i * t, "column_sum": j * s, "diagonal_sum": first}
+                kinds = result_kinds.items()
+                return {name: _combine(kind, carry[name], chunk[name], starts[kind]) for name, kind in kinds}
 
             of_keys = initial(G, True)
             both = ring.over_pairs(fold_pair, state | of_keys)
@@ -70,9 +63,8 @@ def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Red
         state, key_sums = ring.rotate(visit, initial(G, False), keys, sums=True)
         return {name: add_chunk(x, (state | key_sums)[name], h) for name, x in results.items()}
 
-    results = each_kv_head(
-        platform, fold_group, jax.tree.map(jnp.zeros_like, initial(N, False) | initial(N, True)), args
-    )
+    zeros = jax.tree.map(jnp.zeros_like, initial(N, False) | initial(N, True))
+    results = each_kv_head(platform, fold_group, zeros, args)
     by_offset = [name for name, kind in result_kinds.items() if kind == "diagonal_sum"]
     return results | {name: jax.lax.psum(results[name], ring.axis) for name in by_offset}
 

@@ -15,12 +15,12 @@ from jattn._core.attention import softmax_dtype
 from jattn._core.merge import merge_devices
 from jattn._core.shares import axes_of
 from jattn.kernels import Reduction
-from jattn.kernels.dispatch import Dispatch, by_name, choose
-from jattn.sharding._head_parallel import Axes, OnPart, OverMesh, in_units
+from jattn.kernels.dispatch import Dispatch, choose
+from jattn.sharding._head_parallel import Axes, OnOwnPart, OnPart, in_units
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitKeys(OverMesh):
+class SplitKeys(OnOwnPart):
     """``implementation=`` of ``jattn.dot_product_attention`` and the modules: keys over ``axis_name`` of ``mesh``.
 
     Every device attends with all queries to its own keys and values; two all-reduces, of ``[B,T,N]`` and of
@@ -57,10 +57,6 @@ class SplitKeys(OverMesh):
     head_axis: Axes = None
     implementation: str | None = None
 
-    def unsupported_reason(self, args: AttentionArgs) -> str | None:
-        """The reason of the named implementation of each device, if any."""
-        return None if self.implementation is None else by_name(self.implementation).unsupported_reason(args)
-
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]`` and ``lse [B,T,N]``, whole on every device along ``axis_name``; S is sharded."""
         axes = self.mesh_axes(args).keys
@@ -72,25 +68,14 @@ class SplitKeys(OverMesh):
 
     def describe(self, args: AttentionArgs, explain: Callable[[AttentionArgs, str | None], str]) -> list[str]:
         """As in ``jattn.kernels.OverDevices``."""
-        mesh_axes, texts = self.mesh_axes(args), []
-
-        def of_device(part: AttentionArgs) -> Array:
-            texts.append(explain(part, self.implementation))
-            return part.query
-
-        jax.eval_shape(lambda: self.per_device(of_device, args, "btnh"))
-        (B, T, N, _), D = args.query.shape, args.value.shape[3]
+        mesh_axes, (B, T, N, _), D = self.mesh_axes(args), args.query.shape, args.value.shape[3]
         share = mesh_axes.parts("batch") * mesh_axes.parts("heads")
         rows = B * T * N // share * jnp.dtype(softmax_dtype(args.query)).itemsize
         moved = (
             f"all-reduces of {in_units(rows)}, the largest log-sum-exps, and {in_units(rows * (D + 1))}, the outputs"
         )
         moved = f"forward, {moved}" if mesh_axes.parts("keys") > 1 else "moves nothing"
-        return [f"SplitKeys: {mesh_axes}", moved, *texts]
-
-    def slots(self, length: int) -> None:
-        """None: the slots of a sequence are in the tokens' own order."""
-        return None
+        return [f"SplitKeys: {mesh_axes}", moved, *self.explain_parts(args, explain)]
 
     def fold(self, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """As in ``jattn.kernels.ReducesWeights``: each device reduces the weights of its own keys."""
@@ -113,10 +98,6 @@ class SplitKeys(OverMesh):
             return {name: over_devices(reduction.result_kinds[name], x) for name, x in sums.items()}
 
         return self.fold_parts(fold_on_device, args, reduction)
-
-    def map_parts(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
-        """``fn(args, *arrays)``, once, for all devices: ``fold`` itself runs on every one."""
-        return fn(args, *(array for array, _ in extra))
 
     def per_device(self, fn: OnPart, args: AttentionArgs, out_axes: PyTree[str], *extra: tuple[Array, str]) -> PyTree:
         """``jattn._core.shard.per_device`` with sharded keys: lengths and positions are of each device's slots."""

@@ -15,7 +15,7 @@ from jattn import masks, score_mods
 from jattn._core.arguments import make_args
 from jattn._core.vmap import canonical
 from jattn.kernels.dispatch import IMPLEMENTATIONS
-from jattn.kernels.splash import Splash, _plan, default_block_sizes
+from jattn.kernels.splash import Splash, default_block_sizes
 from jattn.kernels.splash.jax_splash import make_kernel
 
 INTERPRETED = Splash((128, 128), interpret=True)
@@ -264,7 +264,7 @@ def blocks_of(T, S, **options):
     """The forward kernel's table of blocks: 0 is skipped. Its width is what the grid was shrunk to."""
     shape = {name: options.pop(name) for name in ("B",) if name in options}
     plans = []
-    trace = lambda *arrays: plans.append(_plan(canonical(make_args(*arrays, **options)), INTERPRETED))
+    trace = lambda *arrays: plans.append(INTERPRETED._plan(canonical(make_args(*arrays, **options))))
     jax.eval_shape(trace, *qkv(T=T, S=S, N=1, K=1, **shape))
     return np.asarray(make_kernel(plans[0], 1).fwd_mask_info.block_mask)[0]
 
@@ -284,7 +284,7 @@ def test_empty_blocks_are_skipped():
 
 def test_masks_compare_by_value():
     """An eager call compiles once, and never takes another mask's program."""
-    plan = lambda mask: _plan(canonical(request_of(T=200, S=200, mask=mask)), INTERPRETED)
+    plan = lambda mask: INTERPRETED._plan(canonical(request_of(T=200, S=200, mask=mask)))
     table, other = np.eye(200, dtype=bool), np.eye(200, dtype=bool) | np.eye(200, k=1, dtype=bool)
     for first, second in ((masks.Causal(), masks.SlidingWindow(3)), (masks.Dense(table), masks.Dense(other))):
         assert plan(first) == plan(first) and hash(plan(first)) == hash(plan(first))

@@ -34,11 +34,8 @@ LEAST = jnp.finfo(jnp.float32).min
 
 def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasGPU) -> dict[str, jax.Array]:
     """The sums of ``reduction``, as in ``jattn.kernels.ReducesWeights``."""
-    q, k, plan = (
-        _padded(args.query),
-        _padded(args.key),
-        functools.partial(make_plan, args, interpret=settings.interpret),
-    )
+    q, k = _padded(args.query), _padded(args.key)
+    plan = functools.partial(make_plan, args, interpret=settings.interpret)
     by_row = reduce_rows(functools.partial(plan, shape=BLOCK), q, k, reduction)
     return by_row | sum_diagonals(plan, q, k, reduction)
 

@@ -28,11 +28,9 @@ def pack_gqa(args: AttentionArgs) -> AttentionArgs:
     (B, T, N, H), K = args.query.shape, args.key.shape[2]
     group = N // K
     by_head = [x for x in (args.bias, *args.slot_masks) if x is not None and x.shape[1] != 1]
-    mods = [
-        *((mask, ()) for mask in args.masks),
-        *([(args.score_mod, (jnp.float32,))] if args.score_mod else []),
-    ]
-    if group == 1 or group * T > ROWS or by_head or any(depends_on(mod, 1 + len(score), *score) for mod, score in mods):
+    if group == 1 or group * T > ROWS or by_head or any(depends_on(mask, 1) for mask in args.masks):
+        return args
+    if args.score_mod is not None and depends_on(args.score_mod, 2, jnp.float32):
         return args
 
     def each_head(x: jax.Array | np.ndarray | None, axis: int) -> jax.Array | np.ndarray | None:

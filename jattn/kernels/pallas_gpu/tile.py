@@ -61,24 +61,8 @@ class Tile(pallas_tiles.Tile):
         assert self.raw is not None
         return self.raw
 
-    def scores(self) -> jax.Array:
-        """The scores, -inf where masked. Uses ``visible`` once, and last: it takes a register for each pair."""
-        s = self._biased()
-        if self.source.score_mod is not None:
-            s = self.compute(self._modified(), s)
-        return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
-
-    def log2_scores_and_slope(self) -> tuple[jax.Array, jax.Array | None]:
-        """``log2_scores``, and the score function's derivative, anything where masked; None: there is no function."""
-        if self.source.score_mod is None:
-            return self.log2_scores(), None
-        modified = self._modified()
-        # Elementwise, so the derivative along 1 is that of every pair.
-        s, slope = mosaic_ops.run(lambda s: jax.jvp(modified, (s,), (jnp.ones_like(s),)), self._biased())
-        return (s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)) * LOG2E, slope
-
-    def _modified(self) -> Callable[[jax.Array], jax.Array]:
-        """The score function, of ``scale * q·k + bias``, also of pairs that are masked."""
+    def _on_scores(self) -> Callable[[jax.Array], jax.Array]:
+        """Also of pairs that are masked, so that ``visible`` is used once, and last: it takes a register for each."""
         assert self.source.score_mod is not None
         evaluate = self._evaluated(self.source.score_mod)
         return lambda s: jnp.broadcast_to(evaluate(s), s.shape).astype(s.dtype)
@@ -92,7 +76,14 @@ class Tile(pallas_tiles.Tile):
 
     def weights_and_slope(self, row_max: jax.Array) -> tuple[jax.Array, jax.Array]:
         """``exp2(log2_scores - row_max)``, and that times the score function's derivative; both 0 where masked."""
-        log2_p, slope = self.log2_scores_and_slope()
+        slope = None
+        if self.source.score_mod is None:
+            log2_p = self.log2_scores()
+        else:
+            modified = self._on_scores()
+            # Elementwise, so the derivative along 1 is that of every pair.
+            s, slope = mosaic_ops.run(lambda s: jax.jvp(modified, (s,), (jnp.ones_like(s),)), self._biased())
+            log2_p = (s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)) * LOG2E
         p = jnp.exp2(log2_p - row_max)
         if self.visible is not None:
             p = jnp.where(log2_p == -jnp.inf, 0.0, p)  # also in a row that sees NaN

@@ -30,7 +30,7 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     (B, T, N, _), S = plan.args.query.shape, plan.args.key.shape[1]
     steps = _ReductionSteps.of(plan, reduction)
     float32 = functools.partial(plan.type_of, dtype=jnp.float32)
-    types = [("queries", float32((B, N, steps.height, plan.padded[0])))]
+    types = [("queries", float32((B, N, steps.height, plan.operands.padded[0])))]
     types += [("whole", float32((B, N, *steps.scratch[name][0]))) for name in steps.whole]
     at_once = 0 if len(reduction.kinds) <= FEW else 1
     program = Steps(steps.start, steps.add, steps.finish, steps.before, steps.after, at_once)
@@ -39,7 +39,7 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     results = {name: sums[:, :, n, :T] for n, name in enumerate(steps.by_query)}
     results |= {name: by_name["of_keys"][:, :, n].reshape(B, N, -1)[..., :S] for n, name in enumerate(steps.keys)}
     for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, from -S on
-        line, end = by_name["of_offsets"][:, :, n].reshape(B, N, -1), plan.padded[1] + T
+        line, end = by_name["of_offsets"][:, :, n].reshape(B, N, -1), plan.operands.padded[1] + T
         results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
     if reduction.count_visible:
         results["visible"] = sums[:, :, steps.height - 1, :T].astype(jnp.int32)
@@ -63,7 +63,7 @@ class _ReductionSteps:
         scores, add = plan.scores(), plan.operands.add
         lse = jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse)[..., None]
         number = plan.add_queries(lse, jnp.float32)
-        by_kind = zip(("queries", "key row"), _data_read(reduction), plan.padded, strict=True)
+        by_kind = zip(("queries", "key row"), _data_read(reduction), plan.operands.padded, strict=True)
         rows, columns = (
             {name: (add(kind, _whole(x, length)), x.dtype == bool) for name, x in data.items()}
             for kind, data, length in by_kind
@@ -71,10 +71,9 @@ class _ReductionSteps:
         return cls(plan, reduction, scores, number, rows, columns)
 
     def __post_init__(self):
-        self.tiles, self.all_tiles = (tuple(x // TILE for x in pair) for pair in (self.plan.size, self.plan.padded))
-        self.largest, self.keys, self.offsets = (
-            self.reduction.named(kind) for kind in ("row_max", "column_sum", "diagonal_sum")
-        )
+        pairs = self.plan.size, self.plan.operands.padded
+        self.tiles, self.all_tiles = (tuple(x // TILE for x in pair) for pair in pairs)
+        self.largest, self.keys, self.offsets = map(self.reduction.named, ("row_max", "column_sum", "diagonal_sum"))
         self.by_query = self.reduction.named("row_sum", "row_max")
         # No array of a kernel is empty.
         self.height = max(len(self.by_query) + self.reduction.count_visible, 1)

@@ -36,11 +36,6 @@ class TPUPlan:
     tables: tuple[Table, Table]  # any_visible and all_visible [B|1, blocks of T, blocks of S]
     operands: Operands
 
-    @property
-    def padded(self) -> tuple[int, int]:
-        """T and S in whole blocks."""
-        return self.operands.padded
-
     def _in_place(self, shape: tuple[int, ...], dtype: DTypeLike, axis: int) -> bool:
         return self.settings.in_place and in_place.fits(shape, dtype, self.size[axis])
 
@@ -49,14 +44,14 @@ class TPUPlan:
         if self._in_place(array.shape, dtype, 0):
             return self.operands.add("queries in place", array.astype(dtype).reshape(in_place.by_pair(array.shape)))
         array = jnp.transpose(array, (0, 2, 3, 1)).astype(dtype)
-        return self.operands.add("queries", pad_end(array, (*array.shape[:3], self.padded[0])))
+        return self.operands.add("queries", pad_end(array, (*array.shape[:3], self.operands.padded[0])))
 
     def add_keys(self, array: jax.Array) -> int:
         """Adds ``[B,S,K,X]``: as ``[B,K,S,X]``, padded, or in place."""
         if self._in_place(array.shape, array.dtype, 1):
             return self.operands.add("keys in place", array.reshape(in_place.by_pair(array.shape)))
         array = jnp.transpose(array, (0, 2, 1, 3))
-        return self.operands.add("keys", pad_end(array, (*array.shape[:2], self.padded[1], array.shape[3])))
+        return self.operands.add("keys", pad_end(array, (*array.shape[:2], self.operands.padded[1], array.shape[3])))
 
     def add_value(self) -> int:
         """Adds the value, with a column of zeros if D is 0, because no array of a kernel may be empty."""
@@ -70,7 +65,8 @@ class TPUPlan:
         shape = B, length, heads, size
         if self._in_place(shape, dtype, axis):
             return f"{over} in place", self.type_of(in_place.by_pair(shape), dtype)
-        shape = (B, heads, size, self.padded[0]) if over == "queries" else (B, heads, self.padded[1], size)
+        padded = self.operands.padded[axis]
+        shape = (B, heads, size, padded) if over == "queries" else (B, heads, padded, size)
         return over, self.type_of(shape, dtype)
 
     def restored(self, result: "Result", array: jax.Array) -> jax.Array:
@@ -86,9 +82,9 @@ class TPUPlan:
 
     def scores(self) -> Scores:
         """The scores, with their arrays among the operands."""
-        args = self.args
-        numbers = self.add_queries(args.query, args.query.dtype), self.add_keys(args.key)
-        return Scores.of_operands(args, self.operands, *numbers, visibility(args).all_seen())
+        args, operands = self.args, self.operands
+        numbers = {"query": self.add_queries(args.query, args.query.dtype), "key": self.add_keys(args.key)}
+        return Scores.of(args, operands, visibility(args).all_seen(), operands=operands, **numbers)
 
 
 def make_plan(args: AttentionArgs, settings: PallasTPU, sizes: tuple[int, int] | None, at_a_time: int) -> TPUPlan:

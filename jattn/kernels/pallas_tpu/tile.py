@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import pad_end
 from jattn._mods.tile_function import QUERY
 from jattn.kernels import pallas_tiles
@@ -108,11 +107,6 @@ class Scores(pallas_tiles.Scores):
     operands: Operands
     query: int
     key: int
-
-    @classmethod
-    def of_operands(cls, args: AttentionArgs, operands: Operands, query: int, key: int, all_seen: bool) -> "Scores":
-        """Adds what the scores need to ``operands`` besides query and key, which have these numbers."""
-        return cls.of(args, operands, all_seen, operands=operands, query=query, key=key)
 
     def tiles(self, ins: Sequence[Ref], block: tuple, head: tuple, queries: pl.Slice, masked: bool) -> Iterator["Tile"]:
         """The tiles of a block that hold these of its queries, a ``pl.ds``."""

@@ -72,10 +72,6 @@ class Splash(Kernel):
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         return super().unsupported_reason(args) or mask_reason(args)
 
-    @property
-    def is_simulated(self) -> bool:
-        return bool(self.interpret)
-
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
         mod = args.score_mod
         return [
@@ -105,7 +101,9 @@ class Splash(Kernel):
         return _PlannedSplash(self.block_sizes, self.interpret, self._plan(args))
 
     def _plan(self, args: AttentionArgs) -> SplashPlan:
-        return _plan(args, self)
+        size = _block_sizes(args, self)
+        masks, all_keys_seen = head_masks(args, size)
+        return SplashPlan(masks, size, _soft_cap(args), self.interpret, all_keys_seen)
 
     @property
     def _kernel(self) -> ModuleType:
@@ -124,11 +122,8 @@ class Splash(Kernel):
             out, lse = self._kernel.forward(self._kernel.make_kernel(plan, N), q, k, v, ids)
             out, lse = _from_heads(out, T), _from_heads(lse, T)
             seen = ~(lse <= self._kernel.HIDDEN / 2)  # a NaN is seen
-            return (
-                jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)),
-                jnp.where(seen, lse, least),
-                seen.astype(jnp.float32),
-            )
+            out = jnp.where(seen[..., None], out, jnp.zeros((), out.dtype))
+            return out, jnp.where(seen, lse, least), seen.astype(jnp.float32)
 
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
@@ -162,12 +157,6 @@ class _PlannedSplash(Splash):
     def _plan(self, args: AttentionArgs) -> SplashPlan:
         assert self.plan is not None
         return self.plan
-
-
-def _plan(args: AttentionArgs, settings: Splash) -> SplashPlan:
-    size = _block_sizes(args, settings)
-    masks, all_keys_seen = head_masks(args, size)
-    return SplashPlan(masks, size, _soft_cap(args), settings.interpret, all_keys_seen)
 
 
 def _block_sizes(args: AttentionArgs, settings: Splash) -> tuple[int, int]:
