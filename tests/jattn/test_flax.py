@@ -369,10 +369,9 @@ def test_a_function_of_the_users_gets_flaxs_keywords(system):
             def fn(query, key, value, mask=None, dropout_rng=None, dropout_rate=0.0, broadcast_dropout=True,
                    deterministic=False, dtype=None, precision=None, force_fp32_for_softmax=False,
                    qk_attn_weights_einsum=None, attn_weights_value_einsum=None):  # fmt: skip
-                keywords = dict(locals())
-                positional = [keywords.pop(name) for name in ("library", "query", "key", "value")]
-                keywords.pop("record")
-                return record(*positional, **keywords)
+                arguments = dict(locals())
+                del arguments["record"], arguments["library"]  # of the enclosing functions
+                return record(library, **arguments)
 
             return fn
     else:
