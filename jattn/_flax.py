@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate
+from typing import Any, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,24 +135,31 @@ def is_float_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+class Sow(NamedTuple):
+    """What a call sows into a collection of its module."""
+
+    weights: bool
+    heads: bool
+    statistics: Sequence[str] | Mapping[str, Any] = ()
+
+
 def attend_and_sow(
-    module: Any, collection: Any, *qkv: Array, sow_weights: bool, sow_heads: bool,
-    sow_statistics: Sequence[str] | Mapping[str, Any], force_fp32: bool, **options: Any,
-) -> tuple[Array, KVCache | None]:  # fmt: skip
-    """``attend_as_flax(*qkv, **options)``: its output and cache. The module sows the rest into a collection.
+    module: Any, collection: Any, sow: Sow, in_float32: bool, /, *qkv: Array, **options: Any
+) -> tuple[Array, KVCache | None]:
+    """``attend_as_flax(*qkv, **options)``: its output, at least float32 if ``in_float32``, and its cache.
 
     Weights are sown in the output's dtype.
     """
-    requested = {"return_weights": sow_weights, "return_statistics": sow_statistics, "return_heads": sow_heads}
+    requested = {"return_weights": sow.weights, "return_statistics": sow.statistics, "return_heads": sow.heads}
     results = attend_as_flax(*qkv, **requested, **options)
     z, *others = results if isinstance(results, tuple) else (results,)
-    if force_fp32:
+    if in_float32:
         z = z.astype(softmax_dtype(z))
-    if sow_weights:
+    if sow.weights:
         module.sow(collection, "attention_weights", others.pop(0).astype(z.dtype))
-    if wants_statistics(sow_statistics):
+    if wants_statistics(sow.statistics):
         module.sow(collection, "attention_statistics", others.pop(0))
-    if sow_heads:
+    if sow.heads:
         module.sow(collection, "attention_heads", others.pop(0))
     return z, others.pop() if others else None
 

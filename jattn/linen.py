@@ -89,10 +89,10 @@ def dot_product_attention(
             precision, module, force_fp32_for_softmax, einsum_dot_general, qk_attn_weights_einsum,
             attn_weights_value_einsum,
         )  # fmt: skip
+    sow = _flax.Sow(weights=module is not None and not sow_heads, heads=module is not None and sow_heads)
     return _flax.attend_and_sow(
-        module, "intermediates", query, key, value, sow_weights=module is not None and not sow_heads,
-        sow_heads=module is not None and sow_heads, sow_statistics=(), force_fp32=force_fp32_for_softmax, dtype=dtype,
-        bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+        module, "intermediates", sow, force_fp32_for_softmax, query, key, value, dtype=dtype, bias=bias, mask=mask,
+        broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
         deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
     )[0]  # fmt: skip
 
@@ -273,9 +273,11 @@ class MultiHeadDotProductAttention(nn.Module):
         if self.attention_fn is dot_product_attention and not any(einsums.values()):
             if module_cache is not None:
                 extras["cache"], is_causal = module_cache, is_causal or not callable(mask)
-            keywords |= {"is_causal": is_causal, "force_fp32": self.force_fp32_for_softmax}
-            keywords |= {"sow_weights": sow_weights, "sow_statistics": sow_statistics, "sow_heads": sow_heads}
-            z, new_cache = _flax.attend_and_sow(self, "intermediates", query, key, value, **keywords, **extras)
+            keywords["is_causal"] = is_causal
+            sow, in_float32 = _flax.Sow(sow_weights, sow_heads, sow_statistics), self.force_fp32_for_softmax
+            z, new_cache = _flax.attend_and_sow(
+                self, "intermediates", sow, in_float32, query, key, value, **keywords, **extras
+            )
         else:
             sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
             _flax.refuse_extras(self.attention_fn, is_causal=is_causal or None, **sow_options, **extras)

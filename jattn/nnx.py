@@ -73,10 +73,10 @@ def dot_product_attention(
         (1, 4, 8)
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    sow = _flax.Sow(weights=module is not None and not sow_heads, heads=module is not None and sow_heads)
     return _flax.attend_and_sow(
-        module, nnx.Intermediate, query, key, value, sow_weights=module is not None and not sow_heads,
-        sow_heads=module is not None and sow_heads, sow_statistics=(), force_fp32=False, dtype=None, bias=bias,
-        mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+        module, nnx.Intermediate, sow, False, query, key, value, dtype=None, bias=bias, mask=mask,
+        broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
         deterministic=deterministic, precision=precision, is_causal=is_causal, **extras,
     )[0]  # fmt: skip
 
@@ -316,9 +316,10 @@ class MultiHeadAttention(nnx.Module):
         if self.attention_fn is dot_product_attention:
             if module_cache is not None:
                 extras["cache"], keywords["is_causal"] = module_cache, is_causal or not callable(mask)
-            keywords |= {"sow_weights": sow_weights, "sow_statistics": sow_statistics, "sow_heads": sow_heads}
-            keywords["force_fp32"] = False
-            z, new_cache = _flax.attend_and_sow(self, nnx.Intermediate, query, key, value, **keywords, **extras)
+            sow = _flax.Sow(sow_weights, sow_heads, sow_statistics)
+            z, new_cache = _flax.attend_and_sow(
+                self, nnx.Intermediate, sow, False, query, key, value, **keywords, **extras
+            )
         else:
             sow_options = {"sow_statistics": sow_statistics or None, "sow_heads": sow_heads or None}
             _flax.refuse_extras(self.attention_fn, **sow_options, **extras)

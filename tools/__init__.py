@@ -1,1 +1,1 @@
-"""What reads compilers' output, and benchmarks for who works on jattn; outside of the wheel. See README.md."""
+"""What reads compilers' output, and benchmarks for those who work on jattn; outside of the wheel. See README.md."""

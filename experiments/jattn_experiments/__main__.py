@@ -1,4 +1,4 @@
-"""``jattn COMMAND``, of ``commands``: see ``jattn run --help``. Without installing: ``python -m jattn_experiments``."""
+"""``jattn COMMAND``, of ``commands``: see ``jattn run --help``. ``python -m jattn_experiments`` is the same."""
 
 import argparse
 import errno

@@ -4,9 +4,10 @@
 """
 
 from jattn.kernels.interface import Implementation, OverDevices, ReducesWeights, Unsupported
-from jattn.kernels.kernel import PLATFORMS, Kernel, PlainKernel, ReducingKernel, Reduction, Results
+from jattn.kernels.kernel import OPTIONS, PLATFORMS, Kernel, PlainKernel, ReducingKernel, Reduction, Results
 
 __all__ = [
+    "OPTIONS",
     "PLATFORMS",
     "Implementation",
     "Kernel",

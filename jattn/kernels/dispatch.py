@@ -85,7 +85,7 @@ class Dispatch(ReducingKernel):
         def takes(kernel: Kernel) -> bool:
             if not isinstance(kernel, ReducingKernel) or kernel.platform and empty:
                 return False
-            return kernel.reduction_reason(args, reduction) is None
+            return (kernel.reduction_reason(args, reduction) or kernel.lowering_reason(platform)) is None
 
         kernel = _first(platform, args, takes)
         assert isinstance(kernel, ReducingKernel)

@@ -64,7 +64,7 @@ class Kernel:
 
     1. ``name``, and ``platform`` if it runs on one kind of device only.
     2. What it refuses. ``dtypes``; ``takes``, the ``OPTIONS`` that it supports: an option that is added later is
-       refused until a kernel names it; and ``refusals`` for all else.
+       refused until a kernel that lists its own names it; and ``refusals`` for all else.
     3. ``forward``. Now it is right: its derivatives are blockwise's, which computes the forward pass again in blocks.
     4. ``backward``, the gradients of query, key and value, if it has kernels for them. Forward mode, higher orders and
        the gradients of other arrays stay blockwise's.
@@ -147,7 +147,7 @@ class Kernel:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its settings let it run on every platform, for tests: here in Pallas' interpreter."""
+        """Whether its settings let it run on every platform, for tests; by default, if a field ``interpret`` is set."""
         return bool(getattr(self, "interpret", False))
 
     def lowering_reason(self, platform: str) -> str | None:
@@ -158,7 +158,7 @@ class Kernel:
         return SEVERAL_DEVICES if self.platform is not None and deferred.is_partitioned() else None
 
     def check_lowering(self, platform: str) -> None:
-        """Raises ``Unsupported`` for ``lowering_reason``."""
+        """Raises ``Unsupported`` for ``lowering_reason``, unless the kernel is simulated."""
         reason = None if self.is_simulated else self.lowering_reason(platform)
         if reason is not None:
             raise Unsupported(f"implementation={self.name!r} cannot do this: {reason}")

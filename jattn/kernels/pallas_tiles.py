@@ -96,7 +96,7 @@ class Scores:
 
     @classmethod
     def of(cls, args: AttentionArgs, operands: Operands, all_seen: bool, /, **fields: Any) -> Any:
-        """Adds what the scores need to ``operands``; ``own``: the fields of a subclass."""
+        """Adds what the scores need to ``operands``; ``fields``: those of a subclass."""
         T = args.query.shape[1]
         arrays = (QUERY, args.query_positions), (KEY, args.kv_positions)
         positions = {over: operands.vector(over, jnp.asarray(x)[:, None]) for over, x in arrays if x is not None}

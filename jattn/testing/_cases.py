@@ -62,7 +62,12 @@ class Case:
     poisoned: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "tolerance", max(self.tolerance, TOLERANCES[jnp.dtype(self.dtype).name]))
+        name = jnp.dtype(self.dtype).name
+        if name not in TOLERANCES:
+            raise ValueError(f"dtype must be one of {', '.join(TOLERANCES)}, got {name}")
+        object.__setattr__(self, "tolerance", max(self.tolerance, TOLERANCES[name]))
+        options = {name: option for name, option in self.options.items() if option is not None}  # None: not passed
+        object.__setattr__(self, "options", options)
 
     def of(self, dtype: DTypeLike) -> "Case":
         """The case in another dtype, if it is of float32."""

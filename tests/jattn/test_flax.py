@@ -448,3 +448,11 @@ def test_a_dot_general_of_the_users_is_used(system):
     count.clear()
     apply(params, x)
     assert len(count) == 4
+
+
+@SYSTEMS
+def test_what_the_modules_sow_is_no_keyword_of_attention_fn(system):
+    x = jnp.ones((1, 2, 1, 2))
+    for name in ("sow_statistics", "sow_weights", "in_float32"):
+        with pytest.raises(TypeError, match=f"^unexpected keyword argument '{name}'"):
+            system.ours.dot_product_attention(x, x, x, **{name: True})

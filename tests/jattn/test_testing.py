@@ -138,3 +138,10 @@ def test_what_is_no_implementation_is_named():
         testing.examine(jattn.dot_product_attention, CASES["plain"])
     with pytest.raises(ValueError, match="implementation must be None or one of"):
         testing.examine("nosuch", CASES["plain"])
+
+
+def test_options_of_none_are_left_out_and_an_unknown_dtype_is_named():
+    none = Case({"mask": None, "bias": None, "sinks": None, "scale": None})
+    assert testing.examine("xla", none).result == "right"
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16, got float64"):
+        Case(dtype=jnp.float64)

@@ -62,7 +62,10 @@ class Tile(pallas_tiles.Tile):
         return self.raw
 
     def _on_scores(self) -> Callable[[jax.Array], jax.Array]:
-        """Also of pairs that are masked, so that ``visible`` is used once, and last: it takes a register for each."""
+        """Also of pairs that are masked, so that ``visible`` is used once, and last: it takes a register for each.
+
+        So ``through_score_mod``, which relies on a stand-in for masked pairs, is not for these tiles.
+        """
         assert self.source.score_mod is not None
         evaluate = self._evaluated(self.source.score_mod)
         return lambda s: jnp.broadcast_to(evaluate(s), s.shape).astype(s.dtype)
