@@ -220,13 +220,15 @@ def small_disk(folder: Path, free: int) -> Iterator[bool]:
     possible = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
     if possible:
         shutil.copytree(copy, folder, dirs_exist_ok=True)
-    yield possible
-    shutil.rmtree(copy)
-    if possible:
-        shutil.copytree(folder, copy)
-        subprocess.run(["umount", str(folder)], check=True)
-        shutil.rmtree(folder)
-        copy.rename(folder)
+    try:
+        yield possible
+    finally:
+        shutil.rmtree(copy)
+        if possible:
+            shutil.copytree(folder, copy)
+            subprocess.run(["umount", str(folder)], check=True)
+            shutil.rmtree(folder)
+            copy.rename(folder)
 
 
 def two_owners(rng: Random, out: Path) -> str:
