@@ -52,8 +52,7 @@ Launch = Callable[[int], Any]  # so many calls, launched one after the other; re
 def kernel_of(word: str) -> Any:
     """The ``implementation=`` that a word means: a name, an interpreted kernel, or ``module:object`` of one's own.
 
-    Raises:
-        ValueError: none of these.
+    Raises ``ValueError`` for none of these.
     """
     if word in IMPLEMENTATIONS:
         return IMPLEMENTATIONS[word]

@@ -203,11 +203,6 @@ def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np
     return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in roles}
 
 
-def num_parameters(params: Any) -> int:
-    """Parameters of one seed's model."""
-    return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(params))
-
-
 def drops(measured: Measured) -> np.ndarray:
     """``[R,L,N,A]``: the accuracy each place loses without a head."""
     return measured.accuracy[:, None, None] - measured.ablated

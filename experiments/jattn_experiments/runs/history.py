@@ -35,10 +35,7 @@ class History:
     def rewind(self, step: int) -> None:
         """Removes everything after ``step``, including an incomplete last line; 0 removes all.
 
-        Files that are not looks stay.
-
-        Raises:
-            Damaged: a line is invalid.
+        Files that are not looks stay. Raises ``Damaged`` for an invalid line.
         """
         if not self._writes:
             return
@@ -149,11 +146,7 @@ class History:
 
 
 class Clock:
-    """Total seconds of all processes that worked on a run and were not killed.
-
-    Raises:
-        Damaged: the saved total is not a number.
-    """
+    """Total seconds of all processes that worked on a run and were not killed. ``Damaged`` if it is not a number."""
 
     def __init__(self, out: Path):
         self._file, self._started = out / "seconds.json", time.monotonic()
