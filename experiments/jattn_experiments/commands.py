@@ -75,8 +75,7 @@ def _run(request: config.Request) -> int:
             if processes is not None:
                 _leave(status)
             return status
-    _show(findings)
-    print(f"report: {report}")
+    _show(findings, report)
     failed = [row["name"] for row in findings.claims if not (row["holds"] and row.get("replication", row)["holds"])]
     return fail(f"claims that fail: {', '.join(failed)}", status=1) if request.check and failed else 0
 
@@ -108,8 +107,7 @@ def report_command(arguments: Sequence[str]) -> int:
         with _of_a_finished_run(out):
             findings = Findings.load(out)
         report = write_page(findings, out)
-    _show(findings)
-    print(f"report: {report}")
+    _show(findings, report)
     return 0
 
 
@@ -167,7 +165,8 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _show(findings: Findings) -> None:
+def _show(findings: Findings, report: Path) -> None:
     from jattn_experiments.run_page.terminal_tables import show  # imports SciPy, also slow
 
     show(findings)
+    print(f"report: {report}")

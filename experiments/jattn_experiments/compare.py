@@ -56,10 +56,8 @@ class Comparison(NamedTuple):
 def compare(first: "Saved", second: "Saved") -> Comparison:
     """The heads of two saved models, matched within each layer by their mean patterns.
 
-    Both look at sequences of the first's task. A distance is a difference only above the floor.
-
-    Raises:
-        ValueError: the models have other layers or heads, or read other tokens.
+    Both look at sequences of the first's task. A distance is a difference only above the floor. Raises ``ValueError``
+    for models with other layers or heads, or that read other tokens.
     """
     import jax
     from scipy.optimize import linear_sum_assignment

@@ -13,7 +13,19 @@ END = "<|im_end|>"
 
 def generate_command(arguments: Sequence[str]) -> int:
     """Continues a text with a language model: SmolLM2, or any that jattn.interop loads."""
-    options = _parser().parse_args(arguments)
+    parser = config.Parser(prog="jattn generate", description=generate_command.__doc__)
+    parser.add_argument("text", type=str, nargs="?", default="", help="what to continue, or with --chat to answer")
+    parser.add_argument("--model", type=str, default="smollm2", help="smollm2, a GGUF file or a folder")
+    parser.add_argument("--tokens", type=int, default=100, help="how many to write at most")
+    parser.add_argument("--chat", action="store_true", help="as a conversation (ChatML)")
+    assistant = "You are a helpful AI assistant."
+    parser.add_argument("--system", type=str, default=assistant, help="with --chat: comes first")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token; above: drawn tokens")
+    parser.add_argument("--top_k", type=int | None, default=None, help="draw from so many likeliest tokens")
+    parser.add_argument("--top_p", type=float | None, default=None, help="draw from the likeliest of this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--dtype", type=str, default="float32", help="of the weights: float32, bfloat16 or float16")
+    options = parser.parse_args(arguments)
     if not options.text:
         return fail('text: expected what to continue, as in generate "Once upon a time"')
     if options.tokens < 1:
@@ -67,19 +79,3 @@ def _parts(tokenizer: Any, steps: Iterator[Any], tokens: list[int]) -> Iterator[
         yield part
     if tokens and (rest := tokenizer.decode(tokens)[len(shown) :]):
         yield rest
-
-
-def _parser() -> config.Parser:
-    parser = config.Parser(prog="jattn generate", description=generate_command.__doc__)
-    parser.add_argument("text", type=str, nargs="?", default="", help="what to continue, or with --chat to answer")
-    parser.add_argument("--model", type=str, default="smollm2", help="smollm2, a GGUF file or a folder")
-    parser.add_argument("--tokens", type=int, default=100, help="how many to write at most")
-    parser.add_argument("--chat", action="store_true", help="as a conversation (ChatML)")
-    assistant = "You are a helpful AI assistant."
-    parser.add_argument("--system", type=str, default=assistant, help="with --chat: comes first")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token; above: drawn tokens")
-    parser.add_argument("--top_k", type=int | None, default=None, help="draw from so many likeliest tokens")
-    parser.add_argument("--top_p", type=float | None, default=None, help="draw from the likeliest of this probability")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--dtype", type=str, default="float32", help="of the weights: float32, bfloat16 or float16")
-    return parser

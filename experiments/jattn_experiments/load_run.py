@@ -20,8 +20,7 @@ class Saved(NamedTuple):
 def load(run: str) -> Saved:
     """The model that ``run`` names: a folder, for the last checkpoint, or ``FOLDER@STEP``.
 
-    Raises:
-        ValueError: there is no such run or checkpoint, or it cannot be read.
+    Raises ``ValueError`` if there is no such run or checkpoint, or it cannot be read.
     """
     folder, checkpoints, step = named(run)
     setup = Setup.of(dataclasses.replace(config_of(folder), mesh=Mesh()))

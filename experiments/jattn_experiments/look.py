@@ -18,13 +18,6 @@ EXAMPLES = 4  # sequences of a run's page
 
 def look_command(arguments: Sequence[str]) -> int:
     """Shows a run's heads at a step of its training, or a language model's heads on a text."""
-    options = _parser().parse_args(arguments)
-    if (options.run is None) == (options.model is None):
-        return fail("give --run, the folder of a run, or --model and --text: one of the two")
-    return _look_at_run(options) if options.model is None else _look_at_models(options)
-
-
-def _parser() -> config.Parser:
     parser = config.Parser(prog="jattn look", description=look_command.__doc__)
     parser.add_argument("--run", type=str | None, default=None, help="folder of a run, which may still train")
     parser.add_argument("--step", type=int | None, default=None, help="one of its looks; default: the last")
@@ -34,7 +27,10 @@ def _parser() -> config.Parser:
     parser.add_argument("--tokens", type=int, default=512, help="how many of the text at most")
     page = "the page; default: heads.html, of a run in its folder"
     parser.add_argument("--out", type=str | None, default=None, help=page)
-    return parser
+    options = parser.parse_args(arguments)
+    if (options.run is None) == (options.model is None):
+        return fail("give --run, the folder of a run, or --model and --text: one of the two")
+    return _look_at_run(options) if options.model is None else _look_at_models(options)
 
 
 def _look_at_run(options: Any) -> int:

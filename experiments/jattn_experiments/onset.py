@@ -36,8 +36,7 @@ def rate(passed: int, of: int) -> list[float] | None:
     """
     if of < FEW:
         return None
-    interval = binomtest(passed, of).proportion_ci(0.95, "exact")
-    return [float(interval.low), float(interval.high)]
+    return [float(bound) for bound in binomtest(passed, of).proportion_ci(0.95, "exact")]
 
 
 def again(passed: int, of: int, needed: int) -> float | None:

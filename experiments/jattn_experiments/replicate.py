@@ -24,10 +24,8 @@ _KEPT = ("seeds", "values", "passed", "failed", "needed", "holds", "rate", "agai
 def replicate(config: Config, out: Path, count: int, first_seed: int | None) -> Findings | None:
     """Trains ``config`` on ``count`` seeds from ``first_seed`` on, in ``out/replication``, or resumes or takes that.
 
-    By default the first seed is drawn from the system's entropy, once for a folder.
-
-    Raises:
-        The errors of ``prepared`` and ``finished``.
+    By default the first seed is drawn from the system's entropy, once for a folder. Raises the errors of ``prepared``
+    and ``finished``.
     """
     beside = out / FOLDER
     again = fresh(config, count, _first_seed(beside, config, count) if first_seed is None else first_seed)

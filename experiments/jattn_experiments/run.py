@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jattn_experiments.config import Config, Kind, differences, variants
@@ -113,11 +114,7 @@ def run(config: Config, out: Path) -> Findings | None:
 
 
 def finished(config: Config, out: Path) -> Findings | None:
-    """The findings in ``out`` if the run has finished there, otherwise those of ``run``: nothing is measured twice.
-
-    Raises:
-        The errors of ``run``.
-    """
+    """The findings in ``out`` if the run has finished there, otherwise those of ``run``, also its errors."""
     findings = None
     if devices.is_first():
         with contextlib.suppress(FileNotFoundError, Damaged, TypeError):  # unfinished, altered or of another version
@@ -145,6 +142,6 @@ def _result(run: Trained) -> claims.Result:
     setup, first = run.setup, devices.is_first()  # which holds the history
     trained, untrained = evaluate.measure(setup, run.params, run.untrained)
     looks, metrics = (run.history.scores(), run.history.metrics()) if first else ((np.zeros(0), {}),) * 2
-    parameters = evaluate.num_parameters(run.params)
+    parameters = sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(run.params))  # of one seed's model
     models = setup.task.places, setup.seeds, parameters, trained, untrained
     return claims.Result(setup.config, *models, {}, *looks, *metrics)

@@ -201,7 +201,10 @@ class Induction(Task, kind="induction"):
         kind_key, repeated_key, pairs_key = jax.random.split(key, 3)
         is_repeated = jax.random.bernoulli(kind_key, 0.5, (batch,))
         tokens, first, at_keys = _pairs_twice(pairs_key, batch, self.length, self.symbols)
-        both = zip(self._repeated(repeated_key, batch), (tokens, first + 1, at_keys), strict=True)
+        symbol_key, prefix_key, period_key = jax.random.split(repeated_key, 3)
+        prefix = jax.random.randint(prefix_key, (batch, 1), 0, self.length - 2 * self.longest + 1)
+        period = jax.random.randint(period_key, (batch, 1), self.shortest, self.longest + 1)
+        both = zip(self._repeat(symbol_key, prefix, period), (tokens, first + 1, at_keys), strict=True)
         tokens, sources, queries = (jnp.where(is_repeated[:, None], repeated, pairs) for repeated, pairs in both)
         return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
 
@@ -210,12 +213,6 @@ class Induction(Task, kind="induction"):
         period = jnp.full((batch, 1), (self.shortest + self.longest) // 2)
         tokens, sources, queries = self._repeat(key, jnp.zeros_like(period), period)
         return ask(tokens[..., None], tokens, sources[..., None], queries, jnp.ones(tokens.shape, bool))
-
-    def _repeated(self, key: Array, batch: int) -> tuple[Array, Array, Array]:
-        symbol_key, prefix_key, period_key = jax.random.split(key, 3)
-        prefix = jax.random.randint(prefix_key, (batch, 1), 0, self.length - 2 * self.longest + 1)
-        period = jax.random.randint(period_key, (batch, 1), self.shortest, self.longest + 1)
-        return self._repeat(symbol_key, prefix, period)
 
     def _repeat(self, key: Array, prefix: Array, period: Array) -> tuple[Array, Array, Array]:
         """``(tokens, sources, queries)``, each ``[B,T]``, of ``prefix`` and ``period [B,1]``."""

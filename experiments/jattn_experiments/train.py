@@ -90,8 +90,7 @@ class Setup:
     def start(self, state: State) -> State:
         """The state before the first step: ``state``, from ``init``, with the parameters that ``train.start`` names.
 
-        Raises:
-            ValueError: they are missing, or another model's.
+        Raises ``ValueError`` if they are missing, or another model's.
         """
         if not self.config.train.start:
             return state
@@ -111,11 +110,7 @@ def _sizes(config: Config) -> tuple[Any, ...]:
 
 
 def config_of(folder: Path) -> Config:
-    """The config of a run.
-
-    Raises:
-        ValueError: there is no run of this version in ``folder``.
-    """
+    """The config of a run. Raises ``ValueError`` if there is no run of this version in ``folder``."""
     try:
         return of_plain(read_json(folder / "config.json", dict, "the config of a run"))
     except FileNotFoundError:

@@ -83,11 +83,7 @@ class Sizes:
 
     @classmethod
     def read(cls, plan: Plan) -> "Sizes":
-        """Asks the device who it is.
-
-        Raises:
-            Refused: it did not answer; an unknown kernel.
-        """
+        """Asks the device who it is. Raises ``Refused`` if it did not answer, and for an unknown kernel."""
         begun, worker = time.monotonic(), Worker(COMMAND, ON_CHIP | _own_modules(), 180.0)
         try:
             device = worker(ask="device")

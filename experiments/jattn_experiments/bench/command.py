@@ -115,5 +115,4 @@ def _run(module: str, plan: Plan, redraw: bool, resume: bool) -> int:
     if text := suite.shown(results):
         print(text)
     print(f"report: {report}")
-    wrong = suite.wrong(results)
-    return fail(wrong, status=1) if wrong else 0
+    return fail(wrong, status=1) if (wrong := suite.wrong(results)) else 0

@@ -118,7 +118,7 @@ def modules_row(sizes: Sizes, step: str, length: int, build: Callable[..., Conte
     apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance) for pair in (outputs, changes))
     if step == TRAIN and sizes.on_cpu and importlib.util.find_spec("torch"):
         calls["torch"] = torch_trainer(sizes, length)
-    return _timed(sizes, calls, apart)
+    return sizes.medians(calls) | {"apart": apart}
 
 
 def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
@@ -181,7 +181,7 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
     apart = max(agree(f"{DECODE}, {tokens} tokens", one(), expected, sizes.tolerance) for one in calls.values())
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
     read = lambda: jax.block_until_ready(sums(calls["jattn"].state.key, calls["jattn"].state.value))
-    return _timed(sizes, calls | {"sum": read}, apart)
+    return sizes.medians(calls | {"sum": read}) | {"apart": apart}
 
 
 def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
@@ -219,10 +219,6 @@ def agree(what: str, ours: Any, theirs: Any, tolerance: float = 1e-4) -> float:
     if not apart <= tolerance:  # or NaN
         raise Failed(f"{what}: results differ by {apart:.1e} of the largest number, expected at most {tolerance:g}")
     return apart
-
-
-def _timed(sizes: Sizes, calls: dict[str, timing.Call], apart: float) -> dict[str, Any]:
-    return sizes.medians(calls) | {"apart": apart}
 
 
 def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:

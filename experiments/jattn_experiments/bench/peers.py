@@ -121,20 +121,14 @@ _FUSED = ("full", "causal", "window")
 
 
 def _jax_nn(device: str) -> list[Contestant]:
-    dense, fused = (
-        _like_jax_nn(functools.partial(jax.nn.dot_product_attention, implementation=name)) for name in ("xla", "cudnn")
-    )
-    by_xla = InJax("jax.nn", dense, tuple(case for case in CASES if case != "softcap"))
-    by_cudnn = InJax("jax.nn cudnn", fused, _FUSED, linear=_FUSED, dtypes=("bfloat16",))
+    named = lambda name: _like_jax_nn(functools.partial(jax.nn.dot_product_attention, implementation=name))
+    by_xla = InJax("jax.nn", named("xla"), tuple(case for case in CASES if case != "softcap"))
+    by_cudnn = InJax("jax.nn cudnn", named("cudnn"), _FUSED, linear=_FUSED, dtypes=("bfloat16",))
     return [by_xla, by_cudnn] if device == "gpu" else [by_xla]
 
 
-def _splash(device: str) -> list[Contestant]:
-    """JAX's splash kernel for TPUs as JAX calls it, in blocks of 512 as MaxText has them."""
-    return [InJax("splash", _splash_attention, _FUSED, linear=_FUSED)] if device == "tpu" else []
-
-
 def _splash_attention(problem: Problem, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """JAX's splash kernel for TPUs as JAX calls it, in blocks of 512 as MaxText has them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     n, block = problem.length, min(512, problem.length)
@@ -173,10 +167,6 @@ def _jattn(name: str, implementation: Any) -> InJax:
     return InJax(name, by_jattn(implementation), tuple(CASES), linear=tuple(CASES))
 
 
-def _jattn_xla(device: str) -> list[Contestant]:
-    return [InJax("jattn xla", by_jattn("xla"), tuple(CASES))]
-
-
 def _jattn_kernels(device: str) -> list[Contestant]:
     """Our kernels that the plain call may not take: on a CPU those that it takes without jattn-native."""
     if device == "cpu":
@@ -185,19 +175,15 @@ def _jattn_kernels(device: str) -> list[Contestant]:
     return [InJax(f"jattn pallas_{device}", by_jattn(f"pallas_{device}"), known, linear=known, dtypes=("bfloat16",))]
 
 
-def _jattn_avx2(device: str) -> list[Contestant]:
-    """The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that."""
-    return [_jattn("jattn avx2", Native(width=8))] if device == "cpu" else []
-
-
 _PEERS: dict[str, Callable[[str], list[Contestant]]] = {
     "jax": _jax_nn,
     "torch": _torch,
     "tokamax": _tokamax,
-    "splash": _splash,
-    "jattn-xla": _jattn_xla,
+    "splash": lambda device: [InJax("splash", _splash_attention, _FUSED, linear=_FUSED)] if device == "tpu" else [],
+    "jattn-xla": lambda device: [InJax("jattn xla", by_jattn("xla"), tuple(CASES))],
     "jattn-kernels": _jattn_kernels,
-    "jattn-avx2": _jattn_avx2,
+    # The compiled kernels as on a CPU without AVX-512; PyTorch and XLA have settings of their own for that.
+    "jattn-avx2": lambda device: [_jattn("jattn avx2", Native(width=8))] if device == "cpu" else [],
 }
 
 

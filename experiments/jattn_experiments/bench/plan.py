@@ -37,11 +37,7 @@ class Plan:
 
     @classmethod
     def read(cls, out: Path, **options: Any) -> "Plan":
-        """Reads options of the command line.
-
-        Raises:
-            ValueError: an option is invalid; one line that names it.
-        """
+        """Reads options of the command line. Raises ``ValueError`` with one line that names an invalid option."""
         for option in OPTIONS:
             if option.name in options:
                 options[option.name] = _read(option, options[option.name])

@@ -21,11 +21,7 @@ ON_CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 def ask(module: str, environment: Mapping[str, str] = ON_CPU, **question: Any) -> Any:
-    """The answer of a module, from a fresh process.
-
-    Raises:
-        RuntimeError: the process failed; the last line of its stderr.
-    """
+    """The answer of a module, from a fresh process; ``RuntimeError`` with the last line of its stderr if it failed."""
     command = [sys.executable, "-m", "jattn_experiments.bench.probe", module, json.dumps(question)]
     checkout = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=checkout, env=os.environ | environment, capture_output=True, text=True)

@@ -141,11 +141,7 @@ def memory_bytes(device: str) -> float:
 
 
 def use(device: str) -> None:
-    """Makes JAX run on ``device``; call it before JAX chooses one.
-
-    Raises:
-        Refused: no such device.
-    """
+    """Makes JAX run on ``device``; call it before JAX chooses one. Raises ``Refused`` if there is no such device."""
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return

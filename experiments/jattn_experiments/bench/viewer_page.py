@@ -113,11 +113,7 @@ def by_circuitsvis(text: Text) -> str:
 
 
 def _sequences(text: Text) -> Iterator[tuple[list[str], list[np.ndarray]]]:
-    """The tokens of each sequence, and its weights ``[N,T,T]`` in each layer.
-
-    Raises:
-        MemoryError: they are more than ``MEMORY``.
-    """
+    """The tokens of each sequence, and its weights ``[N,T,T]`` in each layer; ``MemoryError`` above ``MEMORY``."""
     size = 4 * sum(B * T * N * T for B, T, N, _ in (layer["query"].shape for layer in text.layers))
     if size > MEMORY:
         raise MemoryError(f"the weights alone are {size} bytes")

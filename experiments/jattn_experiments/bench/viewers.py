@@ -110,10 +110,8 @@ def page(text: str, tool: str, scripts: Path) -> dict[str, Any]:
 def open_page(file: Path, scripts: Path | None = None) -> dict[str, Any]:
     """The medians of what ``WATCH`` says of a page in Chromium, ``{}`` without Chromium.
 
-    ``scripts``: a folder with the files that the page's links of the same names are turned to.
-
-    Raises:
-        TimeoutError: it was not ready after ``PATIENCE`` seconds.
+    ``scripts``: a folder with the files that the page's links of the same names are turned to. Raises ``TimeoutError``
+    if it was not ready after ``PATIENCE`` seconds.
     """
     browser = _browser()
     if browser is None:

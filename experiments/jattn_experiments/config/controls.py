@@ -38,8 +38,7 @@ def variants(config: Config) -> dict[str, Config]:
 def points_of(config: Config, option: str) -> list[tuple[Any, dict[str, Any]]]:
     """The values of one option of the sweep, each with all that it changes: the option and what it brings along.
 
-    Raises:
-        ValueError: values are equal, no numbers or words, or a mapping without the option.
+    Raises ``ValueError`` if values are equal, no numbers or words, or a mapping without the option.
     """
     key, points = f"sweep.{option}", []
     for value in config.sweep[option]:

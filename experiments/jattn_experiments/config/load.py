@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jattn_experiments.config.controls import variants
-from jattn_experiments.config.parser import Parser, Processes, build, build_and_parse
+from jattn_experiments.config.parser import Parser, Processes, build
 from jattn_experiments.schema import Config
 
 # In the package where jattn was installed from a wheel, at the top of a checkout.
@@ -42,10 +42,17 @@ def load(arguments: Sequence[str]) -> Request:
     parser.add_argument("--replicate", type=int | None, default=None, metavar="N", help=fresh)
     first = "the first of the fresh seeds; drawn by default"
     parser.add_argument("--replicate_seed", type=int | None, default=None, help=first)
-    _add_processes(parser)
+    # Not part of the config: other processes may resume the same run.
+    parser.add_argument("--distributed", action="store_true", help="This is one of several processes")
+    default = "by default detected by JAX (Slurm, MPI, Kubernetes, TPU)"
+    parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {default}")
+    parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {default}")
+    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {default}")
+    share = "on CPU, devices of this process; default: its share"
+    parser.add_argument("--local_devices", type=int | None, default=None, help=share)
     try:
         words = _spell_out_sweeps(_find_configs(arguments))
-        config, parsed = build_and_parse(parser, lambda parser: parser.parse_args(words))
+        config, parsed = build(parser, lambda parser: parser.parse_args(words))
         variants(config)
         processes = _processes(parsed)
         _check_replication(config, parsed["replicate"], parsed["replicate_seed"])
@@ -70,17 +77,6 @@ def _check_replication(config: Config, count: int | None, first: int | None) -> 
         raise ValueError(f"replicate_seed: expected from 0 to {most}, got {first}")
     if first is not None and first <= last and start < first + count:
         raise ValueError(f"replicate_seed: expected other seeds than the run's {start} to {last}, got {first}")
-
-
-def _add_processes(parser: Parser) -> None:
-    """Not part of the config: other processes may resume the same run."""
-    parser.add_argument("--distributed", action="store_true", help="This is one of several processes")
-    default = "by default detected by JAX (Slurm, MPI, Kubernetes, TPU)"
-    parser.add_argument("--coordinator", type=str | None, default=None, help=f"host:port of process 0; {default}")
-    parser.add_argument("--num_processes", type=int | None, default=None, help=f"in total; {default}")
-    parser.add_argument("--process_id", type=int | None, default=None, help=f"from 0; {default}")
-    share = "on CPU, devices of this process; default: its share"
-    parser.add_argument("--local_devices", type=int | None, default=None, help=share)
 
 
 def _processes(parsed: Any) -> Processes | None:
@@ -147,7 +143,7 @@ def _spell_out_sweeps(arguments: Sequence[str]) -> list[str]:
 
 def read(file: Path) -> Config:
     """Reads one YAML file. Raises ``ValueError`` with one line if it is not a valid config."""
-    config = build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
+    config, _ = build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
     variants(config)
     return config
 

@@ -70,14 +70,10 @@ jsonargparse.set_loader("yaml", _load_yaml_once, exceptions=(yaml.YAMLError,))
 
 def of_plain(plain: dict[str, Any]) -> Config:
     """The config of nested dicts. Raises ``ValueError`` or ``argparse.ArgumentError`` if it is not valid."""
-    return build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))
+    return build(Parser(exit_on_error=False), lambda parser: parser.parse_object(plain))[0]
 
 
-def build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> Config:
-    return build_and_parse(parser, parse)[0]
-
-
-def build_and_parse(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> tuple[Config, Any]:
+def build(parser: Parser, parse: Callable[[Parser], jsonargparse.Namespace]) -> tuple[Config, Any]:
     parser.add_class_arguments(Config, None)
     parsed = parse(parser)
     for section in SECTIONS:

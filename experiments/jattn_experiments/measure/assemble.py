@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,11 @@ def assemble(
         heads=evaluate.head_rows(setup.seeds, roles),
         curves=_length_curves(results) | _sweep_curves(results),
         grids={},
-        controls=_control_rows(results),
+        controls=[
+            claims.row(name or one.config.name, metric, claims.measure(one, one.trained, metric), one.parameters)
+            for metric in setup.task.metrics
+            for name, one in results.items()  # the run itself first
+        ],
         claims=[claims.judge(claim, results) for claim in config.claims],
     )
 
@@ -105,12 +108,3 @@ def _sweep_curves(results: dict[str, claims.Result]) -> Curves:
         points = [f"{option}={value}" for value in sorted(values)]
         curves[f"accuracy over {option}"] = {place: line(points, claims.AT + place) for place in base.places}
     return curves
-
-
-def _control_rows(results: dict[str, claims.Result]) -> list[dict[str, Any]]:
-    """A row per control and metric, the run itself first."""
-    return [
-        claims.row(name or one.config.name, metric, claims.measure(one, one.trained, metric), one.parameters)
-        for metric in tasks.make(results[""].config.task).metrics
-        for name, one in results.items()
-    ]

@@ -54,8 +54,7 @@ def _every_seed(measure: Callable[..., Any], setup: Setup) -> Callable[..., Any]
     """``measure(setup, params, key, *others)`` over seeds, leaves ``[R,...]``; NumPy arrays on every process."""
 
     # one seed after another: all at once, the weights would not fit in a small machine's memory
-    def every_seed(*each: Any) -> Any:
-        params, *others = each
+    def every_seed(params: Any, *others: Any) -> Any:
         return jax.lax.map(lambda one: measure(setup, *one), (params, setup.keys, *others))
 
     run = jax.jit(every_seed, out_shardings=devices.whole(setup.mesh))
@@ -204,11 +203,6 @@ def ablate_groups(setup: Setup, params: Any, labels: np.ndarray) -> dict[str, np
     return {role: every_seed(params, np.asarray(labels != role, np.float32)) for role in roles}
 
 
-def num_parameters(params: Any) -> int:
-    """Parameters of one seed's model."""
-    return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(params))
-
-
 def drops(measured: Measured) -> np.ndarray:
     """``[R,L,N,A]``: the accuracy each place loses without a head."""
     return measured.accuracy[:, None, None] - measured.ablated
@@ -223,9 +217,8 @@ def find_roles(setup: Setup, trained: Measured, params: Any) -> heads.Roles:
 def head_rows(seeds: list[int], roles: heads.Roles) -> list[dict[str, Any]]:
     """Rows ``{seed, layer, head, role, score, null, p_value}`` of all heads; ``null`` is the threshold."""
     rows = []
-    for r, layer, head in np.ndindex(roles.label.shape):
-        at = r, layer, head
-        row = {"seed": seeds[r], "layer": layer, "head": head, "role": str(roles.label[at])}
+    for at in np.ndindex(roles.label.shape):
+        row = {"seed": seeds[at[0]], "layer": at[1], "head": at[2], "role": str(roles.label[at])}
         numbers = {"score": roles.score[at], "null": roles.threshold[at], "p_value": roles.p_value[at]}
         rows.append(row | {name: float(number) for name, number in numbers.items()})
     return rows

@@ -161,6 +161,8 @@ def _findings(config: Config, tokenizer: Any, measured: dict[str, Any], seconds:
     rows, spans = jnp.ones(mean.shape[-1], bool), mean.shape[-1]
     divergence = np.stack([np.asarray(heads.pattern_divergence(jnp.asarray(one.mean(0)), rows)) for one in flat])
     noise = np.stack([np.asarray(evaluate.noise_floor(*map(jnp.asarray, one[[0, -1]]), rows)) for one in flat])
+    ends = [-(-i * config.long.pictured // spans) for i in range(spans + 1)]
+    blocks = [f"{start}-{end - 1}" for start, end in zip(ends, ends[1:], strict=False)]
     words = [tokenizer.decode([token], skip_special_tokens=False) for token in measured["zoom"]["tokens"].tolist()]
     profile = jax.vmap(jax.vmap(heads.offset_profile))  # the mean weight at each distance, in spans
     examples = [np.stack([shown[0], one["zoom"]["weights"]]) for shown, one in zip(pictures, both, strict=True)]
@@ -169,7 +171,7 @@ def _findings(config: Config, tokenizer: Any, measured: dict[str, Any], seconds:
         seconds,
         seeds=[config.language.seed],
         places=["answers"],
-        tokens=[_span_names(config.long.pictured, spans), words],
+        tokens=[blocks, words],
         scores={"retrieval": retrieval, **{name: statistics[name] for name in head_scores.TRACKED}},
         statistics=statistics,
         offsets=np.arange(1 - spans, spans) * (config.long.pictured // spans),
@@ -192,8 +194,3 @@ def _roles(measured: dict[str, Any]) -> heads.Roles:
     """The role of every head ``[1,L,N]``, tested against the twins'; weak if it is not among its model's strongest."""
     model, *twins = ({"retrieval": one["scores"], **one["patterns"]} for one in (measured, *measured["twins"]))
     return saved_model.roles(model, twins, PATTERNS, baseline={name: model[name] for name in PATTERNS})
-
-
-def _span_names(length: int, spans: int) -> list[str]:
-    ends = [-(-i * length // spans) for i in range(spans + 1)]
-    return [f"{start}-{end - 1}" for start, end in zip(ends, ends[1:], strict=False)]

@@ -73,9 +73,8 @@ class Texts(NamedTuple):
 def draw(config: Config, tokenizer: Any) -> Texts:
     """The texts of a config, by the model's tokenizer. No two seeds share a piece of text.
 
-    Raises:
-        ValueError: the tokenizer does not have the first token, there is no text left for this seed, or a needle does
-            not fit into the shortest text.
+    Raises ``ValueError`` if the tokenizer does not have the first token, there is no text left for this seed, or a
+    needle does not fit into the shortest text.
     """
     options, language = config.long, config.language
     first = tokenizer.token_to_id(language.first)
@@ -148,8 +147,7 @@ def depths_of(count: int) -> np.ndarray:
 def prompt(text: np.ndarray, needle: Needle, depth: float, length: int, first: int) -> Prompt:
     """``text`` cut to ``length`` tokens in all, with ``needle`` at ``depth``, from 0 (its start) to 1 (its end).
 
-    Raises:
-        ValueError: the needle, its question and answer do not fit.
+    Raises ``ValueError`` if the needle, its question and answer do not fit.
     """
     sentence, question, answer = needle
     room = length - 1 - sum(map(len, needle))

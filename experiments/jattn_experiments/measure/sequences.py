@@ -39,11 +39,7 @@ class Sequences(NamedTuple):
 
 
 def draw(options: LanguageModel, tokenizer: Any, vocabulary: int) -> Sequences:
-    """The sequences of a config, by the model's tokenizer.
-
-    Raises:
-        ValueError: the tokenizer does not have the first token, or there is too little text.
-    """
+    """The sequences of a config; ``ValueError`` if the tokenizer lacks the first token, or there is too little text."""
     first = tokenizer.token_to_id(options.first)
     if first is None:
         raise ValueError(f"language.first: expected a token of the model, got {options.first!r}")

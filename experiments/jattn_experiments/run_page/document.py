@@ -40,17 +40,19 @@ class RunPage:
 
     def html(self) -> str:
         """The file."""
-        seeds, shown = self.summary["seeds"], self.explorer
+        seeds, environment, shown = self.summary["seeds"], self.summary["environment"], self.explorer
         matched = "Heads of other seeds are matched to the first seed's by their scores and their ablations."
         slots = {
             "first_seed": escaped(seeds[0]),
             "matched_note": matched if len(seeds) > 1 else "",
             "controls": controls_table(self.summary["controls"]),
-            "about": about_section(self.summary["environment"], self.config),
+            "about": about_section(environment, self.config),
         }
         slots |= {f"{name}_figure": f"<figure>{svg}</figure>" for name, svg in self.figures.items()}
         sections = _with_figures(_read("sections.html"), self.figures)
-        lead = f'<p>{escaped(self.config["description"])}</p><p class="soft">{escaped(self._size())}</p>'
+        size = [f"{len(seeds)} seed{'s' * (len(seeds) > 1)}", f"{shown.last_step} steps"]
+        size += [f"{key} {environment[key]}" for key in ("device", "seconds") if key in environment]
+        lead = f'<p>{escaped(self.config["description"])}</p><p class="soft">{escaped(" · ".join(size))}</p>'
         page = Page(
             plain(self.summary["name"]),
             shown.heads,
@@ -66,11 +68,6 @@ class RunPage:
             script=_read("figures.js"),
         )
         return page.html(PAGE_BUDGET)
-
-    def _size(self) -> str:
-        seeds, environment = self.summary["seeds"], self.summary["environment"]
-        parts = [f"{len(seeds)} seed{'s' * (len(seeds) > 1)}", f"{self.explorer.last_step} steps"]
-        return " · ".join(parts + [f"{key} {environment[key]}" for key in ("device", "seconds") if key in environment])
 
 
 def write_page(findings: Findings, out: Path) -> Path:

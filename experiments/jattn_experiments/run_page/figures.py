@@ -24,6 +24,7 @@ from jattn_experiments.run_page.svg import with_tooltips
 from jattn_experiments.runs.findings import Findings, plain
 from jattn_experiments.runs.folder import write_atomically
 
+EACH = "thin: each of {} seeds, strong: median"
 MANY = 6  # with more heads per layer, names are short and figures wider
 MOST_TICKS = 8  # values of a curve's option that are all written at its axis
 WIDE = 16  # range of a curve's x above which its axis is logarithmic
@@ -104,7 +105,7 @@ def training_figure(findings: Findings) -> Figure:
             ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes[-1].set_xlabel("training step")
     figure.align_ylabels(axes)
-    return titled(figure, findings, f"training ({_seeds(findings)})")
+    return titled(figure, findings, f"training ({_seeds(findings, EACH)})")
 
 
 def turns_figure(findings: Findings) -> Figure:
@@ -132,9 +133,9 @@ def turns_figure(findings: Findings) -> Figure:
     return titled(figure, findings, "what comes first")
 
 
-def _seeds(findings: Findings) -> str:
+def _seeds(findings: Findings, several: str = "median of {} seeds") -> str:
     count = len(findings.seeds)
-    return f"thin: each of {count} seeds, strong: median" if count > 1 else f"seed {findings.seeds[0]}"
+    return several.format(count) if count > 1 else f"seed {findings.seeds[0]}"
 
 
 def _names(findings: Findings) -> list[str]:
@@ -199,13 +200,8 @@ def offsets_figure(findings: Findings) -> Figure:
     neighbours = f" (each point: the largest of {step} neighbours)" if step > 1 else ""
     figure.supxlabel(f"key position - query position{neighbours}", fontsize=9)
     figure.supylabel("mean weight", fontsize=9)
-    shown = _seeds(findings) if few else _median_of(findings)
+    shown = _seeds(findings, EACH) if few else _seeds(findings)
     return titled(figure, findings, f"distances at which each head looks ({shown})")
-
-
-def _median_of(findings: Findings) -> str:
-    count = len(findings.seeds)
-    return f"median of {count} seeds" if count > 1 else f"seed {findings.seeds[0]}"
 
 
 def statistics_figure(findings: Findings) -> Figure:
@@ -217,7 +213,7 @@ def statistics_figure(findings: Findings) -> Figure:
         image = draw_matrix(ax, matrix, (1.3 * WIDTH - 3.5) / 2 / columns, findings.seeds)
     colour_bar(figure, image, figure.axes)
     scale = "colours: 0 to 1; distance and max logit: their column's range"
-    return titled(figure, findings, f"each head in numbers ({_median_of(findings)})\n{scale}")
+    return titled(figure, findings, f"each head in numbers ({_seeds(findings)})\n{scale}")
 
 
 def ablation_figure(findings: Findings) -> Figure:
@@ -233,7 +229,7 @@ def ablation_figure(findings: Findings) -> Figure:
         ax.set_xlim(-0.5, widest - 0.5)  # cells of one size
         ax.spines[:].set_visible(False)
     colour_bar(figure, image, axes, "accuracy lost")
-    return titled(figure, findings, f"what each head is needed for ({_median_of(findings)})")
+    return titled(figure, findings, f"what each head is needed for ({_seeds(findings)})")
 
 
 def divergence_figure(findings: Findings) -> Figure:
@@ -245,7 +241,7 @@ def divergence_figure(findings: Findings) -> Figure:
         image = draw_matrix(ax, matrix, 3.5 / len(matrix.rows), square=True)
         ax.set_title(matrix.title.replace(": ", "\n").replace(" · ", "\n"))
     figure.colorbar(image, ax=list(axes), label="Jensen-Shannon divergence / ln 2", shrink=0.9)
-    return titled(figure, findings, f"how much the heads differ ({_median_of(findings)})")
+    return titled(figure, findings, f"how much the heads differ ({_seeds(findings)})")
 
 
 def map_figure(findings: Findings) -> Figure:
@@ -285,7 +281,7 @@ def curves_figure(findings: Findings) -> Figure:
             ax.set_xticks(x)
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return titled(figure, findings, f"curves ({_seeds(findings)})")
+    return titled(figure, findings, f"curves ({_seeds(findings, EACH)})")
 
 
 def grids_figure(findings: Findings) -> Figure:

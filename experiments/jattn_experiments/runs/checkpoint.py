@@ -80,8 +80,7 @@ class Checkpoints:
     def load(self, step: int, like: Any) -> Any:
         """The state saved at ``step``, with the structure, shapes, dtypes and shardings of ``like``.
 
-        Raises:
-            Damaged: the checkpoint was altered, or its structure differs from ``like``.
+        Raises ``Damaged`` if the checkpoint was altered, or its structure differs from ``like``.
         """
         return self._load(step, like)[0]
 
@@ -162,8 +161,7 @@ def saved_steps(folder: Path) -> list[int]:
 def named(run: str) -> tuple[Path, Checkpoints, int]:
     """The folder, checkpoints and step that ``run`` names: FOLDER, for the last checkpoint, or FOLDER@STEP.
 
-    Raises:
-        ValueError: there is no such run or checkpoint.
+    Raises ``ValueError`` if there is no such run or checkpoint.
     """
     before, at, after = run.rpartition("@")
     folder = Path(before if at else after)

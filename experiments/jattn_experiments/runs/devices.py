@@ -33,10 +33,8 @@ _HEARTBEAT = 20
 def start(settings: config.Config, processes: config.Processes | None) -> None:
     """Makes JAX provide the devices of the mesh; call it before JAX initializes its devices.
 
-    By default JAX treats a CPU as one device. GPUs and TPUs are unaffected.
-
-    Raises:
-        ValueError: the other processes were not found.
+    By default JAX treats a CPU as one device. GPUs and TPUs are unaffected. Raises ``ValueError`` if the other
+    processes were not found.
     """
     size = max(one.mesh.size for one in (settings, *config.variants(settings).values()))
     local = size

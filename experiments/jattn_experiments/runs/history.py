@@ -35,15 +35,11 @@ class History:
     def rewind(self, step: int) -> None:
         """Removes everything after ``step``, including an incomplete last line; 0 removes all.
 
-        Files that are not looks stay.
-
-        Raises:
-            Damaged: a line is invalid.
+        Files that are not looks stay. Raises ``Damaged`` for an invalid line.
         """
         if not self._writes:
             return
-        text = self._until(step)
-        write_atomically(self.lines, text)
+        write_atomically(self.lines, self._until(step))
         for file in self.looks.iterdir():
             name = _LOOK.fullmatch(file.name)
             if name and (name[2] == "tmp" or int(name[1]) > step or not step):
@@ -92,9 +88,8 @@ class History:
         """Writes what ``train.look_at`` found at ``step``."""
         if not self._writes:
             return
-        arrays = {name: np.asarray(looked[name]) for name in ("offset_profile", "examples")}
         content, file = io.BytesIO(), self._look_file(step)
-        np.savez_compressed(content, **arrays)
+        np.savez_compressed(content, offset_profile=looked["offset_profile"], examples=looked["examples"])
         file.with_suffix(".tmp").write_bytes(content.getvalue())
         file.with_suffix(".tmp").replace(file)
         self._hashed_looks.update(content.getvalue())
@@ -151,11 +146,7 @@ class History:
 
 
 class Clock:
-    """Total seconds of all processes that worked on a run and were not killed.
-
-    Raises:
-        Damaged: the saved total is not a number.
-    """
+    """Total seconds of all processes that worked on a run and were not killed. ``Damaged`` if it is not a number."""
 
     def __init__(self, out: Path):
         self._file, self._started = out / "seconds.json", time.monotonic()
