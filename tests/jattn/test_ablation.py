@@ -232,10 +232,7 @@ def test_a_forbidden_pattern_is_not_learned():
 
     def loss(table, mask):
         query = jnp.zeros((16, 12, 2, 1))
-
-        def score(score, b, h, q_idx, kv_idx):
-            return score + table[q_idx, kv_idx, h]
-
+        score = lambda score, b, h, q_idx, kv_idx: score + table[q_idx, kv_idx, h]
         out = jattn.dot_product_attention(query, query, values, mask=mask, score_mod=score)
         return ((out[:, 1:] - values[:, :-1]) ** 2).sum(-1).mean((0, 1))
 

@@ -251,9 +251,7 @@ class TestCudnn:
         args = request_of(T=S, S=S, N=K, K=K)
 
         def loss(query, weights):  # in a loop XLA cannot find what was computed before
-            def layer(x, weight):
-                return self.run(dataclasses.replace(args, query=x, key=x * weight, value=x))[0], None
-
+            layer = lambda x, weight: (self.run(dataclasses.replace(args, query=x, key=x * weight, value=x))[0], None)
             return jax.lax.scan(layer, query, weights)[0].astype(jnp.float32).sum()
 
         program = jax.jit(jax.grad(loss)).lower(args.query, jnp.ones(2, jnp.bfloat16)).compile().as_text()

@@ -49,10 +49,7 @@ def test_over_heads_is_a_loop_over_heads(N, K):
     q, k, v = qkv(N=N, K=K)
     rng = np.random.default_rng(1)
     bias, shared = (jnp.asarray(rng.normal(size=(heads, 7, 11)), jnp.float32) for heads in (N, 1))
-
-    def fn(q, k, v, bias, shared):
-        return jattn.attend(q, k, v, bias=bias + shared)
-
+    fn = lambda q, k, v, bias, shared: jattn.attend(q, k, v, bias=bias + shared)
     out, lse = jattn.over_heads(fn)(q, k, v, bias, shared)
     assert out.shape == (7, N, 13) and lse.shape == (7, N)
     for n in range(N):
@@ -173,8 +170,7 @@ def test_unmerge_takes_keys_out_of_attention():
                 part = jattn.attend(q, k[4:], v[4:], mask=masks.Causal(), kv_positions=jnp.arange(4, 11), **moved)
                 return jattn.unmerge(*whole, *part)
 
-            def left(k, v):
-                return jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
+            left = lambda k, v: jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
 
             def with_gradients(f):
                 return f(k, v), jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in f(*x)), (0, 1))(k, v)

@@ -218,9 +218,7 @@ def test_memory_is_linear():
     shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
 
     def effects(x, source, what):
-        def run(per_layer):
-            return attend_heads(x, x, x, is_causal=True, **per_layer[0]).sum()
-
+        run = lambda per_layer: attend_heads(x, x, x, is_causal=True, **per_layer[0]).sum()
         return heads.attribution_patch(run, [{"query": source, "key": source}], what, "position")
 
     for what in ("q", "k"):

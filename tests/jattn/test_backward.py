@@ -213,9 +213,7 @@ def test_one_set_of_gradients_for_full_and_partial_blocks(accelerator):
     arrays = [floats(1, 2048, 2, 32, seed=i) for i in range(4)]
 
     def memory(causal):
-        def run(*arrays):
-            return outputs_and_gradients(Blockwise((128, 128)), arrays, is_causal=causal)
-
+        run = lambda *arrays: outputs_and_gradients(Blockwise((128, 128)), arrays, is_causal=causal)
         analysis = jax.jit(run).lower(*arrays).compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes

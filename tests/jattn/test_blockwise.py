@@ -270,10 +270,7 @@ def test_a_plain_function_is_asked_again_at_every_eager_call():
     """A captured value may have changed since the function was compiled."""
     arrays = [jnp.asarray(floats(1, 9, 2, 4, seed=i)) for i in range(3)]
     temperature = 1.0
-
-    def mod(score, b, h, q_idx, kv_idx):
-        return score * temperature
-
+    mod = lambda score, b, h, q_idx, kv_idx: score * temperature
     results = []
     joined = score_mods.then(mod, score_mods.SoftCap(9.0))
     for implementation in ("blockwise", "xla"):

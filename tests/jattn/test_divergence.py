@@ -48,9 +48,7 @@ def slow(weights, eligible):
         both = [(one[i, t], other[j, t]) for t in range(T) if (i, t) in one and (j, t) in other]
         return [entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2 for p, q in both]
 
-    def mean(values):
-        return np.mean(values) if values else 0.0
-
+    mean = lambda values: np.mean(values) if values else 0.0
     even, odd = patterns(slice(0, None, 2)), patterns(slice(1, None, 2))
     pairs = np.array([[mean(js(even, odd, i, j) + js(even, odd, j, i)) for j in range(N)] for i in range(N)])
     return pairs, np.diagonal(pairs)

@@ -62,9 +62,7 @@ def slow_profile(weights, eligible):
 
 
 def slow_divergence(one, other, eligible):
-    def entropy(row):
-        return -sum(p * np.log(p) for p in row if p > 0)
-
+    entropy = lambda row: -sum(p * np.log(p) for p in row if p > 0)
     rows = [(p, r) for p, r, use in zip(one, other, eligible, strict=True) if use]
     rows = [(entropy((p + r) / 2) - (entropy(p) + entropy(r)) / 2) / np.log(2) for p, r in rows]
     return slow_mean(rows)

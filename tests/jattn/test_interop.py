@@ -92,10 +92,7 @@ def gpt2_reference(tensors, tokens, num_heads=HEADS):
     T = tokens.shape[1]
     x = tensors["wte.weight"][tokens] + tensors["wpe.weight"][:T]
     for i in range(LAYERS):
-
-        def conv(name, x, i=i):
-            return x @ tensors[f"h.{i}.{name}.weight"] + tensors[f"h.{i}.{name}.bias"]
-
+        conv = lambda name, x, i=i: x @ tensors[f"h.{i}.{name}.weight"] + tensors[f"h.{i}.{name}.bias"]
         qkv = np.split(conv("attn.c_attn", norm(tensors, f"h.{i}.ln_1", x, 1e-5)), 3, -1)
         x = x + conv("attn.c_proj", attention(*qkv, np.tril(np.ones((T, T), bool)), num_heads))
         hidden = conv("mlp.c_fc", norm(tensors, f"h.{i}.ln_2", x, 1e-5))
@@ -111,10 +108,7 @@ def bert_reference(tensors, tokens, valid, num_layers=LAYERS, num_heads=HEADS):
     x = norm(tensors, "embeddings.LayerNorm", x, 1e-12)
     for i in range(num_layers):
         layer = f"encoder.layer.{i}"
-
-        def linear(name, x, layer=layer):
-            return x @ tensors[f"{layer}.{name}.weight"].T + tensors[f"{layer}.{name}.bias"]
-
+        linear = lambda name, x, layer=layer: x @ tensors[f"{layer}.{name}.weight"].T + tensors[f"{layer}.{name}.bias"]
         qkv = [linear(f"attention.self.{name}", x) for name in ("query", "key", "value")]
         z = linear("attention.output.dense", attention(*qkv, valid[:, None, None, :], num_heads))
         x = norm(tensors, f"{layer}.attention.output.LayerNorm", x + z, 1e-12)
