@@ -62,9 +62,7 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
         if what not in ARRAY or what == "v":
             return estimates, of_heads, target, source, of_heads
         gates = [jnp.ones((1, 5, N if what == "q" else K))] * 2
-        options = lambda gates: [
-            {"patch": {ARRAY[what]: (gate, layer[ARRAY[what]])}} for gate, layer in zip(gates, source, strict=True)
-        ]
+        options = lambda gates: [{"patch": {ARRAY[what]: (gate, layer[ARRAY[what]])}} for gate, layer in zip(gates, source, strict=True)]  # fmt: skip
         naive = -jax.grad(lambda gates: here(options(gates)))(gates)[1][0].T
         return estimates, of_heads, target, source, naive
 

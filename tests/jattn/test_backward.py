@@ -146,9 +146,7 @@ def check_against_dense(implementation, dtype, captured="slope"):
     pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
     pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
 ])  # fmt: skip
-def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output(
-    implementation, captured
-):
+def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output(implementation, captured):  # fmt: skip
     """Bfloat16 outputs, multiplied by their cotangents and summed, left errors of 5% in the median and up to 86%.
 
     Of a scale, the log-sum-exp of a rounded query left 1% and up to 24 times the gradient.

@@ -55,10 +55,7 @@ def slow_entropy(weights, visible, eligible):
 
 def slow_profile(weights, eligible):
     length, keys = weights.shape
-    return [
-        slow_mean([weights[q, q + o] for q in range(length) if eligible[q] and 0 <= q + o < keys])
-        for o in range(1 - length, keys)
-    ]
+    return [slow_mean([weights[q, q + o] for q in range(length) if eligible[q] and 0 <= q + o < keys]) for o in range(1 - length, keys)]  # fmt: skip
 
 
 def slow_divergence(one, other, eligible):
