@@ -70,8 +70,7 @@ def test_over_heads_does_not_repeat_keys():
     q, k, v = qkv(S=101, N=6, K=3, D=5)
     jaxpr = jax.make_jaxpr(jattn.over_heads(jattn.attend))(q, k, v)
     sizes = [np.prod(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars]
-    assert max(sizes) <= 6 * 7 * 101
-    assert 6 * 101 * 5 not in sizes
+    assert max(sizes) <= 6 * 7 * 101 and 6 * 101 * 5 not in sizes
 
 
 def test_over_heads_refuses_heads_that_do_not_group():
@@ -214,8 +213,7 @@ def test_dropout_is_a_fair_coin_without_memory(make):
 def test_dropout_depends_on_the_indices_alone():
     key = jax.random.key(5)
     np.testing.assert_array_equal(np.asarray(keep(key))[:, 100:150], keep(key, columns=50, start=100))
-    assert np.all(keep(key, rate=0.0))
-    assert not np.any(keep(key, rate=1.0))
+    assert np.all(keep(key, rate=0.0)) and not np.any(keep(key, rate=1.0))
     with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\], got 1.5"):
         keep(key, rate=1.5)
 

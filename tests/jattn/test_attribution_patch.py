@@ -131,12 +131,9 @@ T, S, H, D = 7, 6, 3, 5
 TABLE = np.linspace(-1.0, 1.0, 20, dtype=np.float32)
 CASES: dict[str, dict[str, Any]] = {
     "a mask, a score function, a bias, positions, sinks, blocks": {
-        "is_causal": True,
-        "score_mod": lambda score, b, h, q, kv: score + jnp.asarray(TABLE)[q - kv] * (h + 1),
-        "bias": np.sin(np.arange(T * S, dtype=np.float32)).reshape(T, S),
-        "query_positions": np.array([5, 0, 1, 2, 3, 4, 9]),
-        "kv_positions": np.array([[0, 2, 1, 3, 4, 5], [1, 1, 2, 4, 8, 9]]),
-        "sinks": np.float32([-2.0, 0.0, 3.0, 30.0]),
+        "is_causal": True, "score_mod": lambda score, b, h, q, kv: score + jnp.asarray(TABLE)[q - kv] * (h + 1),
+        "bias": np.sin(np.arange(T * S, dtype=np.float32)).reshape(T, S), "query_positions": np.array([5, 0, 1, 2, 3, 4, 9]),
+        "kv_positions": np.array([[0, 2, 1, 3, 4, 5], [1, 1, 2, 4, 8, 9]]), "sinks": np.float32([-2.0, 0.0, 3.0, 30.0]),
         "implementation": Blockwise((4, 4)),
     },
     "rows that see nothing, one or equal keys, and dropout": {

@@ -131,8 +131,7 @@ def errors_in_16_bits(implementation, dtype, captured, draws=12):
 def check_against_dense(implementation, dtype, captured="slope"):
     """At most twice the errors of the dense formula."""
     errors, dense = (errors_in_16_bits(x, dtype, captured) for x in (implementation, "xla"))
-    assert np.median(errors) <= 2 * np.median(dense)
-    assert errors.max() <= 2 * dense.max()
+    assert np.median(errors) <= 2 * np.median(dense) and errors.max() <= 2 * dense.max()
 
 
 @pytest.mark.parametrize(("implementation", "captured"), [
@@ -228,9 +227,7 @@ def test_a_products_column_of_ones_sums_the_exponentials():
         text = jax.jit(attend).trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
         return "x33xf32" in text
 
-    assert appends_a_column("tpu")
-    assert not appends_a_column("cuda")
-    assert not appends_a_column("cpu")
+    assert appends_a_column("tpu") and not appends_a_column("cuda") and not appends_a_column("cpu")
     assert not appends_a_column("tpu", dropout_rate=0.1, dropout_rng=jax.random.key(0))  # the sum is of all weights
 
 
