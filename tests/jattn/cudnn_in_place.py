@@ -20,9 +20,7 @@ def fused(query, key, value, *, is_causal, local_window_size, query_seq_lengths,
     """As cuDNN: keeps its output and log-sum-exp, and leaves open what rows without a visible key return."""
     assert all(x.shape[1] % 2 == 0 for x in (query, key, value))  # what cuDNN's backward pass takes
     options = is_causal, local_window_size, query_seq_lengths, key_value_seq_lengths
-
-    def repeated(x):
-        return jnp.repeat(x, query.shape[2] // x.shape[2], 2).astype(jnp.float32)
+    repeated = lambda x: jnp.repeat(x, query.shape[2] // x.shape[2], 2).astype(jnp.float32)
 
     def scores(q, k):
         s = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), repeated(k)) * q.shape[-1] ** -0.5

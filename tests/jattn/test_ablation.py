@@ -232,10 +232,7 @@ def test_a_forbidden_pattern_is_not_learned():
 
     def loss(table, mask):
         query = jnp.zeros((16, 12, 2, 1))
-
-        def score(score, b, h, q_idx, kv_idx):
-            return score + table[q_idx, kv_idx, h]
-
+        score = lambda score, b, h, q_idx, kv_idx: score + table[q_idx, kv_idx, h]
         out = jattn.dot_product_attention(query, query, values, mask=mask, score_mod=score)
         return ((out[:, 1:] - values[:, :-1]) ** 2).sum(-1).mean((0, 1))
 
@@ -260,9 +257,7 @@ def test_a_forbidden_pattern_is_not_learned():
     (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16),
 ])  # fmt: skip
 def test_nnx_hands_out_what_the_heads_see_beside_the_same_bits(length, dtype):
-    layer = jattn.nnx.MultiHeadAttention(
-        N, 24, num_kv_heads=2, position=jattn.positions.Rotary(), dtype=dtype, rngs=nnx.Rngs(0)
-    )
+    layer = jattn.nnx.MultiHeadAttention(N, 24, num_kv_heads=2, position=jattn.positions.Rotary(), dtype=dtype, rngs=nnx.Rngs(0))  # fmt: skip
     x = jax.random.normal(jax.random.key(1), (2, length, 24), dtype)
     look = nnx.capture(lambda layer, x: layer(x, is_causal=True, sow_heads=True, sow_weights=True), nnx.Intermediate)
     alone = nnx.jit(lambda layer, x: layer(x, is_causal=True))(layer, x)

@@ -131,17 +131,6 @@ def test_sinks_are_one_more_key_without_a_value():
 
 
 @pytest.mark.slow
-def test_dropout_in_the_mean_changes_nothing():
-    q, k, v = qkv(B=1)
-    drop = jax.jit(lambda key: jattn.dot_product_attention(q, k, v, dropout_rate=0.3, dropout_rng=key))
-    outs = jax.vmap(drop)(jax.random.split(jax.random.key(1), 2000))
-    np.testing.assert_allclose(
-        outs.mean(0), jattn.dot_product_attention(q, k, v), atol=6 * float(outs.std(0).max()) / 2000**0.5
-    )
-    assert len(np.unique(outs[:, 0, 0, 0, 0])) > 100
-
-
-@pytest.mark.slow
 def test_traced_positions_compile_once():
     q, k, v = qkv(T=1)
     count = []
@@ -152,9 +141,7 @@ def test_traced_positions_compile_once():
         return jattn.dot_product_attention(q, k, v, is_causal=True, query_positions=position[None])
 
     for t in range(4):
-        np.testing.assert_allclose(
-            step(jnp.asarray(t)), jattn.dot_product_attention(q, k[:, : t + 1], v[:, : t + 1]), atol=1e-6
-        )
+        np.testing.assert_allclose(step(jnp.asarray(t)), jattn.dot_product_attention(q, k[:, : t + 1], v[:, : t + 1]), atol=1e-6)  # fmt: skip
     assert len(count) == 1
 
 
@@ -180,7 +167,7 @@ def test_composes():
 
 q, k, v = (np.zeros(shape, np.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
 ERRORS = {
-    "rank": ((q[0, 0], k, v), {}, r"must all be \[B, length, heads, dim\]"),
+    "rank": ((q[0, 0], k, v), {}, r"query, key, value must all be \[B, length, heads, dim\]"),
     "mixed ranks": ((q, k[0], v[0]), {}, r"query float32\[2, 7, 6, 5\], key float32\[11, 3, 5\]"),
     "dtypes": ((q, k.astype(np.float16), v), {}, "one floating dtype"),
     "integers": ((q.astype(int), k.astype(int), v.astype(int)), {}, "one floating dtype"),
@@ -188,7 +175,7 @@ ERRORS = {
     "head dim": ((q, k[..., :4], v), {}, "one head dim for query and key"),
     "lengths": ((q, k[:, :5], v), {}, "one length and one number of heads for key and value"),
     "kv heads": ((q, k, v[:, :, :1]), {}, "one number of heads for key and value"),
-    "groups": ((q[:, :, :5], k, v), {}, "multiple of the key/value heads"),
+    "groups": ((q[:, :, :5], k, v), {}, r"multiple of the key/value heads.*\[2, 7, 5, 5\].*\[2, 11, 3, 5\]"),
     "layout of PyTorch": ((q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)), {}, "layout"),
     "a padding mask of two axes": ((q, k, v), {"mask": np.ones((B, S), bool)}, r"mask\[:, None, None, :\]"),
     "one mask a sequence": ((q, k, v), {"mask": np.ones((B, T, S), bool)}, r"one per sequence is mask\[:, None\]"),
@@ -212,8 +199,9 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_bad_input_is_named(name):
     arguments, options, message = ERRORS[name]
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError), match=message) as error:
         jattn.dot_product_attention(*arguments, **options)
+    assert len(str(error.value)) <= 800
     with pytest.raises((ValueError, TypeError), match=message):
         jattn.explain(*arguments, **options)
 
@@ -251,9 +239,7 @@ class TestCudnn:
         args = request_of(T=S, S=S, N=K, K=K)
 
         def loss(query, weights):  # in a loop XLA cannot find what was computed before
-            def layer(x, weight):
-                return self.run(dataclasses.replace(args, query=x, key=x * weight, value=x))[0], None
-
+            layer = lambda x, weight: (self.run(dataclasses.replace(args, query=x, key=x * weight, value=x))[0], None)
             return jax.lax.scan(layer, query, weights)[0].astype(jnp.float32).sum()
 
         program = jax.jit(jax.grad(loss)).lower(args.query, jnp.ones(2, jnp.bfloat16)).compile().as_text()
@@ -279,19 +265,12 @@ class TestCudnn:
             np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.03, atol=0.03)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"scale": 0.5},
-            {"scale": jnp.float32(0.3), "is_causal": True},
-            {"is_causal": True},
-            {"mask": jattn.masks.Causal() & jattn.masks.SlidingWindow(2, 4)},
-            {"local_window_size": (0, 0)},
-            {"query_seq_lengths": np.array([3, 7]), "key_value_seq_lengths": np.array([5, 0])},
-            {"is_causal": True, "local_window_size": 1, "key_value_seq_lengths": np.array([2, 11])},
-        ],
-    )
+    @pytest.mark.parametrize("options", [
+        {}, {"scale": 0.5}, {"scale": jnp.float32(0.3), "is_causal": True}, {"is_causal": True},
+        {"mask": jattn.masks.Causal() & jattn.masks.SlidingWindow(2, 4)}, {"local_window_size": (0, 0)},
+        {"query_seq_lengths": np.array([3, 7]), "key_value_seq_lengths": np.array([5, 0])},
+        {"is_causal": True, "local_window_size": 1, "key_value_seq_lengths": np.array([2, 11])},
+    ])  # fmt: skip
     def test_values_lse_and_gradients_are_those_of_xla(self, options):
         args = request_of(**options)
         assert Cudnn().unsupported_reason(args) is None
@@ -305,10 +284,7 @@ class TestCudnn:
             return run(args.query, args.key, args.value)
 
         with jax.numpy_dtype_promotion("standard"):  # jax.nn's own backward pass is not strict
-            ((_, (out, lse)), gradients), ((_, (dense, dense_lse)), dense_gradients) = (
-                results(self.run),
-                results(Dense().run),
-            )
+            ((_, (out, lse)), gradients), ((_, (dense, dense_lse)), dense_gradients) = (results(self.run), results(Dense().run))  # fmt: skip
         rounded = 0.01 if "scale" in options else 1e-6  # the query times the scale, to bfloat16
         np.testing.assert_allclose(lse, dense_lse, rtol=1e-5, atol=rounded)
         np.testing.assert_allclose(out.astype(jnp.float32), dense.astype(jnp.float32), atol=0.03)

@@ -49,10 +49,7 @@ def test_over_heads_is_a_loop_over_heads(N, K):
     q, k, v = qkv(N=N, K=K)
     rng = np.random.default_rng(1)
     bias, shared = (jnp.asarray(rng.normal(size=(heads, 7, 11)), jnp.float32) for heads in (N, 1))
-
-    def fn(q, k, v, bias, shared):
-        return jattn.attend(q, k, v, bias=bias + shared)
-
+    fn = lambda q, k, v, bias, shared: jattn.attend(q, k, v, bias=bias + shared)
     out, lse = jattn.over_heads(fn)(q, k, v, bias, shared)
     assert out.shape == (7, N, 13) and lse.shape == (7, N)
     for n in range(N):
@@ -73,8 +70,7 @@ def test_over_heads_does_not_repeat_keys():
     q, k, v = qkv(S=101, N=6, K=3, D=5)
     jaxpr = jax.make_jaxpr(jattn.over_heads(jattn.attend))(q, k, v)
     sizes = [np.prod(var.aval.shape) for eqn in jaxpr.eqns for var in eqn.outvars]
-    assert max(sizes) <= 6 * 7 * 101
-    assert 6 * 101 * 5 not in sizes
+    assert max(sizes) <= 6 * 7 * 101 and 6 * 101 * 5 not in sizes
 
 
 def test_over_heads_refuses_heads_that_do_not_group():
@@ -173,8 +169,7 @@ def test_unmerge_takes_keys_out_of_attention():
                 part = jattn.attend(q, k[4:], v[4:], mask=masks.Causal(), kv_positions=jnp.arange(4, 11), **moved)
                 return jattn.unmerge(*whole, *part)
 
-            def left(k, v):
-                return jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
+            left = lambda k, v: jattn.attend(q, k[:4], v[:4], mask=masks.Causal())
 
             def with_gradients(f):
                 return f(k, v), jax.grad(lambda *x: sum(jnp.sin(y).sum() for y in f(*x)), (0, 1))(k, v)
@@ -218,8 +213,7 @@ def test_dropout_is_a_fair_coin_without_memory(make):
 def test_dropout_depends_on_the_indices_alone():
     key = jax.random.key(5)
     np.testing.assert_array_equal(np.asarray(keep(key))[:, 100:150], keep(key, columns=50, start=100))
-    assert np.all(keep(key, rate=0.0))
-    assert not np.any(keep(key, rate=1.0))
+    assert np.all(keep(key, rate=0.0)) and not np.any(keep(key, rate=1.0))
     with pytest.raises(ValueError, match=r"dropout_rate must lie in \[0, 1\], got 1.5"):
         keep(key, rate=1.5)
 

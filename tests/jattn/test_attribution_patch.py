@@ -62,9 +62,7 @@ def test_in_the_last_layer_the_estimate_is_the_effect(saturated, what):
         if what not in ARRAY or what == "v":
             return estimates, of_heads, target, source, of_heads
         gates = [jnp.ones((1, 5, N if what == "q" else K))] * 2
-        options = lambda gates: [
-            {"patch": {ARRAY[what]: (gate, layer[ARRAY[what]])}} for gate, layer in zip(gates, source, strict=True)
-        ]
+        options = lambda gates: [{"patch": {ARRAY[what]: (gate, layer[ARRAY[what]])}} for gate, layer in zip(gates, source, strict=True)]  # fmt: skip
         naive = -jax.grad(lambda gates: here(options(gates)))(gates)[1][0].T
         return estimates, of_heads, target, source, naive
 
@@ -133,12 +131,9 @@ T, S, H, D = 7, 6, 3, 5
 TABLE = np.linspace(-1.0, 1.0, 20, dtype=np.float32)
 CASES: dict[str, dict[str, Any]] = {
     "a mask, a score function, a bias, positions, sinks, blocks": {
-        "is_causal": True,
-        "score_mod": lambda score, b, h, q, kv: score + jnp.asarray(TABLE)[q - kv] * (h + 1),
-        "bias": np.sin(np.arange(T * S, dtype=np.float32)).reshape(T, S),
-        "query_positions": np.array([5, 0, 1, 2, 3, 4, 9]),
-        "kv_positions": np.array([[0, 2, 1, 3, 4, 5], [1, 1, 2, 4, 8, 9]]),
-        "sinks": np.float32([-2.0, 0.0, 3.0, 30.0]),
+        "is_causal": True, "score_mod": lambda score, b, h, q, kv: score + jnp.asarray(TABLE)[q - kv] * (h + 1),
+        "bias": np.sin(np.arange(T * S, dtype=np.float32)).reshape(T, S), "query_positions": np.array([5, 0, 1, 2, 3, 4, 9]),
+        "kv_positions": np.array([[0, 2, 1, 3, 4, 5], [1, 1, 2, 4, 8, 9]]), "sinks": np.float32([-2.0, 0.0, 3.0, 30.0]),
         "implementation": Blockwise((4, 4)),
     },
     "rows that see nothing, one or equal keys, and dropout": {
@@ -218,9 +213,7 @@ def test_memory_is_linear():
     shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
 
     def effects(x, source, what):
-        def run(per_layer):
-            return attend_heads(x, x, x, is_causal=True, **per_layer[0]).sum()
-
+        run = lambda per_layer: attend_heads(x, x, x, is_causal=True, **per_layer[0]).sum()
         return heads.attribution_patch(run, [{"query": source, "key": source}], what, "position")
 
     for what in ("q", "k"):

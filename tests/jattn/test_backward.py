@@ -131,8 +131,7 @@ def errors_in_16_bits(implementation, dtype, captured, draws=12):
 def check_against_dense(implementation, dtype, captured="slope"):
     """At most twice the errors of the dense formula."""
     errors, dense = (errors_in_16_bits(x, dtype, captured) for x in (implementation, "xla"))
-    assert np.median(errors) <= 2 * np.median(dense)
-    assert errors.max() <= 2 * dense.max()
+    assert np.median(errors) <= 2 * np.median(dense) and errors.max() <= 2 * dense.max()
 
 
 @pytest.mark.parametrize(("implementation", "captured"), [
@@ -146,9 +145,7 @@ def check_against_dense(implementation, dtype, captured="slope"):
     pytest.param(Cudnn(fused), "scale", marks=pytest.mark.slow, id="cudnn-scale"),
     pytest.param(Splash(interpret=True), "scale", marks=pytest.mark.slow, id="splash-scale"),
 ])  # fmt: skip
-def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output(
-    implementation, captured
-):
+def test_the_gradient_of_what_a_score_function_captures_does_not_show_the_rounding_of_the_output(implementation, captured):  # fmt: skip
     """Bfloat16 outputs, multiplied by their cotangents and summed, left errors of 5% in the median and up to 86%.
 
     Of a scale, the log-sum-exp of a rounded query left 1% and up to 24 times the gradient.
@@ -213,9 +210,7 @@ def test_one_set_of_gradients_for_full_and_partial_blocks(accelerator):
     arrays = [floats(1, 2048, 2, 32, seed=i) for i in range(4)]
 
     def memory(causal):
-        def run(*arrays):
-            return outputs_and_gradients(Blockwise((128, 128)), arrays, is_causal=causal)
-
+        run = lambda *arrays: outputs_and_gradients(Blockwise((128, 128)), arrays, is_causal=causal)
         analysis = jax.jit(run).lower(*arrays).compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
@@ -232,9 +227,7 @@ def test_a_products_column_of_ones_sums_the_exponentials():
         text = jax.jit(attend).trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
         return "x33xf32" in text
 
-    assert appends_a_column("tpu")
-    assert not appends_a_column("cuda")
-    assert not appends_a_column("cpu")
+    assert appends_a_column("tpu") and not appends_a_column("cuda") and not appends_a_column("cpu")
     assert not appends_a_column("tpu", dropout_rate=0.1, dropout_rng=jax.random.key(0))  # the sum is of all weights
 
 

@@ -64,9 +64,7 @@ class TestOrders:
             gradient = jax.grad(of, (0, 1, 2))
             _, along = jax.jvp(of, (q, k, v), tangents)
             _, hessian_vector = jax.jvp(gradient, (q, k, v), tangents)
-            reverse_twice = jax.grad(
-                lambda *x: sum(jnp.vdot(g, t) for g, t in zip(gradient(*x), tangents, strict=True))
-            )
+            reverse_twice = jax.grad(lambda *x: sum(jnp.vdot(g, t) for g, t in zip(gradient(*x), tangents, strict=True)))  # fmt: skip
             return along, hessian_vector, reverse_twice(q, k, v)
 
         compare(jax.jit(lambda: everything(in_blocks))(), jax.jit(lambda: everything(attend))(), 3e-5)
@@ -142,9 +140,7 @@ class TestComposition:
     def test_heads_one_by_one_or_together(self, groups):
         """On one CPU device, heads are computed one at a time; with the suite's eight devices, this is never chosen."""
         K, G = groups
-        query, key, value = (
-            jnp.asarray(floats(n, heads, dim, seed=5)) for n, heads, dim in ((T, K * G, H), (S, K, H), (S, K, D))
-        )
+        query, key, value = (jnp.asarray(floats(n, heads, dim, seed=5)) for n, heads, dim in ((T, K * G, H), (S, K, H), (S, K, D)))  # fmt: skip
         bias = jnp.asarray(floats(K * G, T, S))
 
         def results(lift):
@@ -206,8 +202,7 @@ class TestMemory:
     @pytest.mark.parametrize("what, limit", [("gradient", 80), ("hessian-vector", 160)])
     def test_grows_with_the_length_and_not_its_square(self, what, limit):
         at = {n: self.temporaries(n, what, is_causal=True) for n in (8192, 32768)}
-        assert at[32768] <= limit * 2**20
-        assert math.log(at[32768] / at[8192]) / math.log(4) <= 1.05
+        assert at[32768] <= limit * 2**20 and math.log(at[32768] / at[8192]) / math.log(4) <= 1.05
 
     @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the XLA of older versions plans 15 MiB more")
     def test_holds_four_arrays_of_the_length_at_once(self):
@@ -270,10 +265,7 @@ def test_a_plain_function_is_asked_again_at_every_eager_call():
     """A captured value may have changed since the function was compiled."""
     arrays = [jnp.asarray(floats(1, 9, 2, 4, seed=i)) for i in range(3)]
     temperature = 1.0
-
-    def mod(score, b, h, q_idx, kv_idx):
-        return score * temperature
-
+    mod = lambda score, b, h, q_idx, kv_idx: score * temperature
     results = []
     joined = score_mods.then(mod, score_mods.SoftCap(9.0))
     for implementation in ("blockwise", "xla"):
@@ -393,12 +385,8 @@ MODS = st.one_of(
 @pytest.mark.slow
 @hypothesis.settings(max_examples=25, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
 @hypothesis.given(
-    T=st.integers(1, 18),
-    S=st.integers(1, 18),
-    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
-    mask=MASKS,
-    mod=MODS,
-)
+    T=st.integers(1, 18), S=st.integers(1, 18), sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)), mask=MASKS, mod=MODS
+)  # fmt: skip
 def test_any_shape_mask_score_function_and_blocks(T, S, sizes, mask, mod):
     """Values, lse and gradients, compared with the dense formula in float64."""
     arrays, mask = head(T=T, S=S, H=4, D=3), mask()

@@ -58,6 +58,7 @@ class Variant:
 
 
 # Lengths are mostly 7 and 11: 7 queries divide evenly, the others do not. Traced variants run the cases with arrays.
+WAYS = {}, {"traced": True}, {"mapped": True}
 VARIANTS = [
     Variant("xla", "xla"),
     Variant("cudnn", "cudnn"),
@@ -68,17 +69,11 @@ VARIANTS = [
     Variant("xla", "xla", mapped=True),
     Variant("blockwise", Blockwise((3, 4)), mapped=True),
     Variant("decode", Decode(4), mapped=True),
-    Variant("splash", Splash(interpret=True)),
-    Variant("splash", Splash(interpret=True), traced=True),
-    Variant("splash", Splash(interpret=True), mapped=True),
-    Variant("pallas_tpu", PallasTPU(interpret=True)),
-    Variant("pallas_tpu", PallasTPU(interpret=True), traced=True),
-    Variant("pallas_tpu", PallasTPU(interpret=True), mapped=True),
+    *(Variant("splash", Splash(interpret=True), **way) for way in WAYS),
+    *(Variant("pallas_tpu", PallasTPU(interpret=True), **way) for way in WAYS),
     Variant("pallas_gpu", Interpreted(), dtype=jnp.bfloat16),
     Variant("native", Native()),  # few queries
-    Variant("native", Native(few=0)),
-    Variant("native", Native(few=0), traced=True),
-    Variant("native", Native(few=0), mapped=True),
+    *(Variant("native", Native(few=0), **way) for way in WAYS),
 ]
 DEVICES = jax.make_mesh((2,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -88,8 +83,9 @@ def variant(request):
     return request.param
 
 
-def test_every_implementation_has_a_variant():
+def test_every_implementation_has_a_variant_and_cases_that_exist():
     assert {variant.name for variant in VARIANTS} == set(IMPLEMENTATIONS)
+    assert set(CASES) >= IN_KIND.union(*FAST.values())
 
 
 def options_of(case: Case, arrays: list | None) -> dict[str, Any]:
@@ -252,8 +248,7 @@ def test_visible_nan_shows_in_every_row_that_sees_it(variant, argument):
     given = inputs(case)
     given[argument][0, 4] = np.nan
     out, _ = jax.jit(functools.partial(run, case, variant.implementation))(given)
-    assert np.isnan(out[0, 4:]).all()
-    assert np.isfinite(out[1]).all()
+    assert np.isnan(out[0, 4:]).all() and np.isfinite(out[1]).all()
 
 
 @jax.jit
@@ -273,9 +268,7 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     q, k = (jnp.asarray(x) for x in (inputs(case)["query"], inputs(case)["key"]))
     v = jnp.asarray(np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, N, S)))
     options = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(3), "implementation": variant.implementation}
-    skip_where_unsupported(
-        dataclasses.replace(case, options={"dropout_rate": 0.4, "dropout_rng": jax.random.key(3)}), variant
-    )
+    skip_where_unsupported(dataclasses.replace(case, options={"dropout_rate": 0.4, "dropout_rng": jax.random.key(3)}), variant)  # fmt: skip
     dropped = np.asarray(jattn.dot_product_attention(q, k, v, **options).transpose(0, 2, 1, 3))
     kept, weights = kept_and_weights(q, k)
     assert error(dropped, np.where(kept, weights / 0.6, 0.0)) <= 1e-6
@@ -288,7 +281,3 @@ def test_dropout_keeps_what_the_key_and_the_indices_say(variant):
     shared = jattn.dot_product_attention(q, k, v, **options, broadcast_dropout=True).transpose(0, 2, 1, 3) != 0
     np.testing.assert_array_equal(shared, np.broadcast_to(shared[:1, :1], shared.shape))
     assert 0.5 < shared.mean() < 0.7
-
-
-def test_the_cases_in_kind_are_cases():
-    assert set(CASES) >= IN_KIND

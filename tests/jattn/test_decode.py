@@ -91,10 +91,7 @@ def test_gradients_keep_no_chunk(arrays):
 
     def temporaries(length):
         q, k = jnp.zeros((1, 1, 4, 8)), jnp.zeros((1, length, 2, 8))
-
-        def loss(q, k, v):
-            return jattn.dot_product_attention(q, k, v, implementation="decode").sum()
-
+        loss = lambda q, k, v: jattn.dot_product_attention(q, k, v, implementation="decode").sum()
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
         return compiled.memory_analysis().temp_size_in_bytes, k.nbytes
 

@@ -84,17 +84,13 @@ class TestExport:
         options = {"score_mod": alibi, "local_window_size": (6, 2)}
         if name != "dense":
             options["implementation"] = Blockwise((4, 4))
-
-        def of_call(ids, *x):
-            return attend(*x, mask=masks.Causal() & masks.Segments(ids), return_residual=True, **options)
+        of_call = lambda ids, *x: attend(*x, mask=masks.Causal() & masks.Segments(ids), return_residual=True, **options)
 
         def of_statistics(ids, q, k, _):
             tokens = jnp.broadcast_to(ids, q.shape[:2])
             return heads.statistics(q, k, mask=masks.Segments(ids), tokens=tokens, **options)
 
-        def of_gradients(ids, *x):
-            return jax.grad(lambda x: of_call(ids, *x)[0].sum())(x)
-
+        of_gradients = lambda ids, *x: jax.grad(lambda x: of_call(ids, *x)[0].sum())(x)
         fn = jax.jit({"statistics": of_statistics, "gradients of blocks": of_gradients}.get(name, of_call))
         length = T if name == "batch" else t
         x = [jax.ShapeDtypeStruct((b, length, heads, H), jnp.float32) for heads in (N, K, K)]
@@ -162,9 +158,7 @@ class TestPlacement:
             run = jax.shard_map(part, mesh=mesh, in_specs=(same, each, each, each, each), out_specs=each)
             return run(slopes, options["key_value_seq_lengths"], *arrays).sum()
 
-        def whole(slopes, *arrays):
-            return loss(slopes, *arrays, lengths=options["key_value_seq_lengths"]).sum()
-
+        whole = lambda slopes, *arrays: loss(slopes, *arrays, lengths=options["key_value_seq_lengths"]).sum()
         args = jnp.asarray(ALIBI), *qkv()
         got, wanted = (jax.jit(jax.value_and_grad(fn, (0, 1, 2, 3)))(*args) for fn in (sharded, whole))
         chex.assert_trees_all_close(got, wanted, atol=2e-5)
@@ -193,10 +187,7 @@ class TestRemat:
     @staticmethod
     def compiled(policy, length=4096, heads=1):
         x = jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32)
-
-        def layer(x):
-            return attend(jnp.sin(x), jnp.cos(x), x, is_causal=True, implementation="blockwise")
-
+        layer = lambda x: attend(jnp.sin(x), jnp.cos(x), x, is_causal=True, implementation="blockwise")
         fn = layer if policy is None else jax.checkpoint(layer, policy=policy)
         return jax.jit(jax.grad(lambda x: jnp.sum(fn(x) ** 2))).lower(x).compile()
 
@@ -349,10 +340,7 @@ def which(platform, args, cotangents, wanted):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap])
 def test_results_that_nothing_depends_on_have_no_cotangent(transform):
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def call(x, fn):
-        return deferred.call(fn, x, out=(scalar, scalar))
-
+    call = lambda x, fn: deferred.call(fn, x, out=(scalar, scalar))
     by_hand = deferred.CustomRules(two, vjp=which, count=1, results=2)
     x = jnp.full(3, 2.0) if transform is jax.vmap else 2.0
     uses = {1: lambda y: y[0], 10: lambda y: y[1], 11: sum, 0: lambda y: jnp.zeros(())}

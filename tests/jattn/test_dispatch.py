@@ -265,10 +265,7 @@ def test_a_kernel_that_nobody_has_run_is_taken_by_name_only(monkeypatch):
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"score_mod": cap_by_head, "implementation": "pallas_tpu"}])
 def test_gradients_keep_the_sums(options):
     """One forward kernel and two of the backward pass: nothing is computed again."""
-
-    def loss(*x):
-        return jattn.dot_product_attention(*x, **options).astype(jnp.float32).sum()
-
+    loss = lambda *x: jattn.dot_product_attention(*x, **options).astype(jnp.float32).sum()
     assert lowered(jax.grad(loss, (0, 1, 2)), X, X, X).count("tpu_custom_call") == 3
     if "implementation" not in options:
         assert "tpu_custom_call" not in lowered(jax.grad(loss, (0, 1, 2)), X, X, X, platform="cuda")
@@ -312,9 +309,7 @@ def test_what_xla_divides_is_blockwises():
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(None, None, "heads")
     sharding = jax.sharding.NamedSharding(mesh, spec)
-
-    def text(fn):
-        return jax.export.export(jax.jit(fn, in_shardings=sharding), platforms=["tpu"])(X, X, X).mlir_module()
+    text = lambda fn: jax.export.export(jax.jit(fn, in_shardings=sharding), platforms=["tpu"])(X, X, X).mlir_module()
 
     def attend(*x, implementation=None):
         return jattn.dot_product_attention(*x, is_causal=True, implementation=implementation)

@@ -129,10 +129,7 @@ class TestValues:
         """``log w + lse`` at the visible pairs."""
         (query, key), lengths = inputs(), np.array([11, 8])
         lse = lse_of(query, key, scale=1.0, key_value_seq_lengths=lengths)
-
-        def step(carry, weights, q_idx, kv_idx):
-            return carry.at[q_idx[:, 0]].max(jnp.log(weights).max(1))
-
+        step = lambda carry, weights, q_idx, kv_idx: carry.at[q_idx[:, 0]].max(jnp.log(weights).max(1))
         rows = jnp.full(T, -jnp.inf)
         result = fold_weights(step, rows, query, key, lse=lse, scale=1.0, key_value_seq_lengths=lengths)
         logits = np.einsum("btnh,bsnh->bnts", query, np.repeat(key, N // K, axis=2))
@@ -261,9 +258,7 @@ class TestComposition:
         return lambda score, b, h, q, kv: score - slope * abs(q - kv)
 
     def received(self, query, key, slope):
-        def step(carry, weights, q_idx, kv_idx):
-            return carry.at[kv_idx[0]].add(slope * weights.sum(0))
-
+        step = lambda carry, weights, q_idx, kv_idx: carry.at[kv_idx[0]].add(slope * weights.sum(0))
         return fold_weights(step, jnp.zeros(S), query, key, score_mod=self.mod(slope), is_causal=True)
 
     def in_full(self, query, key, slope):
@@ -310,9 +305,7 @@ class TestMemory:
             logs = jnp.log(jnp.where(weights > 0, weights, 1.0))
             return carry.at[q_idx[:, 0]].add((weights * logs).sum(1))
 
-        def of(query, key, lengths):
-            return jnp.sum(jnp.sin(jattn.fold_weights(step, jnp.zeros(n), query, key, **lengths)))
-
+        of = lambda query, key, lengths: jnp.sum(jnp.sin(jattn.fold_weights(step, jnp.zeros(n), query, key, **lengths)))
         compiled = jax.jit(jax.grad(of, (0, 1))).lower(x, x, lengths).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

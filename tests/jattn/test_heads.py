@@ -55,16 +55,11 @@ def slow_entropy(weights, visible, eligible):
 
 def slow_profile(weights, eligible):
     length, keys = weights.shape
-    return [
-        slow_mean([weights[q, q + o] for q in range(length) if eligible[q] and 0 <= q + o < keys])
-        for o in range(1 - length, keys)
-    ]
+    return [slow_mean([weights[q, q + o] for q in range(length) if eligible[q] and 0 <= q + o < keys]) for o in range(1 - length, keys)]  # fmt: skip
 
 
 def slow_divergence(one, other, eligible):
-    def entropy(row):
-        return -sum(p * np.log(p) for p in row if p > 0)
-
+    entropy = lambda row: -sum(p * np.log(p) for p in row if p > 0)
     rows = [(p, r) for p, r, use in zip(one, other, eligible, strict=True) if use]
     rows = [(entropy((p + r) / 2) - (entropy(p) + entropy(r)) / 2) / np.log(2) for p, r in rows]
     return slow_mean(rows)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from scipy.special import erf
 
 from jattn import interop
-from tests import reference
+from tests.reference.models import Model, shapes
 from tests.soak import files
 
 RNG = np.random.default_rng(0)
@@ -37,98 +36,39 @@ def random(*shape):
     return RNG.normal(size=shape, scale=0.4).astype(np.float32)
 
 
+def random_tensors(config):
+    """By their published names, and ``[out,in]``."""
+    norm = lambda name, size: len(size) == 1 and name.endswith("weight")
+    return {name: random(*size) + np.float32(norm(name, size)) for name, size in shapes(config).items()}
+
+
 def gpt2_tensors():
     """Tensors as saved by Hugging Face: Conv1D weights ``[in,out]``; query, key and value fused."""
-    tensors = {"wte.weight": random(VOCABULARY, WIDTH), "wpe.weight": random(LENGTH, WIDTH)}
-    sizes = {
-        "attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH), "mlp.c_fc": (WIDTH, INNER),
-        "mlp.c_proj": (INNER, WIDTH),
-    }  # fmt: skip
-    for i in range(LAYERS):
-        for name, size in sizes.items():
-            tensors |= {f"h.{i}.{name}.weight": random(*size), f"h.{i}.{name}.bias": random(size[1])}
-    for name in ("ln_f", *(f"h.{i}.ln_{j}" for i in range(LAYERS) for j in (1, 2))):
-        tensors |= {f"{name}.weight": 1 + random(WIDTH), f"{name}.bias": random(WIDTH)}
-    return tensors
+    return transposed(random_tensors(GPT2))
 
 
 def bert_tensors():
-    """Tensors as saved by Hugging Face: Linear weights ``[out,in]``; separate projections."""
-    embeddings = {"word": VOCABULARY, "position": LENGTH, "token_type": 2}
-    tensors = {f"embeddings.{name}_embeddings.weight": random(rows, WIDTH) for name, rows in embeddings.items()}
-    sizes = {f"attention.self.{name}": (WIDTH, WIDTH) for name in ("query", "key", "value")}
-    sizes |= {
-        "attention.output.dense": (WIDTH, WIDTH),
-        "intermediate.dense": (INNER, WIDTH),
-        "output.dense": (WIDTH, INNER),
-    }
-    for i in range(LAYERS):
-        for name, size in sizes.items():
-            tensors |= {
-                f"encoder.layer.{i}.{name}.weight": random(*size),
-                f"encoder.layer.{i}.{name}.bias": random(size[0]),
-            }
-    norms = [f"encoder.layer.{i}.{name}.LayerNorm" for i in range(LAYERS) for name in ("attention.output", "output")]
-    for name in ("embeddings.LayerNorm", *norms):
-        tensors |= {f"{name}.weight": 1 + random(WIDTH), f"{name}.bias": random(WIDTH)}
-    return tensors
+    """Tensors as saved by Hugging Face: Linear weights ``[out,in]``; separate projections; without a pooler."""
+    return {name: x for name, x in random_tensors(BERT).items() if "pooler" not in name}
 
 
-# The formulas in float64 NumPy, on the tensors as saved.
-
-
-def norm(tensors, name, x, epsilon):
-    x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
-
-
-def attention(query, key, value, visible, num_heads):
-    split = [x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key, value)]
-    return reference.attention(*split, visible).reshape(query.shape)
-
-
-def gpt2_reference(tensors, tokens, num_heads=HEADS):
-    tensors = {name: x.astype(np.float64) for name, x in tensors.items()}
-    T = tokens.shape[1]
-    x = tensors["wte.weight"][tokens] + tensors["wpe.weight"][:T]
-    for i in range(LAYERS):
-
-        def conv(name, x, i=i):
-            return x @ tensors[f"h.{i}.{name}.weight"] + tensors[f"h.{i}.{name}.bias"]
-
-        qkv = np.split(conv("attn.c_attn", norm(tensors, f"h.{i}.ln_1", x, 1e-5)), 3, -1)
-        x = x + conv("attn.c_proj", attention(*qkv, np.tril(np.ones((T, T), bool)), num_heads))
-        hidden = conv("mlp.c_fc", norm(tensors, f"h.{i}.ln_2", x, 1e-5))
-        gelu = 0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
-        x = x + conv("mlp.c_proj", gelu)
-    return norm(tensors, "ln_f", x, 1e-5)
+def gpt2_reference(tensors, tokens):
+    w = {name: x.astype(np.float64) for name, x in transposed(tensors).items()}
+    return Model(GPT2, w, np.ones(tokens.shape, bool)).gpt2(tokens)
 
 
 def bert_reference(tensors, tokens, valid, num_layers=LAYERS, num_heads=HEADS):
-    tensors = {name: x.astype(np.float64) for name, x in tensors.items()}
-    x = tensors["embeddings.word_embeddings.weight"][tokens] + tensors["embeddings.token_type_embeddings.weight"][0]
-    x = x + tensors["embeddings.position_embeddings.weight"][: tokens.shape[1]]
-    x = norm(tensors, "embeddings.LayerNorm", x, 1e-12)
-    for i in range(num_layers):
-        layer = f"encoder.layer.{i}"
-
-        def linear(name, x, layer=layer):
-            return x @ tensors[f"{layer}.{name}.weight"].T + tensors[f"{layer}.{name}.bias"]
-
-        qkv = [linear(f"attention.self.{name}", x) for name in ("query", "key", "value")]
-        z = linear("attention.output.dense", attention(*qkv, valid[:, None, None, :], num_heads))
-        x = norm(tensors, f"{layer}.attention.output.LayerNorm", x + z, 1e-12)
-        hidden = linear("intermediate.dense", x)
-        hidden = hidden * 0.5 * (1 + erf(hidden / np.sqrt(2)))
-        x = norm(tensors, f"{layer}.output.LayerNorm", x + linear("output.dense", hidden), 1e-12)
-    return x
+    w = {name: x.astype(np.float64) for name, x in tensors.items()}
+    width = w["embeddings.word_embeddings.weight"].shape[1]
+    sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "hidden_size": width}
+    return Model(BERT | sizes, w, valid).bert(tokens, np.zeros_like(tokens))
 
 
 # GPT-2 in every layout
 
 
-def linear_layout(tensors):
-    """The same model as saved with PyTorch's Linear layers: ``[out,in]``."""
+def transposed(tensors):
+    """The same GPT-2 with Linear weights ``[out,in]`` for Conv1D weights ``[in,out]``, and the other way round."""
     return {name: x.T.copy() if x.ndim == 2 and name.startswith("h.") else x for name, x in tensors.items()}
 
 
@@ -154,8 +94,8 @@ def with_head(tensors):
 LAYOUTS = {
     "Conv1D, fused": lambda tensors: tensors,
     "Conv1D, separate": lambda tensors: make_tile_function(tensors, 1),
-    "Linear, fused": linear_layout,
-    "Linear, separate": lambda tensors: make_tile_function(linear_layout(tensors), 0),
+    "Linear, fused": transposed,
+    "Linear, separate": lambda tensors: make_tile_function(transposed(tensors), 0),
     "with its head": with_head,
 }
 
@@ -237,11 +177,8 @@ def test_norms_of_a_stream_with_a_large_mean(tiny_gpt2, family):
     tensors, config = (dict(tiny_gpt2), GPT2) if family == "gpt2" else (bert_tensors(), BERT)
     name = "wte.weight" if family == "gpt2" else "embeddings.word_embeddings.weight"
     tensors[name] = tensors[name] + np.float32(1000)
-    expected = (
-        gpt2_reference(tensors, TOKENS)
-        if family == "gpt2"
-        else bert_reference(tensors, TOKENS, np.ones(TOKENS.shape, bool))
-    )
+    valid = np.ones(TOKENS.shape, bool)
+    expected = gpt2_reference(tensors, TOKENS) if family == "gpt2" else bert_reference(tensors, TOKENS, valid)
     # The sum of embeddings is rounded to 2^-14, and layers carry that on. A difference of squares is off by more than 1.
     np.testing.assert_allclose(interop.from_tensors(tensors, config)(TOKENS), expected, atol=0.02)
 

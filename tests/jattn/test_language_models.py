@@ -19,7 +19,7 @@ from jattn.interop.family import refuse, small
 from jattn.interop.llama import LLAMA as LLAMA_FAMILY
 from jattn.interop.llama import llama as read_llama
 from jattn.positions import Rotary
-from tests.reference.models import forward
+from tests.reference.models import forward, shapes
 
 VOCABULARY, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH, INNER = 37, 3, 4, 2, 8, 32, 48
 COMMON = {
@@ -61,34 +61,16 @@ TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 13))
 
 def tensors_of(name):
     """Random tensors as saved by Hugging Face."""
-    rng, family = np.random.default_rng(1), CONFIGS[name]["model_type"]
-    wide, narrow = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    if family == "gpt_neox":
-        sizes = {"attention.query_key_value": (3 * wide, WIDTH), "attention.dense": (WIDTH, wide),
-                 "mlp.dense_h_to_4h": (INNER, WIDTH), "mlp.dense_4h_to_h": (WIDTH, INNER)}  # fmt: skip
-        norms, prefix, biased = ("input_layernorm", "post_attention_layernorm"), "gpt_neox.", tuple(sizes)
-        ends = {"embed_in": (VOCABULARY, WIDTH), "final_layer_norm": (WIDTH,)}
-    else:
-        sizes = {"self_attn.q_proj": (wide, WIDTH), "self_attn.k_proj": (narrow, WIDTH), "self_attn.v_proj": (narrow, WIDTH),
-                 "self_attn.o_proj": (WIDTH, wide), "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH),
-                 "mlp.down_proj": (WIDTH, INNER)}  # fmt: skip
-        norms, prefix = ("input_layernorm", "post_attention_layernorm"), "model."
-        biased = tuple(sizes)[:3] if family in ("qwen2", "stablelm") else ()
-        ends = {"embed_tokens": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
-    tensors = {}
-    for i in range(LAYERS):
-        for module, size in sizes.items():
-            tensors[f"{prefix}layers.{i}.{module}.weight"] = rng.normal(size=size, scale=0.3)
-            if module in biased:
-                tensors[f"{prefix}layers.{i}.{module}.bias"] = rng.normal(size=size[0], scale=0.3)
-        ends |= {f"layers.{i}.{norm}": (WIDTH,) for norm in norms}
-    for module, size in ends.items():
-        tensors[f"{prefix}{module}.weight"] = rng.normal(size=size, scale=0.3) + (len(size) == 1)
-        if len(size) == 1 and family in ("gpt_neox", "stablelm"):
-            tensors[f"{prefix}{module}.bias"] = rng.normal(size=size, scale=0.3)
-    if name not in TIED:
-        tensors["embed_out.weight" if family == "gpt_neox" else "lm_head.weight"] = rng.normal(size=(VOCABULARY, WIDTH))
-    return {key: x.astype(np.float32) for key, x in tensors.items()}
+    rng, config = np.random.default_rng(1), CONFIGS[name]
+    family, tensors = config["model_type"], {}
+    sizes = shapes(config | ({"model_type": "qwen2"} if family == "stablelm" else {}))  # with biases in the same places
+    if family == "stablelm":  # and in its norms
+        sizes |= {key.replace("weight", "bias"): size for key, size in sizes.items() if "norm" in key}
+    for key, size in sizes.items():
+        head = {"gpt_neox": "embed_out.weight"}.get(family, key) if key == "lm_head.weight" else None
+        x = rng.normal(size=size, scale=1.0 if head else 0.3) + (len(size) == 1 and key.endswith("weight"))
+        tensors[head or {"gpt_neox": "gpt_neox."}.get(family, "model.") + key] = x.astype(np.float32)
+    return tensors
 
 
 def expected_logits(config, tensors, tokens):
