@@ -180,9 +180,7 @@ def test_right_bounds_and_intervals_pass():
 def test_bounds_of_single_masks_are_exact(name):
     """Not guaranteed, but block skipping relies on it. Segments may be loose, since their ids need not be sorted."""
     mask, sees = MEANING[name]
-    for b, (q_min, q_max), (kv_min, kv_max) in itertools.product(
-        (0, 1), ((0, 2), (2, 2), (3, 6)), ((0, 0), (1, 4), (5, 9))
-    ):
+    for b, (q_min, q_max), (kv_min, kv_max) in itertools.product((0, 1), ((0, 2), (2, 2), (3, 6)), ((0, 0), (1, 4), (5, 9))):  # fmt: skip
         seen = brute_force(sees, b, 1, range(q_min, q_max + 1), range(kv_min, kv_max + 1))
         may, must = masks.bounds(mask, b, 1, q_min, q_max, kv_min, kv_max)
         assert must == seen.all()

@@ -198,9 +198,7 @@ def ids_of(kind):
 
 @needs_package
 @pytest.mark.parametrize("few", [0, pytest.param(T + 1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "kind", ["64 bits", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unsigned", "of two types"))]
-)
+@pytest.mark.parametrize("kind", ["64 bits", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unsigned", "of two types"))])  # fmt: skip
 def test_ids_of_64_bits(kind, few, getkey):
     qkv = arrays(getkey())
     with jax.enable_x64(True):
@@ -255,11 +253,7 @@ def test_few_queries(queries, options, getkey):
     """More than one part of the keys, the last of which is not whole, and an empty one."""
     qkv = arrays(getkey(), queries, 2500)
     options = {"query_positions": np.arange(queries) + 2300} | options
-    options |= (
-        {"mask": masks.Padding(np.array([2300, 700]))}
-        if isinstance(options.get("score_mod"), score_mods.SoftCap)
-        else {}
-    )
+    options |= {"mask": masks.Padding(np.array([2300, 700]))} if isinstance(options.get("score_mod"), score_mods.SoftCap) else {}  # fmt: skip
     wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
     for one in found:
         compare(one, wanted)

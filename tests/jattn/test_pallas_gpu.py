@@ -123,11 +123,9 @@ def test_few_queries_and_many_keys(name):
         value[:, 720] = np.nan  # unseen, in a block that is seen in part
     arrays = np.asarray(query), key, value
     found, expected = (
-        jax.jit(
-            lambda *xs, how=how: jattn.dot_product_attention(*xs, implementation=how, return_residual=True, **options)
-        )(*xs)
+        jax.jit(lambda *xs, how=how: jattn.dot_product_attention(*xs, implementation=how, return_residual=True, **options))(*xs)
         for xs, how in ((arrays, Interpreted()), ([x.astype(np.float32) for x in arrays], "xla"))
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(np.asarray(found[0], np.float32), expected[0], rtol=0.02, atol=0.004)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
@@ -152,9 +150,7 @@ def test_statistics_are_blockwises(name):
         return_residual=True,
         **{k: v for k, v in FOLDS[name].items() if k not in ("tokens", "eligible")},
     )
-    found, expected = (
-        statistics(query, key, lse=lse, implementation=how, **FOLDS[name]) for how in (Interpreted(), Blockwise())
-    )
+    found, expected = (statistics(query, key, lse=lse, implementation=how, **FOLDS[name]) for how in (Interpreted(), Blockwise()))  # fmt: skip
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
 
 
@@ -165,9 +161,7 @@ def test_nan_stays_in_the_rows_that_see_it():
     key[0, 40] = np.nan
     query, key = jnp.asarray(query, jnp.bfloat16), jnp.asarray(key, jnp.bfloat16)
     options = {"mask": masks.Segments(np.arange(S) // 40), "is_causal": True, "key_value_seq_lengths": np.array([140])}
-    out, lse = jattn.dot_product_attention(
-        query, key, key, implementation=Interpreted(), return_residual=True, **options
-    )
+    out, lse = jattn.dot_product_attention(query, key, key, implementation=Interpreted(), return_residual=True, **options)  # fmt: skip
     assert np.isnan(lse[0, 40:80]).all() and np.isfinite(np.delete(lse[0], np.s_[40:80], 0)).all()
     assert np.isnan(out[0, 40:80]).all() and np.isfinite(np.delete(out[0], np.s_[40:80], 0)).all()
     received = statistics(query, key, lse=lse, implementation=Interpreted(), names=["received"], **options)["received"]
@@ -202,9 +196,7 @@ def test_is_lowered_for_nvidia_gpus_alone():
 @NEW
 def test_one_head_with_a_traced_slope_is_lowered():
     x = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
-    attend = lambda slope: jattn.dot_product_attention(
-        x, x, x, score_mod=score_mods.Alibi(slope), implementation="pallas_gpu"
-    )
+    attend = lambda slope: jattn.dot_product_attention(x, x, x, score_mod=score_mods.Alibi(slope), implementation="pallas_gpu")  # fmt: skip
     assert "mosaic_gpu_v2" in jax.jit(attend).trace(SLOPES[:1]).lower(lowering_platforms=("cuda",)).as_text()
 
 

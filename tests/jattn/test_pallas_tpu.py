@@ -62,9 +62,7 @@ def test_in_place_changes_no_bit(name):
     (N, K, D), options = IN_PLACE[name]
     shapes = (B, T, N, 128), (B, S, K, 128), (B, S, K, D)
     arrays = [floats(*shape, seed=n, dtype=jnp.bfloat16) for n, shape in enumerate(shapes)]
-    copied, in_place = (
-        results(arrays, PallasTPU((128, 128), interpret=True, in_place=both), **options) for both in (False, True)
-    )
+    copied, in_place = (results(arrays, PallasTPU((128, 128), interpret=True, in_place=both), **options) for both in (False, True))  # fmt: skip
     for ours, expected in zip(in_place, copied, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
@@ -105,9 +103,7 @@ CASES = {
 @pytest.mark.slow_except("lengths, one of them 0")
 @pytest.mark.parametrize("name", CASES)
 def test_several_blocks(name):
-    for ours, dense in zip(
-        results(qkv(), SMALL_BLOCKS, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True
-    ):
+    for ours, dense in zip(results(qkv(), SMALL_BLOCKS, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True):  # fmt: skip
         np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
 
 
@@ -190,9 +186,7 @@ def test_is_lowered_for_tpus_alone():
     x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)  # loops of more than one step
 
     def attend(q):
-        return (
-            jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_tpu").astype(jnp.float32).sum()
-        )
+        return jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_tpu").astype(jnp.float32).sum()  # fmt: skip
 
     for x64 in (False, True):
         with jax.enable_x64(x64):

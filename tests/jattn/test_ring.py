@@ -80,9 +80,7 @@ def test_bfloat16_is_as_good_as_on_one_device():
     case, arrays = CASES["causal"].of(jnp.bfloat16), inputs(CASES["causal"])
     here, there = (run(case, how, arrays)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
     assert there.dtype == jnp.bfloat16
-    assert (
-        largest_error(there.astype(jnp.float32), exact) <= 1.5 * largest_error(here.astype(jnp.float32), exact) <= 0.03
-    )
+    assert largest_error(there.astype(jnp.float32), exact) <= 1.5 * largest_error(here.astype(jnp.float32), exact) <= 0.03  # fmt: skip
 
 
 @pytest.mark.slow
@@ -119,10 +117,7 @@ def test_key_heads_that_all_devices_have():
     how = Ring(mesh, "sequence", head_axis="heads")
     found = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x))(inputs(case))
     wanted = expected("function that captures a table")
-    assert (
-        largest_error(found[0], wanted[0]) <= 1e-5
-        and largest_error(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
-    )
+    assert largest_error(found[0], wanted[0]) <= 1e-5 and largest_error(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4  # fmt: skip
 
 
 def lowered(devices, layout, length, N=4, hops=None, **options):
@@ -208,9 +203,7 @@ def test_zigzag_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)]
-)
+@pytest.mark.parametrize("layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)])  # fmt: skip
 def test_statistics_are_those_of_one_device(layout, kinds):
     mesh = jax.make_mesh((2, 2), ("heads", "sequence"), (kinds,) * 2)
     turn = to_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
@@ -261,9 +254,7 @@ def test_a_layer_looks_at_itself_in_a_ring():
     how = Ring(mesh_of(2), "sequence")
     wanted, statistics = jattn.multi_head_attention(params, x, return_statistics=["entropy"], **options)
     plain = jax.jit(lambda x: jattn.multi_head_attention(params, x, implementation=how, **options))(x)
-    y, found = jax.jit(
-        lambda x: jattn.multi_head_attention(params, x, implementation=how, return_statistics=["entropy"], **options)
-    )(x)
+    y, found = jax.jit(lambda x: jattn.multi_head_attention(params, x, implementation=how, return_statistics=["entropy"], **options))(x)  # fmt: skip
     np.testing.assert_allclose(y, wanted, atol=1e-6)
     np.testing.assert_array_equal(y, plain)
     np.testing.assert_allclose(found["entropy"], statistics["entropy"], atol=1e-6)

@@ -167,9 +167,7 @@ def test_second_derivatives_are_those_of_one_device():
         ahead = jax.jvp(jax.grad(loss), (given,), (given,))[1]
         return ahead, jax.grad(lambda x: jax.jvp(loss, (x,), (given,))[1])(given)
 
-    (found, back), (wanted, _) = (
-        jax.jit(lambda how=how: second(how))() for how in (Ring(mesh_of(2), "sequence"), "xla")
-    )
+    (found, back), (wanted, _) = (jax.jit(lambda how=how: second(how))() for how in (Ring(mesh_of(2), "sequence"), "xla"))  # fmt: skip
     assert largest_error(found, wanted) <= 1e-4 and largest_error(back, wanted) <= 1e-4
 
 
@@ -216,11 +214,9 @@ def test_each_hop_runs_the_kernel_of_its_platform():
         assert largest_error(results[0][1], wanted[0][1]) <= 1e-5 and largest_error(results[1], wanted[1]) <= 1e-4
     arrays = [jnp.ones((1, LONG["length"], n, 128)) for n in (4, 2, 2)]
     texts = [
-        jax.jit(lambda *x, one=one: jattn.dot_product_attention(*x, implementation=one, **options))
-        .lower(*arrays)
-        .as_text()
+        jax.jit(lambda *x, one=one: jattn.dot_product_attention(*x, implementation=one, **options)).lower(*arrays).as_text()
         for one in how.values()
-    ]
+    ]  # fmt: skip
     assert ["jattn_forward" in text for text in texts] == [True, False]
 
 

@@ -54,9 +54,7 @@ def assert_same(got, expected, tolerance=1e-5):
     for x, y, name in zip(got, expected, ("out", "lse", "query", "key", "value"), strict=False):
         assert not np.isnan(x).any(), name
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
-        np.testing.assert_allclose(
-            x, y, rtol=0, atol=tolerance * np.abs(y[np.isfinite(y)]).max(initial=1), err_msg=name
-        )
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y[np.isfinite(y)]).max(initial=1), err_msg=name)  # fmt: skip
 
 
 IDS = np.sort(np.random.default_rng(1).integers(0, 3, (1, 300)), axis=1)
@@ -130,9 +128,7 @@ def test_what_nobody_sees_may_be_nan(options):
     fill = lambda x, kept: jnp.where(jnp.asarray(kept)[None, :, None, None], x, np.nan)
     given = fill(query, queries), fill(key, keys), fill(value, keys)
     clean = results((query, key, value), INTERPRETED, **options)
-    for got, expected, kept in zip(
-        results(given, INTERPRETED, **options), clean, [queries] * 3 + [keys] * 2, strict=True
-    ):
+    for got, expected, kept in zip(results(given, INTERPRETED, **options), clean, [queries] * 3 + [keys] * 2, strict=True):  # fmt: skip
         np.testing.assert_array_equal(got, expected)
         assert not np.asarray(got)[:, ~kept][np.isfinite(np.asarray(got)[:, ~kept])].any()
 
@@ -154,9 +150,7 @@ def test_no_visible_pair_at_all():
 @pytest.mark.slow
 def test_the_cotangent_of_the_lse_alone():
     arrays = qkv(T=140, S=260, K=1)
-    gradient = lambda by: jax.jit(
-        jax.grad(lambda *x: jnp.sum(attend(*x, implementation=by, is_causal=True)[1] ** 2), (0, 1, 2))
-    )(*arrays)
+    gradient = lambda by: jax.jit(jax.grad(lambda *x: jnp.sum(attend(*x, implementation=by, is_causal=True)[1] ** 2), (0, 1, 2)))(*arrays)  # fmt: skip
     got, expected = gradient(INTERPRETED), gradient("xla")
     assert_same(got, expected)
     assert np.asarray(got[0]).any() and not np.asarray(got[2]).any()
@@ -179,9 +173,7 @@ def test_forward_mode_and_products_with_the_hessian():
 @pytest.mark.slow
 def test_the_cotangent_of_a_traced_scale():
     arrays = qkv()
-    gradient = lambda by: jax.jit(
-        jax.grad(lambda scale: loss(*attend(*arrays, implementation=by, is_causal=True, scale=scale)))
-    )(0.3)
+    gradient = lambda by: jax.jit(jax.grad(lambda scale: loss(*attend(*arrays, implementation=by, is_causal=True, scale=scale))))(0.3)  # fmt: skip
     np.testing.assert_allclose(gradient(INTERPRETED), gradient("xla"), rtol=1e-4)
 
 

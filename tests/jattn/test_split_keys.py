@@ -29,9 +29,7 @@ ALONG = PartitionSpec(None, "sequence")
 def across(name, devices, gradients=False):
     """One case of the conformance table with its keys sharded."""
     how = SplitKeys(mesh_of(devices), "sequence", implementation=AGAINST.get(name, "xla"))
-    return jax.jit(lambda given: values_and_gradients(lambda x: run(CASES[name], how, x), given, gradients))(
-        inputs(CASES[name])
-    )
+    return jax.jit(lambda given: values_and_gradients(lambda x: run(CASES[name], how, x), given, gradients))(inputs(CASES[name]))  # fmt: skip
 
 
 @pytest.mark.slow_except("1-nobody sees anything", "1-lengths, one of them 0")
@@ -44,15 +42,10 @@ def test_values_are_those_of_one_device(name, turn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["lengths, one of them 0", "bias", "sinks", "function that captures a table", "dropout"]
-)
+@pytest.mark.parametrize("name", ["lengths, one of them 0", "bias", "sinks", "function that captures a table", "dropout"])  # fmt: skip
 def test_gradients_are_those_of_one_device(name):
     (results, gradients), (wanted, wanted_gradients) = across(name, 4, gradients=True), expected(name)
-    assert (
-        largest_error(results, wanted) <= 1e-5
-        and largest_error(gradients, {x: wanted_gradients[x] for x in gradients}) <= 1e-4
-    )
+    assert largest_error(results, wanted) <= 1e-5 and largest_error(gradients, {x: wanted_gradients[x] for x in gradients}) <= 1e-4  # fmt: skip
 
 
 @pytest.mark.slow
@@ -62,11 +55,7 @@ def test_bfloat16_is_merged_in_float32():
     how = SplitKeys(mesh_of(8), "sequence")
     one, all_devices = (run(case, how, arrays)[0] for how in ("xla", how))
     assert all_devices.dtype == jnp.bfloat16
-    assert (
-        largest_error(all_devices.astype(jnp.float32), exact)
-        <= 1.5 * largest_error(one.astype(jnp.float32), exact)
-        <= 0.03
-    )
+    assert largest_error(all_devices.astype(jnp.float32), exact) <= 1.5 * largest_error(one.astype(jnp.float32), exact) <= 0.03  # fmt: skip
 
 
 @pytest.mark.slow
@@ -97,12 +86,9 @@ def step(cache, x, valid, how, mask):
 def caches(mesh, capacity, one_length=False, spec=ALONG, **options):
     """The same empty cache on one device and sharded."""
     pair = [
-        jattn.init_cache(B, capacity, K, H, value_dim=D, sharding=sharding, **options)
-        for sharding in (None, NamedSharding(mesh, spec))
-    ]
-    return [
-        KVCache(one.key, one.value, one.length[0], one.rolling, one.sharding) if one_length else one for one in pair
-    ]
+        jattn.init_cache(B, capacity, K, H, value_dim=D, sharding=sharding, **options) for sharding in (None, NamedSharding(mesh, spec))
+    ]  # fmt: skip
+    return [KVCache(one.key, one.value, one.length[0], one.rolling, one.sharding) if one_length else one for one in pair]  # fmt: skip
 
 
 def decode(mesh, chunks, plain, sharded, ragged=False, in_a_ring=(), mask=None):
@@ -218,9 +204,7 @@ def compiled_step(mesh, capacity, chunk, how=None, ragged=False, fn=None):
 
     def attend(cache, query, key, value, *valid):
         options = {"valid": valid[0]} if valid else {}
-        return jattn.multi_head.attend_heads(
-            query, key, value, cache=cache, is_causal=True, implementation=how, **options
-        )
+        return jattn.multi_head.attend_heads(query, key, value, cache=cache, is_causal=True, implementation=how, **options)  # fmt: skip
 
     tokens = [of((1, chunk, heads, 16), lies) for heads in (8, 4, 4)]
     return jax.jit(fn or attend, donate_argnums=0).lower(cache, *tokens, *valid).compile()
@@ -270,9 +254,7 @@ def test_generation_in_scan_and_while():
         y, cache = attend(cache, x[:, :4])
         one = lambda carry, _: (attend(carry[1], carry[0]), None)
         (y, cache), _ = jax.lax.scan(one, (y[:, -1:], cache), None, length=4)
-        return jax.lax.while_loop(
-            lambda carry: carry[1].length[0] < 12, lambda carry: attend(carry[1], carry[0]), (y, cache)
-        )
+        return jax.lax.while_loop(lambda carry: carry[1].length[0] < 12, lambda carry: attend(carry[1], carry[0]), (y, cache))  # fmt: skip
 
     (wanted, plain), (got, sharded) = (jax.jit(functools.partial(write, how))() for how in (None, sharding))
     np.testing.assert_allclose(got, wanted, atol=1e-5)
@@ -290,9 +272,7 @@ def test_gradients_through_a_cache():
     @functools.partial(jax.jit, static_argnums=2)
     def gradient(params, cache, how):
         def loss(params):
-            prompt, after = jattn.multi_head_attention(
-                params, x[:, :8], cache=cache, is_causal=True, implementation=how
-            )
+            prompt, after = jattn.multi_head_attention(params, x[:, :8], cache=cache, is_causal=True, implementation=how)  # fmt: skip
             y, _ = jattn.multi_head_attention(params, x[:, 8:9], cache=after)
             return jnp.sum(y**2) + jnp.sum(prompt**2)
 
@@ -301,9 +281,7 @@ def test_gradients_through_a_cache():
     plain, sharded = caches(mesh, 12)
     wanted = gradient(params, plain, None)
     for how in (None, ring):
-        chex.assert_trees_all_close(
-            jax.tree.map(np.asarray, gradient(params, sharded, how)), wanted, atol=1e-4, rtol=1e-4
-        )
+        chex.assert_trees_all_close(jax.tree.map(np.asarray, gradient(params, sharded, how)), wanted, atol=1e-4, rtol=1e-4)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -438,9 +416,7 @@ def test_what_cannot_be_sharded_is_named(name):
 
 
 def test_explain_says_what_is_reduced():
-    query, key = (
-        jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for length, heads in ((1, 32), (2**17, 8))
-    )
+    query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for length, heads in ((1, 32), (2**17, 8)))  # fmt: skip
     how = SplitKeys(mesh_of(8), "sequence", implementation="blockwise")
     assert jattn.explain(query, key, key, implementation=how).splitlines()[:3] == [
         "SplitKeys: keys over mesh axis 'sequence' (8 devices)",

@@ -215,10 +215,7 @@ def known():
     key = np.broadcast_to(np.eye(LENGTH, dtype=np.float32)[:, None], (SEQUENCES, LENGTH, 1, LENGTH))
     look = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))
     result = look((patterns * scale).astype(np.float32), key, tokens=tokens)
-    return {
-        role: {name: np.mean(x[:, i], 0) for name, x in result.items() if name != "support"}
-        for i, role in enumerate(roles)
-    }
+    return {role: {name: np.mean(x[:, i], 0) for name, x in result.items() if name != "support"} for i, role in enumerate(roles)}  # fmt: skip
 
 
 DETECTORS = {
