@@ -149,17 +149,11 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
     (lambda: jattn.init_multi_head(jax.random.key(0), 12, 4, num_kv_heads=3), "multiple of num_kv_heads 3"),
     (lambda: project({"kernel": jnp.zeros((4, 2, 3))}, jnp.zeros((5, 6))), r"last axis must be 4.*\(5, 6\)"),
     (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)), r"head_gate must be \[N\] = \[4\]"),
-    (
-        lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
-        r"valid says .* enter a cache, and there is none; for padding pass mask=valid",
-    ),
-    pytest.param(
-        lambda: jattn.multi_head.attend_heads(
-            *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)
-        ),
+    (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
+        r"valid says .* enter a cache, and there is none; for padding pass mask=valid"),
+    pytest.param(lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)),
         r"expected batch axes \(2, 2\) and 3 more",
-        marks=pytest.mark.slow,
-    ),
+        marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):

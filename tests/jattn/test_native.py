@@ -54,46 +54,32 @@ OPTIONS = {
     "unbounded": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1), "query_positions": np.arange(T) - 2**31},
     "soft cap": {"score_mod": score_mods.SoftCap(5.0), "is_causal": True, "scale": 0.7},
     "alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)), "query_positions": np.arange(T)[::-1]},
-    "far alibi": {
-        "score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
-        "query_positions": np.arange(T) - 2**31 + 5,
-    },
+    "far alibi": {"score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
+        "query_positions": np.arange(T) - 2**31 + 5},
     "a window of each head": {"mask": WindowOfHead(np.array([1, 40, 100, 500])) & masks.Segments(IDS)},
     "relative bias": {"score_mod": score_mods.RelativeBias(TABLE), "is_causal": True},
-    "one-sided, by positions in no order": {
-        "score_mod": score_mods.RelativeBias(TABLE, bidirectional=False, max_distance=100),
+    "one-sided, by positions in no order": {"score_mod": score_mods.RelativeBias(TABLE, bidirectional=False, max_distance=100),
         "query_positions": RNG.permutation(T),
-        "kv_positions": ROLLED,
-    },
-    "relative bias, far positions": {
-        "score_mod": score_mods.RelativeBias(TABLE),
+        "kv_positions": ROLLED},
+    "relative bias, far positions": {"score_mod": score_mods.RelativeBias(TABLE),
         "query_positions": np.arange(T) + 2**31 - 1 - T,
-        "kv_positions": np.arange(T) - 2**31,
-    },
+        "kv_positions": np.arange(T) - 2**31},
     "rolling": {"local_window_size": (200, 0), "kv_positions": ROLLED, "key_value_seq_lengths": np.array([T, 250])},
-    "rolling alibi": {
-        "score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)),
+    "rolling alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)),
         "is_causal": True,
         "query_positions": np.arange(T) + 2,
-        "kv_positions": ROLLED,
-    },
+        "kv_positions": ROLLED},
     "packed, keys beyond the table": {"mask": masks.Segments(IDS) & masks.Causal(), "kv_positions": ROLLED * 2},
-    "keys at the ends of int32": {
-        "mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1) & masks.Padding(np.array([2**31 - 1])),
-        "kv_positions": np.where(np.arange(T) % 7 == 0, -(2**31), np.where(np.arange(T) % 7 == 1, 2**31 - 1, ROLLED)),
-    },
+    "keys at the ends of int32": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1) & masks.Padding(np.array([2**31 - 1])),
+        "kv_positions": np.where(np.arange(T) % 7 == 0, -(2**31), np.where(np.arange(T) % 7 == 1, 2**31 - 1, ROLLED))},
     "dropout": {"dropout_rate": 0.3, "dropout_rng": jax.random.key(5), "is_causal": True, "kv_positions": ROLLED},
     "dropout, all of it": {"dropout_rate": 1.0, "dropout_rng": jax.random.key(5), "broadcast_dropout": True},
-    "capped bias": {
-        "bias": np.where(RNG.random((B, 1, T, T)) < 0.2, -np.inf, RNG.normal(size=(B, 1, T, T))).astype(np.float32),
-        "score_mod": score_mods.SoftCap(2.0),
-    },
+    "capped bias": {"bias": np.where(RNG.random((B, 1, T, T)) < 0.2, -np.inf, RNG.normal(size=(B, 1, T, T))).astype(np.float32),
+        "score_mod": score_mods.SoftCap(2.0)},
     "rows of -inf, and of the least float": {
-        "bias": np.where(np.arange(T) % 9 == 0, -np.inf, np.where(np.arange(T) % 9 == 1, -3.4028235e38, 1))
-        .astype(np.float32)[:, None]
-        .repeat(T, 1)
-    },
-}
+        "bias": np.where(np.arange(T) % 9 == 0, -np.inf, np.where(np.arange(T) % 9 == 1, -3.4028235e38, 1)).astype(np.float32)[:, None]
+        .repeat(T, 1)},
+}  # fmt: skip
 AXES = ["".join(axes) for axes in itertools.product("B1", "N1", "T1", "S1")]
 
 
@@ -152,9 +138,7 @@ def widths():
 
 @needs_package
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.slow_except(
-    "full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float",
-)  # fmt: skip
+@pytest.mark.slow_except("full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float")  # fmt: skip
 def test_every_width_is_the_dense_formula(name, getkey):
     qkv = arrays(getkey())
     wanted, *found = of_each(["xla", *map(Native, widths())], OPTIONS[name], qkv)
@@ -219,8 +203,7 @@ def test_gradients_at_large_scores(queries, getkey):
 
     @jax.jit
     def every_width(query, key, value):
-        of_all = [jax.grad(total)(value, qk, width).sum((1, 2))
-                  for width in widths() for qk in ((1e4 * query, 1e4 * key), equal)]  # fmt: skip
+        of_all = [jax.grad(total)(value, qk, width).sum((1, 2)) for width in widths() for qk in ((1e4 * query, 1e4 * key), equal)]  # fmt: skip
         return of_all, jax.jvp(lambda v: total(v, equal, None), (value,), (jnp.ones_like(value),))[1]
 
     of_all, tangent = every_width(query, key, value)
@@ -391,13 +374,7 @@ def test_under_transformations(getkey):
             of = jax.checkpoint(of, policy=jax.checkpoint_policies.dots_saveable)
         return jax.grad(of)(*qkv)
 
-    for fn in (
-        forward_over_reverse,
-        of_another_array,
-        functools.partial(mapped, 20),
-        functools.partial(mapped, 4),
-        rematerialised,
-    ):
+    for fn in (forward_over_reverse, of_another_array, functools.partial(mapped, 20), functools.partial(mapped, 4), rematerialised):  # fmt: skip
         compare(*(jax.jit(functools.partial(fn, name))() for name in ("native", "xla")))
 
 

@@ -57,20 +57,14 @@ def distant(score, b, h, q, kv):
 
 
 CASES = {
-    "causal, alibi, soft cap": {
-        "is_causal": True,
-        "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0)),
-    },
+    "causal, alibi, soft cap": {"is_causal": True, "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0))},
     "full": {},
     "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
     "window": {"local_window_size": (20, 3)},
-    "bias and mask arrays": {
-        "bias": floats(N, T, S, seed=6, dtype=jnp.float32),
-        "mask": np.random.default_rng(7).random((T, S)) > 0.5,
-    },
+    "bias and mask arrays": {"bias": floats(N, T, S, seed=6, dtype=jnp.float32), "mask": np.random.default_rng(7).random((T, S)) > 0.5},
     "a function": {"mask": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q + h), "score_mod": distant},
     "positions": {"is_causal": True, "query_positions": np.arange(T) * 2 - 50},
-}
+}  # fmt: skip
 
 
 def assert_as_exact_as_dense(arrays, options):
@@ -270,10 +264,7 @@ def test_the_lists_dealt_out():
     some = np.random.default_rng(0).random((2, 3, 7)) < np.array([0.2, 0.9])[:, None, None]
     for table in some, np.zeros_like(some):
         every = table & (np.random.default_rng(1).random(table.shape) < 0.5)
-        for lists in (
-            row_lists(table, every, False, 3),
-            jax.jit(row_lists, static_argnums=(2, 3))(table, every, False, 3),
-        ):
+        for lists in (row_lists(table, every, False, 3), jax.jit(row_lists, static_argnums=(2, 3))(table, every, False, 3)):  # fmt: skip
             entries, counts = (np.asarray(x).reshape(2, 3, 3, *x.shape[2:]) for x in lists)
             assert (counts >= 1).all() and (counts.max(2) - counts.min(2) <= 1).all()
             for b, i in np.ndindex(2, 3):

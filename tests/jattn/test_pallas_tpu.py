@@ -29,8 +29,7 @@ def floats(*shape, seed, dtype=jnp.float32):
 
 
 def qkv(dtype=jnp.float32):
-    return (floats(B, T, N, H, seed=1, dtype=dtype), floats(B, S, K, H, seed=2, dtype=dtype),
-            floats(B, S, K, D, seed=3, dtype=dtype))  # fmt: skip
+    return (floats(B, T, N, H, seed=1, dtype=dtype), floats(B, S, K, H, seed=2, dtype=dtype), floats(B, S, K, D, seed=3, dtype=dtype))  # fmt: skip
 
 
 def results(arrays, implementation, **options):
@@ -86,10 +85,7 @@ def ids(length, seed):
 
 
 CASES = {
-    "causal, alibi, soft cap": {
-        "is_causal": True,
-        "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0)),
-    },
+    "causal, alibi, soft cap": {"is_causal": True, "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0))},
     "lengths, one of them 0": {"key_value_seq_lengths": jnp.array([150, 0])},
     "full": {},
     "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
@@ -97,7 +93,7 @@ CASES = {
     "bias and mask arrays": {"bias": floats(N, T, S, seed=6), "mask": floats(B, 1, T, S, seed=7) > 0},
     "bias of keys, mask of queries": {"bias": floats(S, seed=6), "mask": floats(T, 1, seed=7) > 0},
     "positions": {"mask": lambda b, h, q, kv: (kv <= q + h) & (b == 0), "query_positions": jnp.arange(T) * 2 - 50},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow_except("lengths, one of them 0")

@@ -38,11 +38,9 @@ def test_values_are_those_of_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "one key head", "cross, causal, bottom-right by positions", "window far away: a ring with gaps",
+    ["one key head", "cross, causal, bottom-right by positions", "window far away: a ring with gaps",
         "nobody sees anything", "lengths, one of them 0", "lengths, and positions that are not the slots'", "bias", "sinks", "alibi, then a soft cap", "dropout",
-        "logits of +-1e4",
-    ],
+        "logits of +-1e4"],
 )  # fmt: skip
 def test_gradients_are_those_of_one_device(name):
     row = numbers(name, P, "contiguous" if list(CASES).index(name) % 2 else "zigzag")
@@ -168,9 +166,7 @@ def test_keys_travel_as_far_as_somebody_sees_them():
 
 @pytest.mark.parametrize("devices", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_zigzag_gives_all_devices_the_same_causal_work(devices):
-    zigzag, contiguous = (
-        ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous")
-    )
+    zigzag, contiguous = (ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous"))  # fmt: skip
     assert zigzag.sum() <= contiguous.sum()
     assert zigzag.sum(1).max() <= 1.1 * zigzag.sum(1).mean() and zigzag.max(0).sum() <= 1.1 * zigzag.sum(1).mean()
     assert contiguous.sum(1).max() > 1.4 * contiguous.sum(1).mean()

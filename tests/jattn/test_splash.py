@@ -65,25 +65,16 @@ BLOCKS = {
     "causal, T > S, one kv head": ({"is_causal": True}, {"T": 300, "S": 140, "K": 1}),
     "window, its grid shrunk": ({"local_window_size": (30, 5)}, {"T": 390, "S": 390}),
     "prefix language model": ({"mask": masks.Causal() | masks.Prefix(150)}, {"T": 270, "S": 270}),
-    "window without a prefix: rows that see nothing": (
-        {"mask": masks.SlidingWindow(9, 1) & ~masks.Prefix(140)}, {"T": 270, "S": 270},
-    ),
+    "window without a prefix: rows that see nothing": ({"mask": masks.SlidingWindow(9, 1) & ~masks.Prefix(140)}, {"T": 270, "S": 270}),
     "segments and causal": ({"mask": masks.Segments(IDS) & masks.Causal()}, {"T": 300, "S": 300}),
-    "segments shared by two sequences, keys of their own": (
-        {"mask": masks.Segments(IDS[0, :140], IDS[0])}, {"B": 2, "T": 140, "S": 300},
-    ),
+    "segments shared by two sequences, keys of their own": ({"mask": masks.Segments(IDS[0, :140], IDS[0])}, {"B": 2, "T": 140, "S": 300}),
     "segments with ids at both ends of int32, and lengths": (
         {"mask": masks.Segments(np.array([-(2**31), 2**31 - 2, 2**31 - 1])[IDS]), "key_value_seq_lengths": np.array([200]), "query_seq_lengths": np.array([290])},
-        {"T": 300, "S": 300},
-    ),
+        {"T": 300, "S": 300}),
     "two segments": ({"mask": masks.Segments(IDS) & masks.Segments(IDS[0] % 2)}, {"T": 300, "S": 300}),
-    "both lengths and causal": (
-        {"is_causal": True, "query_seq_lengths": np.array([100, 140]), "key_value_seq_lengths": np.array([131, 0])},
-        {"B": 2, "T": 140, "S": 270},
-    ),
-    "padding and lengths": (
-        {"mask": masks.Padding(np.array([100])), "key_value_seq_lengths": np.array([129, 70])}, {"B": 2, "S": 140},
-    ),
+    "both lengths and causal": ({"is_causal": True, "query_seq_lengths": np.array([100, 140]), "key_value_seq_lengths": np.array([131, 0])},
+        {"B": 2, "T": 140, "S": 270}),
+    "padding and lengths": ({"mask": masks.Padding(np.array([100])), "key_value_seq_lengths": np.array([129, 70])}, {"B": 2, "S": 140}),
     "table by head, grouped": ({"mask": masks.Dense(BY_HEAD)}, {"S": 260, "N": 4}),
     "function of the head": ({"mask": lambda b, h, q, kv: (q - kv) % (h + 5) == 0}, {"S": 260, "K": 1}),
     "soft cap": ({"score_mod": score_mods.SoftCap(0.7), "scale": 2.0}, {"T": 140}),
@@ -104,10 +95,7 @@ def test_values_lse_and_gradients_of_several_blocks(name):
     assert blind.any() == (name in BLIND)
 
 
-BLIND = {
-    "window without a prefix: rows that see nothing", "segments with ids at both ends of int32, and lengths",
-    "both lengths and causal",
-}  # fmt: skip
+BLIND = {"window without a prefix: rows that see nothing", "segments with ids at both ends of int32, and lengths", "both lengths and causal"}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -85,9 +85,7 @@ def step(cache, x, valid, how, mask):
 
 def caches(mesh, capacity, one_length=False, spec=ALONG, **options):
     """The same empty cache on one device and sharded."""
-    pair = [
-        jattn.init_cache(B, capacity, K, H, value_dim=D, sharding=sharding, **options) for sharding in (None, NamedSharding(mesh, spec))
-    ]  # fmt: skip
+    pair = [jattn.init_cache(B, capacity, K, H, value_dim=D, sharding=sharding, **options) for sharding in (None, NamedSharding(mesh, spec))]  # fmt: skip
     return [KVCache(one.key, one.value, one.length[0], one.rolling, one.sharding) if one_length else one for one in pair]  # fmt: skip
 
 
@@ -228,10 +226,7 @@ def test_a_step_moves_sums_and_no_keys(ragged):
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_prompt_in_a_ring_is_gathered_nowhere(ragged):
     mesh = mesh_of(8)
-    for fn in (
-        None,
-        lambda cache, _, *key_value: append_chunk(cache, *key_value[:2], *(key_value[2:] or [None]), sharded=True),
-    ):
+    for fn in (None, lambda cache, _, *key_value: append_chunk(cache, *key_value[:2], *(key_value[2:] or [None]), sharded=True)):  # fmt: skip
         text = compiled_step(mesh, 8192, 4096, Ring(mesh, "sequence"), ragged, fn).as_text()
         assert "collective-permute" in text and "all-to-all" not in text
         # Ragged prompts gather one integer for each token, to count those that are valid.
@@ -373,37 +368,25 @@ BAD = {
     "a mesh without devices": (
         lambda: jattn.init_cache(2, 8, 2, H, sharding=NamedSharding(jax.sharding.AbstractMesh((4,), ("sequence",)), ALONG)),
         TypeError,
-        r"sharding must be a jax.sharding.NamedSharding of a mesh of devices, such as .*, got NamedSharding\(mesh=Abstract",
-    ),
-    "slots": (
-        made(2, 10, 2, spec=(None, "sequence")),
+        r"sharding must be a jax.sharding.NamedSharding of a mesh of devices, such as .*, got NamedSharding\(mesh=Abstract"),
+    "slots": (made(2, 10, 2, spec=(None, "sequence")),
         ValueError,
-        r"capacity 10 cannot be divided over mesh axis 'sequence' \(4 devices\): it must be a multiple of 4",
-    ),
+        r"capacity 10 cannot be divided over mesh axis 'sequence' \(4 devices\): it must be a multiple of 4"),
     "sequences": (made(3, 8, 2, spec=("data",)), ValueError, r"batch_size 3 cannot .* 'data' \(2 devices\)"),
     "heads": (made(2, 8, 3, spec=(None, "sequence", "data")), ValueError, r"num_kv_heads 3 cannot .* 'data'"),
     "head_dim": (made(2, 8, 2, spec=(None, None, None, "data")), ValueError, r"head_dim stays whole; got P.*'data'"),
-    "zigzag": (
-        lambda: jattn.multi_head_attention(
-            layer()[0], layer()[1], cache=made(B, 32, K, spec=(None, "sequence"), value_dim=D)(),
-            implementation=Ring(MESH, "sequence", layout="zigzag"),
-        ),
+    "zigzag": (lambda: jattn.multi_head_attention(layer()[0], layer()[1], cache=made(B, 32, K, spec=(None, "sequence"), value_dim=D)(),
+            implementation=Ring(MESH, "sequence", layout="zigzag")),
         ValueError,
-        "cache is filled in the tokens' own order, .*'zigzag'",
-    ),
-    "a bias by slot, rolling": (
-        lambda: jattn.multi_head_attention(
-            layer()[0], layer()[1][:, :3], bias=jnp.zeros((N, 3, 11)),
-            cache=made(B, 8, K, spec=(None, "sequence"), value_dim=D, rolling=True)(),
-        ),
+        "cache is filled in the tokens' own order, .*'zigzag'"),
+    "a bias by slot, rolling": (lambda: jattn.multi_head_attention(layer()[0], layer()[1][:, :3], bias=jnp.zeros((N, 3, 11)),
+            cache=made(B, 8, K, spec=(None, "sequence"), value_dim=D, rolling=True)()),
         ValueError,
-        r"bias of shape \[4, 3, 11\] is indexed by slot, .* pass a score_mod",
-    ),
+        r"bias of shape \[4, 3, 11\] is indexed by slot, .* pass a score_mod"),
     "keys that do not divide": (
         lambda: jattn.dot_product_attention(*[jnp.zeros((1, 6, 2, 4))] * 3, implementation=SplitKeys(MESH, "sequence")),
         ValueError,
-        r"6 keys \(S\) cannot be divided over mesh axis 'sequence' \(4 devices\)",
-    ),
+        r"6 keys \(S\) cannot be divided over mesh axis 'sequence' \(4 devices\)"),
 }  # fmt: skip
 
 

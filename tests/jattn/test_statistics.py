@@ -404,10 +404,7 @@ def test_tokens_of_another_shape(arrays, tokens):
 
 # what the modules sow
 
-LENGTHS = [
-    (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16),
-    (33, jnp.bfloat16),
-]  # fmt: skip
+LENGTHS = [(33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16)]  # fmt: skip
 LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.5, 0.0, 1.0], np.float32)}}
 
 

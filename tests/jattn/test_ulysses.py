@@ -59,11 +59,9 @@ def check_with_gradients(name, how):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "cross, causal, bottom-right by positions", "positions that differ by sequence, keys backwards", "table",
+    ["cross, causal, bottom-right by positions", "positions that differ by sequence, keys backwards", "table",
         "nobody sees anything", "mask array", "lengths, one of them 0", "bias", "sinks", "alibi, then a soft cap",
-        "dropout", "logits of +-1e4",
-    ],
+        "dropout", "logits of +-1e4"],
 )  # fmt: skip
 def test_gradients_are_those_of_one_device(name):
     check_with_gradients(name, list(WAYS.values())[(list(CASES).index(name) + 1) % 3]())
@@ -160,10 +158,7 @@ def test_statistics_are_those_of_one_device(kind, nodes, layout):
     how = Ulysses(mesh, "chips", ring_axis="nodes" if nodes > 1 else None, layout=layout)
     turn, back = (to_zigzag, from_zigzag) if layout == "zigzag" else (lambda x, devices, axis=1: x,) * 2
     query, key, _ = of_heads(4, 1)
-    tokens, eligible = (
-        jnp.asarray(np.arange(32).reshape(2, 16) ** 2 % 5),
-        jnp.arange(16)[None] < jnp.array([[13], [16]]),
-    )
+    tokens, eligible = (jnp.asarray(np.arange(32).reshape(2, 16) ** 2 % 5), jnp.arange(16)[None] < jnp.array([[13], [16]]))  # fmt: skip
     options = {"is_causal": True, "key_value_seq_lengths": np.array([11, 16])}
     wanted = heads.statistics(query, key, tokens=tokens, eligible=eligible, **options)
     look = jax.jit(lambda q, k, t, e: heads.statistics(q, k, tokens=t, eligible=e, implementation=how, **options))
@@ -179,9 +174,7 @@ def test_statistics_are_those_of_one_device(kind, nodes, layout):
 def test_a_layer_in_zigzag_order_looks_at_itself():
     """Rotary positions are those of the tokens, and statistics leave the output as it is."""
     how, x = in_nodes(2, 2, "zigzag"), jax.random.normal(jax.random.key(0), (2, 8, 16))
-    make = lambda **options: jattn.nnx.MultiHeadAttention(
-        4, 16, decode=False, position=jattn.positions.Rotary(), rngs=nnx.Rngs(0), **options
-    )
+    make = lambda **options: jattn.nnx.MultiHeadAttention(4, 16, decode=False, position=jattn.positions.Rotary(), rngs=nnx.Rngs(0), **options)  # fmt: skip
     look = nnx.capture(lambda layer, x: layer(x, is_causal=True, sow_statistics=["entropy"]), nnx.Intermediate)
     (plain, seen), (turned, seen_there) = look(make(), x), look(make(implementation=how), to_zigzag(x, 2))
     np.testing.assert_allclose(from_zigzag(turned, 2), plain, atol=1e-5)
@@ -202,17 +195,13 @@ MESH = mesh_over(nodes=2, chips=4)
 BAD = {
     "query heads": (lambda: ulysses_attention(*of_heads(6, 6), mesh=MESH, axis_name="chips"),
         r"6 query heads \(N\) cannot be divided over mesh axis 'chips' \(4 devices\): they must be a multiple of 4"),
-    "and those that are divided": (
-        lambda: ulysses_attention(*of_heads(4, 4), mesh=MESH, axis_name="chips", head_axis="nodes"),
+    "and those that are divided": (lambda: ulysses_attention(*of_heads(4, 4), mesh=MESH, axis_name="chips", head_axis="nodes"),
         r"4 query heads \(N\) cannot be divided over mesh axes 'nodes' \(2 devices\) and 'chips' \(4 devices\)"),
     "queries": (lambda: ulysses_attention(*of_heads(4, 4, T=6), mesh=MESH, axis_name="chips"),
         r"6 queries \(T\) cannot be divided over mesh axis 'chips' \(4 devices\): they must be a multiple of 4"),
-    "queries of all nodes": (
-        lambda: ulysses_attention(*of_heads(4, 4, T=12), mesh=MESH, axis_name="chips", ring_axis="nodes"),
+    "queries of all nodes": (lambda: ulysses_attention(*of_heads(4, 4, T=12), mesh=MESH, axis_name="chips", ring_axis="nodes"),
         r"12 queries \(T\) .* mesh axes 'nodes' \(2 devices\) and 'chips' \(4 devices\): .* a multiple of 8"),
-    "chunks": (
-        lambda: ulysses_attention(
-            *of_heads(4, 4, T=12), mesh=MESH, axis_name="nodes", ring_axis="chips", layout="zigzag"),
+    "chunks": (lambda: ulysses_attention(*of_heads(4, 4, T=12), mesh=MESH, axis_name="nodes", ring_axis="chips", layout="zigzag"),
         r"12 queries \(T\) .* multiple of 8"),
     "no such axis": (lambda: Ulysses(MESH, "chip"), r"axis_name='chip': the mesh has no axis 'chip'"),
     "no axis": (lambda: Ulysses(MESH, ()), r"axis_name must name an axis"),
@@ -221,10 +210,8 @@ BAD = {
     "one axis twice": (lambda: Ulysses(MESH, "chips", ring_axis="chips"), "axis_name='chips': .* 'chips' is given twice"),
     "layout": (lambda: Ulysses(MESH, "chips", ring_axis="nodes", layout="zag"), "layout must be one of .* 'zag'"),
     "layout of no ring": (lambda: Ulysses(MESH, "chips", layout="zigzag"), "layout='zigzag' .* pass ring_axis="),
-    "what a ring runs": (
-        lambda: Ulysses(MESH, "chips", ring_axis="nodes", implementation="xla"), "implementation='xla'.*ring_axis='nodes'"),
-    "what a device runs": (
-        lambda: ulysses_attention(*of_heads(4, 4), mesh=MESH, axis_name="chips", implementation="cudnn"),
+    "what a ring runs": (lambda: Ulysses(MESH, "chips", ring_axis="nodes", implementation="xla"), "implementation='xla'.*ring_axis='nodes'"),
+    "what a device runs": (lambda: ulysses_attention(*of_heads(4, 4), mesh=MESH, axis_name="chips", implementation="cudnn"),
         "cannot do this: it takes float16 and bfloat16"),
 }  # fmt: skip
 

@@ -23,11 +23,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ 
 TARGETS = {
     "c++": ({}, []),
     "clang++": ({"CXX": "clang++"}, []),
-    "aarch64": (
-        {"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"},
-        ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],
-    ),
-}
+    "aarch64": ({"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}, ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]),
+}  # fmt: skip
 
 
 def run(*command, cwd=None, check=True, **environment):

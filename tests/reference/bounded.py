@@ -106,10 +106,8 @@ def rounded(value: np.ndarray, error: np.ndarray, size: np.ndarray, dtype: Any) 
 def einsum(rounding: Rounding, axes: str, x: Any, y: Any) -> Bounded:
     """``np.einsum`` of two operands."""
     (x, off_x), (y, off_y) = (
-        (
-            np.asarray(a, np.float64),
-            rounded(np.asarray(a), a.error, abs(a.value), rounding.narrow) if isinstance(a, Bounded) and a.error is not None else None,
-        )
+        (np.asarray(a, np.float64),
+            rounded(np.asarray(a), a.error, abs(a.value), rounding.narrow) if isinstance(a, Bounded) and a.error is not None else None)
         for a in (x, y)
     )  # fmt: skip
     value, size = np.einsum(axes, x, y), np.einsum(axes, abs(x), abs(y))

@@ -103,11 +103,9 @@ FORMULAS = {
     "added": Formula(lambda s, p, d: s + p, one, one),
     "gain": Formula(lambda s, p, d: s * p, lambda s, p, d: p, lambda s, p, d: s),
     "captured table": Formula(lambda s, p, d: s * 0.5 + wrapped(d) * p, lambda s, p, d: 0.5, lambda s, p, d: wrapped(d)),
-    "cap": Formula(
-        lambda s, p, d: p * np.tanh(s / p),
+    "cap": Formula(lambda s, p, d: p * np.tanh(s / p),
         lambda s, p, d: 1 - np.tanh(s / p) * np.tanh(s / p),
-        lambda s, p, d: np.tanh(s / p) - s / p * (1 - np.tanh(s / p) * np.tanh(s / p)),
-    ),
+        lambda s, p, d: np.tanh(s / p) - s / p * (1 - np.tanh(s / p) * np.tanh(s / p))),
 }  # fmt: skip
 
 
