@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +15,7 @@ from jattn import masks, score_mods
 from jattn.kernels import native
 from jattn.kernels.native import Native
 
-needs_package = pytest.mark.skipif(not native._is_installed(), reason="jattn-native is not installed")
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.skipif(not native._is_installed(), reason="jattn-native is not installed"), pytest.mark.filterwarnings("error")]  # fmt: skip
 attend = jattn.dot_product_attention
 
 B, T, N, K, H, D = 2, 300, 4, 2, 32, 48  # a task has 256 queries, a block 64 keys
@@ -133,31 +130,28 @@ def compare(got, wanted, tolerance=2e-5):
 
 
 def widths():
-    return [width for width in (4, 8, 16) if native._is_installed() and width <= native._library().widest()]
+    return [width for width in (4, 8, 16) if width <= native._library().widest()]
 
 
-@needs_package
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.slow_except("full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float")  # fmt: skip
-def test_every_width_is_the_dense_formula(name, getkey):
-    qkv = arrays(getkey())
-    wanted, *found = of_each(["xla", *map(Native, widths())], OPTIONS[name], qkv)
-    for one in found:
-        compare(one, wanted)
-
-
-@needs_package
-@pytest.mark.parametrize("queries", [T, 5])
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.slow_except("1NT1-300", "B11S-5")
-def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
-    qkv, options = arrays(getkey(), queries), pair_options(axes, queries)
+def check_every_width(options, qkv):
     wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
     for one in found:
         compare(one, wanted)
 
 
-@needs_package
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow_except("full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float")  # fmt: skip
+def test_every_width_is_the_dense_formula(name, getkey):
+    check_every_width(OPTIONS[name], arrays(getkey()))
+
+
+@pytest.mark.parametrize("queries", [T, 5])
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.slow_except("1NT1-300", "B11S-5")
+def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
+    check_every_width(pair_options(axes, queries), arrays(getkey(), queries))
+
+
 @pytest.mark.parametrize("queries", [T, 5])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.slow_except("bfloat16-5")
@@ -180,7 +174,6 @@ def ids_of(kind):
     }[kind]
 
 
-@needs_package
 @pytest.mark.parametrize("few", [0, pytest.param(T + 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["64 bits", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unsigned", "of two types"))])  # fmt: skip
 def test_ids_of_64_bits(kind, few, getkey):
@@ -191,7 +184,6 @@ def test_ids_of_64_bits(kind, few, getkey):
         compare(got, attend(*qkv, mask=mask, implementation="xla"))
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [5, pytest.param(T, marks=pytest.mark.slow)])
 def test_gradients_at_large_scores(queries, getkey):
     """The weights that the backward pass computes again add up to 1, although scores are rounded to units and more."""
@@ -212,37 +204,25 @@ def test_gradients_at_large_scores(queries, getkey):
     np.testing.assert_allclose(tangent, B * queries * N * D, rtol=1e-5)
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [1, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"score_mod": score_mods.SoftCap(5.0)},
-        {"is_causal": True, "kv_positions": np.stack([np.roll(np.arange(2500), 999), np.arange(2500) * 2 - 100])},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"local_window_size": (1100, 0)},
-                {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
-                {"dropout_rate": 0.5, "dropout_rng": jax.random.key(2), "kv_positions": np.arange(2500)[::-1]},
-                {"mask": WindowOfHead(np.array([1, 40, 1000, 3000]))},
-            )
-        ),
-        {"mask": np.arange(2500) // 100 % 2 == np.array([0, 1])[:, None, None, None], "bias": RNG.normal(size=2500)},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"score_mod": score_mods.SoftCap(5.0)},
+    {"is_causal": True, "kv_positions": np.stack([np.roll(np.arange(2500), 999), np.arange(2500) * 2 - 100])},
+    *(pytest.param(options, marks=pytest.mark.slow)
+        for options in ({"local_window_size": (1100, 0)},
+            {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
+            {"dropout_rate": 0.5, "dropout_rng": jax.random.key(2), "kv_positions": np.arange(2500)[::-1]},
+            {"mask": WindowOfHead(np.array([1, 40, 1000, 3000]))})),
+    {"mask": np.arange(2500) // 100 % 2 == np.array([0, 1])[:, None, None, None], "bias": RNG.normal(size=2500)},
+])  # fmt: skip
 def test_few_queries(queries, options, getkey):
     """More than one part of the keys, the last of which is not whole, and an empty one."""
-    qkv = arrays(getkey(), queries, 2500)
     options = {"query_positions": np.arange(queries) + 2300} | options
     options |= {"mask": masks.Padding(np.array([2300, 700]))} if isinstance(options.get("score_mod"), score_mods.SoftCap) else {}  # fmt: skip
-    wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
-    for one in found:
-        compare(one, wanted)
+    check_every_width(options, arrays(getkey(), queries, 2500))
 
 
-@needs_package
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), T])
 def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
@@ -254,7 +234,6 @@ def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
     compare(got, wanted, 2e-2)
 
 
-@needs_package
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [2, 20])
 def test_every_number_of_16_bits_is_read(queries, dtype):
@@ -270,7 +249,6 @@ def test_every_number_of_16_bits_is_read(queries, dtype):
         np.testing.assert_array_equal(out, value.repeat(queries, 1), strict=True)
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 def test_what_nobody_sees_may_be_nan(queries, getkey):
     """Keys past the end, between segments, and queries that see nothing."""
@@ -285,7 +263,6 @@ def test_what_nobody_sees_may_be_nan(queries, getkey):
     compare(values_and_gradients("native", options, poisoned), values_and_gradients("xla", options, clean))
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", ["mask array", pytest.param("positions", marks=pytest.mark.slow)])
 def test_what_an_array_hides_may_be_nan(by, queries, getkey):
@@ -301,7 +278,6 @@ def test_what_an_array_hides_may_be_nan(by, queries, getkey):
         compare(values_and_gradients(Native(width), options, poisoned), wanted)
 
 
-@needs_package
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [4, T])
 def test_gradients_of_other_arrays(queries, getkey):
@@ -319,7 +295,6 @@ def test_gradients_of_other_arrays(queries, getkey):
     compare(gradients("native", qkv, bias, TABLE), gradients("xla", qkv, bias, TABLE))
 
 
-@needs_package
 def test_nan_that_is_seen_stays():
     ones = np.ones((1, 130, 1, 16), np.float32)
     x = ones.copy()
@@ -330,7 +305,6 @@ def test_nan_that_is_seen_stays():
 
 
 @pytest.mark.slow
-@needs_package
 def test_gradients_in_parts(getkey):
     """A long sequence with a single key head: parts of the queries have sums of their own."""
     shapes = (1, 3000, 2, 16), (1, 3000, 1, 16), (1, 3000, 1, 16)
@@ -339,7 +313,6 @@ def test_gradients_in_parts(getkey):
     compare(values_and_gradients("native", options, qkv), values_and_gradients("blockwise", options, qkv), 5e-5)
 
 
-@needs_package
 def test_equal_calls_have_equal_bits(getkey):
     qkv = arrays(getkey())
     first = values_and_gradients("native", {}, qkv)
@@ -348,7 +321,6 @@ def test_equal_calls_have_equal_bits(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 def test_under_transformations(getkey):
     qkv = arrays(getkey(), 20, 33)
     many = [jnp.stack([x, 2 * x, -x]) for x in qkv]
@@ -379,7 +351,6 @@ def test_under_transformations(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 def test_calls_at_the_same_time(getkey):
     """Of several threads, and of one program that computes independent calls: none waits for another's tasks."""
     qkv = arrays(getkey())
@@ -398,7 +369,6 @@ def test_calls_at_the_same_time(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 def test_in_a_scan(getkey):
     qkv = arrays(getkey(), 20, 33)
 
@@ -413,7 +383,6 @@ def test_in_a_scan(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 @pytest.mark.parametrize("spec", [("batch", None, "heads"), pytest.param((), marks=pytest.mark.slow)])
 def test_on_a_mesh_of_explicit_axes(spec, getkey):
     """Each device computes its part, or all where the types name no axes."""
@@ -428,7 +397,6 @@ def test_on_a_mesh_of_explicit_axes(spec, getkey):
     compare(got, values_and_gradients("xla", options, qkv))
 
 
-@needs_package
 def test_in_shard_map(getkey):
     """Two devices of one process compute at the same time, on the same threads."""
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -442,7 +410,6 @@ def test_in_shard_map(getkey):
     compare(jax.jit(mapped)(*qkv), jax.jit(gradients)(*qkv))
 
 
-@needs_package
 def test_what_it_is_not_lowered_for(getkey):
     qkv = arrays(getkey(), 20, 20)
     call = jax.jit(functools.partial(attend, implementation="native"))
@@ -457,21 +424,3 @@ def test_what_it_is_not_lowered_for(getkey):
     spec = jax.sharding.PartitionSpec("batch")
     mapped = jax.shard_map(functools.partial(attend, implementation="native"), mesh=mesh, in_specs=spec, out_specs=spec)
     compare(jax.jit(mapped)(*qkv), attend(*qkv, implementation="xla"))
-
-
-@pytest.mark.slow
-def test_without_the_package():
-    program = """
-import sys
-sys.modules["jattn_native"] = None
-import jax.numpy as jnp, jattn
-x = jnp.zeros((1, 4, 1, 16))
-try:
-    jattn.dot_product_attention(x, x, x, implementation="native")
-except jattn.Unsupported as reason:
-    print(reason)
-print(jattn.explain(x, x, x).splitlines()[-1])
-"""
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "implementation='native' cannot do this: it needs the package jattn-native" in found
-    assert "native: it needs the package jattn-native" in found

@@ -99,15 +99,11 @@ BLIND = {"window without a prefix: rows that see nothing", "segments with ids at
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": True},  # the keys from 140 on
-        {"is_causal": True, "query_seq_lengths": np.array([100])},
-        {"mask": masks.Causal() & masks.Segments(np.arange(140) // 70, np.arange(300) // 70 + 1)},
-    ],
-    ids=["static", "lengths", "segments"],
-)
+@pytest.mark.parametrize("options", [
+    {"is_causal": True},  # the keys from 140 on
+    {"is_causal": True, "query_seq_lengths": np.array([100])},
+    {"mask": masks.Causal() & masks.Segments(np.arange(140) // 70, np.arange(300) // 70 + 1)},
+], ids=["static", "lengths", "segments"])  # fmt: skip
 def test_what_nobody_sees_may_be_nan(options):
     query, key, value = qkv(T=140, S=300)
     seen = np.asarray(jattn.attention_weights(query, key, **options) > 0)

@@ -224,7 +224,7 @@ def t5_bucket(offset: np.ndarray, buckets: int, bidirectional: bool, max_distanc
     distance = abs(offset) if bidirectional else np.maximum(-offset, 0)
     exact = buckets // 2
     ratio = np.log(np.maximum(distance, exact) / exact) / math.log(max_distance / exact)
-    far = exact + np.floor(ratio * (buckets - exact)).astype(np.int64)
+    far = exact + np.floor(ratio * (buckets - exact) + 1e-6).astype(np.int64)  # where the logarithm is a whole number
     return first + np.where(distance < exact, distance, np.minimum(far, buckets - 1))
 
 
