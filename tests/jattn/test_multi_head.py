@@ -24,20 +24,13 @@ def layer(**options):
     return params, normal((B, T, M)), normal((B, S, M))
 
 
-def by_hand(params, x, x_kv, gate=None):
-    """Head by head, in float64 NumPy: the sum over heads of z_i W_i^O."""
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+def by_hand(params, x, x_kv, gate=1.0):
+    """In float64 NumPy: the sum over heads of z_i W_i^O."""
+    exact = {f"{name} {part}": np.asarray(a, np.float64) for name, of in params.items() for part, a in of.items()}
+    exact["out kernel"] = exact["out kernel"] * np.reshape(gate, (-1, 1, 1))
+    visible = np.ones((B, N, x.shape[1], x_kv.shape[1]), bool)
     x, x_kv = np.asarray(x, np.float64), np.asarray(x_kv, np.float64)
-    heads, kv_heads = params["query"]["kernel"].shape[1], params["key"]["kernel"].shape[1]
-    y = 0
-    for n in range(heads):
-        i = n // (heads // kv_heads)
-        q = x @ params["query"]["kernel"][:, n] + params["query"]["bias"][n]
-        k = x_kv @ params["key"]["kernel"][:, i] + params["key"]["bias"][i]
-        v = x_kv @ params["value"]["kernel"][:, i] + params["value"]["bias"][i]
-        z = reference.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
-        y += z @ params["out"]["kernel"][n] * (1 if gate is None else gate[n])
-    return y + params["out"]["bias"]
+    return reference.layer(x, x_kv, exact, np.zeros(x.shape), visible)["out"]
 
 
 @pytest.mark.slow
