@@ -20,32 +20,16 @@ from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
 from jattn.kernels.pallas_gpu.interpreted import Interpreted
 from jattn.kernels.pallas_gpu.mosaic_ops import FUNCTIONS, run
 from jattn.kernels.pallas_gpu.schedule import row_lists
+from tests.jattn.test_pallas_tpu import floats, results
 
 B, T, S, N, K, H = 1, 203, 150, 2, 1, 64
 SLOPES = jnp.asarray(np.float32([0.5, 0.1]))
 NEW = pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="pallas_gpu needs a newer JAX")
 
 
-def floats(*shape, seed, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
-
-
 def qkv(length=T, dtype=jnp.bfloat16, head_dim=H):
-    return (floats(B, length, N, head_dim, seed=1, dtype=dtype), floats(B, S, K, head_dim, seed=2, dtype=dtype),
-            floats(B, S, K, head_dim, seed=3, dtype=dtype))  # fmt: skip
-
-
-def results(arrays, implementation, **options):
-    """``out``, ``lse`` and the gradients of a loss that both are part of."""
-    weight, lse_weight = (floats(*shape, seed=4, dtype=jnp.float32) for shape in (arrays[0].shape, (B, T, N)))
-
-    def loss(*arrays):
-        out, lse = jattn.dot_product_attention(*arrays, implementation=implementation, return_residual=True, **options)
-        seen = jnp.where(lse == -jnp.inf, 0.0, lse)
-        return (out.astype(jnp.float32) * weight).sum() + (seen * lse_weight).sum(), (out, lse)
-
-    (_, (out, lse)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
-    return [np.asarray(x, np.float64) for x in (out, lse, *gradients)]
+    sizes = (length, N), (S, K), (S, K)
+    return [floats(B, *size, head_dim, seed=seed, dtype=dtype) for seed, size in enumerate(sizes, 1)]
 
 
 def ids(length, seed):
@@ -61,7 +45,7 @@ CASES = {
     "full": {},
     "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
     "window": {"local_window_size": (20, 3)},
-    "bias and mask arrays": {"bias": floats(N, T, S, seed=6, dtype=jnp.float32), "mask": np.random.default_rng(7).random((T, S)) > 0.5},
+    "bias and mask arrays": {"bias": floats(N, T, S, seed=6), "mask": np.random.default_rng(7).random((T, S)) > 0.5},
     "a function": {"mask": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q + h), "score_mod": distant},
     "positions": {"is_causal": True, "query_positions": np.arange(T) * 2 - 50},
 }  # fmt: skip
@@ -94,16 +78,9 @@ def test_other_dtypes_and_head_dims(dtype, head_dim):
 FEW = {
     "one token, a cache": (1, {"key_value_seq_lengths": np.array([700, 1])}),
     "a function of the head": (2, {"mask": lambda b, h, q, kv: (kv + h) % 3 > b, "score_mod": distant}),
-    "causal, biases": (
-        3,
-        {
-            "is_causal": True,
-            "query_positions": np.arange(3) + 600,
-            "bias": floats(2, 1, 3, 900, seed=8, dtype=jnp.float32),
-            "score_mod": score_mods.SoftCap(3.0),
-        },
-    ),
-}
+    "causal, biases": (3, {"is_causal": True, "query_positions": np.arange(3) + 600, "bias": floats(2, 1, 3, 900, seed=8),
+        "score_mod": score_mods.SoftCap(3.0)}),
+}  # fmt: skip
 
 
 @NEW
@@ -112,7 +89,10 @@ FEW = {
 def test_few_queries_and_many_keys(name):
     """Several programs share the keys; query heads of one key head are rows of one block, if nothing tells them apart."""
     length, options = FEW[name]
-    query, (key, value) = floats(2, length, 2, H, seed=1), (np.array(floats(2, 900, 1, H, seed=n)) for n in (2, 3))
+    query, (key, value) = (
+        floats(2, length, 2, H, seed=1, dtype=jnp.bfloat16),
+        (np.array(floats(2, 900, 1, H, seed=n, dtype=jnp.bfloat16)) for n in (2, 3)),
+    )
     if "key_value_seq_lengths" in options:
         value[:, 720] = np.nan  # unseen, in a block that is seen in part
     arrays = np.asarray(query), key, value
@@ -137,13 +117,8 @@ FOLDS = {
 @pytest.mark.parametrize("name", FOLDS)
 def test_statistics_are_blockwises(name):
     query, key, _ = qkv(S)
-    _, lse = jattn.dot_product_attention(
-        query,
-        key,
-        key,
-        return_residual=True,
-        **{k: v for k, v in FOLDS[name].items() if k not in ("tokens", "eligible")},
-    )
+    options = {k: v for k, v in FOLDS[name].items() if k not in ("tokens", "eligible")}
+    _, lse = jattn.dot_product_attention(query, key, key, return_residual=True, **options)
     found, expected = (statistics(query, key, lse=lse, implementation=how, **FOLDS[name]) for how in (Interpreted(), Blockwise()))  # fmt: skip
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
 
@@ -204,7 +179,7 @@ def test_a_chip_that_is_not_a_hopper_is_refused_where_it_is_known(monkeypatch):
     def lower(chip):  # as for the device of a topology, which need not be there
         backend = SimpleNamespace(devices=lambda: [SimpleNamespace(compute_capability=chip)])
         monkeypatch.setattr(deferred, "_lowered_as", lambda module: lowered_as(module.replace(backend=backend)))
-        jax.jit(lambda q: attend(q)).trace(floats(1, 128, 1, 64, seed=1)).lower(lowering_platforms=("cuda",))
+        jax.jit(lambda q: attend(q)).trace(floats(1, 128, 1, 64, seed=1, dtype=jnp.bfloat16)).lower(lowering_platforms=("cuda",))  # fmt: skip
 
     lower("9.0")
     with pytest.raises(Unsupported, match=r"compute capability 9.0 \(H100, H200, GH200\), not 10.0"):

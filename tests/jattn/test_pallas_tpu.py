@@ -29,7 +29,8 @@ def floats(*shape, seed, dtype=jnp.float32):
 
 
 def qkv(dtype=jnp.float32):
-    return (floats(B, T, N, H, seed=1, dtype=dtype), floats(B, S, K, H, seed=2, dtype=dtype), floats(B, S, K, D, seed=3, dtype=dtype))  # fmt: skip
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, D)
+    return [floats(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes, 1)]
 
 
 def results(arrays, implementation, **options):
@@ -96,29 +97,26 @@ CASES = {
 }  # fmt: skip
 
 
+def assert_dense(kernel, name):
+    for ours, dense in zip(*(results(qkv(), by, **CASES[name]) for by in (kernel, "xla")), strict=True):
+        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+
+
 @pytest.mark.slow_except("lengths, one of them 0")
 @pytest.mark.parametrize("name", CASES)
 def test_several_blocks(name):
-    for ours, dense in zip(results(qkv(), SMALL_BLOCKS, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True):  # fmt: skip
-        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+    assert_dense(SMALL_BLOCKS, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        ("causal, alibi, soft cap", 384),  # 3 times 128 queries: two at once and one
-        ("full", 512),  # twice 256
-        ("lengths, one of them 0", 512),
-        ("bias and mask arrays", 512),
-        ("positions", 512),
-        ("bias of keys, mask of queries", 384),
-    ],
-)
+    [("causal, alibi, soft cap", 384),  # 3 times 128 queries: two at once and one
+     ("full", 512),  # twice 256
+     ("lengths, one of them 0", 512), ("bias and mask arrays", 512), ("positions", 512), ("bias of keys, mask of queries", 384)],
+)  # fmt: skip
 def test_several_tiles_of_one_block(name, rows):
-    tiles = PallasTPU((rows, 256), interpret=True)
-    for ours, dense in zip(results(qkv(), tiles, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True):
-        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+    assert_dense(PallasTPU((rows, 256), interpret=True), name)
 
 
 @pytest.mark.slow

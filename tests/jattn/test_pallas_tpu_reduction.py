@@ -14,13 +14,10 @@ from jattn.heads import statistics
 from jattn.kernels import Reduction, Unsupported
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.pallas_tpu import LONGEST, PallasTPU
+from tests.jattn.test_pallas_tpu import floats
 
 B, T, N, K, H = 2, 300, 2, 1, 16
 KERNEL = PallasTPU((128, 256), interpret=True)  # several blocks, and blocks of several tiles
-
-
-def floats(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
 
 
 def heads(T=T, S=T, dtype=jnp.float32):
