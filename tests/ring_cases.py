@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jattn import masks, score_mods
+from jattn import heads, masks, score_mods
 from jattn._blocks.block_mask import block_mask
 from jattn.kernels import Kernel
 from jattn.sharding import Ring, Ulysses, from_zigzag, to_zigzag
@@ -113,3 +114,25 @@ def numbers(name: str, devices: int, layout: str, implementation: str | Kernel |
     (results, gradients), (exact, exact_gradients) = in_a_ring(name, how), expected(name)
     each = [error(x, exact_gradients[argument]) for argument, x in gradients.items()]
     return {"values": largest_error(results, exact), "gradients": max(each)}
+
+
+def assert_close(found: tuple[Results, Inputs], name: str) -> None:
+    """Results and gradients of a case, as far as rounding goes, are those of one device."""
+    (results, gradients), (wanted, wanted_gradients) = found, expected(name)
+    assert largest_error(results, wanted) <= 1e-5
+    assert largest_error(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
+
+
+def check_statistics(how: Ring | Ulysses, spec: PartitionSpec, ring: int, kv_heads: int) -> None:
+    """Every statistic on a ring of so many devices is that of one device, of arrays that lie there by ``spec``."""
+    turn, back = (to_zigzag, from_zigzag) if how.layout == "zigzag" else (lambda x, devices, axis=1: x,) * 2
+    query, key = (np.random.default_rng(3).normal(size=(2, 16, n, 6)).astype(np.float32) for n in (4, kv_heads))
+    tokens, eligible = np.random.default_rng(4).integers(0, 5, (2, 16)), np.arange(16) < np.array([[13], [16]])
+    options = {"is_causal": True, "key_value_seq_lengths": np.array([11, 16])}
+    wanted = heads.statistics(query, key, tokens=tokens, eligible=eligible, **options)
+    look = jax.jit(lambda q, k, t, e: heads.statistics(q, k, tokens=t, eligible=e, implementation=how, **options))
+    given = [turn(jnp.asarray(x), ring) for x in (query, key, tokens, eligible)]
+    found = look(*(jax.device_put(x, NamedSharding(how.mesh, spec)) for x in given[:2]), *given[2:])
+    found["received"] = back(np.asarray(found["received"]), ring, axis=2)
+    assert set(found) == set(wanted)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)

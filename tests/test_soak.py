@@ -57,9 +57,7 @@ def check_by_differences(structure, arrays):
     for name in structure.learned:
         along = rng.normal(size=arrays[name].shape)
         ahead, behind = (loss(arrays | {name: arrays[name] + step * along}) for step in (1e-5, -1e-5))
-        np.testing.assert_allclose(
-            np.sum(gradients[f"d {name}"][0] * along), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-8, err_msg=name
-        )
+        np.testing.assert_allclose(np.sum(gradients[f"d {name}"][0] * along), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-8, err_msg=name)  # fmt: skip
 
 
 @pytest.mark.parametrize("mod", [None, "alibi", "relative", "cap", "gain", "tilt", "captured table", two])
@@ -107,9 +105,7 @@ def test_errors_of_rounding_are_bounded():
     bounded = formula(Bounded(x, wide), Bounded(y, wide))
     np.testing.assert_allclose(np.asarray(bounded), formula(*(z.astype(np.float64) for z in (x, y))))
     error = abs(formula(x, y) - bounded.value)
-    assert (error <= bounded.error).all() and error.max() > 0.01 * bounded.error[
-        np.unravel_index(error.argmax(), error.shape)
-    ]
+    assert (error <= bounded.error).all() and error.max() > 0.01 * bounded.error[np.unravel_index(error.argmax(), error.shape)]  # fmt: skip
     cancelled = Bounded(x, wide) * 3.0 - Bounded(3 * x, wide)
     assert (cancelled.error > 0.1 * abs(x) * np.finfo(np.float32).eps).all()
 
@@ -202,9 +198,7 @@ def a_run(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["looks/00000002.npz", "findings.npz", "findings.json", "claims.json", "metrics.jsonl", "report.html"]
-)
+@pytest.mark.parametrize("name", ["looks/00000002.npz", "findings.npz", "findings.json", "claims.json", "metrics.jsonl", "report.html"])  # fmt: skip
 def test_crash_trials_see_numbers_that_differ(tmp_path, name):
     whole, out = a_run(tmp_path / "whole"), a_run(tmp_path / "out")
     assert crash.difference(out, whole) == ""

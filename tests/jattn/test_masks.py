@@ -122,44 +122,27 @@ def overlap(b, h, q_min, q_max, kv_min, kv_max):
 RIGHT = lambda *block: (overlap(*block), np.False_)
 # Each with sizes, and what the error says of the block and of the pair.
 WRONG = {
-    "empty": (
-        Diagonal(lambda b, h, q_min, q_max, kv_min, kv_max: (kv_min < q_max, np.False_)), (4, 5),
+    "empty": (Diagonal(lambda b, h, q_min, q_max, kv_min, kv_max: (kv_min < q_max, np.False_)), (4, 5),
         "Diagonal.bounds says any_visible=False of the block q_idx 0..0, kv_idx 0..0, but the pair b=0, h=0, q_idx=0, "
-        "kv_idx=0 is visible",
-    ),
-    "full": (
-        Diagonal(lambda *block: (overlap(*block), overlap(*block))), (4, 5),
+        "kv_idx=0 is visible"),
+    "full": (Diagonal(lambda *block: (overlap(*block), overlap(*block))), (4, 5),
         "Diagonal.bounds says all_visible=True of the block q_idx 0..0, kv_idx 0..1, but the pair b=0, h=0, q_idx=0, "
-        "kv_idx=1 is not visible",
-    ),
-    "one head": (
-        Diagonal(lambda b, h, *block: (overlap(b, h, *block), (h == 2) & overlap(b, h, *block))), (4, 5),
-        "the block q_idx 0..0, kv_idx 0..1, but the pair b=0, h=2, q_idx=0, kv_idx=1 is not visible",
-    ),
-    "one sequence": (
-        Diagonal(lambda b, h, *block: (overlap(b, h, *block) & (b != 1), np.False_)), (4, 5),
-        "the block q_idx 0..0, kv_idx 0..0, but the pair b=1, h=0, q_idx=0, kv_idx=0 is visible",
-    ),
-    "far away": (
-        Diagonal(lambda b, h, q_min, *block: (overlap(b, h, q_min, *block) & (q_min < 90), np.False_)), (100, 120),
-        "the block q_idx 90..90, kv_idx 90..90, but the pair b=0, h=0, q_idx=90, kv_idx=90 is visible",
-    ),
+        "kv_idx=1 is not visible"),
+    "one head": (Diagonal(lambda b, h, *block: (overlap(b, h, *block), (h == 2) & overlap(b, h, *block))), (4, 5),
+        "the block q_idx 0..0, kv_idx 0..1, but the pair b=0, h=2, q_idx=0, kv_idx=1 is not visible"),
+    "one sequence": (Diagonal(lambda b, h, *block: (overlap(b, h, *block) & (b != 1), np.False_)), (4, 5),
+        "the block q_idx 0..0, kv_idx 0..0, but the pair b=1, h=0, q_idx=0, kv_idx=0 is visible"),
+    "far away": (Diagonal(lambda b, h, q_min, *block: (overlap(b, h, q_min, *block) & (q_min < 90), np.False_)), (100, 120),
+        "the block q_idx 90..90, kv_idx 90..90, but the pair b=0, h=0, q_idx=90, kv_idx=90 is visible"),
     "only across a multiple of 8": (
         Diagonal(lambda b, h, *ends: (overlap(b, h, *ends) & (ends[0] // 8 == ends[1] // 8), np.False_)), (40, 40),
-        "any_visible=False of the block q_idx 7..8, kv_idx 7..7, but the pair b=0, h=0, q_idx=7, kv_idx=7 is visible",
-    ),
-    "an interval too long": (
-        Diagonal(RIGHT, lambda b, h, q_idx: (q_idx - 1, q_idx)), (4, 5),
-        "Diagonal.interval says that q_idx 1 sees the keys 0..1, but the pair b=0, h=0, q_idx=1, kv_idx=0 is not visible",
-    ),
-    "an interval too short": (
-        Diagonal(RIGHT, lambda b, h, q_idx: (q_idx + 1, q_idx)), (4, 5),
-        "Diagonal.interval says that q_idx 0 sees the keys 1..0, but the pair b=0, h=0, q_idx=0, kv_idx=0 is visible",
-    ),
-    "an interval of one head": (
-        Diagonal(RIGHT, lambda b, h, q_idx: (q_idx, q_idx + h // 2)), (4, 5),
-        "Diagonal.interval says that q_idx 0 sees the keys 0..1, but the pair b=0, h=2, q_idx=0, kv_idx=1 is not visible",
-    ),
+        "any_visible=False of the block q_idx 7..8, kv_idx 7..7, but the pair b=0, h=0, q_idx=7, kv_idx=7 is visible"),
+    "an interval too long": (Diagonal(RIGHT, lambda b, h, q_idx: (q_idx - 1, q_idx)), (4, 5),
+        "Diagonal.interval says that q_idx 1 sees the keys 0..1, but the pair b=0, h=0, q_idx=1, kv_idx=0 is not visible"),
+    "an interval too short": (Diagonal(RIGHT, lambda b, h, q_idx: (q_idx + 1, q_idx)), (4, 5),
+        "Diagonal.interval says that q_idx 0 sees the keys 1..0, but the pair b=0, h=0, q_idx=0, kv_idx=0 is visible"),
+    "an interval of one head": (Diagonal(RIGHT, lambda b, h, q_idx: (q_idx, q_idx + h // 2)), (4, 5),
+        "Diagonal.interval says that q_idx 0 sees the keys 0..1, but the pair b=0, h=2, q_idx=0, kv_idx=1 is not visible"),
 }  # fmt: skip
 
 
@@ -180,9 +163,7 @@ def test_right_bounds_and_intervals_pass():
 def test_bounds_of_single_masks_are_exact(name):
     """Not guaranteed, but block skipping relies on it. Segments may be loose, since their ids need not be sorted."""
     mask, sees = MEANING[name]
-    for b, (q_min, q_max), (kv_min, kv_max) in itertools.product(
-        (0, 1), ((0, 2), (2, 2), (3, 6)), ((0, 0), (1, 4), (5, 9))
-    ):
+    for b, (q_min, q_max), (kv_min, kv_max) in itertools.product((0, 1), ((0, 2), (2, 2), (3, 6)), ((0, 0), (1, 4), (5, 9))):  # fmt: skip
         seen = brute_force(sees, b, 1, range(q_min, q_max + 1), range(kv_min, kv_max + 1))
         may, must = masks.bounds(mask, b, 1, q_min, q_max, kv_min, kv_max)
         assert must == seen.all()

@@ -28,21 +28,15 @@ COMMON = {
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_size": WIDTH,
     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "intermediate_size": INNER, "rms_norm_eps": 1e-3,
 }  # fmt: skip
-GEMMA = COMMON | {
-    "head_dim": HEAD_DIM, "query_pre_attn_scalar": 11, "sliding_window": WINDOW, "hidden_activation": "gelu_pytorch_tanh",
-}  # fmt: skip
+GEMMA = COMMON | {"head_dim": HEAD_DIM, "query_pre_attn_scalar": 11, "sliding_window": WINDOW, "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
 BIASED = {"attention_bias": True}
 CONFIGS = {
     "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "rope_theta": 100.0},
-    "gemma3": GEMMA | BIASED | {
-        "model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 50.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "tie_word_embeddings": False,
-    },
+    "gemma3": GEMMA | BIASED | {"model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_theta": 1e4, "rope_local_base_freq": 50.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "tie_word_embeddings": False},
     "qwen3": COMMON | {"model_type": "qwen3", "head_dim": HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0, "tie_word_embeddings": True},
-    "phi3": COMMON | {
-        "model_type": "phi3", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "sliding_window": WINDOW,
-        "partial_rotary_factor": 0.5, "rope_theta": 100.0, "pad_token_id": 0,
-    },
+    "phi3": COMMON | {"model_type": "phi3", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "sliding_window": WINDOW,
+        "partial_rotary_factor": 0.5, "rope_theta": 100.0, "pad_token_id": 0},
     "olmo2": COMMON | BIASED | {"model_type": "olmo2", "hidden_size": HEADS * HEAD_DIM, "hidden_act": "silu", "rope_theta": 100.0},
 }  # fmt: skip
 TIED = ("gemma2", "qwen3")
@@ -86,26 +80,16 @@ def models():
 
 # By transformers 5.24 in float32: logits of both sequences at two positions beyond the window, the first five.
 KEPT = {
-    "gemma2": [
-        [[1.115237, -2.589541, -0.683537, -0.94651, 0.714965], [-0.478582, -0.723404, 0.331689, -1.798837, 1.825317]],
-        [[0.66223, -1.002606, -0.352626, 0.072687, 1.701341], [0.893242, -1.775126, -0.179337, -1.353499, 2.864001]],
-    ],
-    "gemma3": [
-        [[-0.393176, -1.337123, 0.460398, -0.132062, 0.223595], [-0.192589, 1.309922, 0.104274, 0.529939, -0.585774]],
-        [[0.767222, -0.790745, 1.052821, -0.927315, 2.386637], [0.3308, -0.689214, 0.857915, 0.22958, 1.127982]],
-    ],
-    "qwen3": [
-        [[0.902118, -1.745381, 1.732857, -0.750455, 2.491571], [0.38669, -0.042126, 0.335684, -1.137885, 1.679016]],
-        [[0.428486, -2.606836, 1.315728, -0.654194, 3.010355], [0.491145, -1.564728, 0.554789, -0.607757, 1.183192]],
-    ],
-    "phi3": [
-        [[-2.494566, 3.07784, -1.0996, -0.655761, 3.173566], [-2.659619, 2.605206, 1.852307, -2.595481, 1.186202]],
-        [[-1.792982, 0.323252, -0.44273, 2.0252, 1.325914], [-0.980771, 2.05759, 0.319003, -0.619737, 3.524042]],
-    ],
-    "olmo2": [
-        [[-0.266431, 1.367058, 2.485549, -2.287876, 0.892003], [-0.516006, 0.991009, 4.02622, -2.019764, -0.830798]],
-        [[0.942857, 2.107205, 3.045144, -0.62465, -1.351733], [1.877231, 1.766235, 3.54067, -1.750954, -0.373845]],
-    ],
+    "gemma2": [[[1.115237, -2.589541, -0.683537, -0.94651, 0.714965], [-0.478582, -0.723404, 0.331689, -1.798837, 1.825317]],
+        [[0.66223, -1.002606, -0.352626, 0.072687, 1.701341], [0.893242, -1.775126, -0.179337, -1.353499, 2.864001]]],
+    "gemma3": [[[-0.393176, -1.337123, 0.460398, -0.132062, 0.223595], [-0.192589, 1.309922, 0.104274, 0.529939, -0.585774]],
+        [[0.767222, -0.790745, 1.052821, -0.927315, 2.386637], [0.3308, -0.689214, 0.857915, 0.22958, 1.127982]]],
+    "qwen3": [[[0.902118, -1.745381, 1.732857, -0.750455, 2.491571], [0.38669, -0.042126, 0.335684, -1.137885, 1.679016]],
+        [[0.428486, -2.606836, 1.315728, -0.654194, 3.010355], [0.491145, -1.564728, 0.554789, -0.607757, 1.183192]]],
+    "phi3": [[[-2.494566, 3.07784, -1.0996, -0.655761, 3.173566], [-2.659619, 2.605206, 1.852307, -2.595481, 1.186202]],
+        [[-1.792982, 0.323252, -0.44273, 2.0252, 1.325914], [-0.980771, 2.05759, 0.319003, -0.619737, 3.524042]]],
+    "olmo2": [[[-0.266431, 1.367058, 2.485549, -2.287876, 0.892003], [-0.516006, 0.991009, 4.02622, -2.019764, -0.830798]],
+        [[0.942857, 2.107205, 3.045144, -0.62465, -1.351733], [1.877231, 1.766235, 3.54067, -1.750954, -0.373845]]],
 }  # fmt: skip
 
 
@@ -319,10 +303,8 @@ def test_both_ways_to_say_the_layers_and_positions_of_a_gemma_3():
     renamed = ("sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling")
     newer = {key: value for key, value in older.items() if key not in renamed} | {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "_sliding_window_pattern": 6,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        },
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
     }  # fmt: skip
     assert interop.read_config(newer) == interop.read_config(older)
     assert interop.read_config(older).local == (True, False, True)
@@ -336,32 +318,22 @@ EVERYWHERE = {
     "quantization_config": {"quant_method": "gptq"}, "partial_rotary_factor": 1.5, "is_causal": False, "alibi": True,
 }  # fmt: skip
 REFUSED = {
-    "gemma2": {
-        "hidden_activation": "swish2", "hidden_act": "gelu", "attn_logit_softcapping": 0.0,
+    "gemma2": {"hidden_activation": "swish2", "hidden_act": "gelu", "attn_logit_softcapping": 0.0,
         "final_logit_softcapping": "30", "query_pre_attn_scalar": None, "sliding_window": None, "head_dim": None,
         "sliding_window_pattern": 2, "layer_types": ["full_attention"] * 2, "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_parameters": {"partial_rotary_factor": 0.5},
-        "use_qk_norm": True,
-    },
-    "gemma3": {
-        "hidden_activation": "gelu_fast", "attn_logit_softcapping": 50.0, "final_logit_softcapping": -1.0,
+        "use_qk_norm": True},
+    "gemma3": {"hidden_activation": "gelu_fast", "attn_logit_softcapping": 50.0, "final_logit_softcapping": -1.0,
         "query_pre_attn_scalar": 0, "sliding_window": 0, "sliding_window_pattern": 0, "text_config": {},
         "layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_theta": 1e4},
-        "rope_scaling": LONGROPE | {"rope_type": "longrope"}, "rope_local_base_freq": 0.5,
-    },
-    "qwen3": {
-        "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3, "hidden_act": "swiglu", "head_dim": None,
+        "rope_scaling": LONGROPE | {"rope_type": "longrope"}, "rope_local_base_freq": 0.5},
+    "qwen3": {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3, "hidden_act": "swiglu", "head_dim": None,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": {"partial_rotary_factor": 0.5},
-        "use_mrope": True,
-    },
-    "phi3": {
-        "rope_scaling": LONGROPE, "rope_parameters": {"rope_type": "su"}, "attention_bias": True,
-        "layer_types": ["full_attention"] * 3, "hidden_act": "swish", "partial_rotary_factor": 0.0,
-    },
-    "olmo2": {
-        "sliding_window": 4, "layer_types": ["sliding_attention"] * 3, "hidden_act": "swiglu", "clip_qkv": 8.0,
-        "rope_scaling": LONGROPE, "rope_parameters": {"partial_rotary_factor": 0.5}, "norm_after": True,
-    },
+        "use_mrope": True},
+    "phi3": {"rope_scaling": LONGROPE, "rope_parameters": {"rope_type": "su"}, "attention_bias": True,
+        "layer_types": ["full_attention"] * 3, "hidden_act": "swish", "partial_rotary_factor": 0.0},
+    "olmo2": {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3, "hidden_act": "swiglu", "clip_qkv": 8.0,
+        "rope_scaling": LONGROPE, "rope_parameters": {"partial_rotary_factor": 0.5}, "norm_after": True},
 }  # fmt: skip
 NAMED = {  # where the message names what is wrong with an entry
     "rope_scaling": "rope_type|rope_scaling", "rope_parameters": "partial_rotary_factor|rope_type|rope_parameters",

@@ -24,20 +24,13 @@ def layer(**options):
     return params, normal((B, T, M)), normal((B, S, M))
 
 
-def by_hand(params, x, x_kv, gate=None):
-    """Head by head, in float64 NumPy: the sum over heads of z_i W_i^O."""
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+def by_hand(params, x, x_kv, gate=1.0):
+    """In float64 NumPy: the sum over heads of z_i W_i^O."""
+    exact = {f"{name} {part}": np.asarray(a, np.float64) for name, of in params.items() for part, a in of.items()}
+    exact["out kernel"] = exact["out kernel"] * np.reshape(gate, (-1, 1, 1))
+    visible = np.ones((B, N, x.shape[1], x_kv.shape[1]), bool)
     x, x_kv = np.asarray(x, np.float64), np.asarray(x_kv, np.float64)
-    heads, kv_heads = params["query"]["kernel"].shape[1], params["key"]["kernel"].shape[1]
-    y = 0
-    for n in range(heads):
-        i = n // (heads // kv_heads)
-        q = x @ params["query"]["kernel"][:, n] + params["query"]["bias"][n]
-        k = x_kv @ params["key"]["kernel"][:, i] + params["key"]["bias"][i]
-        v = x_kv @ params["value"]["kernel"][:, i] + params["value"]["bias"][i]
-        z = reference.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v
-        y += z @ params["out"]["kernel"][n] * (1 if gate is None else gate[n])
-    return y + params["out"]["bias"]
+    return reference.layer(x, x_kv, exact, np.zeros(x.shape), visible)["out"]
 
 
 @pytest.mark.slow
@@ -149,17 +142,11 @@ def test_init_is_lecun_normal_in_flaxs_tree(getkey):
     (lambda: jattn.init_multi_head(jax.random.key(0), 12, 4, num_kv_heads=3), "multiple of num_kv_heads 3"),
     (lambda: project({"kernel": jnp.zeros((4, 2, 3))}, jnp.zeros((5, 6))), r"last axis must be 4.*\(5, 6\)"),
     (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, head_gate=jnp.ones(3)), r"head_gate must be \[N\] = \[4\]"),
-    (
-        lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
-        r"valid says .* enter a cache, and there is none; for padding pass mask=valid",
-    ),
-    pytest.param(
-        lambda: jattn.multi_head.attend_heads(
-            *[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)
-        ),
+    (lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 3, 4, 5))] * 3, valid=jnp.ones((2, 3), bool)),
+        r"valid says .* enter a cache, and there is none; for padding pass mask=valid"),
+    pytest.param(lambda: jattn.multi_head.attend_heads(*[jnp.zeros((2, 2, 3, 4, 5))] * 3, mask=jnp.ones((3, 2, 4, 3, 3), bool)),
         r"expected batch axes \(2, 2\) and 3 more",
-        marks=pytest.mark.slow,
-    ),
+        marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_errors_name_the_argument(make, message):
     with pytest.raises(ValueError, match=message):

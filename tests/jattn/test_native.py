@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +15,7 @@ from jattn import masks, score_mods
 from jattn.kernels import native
 from jattn.kernels.native import Native
 
-needs_package = pytest.mark.skipif(not native._is_installed(), reason="jattn-native is not installed")
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.skipif(not native._is_installed(), reason="jattn-native is not installed"), pytest.mark.filterwarnings("error")]  # fmt: skip
 attend = jattn.dot_product_attention
 
 B, T, N, K, H, D = 2, 300, 4, 2, 32, 48  # a task has 256 queries, a block 64 keys
@@ -54,46 +51,32 @@ OPTIONS = {
     "unbounded": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1), "query_positions": np.arange(T) - 2**31},
     "soft cap": {"score_mod": score_mods.SoftCap(5.0), "is_causal": True, "scale": 0.7},
     "alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)), "query_positions": np.arange(T)[::-1]},
-    "far alibi": {
-        "score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
-        "query_positions": np.arange(T) - 2**31 + 5,
-    },
+    "far alibi": {"score_mod": score_mods.Alibi(2.0**-31 * np.arange(1, N + 1, dtype=np.float32)),
+        "query_positions": np.arange(T) - 2**31 + 5},
     "a window of each head": {"mask": WindowOfHead(np.array([1, 40, 100, 500])) & masks.Segments(IDS)},
     "relative bias": {"score_mod": score_mods.RelativeBias(TABLE), "is_causal": True},
-    "one-sided, by positions in no order": {
-        "score_mod": score_mods.RelativeBias(TABLE, bidirectional=False, max_distance=100),
+    "one-sided, by positions in no order": {"score_mod": score_mods.RelativeBias(TABLE, bidirectional=False, max_distance=100),
         "query_positions": RNG.permutation(T),
-        "kv_positions": ROLLED,
-    },
-    "relative bias, far positions": {
-        "score_mod": score_mods.RelativeBias(TABLE),
+        "kv_positions": ROLLED},
+    "relative bias, far positions": {"score_mod": score_mods.RelativeBias(TABLE),
         "query_positions": np.arange(T) + 2**31 - 1 - T,
-        "kv_positions": np.arange(T) - 2**31,
-    },
+        "kv_positions": np.arange(T) - 2**31},
     "rolling": {"local_window_size": (200, 0), "kv_positions": ROLLED, "key_value_seq_lengths": np.array([T, 250])},
-    "rolling alibi": {
-        "score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)),
+    "rolling alibi": {"score_mod": score_mods.Alibi(score_mods.alibi_slopes(N)),
         "is_causal": True,
         "query_positions": np.arange(T) + 2,
-        "kv_positions": ROLLED,
-    },
+        "kv_positions": ROLLED},
     "packed, keys beyond the table": {"mask": masks.Segments(IDS) & masks.Causal(), "kv_positions": ROLLED * 2},
-    "keys at the ends of int32": {
-        "mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1) & masks.Padding(np.array([2**31 - 1])),
-        "kv_positions": np.where(np.arange(T) % 7 == 0, -(2**31), np.where(np.arange(T) % 7 == 1, 2**31 - 1, ROLLED)),
-    },
+    "keys at the ends of int32": {"mask": masks.SlidingWindow(2**31 - 1, 2**31 - 1) & masks.Padding(np.array([2**31 - 1])),
+        "kv_positions": np.where(np.arange(T) % 7 == 0, -(2**31), np.where(np.arange(T) % 7 == 1, 2**31 - 1, ROLLED))},
     "dropout": {"dropout_rate": 0.3, "dropout_rng": jax.random.key(5), "is_causal": True, "kv_positions": ROLLED},
     "dropout, all of it": {"dropout_rate": 1.0, "dropout_rng": jax.random.key(5), "broadcast_dropout": True},
-    "capped bias": {
-        "bias": np.where(RNG.random((B, 1, T, T)) < 0.2, -np.inf, RNG.normal(size=(B, 1, T, T))).astype(np.float32),
-        "score_mod": score_mods.SoftCap(2.0),
-    },
+    "capped bias": {"bias": np.where(RNG.random((B, 1, T, T)) < 0.2, -np.inf, RNG.normal(size=(B, 1, T, T))).astype(np.float32),
+        "score_mod": score_mods.SoftCap(2.0)},
     "rows of -inf, and of the least float": {
-        "bias": np.where(np.arange(T) % 9 == 0, -np.inf, np.where(np.arange(T) % 9 == 1, -3.4028235e38, 1))
-        .astype(np.float32)[:, None]
-        .repeat(T, 1)
-    },
-}
+        "bias": np.where(np.arange(T) % 9 == 0, -np.inf, np.where(np.arange(T) % 9 == 1, -3.4028235e38, 1)).astype(np.float32)[:, None]
+        .repeat(T, 1)},
+}  # fmt: skip
 AXES = ["".join(axes) for axes in itertools.product("B1", "N1", "T1", "S1")]
 
 
@@ -147,33 +130,28 @@ def compare(got, wanted, tolerance=2e-5):
 
 
 def widths():
-    return [width for width in (4, 8, 16) if native._is_installed() and width <= native._library().widest()]
+    return [width for width in (4, 8, 16) if width <= native._library().widest()]
 
 
-@needs_package
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.slow_except(
-    "full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float",
-)  # fmt: skip
-def test_every_width_is_the_dense_formula(name, getkey):
-    qkv = arrays(getkey())
-    wanted, *found = of_each(["xla", *map(Native, widths())], OPTIONS[name], qkv)
-    for one in found:
-        compare(one, wanted)
-
-
-@needs_package
-@pytest.mark.parametrize("queries", [T, 5])
-@pytest.mark.parametrize("axes", AXES)
-@pytest.mark.slow_except("1NT1-300", "B11S-5")
-def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
-    qkv, options = arrays(getkey(), queries), pair_options(axes, queries)
+def check_every_width(options, qkv):
     wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
     for one in found:
         compare(one, wanted)
 
 
-@needs_package
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow_except("full", "window", "no rows", "a window of each head", "rows of -inf, and of the least float")  # fmt: skip
+def test_every_width_is_the_dense_formula(name, getkey):
+    check_every_width(OPTIONS[name], arrays(getkey()))
+
+
+@pytest.mark.parametrize("queries", [T, 5])
+@pytest.mark.parametrize("axes", AXES)
+@pytest.mark.slow_except("1NT1-300", "B11S-5")
+def test_arrays_of_each_broadcast_shape(axes, queries, getkey):
+    check_every_width(pair_options(axes, queries), arrays(getkey(), queries))
+
+
 @pytest.mark.parametrize("queries", [T, 5])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @pytest.mark.slow_except("bfloat16-5")
@@ -196,11 +174,8 @@ def ids_of(kind):
     }[kind]
 
 
-@needs_package
 @pytest.mark.parametrize("few", [0, pytest.param(T + 1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "kind", ["64 bits", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unsigned", "of two types"))]
-)
+@pytest.mark.parametrize("kind", ["64 bits", *(pytest.param(x, marks=pytest.mark.slow) for x in ("unsigned", "of two types"))])  # fmt: skip
 def test_ids_of_64_bits(kind, few, getkey):
     qkv = arrays(getkey())
     with jax.enable_x64(True):
@@ -209,7 +184,6 @@ def test_ids_of_64_bits(kind, few, getkey):
         compare(got, attend(*qkv, mask=mask, implementation="xla"))
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [5, pytest.param(T, marks=pytest.mark.slow)])
 def test_gradients_at_large_scores(queries, getkey):
     """The weights that the backward pass computes again add up to 1, although scores are rounded to units and more."""
@@ -221,8 +195,7 @@ def test_gradients_at_large_scores(queries, getkey):
 
     @jax.jit
     def every_width(query, key, value):
-        of_all = [jax.grad(total)(value, qk, width).sum((1, 2))
-                  for width in widths() for qk in ((1e4 * query, 1e4 * key), equal)]  # fmt: skip
+        of_all = [jax.grad(total)(value, qk, width).sum((1, 2)) for width in widths() for qk in ((1e4 * query, 1e4 * key), equal)]  # fmt: skip
         return of_all, jax.jvp(lambda v: total(v, equal, None), (value,), (jnp.ones_like(value),))[1]
 
     of_all, tangent = every_width(query, key, value)
@@ -231,41 +204,25 @@ def test_gradients_at_large_scores(queries, getkey):
     np.testing.assert_allclose(tangent, B * queries * N * D, rtol=1e-5)
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [1, pytest.param(5, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"score_mod": score_mods.SoftCap(5.0)},
-        {"is_causal": True, "kv_positions": np.stack([np.roll(np.arange(2500), 999), np.arange(2500) * 2 - 100])},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"local_window_size": (1100, 0)},
-                {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
-                {"dropout_rate": 0.5, "dropout_rng": jax.random.key(2), "kv_positions": np.arange(2500)[::-1]},
-                {"mask": WindowOfHead(np.array([1, 40, 1000, 3000]))},
-            )
-        ),
-        {"mask": np.arange(2500) // 100 % 2 == np.array([0, 1])[:, None, None, None], "bias": RNG.normal(size=2500)},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"score_mod": score_mods.SoftCap(5.0)},
+    {"is_causal": True, "kv_positions": np.stack([np.roll(np.arange(2500), 999), np.arange(2500) * 2 - 100])},
+    *(pytest.param(options, marks=pytest.mark.slow)
+        for options in ({"local_window_size": (1100, 0)},
+            {"score_mod": score_mods.RelativeBias(TABLE, max_distance=3000)},
+            {"dropout_rate": 0.5, "dropout_rng": jax.random.key(2), "kv_positions": np.arange(2500)[::-1]},
+            {"mask": WindowOfHead(np.array([1, 40, 1000, 3000]))})),
+    {"mask": np.arange(2500) // 100 % 2 == np.array([0, 1])[:, None, None, None], "bias": RNG.normal(size=2500)},
+])  # fmt: skip
 def test_few_queries(queries, options, getkey):
     """More than one part of the keys, the last of which is not whole, and an empty one."""
-    qkv = arrays(getkey(), queries, 2500)
     options = {"query_positions": np.arange(queries) + 2300} | options
-    options |= (
-        {"mask": masks.Padding(np.array([2300, 700]))}
-        if isinstance(options.get("score_mod"), score_mods.SoftCap)
-        else {}
-    )
-    wanted, *found = of_each(["xla", *map(Native, widths())], options, qkv)
-    for one in found:
-        compare(one, wanted)
+    options |= {"mask": masks.Padding(np.array([2300, 700]))} if isinstance(options.get("score_mod"), score_mods.SoftCap) else {}  # fmt: skip
+    check_every_width(options, arrays(getkey(), queries, 2500))
 
 
-@needs_package
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), T])
 def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
@@ -277,7 +234,6 @@ def test_16_bits_are_computed_in_float32(queries, dtype, getkey):
     compare(got, wanted, 2e-2)
 
 
-@needs_package
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("queries", [2, 20])
 def test_every_number_of_16_bits_is_read(queries, dtype):
@@ -293,7 +249,6 @@ def test_every_number_of_16_bits_is_read(queries, dtype):
         np.testing.assert_array_equal(out, value.repeat(queries, 1), strict=True)
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 def test_what_nobody_sees_may_be_nan(queries, getkey):
     """Keys past the end, between segments, and queries that see nothing."""
@@ -308,7 +263,6 @@ def test_what_nobody_sees_may_be_nan(queries, getkey):
     compare(values_and_gradients("native", options, poisoned), values_and_gradients("xla", options, clean))
 
 
-@needs_package
 @pytest.mark.parametrize("queries", [4, pytest.param(T, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", ["mask array", pytest.param("positions", marks=pytest.mark.slow)])
 def test_what_an_array_hides_may_be_nan(by, queries, getkey):
@@ -324,7 +278,6 @@ def test_what_an_array_hides_may_be_nan(by, queries, getkey):
         compare(values_and_gradients(Native(width), options, poisoned), wanted)
 
 
-@needs_package
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [4, T])
 def test_gradients_of_other_arrays(queries, getkey):
@@ -342,7 +295,6 @@ def test_gradients_of_other_arrays(queries, getkey):
     compare(gradients("native", qkv, bias, TABLE), gradients("xla", qkv, bias, TABLE))
 
 
-@needs_package
 def test_nan_that_is_seen_stays():
     ones = np.ones((1, 130, 1, 16), np.float32)
     x = ones.copy()
@@ -353,7 +305,6 @@ def test_nan_that_is_seen_stays():
 
 
 @pytest.mark.slow
-@needs_package
 def test_gradients_in_parts(getkey):
     """A long sequence with a single key head: parts of the queries have sums of their own."""
     shapes = (1, 3000, 2, 16), (1, 3000, 1, 16), (1, 3000, 1, 16)
@@ -362,7 +313,6 @@ def test_gradients_in_parts(getkey):
     compare(values_and_gradients("native", options, qkv), values_and_gradients("blockwise", options, qkv), 5e-5)
 
 
-@needs_package
 def test_equal_calls_have_equal_bits(getkey):
     qkv = arrays(getkey())
     first = values_and_gradients("native", {}, qkv)
@@ -371,7 +321,6 @@ def test_equal_calls_have_equal_bits(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 def test_under_transformations(getkey):
     qkv = arrays(getkey(), 20, 33)
     many = [jnp.stack([x, 2 * x, -x]) for x in qkv]
@@ -397,18 +346,11 @@ def test_under_transformations(getkey):
             of = jax.checkpoint(of, policy=jax.checkpoint_policies.dots_saveable)
         return jax.grad(of)(*qkv)
 
-    for fn in (
-        forward_over_reverse,
-        of_another_array,
-        functools.partial(mapped, 20),
-        functools.partial(mapped, 4),
-        rematerialised,
-    ):
+    for fn in (forward_over_reverse, of_another_array, functools.partial(mapped, 20), functools.partial(mapped, 4), rematerialised):  # fmt: skip
         compare(*(jax.jit(functools.partial(fn, name))() for name in ("native", "xla")))
 
 
 @pytest.mark.slow
-@needs_package
 def test_calls_at_the_same_time(getkey):
     """Of several threads, and of one program that computes independent calls: none waits for another's tasks."""
     qkv = arrays(getkey())
@@ -427,7 +369,6 @@ def test_calls_at_the_same_time(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 def test_in_a_scan(getkey):
     qkv = arrays(getkey(), 20, 33)
 
@@ -442,7 +383,6 @@ def test_in_a_scan(getkey):
 
 
 @pytest.mark.slow
-@needs_package
 @pytest.mark.parametrize("spec", [("batch", None, "heads"), pytest.param((), marks=pytest.mark.slow)])
 def test_on_a_mesh_of_explicit_axes(spec, getkey):
     """Each device computes its part, or all where the types name no axes."""
@@ -457,7 +397,6 @@ def test_on_a_mesh_of_explicit_axes(spec, getkey):
     compare(got, values_and_gradients("xla", options, qkv))
 
 
-@needs_package
 def test_in_shard_map(getkey):
     """Two devices of one process compute at the same time, on the same threads."""
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -471,7 +410,6 @@ def test_in_shard_map(getkey):
     compare(jax.jit(mapped)(*qkv), jax.jit(gradients)(*qkv))
 
 
-@needs_package
 def test_what_it_is_not_lowered_for(getkey):
     qkv = arrays(getkey(), 20, 20)
     call = jax.jit(functools.partial(attend, implementation="native"))
@@ -486,21 +424,3 @@ def test_what_it_is_not_lowered_for(getkey):
     spec = jax.sharding.PartitionSpec("batch")
     mapped = jax.shard_map(functools.partial(attend, implementation="native"), mesh=mesh, in_specs=spec, out_specs=spec)
     compare(jax.jit(mapped)(*qkv), attend(*qkv, implementation="xla"))
-
-
-@pytest.mark.slow
-def test_without_the_package():
-    program = """
-import sys
-sys.modules["jattn_native"] = None
-import jax.numpy as jnp, jattn
-x = jnp.zeros((1, 4, 1, 16))
-try:
-    jattn.dot_product_attention(x, x, x, implementation="native")
-except jattn.Unsupported as reason:
-    print(reason)
-print(jattn.explain(x, x, x).splitlines()[-1])
-"""
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "implementation='native' cannot do this: it needs the package jattn-native" in found
-    assert "native: it needs the package jattn-native" in found

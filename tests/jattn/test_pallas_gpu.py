@@ -20,32 +20,16 @@ from jattn.kernels.pallas_gpu import OLDEST, PallasGPU
 from jattn.kernels.pallas_gpu.interpreted import Interpreted
 from jattn.kernels.pallas_gpu.mosaic_ops import FUNCTIONS, run
 from jattn.kernels.pallas_gpu.schedule import row_lists
+from tests.jattn.test_pallas_tpu import floats, results
 
 B, T, S, N, K, H = 1, 203, 150, 2, 1, 64
 SLOPES = jnp.asarray(np.float32([0.5, 0.1]))
 NEW = pytest.mark.skipif(jax.__version_info__ < OLDEST, reason="pallas_gpu needs a newer JAX")
 
 
-def floats(*shape, seed, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
-
-
 def qkv(length=T, dtype=jnp.bfloat16, head_dim=H):
-    return (floats(B, length, N, head_dim, seed=1, dtype=dtype), floats(B, S, K, head_dim, seed=2, dtype=dtype),
-            floats(B, S, K, head_dim, seed=3, dtype=dtype))  # fmt: skip
-
-
-def results(arrays, implementation, **options):
-    """``out``, ``lse`` and the gradients of a loss that both are part of."""
-    weight, lse_weight = (floats(*shape, seed=4, dtype=jnp.float32) for shape in (arrays[0].shape, (B, T, N)))
-
-    def loss(*arrays):
-        out, lse = jattn.dot_product_attention(*arrays, implementation=implementation, return_residual=True, **options)
-        seen = jnp.where(lse == -jnp.inf, 0.0, lse)
-        return (out.astype(jnp.float32) * weight).sum() + (seen * lse_weight).sum(), (out, lse)
-
-    (_, (out, lse)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
-    return [np.asarray(x, np.float64) for x in (out, lse, *gradients)]
+    sizes = (length, N), (S, K), (S, K)
+    return [floats(B, *size, head_dim, seed=seed, dtype=dtype) for seed, size in enumerate(sizes, 1)]
 
 
 def ids(length, seed):
@@ -57,20 +41,14 @@ def distant(score, b, h, q, kv):
 
 
 CASES = {
-    "causal, alibi, soft cap": {
-        "is_causal": True,
-        "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0)),
-    },
+    "causal, alibi, soft cap": {"is_causal": True, "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0))},
     "full": {},
     "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
     "window": {"local_window_size": (20, 3)},
-    "bias and mask arrays": {
-        "bias": floats(N, T, S, seed=6, dtype=jnp.float32),
-        "mask": np.random.default_rng(7).random((T, S)) > 0.5,
-    },
+    "bias and mask arrays": {"bias": floats(N, T, S, seed=6), "mask": np.random.default_rng(7).random((T, S)) > 0.5},
     "a function": {"mask": lambda b, h, q, kv: ((q - kv) % 4 == 0) & (kv <= q + h), "score_mod": distant},
     "positions": {"is_causal": True, "query_positions": np.arange(T) * 2 - 50},
-}
+}  # fmt: skip
 
 
 def assert_as_exact_as_dense(arrays, options):
@@ -100,16 +78,9 @@ def test_other_dtypes_and_head_dims(dtype, head_dim):
 FEW = {
     "one token, a cache": (1, {"key_value_seq_lengths": np.array([700, 1])}),
     "a function of the head": (2, {"mask": lambda b, h, q, kv: (kv + h) % 3 > b, "score_mod": distant}),
-    "causal, biases": (
-        3,
-        {
-            "is_causal": True,
-            "query_positions": np.arange(3) + 600,
-            "bias": floats(2, 1, 3, 900, seed=8, dtype=jnp.float32),
-            "score_mod": score_mods.SoftCap(3.0),
-        },
-    ),
-}
+    "causal, biases": (3, {"is_causal": True, "query_positions": np.arange(3) + 600, "bias": floats(2, 1, 3, 900, seed=8),
+        "score_mod": score_mods.SoftCap(3.0)}),
+}  # fmt: skip
 
 
 @NEW
@@ -118,16 +89,17 @@ FEW = {
 def test_few_queries_and_many_keys(name):
     """Several programs share the keys; query heads of one key head are rows of one block, if nothing tells them apart."""
     length, options = FEW[name]
-    query, (key, value) = floats(2, length, 2, H, seed=1), (np.array(floats(2, 900, 1, H, seed=n)) for n in (2, 3))
+    query, (key, value) = (
+        floats(2, length, 2, H, seed=1, dtype=jnp.bfloat16),
+        (np.array(floats(2, 900, 1, H, seed=n, dtype=jnp.bfloat16)) for n in (2, 3)),
+    )
     if "key_value_seq_lengths" in options:
         value[:, 720] = np.nan  # unseen, in a block that is seen in part
     arrays = np.asarray(query), key, value
     found, expected = (
-        jax.jit(
-            lambda *xs, how=how: jattn.dot_product_attention(*xs, implementation=how, return_residual=True, **options)
-        )(*xs)
+        jax.jit(lambda *xs, how=how: jattn.dot_product_attention(*xs, implementation=how, return_residual=True, **options))(*xs)
         for xs, how in ((arrays, Interpreted()), ([x.astype(np.float32) for x in arrays], "xla"))
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(np.asarray(found[0], np.float32), expected[0], rtol=0.02, atol=0.004)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
@@ -145,16 +117,9 @@ FOLDS = {
 @pytest.mark.parametrize("name", FOLDS)
 def test_statistics_are_blockwises(name):
     query, key, _ = qkv(S)
-    _, lse = jattn.dot_product_attention(
-        query,
-        key,
-        key,
-        return_residual=True,
-        **{k: v for k, v in FOLDS[name].items() if k not in ("tokens", "eligible")},
-    )
-    found, expected = (
-        statistics(query, key, lse=lse, implementation=how, **FOLDS[name]) for how in (Interpreted(), Blockwise())
-    )
+    options = {k: v for k, v in FOLDS[name].items() if k not in ("tokens", "eligible")}
+    _, lse = jattn.dot_product_attention(query, key, key, return_residual=True, **options)
+    found, expected = (statistics(query, key, lse=lse, implementation=how, **FOLDS[name]) for how in (Interpreted(), Blockwise()))  # fmt: skip
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
 
 
@@ -165,9 +130,7 @@ def test_nan_stays_in_the_rows_that_see_it():
     key[0, 40] = np.nan
     query, key = jnp.asarray(query, jnp.bfloat16), jnp.asarray(key, jnp.bfloat16)
     options = {"mask": masks.Segments(np.arange(S) // 40), "is_causal": True, "key_value_seq_lengths": np.array([140])}
-    out, lse = jattn.dot_product_attention(
-        query, key, key, implementation=Interpreted(), return_residual=True, **options
-    )
+    out, lse = jattn.dot_product_attention(query, key, key, implementation=Interpreted(), return_residual=True, **options)  # fmt: skip
     assert np.isnan(lse[0, 40:80]).all() and np.isfinite(np.delete(lse[0], np.s_[40:80], 0)).all()
     assert np.isnan(out[0, 40:80]).all() and np.isfinite(np.delete(out[0], np.s_[40:80], 0)).all()
     received = statistics(query, key, lse=lse, implementation=Interpreted(), names=["received"], **options)["received"]
@@ -202,9 +165,7 @@ def test_is_lowered_for_nvidia_gpus_alone():
 @NEW
 def test_one_head_with_a_traced_slope_is_lowered():
     x = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
-    attend = lambda slope: jattn.dot_product_attention(
-        x, x, x, score_mod=score_mods.Alibi(slope), implementation="pallas_gpu"
-    )
+    attend = lambda slope: jattn.dot_product_attention(x, x, x, score_mod=score_mods.Alibi(slope), implementation="pallas_gpu")  # fmt: skip
     assert "mosaic_gpu_v2" in jax.jit(attend).trace(SLOPES[:1]).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -218,7 +179,7 @@ def test_a_chip_that_is_not_a_hopper_is_refused_where_it_is_known(monkeypatch):
     def lower(chip):  # as for the device of a topology, which need not be there
         backend = SimpleNamespace(devices=lambda: [SimpleNamespace(compute_capability=chip)])
         monkeypatch.setattr(deferred, "_lowered_as", lambda module: lowered_as(module.replace(backend=backend)))
-        jax.jit(lambda q: attend(q)).trace(floats(1, 128, 1, 64, seed=1)).lower(lowering_platforms=("cuda",))
+        jax.jit(lambda q: attend(q)).trace(floats(1, 128, 1, 64, seed=1, dtype=jnp.bfloat16)).lower(lowering_platforms=("cuda",))  # fmt: skip
 
     lower("9.0")
     with pytest.raises(Unsupported, match=r"compute capability 9.0 \(H100, H200, GH200\), not 10.0"):
@@ -278,10 +239,7 @@ def test_the_lists_dealt_out():
     some = np.random.default_rng(0).random((2, 3, 7)) < np.array([0.2, 0.9])[:, None, None]
     for table in some, np.zeros_like(some):
         every = table & (np.random.default_rng(1).random(table.shape) < 0.5)
-        for lists in (
-            row_lists(table, every, False, 3),
-            jax.jit(row_lists, static_argnums=(2, 3))(table, every, False, 3),
-        ):
+        for lists in (row_lists(table, every, False, 3), jax.jit(row_lists, static_argnums=(2, 3))(table, every, False, 3)):  # fmt: skip
             entries, counts = (np.asarray(x).reshape(2, 3, 3, *x.shape[2:]) for x in lists)
             assert (counts >= 1).all() and (counts.max(2) - counts.min(2) <= 1).all()
             for b, i in np.ndindex(2, 3):

@@ -29,8 +29,8 @@ def floats(*shape, seed, dtype=jnp.float32):
 
 
 def qkv(dtype=jnp.float32):
-    return (floats(B, T, N, H, seed=1, dtype=dtype), floats(B, S, K, H, seed=2, dtype=dtype),
-            floats(B, S, K, D, seed=3, dtype=dtype))  # fmt: skip
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, D)
+    return [floats(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes, 1)]
 
 
 def results(arrays, implementation, **options):
@@ -62,9 +62,7 @@ def test_in_place_changes_no_bit(name):
     (N, K, D), options = IN_PLACE[name]
     shapes = (B, T, N, 128), (B, S, K, 128), (B, S, K, D)
     arrays = [floats(*shape, seed=n, dtype=jnp.bfloat16) for n, shape in enumerate(shapes)]
-    copied, in_place = (
-        results(arrays, PallasTPU((128, 128), interpret=True, in_place=both), **options) for both in (False, True)
-    )
+    copied, in_place = (results(arrays, PallasTPU((128, 128), interpret=True, in_place=both), **options) for both in (False, True))  # fmt: skip
     for ours, expected in zip(in_place, copied, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
@@ -88,10 +86,7 @@ def ids(length, seed):
 
 
 CASES = {
-    "causal, alibi, soft cap": {
-        "is_causal": True,
-        "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0)),
-    },
+    "causal, alibi, soft cap": {"is_causal": True, "score_mod": score_mods.then(score_mods.Alibi(SLOPES), score_mods.SoftCap(3.0))},
     "lengths, one of them 0": {"key_value_seq_lengths": jnp.array([150, 0])},
     "full": {},
     "segments and causal": {"mask": masks.Segments(ids(T, 0), ids(S, 1)) & masks.Causal()},
@@ -99,34 +94,29 @@ CASES = {
     "bias and mask arrays": {"bias": floats(N, T, S, seed=6), "mask": floats(B, 1, T, S, seed=7) > 0},
     "bias of keys, mask of queries": {"bias": floats(S, seed=6), "mask": floats(T, 1, seed=7) > 0},
     "positions": {"mask": lambda b, h, q, kv: (kv <= q + h) & (b == 0), "query_positions": jnp.arange(T) * 2 - 50},
-}
+}  # fmt: skip
+
+
+def assert_dense(kernel, name):
+    for ours, dense in zip(*(results(qkv(), by, **CASES[name]) for by in (kernel, "xla")), strict=True):
+        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow_except("lengths, one of them 0")
 @pytest.mark.parametrize("name", CASES)
 def test_several_blocks(name):
-    for ours, dense in zip(
-        results(qkv(), SMALL_BLOCKS, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True
-    ):
-        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+    assert_dense(SMALL_BLOCKS, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        ("causal, alibi, soft cap", 384),  # 3 times 128 queries: two at once and one
-        ("full", 512),  # twice 256
-        ("lengths, one of them 0", 512),
-        ("bias and mask arrays", 512),
-        ("positions", 512),
-        ("bias of keys, mask of queries", 384),
-    ],
-)
+    [("causal, alibi, soft cap", 384),  # 3 times 128 queries: two at once and one
+     ("full", 512),  # twice 256
+     ("lengths, one of them 0", 512), ("bias and mask arrays", 512), ("positions", 512), ("bias of keys, mask of queries", 384)],
+)  # fmt: skip
 def test_several_tiles_of_one_block(name, rows):
-    tiles = PallasTPU((rows, 256), interpret=True)
-    for ours, dense in zip(results(qkv(), tiles, **CASES[name]), results(qkv(), "xla", **CASES[name]), strict=True):
-        np.testing.assert_allclose(ours, dense, rtol=0, atol=2e-5)
+    assert_dense(PallasTPU((rows, 256), interpret=True), name)
 
 
 @pytest.mark.slow
@@ -190,9 +180,7 @@ def test_is_lowered_for_tpus_alone():
     x = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)  # loops of more than one step
 
     def attend(q):
-        return (
-            jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_tpu").astype(jnp.float32).sum()
-        )
+        return jattn.dot_product_attention(q, x, x, is_causal=True, implementation="pallas_tpu").astype(jnp.float32).sum()  # fmt: skip
 
     for x64 in (False, True):
         with jax.enable_x64(x64):

@@ -14,13 +14,10 @@ from jattn.heads import statistics
 from jattn.kernels import Reduction, Unsupported
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.pallas_tpu import LONGEST, PallasTPU
+from tests.jattn.test_pallas_tpu import floats
 
 B, T, N, K, H = 2, 300, 2, 1, 16
 KERNEL = PallasTPU((128, 256), interpret=True)  # several blocks, and blocks of several tiles
-
-
-def floats(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
 
 
 def heads(T=T, S=T, dtype=jnp.float32):
@@ -69,9 +66,7 @@ def test_each_statistic_alone():
 def test_bfloat16():
     query, key = heads(dtype=jnp.bfloat16)
     lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1]
-    found, expected = (
-        statistics(query, key, implementation=how, is_causal=True, lse=lse) for how in (KERNEL, Blockwise())
-    )
+    found, expected = (statistics(query, key, implementation=how, is_causal=True, lse=lse) for how in (KERNEL, Blockwise()))  # fmt: skip
     assert_same(found, expected, 1e-4)  # the same products of bfloat16; sums in float32
 
 
@@ -88,9 +83,8 @@ def test_an_lse_of_another_dtype_and_tokens_of_64_bits():
     query, key = heads()
     lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1].astype(jnp.bfloat16)
     found, expected = (
-        statistics(query, key, lse=lse, is_causal=True, implementation=how, names=["entropy"])
-        for how in (KERNEL, Blockwise())
-    )
+        statistics(query, key, lse=lse, is_causal=True, implementation=how, names=["entropy"]) for how in (KERNEL, Blockwise())
+    )  # fmt: skip
     assert found["entropy"].dtype == expected["entropy"].dtype == jnp.float32
     assert_same(found, expected)
     with jax.enable_x64(True):
@@ -170,9 +164,7 @@ def test_refuses_what_does_not_fit():
 
     def of(*names):
         how = PallasTPU(interpret=True)
-        return jax.eval_shape(
-            lambda q, k, lse: statistics(q, k, lse=lse, names=names, implementation=how), long, long, lse
-        )
+        return jax.eval_shape(lambda q, k, lse: statistics(q, k, lse=lse, names=names, implementation=how), long, long, lse)  # fmt: skip
 
     with pytest.raises(Unsupported, match=f"sums by key or by offset take T \\+ S up to {LONGEST}"):
         of("received")

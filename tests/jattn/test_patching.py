@@ -1,6 +1,7 @@
 """Patching, groups, logit attribution and top queries: on an induction model set by hand, and against NumPy."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -16,6 +17,7 @@ import jattn.nnx
 from jattn import heads, interop
 from jattn.multi_head import project
 from tests import reference
+from tests.reference import looks
 
 # An attention-only model of two layers that completes "A B ... A" with B. Its residual stream is, one-hot, the token,
 # the position, the token before (written by layer 0, head 0) and the prediction (written by layer 1, head 0). Heads 0
@@ -132,22 +134,18 @@ def position(x, positions):
 
 def in_numpy(layers, x, what="", cell=(-1,), source=()):
     """The last stream ``[B,T,M]`` in float64, with the cell ``(layer, head, position)`` taken from ``source``."""
-    for i, layer in enumerate(layers):
-        query, key, value = (np.einsum("btm,mnh->btnh", x, layer[name]) for name in ("query", "key", "value"))
-        query, key = (a * (1 + 0.1 * np.arange(a.shape[1])[:, None, None]) for a in (query, key))
-        here = None if cell[0] != i else (slice(None), cell[2], cell[1])
-        for name, array in (("q", query), ("k", key), ("v", value)):
-            if here is not None and what == name:
-                array[here] = source[i][{"q": "query", "k": "key", "v": "value"}[name]][here]
-        weights = weights_of(query, key)
-        if here is not None and what == "pattern":
-            other = weights_of(source[i]["query"], source[i]["key"])
-            weights[:, cell[1], cell[2]] = other[:, cell[1], cell[2]]
-        z = np.einsum("bnts,bsnd->btnd", weights, value.repeat(2, 2))
-        if here is not None and what == "z":
-            z[here] = source[i]["z"][here]
-        x = x + np.einsum("btnd,ndm->btm", z, layer["out"])
-    return x
+
+    def hook(i, name, x):
+        x = x * (1 + 0.1 * np.arange(x.shape[1])[:, None, None]) if name in "qk" else x
+        if (i, name) == (cell[0], what):
+            at = cell[1:] if what == "pattern" else cell[:0:-1]
+            there = source[i].get(looks.NAMES.get(what, what))
+            x[:, *at] = (weights_of(source[i]["query"], source[i]["key"]) if there is None else there)[:, *at]
+        return x
+
+    look = SimpleNamespace(sizes=(len(layers), *x.shape[:2], N, K, layers[0]["query"].shape[-1], 0, 0), causal=True)
+    arrays = {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+    return looks.Model(look, arrays | {"x": x, "other": x}).run(hook=hook)[0]
 
 
 def weights_of(query, key):

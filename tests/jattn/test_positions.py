@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jattn.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling, sinusoidal
+from tests import reference
+from tests.reference.models import frequencies
 
 
 @pytest.mark.parametrize("dim", [6, 7])
@@ -20,23 +22,14 @@ def test_sinusoidal(dim):
         sinusoidal(3, 0)
 
 
-def turned(x, position, base, dim):
-    """One head at one position, rotated with complex numbers."""
-    half = dim // 2
-    z = x[:half] + 1j * x[half:dim]
-    z = z * np.exp(1j * position * base ** (-2.0 * np.arange(half) / dim))
-    return np.concatenate([z.real, z.imag, x[dim:]])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fraction, dim", [(1.0, 12), (0.5, 6), (0.34, 4)])
 def test_rotary(getkey, fraction, dim):
     x = jax.random.normal(getkey(), (2, 5, 3, 12))
     positions = jnp.array([[0, 1, 2, 3, 4], [7, 100, 5, 0, 1]])
     got = Rotary(base=100.0, fraction=fraction)(x, positions)
-    for b, t, n in np.ndindex(2, 5, 3):
-        expected = turned(np.asarray(x[b, t, n], np.float64), int(positions[b, t]), 100.0, dim)
-        np.testing.assert_allclose(got[b, t, n], expected, atol=2e-5)
+    angles = np.asarray(positions)[..., None, None] * 100.0 ** (-np.arange(0, dim, 2) / dim)
+    np.testing.assert_allclose(got, reference.rotate(np.asarray(x, np.float64), angles), atol=2e-5)
     rotary = Rotary(100.0, fraction)
     np.testing.assert_array_equal(rotary(x, positions[1])[0], rotary(x[:1], positions[1:])[0])
 
@@ -59,15 +52,11 @@ def test_scalings():
     np.testing.assert_allclose(plain, 500000.0 ** (-np.arange(64) / 64))
     linear, _ = Rotary(500000.0, scaling=LinearScaling(4.0)).frequencies(128)
     np.testing.assert_allclose(linear, plain / 4)
-    # Llama 3.1, by wavelength as in its published code: below 8192/4 kept, above 8192 divided, blended between
+    # Llama 3.1: wavelengths below 8192/4 kept, above 8192 divided, blended between
     llama, _ = Rotary(500000.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)).frequencies(128)
-    for got, frequency in zip(llama, plain, strict=True):
-        wave = 2 * np.pi / frequency
-        smooth = (8192 / wave - 1) / (4 - 1)
-        expected = frequency if wave < 2048 else frequency / 8
-        if 2048 <= wave <= 8192:
-            expected = (1 - smooth) * frequency / 8 + smooth * frequency
-        np.testing.assert_allclose(got, expected)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"} | scaling}
+    np.testing.assert_allclose(llama, frequencies(config, 128))
     assert len({*np.flatnonzero(llama == plain)}) > 20 and np.sum(np.isclose(llama, plain / 8)) > 20
 
 

@@ -129,10 +129,7 @@ def test_what_models_sow_is_read():
     variables = linens.init(jax.random.key(0), x)
     _, by_linen = linens.apply(variables, x, sow_heads=True, mutable=["intermediates"])
     _, weights = linens.apply(variables, x, sow_weights=True, mutable=["intermediates"])
-    pairs = [
-        (sown_by(ours, x, sow_heads=True), sown_by(ours, x, sow_weights=True)),
-        (by_linen["intermediates"], weights["intermediates"]),
-    ]
+    pairs = [(sown_by(ours, x, sow_heads=True), sown_by(ours, x, sow_weights=True)), (by_linen["intermediates"], weights["intermediates"])]  # fmt: skip
     for sown, expected in pairs:
         dense_weights = np.concatenate([np.asarray(one) for one in heads.collect(expected, "attention_weights")], 1)
         for form in (sown, heads.collect(sown), expected):

@@ -12,12 +12,12 @@ import jattn
 from jattn import heads, masks
 from jattn._core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
-from jattn.sharding import Ring, from_zigzag, ring_blocks, to_zigzag
+from jattn.sharding import Ring, SplitKeys, Ulysses, from_zigzag, ring_blocks, to_zigzag
 from jattn.testing import Case
 from jattn.testing._check import run, values_and_gradients
 from jattn.testing._reference import inputs
 from tests.jattn.test_backward import check_against_dense
-from tests.ring_cases import CASES, expected, in_a_ring, largest_error, mesh_of, numbers
+from tests.ring_cases import CASES, assert_close, check_statistics, expected, in_a_ring, largest_error, mesh_of, numbers
 
 P = 4
 
@@ -35,31 +35,22 @@ def test_values_are_those_of_one_device(name):
     assert largest_error(found, wanted) <= 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one key head", "cross, causal, bottom-right by positions", "window far away: a ring with gaps",
-        "nobody sees anything", "lengths, one of them 0", "lengths, and positions that are not the slots'", "bias", "sinks", "alibi, then a soft cap", "dropout",
-        "logits of +-1e4",
-    ],
-)  # fmt: skip
-def test_gradients_are_those_of_one_device(name):
-    row = numbers(name, P, "contiguous" if list(CASES).index(name) % 2 else "zigzag")
-    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+CAPTURING = "function that captures a table"
+WITH_GRADIENTS = [
+    "one key head", "cross, causal, bottom-right by positions", "window far away: a ring with gaps", "nobody sees anything", "lengths, one of them 0",
+    "lengths, and positions that are not the slots'", "bias", "sinks", "alibi, then a soft cap", "dropout", "logits of +-1e4",
+]  # fmt: skip
+ANY_RING = [  # case, number of devices, layout, what each hop runs
+    *((name, P, "contiguous" if list(CASES).index(name) % 2 else "zigzag", None) for name in WITH_GRADIENTS),
+    (CAPTURING, 1, "zigzag", None), (CAPTURING, 2, "contiguous", None), (CAPTURING, 8, "zigzag", None),
+    ("causal window", 2, "zigzag", Blockwise((3, 3))), ("lengths, one of them 0", 2, "zigzag", Blockwise((3, 3))),  # blocks that divide nothing
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, layout", [(1, "zigzag"), (2, "contiguous"), (8, "zigzag")])
-def test_with_any_number_of_devices(devices, layout):
-    row = numbers("function that captures a table", devices, layout)
-    assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal window", "lengths, one of them 0"])
-def test_in_blocks_that_divide_nothing(name):
-    row = numbers(name, 2, "zigzag", Blockwise((3, 3)))
+@pytest.mark.parametrize("name, devices, layout, hops", ANY_RING)
+def test_gradients_are_those_of_one_device(name, devices, layout, hops):
+    row = numbers(name, devices, layout, hops)
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
@@ -75,14 +66,15 @@ def test_the_comparison_is_not_a_dummy():
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_good_as_on_one_device():
+@pytest.mark.parametrize("how, one", [(Ring(mesh_of(P), "sequence"), "blockwise"), (SplitKeys(mesh_of(8), "sequence"), "xla")])  # fmt: skip
+def test_bfloat16_is_as_good_as_on_one_device(how, one):
+    """Also where the parts are merged in float32."""
     (exact, _), _ = expected("causal")
     case, arrays = CASES["causal"].of(jnp.bfloat16), inputs(CASES["causal"])
-    here, there = (run(case, how, arrays)[0] for how in ("blockwise", Ring(mesh_of(P), "sequence")))
+    here, there = (run(case, x, arrays)[0] for x in (one, how))
     assert there.dtype == jnp.bfloat16
-    assert (
-        largest_error(there.astype(jnp.float32), exact) <= 1.5 * largest_error(here.astype(jnp.float32), exact) <= 0.03
-    )
+    here, there = (largest_error(x.astype(jnp.float32), exact) for x in (here, there))
+    assert there <= 1.5 * here <= 0.03
 
 
 @pytest.mark.slow
@@ -97,15 +89,13 @@ def test_sequences_heads_and_length_at_once(kinds):
     mesh = jax.make_mesh((2, 2, 2), ("data", "heads", "sequence"), (kinds,) * 3)
     lies = NamedSharding(mesh, PartitionSpec("data", "sequence", "heads"))
     axes = {} if kinds == AxisType.Explicit else {"batch_axis": "data", "head_axis": "heads"}
-    case = CASES["function that captures a table"]
+    case = CASES[CAPTURING]
     given = inputs(case)
     placed = {name: jax.device_put(x, lies) if x.ndim == 4 else jnp.asarray(x) for name, x in given.items()}
     how = Ring(mesh, "sequence", **axes)
     compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x)).lower(placed).compile()
     results, gradients = compiled(placed)
-    wanted, wanted_gradients = expected("function that captures a table")
-    assert largest_error(results, wanted) <= 1e-5
-    assert largest_error(gradients, {name: wanted_gradients[name] for name in gradients}) <= 1e-4
+    assert_close((results, gradients), CAPTURING)
     assert results[0].sharding.is_equivalent_to(lies, 4) and gradients["key"].sharding.is_equivalent_to(lies, 4)
     text = compiled.as_text()
     assert "collective-permute" in text and "all-gather" not in text
@@ -115,14 +105,9 @@ def test_sequences_heads_and_length_at_once(kinds):
 def test_key_heads_that_all_devices_have():
     """Two key heads on four devices along the head axis: each has both and uses one, and their gradients are summed."""
     mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
-    case = CASES["function that captures a table"]
+    case = CASES[CAPTURING]
     how = Ring(mesh, "sequence", head_axis="heads")
-    found = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x))(inputs(case))
-    wanted = expected("function that captures a table")
-    assert (
-        largest_error(found[0], wanted[0]) <= 1e-5
-        and largest_error(found[1], {name: wanted[1][name] for name in found[1]}) <= 1e-4
-    )
+    assert_close(jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x))(inputs(case)), CAPTURING)
 
 
 def lowered(devices, layout, length, N=4, hops=None, **options):
@@ -173,9 +158,7 @@ def test_keys_travel_as_far_as_somebody_sees_them():
 
 @pytest.mark.parametrize("devices", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_zigzag_gives_all_devices_the_same_causal_work(devices):
-    zigzag, contiguous = (
-        ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous")
-    )
+    zigzag, contiguous = (ring_blocks(masks.Causal(), 32768, 32768, devices=devices, layout=layout) for layout in ("zigzag", "contiguous"))  # fmt: skip
     assert zigzag.sum() <= contiguous.sum()
     assert zigzag.sum(1).max() <= 1.1 * zigzag.sum(1).mean() and zigzag.max(0).sum() <= 1.1 * zigzag.sum(1).mean()
     assert contiguous.sum(1).max() > 1.4 * contiguous.sum(1).mean()
@@ -208,30 +191,10 @@ def test_zigzag_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)]
-)
+@pytest.mark.parametrize("layout, kinds", [("contiguous", AxisType.Auto), ("zigzag", AxisType.Auto), ("zigzag", AxisType.Explicit)])  # fmt: skip
 def test_statistics_are_those_of_one_device(layout, kinds):
-    mesh = jax.make_mesh((2, 2), ("heads", "sequence"), (kinds,) * 2)
-    turn = to_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
-    back = from_zigzag if layout == "zigzag" else lambda x, devices, axis=1: x
-    rng = np.random.default_rng(3)
-    query, key = (jnp.asarray(rng.normal(size=(2, 16, n, 6)), jnp.float32) for n in (4, 2))
-    tokens, eligible = jnp.asarray(rng.integers(0, 5, (2, 16))), jnp.arange(16)[None] < jnp.array([[13], [16]])
-    options = {"is_causal": True, "key_value_seq_lengths": np.array([11, 16])}
-    wanted = heads.statistics(query, key, tokens=tokens, eligible=eligible, **options)
-    lies = NamedSharding(mesh, PartitionSpec(None, "sequence", "heads"))
-    how = Ring(mesh, "sequence", head_axis="heads", layout=layout)
-
-    @jax.jit
-    def in_ring(query, key, tokens, eligible):
-        return heads.statistics(query, key, tokens=tokens, eligible=eligible, implementation=how, **options)
-
-    given = [turn(x, 2) for x in (query, key, tokens, eligible)]
-    found = in_ring(*(jax.device_put(x, lies) for x in given[:2]), *given[2:])
-    found["received"] = back(np.asarray(found["received"]), 2, axis=2)
-    assert set(found) == set(wanted)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), found, wanted)
+    how = Ring(jax.make_mesh((2, 2), ("heads", "sequence"), (kinds,) * 2), "sequence", head_axis="heads", layout=layout)
+    check_statistics(how, PartitionSpec(None, "sequence", "heads"), 2, 2)
 
 
 @pytest.mark.slow
@@ -261,9 +224,7 @@ def test_a_layer_looks_at_itself_in_a_ring():
     how = Ring(mesh_of(2), "sequence")
     wanted, statistics = jattn.multi_head_attention(params, x, return_statistics=["entropy"], **options)
     plain = jax.jit(lambda x: jattn.multi_head_attention(params, x, implementation=how, **options))(x)
-    y, found = jax.jit(
-        lambda x: jattn.multi_head_attention(params, x, implementation=how, return_statistics=["entropy"], **options)
-    )(x)
+    y, found = jax.jit(lambda x: jattn.multi_head_attention(params, x, implementation=how, return_statistics=["entropy"], **options))(x)  # fmt: skip
     np.testing.assert_allclose(y, wanted, atol=1e-6)
     np.testing.assert_array_equal(y, plain)
     np.testing.assert_allclose(found["entropy"], statistics["entropy"], atol=1e-6)
@@ -280,8 +241,9 @@ def test_what_nobody_sees_may_be_nan():
     jax.tree.map(np.testing.assert_array_equal, compiled(clean), compiled(dirty))
 
 
-def test_no_queries_no_keys():
-    how = Ring(mesh_of(2), "sequence")
+@pytest.mark.parametrize("kind", [Ring, Ulysses])
+def test_no_queries_no_keys(kind):
+    how = kind(mesh_of(2), "sequence")
     full, none = jnp.ones((2, 4, 2, 3)), jnp.ones((2, 0, 2, 3))
     assert jattn.dot_product_attention(none, full, full, implementation=how).shape == (2, 0, 2, 3)
     out, lse = jattn.dot_product_attention(full, none, none, implementation=how, return_residual=True)

@@ -111,9 +111,7 @@ def test_a_perfect_induction_head_scores_1_and_not_a_half():
     assert result["support"]["induction"].tolist() == [n]
 
 
-@pytest.mark.parametrize(
-    "shift, pattern", [pytest.param(0, "duplicate_token", marks=pytest.mark.slow), (1, "induction")]
-)
+@pytest.mark.parametrize("shift, pattern", [pytest.param(0, "duplicate_token", marks=pytest.mark.slow), (1, "induction")])  # fmt: skip
 def test_induction_is_not_off_by_one(shift, pattern):
     """It attends to the token *after* the earlier occurrence; a duplicate-token head, to the occurrence itself."""
     n = 12

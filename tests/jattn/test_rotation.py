@@ -24,17 +24,14 @@ def args_of(length, **options):
     return make_args(*(np.zeros((1, length, 1, 4), np.float32),) * 3, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": True},
-        {"local_window_size": (5, 0)},
-        {"local_window_size": (9, 3)},
-        {"mask": masks.Causal() & ~masks.SlidingWindow(2, 2)},
-        {"mask": masks.Causal() | masks.SlidingWindow(0, 4)},
-        {},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"is_causal": True},
+    {"local_window_size": (5, 0)},
+    {"local_window_size": (9, 3)},
+    {"mask": masks.Causal() & ~masks.SlidingWindow(2, 2)},
+    {"mask": masks.Causal() | masks.SlidingWindow(0, 4)},
+    {},
+])  # fmt: skip
 def test_what_a_chunk_sees_by_distance_is_what_its_pairs_are(options):
     length, chunks = 32, 8
     args, i = args_of(length, **options), np.arange(length)
@@ -58,20 +55,17 @@ def test_what_a_chunk_sees_by_distance_is_what_its_pairs_are(options):
         assert found == (NOTHING,) * 7 + (SOMETHING,) + (EVERYTHING,) * 7
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mask": masks.Prefix(3)},
-        {"mask": masks.Causal() & masks.Segments(np.arange(16))},
-        {"mask": lambda b, h, q, kv: q >= kv},
-        {"mask": np.ones((16, 16), bool)},
-        {"is_causal": True, "key_value_seq_lengths": np.array([9])},
-        {"is_causal": True, "query_positions": np.arange(16)},
-        {"is_causal": True, "score_mod": score_mods.Alibi(np.ones(1, np.float32))},
-        {"is_causal": True, "bias": np.zeros((16, 16), np.float32)},
-        {"is_causal": True, "dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"mask": masks.Prefix(3)},
+    {"mask": masks.Causal() & masks.Segments(np.arange(16))},
+    {"mask": lambda b, h, q, kv: q >= kv},
+    {"mask": np.ones((16, 16), bool)},
+    {"is_causal": True, "key_value_seq_lengths": np.array([9])},
+    {"is_causal": True, "query_positions": np.arange(16)},
+    {"is_causal": True, "score_mod": score_mods.Alibi(np.ones(1, np.float32))},
+    {"is_causal": True, "bias": np.zeros((16, 16), np.float32)},
+    {"is_causal": True, "dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+])  # fmt: skip
 def test_what_depends_on_more_than_the_distance_is_left_to_positions(options):
     assert seen_by_distance(args_of(16, **options), 4) is None
 
@@ -167,9 +161,7 @@ def test_second_derivatives_are_those_of_one_device():
         ahead = jax.jvp(jax.grad(loss), (given,), (given,))[1]
         return ahead, jax.grad(lambda x: jax.jvp(loss, (x,), (given,))[1])(given)
 
-    (found, back), (wanted, _) = (
-        jax.jit(lambda how=how: second(how))() for how in (Ring(mesh_of(2), "sequence"), "xla")
-    )
+    (found, back), (wanted, _) = (jax.jit(lambda how=how: second(how))() for how in (Ring(mesh_of(2), "sequence"), "xla"))  # fmt: skip
     assert largest_error(found, wanted) <= 1e-4 and largest_error(back, wanted) <= 1e-4
 
 
@@ -216,11 +208,9 @@ def test_each_hop_runs_the_kernel_of_its_platform():
         assert largest_error(results[0][1], wanted[0][1]) <= 1e-5 and largest_error(results[1], wanted[1]) <= 1e-4
     arrays = [jnp.ones((1, LONG["length"], n, 128)) for n in (4, 2, 2)]
     texts = [
-        jax.jit(lambda *x, one=one: jattn.dot_product_attention(*x, implementation=one, **options))
-        .lower(*arrays)
-        .as_text()
+        jax.jit(lambda *x, one=one: jattn.dot_product_attention(*x, implementation=one, **options)).lower(*arrays).as_text()
         for one in how.values()
-    ]
+    ]  # fmt: skip
     assert ["jattn_forward" in text for text in texts] == [True, False]
 
 
@@ -232,14 +222,11 @@ def test_a_kernel_that_cannot_do_the_call_says_so():
         jattn.dot_product_attention(x, x, x, mask=masks.Prefix(3), implementation=how)
 
 
-@pytest.mark.parametrize(
-    "given, error, match",
-    [
-        ({"implementation": 3}, TypeError, "implementation"),
-        ({"implementation": "flash"}, ValueError, "'flash'"),
-        ({"gradient_dtype": jnp.int8}, TypeError, "gradient_dtype must be floating, such as jnp.bfloat16, got int8"),
-    ],
-)
+@pytest.mark.parametrize("given, error, match", [
+    ({"implementation": 3}, TypeError, "implementation"),
+    ({"implementation": "flash"}, ValueError, "'flash'"),
+    ({"gradient_dtype": jnp.int8}, TypeError, "gradient_dtype must be floating, such as jnp.bfloat16, got int8"),
+])  # fmt: skip
 def test_errors(given, error, match):
     with pytest.raises(error, match=match):
         Ring(mesh_of(2), "sequence", **given)

@@ -10,6 +10,7 @@ import pytest
 from jattn import score_mods
 from jattn._mods.arrays import mod_semantics
 from jattn._mods.validation import check_fits
+from tests.reference import t5_bucket
 
 Q, KV = np.arange(150)[:, None], np.arange(170)[None, :]
 SCORE = np.random.default_rng(0).normal(size=(150, 170)).astype(np.float32)
@@ -35,24 +36,10 @@ def test_alibi():
 
 @pytest.mark.parametrize("bidirectional", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_relative_bias_buckets(bidirectional):
-    """T5's buckets, computed in Python for each offset, with 32 buckets and the default distance of 128."""
-
-    def bucket(offset):
-        buckets, first = 32, 0
-        if bidirectional:
-            buckets = 16
-            first, distance = (16 if offset > 0 else 0), abs(offset)
-        else:
-            distance = max(-offset, 0)
-        exact = buckets // 2
-        if distance < exact:
-            return first + distance
-        large = exact + int(np.log(distance / exact) / np.log(128 / exact) * (buckets - exact) + 1e-6)
-        return first + min(large, buckets - 1)
-
+    """T5's, with 32 buckets and the default distance of 128."""
     table = np.random.default_rng(1).normal(size=(32, 3)).astype(np.float32)
     mod = score_mods.RelativeBias(table, bidirectional=bidirectional)
-    expected = np.vectorize(bucket)(KV - Q)
+    expected = t5_bucket(KV - Q, 32, bidirectional, 128)
     # bucket 16 would be for keys after the query at distance 0, so T5 never uses it
     assert len(np.unique(expected)) == (31 if bidirectional else 32)
     np.testing.assert_array_equal(jax.jit(mod.bucket)(KV - Q), expected)

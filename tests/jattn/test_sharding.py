@@ -74,9 +74,7 @@ SLOPES = jnp.asarray(alibi_slopes(N))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, implementation", [(KINDS[0], "xla"), (KINDS[0], "blockwise"), (KINDS[1], "xla"), (KINDS[1], "blockwise")]
-)
+@pytest.mark.parametrize("kind, implementation", [(KINDS[0], "xla"), (KINDS[0], "blockwise"), (KINDS[1], "xla"), (KINDS[1], "blockwise")])  # fmt: skip
 @pytest.mark.parametrize("K", [8, 4, 2])
 def test_plain_sharded_arrays_just_work(kind, implementation, K):
     mesh, qkv = mesh_of(kind), arrays(K)
@@ -367,9 +365,7 @@ def test_weights_on_several_devices():
     order = np.asarray(to_zigzag(jnp.arange(8), 2, axis=0))
     _, seen = jattn.multi_head_attention(params, x[:, order], is_causal=True, implementation=ring, return_heads=True)
     slots = np.array([1, 6])
-    few = jattn.attention_weights(
-        seen["query"][:, slots], seen["key"], is_causal=True, query_positions=order[slots], kv_positions=order
-    )
+    few = jattn.attention_weights(seen["query"][:, slots], seen["key"], is_causal=True, query_positions=order[slots], kv_positions=order)  # fmt: skip
     close(few, weights[:, :, order[slots]][..., order])
 
 

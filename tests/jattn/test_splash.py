@@ -54,9 +54,7 @@ def assert_same(got, expected, tolerance=1e-5):
     for x, y, name in zip(got, expected, ("out", "lse", "query", "key", "value"), strict=False):
         assert not np.isnan(x).any(), name
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
-        np.testing.assert_allclose(
-            x, y, rtol=0, atol=tolerance * np.abs(y[np.isfinite(y)]).max(initial=1), err_msg=name
-        )
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y[np.isfinite(y)]).max(initial=1), err_msg=name)  # fmt: skip
 
 
 IDS = np.sort(np.random.default_rng(1).integers(0, 3, (1, 300)), axis=1)
@@ -67,25 +65,16 @@ BLOCKS = {
     "causal, T > S, one kv head": ({"is_causal": True}, {"T": 300, "S": 140, "K": 1}),
     "window, its grid shrunk": ({"local_window_size": (30, 5)}, {"T": 390, "S": 390}),
     "prefix language model": ({"mask": masks.Causal() | masks.Prefix(150)}, {"T": 270, "S": 270}),
-    "window without a prefix: rows that see nothing": (
-        {"mask": masks.SlidingWindow(9, 1) & ~masks.Prefix(140)}, {"T": 270, "S": 270},
-    ),
+    "window without a prefix: rows that see nothing": ({"mask": masks.SlidingWindow(9, 1) & ~masks.Prefix(140)}, {"T": 270, "S": 270}),
     "segments and causal": ({"mask": masks.Segments(IDS) & masks.Causal()}, {"T": 300, "S": 300}),
-    "segments shared by two sequences, keys of their own": (
-        {"mask": masks.Segments(IDS[0, :140], IDS[0])}, {"B": 2, "T": 140, "S": 300},
-    ),
+    "segments shared by two sequences, keys of their own": ({"mask": masks.Segments(IDS[0, :140], IDS[0])}, {"B": 2, "T": 140, "S": 300}),
     "segments with ids at both ends of int32, and lengths": (
         {"mask": masks.Segments(np.array([-(2**31), 2**31 - 2, 2**31 - 1])[IDS]), "key_value_seq_lengths": np.array([200]), "query_seq_lengths": np.array([290])},
-        {"T": 300, "S": 300},
-    ),
+        {"T": 300, "S": 300}),
     "two segments": ({"mask": masks.Segments(IDS) & masks.Segments(IDS[0] % 2)}, {"T": 300, "S": 300}),
-    "both lengths and causal": (
-        {"is_causal": True, "query_seq_lengths": np.array([100, 140]), "key_value_seq_lengths": np.array([131, 0])},
-        {"B": 2, "T": 140, "S": 270},
-    ),
-    "padding and lengths": (
-        {"mask": masks.Padding(np.array([100])), "key_value_seq_lengths": np.array([129, 70])}, {"B": 2, "S": 140},
-    ),
+    "both lengths and causal": ({"is_causal": True, "query_seq_lengths": np.array([100, 140]), "key_value_seq_lengths": np.array([131, 0])},
+        {"B": 2, "T": 140, "S": 270}),
+    "padding and lengths": ({"mask": masks.Padding(np.array([100])), "key_value_seq_lengths": np.array([129, 70])}, {"B": 2, "S": 140}),
     "table by head, grouped": ({"mask": masks.Dense(BY_HEAD)}, {"S": 260, "N": 4}),
     "function of the head": ({"mask": lambda b, h, q, kv: (q - kv) % (h + 5) == 0}, {"S": 260, "K": 1}),
     "soft cap": ({"score_mod": score_mods.SoftCap(0.7), "scale": 2.0}, {"T": 140}),
@@ -106,22 +95,15 @@ def test_values_lse_and_gradients_of_several_blocks(name):
     assert blind.any() == (name in BLIND)
 
 
-BLIND = {
-    "window without a prefix: rows that see nothing", "segments with ids at both ends of int32, and lengths",
-    "both lengths and causal",
-}  # fmt: skip
+BLIND = {"window without a prefix: rows that see nothing", "segments with ids at both ends of int32, and lengths", "both lengths and causal"}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": True},  # the keys from 140 on
-        {"is_causal": True, "query_seq_lengths": np.array([100])},
-        {"mask": masks.Causal() & masks.Segments(np.arange(140) // 70, np.arange(300) // 70 + 1)},
-    ],
-    ids=["static", "lengths", "segments"],
-)
+@pytest.mark.parametrize("options", [
+    {"is_causal": True},  # the keys from 140 on
+    {"is_causal": True, "query_seq_lengths": np.array([100])},
+    {"mask": masks.Causal() & masks.Segments(np.arange(140) // 70, np.arange(300) // 70 + 1)},
+], ids=["static", "lengths", "segments"])  # fmt: skip
 def test_what_nobody_sees_may_be_nan(options):
     query, key, value = qkv(T=140, S=300)
     seen = np.asarray(jattn.attention_weights(query, key, **options) > 0)
@@ -130,9 +112,7 @@ def test_what_nobody_sees_may_be_nan(options):
     fill = lambda x, kept: jnp.where(jnp.asarray(kept)[None, :, None, None], x, np.nan)
     given = fill(query, queries), fill(key, keys), fill(value, keys)
     clean = results((query, key, value), INTERPRETED, **options)
-    for got, expected, kept in zip(
-        results(given, INTERPRETED, **options), clean, [queries] * 3 + [keys] * 2, strict=True
-    ):
+    for got, expected, kept in zip(results(given, INTERPRETED, **options), clean, [queries] * 3 + [keys] * 2, strict=True):  # fmt: skip
         np.testing.assert_array_equal(got, expected)
         assert not np.asarray(got)[:, ~kept][np.isfinite(np.asarray(got)[:, ~kept])].any()
 
@@ -154,9 +134,7 @@ def test_no_visible_pair_at_all():
 @pytest.mark.slow
 def test_the_cotangent_of_the_lse_alone():
     arrays = qkv(T=140, S=260, K=1)
-    gradient = lambda by: jax.jit(
-        jax.grad(lambda *x: jnp.sum(attend(*x, implementation=by, is_causal=True)[1] ** 2), (0, 1, 2))
-    )(*arrays)
+    gradient = lambda by: jax.jit(jax.grad(lambda *x: jnp.sum(attend(*x, implementation=by, is_causal=True)[1] ** 2), (0, 1, 2)))(*arrays)  # fmt: skip
     got, expected = gradient(INTERPRETED), gradient("xla")
     assert_same(got, expected)
     assert np.asarray(got[0]).any() and not np.asarray(got[2]).any()
@@ -179,9 +157,7 @@ def test_forward_mode_and_products_with_the_hessian():
 @pytest.mark.slow
 def test_the_cotangent_of_a_traced_scale():
     arrays = qkv()
-    gradient = lambda by: jax.jit(
-        jax.grad(lambda scale: loss(*attend(*arrays, implementation=by, is_causal=True, scale=scale)))
-    )(0.3)
+    gradient = lambda by: jax.jit(jax.grad(lambda scale: loss(*attend(*arrays, implementation=by, is_causal=True, scale=scale))))(0.3)  # fmt: skip
     np.testing.assert_allclose(gradient(INTERPRETED), gradient("xla"), rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""``jattn.heads.statistics``, also as sown by the modules, against plain loops over the weights in float64."""
+"""``jattn.heads.statistics``, also as sown by the modules, against the weights in float64."""
 
 import functools
 
@@ -14,71 +14,33 @@ import jattn.nnx
 from jattn import heads, masks
 from jattn.kernels.blockwise import Blockwise
 from tests import reference
+from tests.reference import definitions
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
+FEW = "few, and no head of odd number"
 SEES = {
-    "all": lambda b, h, q, kv: True,
+    "all": lambda b, h, q, kv: np.True_,
     "causal": lambda b, h, q, kv: kv <= q,
-    "window": lambda b, h, q, kv: q - 2 <= kv <= q + 1,
-    "few, and no head of odd number": lambda b, h, q, kv: h % 2 == 0 and (q + kv + b) % 3 == 0,
+    "window": lambda b, h, q, kv: (q - 2 <= kv) & (kv <= q + 1),
+    FEW: lambda b, h, q, kv: (h % 2 == 0) & ((q + kv + b) % 3 == 0),
 }
-OPTIONS = {
-    "all": {},
-    "causal": {"is_causal": True},
-    "window": {"mask": masks.SlidingWindow(2, 1)},
-    "few, and no head of odd number": {"mask": lambda b, h, q, kv: (h % 2 == 0) & ((q + kv + b) % 3 == 0)},
-}
+OPTIONS = {"all": {}, "causal": {"is_causal": True}, "window": {"mask": masks.SlidingWindow(2, 1)}, FEW: {"mask": SEES[FEW]}}  # fmt: skip
 
 
-def expected_statistics(query, key, sees, q_at, kv_at, score=lambda s, q, kv: s, tokens=None):
-    """All statistics of all heads, computed pair by pair."""
+def expected_statistics(query, key, name, q_at, added=0.0, tokens=None):
+    """All statistics of all heads, of queries at these positions and keys at their slots."""
     T, S = query.shape[1], key.shape[1]
-    means = [name for name in heads.STATISTICS if name not in ("max_logit", "offset_profile", "received")]
-    statistics = {name: np.zeros((B, N)) for name in [*means, "max_logit"]}
-    statistics |= {"offset_profile": np.zeros((B, N, T + S - 1)), "received": np.zeros((B, N, S))}
-    support = {name: np.zeros((B, N), int) for name in statistics}
-    for b, n in np.ndindex(B, N):
-        rows, logits, offsets = {name: [] for name in means}, [], [[] for _ in range(T + S - 1)]
-        for i, q in enumerate(q_at):
-            there = [j for j, kv in enumerate(kv_at) if sees(b, n, q, kv)]
-            if not there:
-                continue
-            products = [query[b, i, n] @ key[b, j, n // (N // K)] / np.sqrt(H) for j in there]
-            scores = np.array([score(x, q, kv_at[j]) for x, j in zip(products, there, strict=True)])
-            logits += list(scores)
-            p = np.zeros(S)
-            p[there] = reference.softmax(scores)
-            at = dict(zip(kv_at, p, strict=True))
-            if len(there) > 1:
-                rows["entropy"].append(-np.sum(p[there] * np.log(p[there])) / np.log(len(there)))
-            rows["max_weight"].append(p.max())
-            rows["distance"].append(sum(weight * abs(q - kv) for kv, weight in at.items()))
-            rows["current_token"].append(at.get(q, 0.0))
-            if q > 0:
-                rows["previous_token"].append(at.get(q - 1, 0.0))
-                rows["first_token"].append(at.get(0, 0.0))
-            for j in range(S):
-                offsets[j - i + T - 1].append(p[j])
-            statistics["received"][b, n] += p
-            if tokens is not None and tokens[b, i] in tokens[b, :i]:
-                before = [j for j in range(i) if tokens[b, j] == tokens[b, i]]
-                rows["duplicate_token"].append(sum(p[j] for j in before))
-                rows["induction"].append(sum(p[j + 1] for j in before))
-        for name, values in rows.items():
-            statistics[name][b, n] = np.mean(values) if values else 0.0
-            support[name][b, n] = len(values)
-        statistics["max_logit"][b, n] = max(logits, default=0.0)
-        statistics["offset_profile"][b, n] = [np.mean(values) if values else 0.0 for values in offsets]
-        for name in ("max_logit", "offset_profile", "received"):
-            support[name][b, n] = support["max_weight"][b, n]
-    return statistics, support
+    where = definitions.places(B, N, q_at, np.arange(S))
+    visible = np.broadcast_to(SEES[name](*where), (B, N, T, S))
+    scores = reference.attend(query, key, key, visible).scores + added
+    slots = np.arange(T), np.arange(S)
+    return reference.statistics(scores, visible, *where[2:], slots=slots, tokens=tokens)
 
 
 def check(result, expected, names=None):
-    values, support = expected
     for name in names or [name for name in heads.STATISTICS if name in result]:
-        np.testing.assert_allclose(result[name], values[name], rtol=1e-5, atol=1e-6, err_msg=name)
-        np.testing.assert_array_equal(result["support"][name], support[name], err_msg=name)
+        np.testing.assert_allclose(result[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(result["support"][name], expected[f"support {name}"], err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +65,7 @@ def test_every_statistic_is_that_of_the_weights(arrays, name, at):
     else:
         result = at_positions(name)(*arrays, np.broadcast_to(q_at, (B, T)))
     assert result.keys() == {*heads.STATISTICS, "support"} - {*heads.OF_TOKENS}
-    exact = [x.astype(np.float64) for x in arrays]
-    if at == "by sequence":
-        both = [expected_statistics(*exact, SEES[name], one, np.arange(S)) for one in q_at]
-        expected = [{key: np.stack([both[0][i][key][0], both[1][i][key][1]]) for key in both[0][i]} for i in (0, 1)]
-    else:
-        expected = expected_statistics(*exact, SEES[name], q_at, np.arange(S))
-    check(result, expected)
+    check(result, expected_statistics(*arrays, name, q_at))
 
 
 @pytest.mark.slow_except("window")
@@ -120,8 +76,7 @@ def test_statistics_of_tokens(name):
     tokens = rng.integers(0, 4, (B, S))
     look = jax.jit(lambda q, k, tokens: heads.statistics(q, k, tokens=tokens, names=heads.OF_TOKENS, **OPTIONS[name]))
     result = look(query, key, tokens)
-    exact = [x.astype(np.float64) for x in (query, key)]
-    check(result, expected_statistics(*exact, SEES[name], np.arange(S), np.arange(S), tokens=tokens), heads.OF_TOKENS)
+    check(result, expected_statistics(query, key, name, np.arange(S), tokens=tokens), heads.OF_TOKENS)
     if name == "causal":
         one = heads.statistics(query[0], key[0], tokens=tokens[0], names=["induction"], **OPTIONS[name])
         np.testing.assert_allclose(one["induction"], result["induction"][0], rtol=1e-6)
@@ -132,8 +87,7 @@ def test_in_blocks_of_any_size(arrays):
     """Also blocks that extend past the end."""
     result = jax.jit(lambda *both: heads.statistics(*both, is_causal=True, implementation=Blockwise((3, 4))))(*arrays)
     assert set(result) == {*heads.STATISTICS, "support"} - set(heads.OF_TOKENS)
-    exact = [x.astype(np.float64) for x in arrays]
-    check(result, expected_statistics(*exact, SEES["causal"], np.arange(T), np.arange(S)))
+    check(result, expected_statistics(*arrays, "causal", np.arange(T)))
 
 
 @pytest.mark.slow
@@ -150,9 +104,8 @@ def test_score_functions_and_a_known_lse(arrays):
 
         result = look(*arrays)
     assert (result["support"]["max_weight"] == T).all()
-    exact = [x.astype(np.float64) for x in arrays]
-    expected = expected_statistics(*exact, SEES["all"], np.arange(T), np.arange(S), lambda s, q, kv: s + 0.3 * (q - kv))
-    check(result, expected)
+    added = 0.3 * (np.arange(T)[:, None] - np.arange(S))
+    check(result, expected_statistics(*arrays, "all", np.arange(T), added))
 
 
 def test_distance_of_positions_further_apart_than_int32_counts():
@@ -215,10 +168,7 @@ def known():
     key = np.broadcast_to(np.eye(LENGTH, dtype=np.float32)[:, None], (SEQUENCES, LENGTH, 1, LENGTH))
     look = jax.jit(lambda *arrays, tokens: heads.statistics(*arrays, tokens=tokens, is_causal=True))
     result = look((patterns * scale).astype(np.float32), key, tokens=tokens)
-    return {
-        role: {name: np.mean(x[:, i], 0) for name, x in result.items() if name != "support"}
-        for i, role in enumerate(roles)
-    }
+    return {role: {name: np.mean(x[:, i], 0) for name, x in result.items() if name != "support"} for i, role in enumerate(roles)}  # fmt: skip
 
 
 DETECTORS = {
@@ -407,10 +357,7 @@ def test_tokens_of_another_shape(arrays, tokens):
 
 # what the modules sow
 
-LENGTHS = [
-    (33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16),
-    (33, jnp.bfloat16),
-]  # fmt: skip
+LENGTHS = [(33, jnp.float32), (300, jnp.bfloat16), (5, jnp.float32), (300, jnp.float32), (5, jnp.bfloat16), (33, jnp.bfloat16)]  # fmt: skip
 LOOKS = {"causal": {"is_causal": True}, "gates": {"head_gate": np.array([1.0, 0.5, 0.0, 1.0], np.float32)}}
 
 

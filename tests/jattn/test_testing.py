@@ -12,10 +12,7 @@ from jattn import testing
 from jattn.kernels.dense import Dense
 from jattn.testing import CASES, Case
 
-FEW = {
-    name: CASES[name]
-    for name in ("grouped queries", "causal, top-left", "sinks", "NaN where nobody looks: mask function")
-}
+FEW = {name: CASES[name] for name in ("grouped queries", "causal, top-left", "sinks", "NaN where nobody looks: mask function")}  # fmt: skip
 
 
 class Right:

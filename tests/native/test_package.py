@@ -23,11 +23,17 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ 
 TARGETS = {
     "c++": ({}, []),
     "clang++": ({"CXX": "clang++"}, []),
-    "aarch64": (
-        {"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"},
-        ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"],
-    ),
-}
+    "aarch64": ({"CXX": "aarch64-linux-gnu-g++", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}, ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]),
+}  # fmt: skip
+PROGRAM = """
+import jax.numpy as jnp, jattn
+x = jnp.zeros((1, 4, 1, 16))
+jattn.dot_product_attention(x, x, x)
+try:
+    jattn.dot_product_attention(x, x, x, implementation="native")
+except jattn.Unsupported as reason:
+    print(reason)
+"""
 
 
 def run(*command, cwd=None, check=True, **environment):
@@ -102,20 +108,18 @@ def test_a_jaxlib_that_the_kernels_were_not_compiled_for(sources, tmp_path):
     package = shutil.copytree(sources / "jattn_native", tmp_path / "path/jattn_native")
     flags = "-std=c++17", "-O0", "-w", "-shared", "-fPIC", f"-I{headers}"
     run("c++", *flags, sources / "src/attention.cc", "-o", package / "_attention.so")
-    program = """
-import jax.numpy as jnp, jattn
-x = jnp.zeros((1, 4, 1, 16))
-jattn.dot_product_attention(x, x, x)
-try:
-    jattn.dot_product_attention(x, x, x, implementation="native")
-except jattn.Unsupported as reason:
-    print(reason)
-"""
-    output = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
+    output = run(sys.executable, "-c", PROGRAM, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
     assert "was not compiled for jaxlib" in output and "pip install -U jattn-native jax" in output
     (package / "_attention.so").unlink()
-    output = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
+    output = run(sys.executable, "-c", PROGRAM, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
     assert "jattn-native cannot be loaded; reinstall it" in output
     (package / "__init__.py").write_text("__version__ = '0.0.1'")
-    output = run(sys.executable, "-c", program, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
+    output = run(sys.executable, "-c", PROGRAM, PYTHONPATH=f"{package.parent}{os.pathsep}{ROOT}").stdout
     assert f"it needs jattn-native {VERSION}, not 0.0.1" in output
+
+
+def test_without_the_package():
+    start, end = "import sys\nsys.modules['jattn_native'] = None", "print(jattn.explain(x, x, x).splitlines()[-1])\n"
+    output = run(sys.executable, "-c", start + PROGRAM + end).stdout
+    assert "implementation='native' cannot do this: it needs the package jattn-native" in output
+    assert "native: it needs the package jattn-native" in output

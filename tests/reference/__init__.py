@@ -128,9 +128,7 @@ def sum_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x.sum(tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True)
 
 
-def layer(
-    inputs_q: Any, inputs_k: Any, parameters: dict[str, Any], of_out: Any, visible: np.ndarray, **options: Any
-) -> dict[str, Any]:
+def layer(inputs_q: Any, inputs_k: Any, parameters: dict[str, Any], of_out: Any, visible: np.ndarray, **options: Any) -> dict[str, Any]:  # fmt: skip
     """``out [B,T,M]`` of multi-head attention, and ``d NAME`` for inputs, parameters and options.
 
     ``parameters``: ``query kernel [M,N,H]``, ``query bias [N,H]``, ``out kernel [N,D,M]`` and so on.
@@ -200,9 +198,7 @@ def statistics(
         diagonals = received[:, :, np.arange(T)[:, None], np.argsort(slots[1])[token.clip(0, S - 1)]]
         profile = np.where(inside, diagonals, 0.0).sum(2) / np.maximum((rows[..., None] & inside).sum(2), 1)
     results["offset_profile"] = profile
-    results |= {
-        f"support {name}": results["support max_weight"] for name in ("max_logit", "received", "offset_profile")
-    }
+    results |= {f"support {name}": results["support max_weight"] for name in ("max_logit", "received", "offset_profile")}  # fmt: skip
     if tokens is not None:
         tokens = np.atleast_2d(tokens)
         of_token = np.empty_like(tokens)  # in the order of the tokens
@@ -228,7 +224,7 @@ def t5_bucket(offset: np.ndarray, buckets: int, bidirectional: bool, max_distanc
     distance = abs(offset) if bidirectional else np.maximum(-offset, 0)
     exact = buckets // 2
     ratio = np.log(np.maximum(distance, exact) / exact) / math.log(max_distance / exact)
-    far = exact + np.floor(ratio * (buckets - exact)).astype(np.int64)
+    far = exact + np.floor(ratio * (buckets - exact) + 1e-6).astype(np.int64)  # where the logarithm is a whole number
     return first + np.where(distance < exact, distance, np.minimum(far, buckets - 1))
 
 

@@ -49,9 +49,7 @@ class Bounded(np.lib.mixins.NDArrayOperatorsMixin):
         if ufunc not in RULES:  # comparisons
             return result
         passed, size = RULES[ufunc](result, *values, *errors)
-        return Bounded(
-            result, self.rounding, rounded(result, np.broadcast_to(passed, result.shape), size, self.rounding.wide)
-        )
+        return Bounded(result, self.rounding, rounded(result, np.broadcast_to(passed, result.shape), size, self.rounding.wide))  # fmt: skip
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, kwargs: Any) -> Any:
         if function is np.einsum:
@@ -63,9 +61,7 @@ class Bounded(np.lib.mixins.NDArrayOperatorsMixin):
             value = np.where(condition, *map(np.asarray, values))
             return Bounded(value, self.rounding, None if error is None else np.broadcast_to(error, value.shape))
         if function is np.concatenate:
-            value, error = (
-                np.concatenate([of(x) for x in arguments[0]], *arguments[1:]) for of in (np.asarray, error_of)
-            )
+            value, error = (np.concatenate([of(x) for x in arguments[0]], *arguments[1:]) for of in (np.asarray, error_of))  # fmt: skip
             return Bounded(value, self.rounding, error)
         return self._moved(lambda x: function(x, *arguments[1:], **kwargs))
 
@@ -110,14 +106,10 @@ def rounded(value: np.ndarray, error: np.ndarray, size: np.ndarray, dtype: Any) 
 def einsum(rounding: Rounding, axes: str, x: Any, y: Any) -> Bounded:
     """``np.einsum`` of two operands."""
     (x, off_x), (y, off_y) = (
-        (
-            np.asarray(a, np.float64),
-            rounded(np.asarray(a), a.error, abs(a.value), rounding.narrow)
-            if isinstance(a, Bounded) and a.error is not None
-            else None,
-        )
+        (np.asarray(a, np.float64),
+            rounded(np.asarray(a), a.error, abs(a.value), rounding.narrow) if isinstance(a, Bounded) and a.error is not None else None)
         for a in (x, y)
-    )
+    )  # fmt: skip
     value, size = np.einsum(axes, x, y), np.einsum(axes, abs(x), abs(y))
     error = C * unit(rounding.wide) * size + least(rounding.wide) * (size != 0)
     error = error if off_x is None else error + np.einsum(axes, off_x, abs(y))

@@ -102,15 +102,11 @@ FORMULAS = {
     "alibi": Formula(lambda s, p, d: s - p * abs(d), one, lambda s, p, d: -abs(d)),
     "added": Formula(lambda s, p, d: s + p, one, one),
     "gain": Formula(lambda s, p, d: s * p, lambda s, p, d: p, lambda s, p, d: s),
-    "captured table": Formula(
-        lambda s, p, d: s * 0.5 + wrapped(d) * p, lambda s, p, d: 0.5, lambda s, p, d: wrapped(d)
-    ),
-    "cap": Formula(
-        lambda s, p, d: p * np.tanh(s / p),
+    "captured table": Formula(lambda s, p, d: s * 0.5 + wrapped(d) * p, lambda s, p, d: 0.5, lambda s, p, d: wrapped(d)),
+    "cap": Formula(lambda s, p, d: p * np.tanh(s / p),
         lambda s, p, d: 1 - np.tanh(s / p) * np.tanh(s / p),
-        lambda s, p, d: np.tanh(s / p) - s / p * (1 - np.tanh(s / p) * np.tanh(s / p)),
-    ),
-}
+        lambda s, p, d: np.tanh(s / p) - s / p * (1 - np.tanh(s / p) * np.tanh(s / p))),
+}  # fmt: skip
 
 
 def modified(formula: Formula, d: np.ndarray, values: Any, name: str | None = None, at: Any = 0) -> Modify:

@@ -33,9 +33,7 @@ class Model:
         x = arrays["x"] if x is None else x
         visible = np.tri(T, dtype=bool) if self.look.causal else np.ones((T, T), bool)
         for i in range(self.look.sizes[0]):
-            layer = {
-                what: hook(i, what, np.einsum("btm,mnh->btnh", x, arrays[name][i])) for what, name in NAMES.items()
-            }
+            layer = {what: hook(i, what, np.einsum("btm,mnh->btnh", x, arrays[name][i])) for what, name in NAMES.items()}  # fmt: skip
             k, v = (layer[name].repeat(N // K, 2) for name in "kv")
             layer["scores"] = np.where(visible, np.einsum("btnh,bsnh->bnts", layer["q"], k) / np.sqrt(H), 0.0)
             layer["pattern"] = hook(i, "pattern", reference.softmax(layer["scores"], visible))
@@ -76,9 +74,7 @@ class Model:
     def path_patch(self) -> np.ndarray:
         both = zip(self.layers, self.source, self.arrays["out"], strict=True)
         change = [np.einsum("btnd,ndm->btnm", other["z"] - layer["z"], out) for layer, other, out in both]
-        return np.stack(
-            [self.read(sum((change[i][:, :, n] for i, n in set(pairs)), self.last)) for pairs in self.groups()]
-        )
+        return np.stack([self.read(sum((change[i][:, :, n] for i, n in set(pairs)), self.last)) for pairs in self.groups()])  # fmt: skip
 
     def ablate(self) -> np.ndarray:
         fill = {
@@ -129,9 +125,7 @@ def expected(look: Any, arrays: Arrays) -> dict[str, tuple[Any, Any]]:
         return {name: (x.value, x.error) if isinstance(x, Bounded) else x for name, x in results.items()}
     model = Model(look, arrays)
     # how sharp the softmax is
-    scale = (1 + max(abs(layer["scores"]).max() for layer in (*model.layers, *model.source))) * (
-        1 + abs(model.last).max()
-    )
+    scale = (1 + max(abs(layer["scores"]).max() for layer in (*model.layers, *model.source))) * (1 + abs(model.last).max())  # fmt: skip
     scale *= 1 + max(abs(arrays[name]).max() for name in ("query", "key"))
     if look.task == "logit_attribution":
         results, factor = model.logit_attribution()

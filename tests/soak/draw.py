@@ -229,9 +229,7 @@ def _values(rng: Random, recipe: Recipe, structure: Structure, theme: str) -> np
         "floats": normal,
         "kernel": lambda: normal(5.0) / np.sqrt(shape[0]),
         "sinks": lambda: normal(30.0),
-        "bias": lambda: np.where(
-            (rng.random(shape) < 0.3) & (theme == "nowhere"), -1e4, normal(20.0)
-        ),  # as people mask
+        "bias": lambda: np.where((rng.random(shape) < 0.3) & (theme == "nowhere"), -1e4, normal(20.0)),  # as people mask
         "vectors": lambda: normal(rng.choice([3.0, 10.0, most])) * {"tiny": 1e-3, "zeros": 0.0}.get(theme, 1.0),
         "scale": lambda: rng.choice([0.3, 1.0, -0.5, 0.0]),
         "slopes": lambda: rng.choice([0.5, 0.25, 0.0, -0.05, 2.0**-8], size=shape),
@@ -242,11 +240,9 @@ def _values(rng: Random, recipe: Recipe, structure: Structure, theme: str) -> np
         "ids": lambda: rng.integers(0, rng.choice([1, 3, 6]) + 1, shape),
         "tokens": lambda: rng.integers(0, 4, shape),
         "positions": lambda: _positions(rng, shape, recipe.dtype, theme),
-    }
+    }  # fmt: skip
     x = np.asarray(values[kind]()).astype(recipe.dtype)
-    return (
-        np.broadcast_to(x[..., :1, :, :], shape).copy() if kind == "vectors" and theme == "equal rows" and x.size else x
-    )
+    return np.broadcast_to(x[..., :1, :, :], shape).copy() if kind == "vectors" and theme == "equal rows" and x.size else x  # fmt: skip
 
 
 def _positions(rng: Random, shape: tuple[int, ...], dtype: np.dtype, theme: str) -> np.ndarray:

@@ -70,11 +70,7 @@ def draw_mask(rng: Random, add: Add, sizes: tuple[int, ...], depth: int = 2) -> 
 def interval_mask(rng: Random, add: Add, sizes: tuple[int, ...]) -> Part:
     """A mask under which each query sees an interval of keys, of its segment or of all."""
     either = rng.random() < 0.3
-    kinds = (
-        rng.choice(["causal", "prefix", "padding"], 2)
-        if either
-        else rng.choice(MASKS[:5], rng.integers(1, 4), replace=False)
-    )
+    kinds = rng.choice(["causal", "prefix", "padding"], 2) if either else rng.choice(MASKS[:5], rng.integers(1, 4), replace=False)  # fmt: skip
     mask, *rest = (simple_mask(rng, add, sizes, str(kind)) for kind in kinds)
     for part in rest:
         mask = joined("or" if either else "and", mask, part)
