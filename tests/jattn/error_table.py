@@ -65,9 +65,8 @@ def both(name: str, *words: str, **options) -> dict[str, Row]:
 
 def tables(name: str, make: Callable, *words: str) -> dict[str, Row]:
     """Constructors that raise."""
-    return {f"{name}, {n}": (lambda bad=bad: make(bad), words) for n, bad in {
-        "a float": 1.5, "a word": "a", "a list": [1, 2], "floats": np.ones(B, np.float32),
-    }.items()}  # fmt: skip
+    arguments = {"a float": 1.5, "a word": "a", "a list": [1, 2], "floats": np.ones(B, np.float32)}
+    return {f"{name}, {n}": (lambda bad=bad: make(bad), words) for n, bad in arguments.items()}
 
 
 BERT = {
@@ -141,13 +140,8 @@ ROWS: dict[str, Row] = {
     "nnx, heads=": of(lambda: jattn.nnx.MultiHeadAttention(n_heads=4, in_features=16, rngs=nnx.Rngs(0)), "did you mean num_heads?"),
     "nnx, causal=": of(lambda: NNX(TOKENS[..., None] * np.ones(16, "f"), causal=True), "did you mean is_causal?"),
     "nnx, attention_mask=": of(lambda: NNX(np.ones((2, 3, 16), "f"), attention_mask=1), "did you mean mask?", "head_gate"),
-    "linen, causal=": of(
-        lambda: jattn.linen.MultiHeadAttention(4).init(jax.random.key(0), np.ones((2, 3, 16), "f"), causal=True),
-        "did you mean is_causal?",
-    ),
-    "nnx's function, causal=": of(
-        lambda: jattn.nnx.dot_product_attention(*map(jnp.asarray, (Q, KEY, VALUE)), causal=True), "did you mean is_causal?"
-    ),
+    "linen, causal=": of(lambda: jattn.linen.MultiHeadAttention(4).init(RNG, np.ones((2, 3, 16), "f"), causal=True), "did you mean is_causal?"),
+    "nnx's function, causal=": of(lambda: jattn.nnx.dot_product_attention(*map(jnp.asarray, (Q, KEY, VALUE)), causal=True), "did you mean is_causal?"),
     "return_residual a word": call("return_residual", return_residual="yes"),
     # one head
     **both("mask of floats", "mask must be bool", "float32", mask=np.ones((T, S), np.float32)),
@@ -172,10 +166,7 @@ ROWS: dict[str, Row] = {
     "no width": of(lambda: jattn.init_multi_head(jax.random.key(0), 0, 4), "model_dim", "0"),
     "width no multiple": of(lambda: jattn.init_multi_head(jax.random.key(0), 15, 4), "model_dim 15", "head_dim"),
     "head_dim negative": of(lambda: jattn.init_multi_head(jax.random.key(0), 16, 4, head_dim=-4), "head_dim", "-4"),
-    "layer of another width": of(
-        lambda: jattn.multi_head_attention(jattn.init_multi_head(jax.random.key(0), 16, 4), np.ones((2, 3, 15), "f")),
-        "16", "15",
-    ),
+    "layer of another width": of(lambda: jattn.multi_head_attention(jattn.init_multi_head(RNG, 16, 4), np.ones((2, 3, 15), "f")), "16", "15"),
     # caches
     "cache of bytes": of(lambda: jattn.init_cache(1, 8, 2, 4, dtype=jnp.int8), "dtype", "int8", "floating"),
     "cache of other heads": of(lambda: jattn.append(jattn.init_cache(B, 8, 3, H), KEY, VALUE), "key", "3"),
@@ -235,10 +226,8 @@ ROWS: dict[str, Row] = {
     "parameters of ints": of(lambda: interop.from_tensors({}, BERT, dtype=jnp.int32), "dtype", "int32"),
     "nothing in it": of(lambda: interop.from_tensors({"x": Q}, BERT), "missing", "token_embed", "left over: x"),
     "layers without end": of(lambda: interop.from_tensors({"x": Q}, BERT | {"num_hidden_layers": 2**60}), "layers", "1 tensors"),
-    "weights of ints": of(
-        lambda: interop.from_tensors({"embeddings.word_embeddings.weight": np.ones((9, 8), int)}, BERT),
-        "no floating-point numbers", "word_embeddings.weight is int",
-    ),
+    "weights of ints": of(lambda: interop.from_tensors({"embeddings.word_embeddings.weight": np.ones((9, 8), int)}, BERT),
+                          "no floating-point numbers", "word_embeddings.weight is int"),
     "no family": of(lambda: interop.from_tensors({}, {}), "model_type", "None"),
     "config without width": of(lambda: interop.read_config({"model_type": "bert"}), "hidden_size"),
     "layers a word": of(lambda: interop.read_config(BERT | {"num_hidden_layers": "1"}), "num_hidden_layers", "'1'"),

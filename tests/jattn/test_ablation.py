@@ -248,9 +248,6 @@ def test_a_forbidden_pattern_is_not_learned():
     assert (free < 0.05).all() and forbidden[0] < 0.05 and forbidden[1] > 0.5
 
 
-# what the modules sow
-
-
 @pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("length, dtype", [

@@ -43,7 +43,6 @@ def test_ranks_of_heads_of_dimension_1_are_whole():
 
 
 def test_circuits_are_the_products(kernels):
-
     @jax.jit
     def circuits(w):
         of_scores = w["embed"], w["query"], w["key"]
@@ -95,7 +94,6 @@ def test_the_rank_is_that_of_the_circuit(kernels, monkeypatch):
         target = logits[np.arange(11), targets][:, None]
         assert np.sort(abs(logits - target), 1)[:, 1].min() > 1e-4  # no logit so close that rounding could swap them
         np.testing.assert_array_equal(ranks[n], (logits > target).sum(1))
-
     traced = jax.jit(heads.target_rank)
     outside, beyond = sources.copy(), targets.copy()
     outside[:2], beyond[2:4] = (-1, V), (-1, 2 * V)
@@ -104,7 +102,6 @@ def test_the_rank_is_that_of_the_circuit(kernels, monkeypatch):
     assert np.isnan(there[:, :4]).all()
     np.testing.assert_array_equal(there[:, 4:], ranks[:, 4:])
     assert traced(*args, sources[:0], targets[:0]).shape == (N, 0)
-
     broken = np.array(kernels["out"])
     broken[1, 0, 0] = np.nan
     there = np.asarray(traced(*args[:2], broken, unembed, sources, targets))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import re
 
 import jax
@@ -66,10 +67,7 @@ def test_what_is_said_is_what_is_lowered(name):
 def test_all_platforms_at_once():
     lines = jattn.explain(X, X, X, is_causal=True).splitlines()
     taken = {"native": "CPU", "blockwise": "GPU"} if ON_CPU == "native" else {"blockwise": "CPU and GPU"}
-    assert lines[: len(taken) + 1] == [
-        *(f"{name}: taken on {on}" for name, on in taken.items()),
-        "splash: taken on TPU",
-    ]
+    assert lines[: len(taken) + 1] == [*(f"{name}: taken on {on}" for name, on in taken.items()), "splash: taken on TPU"]  # fmt: skip
     work = [line for line in lines if "computes" in line]
     assert work[-2:] == [
         "blockwise computes 75% of the pairs in blocks of 512 x 512" + " on GPU" * (ON_CPU != "native"),
@@ -97,9 +95,7 @@ def test_the_compiled_kernels_are_taken_where_they_pay():
 
     assert taken(128, 128)[0] == taken(16, 1024)[0] == taken(1, 128)[0] == taken(1, 65536, "bfloat16")[0] == "native"
     assert taken(127, 128)[0] == taken(1, 127)[0] == taken(0, 128)[0] == taken(2048, 8)[0] == "xla"
-    line = (
-        "native: also possible, by name, on a CPU; faster from T * S = 16384, or for fewer than 16 queries from S = 128"
-    )
+    line = "native: also possible, by name, on a CPU; faster from T * S = 16384, or for fewer than 16 queries from S = 128"  # fmt: skip
     assert line in taken(16, 16)[1]
     small, long = X.update(shape=(1, 128, 4, 64)), X
     text = lowered(lambda *x: [jattn.dot_product_attention(*x[:3]), jattn.dot_product_attention(*x[3:])],
@@ -175,9 +171,7 @@ def test_how_much_is_computed_on_a_cpu(name):
     """Compared with the scores that blockwise computes when it runs."""
     percent, *_ = said_of("blockwise", LONG, LONG, LONG, mask=STATIC[name], implementation="blockwise", platform="cpu")
     counted = Counted([])
-    attend = jax.jit(
-        lambda x: jattn.dot_product_attention(x, x, x, mask=STATIC[name], score_mod=counted, implementation="blockwise")
-    )
+    attend = jax.jit(lambda x: jattn.dot_product_attention(x, x, x, mask=STATIC[name], score_mod=counted, implementation="blockwise"))  # fmt: skip
     attend(jnp.zeros(LONG.shape)).block_until_ready()
     assert percent == pytest.approx(100 * sum(counted.sizes) / (2 * 2 * 2048**2), abs=0.5)
 
@@ -191,17 +185,13 @@ def test_how_much_is_computed_elsewhere(name, length):
         mask = masks.Segments(IDS[:, :length]) if name == "segments" else masks.Dense(TABLE[:, :, :length, :length])
     at = np.arange(length)
     visible = np.stack([np.broadcast_to(mask(b, 0, at[:, None], at), (length, length)) for b in (0, 1)])
-    options = {"mask": mask}
     for kernel, platform in (("blockwise", "gpu"), ("splash", "tpu")):
         if kernel == "splash" and name in ("segments", "table"):  # masks that differ by sequence
             continue
-        percent, rows, columns = said_of(kernel, x, x, x, **options, implementation=kernel, platform=platform)
-        computed = 0
-        for one in visible:
-            for i in range(0, length, rows):
-                for j in range(0, length, columns):
-                    block = one[i : i + rows, j : j + columns]
-                    computed += block.size * block.any()
+        percent, rows, columns = said_of(kernel, x, x, x, mask=mask, implementation=kernel, platform=platform)
+        starts = itertools.product((0, 1), range(0, length, rows), range(0, length, columns))
+        blocks = (visible[b, i : i + rows, j : j + columns] for b, i, j in starts)
+        computed = sum(block.size * block.any() for block in blocks)
         assert percent == pytest.approx(100 * computed / visible.size, abs=0.5), (kernel, name)
 
 
@@ -219,9 +209,8 @@ def test_how_much_is_computed_where_that_is_not_known():
     assert lines(LONG, LONG, LONG, mask=function, platform="gpu")[1] == (
         "blockwise computes 100% of the pairs in blocks of 1024 x 1024; block_mask finds the empty ones of a plain function"
     )
-    assert lines(LONG, LONG, LONG, mask=function, platform="tpu")[1] == (
-        "splash computes the blocks of 512 x 512 that hold a visible pair"
-    )
+    of_blocks = "splash computes the blocks of 512 x 512 that hold a visible pair"
+    assert lines(LONG, LONG, LONG, mask=function, platform="tpu")[1] == of_blocks
     mask = jattn.block_mask(function, 2048, 2048)
     assert lines(LONG, LONG, LONG, mask=mask, platform="gpu")[1].startswith("blockwise computes 62% of")
     by_sizes = lines(LONG, LONG, LONG, is_causal=True, implementation=Blockwise((128, 256)))
@@ -237,9 +226,7 @@ def test_how_much_is_computed_where_that_is_not_known():
 
 
 def test_a_kernel_of_another_platform():
-    assert jattn.explain(X, X, X, implementation="splash", platform="cpu").startswith(
-        "splash: named, but it needs a TPU"
-    )
+    assert jattn.explain(X, X, X, implementation="splash", platform="cpu").startswith("splash: named, but it needs a TPU")  # fmt: skip
     assert "cudnn: it needs a GPU" in jattn.explain(X, X, X, platform="tpu")
     with pytest.raises(ValueError, match="platform must be None or one of cpu, gpu, tpu, got 'cuda'"):
         jattn.explain(X, X, X, platform="cuda")

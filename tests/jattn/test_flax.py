@@ -81,23 +81,13 @@ class LINEN:
 SYSTEMS = pytest.mark.parametrize("system", [NNX, LINEN], ids=["nnx", "linen"])
 
 OPTIONS = {
-    "qkv_features": [None, 6, 30],
-    "out_features": [None, 7],
-    "use_bias": [True, False],
-    "normalize_qk": [False, True],
-    "precision": [None, "highest"],
-    "bias_init": [jax.nn.initializers.zeros, jax.nn.initializers.normal(1.0)],
+    "qkv_features": [None, 6, 30], "out_features": [None, 7], "use_bias": [True, False], "normalize_qk": [False, True],
+    "precision": [None, "highest"], "bias_init": [jax.nn.initializers.zeros, jax.nn.initializers.normal(1.0)],
     "kernel_init": [jax.nn.initializers.lecun_normal(), jax.nn.initializers.he_uniform()],
-    "out_kernel_init": [None, jax.nn.initializers.normal(0.3)],
-    "out_bias_init": [None, jax.nn.initializers.normal(0.5)],
-    "param_dtype": [jnp.float32, jnp.bfloat16],
-    "dropout_rate": [0.0, 0.3],
-}
-INPUTS = {
-    "self": lambda x, x_kv: (x,),
-    "cross": lambda x, x_kv: (x, x_kv),
-    "keys and values apart": lambda x, x_kv: (x, x_kv, 2 * x_kv),
-}
+    "out_kernel_init": [None, jax.nn.initializers.normal(0.3)], "out_bias_init": [None, jax.nn.initializers.normal(0.5)],
+    "param_dtype": [jnp.float32, jnp.bfloat16], "dropout_rate": [0.0, 0.3],
+}  # fmt: skip
+INPUTS = {"self": lambda x, x_kv: (x,), "cross": lambda x, x_kv: (x, x_kv), "keys and values apart": lambda x, x_kv: (x, x_kv, 2 * x_kv)}  # fmt: skip
 MASKS = {
     "none": lambda rng, S: None,
     "causal": lambda rng, S: np.tri(T, S)[None, None],
@@ -111,10 +101,8 @@ def draw(system, seed):
     rng = np.random.default_rng(seed)
     pick = lambda choices: choices[rng.integers(len(choices))]
     chosen = {name: pick(choices) for name, choices in (OPTIONS | system.drawn).items()}
-    return (
-        {name: value for name, value in chosen.items() if value is not None}, pick(list(INPUTS)), pick(list(MASKS)),
-        rng,
-    )  # fmt: skip
+    options = {name: value for name, value in chosen.items() if value is not None}
+    return options, pick(list(INPUTS)), pick(list(MASKS)), rng
 
 
 def relative(got, expected):
@@ -125,9 +113,6 @@ def relative(got, expected):
 
 def inputs(dtype=jnp.float32):
     return (jnp.asarray(np.random.default_rng(i).normal(size=(B, n, M)), dtype) for i, n in enumerate((T, S)))
-
-
-# --- arguments ---
 
 
 @SYSTEMS
@@ -172,9 +157,6 @@ def test_names_of_the_module_classes(system):
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
-# --- parameters and numbers ---
-
-
 @SYSTEMS
 def test_the_seeds_draw_every_option(system):
     drawn = [draw(system, seed) for seed in system.seeds]
@@ -186,10 +168,8 @@ def test_the_seeds_draw_every_option(system):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "system, seed",
-    [(system, seed) for system in (NNX, LINEN) for seed in system.seeds],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+    "system, seed", [(system, seed) for system in (NNX, LINEN) for seed in system.seeds], ids=lambda x: getattr(x, "__name__", x)
+)  # fmt: skip
 def test_a_drawn_grid_of_options(system, seed):
     """The same key gives bit-identical parameters. Outputs agree to 1e-6, gradients to 1e-5, and sown weights too."""
     options, kind, mask, rng = draw(system, seed)
@@ -215,8 +195,7 @@ def test_a_drawn_grid_of_options(system, seed):
     with flaxs_promotion():
         expected, expected_weights, expected_gradients = run(apply_theirs)
         got, weights, gradients = run(apply_ours)
-    assert (got.dtype, weights.dtype) == (expected.dtype, expected_weights.dtype)
-    assert relative(got, expected) < 1e-6
+    assert (got.dtype, weights.dtype) == (expected.dtype, expected_weights.dtype) and relative(got, expected) < 1e-6
     np.testing.assert_allclose(weights, expected_weights, atol=1e-6)
     tolerance = 1e-5 if options["param_dtype"] == jnp.float32 else 2e-2  # bfloat16 gradients have 8 bits
     scale = max(np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(expected_gradients))
@@ -284,9 +263,6 @@ def test_asking_for_weights_changes_no_bit(system):
         np.testing.assert_array_equal(weights > 0, np.broadcast_to(np.tri(T) > 0, (B, N, T, T)))
 
 
-# --- dropout ---
-
-
 @pytest.mark.slow
 @SYSTEMS
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -348,9 +324,6 @@ def test_who_decides_whether_dropout_is_on(system):
         module = jattn.nnx.MultiHeadAttention(N, M, **options, keep_rngs=False, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match="dropout needs a random key"):
             module(x)
-
-
-# --- attention_fn ---
 
 
 @pytest.mark.slow_except("linen")
@@ -427,8 +400,7 @@ def test_quantised_products_go_to_flax():
         params, apply = LINEN.make(jattn.linen, x, jax.random.key(0), **options)
         calls.clear()
         got = apply(params, x)
-        assert len(calls) == 2
-        assert relative(got, LINEN.make(linen, x, jax.random.key(0))[1](params, x)) < 1e-6
+        assert len(calls) == 2 and relative(got, LINEN.make(linen, x, jax.random.key(0))[1](params, x)) < 1e-6
         with pytest.raises(ValueError, match="head_gate: only for jattn's own"):
             apply(params, x, head_gate=jnp.ones(N))
 

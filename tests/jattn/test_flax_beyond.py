@@ -29,9 +29,6 @@ def flaxs_promotion():
     return jax.numpy_dtype_promotion("standard")
 
 
-# --- beyond Flax ---
-
-
 @pytest.mark.slow
 def test_the_modules_and_the_function_agree(getkey, x):
     """NNX, Linen and ``multi_head_attention`` agree on the same parameters, with all options in use."""
@@ -63,7 +60,6 @@ def test_the_modules_and_the_function_agree(getkey, x):
 @pytest.mark.parametrize("norm", [pytest.param("layer", marks=pytest.mark.slow), "rms"])
 def test_query_and_key_norms(getkey, x, norm):
     """They normalise each head's features; the layer norm is Flax's ``normalize_qk``."""
-
     few = 2  # heads, because the norm of two features is ill-conditioned
 
     def normed(projected):
@@ -118,9 +114,6 @@ def test_what_does_not_divide_is_refused(options):
         jattn.linen.MultiHeadAttention(N, **options).init(jax.random.key(0), jnp.zeros((1, T, M)))
     with pytest.raises(ValueError, match="inputs_v without inputs_k"):
         jattn.linen.MultiHeadAttention(N).init(jax.random.key(0), jnp.zeros((1, T, M)), None, jnp.zeros((1, T, M)))
-
-
-# --- Flax's transforms ---
 
 
 @pytest.mark.slow

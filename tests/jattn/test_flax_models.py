@@ -33,9 +33,6 @@ def assert_close(got, expected, tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * scale), got, expected)
 
 
-# --- Linen: sequence to sequence ---
-
-
 class Feed(linen.Module):
     @linen.compact
     def __call__(self, x):
@@ -109,9 +106,6 @@ def test_a_sequence_to_sequence_model_in_linen():
     for got, expected, tolerance in zip(ours[1:], theirs[1:], (1e-6, 1e-5, 1e-6, 1e-6), strict=True):
         assert_close(got, expected, tolerance)
     assert_close(ours[3], ours[1], 1e-5)  # decoding gives the same as the whole sequence
-
-
-# --- NNX: a vision transformer ---
 
 
 class Encoder(nnx.Module):

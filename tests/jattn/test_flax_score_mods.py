@@ -62,6 +62,11 @@ def loss(y):
     return jnp.sum(jnp.sin(y) * jnp.arange(1.0, T + 1).reshape(1, T, 1))
 
 
+def with_loss(run):
+    """A function that returns the loss of what ``run`` returns, and that."""
+    return lambda x: (loss(y := run(x)), y)
+
+
 def in_nnx(params, x, mod):
     """``(gradients of the score function's parameters, output)``, and the module."""
     module = jattn.nnx.MultiHeadAttention(N, M, score_mod=mod, rngs=nnx.Rngs(0))
@@ -69,11 +74,7 @@ def in_nnx(params, x, mod):
 
     @nnx.jit
     def run(module, x):
-        def of(module):
-            y = module(x)
-            return loss(y), y
-
-        (_, y), gradients = nnx.value_and_grad(of, has_aux=True)(module)
+        (_, y), gradients = nnx.value_and_grad(with_loss(lambda module: module(x)), has_aux=True)(module)
         return y, gradients
 
     y, gradients = run(module, x)
@@ -84,11 +85,7 @@ def in_linen(params, x, mod):
     module = jattn.linen.MultiHeadAttention(N, score_mod=mod)
     initial = module.init(jax.random.key(0), x)["params"]
     params = initial | params
-
-    def of(params):
-        y = module.apply({"params": params}, x)
-        return loss(y), y
-
+    of = with_loss(lambda params: module.apply({"params": params}, x))
     (_, y), gradients = jax.jit(jax.value_and_grad(of, has_aux=True))(params)
     return gradients.get("score_mod", {}), y, initial
 
@@ -98,11 +95,7 @@ def in_linen(params, x, mod):
 def test_what_is_learned_is_what_the_function_of_it_says(params, x, name):
     """Output and gradient match ``multi_head_attention``; without arrays there are no parameters."""
     make, array = MODS[name]
-
-    def of(array):
-        y = jattn.multi_head_attention(params, x, score_mod=make(array))
-        return loss(y), y
-
+    of = with_loss(lambda array: jattn.multi_head_attention(params, x, score_mod=make(array)))
     if array is None:
         expected, gradient = of(None)[1], None
     else:

@@ -86,21 +86,16 @@ LENGTHS = {"query_seq_lengths": np.array([7, 2]), "key_value_seq_lengths": np.ar
 CASES = {
     "causal, bias by head": {"is_causal": True, "bias": floats(1, N, T, S)},
     "window, score function by head, another scale": {
-        "local_window_size": (2, 1),
-        "score_mod": score_mods.then(score_mods.Alibi(floats(N)), score_mods.SoftCap(1.5)),
-        "scale": 0.3,
+        "local_window_size": (2, 1), "score_mod": score_mods.then(score_mods.Alibi(floats(N)), score_mods.SoftCap(1.5)), "scale": 0.3,
     },
     "lengths, rows that see nothing": LENGTHS,
     "mask by slot, causal by position": {
-        "mask": np.random.default_rng(0).random((B, 1, T, S)) < 0.5,
-        "is_causal": True,
-        "query_positions": np.stack([np.arange(T) + 3, np.arange(T)[::-1]]),
-        "kv_positions": np.arange(S) - 1,
+        "mask": np.random.default_rng(0).random((B, 1, T, S)) < 0.5, "is_causal": True,
+        "query_positions": np.stack([np.arange(T) + 3, np.arange(T)[::-1]]), "kv_positions": np.arange(S) - 1,
     },
     "plain function of head and sequence": {"mask": lambda b, h, q, kv: (q + kv + h) % 3 > b},
     "segments, and a plain function of which the blocks are known": {
-        "mask": masks.Segments(IDS[:, :T], IDS)
-        & jattn.block_mask(lambda b, h, q, kv: kv <= q + b, T, S, batch=B, block_sizes=(2, 3))
+        "mask": masks.Segments(IDS[:, :T], IDS) & jattn.block_mask(lambda b, h, q, kv: kv <= q + b, T, S, batch=B, block_sizes=(2, 3))
     },
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn import interop
+from jattn import interop, masks
 from tests.reference.models import Model, shapes
 from tests.soak import files
 
@@ -62,9 +62,6 @@ def bert_reference(tensors, tokens, valid, num_layers=LAYERS, num_heads=HEADS):
     width = w["embeddings.word_embeddings.weight"].shape[1]
     sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads, "hidden_size": width}
     return Model(BERT | sizes, w, valid).bert(tokens, np.zeros_like(tokens))
-
-
-# GPT-2 in every layout
 
 
 def transposed(tensors):
@@ -223,9 +220,6 @@ def test_padding_may_have_any_id(tiny_gpt2):
     np.testing.assert_array_equal(run(model, TOKENS.astype(np.int8), valid=valid), run(model, TOKENS, valid=valid))
 
 
-# checkpoints that do not fit
-
-
 def test_every_tensor_that_does_not_fit_is_named(tiny_gpt2):
     wrong = dict(tiny_gpt2)
     del wrong["h.1.ln_2.bias"], wrong["wpe.weight"]
@@ -264,8 +258,6 @@ def test_folders_that_hold_no_model(tmp_path):
 
 @pytest.mark.slow
 def test_valid_joins_any_mask_and_layers_have_options_of_their_own():
-    from jattn import masks
-
     model, tokens = interop.from_tensors(bert_tensors(), BERT), np.arange(10).reshape(2, 5) % VOCABULARY
     valid, window = np.array([[True] * 5, [True] * 3 + [False] * 2]), np.tri(5, dtype=bool)
     run = lambda **options: nnx.jit(lambda model: model(tokens, valid=valid, **options))(model)
