@@ -47,7 +47,7 @@ CONTENTS = {
     "reference": [*(f"reference/{module}" for module in MODULES), "architecture", "extending", "project/*"],
 }
 # Languages of blocks that only our own tests know.
-LANGUAGES = {"check": "bash", "layers": "text", "experiments": "text", "output": "text"}
+LANGUAGES = {"check": "bash", "layers": "text", "experiments": "text", "tools": "text", "output": "text"}
 IMAGES = {".png", ".svg"}
 LINK = re.compile(r"(?P<before>!?\[[^\]]*\]\()(?P<target>[^)\s]+)(?P<after>\))")
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
