@@ -246,3 +246,12 @@ def test_what_fails_is_said_in_one_line(tmp_path, tiny, monkeypatch, capsys):
 def test_a_process_that_fails_says_why():
     with pytest.raises(Failed, match=r"^memory of jattn: ValueError: qkv_features \(8\) must be a multiple"):
         flax_modules.memory_row(Sizes(**SMALL | {"num_heads": 3}), "jattn", 6)
+
+
+@pytest.mark.parametrize("entries", [7, 5000])  # on a CPU, JAX's maximum drops NaN from 4096 entries on
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_nan_does_not_agree(entries, dtype):
+    x = jnp.ones(entries, dtype)
+    assert flax_modules.agree("a step", [x], [x]) == 0
+    with pytest.raises(Failed, match="a step: results differ by nan"):
+        flax_modules.agree("a step", [x.at[3].set(jnp.nan)], [x])
