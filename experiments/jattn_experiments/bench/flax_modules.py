@@ -119,7 +119,7 @@ def modules_row(sizes: Sizes, step: str, length: int, build: Callable[..., Conte
     apart = max(agree(f"{step}, n = {length}", *pair, sizes.tolerance) for pair in (outputs, changes))
     if step == TRAIN and sizes.on_cpu and importlib.util.find_spec("torch"):
         calls["torch"] = torch_trainer(sizes, length)
-    return sizes.medians(calls) | {"apart": apart}
+    return _timed(sizes, calls, apart)
 
 
 def trainer(sizes: Sizes, length: int, name: str) -> Contestant:
@@ -182,7 +182,7 @@ def function_row(sizes: Sizes, tokens: int) -> dict[str, Any]:
     apart = max(agree(f"{DECODE}, {tokens} tokens", one(), expected, sizes.tolerance) for one in calls.values())
     sums = jax.jit(lambda key, value: (key.sum(), value.sum()))
     read = lambda: jax.block_until_ready(sums(calls["jattn"].state.key, calls["jattn"].state.value))
-    return sizes.medians(calls | {"sum": read}) | {"apart": apart}
+    return _timed(sizes, calls | {"sum": read}, apart)
 
 
 def decode_inputs(sizes: Sizes, tokens: int) -> tuple[jattn.KVCache, tuple[jax.Array, ...]]:
@@ -221,6 +221,10 @@ def agree(what: str, ours: Any, theirs: Any, tolerance: float = 1e-4) -> float:
     if not apart <= tolerance:  # or NaN
         raise Failed(f"{what}: results differ by {apart:.1e} of the largest number, expected at most {tolerance:g}")
     return apart
+
+
+def _timed(sizes: Sizes, calls: dict[str, timing.Call], apart: float) -> dict[str, Any]:
+    return sizes.medians(calls) | {"apart": apart}
 
 
 def memory_row(sizes: Sizes, contestant: str, length: int) -> dict[str, Any]:
