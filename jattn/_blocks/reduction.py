@@ -1,11 +1,13 @@
 """Sums over the weights of each head, block by block: ``fold_weights``, and the reductions of ``heads.statistics``."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jattn._blocks.block import BlockPlan, split_head
@@ -16,12 +18,18 @@ from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import Head, softmax_dtype
 from jattn._core.vmap import canonical
-from jattn._mods.arrays import Length
+from jattn._mods.arrays import Length, cdiv, pad_end
 from jattn._mods.closure_convert import Traced, traced
 from jattn._mods.pytree import pytree_dataclass, static_field
 
 # A step that gets log weights, which are -inf where a weight is 0, and its sequence's entries of further arrays.
 LogStep = Callable[Concatenate[Any, Array, Array, Array, ...], Any]
+
+
+# What masks alone tell: the number of keys that each query sees, and of visible pairs at each offset, of the queries for
+# which ``Reduction.rows["counts"]`` is True.
+COUNTS = {"visible": "row_sum", "visible_at": "diagonal_sum"}
+HIDDEN = -1e8  # the highest score that hides a pair, in dtypes that have it
 
 
 # A step of ``jattn.fold_weights``, ``(carry, weights [t,s], q_idx, kv_idx) -> carry`` over slots.
@@ -34,7 +42,8 @@ class Reduction:
 
     ``values(log_weights, row, column) -> {name: values}`` is elementwise: the data of queries and keys, ``row`` and
     ``column``, broadcast against the log weights, whose axes may come in either order. It compares by value and holds
-    no arrays. A pair of weight 0 must add nothing, or -inf to a ``"row_max"``.
+    no arrays. A hidden pair, of log weight -inf (``lowest_score``), must add nothing, or -inf to a ``"row_max"``, whose
+    values are never NaN: a maximum on a CPU would drop it.
 
     ``kinds``: each name with its kind: ``"row_sum"`` and ``"row_max"`` have a result per query, ``"column_sum"`` one
     per key, and ``"diagonal_sum"`` one per offset of the key from the query.
@@ -45,63 +54,80 @@ class Reduction:
     columns: dict[str, Bool[Array, "#B S"] | Int[Array, "#B S"]]
     values: Callable[[Array, dict[str, Array], dict[str, Array]], dict[str, Array]] = static_field()
     kinds: tuple[tuple[str, str], ...] = static_field()
-    count_visible: bool = static_field()  # also return the number of keys that each query sees, as ``visible``
+    counts: tuple[str, ...] = static_field(default=())  # names of COUNTS: numbers of pairs that the masks show
 
     @property
     def result_kinds(self) -> dict[str, str]:
         """The kind of each result."""
-        return dict(self.kinds) | ({"visible": "row_sum"} if self.count_visible else {})
+        return dict(self.kinds) | {name: COUNTS[name] for name in self.counts}
 
     def named(self, *kinds: str) -> list[str]:
-        """The names of these kinds, without ``visible``."""
+        """The names of these kinds, without ``counts``."""
         return [name for one in kinds for name, kind in self.kinds if kind == one]
 
     def results(self, args: AttentionArgs) -> dict[str, jax.ShapeDtypeStruct]:
         """The type ``[B,N,...]`` of each result."""
         (B, T, N, _), S = args.query.shape, args.key.shape[1]
         return {
-            name: jax.ShapeDtypeStruct(
-                (B, N, _result_length(kind, T, S)), jnp.int32 if name == "visible" else self.lse.dtype
-            )
+            name: jax.ShapeDtypeStruct((B, N, _result_length(kind, T, S)), self.lse.dtype)
             for name, kind in self.result_kinds.items()
         }
 
 
 def reduce_weights(args: AttentionArgs, reduction: Reduction, sizes: BlockSizes) -> dict[str, Array]:
     """The results of a reduction, block by block; differentiable in its lse and in the arrays of the call."""
-    T, S, kinds = args.query.shape[1], args.key.shape[1], dict(reduction.kinds)
-    fill = {"row_max": -jnp.inf}
+    lengths, kinds = (args.query.shape[1], args.key.shape[1]), dict(reduction.kinds)
+    size = _block_size(args, sizes)
+    T, S = (cdiv(length, of_block) * of_block for length, of_block in zip(lengths, size, strict=True))  # whole blocks
     init = {
-        name: jnp.full(_result_length(kind, T, S), fill.get(kind, 0), reduction.lse.dtype)
+        name: jnp.full(_result_length(kind, T, S), -jnp.inf if kind == "row_max" else 0, reduction.lse.dtype)
         for name, kind in kinds.items()
     }
-    structure = jax.tree.structure((reduction.rows, reduction.columns))
+    sides = [
+        {name: pad_end(x, (x.shape[0], length)) for name, x in arrays.items()}
+        for arrays, length in ((reduction.rows, T), (reduction.columns, S))
+    ]
+    data, structure = jax.tree.flatten(sides)
 
     def step(carry: dict, log_weights: Array, q_idx: Array, kv_idx: Array, *data: Array) -> dict[str, Array]:
-        sides = zip(jax.tree.unflatten(structure, data), (q_idx, kv_idx), strict=True)
-        row, column = ({name: x[index] for name, x in arrays.items()} for arrays, index in sides)
+        starts = q_idx[0, 0], kv_idx[0, 0]
+        both = zip(jax.tree.unflatten(structure, data), starts, size, (1, 0), strict=True)
+        row, column = (
+            {name: jnp.expand_dims(jax.lax.dynamic_slice(x, (start,), (length,)), axis) for name, x in arrays.items()}
+            for arrays, start, length, axis in both
+        )
         values = reduction.values(log_weights, row, column)
-        return {name: _added(x, kinds[name], values[name], q_idx[:, 0], kv_idx[0], T) for name, x in carry.items()}
+        blocks = {name: _reduced(kind, values[name]) for name, kind in kinds.items()}
+        return {name: _joined(x, kinds[name], blocks[name], starts, T - size[0]) for name, x in carry.items()}
 
-    data = jax.tree.leaves((reduction.rows, reduction.columns))
-    results = fold_blocks(args, step, init, reduction.lse, sizes, data)
-    return results | ({"visible": count_visible(args, sizes)} if reduction.count_visible else {})
+    sums = fold_blocks(args, step, init, reduction.lse, size, data, lowest_score(args))
+    results = {name: _of_slots(x, kinds[name], lengths, (T, S)) for name, x in sums.items()}
+    return results | count_pairs(args, reduction, reduction.counts, sizes)
+
+
+def lowest_score(args: AttentionArgs) -> float:
+    """A score that is not above this hides a pair, as a mask does: -inf, as no other score is without bias or function.
+
+    With these, also -1e8, or in float16 half its lowest number: what an additive mask adds, such as ``finfo.min``.
+    """
+    if args.bias is None and args.score_mod is None:
+        return -math.inf
+    return max(HIDDEN, float(jnp.finfo(args.query.dtype).min) / 2)
 
 
 def fold_blocks(
-    args: AttentionArgs, step: LogStep, init: PyTree, lse: Array, sizes: BlockSizes, per_sequence: Sequence[Array] = ()
-) -> PyTree[Array]:
+    args: AttentionArgs, step: LogStep, init: PyTree, lse: Array, sizes: BlockSizes,
+    per_sequence: Sequence[Array] = (), lowest: float = -math.inf,
+) -> PyTree[Array]:  # fmt: skip
     """``carry = step(carry, log_weights, q_idx, kv_idx)`` over the blocks of every head: carries ``[B,N,...]``.
 
     ``step`` also gets its sequence's entries of the arrays ``per_sequence``, ``[B|1,...]``. As ``fold_weights``, but
-    with ``log_weights``, which are -inf where a weight is 0.
+    with ``log_weights``, which are -inf where a score is not above ``lowest``.
     """
     if 0 in (args.query.shape[1], args.key.shape[1]):  # there are no blocks
         lead = args.query.shape[0], args.query.shape[2]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*lead, *jnp.shape(x))), init)
-    args, (B, _, N, _) = canonical(args), args.query.shape
-    # One block size for all platforms: that of the types of step's arguments.
-    size = plan_args("", args, sizes).blocks.size
+    size, args, (B, _, N, _) = _block_size(args, sizes), canonical(args), args.query.shape
     block_types = (
         jax.ShapeDtypeStruct(size, softmax_dtype(args.query)),
         *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((size[0], 1), (1, size[1]))),
@@ -118,20 +144,30 @@ def fold_blocks(
 
     program = traced(flat_step, *carry_types, *block_types, *extra_types)
     out = [jax.ShapeDtypeStruct((B, N, *x.shape), x.dtype) for x in init]
-    carries = deferred.call(_fold, args, program, init, lse, list(per_sequence), size, out=out)
+    carries = deferred.call(_fold, args, program, init, lse, list(per_sequence), size, lowest, out=out)
     return structure.unflatten(carries)
 
 
-def count_visible(args: AttentionArgs, sizes: BlockSizes) -> Int[Array, "B N T"]:
-    """The number of keys that each query sees."""
-    B, T, N, _ = args.query.shape
-    out = jax.ShapeDtypeStruct((B, N, T), jnp.int32)
-    return deferred.call(_count_visible, canonical(args), sizes, out=out)
+def _block_size(args: AttentionArgs, sizes: BlockSizes) -> Size:
+    """One block size for all platforms: that of the types of a step's arguments."""
+    return plan_args("", canonical(args), sizes).blocks.size
+
+
+def count_pairs(
+    args: AttentionArgs, reduction: Reduction, names: Sequence[str], sizes: BlockSizes
+) -> dict[str, Array]:
+    """These of the reduction's ``counts``."""
+    if not names:
+        return {}
+    results = reduction.results(args)
+    out, counts = {name: results[name] for name in names}, reduction.rows["counts"]
+    return deferred.call(_count_pairs, canonical(args), counts, sizes, tuple(names), out=out)
 
 
 def _fold(
-    platform: str, args: AttentionArgs, step: Traced, init: list[Array], lse: Array, per_sequence: list, size: Size
-) -> list[Array]:
+    platform: str, args: AttentionArgs, step: Traced, init: list[Array], lse: Array, per_sequence: list, size: Size,
+    lowest: float,
+) -> list[Array]:  # fmt: skip
     plan = plan_args(platform, args, size)
     rows, columns = plan.blocks.size
 
@@ -145,7 +181,7 @@ def _fold(
 
             def compute() -> list[Array]:
                 scores = blocked.scores(block, i, j, masked)[0]
-                log_weights = jnp.where(scores == -jnp.inf, scores, scores - row_lse)  # 0, also where the lse is NaN
+                log_weights = jnp.where(scores <= lowest, -jnp.inf, scores - row_lse)  # also where the lse is NaN
                 q_idx = i * rows + jnp.arange(rows, dtype=i.dtype)
                 kv_idx = j * columns + jnp.arange(columns, dtype=j.dtype)
                 return step(*carry, log_weights, q_idx[:, None], kv_idx[None, :], *extra)
@@ -158,24 +194,50 @@ def _fold(
     return plan.over_heads(one_head, args, out_axes=0, per_head=per_head, per_sequence=per_sequence)
 
 
-def _count_visible(platform: str, args: AttentionArgs, sizes: BlockSizes) -> Array:
+def _count_pairs(
+    platform: str, args: AttentionArgs, counts: Array, sizes: BlockSizes, names: tuple[str, ...]
+) -> dict[str, Array]:
     """Evaluates masks in partial blocks only."""
-    plan = plan_args(platform, args, sizes)
-    rows, columns = plan.blocks.size
+    plan, (T, S) = plan_args(platform, args, sizes), (args.query.shape[1], args.key.shape[1])
+    dtype, (rows, columns) = softmax_dtype(args.query), plan.blocks.size
+    whole = cdiv(T, rows) * rows, cdiv(S, columns) * columns
+    # The rows of a full block that have a key at each of its offsets.
+    offsets = np.arange(rows + columns - 1) - (rows - 1)
+    first, end = np.clip(-offsets, 0, rows), np.clip(columns - offsets, 0, rows)
 
-    def one_head(q: Array, k: Array, v: Any, head: Head, head_plan: BlockPlan) -> Array:
+    def one_head(q: Array, k: Array, v: Any, head: Head, head_plan: BlockPlan, counts: Array) -> dict[str, Array]:
         no_features, head = jnp.zeros((k.shape[0], 0), k.dtype), dataclasses.replace(head, scale=1.0)
         blocked = split_head(platform, q[:, :0], no_features, no_features, head, head_plan)
+        block_counts = split_axis(counts, 0, rows)
 
-        def visit(counts: Array, i: Array, j: Array, masked: bool, if_listed: IfListed) -> Array:
-            def compute() -> Array:
-                return blocked.visible(i, j).sum(1, dtype=jnp.int32) if masked else jnp.full(rows, columns, jnp.int32)
+        def visit(sums: dict[str, Array], i: Array, j: Array, masked: bool, if_listed: IfListed) -> dict[str, Array]:
+            def compute() -> dict[str, Array]:
+                upto = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(block_counts[i], dtype=jnp.int32)])
+                visible = blocked.visible(i, j) if masked else None
+                block = {}
+                if "visible" in sums:
+                    full = jnp.full(rows, columns, jnp.int32)
+                    block["visible"] = full if visible is None else visible.sum(1, dtype=jnp.int32)
+                if "visible_at" in sums and visible is None:
+                    block["visible_at"] = upto[end] - upto[first]
+                elif "visible_at" in sums:
+                    counted = visible & block_counts[i][:, None]
+                    block["visible_at"] = _diagonal_sums(counted.astype(jnp.int32))
+                return block
 
-            return counts.at[i].add(if_listed(compute, jnp.zeros(rows, jnp.int32)))
+            nothing = {"visible": jnp.zeros(rows, jnp.int32), "visible_at": jnp.zeros(len(offsets), jnp.int32)}
+            block = if_listed(compute, {name: nothing[name] for name in names})
+            starts = i * rows, j * columns
+            return {name: _joined(x, COUNTS[name], block[name], starts, whole[0] - rows) for name, x in sums.items()}
 
-        return join_rows(scan_blocks(visit, jnp.zeros(blocked.arrays.q.shape[:2], jnp.int32), blocked), q)
+        init = {name: jnp.zeros(_result_length(COUNTS[name], *whole), jnp.int32) for name in names}
+        sums = scan_blocks(visit, init, blocked)
+        return {name: _of_slots(x, COUNTS[name], (T, S), whole).astype(dtype) for name, x in sums.items()}
 
-    return plan.over_heads(one_head, args, out_axes=0)
+    if 0 in (T, S):
+        shapes = {name: (*args.query.shape[:3:2], _result_length(COUNTS[name], T, S)) for name in names}
+        return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    return plan.over_heads(one_head, args, out_axes=0, per_sequence=[counts])
 
 
 def _result_length(kind: str, T: Length, S: Length) -> Length:
@@ -183,16 +245,28 @@ def _result_length(kind: str, T: Length, S: Length) -> Length:
     return {"column_sum": S, "diagonal_sum": max(T + S - 1, 0)}.get(kind, T)
 
 
-def _added(sums: jax.Array, kind: str, block: jax.Array, rows: jax.Array, columns: jax.Array, T: Length) -> jax.Array:
-    """The sums of a kind of ``Reduction`` with a block's added; ``rows``, ``columns``: its slots."""
-    if kind == "row_sum":
-        return sums.at[rows].add(block.sum(1))
-    if kind == "row_max":
-        return sums.at[rows].max(block.max(1))
-    if kind == "column_sum":
-        return sums.at[columns].add(block.sum(0))
-    diagonals = columns[0] - rows[-1] + T - 1 + jnp.arange(sum(block.shape) - 1, dtype=rows.dtype)
-    return sums.at[diagonals].add(_diagonal_sums(block))
+def _of_slots(
+    sums: jax.Array, kind: str, lengths: tuple[Length, Length], whole: tuple[Length, Length]
+) -> jax.Array:
+    """The sums over whole blocks, as far as they are those of slots."""
+    first = whole[0] - lengths[0] if kind == "diagonal_sum" else 0
+    return sums[..., first : first + _result_length(kind, *lengths)]
+
+
+def _reduced(kind: str, values: jax.Array) -> jax.Array:
+    """A block's results of a kind of ``Reduction``."""
+    if kind == "diagonal_sum":
+        return _diagonal_sums(values)
+    return values.max(1) if kind == "row_max" else values.sum(0 if kind == "column_sum" else 1)
+
+
+def _joined(sums: jax.Array, kind: str, block: jax.Array, starts: tuple[jax.Array, ...], first: Length) -> jax.Array:
+    """``sums`` with a block's results; ``starts``: its row and column; ``first``: the place of its first offset at 0, 0."""
+    row, column = starts
+    start = {"column_sum": column, "diagonal_sum": column - row + first}.get(kind, row)
+    old = jax.lax.dynamic_slice(sums, (start,), block.shape)
+    new = jnp.maximum(old, block) if kind == "row_max" else old + block
+    return jax.lax.dynamic_update_slice(sums, new, (start,))
 
 
 def _diagonal_sums(block: jax.Array) -> jax.Array:

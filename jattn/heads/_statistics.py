@@ -1,47 +1,65 @@
 """Statistics of all heads at any length, without their matrices of weights."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, DTypeLike
+from jaxtyping import Array, ArrayLike
 
+from jattn._blocks.reduction import COUNTS, lowest_score
 from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args, make_lse
 from jattn._core.attention import softmax_dtype
-from jattn._core.shard import with_whole_axis
-from jattn._mods.arrays import Length, arange, namespace
+from jattn._mods.arrays import Length, arange, maximum, namespace
 from jattn._mods.lookup import ranks
 from jattn._mods.validation import check_array, to_int32
 from jattn.api import dot_product_attention, fold_weights
+from jattn.heads._sequences import find_places
 from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
 
 
+SEEN = 1e-30  # of a visible target: above what underflows, and below what counts
+LEAST = 1e-20  # weights below are 0
+
+
 class _Block(NamedTuple):
     """A block of one head's weights, and what is known of its queries and keys; all arrays broadcast."""
 
-    log_weights: Array
+    log_weights: Array  # -inf where a pair is hidden or its query does not count
     weights: Array
-    row: Mapping[str, Array]  # of queries: position, slot, token, ...
+    row: Mapping[str, Array]  # of queries: place, token, order
     column: Mapping[str, Array]  # of keys
 
-    def where(self, holds: Callable[[Array, Array], Array]) -> Array:
-        """The weights of the pairs for which ``holds(q, kv)``, positions; 0 elsewhere."""
-        return jnp.where(holds(self.row["position"], self.column["position"]), self.weights, 0.0)
-
-    def where_equal(self, name: str, shift: int) -> Array:
-        """The weights of keys whose ``name``, the token ``shift`` slots before, is the query's and an earlier one."""
-        slot = self.column["slot"] - shift
-        repeats = (self.row["token"] == self.column[name]) & (slot >= 0) & (slot < self.row["slot"])
-        return jnp.where(repeats, self.weights, 0.0)
-
     def log_weight(self) -> Array:
-        """``ln p``, because with large sinks p underflows to 0."""
-        return self.log_weights
+        """``ln p``, because with large sinks p underflows to 0; inf for NaN, which a maximum may drop."""
+        return jnp.where(jnp.isnan(self.log_weights), jnp.inf, self.log_weights)
+
+    def at(self, holds: Callable[[Array, Array], Array]) -> Array:
+        """``log_weight`` of the pairs for which ``holds(q, kv)``, places; -inf elsewhere."""
+        return jnp.where(holds(self.row["place"], self.column["place"]), self.log_weight(), -jnp.inf)
+
+    def duplicates(self) -> Array:
+        """Whether the key is an earlier one of the query's token."""
+        earlier = self.column["order"] < self.row["order"]
+        return (self.row["token"] == self.column["token"]) & earlier
+
+    def continuations(self) -> Array:
+        """Whether the key's previous token is the query's and an earlier one."""
+        previous = self.column["previous"]
+        return (self.row["token"] == self.column["before"]) & (previous >= 0) & (previous < self.row["order"])
+
+    def where(self, pairs: Array) -> Array:
+        """The weights of these of the visible pairs, at least ``SEEN``, so that a sum tells of one; 0 elsewhere."""
+        return jnp.where(pairs & self.visible(), jnp.maximum(self.weights, SEEN), 0.0)
+
+    def visible(self) -> Array:
+        """Whether the pair is visible."""
+        return self.log_weights != -jnp.inf
 
     def entropy(self) -> Array:
         """``-p ln p``, 0 at ``p = 0``."""
@@ -49,7 +67,7 @@ class _Block(NamedTuple):
 
     def distance(self) -> Array:
         """``p |q - kv|``."""
-        q, kv = self.row["position"], self.column["position"]
+        q, kv = self.row["place"], self.column["place"]
         apart = jnp.where(q > kv, q - kv, kv - q)
         # Two positions may be further apart than int32 counts; the difference wraps around once.
         number = apart.astype(self.weights.dtype)
@@ -64,24 +82,34 @@ class _Statistic(NamedTuple):
     queries: str = "seeing"  # a key of _eligible
 
 
+def _weight_at(holds: Callable[[Array, Array], Array]) -> _Statistic:
+    """The weight on the key for which ``holds(q, kv)``, places, of the queries that see it."""
+    return _Statistic(lambda block: block.at(holds), "row_max", "target")
+
+
 # A new mean over queries is one line here, and one in the docstring of ``statistics``.
 _STATISTICS = {
     "entropy": _Statistic(_Block.entropy, queries="seeing two keys"),
     "max_weight": _Statistic(_Block.log_weight, "row_max"),
     "max_logit": _Statistic(_Block.log_weight, "row_max"),
     "distance": _Statistic(_Block.distance),
-    "previous_token": _Statistic(lambda block: block.where(lambda q, kv: kv == q - 1), queries="later"),
-    "current_token": _Statistic(lambda block: block.where(lambda q, kv: kv == q)),
-    "first_token": _Statistic(lambda block: block.where(lambda q, kv: kv == 0), queries="later"),
+    "previous_token": _weight_at(lambda q, kv: (kv == q - 1) & (q > 0)),
+    "current_token": _weight_at(lambda q, kv: kv == q),
+    "first_token": _weight_at(lambda q, kv: (kv == 0) & (q > 0)),
     "offset_profile": _Statistic(lambda block: block.weights, "diagonal_sum"),
     "received": _Statistic(lambda block: block.weights, "column_sum"),
-    "duplicate_token": _Statistic(lambda block: block.where_equal("token", 0), queries="repeating"),
-    "induction": _Statistic(lambda block: block.where_equal("before", 1), queries="repeating"),
+    "duplicate_token": _Statistic(lambda block: block.where(block.duplicates()), queries="targets"),
+    "induction": _Statistic(lambda block: block.where(block.continuations()), queries="targets"),
 }
+# The numbers of visible pairs, where the masks alone do not tell.
+_COUNTS = {
+    name: _Statistic(lambda block: block.visible().astype(block.weights.dtype), kind) for name, kind in COUNTS.items()
+}
+_ALL = _STATISTICS | _COUNTS
 #: The names of all statistics.
 STATISTICS = tuple(_STATISTICS)
 #: Those that need ``tokens``.
-OF_TOKENS = tuple(name for name, statistic in _STATISTICS.items() if statistic.queries == "repeating")
+OF_TOKENS = tuple(name for name, statistic in _STATISTICS.items() if statistic.queries == "targets")
 
 
 def statistics(
@@ -156,46 +184,38 @@ def statistics(
         static = {"implementation": implementation, "return_residual": True}
         lse = dot_product_attention(args.query, args.key, no_value, bias, mask, **static, **options)[1]
     lse = make_lse(jnp.asarray(lse), args, one_sequence and lse_passed)
-    counts = jnp.ones((1, T), bool) if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
-    by_query = {"counts": counts} | ({} if tokens is None else {"tokens": _tokens(tokens, B, T, S, one_sequence)})
-    count_visible = lse_passed or "entropy" in names
     slots = [arange(n) if order is None else order for n, order in ((n, folding.slots(n)) for n in (T, S))]
+    places = find_places(args, *slots)
+    counts = places.real if eligible is None else eligible_rows(eligible, B, T).reshape(-1, T)
+    rows = {"counts": jnp.broadcast_to(counts, (counts.shape[0], T)), "place": places.query, "order": slots[0][None]}
+    columns = {"place": places.key, "order": slots[1][None]}
+    if tokens is not None:
+        rows |= {"token": _tokens(tokens, B, T, S, one_sequence)}
+        columns |= {"token": rows["token"], "previous": places.previous}
+        in_order = rows["token"][:, namespace(slots[1]).argsort(slots[1])]
+        columns["before"] = jnp.take_along_axis(in_order, jnp.maximum(places.previous, 0), 1)
+    if S == 0:
+        columns = {name: jnp.zeros((1, 0), jnp.int32) for name in columns}
+    # Masks tell their numbers of pairs at little cost. What a bias or a score function hides, only scores tell.
+    by_masks = lowest_score(args) == -math.inf
+    numbers = ["visible"] if lse_passed or "entropy" in names or not by_masks else []
+    numbers += ["visible_at"] if "offset_profile" in names else []
+    # max_logit is computed from the reduction of max_weight.
+    reduced = [*dict.fromkeys("max_weight" if name == "max_logit" else name for name in names)]
+    reduced += [] if by_masks else numbers
+    kinds = tuple((name, _ALL[name].reduction) for name in reduced)
+    data, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, (rows, columns)))
 
     def of_part(args: AttentionArgs, lse: Array, *data: Array) -> dict[str, Array | dict[str, Array]]:
-        rows, columns = _pair_data(args, dict(zip(by_query, data, strict=True)), *slots)
-        # max_logit is computed from the reduction of max_weight.
-        reduced = tuple(dict.fromkeys("max_weight" if name == "max_logit" else name for name in names))
-        kinds = tuple((name, _STATISTICS[name].reduction) for name in reduced)
-        reduction = Reduction(lse, rows, columns, _Values(reduced), kinds, count_visible)
-        sums = folding.fold(args, reduction)
-        return _averages(names, sums, S, lse, lse_passed, rows)
+        rows, columns = structure.unflatten(data)
+        values = _Values(tuple(reduced))
+        reduction = Reduction(lse, rows, columns, values, kinds, tuple(numbers) if by_masks else ())
+        return _averages(names, folding.fold(args, reduction), lse, rows["counts"])
 
     out_axes = {**dict.fromkeys(names, "bn"), "support": dict.fromkeys(names, "bn")}
-    extra = [(lse, "btn"), *((x, "bt") for x in by_query.values())]
-    result = folding.map_parts(of_part, args, out_axes, *extra)
+    letters = ["bt"] * len(rows) + ["bs"] * len(columns)
+    result = folding.map_parts(of_part, args, out_axes, (lse, "btn"), *zip(data, letters, strict=True))
     return jax.tree.map(lambda x: x[0], result) if one_sequence else result
-
-
-def _pair_data(
-    args: AttentionArgs, by_query: dict[str, Array], q_slots: np.ndarray | Array, kv_slots: np.ndarray | Array
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What ``_Values`` read besides the weights: data of queries ``[B|1,T]`` and of keys ``[B|1,S]``.
-
-    ``q_slots``, ``kv_slots``: the token in each slot.
-    """
-    q_positions, kv_positions = (
-        jnp.asarray(slots[None] if positions is None else positions)
-        for positions, slots in ((args.query_positions, q_slots), (args.kv_positions, kv_slots))
-    )
-    rows = {"counts": by_query["counts"], "position": q_positions, "slot": jnp.asarray(q_slots)[None]}
-    columns = {"position": kv_positions, "slot": jnp.asarray(kv_slots)[None]}
-    if "tokens" in by_query:
-        tokens = by_query["tokens"]
-        xp = namespace(q_slots)
-        slot_of = xp.argsort(q_slots)  # the slot of each token
-        rows |= {"token": tokens, "occurred": jax.vmap(_occurred)(tokens[:, slot_of])[:, q_slots]}
-        columns |= {"token": tokens, "before": tokens[:, slot_of[xp.maximum(kv_slots - 1, 0)]]}
-    return rows, columns
 
 
 def _names(names: Iterable[str] | None, with_tokens: bool) -> tuple[str, ...]:
@@ -241,64 +261,43 @@ class _Values:
     def __call__(self, log_weights: Array, row: dict[str, Array], column: dict[str, Array]) -> dict[str, Array]:
         log_weights = jnp.where(row["counts"], log_weights, -jnp.inf)
         block = _Block(log_weights, jnp.exp(log_weights), row, column)
-        return {name: _STATISTICS[name].value(block) for name in self.names}
+        return {name: _ALL[name].value(block) for name in self.names}
 
 
 def _averages(
-    names: Sequence[str], sums: dict[str, Array], S: Length, lse: Array, may_have_sinks: bool, rows: dict[str, Array]
+    names: Sequence[str], sums: dict[str, Array], lse: Array, counts: Array
 ) -> dict[str, Array | dict[str, Array]]:
-    """The means over eligible queries, from the sums ``[B,N,...]``; of the lse, ``may_have_sinks``."""
-    lse, visible = jnp.moveaxis(lse, 2, 1), sums.get("visible")  # [B,N,T]
-    eligible = _eligible(rows, lse, visible, may_have_sinks)
-    counted = {name: eligible[_STATISTICS[name].queries] for name in names}
-    if "entropy" in names and visible is not None:
-        most = jnp.log(jnp.maximum(visible, 2).astype(lse.dtype))
-        sums = sums | {"entropy": sums["entropy"] / most}
-    results: dict[str, Array | dict[str, Array]] = {"support": {name: x.sum(-1) for name, x in counted.items()}}
-    for name, seen in counted.items():
+    """The means over queries that count, from the sums ``[B,N,...]``."""
+    lse = jnp.moveaxis(lse, 2, 1)  # [B,N,T]
+    logs = {name: x for name, x in sums.items() if _ALL[name].reduction == "row_max"}
+    sums = sums | {name: jnp.exp(jnp.where(x == jnp.inf, jnp.nan, x)) for name, x in logs.items()}
+    # A NaN counts as seen. With sinks, a row that sees no key has a finite lse.
+    seeing = counts[:, None] & (sums["visible"] > 0 if "visible" in sums else lse != -jnp.inf)
+    results: dict[str, Array | dict[str, Array]] = {}
+    support = {}
+    for name in names:
+        queries, seen = _STATISTICS[name].queries, seeing
+        if queries == "seeing two keys":
+            seen = seen & (sums["visible"] >= 2)
+            sums[name] = sums[name] / jnp.log(jnp.maximum(sums["visible"], 2))
+        elif queries == "target":
+            seen = logs[name] != -jnp.inf
+        elif queries == "targets":
+            seen = sums[name] != 0
+            sums[name] = jnp.where(sums[name] < LEAST, 0.0, sums[name])
+        support[name] = seen.sum(-1)
         if name == "max_logit":
-            highest = jnp.max(jnp.where(seen, lse + sums["max_weight"], -jnp.inf), axis=-1, initial=-jnp.inf)
+            high = jnp.where(logs["max_weight"] == jnp.inf, jnp.nan, lse + logs["max_weight"])
+            highest = maximum(jnp.where(seen, high, -jnp.inf))
             results[name] = jnp.where(seen.any(-1), highest, 0.0)
         elif name == "received":
             results[name] = sums[name]
         elif name == "offset_profile":
-            slot_of, seen = jnp.argsort(rows["slot"][0]), with_whole_axis(seen, -1)  # like the sums of all offsets
-            results[name] = sums[name] / _pairs_at_offsets(seen[..., slot_of], S, lse.dtype)
+            results[name] = sums[name] / jnp.maximum(sums["visible_at"], 1)
         else:
-            values = jnp.exp(sums[name]) if name == "max_weight" else sums[name]
-            total = jnp.where(seen, values, 0.0).sum(-1)
+            total = jnp.where(seen, sums[name], 0.0).sum(-1)
             results[name] = total / jnp.maximum(seen.sum(-1), 1).astype(total.dtype)
-    return results
-
-
-def _eligible(rows: dict[str, Array], lse: Array, visible: Array | None, may_have_sinks: bool) -> dict[str, Array]:
-    """The queries that a mean may run over, bool ``[B,N,T]``, from the lse and number of visible keys ``[B,N,T]``."""
-    seeing = rows["counts"][:, None] & (lse != -jnp.inf)  # a NaN counts as seen
-    if may_have_sinks and visible is not None:  # with sinks, a row that sees no key has a finite lse
-        seeing &= visible > 0
-    eligible = {"seeing": seeing, "later": seeing & (rows["position"] > 0)[:, None]}
-    if visible is not None:
-        eligible["seeing two keys"] = seeing & (visible >= 2)
-    if "occurred" in rows:
-        eligible["repeating"] = seeing & rows["occurred"][:, None]
-    return eligible
-
-
-def _occurred(tokens: Array) -> Array:
-    """Bool ``[T]``: whether the token occurred before."""
-    order = jnp.argsort(tokens, stable=True)
-    again = jnp.concatenate([jnp.zeros(1, bool), tokens[order][1:] == tokens[order][:-1]])[: tokens.shape[0]]
-    return jnp.zeros(tokens.shape, bool).at[order].set(again)
-
-
-def _pairs_at_offsets(seen: Array, S: Length, dtype: DTypeLike) -> Array:
-    """``[B,N,T+S-1]``: the number of seeing queries with a key at each offset, at least 1."""
-    T = seen.shape[-1]
-    offsets = arange(max(T + S - 1, 0)) - (T - 1)
-    xp = namespace(offsets)
-    first, end = xp.clip(-offsets, 0, T), xp.clip(S - offsets, 0, T)
-    upto = jnp.concatenate([jnp.zeros((*seen.shape[:-1], 1), jnp.int32), jnp.cumsum(seen, -1, dtype=jnp.int32)], -1)
-    return jnp.maximum(upto[..., end] - upto[..., first], 1).astype(dtype)
+    return results | {"support": support}
 
 
 def coarse_weights(

@@ -27,9 +27,9 @@ def ring_fold(ring: RingPlan, platform: str, args: AttentionArgs, reduction: Red
     device = jax.lax.axis_index(ring.axis)
 
     def initial(num_heads: int, by_key: bool) -> dict[str, Array]:
-        fill, types = {"row_max": -jnp.inf}, {"visible": jnp.int32}
+        fill = {"row_max": -jnp.inf}
         return {
-            name: jnp.full((B, num_heads, sizes[kind]), fill.get(kind, 0), types.get(name, dtype))
+            name: jnp.full((B, num_heads, sizes[kind]), fill.get(kind, 0), dtype)
             for name, kind in result_kinds.items()
             if (kind == "column_sum") == by_key
         }

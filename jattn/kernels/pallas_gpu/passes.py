@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jattn._blocks.backward import of_sums
 from jattn._blocks.plan import visibility
-from jattn._blocks.reduction import Reduction
+from jattn._blocks.reduction import Reduction, count_pairs
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import cdiv, pad_end
 from jattn._mods.tile_function import QUERY
@@ -37,7 +37,8 @@ def reduce(args: AttentionArgs, reduction: Reduction, settings: PallasGPU) -> di
     q, k = _padded(args.query), _padded(args.key)
     plan = functools.partial(make_plan, args, interpret=settings.interpret)
     by_row = reduce_rows(functools.partial(plan, shape=BLOCK), q, k, reduction)
-    return by_row | sum_diagonals(plan, q, k, reduction)
+    others = [name for name in reduction.counts if name != "visible"]
+    return by_row | sum_diagonals(plan, q, k, reduction) | count_pairs(args, reduction, others, None)
 
 
 def _shape(H: int, D: int, backward: bool) -> tuple[int, int]:

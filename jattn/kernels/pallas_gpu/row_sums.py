@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jattn._blocks.reduction import Reduction
+from jattn._blocks.reduction import Reduction, lowest_score
 from jattn._mods.tile_function import KEY, QUERY
 from jattn.kernels.pallas_gpu.pipeline import MosaicKernel, Step, Steps, full
 from jattn.kernels.pallas_gpu.schedule import ROWS
@@ -24,6 +24,7 @@ class Values:
 
     def __init__(self, plan: GPUPlan, reduction: Reduction):
         self.scores, self.reduction, add_vector = plan.scores(), reduction, plan.operands.vector
+        self.lowest = lowest_score(plan.args)
         lse = jnp.moveaxis(jnp.where(reduction.lse == -jnp.inf, 0.0, reduction.lse), 1, 2)
         self.lse = add_vector(QUERY, lse.astype(jnp.float32))
         self.data = {
@@ -36,7 +37,8 @@ class Values:
     def of_tile(self, tile: Tile) -> tuple[dict[str, jax.Array], Callable[[], jax.Array]]:
         """The values of its pairs by name, and 1.0 where visible, else 0.0."""
         s = tile.scores()
-        logs = jnp.where(s == -jnp.inf, s, s - tile.vector(QUERY, self.lse))  # 0, also where the lse is NaN
+        hidden = s <= self.lowest
+        logs = jnp.where(hidden, -jnp.inf, s - tile.vector(QUERY, self.lse))  # also where the lse is NaN
         values = self.reduction.values(logs, *(self._read(tile, over) for over in (QUERY, KEY)))
         return values, lambda: jnp.ones_like(s) if tile.visible is None else jnp.where(tile.visible, 1.0, 0.0)
 
@@ -52,11 +54,10 @@ def reduce_rows(
     plan = make_plan(by_key=False)
     (T, S), names = (plan.args.query.shape[1], plan.args.key.shape[1]), reduction.named("row_sum", "row_max")
     results: dict[str, jax.Array] = {}
-    if names or reduction.count_visible:
-        sums = _sums(plan, q, k, reduction, names, reduction.count_visible)
+    counted = "visible" in reduction.counts
+    if names or counted:
+        sums = _sums(plan, q, k, reduction, names, counted)
         results |= {name: x[..., :T] for name, x in zip([*names, "visible"], sums, strict=False)}
-        if reduction.count_visible:
-            results["visible"] = results["visible"].astype(jnp.int32)
     if by_key := reduction.named("column_sum"):
         sums = _sums(make_plan(by_key=True), k, q, reduction, by_key, False)
         results |= {name: x[..., :S] for name, x in zip(by_key, sums, strict=True)}

@@ -7,6 +7,7 @@ reduced once a block: those of keys across the lanes, those of offsets along the
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from jattn._blocks.reduction import Reduction
+from jattn._blocks.reduction import Reduction, count_pairs, lowest_score
 from jattn._mods.arrays import pad_end
 from jattn.kernels.pallas_tiles import Ref
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call
@@ -41,9 +42,10 @@ def reduce_blocks(plan: TPUPlan, reduction: Reduction) -> dict[str, jax.Array]:
     for n, name in enumerate(steps.offsets):  # the kernel sorts them by query - key, from -S on
         line, end = by_name["of_offsets"][:, :, n].reshape(B, N, -1), plan.operands.padded[1] + T
         results[name] = jnp.flip(line[..., end - (T + S - 1) : end], -1)
-    if reduction.count_visible:
-        results["visible"] = sums[:, :, steps.height - 1, :T].astype(jnp.int32)
-    return results
+    if "visible" in reduction.counts:
+        results["visible"] = sums[:, :, steps.height - 1, :T]
+    others = [name for name in reduction.counts if name != "visible"]
+    return results | count_pairs(plan.args, reduction, others, None)
 
 
 @dataclasses.dataclass
@@ -76,7 +78,8 @@ class _ReductionSteps:
         self.largest, self.keys, self.offsets = map(self.reduction.named, ("row_max", "column_sum", "diagonal_sum"))
         self.by_query = self.reduction.named("row_sum", "row_max")
         # No array of a kernel is empty.
-        self.height = max(len(self.by_query) + self.reduction.count_visible, 1)
+        self.counts = ["visible"] if "visible" in self.reduction.counts else []
+        self.height = max(len(self.by_query) + len(self.counts), 1)
         self.scratch = self._scratch()
         self.whole = [name for name in ("of_keys", "of_offsets") if name in self.scratch]
 
@@ -127,7 +130,7 @@ class _ReductionSteps:
         """Adds the values of tiles of the same queries."""
         refs, totals, args, tiles = self._named(kept), {}, self.plan.args, list(tiles)
         queries = tiles[0].queries
-        changed = args.bias is not None or args.score_mod is not None  # they may hide pairs, too
+        lowest = lowest_score(args)
         bools = {name: is_bool for name, (_, is_bool) in self.columns.items()}
         for tile in tiles:
             at = tile.keys.start // TILE
@@ -135,19 +138,19 @@ class _ReductionSteps:
             column = {name: _typed(refs["data"][n, at], bools[name]) for n, name in enumerate(bools)}
             scored = tile.scores()
             logs = scored - ins[self.lse][0, 0, :, queries]
-            if changed or tile.masked:
-                logs = jnp.where(scored == -jnp.inf, scored, logs)  # 0, also where the lse is NaN
+            if tile.masked or lowest > -math.inf:  # a bias or a score function may hide pairs, too
+                logs = jnp.where(scored <= lowest, -jnp.inf, logs)  # also where the lse is NaN
             values = self.reduction.values(logs, row, column)
             for name in self.by_query:
                 totals[name] = _joined(name in self.largest, totals.get(name), values[name])
-            if self.reduction.count_visible and tile.visible is not None:
+            if self.counts and tile.visible is not None:
                 totals["visible"] = _joined(False, totals.get("visible"), tile.visible.astype(jnp.float32))
             for n, name in enumerate(self.keys):
                 refs["by_key"][n, at] += values[name]
             diagonal = jax.lax.div(queries.start, jnp.int32(TILE)) - at + self.tiles[1] - 1
             for n, name in enumerate(self.offsets):
                 refs["by_offset"][n, diagonal] += values[name]
-        for n, name in enumerate([*self.by_query, *(["visible"] if self.reduction.count_visible else [])]):
+        for n, name in enumerate([*self.by_query, *self.counts]):
             here = pl.ds(n, 1), queries
             if name in self.largest:
                 refs["sums"][here] = jnp.maximum(refs["sums"][here], jnp.max(totals[name], axis=0, keepdims=True))

@@ -1,0 +1,115 @@
+"""What the masks of a call tell of its sequences: each token's place in its own, and which tokens are padding."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jattn._blocks.reduction import lowest_score
+from jattn._core.arguments import AttentionArgs
+from jattn._core.shard import with_whole_axis
+from jattn._mods.arrays import AnyArray, Bools, namespace
+from jattn._mods.lookup import look_up_row
+from jattn._mods.mask import conjuncts
+from jattn._mods.pytree import known
+from jattn.masks import Dense, MaskFunction, Padding, Segments
+
+
+class Places(NamedTuple):
+    """Places of tokens in their own sequences, from 0 on, by slot.
+
+    query, key: int32 ``[B|1,T]`` and ``[B|1,S]``.
+    previous: int32 ``[B|1,S]``: the token before each key in its sequence; -1 for none.
+    real: bool ``[B|1,T]``: which queries are no padding.
+    """
+
+    query: AnyArray
+    key: AnyArray
+    previous: AnyArray
+    real: Bools
+
+
+def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> Places:
+    """The places of a call's tokens; ``q_slots [T]`` and ``kv_slots [S]``: the token in each slot.
+
+    Within ``Segments``, tokens of an id are counted. Otherwise positions are places, if there are any, and else tokens
+    are counted from the first that is no padding. Padding is, where T = S, what ``Padding``, ``Dense``, mask and bias
+    arrays and the lengths of keys hide at either end of a sequence, joined by ``&`` alone.
+    """
+    both = (args.query_positions, q_slots), (args.kv_positions, kv_slots)
+    at_query, at_key = (None if x is None or _is_order(x, slots) else x for x, slots in both)
+    parts = [part for mask in args.masks for part in conjuncts(mask)]
+    shown = None
+    if args.query.shape[1] == args.key.shape[1] and (at_query is None) == (at_key is None):
+        shown = _shown(args, parts if at_key is None else (), kv_slots)
+    real: Bools = np.ones((1, 1), bool) if shown is None else shown[:, q_slots]
+    ids = [(x.query_ids, x.query_ids if x.kv_ids is None else x.kv_ids) for x in parts if isinstance(x, Segments)]
+    if shown is not None and at_key is None:
+        ids.append((shown, shown))
+    (of_queries, _), (of_keys, before) = (_ranks([pair[side] for pair in ids]) for side in (0, 1))
+    query, key = (
+        _places(ranks, slots[None] if at is None else at)
+        for ranks, at, slots in ((of_queries, at_query, q_slots), (of_keys, at_key, kv_slots))
+    )
+    previous = kv_slots[None] - 1 if before is None or at_key is not None else before[:, kv_slots]
+    real = real if at_query is None else real & (at_query >= 0)  # a cache's padding
+    return Places(query, key, namespace(key, previous).where(key > 0, previous, -1), real)
+
+
+def _is_order(positions: AnyArray, slots: AnyArray) -> bool:
+    """Whether positions are known to be the numbers of the tokens."""
+    positions = known(positions)
+    return isinstance(positions, np.ndarray) and isinstance(slots, np.ndarray) and bool((positions == slots).all())
+
+
+def _shown(args: AttentionArgs, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:
+    """Bool ``[B|1,S]``, by token: False for hidden keys at either end; None if there are none.
+
+    Where an array has a row for each query, a token that strict causality hides from all is none: it sees others.
+    """
+    by_slot = [*args.slot_masks, *([] if args.bias is None else [args.bias > lowest_score(args)])]
+    by_token = [x.array[(None,) * (4 - x.array.ndim)] for x in parts if isinstance(x, Dense)]
+    lengths = [x.lengths[:, None] for x in parts if isinstance(x, Padding)]
+    T, order = args.query.shape[1], namespace(slots).argsort(slots)
+    shown = [_of_pairs(x)[:, order] for x in by_slot if x.shape[3] != 1]
+    shown += [_of_pairs(x) for x in by_token if x.shape[3] != 1] + [namespace(slots).arange(T)[None] < x for x in lengths]
+    xp = namespace(*shown, slots)
+    both = xp.asarray(True)
+    for one in shown:
+        both = both & one
+    if isinstance(both, np.ndarray | np.generic) and both.all():
+        return None
+    # Hidden keys between shown ones are not padding.
+    both = with_whole_axis(jnp.asarray(both), 1)
+    return (jnp.cumsum(both, axis=1) > 0) & (jnp.cumsum(both[:, ::-1], axis=1)[:, ::-1] > 0)
+
+
+def _of_pairs(visible: AnyArray) -> AnyArray:
+    """``[B|1,N|1,T|1,S] -> [B|1,S]``: the tokens that any query sees, or that see any key."""
+    seen = visible.any((1, 2))
+    return seen if visible.shape[2] == 1 else seen | visible.any((1, 3))
+
+
+def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array] | tuple[None, None]:
+    """Int32 ``[B|1,length]``: how many earlier entries have the same ids, and the last of them, or -1. None of no ids."""
+    if not ids:
+        return None, None
+    length = min(x.shape[-1] for x in ids) if len(ids) > 1 else ids[0].shape[-1]
+    rows = [with_whole_axis(jnp.atleast_2d(jnp.asarray(x)), 1)[:, :length] for x in ids]
+    rows = jnp.broadcast_arrays(*(x.astype(jnp.int32) if x.dtype == bool else x for x in rows))
+    index = jax.lax.broadcasted_iota(jnp.int32, rows[0].shape, 1)
+    *rows, order = jax.lax.sort((*rows, index), dimension=1, num_keys=len(rows) + 1)
+    changes = [x[:, 1:] != x[:, :-1] for x in rows]
+    new = jnp.concatenate([jnp.ones_like(index[:, :1], bool), functools.reduce(jnp.logical_or, changes)], 1)[:, :length]
+    rank = index - jax.lax.cummax(jnp.where(new, index, 0), axis=1)
+    before = jnp.where(new, -1, jnp.roll(order, 1, axis=1))
+    put = jax.vmap(lambda order, x: jnp.zeros_like(x).at[order].set(x, unique_indices=True))
+    return put(order, rank), put(order, before)
+
+
+def _places(ranks: Array | None, at: AnyArray) -> AnyArray:
+    return at if ranks is None else look_up_row(ranks, np.arange(ranks.shape[0])[:, None], at)[0]
