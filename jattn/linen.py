@@ -18,7 +18,7 @@ from jattn._core.attention import softmax_dtype
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
-from jattn.multi_head import CallOptions, common_dtype
+from jattn.multi_head import CallOptions, common_dtype, statistics_of
 from jattn.score_mods import ScoreMod
 
 __all__ = [
@@ -274,7 +274,8 @@ class MultiHeadDotProductAttention(nn.Module):
             if module_cache is not None:
                 extras["cache"], is_causal = module_cache, is_causal or not callable(mask)
             keywords["is_causal"] = is_causal
-            sow, in_float32 = _flax.Sow(sow_weights, sow_heads, sow_statistics), self.force_fp32_for_softmax
+            sow = _flax.Sow(sow_weights, sow_heads, statistics_of(sow_statistics, inputs_q, inputs_k))
+            in_float32 = self.force_fp32_for_softmax
             z, new_cache = _flax.attend_and_sow(
                 self, "intermediates", sow, in_float32, query, key, value, **keywords, **extras
             )

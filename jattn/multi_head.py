@@ -159,7 +159,7 @@ def attend_heads(
         raise ValueError("head_fill without head_gate: the gate selects the heads to fill")
     z = z if cache is None else nan_if_overflowed(cache, z)
     heads = {"query": query, "key": key, "value": value, "lse": lse, "z": z}
-    extras = _extras(heads, pattern, lead, arguments, return_weights, return_statistics, return_heads)
+    extras = _extras(heads, pattern, lead, arguments, return_weights, return_statistics, return_heads, valid)
     results = [z.reshape(*lead, *z.shape[-3:]), *extras, *([] if cache is None else [cache])]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -211,8 +211,9 @@ def _extras(
     return_weights: bool,
     return_statistics: Sequence[str] | Mapping[str, Any],
     return_heads: bool,
+    valid: ArrayLike | None,
 ) -> list[Any]:
-    """What ``attend_heads`` returns besides the output and the cache."""
+    """What ``attend_heads`` returns besides the output and the cache; padding of a chunk counts in no statistic."""
     results: list[Any] = []
     query, key = heads["query"], heads["key"]
     drop = query.ndim - 3  # the one batch axis, if any
@@ -234,9 +235,11 @@ def _extras(
         if isinstance(implementation, ReducesWeights):
             of_weights["implementation"] = implementation
         wanted = return_statistics
-        arguments = dict(wanted) if isinstance(wanted, Mapping) else {"names": wanted}
+        arguments: dict[str, Any] = dict(wanted) if isinstance(wanted, Mapping) else {"names": wanted}
         for name in {"tokens", "eligible"} & arguments.keys():
             arguments[name] = _one_batch_axis(arguments[name], lead, 1)
+        if valid is not None and arguments.get("eligible") is None:
+            arguments["eligible"] = valid
         by_name = statistics(query, key, lse=heads["lse"], **arguments, **of_weights)  # sinks are in the lse
         results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[drop:]), by_name))
     if return_heads:
@@ -339,6 +342,8 @@ def multi_head_attention(
     x_kv, precision = x if x_kv is None else x_kv, options.get("precision")
     query = project(params["query"], x, precision)
     key, value = (project(params[name], x_kv, precision) for name in ("key", "value"))
+    if "return_statistics" in options:
+        options["return_statistics"] = statistics_of(options["return_statistics"], x, x_kv)
     z = attend_heads(query, key, value, return_weights=return_weights, **options)
     z, *others = z if isinstance(z, tuple) else (z,)
     dims = ((z.ndim - 2, z.ndim - 1), (0, 1)), ((), ())
@@ -378,6 +383,14 @@ def _one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
     if len(batch) != len(lead) or any(size not in (1, full) for size, full in zip(batch, lead, strict=True)):
         raise ValueError(f"expected batch axes {lead} and {trailing} more, or {trailing} alone, got {list(x.shape)}")
     return xp.broadcast_to(x, (*lead, *x.shape[-trailing:])).reshape(math.prod(lead), *x.shape[-trailing:])
+
+
+def statistics_of(requested: Sequence[str] | Mapping[str, Any], x: Array, x_kv: Array) -> Any:
+    """The request; in cross-attention what masks hide of the keys says nothing of queries, so all count."""
+    if x_kv is x or not wants_statistics(requested):
+        return requested
+    request = dict(requested) if isinstance(requested, Mapping) else {"names": requested}
+    return request if request.get("eligible") is not None else request | {"eligible": np.ones(x.shape[-2], bool)}
 
 
 def wants_statistics(statistics: Sequence[str] | Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from jattn._mods.keywords import suggest_keywords
 from jattn.cache import KVCache, from_flax, to_flax
 from jattn.kernels import Implementation
 from jattn.masks import MaskFunction
-from jattn.multi_head import CallOptions
+from jattn.multi_head import CallOptions, statistics_of
 from jattn.score_mods import ScoreMod
 
 __all__ = ["MultiHeadAttention", "dot_product_attention", "dot_product_attention_weights"]
@@ -316,7 +316,7 @@ class MultiHeadAttention(nnx.Module):
         if self.attention_fn is dot_product_attention:
             if module_cache is not None:
                 extras["cache"], keywords["is_causal"] = module_cache, is_causal or not callable(mask)
-            sow = _flax.Sow(sow_weights, sow_heads, sow_statistics)
+            sow = _flax.Sow(sow_weights, sow_heads, statistics_of(sow_statistics, inputs_q, inputs_k))
             z, new_cache = _flax.attend_and_sow(
                 self, nnx.Intermediate, sow, False, query, key, value, **keywords, **extras
             )

@@ -8,11 +8,11 @@ from typing import Any, Concatenate
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jattn._blocks.block import BlockPlan, split_head
 from jattn._blocks.block_lists import Size, split_axis
-from jattn._blocks.online_softmax import IfListed, join_rows, scan_blocks
+from jattn._blocks.online_softmax import IfListed, scan_blocks
 from jattn._blocks.plan import BlockSizes, plan_args
 from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs
@@ -26,8 +26,8 @@ from jattn._mods.pytree import pytree_dataclass, static_field
 LogStep = Callable[Concatenate[Any, Array, Array, Array, ...], Any]
 
 
-# What masks alone tell: the number of keys that each query sees, and of visible pairs at each offset, of the queries for
-# which ``Reduction.rows["counts"]`` is True.
+# What masks alone tell: the number of keys that each query sees, and of visible pairs at each offset, of the queries
+# for which ``Reduction.rows["counts"]`` is True.
 COUNTS = {"visible": "row_sum", "visible_at": "diagonal_sum"}
 HIDDEN = -1e8  # the highest score that hides a pair, in dtypes that have it
 
@@ -117,7 +117,7 @@ def lowest_score(args: AttentionArgs) -> float:
 
 def fold_blocks(
     args: AttentionArgs, step: LogStep, init: PyTree, lse: Array, sizes: BlockSizes,
-    per_sequence: Sequence[Array] = (), lowest: float = -math.inf,
+    per_sequence: Sequence[Array] = (), lowest: ArrayLike = -math.inf,
 ) -> PyTree[Array]:  # fmt: skip
     """``carry = step(carry, log_weights, q_idx, kv_idx)`` over the blocks of every head: carries ``[B,N,...]``.
 
@@ -153,9 +153,7 @@ def _block_size(args: AttentionArgs, sizes: BlockSizes) -> Size:
     return plan_args("", canonical(args), sizes).blocks.size
 
 
-def count_pairs(
-    args: AttentionArgs, reduction: Reduction, names: Sequence[str], sizes: BlockSizes
-) -> dict[str, Array]:
+def count_pairs(args: AttentionArgs, reduction: Reduction, names: Sequence[str], sizes: BlockSizes) -> dict[str, Array]:
     """These of the reduction's ``counts``."""
     if not names:
         return {}
@@ -166,7 +164,7 @@ def count_pairs(
 
 def _fold(
     platform: str, args: AttentionArgs, step: Traced, init: list[Array], lse: Array, per_sequence: list, size: Size,
-    lowest: float,
+    lowest: ArrayLike,
 ) -> list[Array]:  # fmt: skip
     plan = plan_args(platform, args, size)
     rows, columns = plan.blocks.size
@@ -245,9 +243,7 @@ def _result_length(kind: str, T: Length, S: Length) -> Length:
     return {"column_sum": S, "diagonal_sum": max(T + S - 1, 0)}.get(kind, T)
 
 
-def _of_slots(
-    sums: jax.Array, kind: str, lengths: tuple[Length, Length], whole: tuple[Length, Length]
-) -> jax.Array:
+def _of_slots(sums: jax.Array, kind: str, lengths: tuple[Length, Length], whole: tuple[Length, Length]) -> jax.Array:
     """The sums over whole blocks, as far as they are those of slots."""
     first = whole[0] - lengths[0] if kind == "diagonal_sum" else 0
     return sums[..., first : first + _result_length(kind, *lengths)]
@@ -261,7 +257,7 @@ def _reduced(kind: str, values: jax.Array) -> jax.Array:
 
 
 def _joined(sums: jax.Array, kind: str, block: jax.Array, starts: tuple[jax.Array, ...], first: Length) -> jax.Array:
-    """``sums`` with a block's results; ``starts``: its row and column; ``first``: the place of its first offset at 0, 0."""
+    """``sums`` with a block's results; ``starts``: its row and column; ``first``: where offsets of block 0, 0 begin."""
     row, column = starts
     start = {"column_sum": column, "diagonal_sum": column - row + first}.get(kind, row)
     old = jax.lax.dynamic_slice(sums, (start,), block.shape)

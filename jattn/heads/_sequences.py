@@ -48,15 +48,16 @@ def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> P
         shown = _shown(args, parts if at_key is None else (), kv_slots)
     real: Bools = np.ones((1, 1), bool) if shown is None else shown[:, q_slots]
     ids = [(x.query_ids, x.query_ids if x.kv_ids is None else x.kv_ids) for x in parts if isinstance(x, Segments)]
-    if shown is not None and at_key is None:
-        ids.append((shown, shown))
-    (of_queries, _), (of_keys, before) = (_ranks([pair[side] for pair in ids]) for side in (0, 1))
-    query, key = (
-        _places(ranks, slots[None] if at is None else at)
-        for ranks, at, slots in ((of_queries, at_query, q_slots), (of_keys, at_key, kv_slots))
-    )
-    previous = kv_slots[None] - 1 if before is None or at_key is not None else before[:, kv_slots]
-    real = real if at_query is None else real & (at_query >= 0)  # a cache's padding
+    query, key = (slots[None] if at is None else at for at, slots in ((at_query, q_slots), (at_key, kv_slots)))
+    previous = kv_slots[None] - 1
+    if ids:
+        ids += [(shown, shown)] if shown is not None and at_key is None else []
+        (of_queries, _), (of_keys, before) = (_ranks([pair[side] for pair in ids]) for side in (0, 1))
+        query, key = _at(of_queries, query), _at(of_keys, key)
+        previous = previous if at_key is not None else before[:, kv_slots]
+    elif shown is not None and at_key is None:
+        first = jnp.argmax(shown, 1, keepdims=True).astype(jnp.int32)
+        query, key = query - first, key - first
     return Places(query, key, namespace(key, previous).where(key > 0, previous, -1), real)
 
 
@@ -76,7 +77,8 @@ def _shown(args: AttentionArgs, parts: Iterable[MaskFunction], slots: AnyArray) 
     lengths = [x.lengths[:, None] for x in parts if isinstance(x, Padding)]
     T, order = args.query.shape[1], namespace(slots).argsort(slots)
     shown = [_of_pairs(x)[:, order] for x in by_slot if x.shape[3] != 1]
-    shown += [_of_pairs(x) for x in by_token if x.shape[3] != 1] + [namespace(slots).arange(T)[None] < x for x in lengths]
+    shown += [_of_pairs(x) for x in by_token if x.shape[3] != 1]
+    shown += [namespace(slots).arange(T)[None] < x for x in lengths]
     xp = namespace(*shown, slots)
     both = xp.asarray(True)
     for one in shown:
@@ -94,10 +96,8 @@ def _of_pairs(visible: AnyArray) -> AnyArray:
     return seen if visible.shape[2] == 1 else seen | visible.any((1, 3))
 
 
-def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array] | tuple[None, None]:
-    """Int32 ``[B|1,length]``: how many earlier entries have the same ids, and the last of them, or -1. None of no ids."""
-    if not ids:
-        return None, None
+def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array]:
+    """Int32 ``[B|1,length]``: how many earlier entries have the same ids, and the last of them, or -1."""
     length = min(x.shape[-1] for x in ids) if len(ids) > 1 else ids[0].shape[-1]
     rows = [with_whole_axis(jnp.atleast_2d(jnp.asarray(x)), 1)[:, :length] for x in ids]
     rows = jnp.broadcast_arrays(*(x.astype(jnp.int32) if x.dtype == bool else x for x in rows))
@@ -111,5 +111,5 @@ def _ranks(ids: Sequence[AnyArray]) -> tuple[Array, Array] | tuple[None, None]:
     return put(order, rank), put(order, before)
 
 
-def _places(ranks: Array | None, at: AnyArray) -> AnyArray:
-    return at if ranks is None else look_up_row(ranks, np.arange(ranks.shape[0])[:, None], at)[0]
+def _at(ranks: Array, positions: AnyArray) -> AnyArray:
+    return look_up_row(ranks, np.arange(ranks.shape[0])[:, None], positions)[0]

@@ -22,7 +22,6 @@ from jattn.kernels import ReducesWeights, Reduction
 from jattn.kernels.dispatch import Dispatch
 from jattn.masks import MaskFunction
 
-
 SEEN = 1e-30  # of a visible target: above what underflows, and below what counts
 LEAST = 1e-20  # weights below are 0
 
@@ -127,29 +126,42 @@ def statistics(
 ) -> dict[str, Any]:
     """Statistics of every head's weights, in O(T + S) memory: ``{name: [B,N]}`` (or ``[N]``), float32 (or float64).
 
-    ``p`` are the weights of a query. Each mean runs over the queries in parentheses that see at least one key.
+    ``p`` are the weights of a query. Each mean runs over the queries in parentheses that see at least one key, and of
+    the weights on certain keys, over the queries that see at least one of these: what a window, a document's end or
+    padding hides from a query says nothing of a head. So a sequence has the same statistics alone, packed and padded.
 
     - ``entropy``: ``-sum p ln p / ln(number of visible keys)`` (those that see two keys); 1 for a uniform head.
     - ``max_weight``: ``max p`` (all). ``max_logit``: the largest score of all.
     - ``distance``: ``sum p |q - kv|`` (all).
-    - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (all).
-    - ``first_token``: p at ``kv = 0`` (``q > 0``), also known as a sink. Source: https://arxiv.org/abs/2309.17453.
-    - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (those with such a key).
+    - ``previous_token``, ``current_token``: p at ``kv = q - 1`` (``q > 0``) and at ``kv = q`` (that see it).
+    - ``first_token``: p at ``kv = 0`` (``q > 0``, that see it), also known as a sink; under a window, of few queries.
+      Source: https://arxiv.org/abs/2309.17453.
+    - ``offset_profile`` ``[B,N,T+S-1]``: p at each ``kv - q`` from ``-(T-1)`` to ``S-1`` (that see such a key).
     - ``received`` ``[B,N,S]``: for each key, the sum of p over all queries. Summed over a set of keys and divided by
       its ``support``, it is the mean weight on that set, such as delimiters.
-    - ``duplicate_token``: p at earlier occurrences of the query's token; ``induction``: p at the tokens that followed
-      these (both: queries whose token occurred before). Source:
+    - ``duplicate_token``: p at earlier occurrences of the query's token (that see one); ``induction``: p at the tokens
+      that followed these in their sequence (that see one). Source:
       https://transformer-circuits.pub/2022/in-context-learning-and-induction-heads.
     - ``support``, always: ``{name: [B,N]}``, the number of queries in each mean.
 
-    ``q`` and ``kv`` are positions, as in masks; for ``offset_profile``, ``received`` and tokens they are slots.
+    ``q`` and ``kv`` are places in a query's own sequence, from 0 on; for ``offset_profile``, ``received`` and the order
+    of tokens they are slots. Places are positions where these are passed, and otherwise slots, counted from the first
+    that is no padding; under ``Segments``, within each id. Padding is, where T = S, what ``masks.Padding``,
+    ``masks.Dense``, lengths and arrays as ``mask`` and ``bias``, joined by ``&`` alone, hide from all queries at either
+    end; its queries count nowhere. A plain function tells of no padding and no documents: pass ``eligible`` and
+    positions, or ``Segments``. A document of padding is one like the others: pass ``eligible``.
+
+    A pair is hidden if a mask hides it or its score, with ``bias`` and ``score_mod``, is -1e8 or less (in float16,
+    -32,752): additive masks of -inf, of ``finfo.min`` and of -1e9 count as masks. A NaN makes each mean NaN in which
+    its query is.
 
     Args:
         query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B.
         tokens: integers ``[B,T]`` or ``[T]``, of self-attention, for ``duplicate_token`` and ``induction``.
         lse: from ``dot_product_attention(..., return_residual=True)``; computed if None.
         names: the statistics to compute; by default all that the arguments allow.
-        eligible: bool ``[B,T]`` or ``[T]``: restricts every mean to these queries.
+        eligible: bool ``[B,T]`` or ``[T]``: the queries that count; by default all but padding. For cross-attention
+            with T = S and padded keys, pass all True; the modules do.
         implementation: a ``jattn.sharding.Ring`` or ``HeadParallel`` for sharded arrays; a
             ``jattn.kernels.blockwise.Blockwise`` or ``jattn.kernels.pallas_tpu.PallasTPU`` for your own block sizes;
             ``jattn.kernels.pallas_gpu.PallasGPU()`` for the kernels of a Hopper GPU. In a ring, slots are those of its

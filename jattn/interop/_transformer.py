@@ -321,7 +321,7 @@ def _mask_padding(valid: Array, mask: Any, positions: Any) -> Any:
             raise ValueError(
                 "input_positions: a mask function takes positions, but valid= slots; pass an array as mask"
             )
-        return masks.and_masks(mask, lambda b, h, q_idx, kv_idx: valid[b, kv_idx])
+        return masks.and_masks(mask, masks.Dense(valid[:, None, None]))
     valid_keys = valid[:, None, None, :]
     if mask is None:
         return valid_keys

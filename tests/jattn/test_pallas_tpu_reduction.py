@@ -128,7 +128,7 @@ def test_no_races():
     query, key = (x[:1] for x in heads())
     args = canonical(make_args(query, key, None, is_causal=True))
     lse = jattn.dot_product_attention(query, key, key, is_causal=True, return_residual=True)[1]
-    slots = {"slot": jnp.arange(T)[None]}
+    slots = {"slot": jnp.arange(T)[None], "counts": jnp.ones((1, T), bool)}
     kinds = {
         "rows": "row_sum",
         "earlier": "row_sum",
@@ -136,7 +136,7 @@ def test_no_races():
         "columns": "column_sum",
         "diagonals": "diagonal_sum",
     }
-    fold = Reduction(lse, slots, slots, weights_and_logs, tuple(kinds.items()), True)
+    fold = Reduction(lse, slots, slots, weights_and_logs, tuple(kinds.items()), ("visible", "visible_at"))
     settings = PallasTPU((128, 256), pltpu.InterpretParams(detect_races=True))
     # Called as it is: the interpreter's callbacks have no place in a deferred operation.
     found = jax.jit(lambda args, fold: settings.reduce("cpu", args, fold))(args, fold)

@@ -157,58 +157,60 @@ def layer(inputs_q: Any, inputs_k: Any, parameters: dict[str, Any], of_out: Any,
 
 def statistics(
     scores: Any, visible: np.ndarray, q: np.ndarray, kv: np.ndarray, *,
-    slots: tuple[np.ndarray, np.ndarray], eligible: Any = True, tokens: np.ndarray | None = None,
+    slots: tuple[np.ndarray, np.ndarray], counts: Any = True, tokens: np.ndarray | None = None, before: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """``jattn.heads.statistics`` of modified scores ``[B,N,T,S]``: ``NAME [B,N,...]`` and ``support NAME``.
 
-    ``q [B|1,1,T,1]`` and ``kv [B|1,1,1,S]`` are positions, ``slots`` the tokens' numbers in each slot.
+    ``q [B|1,1,T,1]`` and ``kv [B|1,1,1,S]`` are places of tokens in their own sequences, ``slots`` the tokens' numbers in
+    each slot, ``counts [B|1,T]`` the queries that count. ``before [B|1,S]``: of each key, the number of the token before
+    it in its sequence, -1 for none; by default the one with the number before, of keys whose place is not 0.
     """
     T, S = visible.shape[2:]
     terms, high, total = exponentials(scores, visible)
     p = terms / np.where(total == 0.0, 1.0, total)
-    rows, count = visible.any(-1) & eligible, visible.sum(-1)
-    later = rows & (q[..., 0] > 0)
+    pairs = visible & (np.ones((1, T), bool) & counts)[:, None, :, None]
     results: dict[str, Any] = {}
 
     def mean(name: str, values: Any, counted: np.ndarray) -> None:
         results[name] = np.where(counted, values, 0.0).sum(-1) / np.maximum(counted.sum(-1), 1)
         results[f"support {name}"] = counted.sum(-1).astype(float)
 
-    share = lambda name, pairs, counted: mean(name, (p * pairs).sum(-1), counted)
+    # a query without a visible target says nothing of a head
+    on = lambda name, values, targets: mean(name, values, (pairs & targets).any(-1))
     # log(1/p) = log(total) - (score - high), without the logarithm of a weight that rounds to 0
     surprise = np.log(np.where(total == 0.0, 1.0, total)) - np.where(visible, scores - high, 0.0)
-    mean("entropy", (p * surprise).sum(-1) / np.log(np.maximum(count, 2)), rows & (count >= 2))
-    mean("max_weight", p.max(-1, initial=0.0), rows)
-    share("distance", abs(q - kv), rows)
-    share("previous_token", kv == q - 1, later)
-    share("current_token", kv == q, rows)
-    share("first_token", kv == 0, later)
-    pairs = rows[..., None] & visible
+    count = pairs.sum(-1)
+    mean("entropy", (p * surprise).sum(-1) / np.log(np.maximum(count, 2)), count >= 2)
+    on("max_weight", p.max(-1, initial=0.0), True)
+    on("distance", (p * abs(q - kv)).sum(-1), True)
+    one_key = {"previous_token": (kv == q - 1) & (q > 0), "current_token": kv == q, "first_token": (kv == 0) & (q > 0)}
+    for name, targets in one_key.items():  # of several keys at one position, the largest weight
+        on(name, np.where(targets, p, 0.0).max(-1, initial=0.0), targets)
     lse = high + np.log(np.where(total == 0.0, 1.0, total))
     # the score of a weight: as exact as the sum lets it be
     highest = np.where(pairs, scores - lse + lse, -np.inf).max((2, 3), initial=-np.inf)
     results["max_logit"] = np.where(pairs.any((2, 3)), highest, 0.0)
-    received = np.where(rows[..., None], p, 0.0)
+    received = np.where(pairs, p, 0.0)
     results["received"] = received.sum(2)
     # each diagonal of the tokens as a column
     token = np.arange(max(T + S - 1, 0)) + slots[0][:, None] - (T - 1)
     inside = (token >= 0) & (token < S)
-    profile = np.zeros((*rows.shape[:2], token.shape[1]))
+    profile = np.zeros((*pairs.shape[:2], token.shape[1]))
     if S:
-        diagonals = received[:, :, np.arange(T)[:, None], np.argsort(slots[1])[token.clip(0, S - 1)]]
-        profile = np.where(inside, diagonals, 0.0).sum(2) / np.maximum((rows[..., None] & inside).sum(2), 1)
+        at = np.arange(T)[:, None], np.argsort(slots[1])[token.clip(0, S - 1)]
+        shown = pairs[:, :, *at] & inside
+        profile = np.where(shown, received[:, :, *at], 0.0).sum(2) / np.maximum(shown.sum(2), 1)
     results["offset_profile"] = profile
     results |= {f"support {name}": results["support max_weight"] for name in ("max_logit", "received", "offset_profile")}  # fmt: skip
     if tokens is not None:
         tokens = np.atleast_2d(tokens)
-        of_token = np.empty_like(tokens)  # in the order of the tokens
-        of_token[:, slots[0]] = tokens
-        before = (of_token[:, :, None] == of_token[:, None, :]) & np.tri(T, k=-1, dtype=bool)  # [B,q,kv]
-        after = np.zeros_like(before)
-        after[:, :, 1:] = before[:, :, :-1]
-        occurred = before.any(-1)[:, None, slots[0]]
-        for name, x in (("duplicate_token", before), ("induction", after)):
-            share(name, x[:, None][:, :, slots[0]][..., slots[1]], rows & occurred)
+        number = slots[0][:, None], slots[1][None]  # of the query's and the key's token
+        before = np.where(kv[:, 0, 0] > 0, slots[1] - 1, -1) if before is None else before
+        of_before = np.take_along_axis(tokens[:, np.argsort(slots[1])], before.clip(0), 1)
+        same = (tokens[:, :, None] == tokens[:, None]) & (number[1] < number[0])
+        after = (tokens[:, :, None] == of_before[:, None]) & (before[:, None] >= 0) & (before[:, None] < number[0])
+        for name, targets in (("duplicate_token", same[:, None]), ("induction", after[:, None])):
+            on(name, (p * targets).sum(-1), targets)
     return results
 
 

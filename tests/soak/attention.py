@@ -147,7 +147,7 @@ def _expected_attention(structure: Structure, arrays: Arrays) -> dict[str, Any]:
     if structure.weights:
         results["weights"] = call.weights
     if structure.statistics:
-        beside = {"eligible": arrays.get("eligible", True), "tokens": arrays.get("tokens")}
+        beside = {"counts": arrays.get("eligible", True), "tokens": arrays.get("tokens")}
         of = reference.statistics(call.scores, visible, q, kv, slots=structure.slots(), **beside)
         results |= {f"of {name}": x for name, x in of.items()}
     if structure.batched:
