@@ -278,8 +278,11 @@ class Dense(Mask):
 
     def __call__(self, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Bools:
         table = self._table()
-        q_idx = q_idx if table.shape[2] != 1 else q_idx * 0
-        kv_idx = kv_idx if table.shape[3] != 1 else kv_idx * 0
+        # Not ``q_idx * 0``: what is shared by all must not even formally depend on the index.
+        q_idx, kv_idx = (
+            namespace(x).zeros_like(x) if size == 1 else x
+            for x, size in zip((q_idx, kv_idx), table.shape[2:], strict=True)
+        )
         value, inside = look_up(table, *shared(table, b, h), q_idx, kv_idx)
         return value & inside
 

@@ -1,7 +1,9 @@
 """Statistics of one head's matrix of weights ``[T,S]``; map them over many heads and sequences with ``jax.vmap``.
 
 Each is a mean over *eligible* queries, the rows for which it is defined, and 0 if there are none. The bool array
-``eligible [T]`` restricts them further, for example to real tokens.
+``eligible [T]`` restricts them further, for example to real tokens. A weight of 0 does not tell whether a key is
+hidden: ``visible``, bool ``[T,S]``, does, and then only queries count that see a key in question. Row and column 0 are
+the first token of a sequence; ``statistics`` also knows packed and padded ones.
 """
 
 import math
@@ -31,12 +33,17 @@ def target_weight(weights: Float[Array, "T S"], targets: Int[Array, " T"]) -> Fl
     return _mean(on_target, targets >= 0)
 
 
-def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, " T+S-1"]:
+def offset_profile(
+    weights: Float[Array, "T S"],
+    eligible: Bool[Array, " T"] | None = None,
+    visible: Bool[Array, "T S"] | None = None,
+) -> Float[Array, " T+S-1"]:
     """Mean weight at each offset of the key from the query, ``kv - q`` from ``-(T-1)`` to ``S-1``.
 
     Args:
         weights: ``[T,S]``.
         eligible: bool ``[T]``; all queries by default.
+        visible: bool ``[T,S]``: the visible pairs; all by default.
 
     Returns:
         ``[T+S-1]``; entry ``o`` averages ``weights[q, q + o - (T-1)]`` over the eligible queries with such a key.
@@ -51,16 +58,22 @@ def offset_profile(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | N
     offsets = jnp.arange(length + keys - 1) - (length - 1)
     kv_idx = jnp.arange(length)[None, :] + offsets[:, None]  # [T+S-1,T]
     counted = (kv_idx >= 0) & (kv_idx < keys)
-    diagonals = weights[jnp.arange(length)[None, :], jnp.clip(kv_idx, 0, keys - 1)]
+    pairs = jnp.arange(length)[None, :], jnp.clip(kv_idx, 0, keys - 1)
+    diagonals, counted = weights[pairs], counted if visible is None else counted & visible[pairs]
     return jax.vmap(lambda values, counted: _mean(values, counted, eligible))(diagonals, counted)
 
 
-def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
+def previous_token(
+    weights: Float[Array, "T T"],
+    eligible: Bool[Array, " T"] | None = None,
+    visible: Bool[Array, "T T"] | None = None,
+) -> Float[Array, ""]:
     """Mean weight on the previous token: ``mean over q >= 1 of weights[q, q-1]``, a scalar in [0, 1].
 
     Args:
         weights: ``[T,T]``, of self-attention.
         eligible: bool ``[T]``; all queries by default.
+        visible: bool ``[T,T]``: the visible pairs; all by default.
 
     Example:
         >>> weights = jnp.eye(4)[jnp.array([0, 0, 1, 2])]  # a head that looks one token back
@@ -69,21 +82,27 @@ def previous_token(weights: Float[Array, "T T"], eligible: Bool[Array, " T"] | N
         [1.0, 0.361]
     """
     targets = jnp.arange(weights.shape[0]) - 1
+    if visible is not None:
+        targets = jnp.where(jnp.take_along_axis(visible, jnp.maximum(targets, 0)[:, None], 1)[:, 0], targets, -1)
     return target_weight(weights, targets if eligible is None else jnp.where(eligible, targets, -1))
 
 
 def induction(
-    weights: Float[Array, "T T"], tokens: Int[Array, " T"], eligible: Bool[Array, " T"] | None = None
+    weights: Float[Array, "T T"],
+    tokens: Int[Array, " T"],
+    eligible: Bool[Array, " T"] | None = None,
+    visible: Bool[Array, "T T"] | None = None,
 ) -> Float[Array, ""]:
     """Mean weight on the tokens that followed earlier occurrences of the current token.
 
-    ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries whose token
-    occurred before. If it occurred several times, any continuation counts, so a perfect induction head scores 1.
+    ``mean over q of sum of weights[q, kv] over kv <= q with tokens[kv-1] == tokens[q]``, over the queries that see such
+    a key. If the token occurred several times, any continuation counts, so a perfect induction head scores 1.
 
     Args:
         weights: ``[T,T]``, causal self-attention.
         tokens: integers ``[T]``.
         eligible: bool ``[T]``; all queries by default.
+        visible: bool ``[T,T]``: the visible pairs, such as those of a window; all earlier keys by default.
 
     Returns:
         A scalar in [0, 1].
@@ -99,15 +118,21 @@ def induction(
     position = jnp.arange(tokens.shape[0])
     follows = jnp.roll(tokens, 1)[None, :] == tokens[:, None]  # [q, kv]: tokens[kv-1] == tokens[q]
     follows &= (position[None, :] >= 1) & (position[None, :] <= position[:, None])
+    follows = follows if visible is None else follows & visible
     return _mean(jnp.sum(jnp.where(follows, weights, 0.0), axis=1), follows.any(axis=1), eligible)
 
 
-def first_token(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None = None) -> Float[Array, ""]:
+def first_token(
+    weights: Float[Array, "T S"],
+    eligible: Bool[Array, " T"] | None = None,
+    visible: Bool[Array, "T S"] | None = None,
+) -> Float[Array, ""]:
     """Mean weight on the first key, a sink: ``mean over q >= 1 of weights[q, 0]``, a scalar in [0, 1].
 
     Args:
         weights: ``[T,S]``.
         eligible: bool ``[T]``; all queries by default.
+        visible: bool ``[T,S]``: the visible pairs; all by default.
 
     Example:
         >>> weights = jnp.array([[1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.7, 0.2, 0.1]])
@@ -116,7 +141,8 @@ def first_token(weights: Float[Array, "T S"], eligible: Bool[Array, " T"] | None
 
     Source: https://arxiv.org/abs/2309.17453.
     """
-    return _mean(weights[:, 0], jnp.arange(weights.shape[0]) > 0, eligible)
+    later = jnp.arange(weights.shape[0]) > 0
+    return _mean(weights[:, 0], later if visible is None else later & visible[:, 0], eligible)
 
 
 def entropy(

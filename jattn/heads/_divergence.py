@@ -10,7 +10,9 @@ from jattn._core import deferred
 from jattn._core.arguments import AttentionArgs, ScoreOptions, make_args
 from jattn._core.attention import softmax_dtype
 from jattn._core.vmap import canonical
+from jattn._mods.arrays import arange
 from jattn.heads._dense_statistics import jensen_shannon
+from jattn.heads._sequences import find_places
 from jattn.heads._statistics import eligible_rows
 from jattn.kernels import dense as dense_kernel
 from jattn.masks import MaskFunction
@@ -41,8 +43,8 @@ def divergence(
     Args:
         query, key: queries ``[B,T,N,H]`` and keys ``[B,S,K,H]``, or without B; sequences of one layout, so that rows
             correspond.
-        eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; all by default. Queries that see nothing never
-            count.
+        eligible: bool ``[B,T]`` or ``[T]``: the queries to average over; by default all but padding, as in
+            ``statistics``. Queries that see nothing never count.
         bias, mask, options: those of ``fold_weights``, without ``lse``: ``is_causal``, ``score_mod``, ...
 
     Raises:
@@ -60,7 +62,8 @@ def divergence(
     """
     args = make_args(query, key, None, bias, mask, **options)
     B, T, N, _ = args.query.shape
-    counts = jnp.ones((B, T), bool) if eligible is None else jnp.broadcast_to(eligible_rows(eligible, B, T), (B, T))
+    real = find_places(args, arange(T), arange(args.key.shape[1])).real
+    counts = jnp.broadcast_to(real if eligible is None else eligible_rows(eligible, B, T), (B, T))
     zeros = jax.ShapeDtypeStruct((N, N), softmax_dtype(args.query))
     total, count = deferred.call(_sum_over_rows, canonical(args), counts, out=(zeros, zeros))
     between = total / jnp.maximum(count, 1)

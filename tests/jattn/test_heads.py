@@ -92,6 +92,29 @@ def test_statistics_equal_the_slow_reference(eligible):
             np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_only_queries_count_that_see_a_target(eligible):
+    """Under a window whose queries see some of their targets alone."""
+    rng = np.random.default_rng(1)
+    visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-4, dtype=bool) & (rng.random((T, T)) < 0.7)
+    w = reference.softmax(2 * rng.normal(size=(T, T)), visible)
+    tokens, use = rng.integers(0, VOCABULARY, T), np.asarray(eligible)
+    rows = [(q, [kv for kv in range(T) if visible[q, kv]]) for q in range(T) if use[q]]
+    after = [sum(w[q, kv] for kv in keys) for q, seen in rows if (keys := [kv for kv in seen if 0 < kv <= q and tokens[kv - 1] == tokens[q]])]  # fmt: skip
+    pairs = {
+        "previous_token": ([], slow_mean([w[q, q - 1] for q, seen in rows if q and q - 1 in seen])),
+        "first_token": ([], slow_mean([w[q, 0] for q, seen in rows if q and 0 in seen])),
+        "induction": ([jnp.asarray(tokens)], slow_mean(after)),
+        "offset_profile": (
+            [],
+            [slow_mean([w[q, q + o] for q, seen in rows if q + o in seen]) for o in range(1 - T, T)],
+        ),
+    }
+    for name, (arguments, expected) in pairs.items():
+        result = getattr(heads, name)(jnp.asarray(w, jnp.float32), *arguments, eligible, jnp.asarray(visible))
+        np.testing.assert_allclose(result, expected, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.slow_except("none")
 def test_divergence_equals_the_slow_reference(eligible):
     patterns = causal_weights(np.random.default_rng(0), 3)

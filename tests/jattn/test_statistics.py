@@ -13,8 +13,10 @@ import jattn.linen
 import jattn.nnx
 from jattn import heads, masks
 from jattn.kernels.blockwise import Blockwise
+from jattn.sharding import Ring
 from tests import reference
 from tests.reference import definitions
+from tests.ring_cases import mesh_of
 
 B, T, S, N, K, H = 2, 7, 11, 6, 3, 5
 FEW = "few, and no head of odd number"
@@ -306,6 +308,21 @@ def test_a_nan_is_never_hidden_and_never_spread(arrays):
     expected = look(*arrays, eligible=np.arange(T) != 3)
     for name in heads.STATISTICS[:9]:
         np.testing.assert_allclose(unseen[name], expected[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("implementation", [None, pytest.param("ring", marks=pytest.mark.slow)])
+def test_a_nan_among_many_numbers(implementation):
+    """As many as those from which on ``jnp.max`` loses it on a CPU; of a ring's devices, at any size."""
+    rng, (length, count) = np.random.default_rng(0), (1056, 4)
+    query, key = (rng.normal(size=(1, length, count, 4)).astype(np.float32) for _ in range(2))
+    query[0, length - 1, 1] = query[:, :, 3] = np.nan
+    how = None if implementation is None else Ring(mesh_of(4), "sequence")
+    look = jax.jit(lambda *both, tokens: heads.statistics(*both, tokens=tokens, is_causal=True, implementation=how))
+    result = look(query, key, tokens=rng.integers(0, 9, (1, length)))
+    assert result.pop("support")["max_logit"].tolist() == [[length] * 4]
+    for name, x in result.items():
+        nan = np.isnan(np.asarray(x[0])).reshape(count, -1).any(1)
+        assert nan.tolist() == [False, True, False, True], name
 
 
 @pytest.mark.slow
