@@ -99,7 +99,8 @@ def report(
             each sequence, which may be shorter than T if padding follows.
         path: where to write the file; None for nowhere.
         key_tokens: of the keys, if they are another text (cross-attention).
-        tokenizer: turns ids into text, by its ``decode``: of ``tokenizers`` or ``transformers``.
+        tokenizer: turns ids, or its own strings, into text: of ``tokenizers`` or ``transformers``. A token that is a
+            part of a character is labelled with it and the numbers of its bytes, "猫₁₂".
         columns: further numbers of each head, ``{name: [L,N]}``, for the table.
         roles: of ``heads.roles``; the labels ``[L,N]``.
         null: reports of heads that cannot have a role: of models with random parameters, on the same tokens. Each head

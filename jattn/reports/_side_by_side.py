@@ -11,6 +11,9 @@ from jattn.reports._html_page import Numbers, Page, View
 from jattn.reports._matching import matched
 from jattn.reports._pack_weights import Frame
 
+# Of the labels that token_labels gives.
+IN_PARTS = "A token that is a part of a character has the numbers of its bytes: 猫₁ is the first of 猫."
+
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
@@ -79,11 +82,13 @@ def page_of(report: Any, others: Sequence[Any]) -> Page:
                 views.append(View(name, queries, keys, [side.frame(i)], cross=cross))
     columns = list(dict.fromkeys(name for side in sides for name in side.report.numbers))
     notes = ["Means over all queries for which a statistic is defined.", *(side.report.note for side in sides)]
+    in_parts = any("₁" in token for view in views for text in (view.queries, view.keys) for token in text)
     return Page(
         report.title,
         report.heads,
         [name.replace("_", " ") for name in columns],
         [side.numbers(columns) for side in sides],
         views,
+        note=IN_PARTS if in_parts else "",
         numbers_note=" ".join(dict.fromkeys(note for note in notes if note)),
     )

@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import jattn
 from jattn import heads, reports
+from jattn.interop._tokenizer import token_labels
 from jattn.reports import _kept_weights, _matching, _pack_weights
 from jattn.reports._head_report import _reports
+from tests.reference.tokenizer import byte_names
 from tests.web_page import embedded, weights_of
 
 L, B, T, N, K, H = 2, 2, 7, 4, 2, 5
@@ -192,6 +196,76 @@ def test_ids_become_text():
     assert report.queries[0][:4] == ["<s>", " cat", "↵", " cat"]
     assert jattn.report(qk(), jnp.asarray(ids), is_causal=True).queries[0][:2] == ["0", "1"]
     assert jattn.report(qk(), is_causal=True).queries[0] == [str(i) for i in range(T)]
+
+
+def by_bytes(*merges):
+    """Of byte-level pairs, as GPT-2's; the ids of single bytes are their own."""
+    names = [*byte_names(), *map("".join, merges)]
+    tokenizer = Tokenizers(models.BPE({name: i for i, name in enumerate(names)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def with_fallback():
+    """As Llama's: what has no token of its own is bytes."""
+    names = ["<unk>", "▁", "c", "a", "▁c", "▁ca", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [("▁", "c"), ("▁c", "a")], unk_token="<unk>", byte_fallback=True)  # fmt: skip
+    tokenizer = Tokenizers(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])  # fmt: skip
+    return tokenizer
+
+
+class Transformers:
+    """The interface of transformers' tokenizers, which have an id for what they do not know."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decode, self.convert_ids_to_tokens = tokenizer, tokenizer.decode, tokenizer.id_to_token
+
+    def convert_tokens_to_ids(self, name):
+        i = self.tokenizer.token_to_id(name)
+        return 0 if i is None else i
+
+
+class Nameless:
+    """Decodes and can do nothing else."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(ids).decode(errors="replace")
+
+
+PARTS = {
+    "a token a byte": (by_bytes(), "a é猫😀", "a| |é₁|é₂|猫₁|猫₂|猫₃|😀₁|😀₂|😀₃|😀₄"),
+    "merged across": (
+        by_bytes(("Ġ", "ç"), ("«", "ð"), ("e", "Ì")),
+        " 猫😀e\u0301",
+        " 猫₁|猫₂|猫₃😀₁|😀₂|😀₃|😀₄|e\u0301₁|\u0301₂",
+    ),
+    "cut at both ends": (by_bytes(), b"\x8c\xab\xe7\x8c\xab\xe7\x8c", "<0x8C>|<0xAB>|猫₁|猫₂|猫₃|<0xE7>|<0x8C>"),
+    "a replacement character": (by_bytes(("ï", "¿"), ("ï¿", "½")), "\ufffd\n", "\ufffd|↵"),
+    "byte fallback": (with_fallback(), "ca 猫\ufffd", " ca| |猫₁|猫₂|猫₃|\ufffd₁|\ufffd₂|\ufffd₃"),
+    "no names": (Nameless(), "a猫".encode(), "a|<token 231>|<token 140>|<token 171>"),
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "text", "expected"), PARTS.values(), ids=PARTS)
+def test_parts_of_a_character_are_told_apart(tokenizer, text, expected):
+    ids = list(text) if isinstance(text, bytes) else tokenizer.encode(text).ids
+    assert token_labels("tokens", [ids, ids[::-1]], tokenizer)[0] == expected.split("|")
+    if not isinstance(tokenizer, Nameless):  # the strings that encode(text).tokens has
+        for one in (tokenizer, Transformers(tokenizer)):
+            names = [tokenizer.id_to_token(i) for i in ids]
+            assert token_labels("tokens", [[*names, "its", "words"]], one)[0] == [*expected.split("|"), "its", "words"]
+
+
+def test_a_report_has_the_text_of_byte_level_tokens():
+    """In two orders the same ids are other characters: E7 8C AB is 猫, E7 AB 8C is 竌."""
+    ids = np.array([*"猫竌a".encode()])
+    report = jattn.report({"a": (jnp.ones((1, 7, N, H)),) * 2}, [ids], tokenizer=by_bytes(), is_causal=True)
+    assert report.queries == [["猫₁", "猫₂", "猫₃", "竌₁", "竌₂", "竌₃", "a"]]
+    assert "A token that is a part of a character" in report.html
+    assert "a part of a character" not in jattn.report(qk(), is_causal=True).html
 
 
 @pytest.mark.parametrize("make", [np.array, lambda x: np.array(x, object), lambda x: [np.array(x[0])] * B])

@@ -227,6 +227,21 @@ def test_odd_words_and_texts_of_two_lengths(tmp_path):
     assert seen["back"] == [False, 2]
 
 
+def test_parts_of_characters_are_legible(tmp_path):
+    words = ["猫₁₂", "猫₃", "😀₁", "😀₂₃₄", "<0xE7>", "の", "\U00020bb7" * 30, "8", "9"]
+    script = """
+    verdict.text = [...document.querySelectorAll("#text .token")].map((span) => span.textContent);
+    hover(large, 8, 3); verdict.readout = readout();
+    verdict.note = document.querySelector("#attention p").textContent;
+    const pen = large.getContext("2d");
+    verdict.cut = [10, 20, 40, 60].map((room) => shorten(pen, view().keys[6], room)).map((text) => [text.isWellFormed(), text.endsWith("…")]);
+    """
+    seen = drive(jattn.report(layers(0), words, is_causal=True).save(tmp_path / "page.html"), script, tmp_path)
+    assert seen["text"] == words and seen["readout"][2] == "3: 😀₂₃₄"
+    assert "猫₁ is the first of 猫." in seen["note"]
+    assert seen["cut"] == [[True, True]] * 4
+
+
 CONTRAST = """
 const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
 const rgb = (css, under) => { canvas.fillStyle = under || "#fff"; canvas.fillRect(0, 0, 1, 1); canvas.fillStyle = css; canvas.fillRect(0, 0, 1, 1); return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
