@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jattn.interop._tokenizer import token_labels
+from jattn.reports._read_heads import as_array
 
 
 def read_tokens(
@@ -21,10 +21,11 @@ def read_tokens(
     """
     if tokens is None:
         return [[str(i) for i in range(length)]] * B, None
+    tokens = as_array(tokens)
     if isinstance(tokens, np.ndarray) and not np.issubdtype(tokens.dtype, np.number):  # strings
         tokens = tokens.tolist()
     if not hasattr(tokens, "shape"):
-        tokens = [one.tolist() if isinstance(one, np.ndarray | jax.Array) else one for one in tokens]
+        tokens = [one.tolist() if hasattr(one, "tolist") else one for one in tokens]
         texts = tokens if tokens and isinstance(tokens[0], list | tuple) else [tokens]
         if all(isinstance(one, str) for text in texts for one in text):
             return token_labels(name, texts, tokenizer), _ids_of_strings(name, texts, B, length)
