@@ -47,6 +47,7 @@ def attention_heatmap(
         tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
         tokenizer: turns ids, or its own strings such as ``"Ġcat"``, into text: of ``tokenizers`` or ``transformers``.
+            Matplotlib's own font has no Chinese and Japanese: name one that has in ``rcParams["font.family"]``.
         ax: the axes to draw on; by default a new figure, large enough for readable labels.
         vmax: the weight at the dark end of the scale; by default the largest weight. Use the same value for
             plots to compare.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jattn.reports._matching import matched
 from jattn.reports._pack_weights import Frame
 
 # Of the labels that token_labels gives.
-IN_PARTS = "A token that is a part of a character has the numbers of its bytes: 猫₁ is the first of 猫."
+IN_PARTS = "A token that is a part of a character has the numbers of its bytes: é₁ is the first byte of é."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class _Side:
         tokens = self.report.queries[i][:40]
         spaced = any(token.startswith(" ") for token in tokens)
         text = " ".join(("" if spaced else " ").join(tokens).replace(" ##", "").split())
+        text = re.sub(r"(.)₁[₂₃₄]*(?: ?\1[₂₃₄]+)+", r"\1", text)  # characters in parts
         return f"{i + 1}: {text[:48]}{'…' * (len(text) > 48)}"
 
     def in_order(self, array: np.ndarray, none: Any) -> np.ndarray:

@@ -369,6 +369,7 @@ def test_a_report_has_the_text_of_byte_level_tokens():
     ids = np.array([*"猫竌a".encode()])
     report = jattn.report({"a": (jnp.ones((1, 7, N, H)),) * 2}, [ids], tokenizer=by_bytes(), is_causal=True)
     assert report.queries == [["猫₁", "猫₂", "猫₃", "竌₁", "竌₂", "竌₃", "a"]]
+    assert embedded(report.html)["views"][0]["name"] == "1: 猫 竌 a"
     assert "A token that is a part of a character" in report.html
     assert "a part of a character" not in jattn.report(qk(), is_causal=True).html
 
