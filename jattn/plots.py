@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import ArrayLike
 
 __all__ = ["attention_heatmap", "head_grid"]
 
@@ -29,9 +30,10 @@ _SMALLEST, _LARGEST = 5.5, 9.0  # points, of token labels
 
 def attention_heatmap(
     weights: Any,
-    tokens: Sequence[object] | None = None,
+    tokens: Sequence[object] | ArrayLike | None = None,
     *,
-    key_tokens: Sequence[object] | None = None,
+    key_tokens: Sequence[object] | ArrayLike | None = None,
+    tokenizer: Any = None,
     ax: Axes | None = None,
     vmax: float | None = None,
     cmap: str = COLOURS,
@@ -42,8 +44,10 @@ def attention_heatmap(
 
     Args:
         weights: ``[T, S]``, any array that NumPy can read.
-        tokens: labels of the ``T`` queries, and of the keys if ``T == S``.
+        tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
         key_tokens: labels of the ``S`` keys, if they differ (cross-attention).
+        tokenizer: turns ids, or its own strings such as ``"Ġcat"``, into text: of ``tokenizers`` or ``transformers``.
+            Matplotlib's own font has no Chinese and Japanese: name one that has in ``rcParams["font.family"]``.
         ax: the axes to draw on; by default a new figure, large enough for readable labels.
         vmax: the weight at the dark end of the scale; by default the largest weight. Use the same value for
             plots to compare.
@@ -55,7 +59,7 @@ def attention_heatmap(
         The axes; save with ``ax.figure.savefig("heads.png")``.
 
     Raises:
-        ValueError: weights of another rank, or empty; labels of another number than T and S.
+        ValueError: weights of another rank, or empty; labels of another number than T and S, or a negative id.
 
     Example:
         >>> weights = np.eye(3)[[0, 0, 1]]  # a head that looks one token back
@@ -66,7 +70,7 @@ def attention_heatmap(
     Source: the heatmap with tokens on both axes is figure 3 of Bahdanau et al. (2015), https://arxiv.org/abs/1409.0473.
     """
     weights = _checked(weights, (2,), "[T, S]; draw one head (weights[n]), or all with head_grid")
-    rows, columns = _labels(weights.shape, tokens, key_tokens)
+    rows, columns = _labels(weights.shape, tokens, key_tokens, tokenizer)
     if ax is None:
         cell = min(max(0.19, 2.6 / max(weights.shape)), 11.0 / max(weights.shape))  # inches
         height, width = (max(cell * size, 0.8) for size in weights.shape)
@@ -83,9 +87,10 @@ def attention_heatmap(
 
 def head_grid(
     weights: Any,
-    tokens: Sequence[object] | None = None,
+    tokens: Sequence[object] | ArrayLike | None = None,
     *,
-    key_tokens: Sequence[object] | None = None,
+    key_tokens: Sequence[object] | ArrayLike | None = None,
+    tokenizer: Any = None,
     vmax: float | None = None,
     cmap: str = COLOURS,
     columns: int | None = None,
@@ -98,8 +103,9 @@ def head_grid(
     Args:
         weights: ``[L, N, T, S]`` (a row of panels per layer) or ``[N, T, S]``, the heads of one layer. Stack the layers
             with ``np.stack``: concatenated, their heads would be numbered through.
-        tokens: labels of the ``T`` queries, and of the keys if ``T == S``.
+        tokens: labels of the ``T`` queries, and of the keys if ``T == S``; ids with a tokenizer.
         key_tokens: labels of the ``S`` keys, if they differ.
+        tokenizer: as in ``attention_heatmap``.
         vmax: the weight at the dark end of the scale; by default the largest weight of any head.
         cmap: a matplotlib color map.
         columns: panels per row; by default the heads of a layer, or at most four for ``[N, T, S]``.
@@ -111,7 +117,8 @@ def head_grid(
         The figure; save with ``figure.savefig("heads.png")``.
 
     Raises:
-        ValueError: weights of another rank, or empty; labels of another number than T and S, or titles than heads.
+        ValueError: weights of another rank, or empty; labels of another number than T and S, or titles than heads; a
+            negative id.
 
     Example:
         >>> figure = jattn.plots.head_grid(np.full((2, 4, 3, 3), 1 / 3), ["Le", "chat", "noir"])
@@ -131,7 +138,7 @@ def head_grid(
         raise ValueError(f"titles has {len(titles)} entries, expected {len(heads)}: one per head")
     across = columns or (weights.shape[1] if layered else min(len(heads), 4))
     rows = math.ceil(len(heads) / across)
-    query_labels, key_labels = _labels(heads.shape[1:], tokens, key_tokens)
+    query_labels, key_labels = _labels(heads.shape[1:], tokens, key_tokens, tokenizer)
 
     longer = max(heads.shape[1:])
     size = panel_size or (1.5 if across > 6 else min(max(0.085 * longer, 1.7), 3.2))
@@ -164,19 +171,21 @@ def _checked(weights: Any, ranks: tuple[int, ...], expected: str) -> np.ndarray:
 
 
 def _labels(
-    shape: Sequence[int], tokens: Sequence[object] | None, key_tokens: Sequence[object] | None
+    shape: Sequence[int], tokens: Any, key_tokens: Any, tokenizer: Any
 ) -> tuple[list[str] | None, list[str] | None]:
     """The labels of queries and keys; None if not given (positions are shown instead)."""
     if key_tokens is None and shape[0] == shape[1]:
         key_tokens = tokens
-    for name, labels, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
-        if labels is not None and len(labels) != size:
-            raise ValueError(f"{name} has {len(labels)} entries, expected {axis}={size} for weights of shape {shape}")
-    return _all_shown(tokens), _all_shown(key_tokens)
+    labels: list[list[str] | None] = []
+    for name, words, axis, size in (("tokens", tokens, "T", shape[0]), ("key_tokens", key_tokens, "S", shape[1])):
+        if words is not None and len(words) != size:
+            raise ValueError(f"{name} has {len(words)} entries, expected {axis}={size} for weights of shape {shape}")
+        if words is not None and tokenizer is not None:
+            from jattn.interop._tokenizer import token_labels  # imports Flax
 
-
-def _all_shown(tokens: Sequence[object] | None) -> list[str] | None:
-    return None if tokens is None else [_shown(token) for token in tokens]
+            words = token_labels(name, [words], tokenizer)[0]
+        labels.append(None if words is None else [_shown(word) for word in words])
+    return labels[0], labels[1]
 
 
 def _shown(token: object) -> str:

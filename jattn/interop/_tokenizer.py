@@ -1,5 +1,8 @@
-"""Tokenizers of published checkpoints, and the text of a conversation."""
+"""Tokenizers of published checkpoints, the text of a conversation, and what tokens are called in pictures."""
 
+import functools
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,3 +124,87 @@ def chatml(messages: Sequence[tuple[str, str]]) -> str:
     """
     turns = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
     return f"{turns}<|im_start|>assistant\n"
+
+
+_PRINTABLE = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])
+# GPT-2's letter for each byte: byte-level tokens are named by these, " cat" is "Ġcat".
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)}
+_CONTROL_PICTURES = {i: 0x2400 + i for i in range(0x20)} | {ord("\n"): "↵", ord("\t"): "⇥"}
+
+
+def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[list[str]]:
+    """What each token is called in a picture: its text.
+
+    Tokens of a byte-level tokenizer may be parts of a character. Such a token is called by the character, as the text
+    around it has it, and the numbers of those of its bytes that the token has: of two tokens, "猫₁₂" and "猫₃". Bytes
+    that are no character in this text are called "<0xE7>".
+
+    Args:
+        argument: the name of ``tokens`` for errors.
+        tokens: of each sequence, ids or the tokenizer's own strings. Other strings stay as they are.
+        tokenizer: of ``tokenizers`` or ``transformers``; None: ids are called by their numbers.
+
+    Raises:
+        TypeError: the tokenizer has no ``decode``.
+        ValueError: a negative id.
+    """
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise TypeError(
+            f"tokenizer must have a method decode(ids), as those of tokenizers, got {type(tokenizer).__name__}"
+        )
+    name_of = getattr(tokenizer, "id_to_token", None) or getattr(tokenizer, "convert_ids_to_tokens", None)
+    id_of = getattr(tokenizer, "token_to_id", None) or getattr(tokenizer, "convert_tokens_to_ids", None)
+
+    @functools.cache
+    def content(token: int | str) -> bytes:
+        if tokenizer is None:
+            return str(token).encode()
+        if isinstance(token, int):
+            i = token
+        else:
+            i = id_of(token) if id_of and name_of else None
+            if (
+                i is None or name_of is None or name_of(i) != token
+            ):  # transformers has an id for strings that it does not know
+                return token.encode()
+        if i < 0:
+            raise ValueError(f"{argument} has the id {i}, which no tokenizer knows; pass the ids that the model saw")
+        return _content(i, tokenizer.decode([i], skip_special_tokens=False), name_of and name_of(i))
+
+    rows = [[content(token if isinstance(token, str) else int(token)) for token in row] for row in tokens]
+    return [[label.translate(_CONTROL_PICTURES) for label in _with_parts(row)] for row in rows]
+
+
+def _content(i: int, text: str, name: str | None) -> bytes:
+    """The bytes of a token, by its text alone and its name, which has what decoding it alone loses."""
+    if "\ufffd" in text and "\ufffd" not in (name or ""):  # not of whole characters
+        if name and (byte := re.fullmatch("<0x([0-9A-F]{2})>", name)):  # of SentencePiece
+            return bytes.fromhex(byte[1])
+        if name and all(letter in _BYTES for letter in name):
+            return bytes(_BYTES[letter] for letter in name)
+        return re.sub("\ufffd+", f"<token {i}>", text).encode()
+    spaced = name is not None and name.startswith(("\u0120", "\u2581"))  # of byte-level pairs, of SentencePiece
+    return (f" {text}" if spaced and not text.startswith(" ") else text).encode()
+
+
+def _with_parts(tokens: Sequence[bytes]) -> list[str]:
+    """Consecutive tokens as text, with the characters that are spread over several of them in each."""
+    try:
+        return [token.decode() for token in tokens]
+    except UnicodeDecodeError:
+        pass
+    labels = [""] * len(tokens)
+    of_bytes = [i for i, token in enumerate(tokens) for _ in token]
+    end = 0
+    for character in b"".join(tokens).decode(errors="surrogateescape"):
+        encoded = character.encode(errors="surrogateescape")
+        start, end = end, end + len(encoded)
+        numbered = itertools.groupby(range(start, end), key=of_bytes.__getitem__)
+        parts = {i: "".join("₁₂₃₄"[byte - start] for byte in group) for i, group in numbered}
+        for i, numbers in parts.items():
+            if "\udc80" <= character <= "\udcff":
+                labels[i] += f"<0x{encoded.hex().upper()}>"
+            else:
+                labels[i] += character + (numbers if len(parts) > 1 else "")
+    return labels

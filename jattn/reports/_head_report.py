@@ -1,8 +1,14 @@
 """``report``: what every head of a model does, as one offline page."""
 
+import collections
 import dataclasses
+import errno
 import functools
 import html
+import os
+import shutil
+import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +19,8 @@ from jaxtyping import ArrayLike
 from jattn.heads import Roles
 from jattn.reports._head_summaries import Looked, look
 from jattn.reports._html_page import Head
-from jattn.reports._read_heads import Layer, read_layers
+from jattn.reports._kept_weights import PAGE_LETTERS
+from jattn.reports._read_heads import Layer, as_array, read_layers
 from jattn.reports._read_tokens import read_tokens
 from jattn.reports._role_labels import label
 from jattn.reports._side_by_side import page_of
@@ -49,13 +56,25 @@ class Report:
 
     @functools.cached_property
     def html(self) -> str:
-        """The whole file."""
-        return page_of(self, self.others).html()
+        """The whole file. A warning says if it is larger than 6 MB."""
+        page = page_of(self, self.others).html()
+        if len(page) > PAGE_LETTERS:
+            warnings.warn(
+                f"the page has {len(page) / 1e6:.1f} MB, more than the 6 MB of a report: its labels and lists alone "
+                "leave no room for weights; show fewer sequences, or shorter tokens",
+                stacklevel=2,
+            )
+        return page
 
     def save(self, path: str | Path) -> Path:
-        """Writes the file and returns its path."""
+        """Writes the file and returns its path. Until the new file is whole, the path has the old one.
+
+        Raises:
+            OSError: there is no such folder; the disk is full.
+        """
         path = Path(path)
-        path.write_text(self.html, encoding="utf-8")
+        _check_place(path)
+        _write(path.resolve(), self.html)
         return path
 
     def _repr_html_(self) -> str:
@@ -88,18 +107,21 @@ def report(
     """What every head of a model does, as one offline HTML file: pictures, the text, statistics, roles.
 
     All is computed from ``(query, key, lse)`` in pieces. Few weights are all kept; of long sequences, a coarse picture
-    and each query's largest weights. The file stays under 6 MB, and it says what is left out.
+    and each query's largest weights. The file stays under 6 MB, and it says what is left out; a warning says so if its
+    labels alone are more.
 
     Args:
         heads: what a model has sown under ``sow_heads`` or ``sow_weights``; a list of layers, as ``heads.collect``
             and ``interop.look`` return; or ``{name: layer}``. A layer is ``(query, key)``, ``(query, key, lse)``, a
-            dict of these with options of its own, or weights ``[B,N,T,S]``. Shapes are ``query [B,T,N,H]``,
-            ``key [B,S,K,H]``, ``lse [B,T,N]``, all of them with B or without.
+            dict of these with options of its own, or weights ``[B,N,T,S]``, such as the ``attentions`` of transformers.
+            Shapes are ``query [B,T,N,H]``, ``key [B,S,K,H]``, ``lse [B,T,N]``, all of them with B or without.
+            Arrays may be tensors of PyTorch and other libraries.
         tokens: of the queries, and of the keys in self-attention: ids ``[B,T]`` or ``[T]``, or a list of strings for
             each sequence, which may be shorter than T if padding follows.
         path: where to write the file; None for nowhere.
         key_tokens: of the keys, if they are another text (cross-attention).
-        tokenizer: turns ids into text, by its ``decode``: of ``tokenizers`` or ``transformers``.
+        tokenizer: turns ids, or its own strings, into text: of ``tokenizers`` or ``transformers``. A token that is a
+            part of a character is labelled with it and the numbers of its bytes, "猫₁₂".
         columns: further numbers of each head, ``{name: [L,N]}``, for the table.
         roles: of ``heads.roles``; the labels ``[L,N]``.
         null: reports of heads that cannot have a role: of models with random parameters, on the same tokens. Each head
@@ -114,8 +136,10 @@ def report(
         A :class:`~jattn.reports.Report`; it shows itself in a notebook, ``html`` is its text, ``save(path)`` writes it.
 
     Raises:
-        ValueError: heads, tokens or columns of another form or shape; weights that sum to more than 1 by the given lse.
+        ValueError: heads, tokens or columns of another form or shape; weights that sum to more than 1 by the given lse;
+            two layers of one name.
         TypeError: an unknown option.
+        OSError: ``path`` is in a folder that does not exist, or cannot be written.
 
     Example:
         >>> query, key = jax.random.normal(jax.random.key(0), (2, 1, 3, 2, 4))  # [B,T,N,H]
@@ -123,6 +147,8 @@ def report(
         >>> jattn.report(layers, ["Le chat noir".split()], "heads.html", is_causal=True)
         Report('Attention heads', 2 heads, 1 sequences)
     """
+    if path is not None:
+        _check_place(Path(path))  # before all the work
     layers = read_layers(heads, options)
     B, _, T, S = layers[0].shape
     cross = key_tokens is not None or T != S
@@ -153,6 +179,31 @@ def report(
     return page
 
 
+def _check_place(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "path is in a folder that does not exist", str(path.parent))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "path must be a file, but is a folder", str(path))
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes beside the file and moves it there: on a full disk, the old file stays as it is."""
+    if path.exists() and not path.is_file():  # a device, which must not be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def _reports(name: str, argument: Any) -> tuple[Report, ...]:
     several = () if argument is None else (argument,) if isinstance(argument, Report) else argument
     if not (isinstance(several, list | tuple) and all(isinstance(one, Report) for one in several)):
@@ -163,16 +214,19 @@ def _reports(name: str, argument: Any) -> tuple[Report, ...]:
 
 
 def _heads(layers: Sequence[Layer]) -> list[Head]:
-    names = []
+    heads: list[Head] = []
     for number, layer in enumerate(layers):
         short = f"L{number}" if layer.name == f"layer {number}" else layer.name
-        names += [Head(f"{short}H{n}", f"{layer.name} head {n}", number) for n in range(layer.shape[1])]
-    return names
+        heads += [Head(f"{short}H{n}", f"{layer.name} head {n}", number) for n in range(layer.shape[1])]
+    names = collections.Counter(name for head in heads for name in (head.code, head.title))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"heads has two heads with the name {twice[0]!r}; give every layer a name of its own")
+    return heads
 
 
 def _flat(name: str, values: Any, counts: Sequence[int]) -> np.ndarray:
     """``[L,N]``, or a list of each layer's, as ``[h]``."""
-    rows = [np.asarray(row) for row in values] if np.iterable(values) else []
+    rows = [np.asarray(as_array(row)) for row in values] if np.iterable(values) else []
     if [row.shape for row in rows] != [(count,) for count in counts]:
         shapes = sorted({f"[{count}]" for count in counts})
         raise ValueError(

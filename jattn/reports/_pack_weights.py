@@ -56,7 +56,7 @@ def pack(frames: Sequence[Frame], room: int) -> tuple[list[dict[str, Any]], list
 
 def _packed(frame: Frame, top: float, bits: int, dropped: float, first: int) -> tuple[str, dict[str, Any]]:
     """The bytes of a frame, and how the page reads them."""
-    least = dropped * top
+    least = float(f"{dropped * top:.2g}")  # with the digits that the page shows
     entry: dict[str, Any] = {"title": frame.title, "step": frame.step, "numbers": frame.numbers, "dropped": least}
     notes = []
     if frame.weights is not None:

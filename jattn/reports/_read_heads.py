@@ -19,6 +19,11 @@ FORMS = (
     "with 'query' and 'key', or weights [B,N,T,S]"
 )
 
+EAGER = (
+    'transformers gives attentions only of a model loaded with attn_implementation="eager" and called with '
+    "output_attentions=True"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -52,11 +57,13 @@ def read_layers(heads: Any, options: Mapping[str, Any]) -> list[Layer]:
     elif isinstance(heads, list | tuple):
         entries = list(enumerate(heads))
     elif _is_array(heads):
-        entries = list(enumerate(_layers_of_weights(heads)))
+        entries = list(enumerate(_layers_of_weights(as_array(heads))))
     else:
-        raise TypeError(f"heads must be {FORMS}; got {type(heads).__name__}")
+        hint = f"; {EAGER}" if heads is None else ""
+        raise TypeError(f"heads must be {FORMS}; got {type(heads).__name__}{hint}")
     if not entries:
-        raise ValueError(f"heads has no layers: did the model sow, with sow_heads=True? Expected {FORMS}")
+        hint = "did the model sow, with sow_heads=True?" if isinstance(heads, Mapping) else f"{EAGER}."
+        raise ValueError(f"heads has no layers: {hint} Expected {FORMS}")
     layers = [
         _layer(f"layer {name}" if isinstance(name, int) else str(name), entry, options) for name, entry in entries
     ]
@@ -78,7 +85,19 @@ def _contains(node: Any, name: str) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
+    return isinstance(x, jax.Array) or hasattr(x, "__array__") or hasattr(x, "__dlpack__")
+
+
+def as_array(x: Any) -> Any:
+    """Arrays of NumPy and JAX as they are, tensors of other libraries as one of these; what is no array as it is."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return x
+    if hasattr(x, "detach"):  # PyTorch's, of which NumPy reads none with a gradient, on an accelerator or in bfloat16
+        x = x.detach().cpu()
+        x = x.float() if x.is_floating_point() else x
+    if hasattr(x, "__array__"):
+        return np.asarray(x)
+    return jnp.from_dlpack(x) if hasattr(x, "__dlpack__") else x
 
 
 def _layers_of_weights(weights: Any) -> list[Any]:
@@ -101,18 +120,20 @@ def _layer(name: str, entry: Any, options: Mapping[str, Any]) -> Layer:
         query, key, lse = entry["query"], entry["key"], entry.get("lse")
         of_layer = {option: entry[option] for option in entry.keys() & OPTIONS}
     elif _is_array(entry):
-        return _of_weights(name, entry)
+        return _of_weights(name, as_array(entry))
     elif isinstance(entry, Sequence) and len(entry) in (2, 3):
         query, key, lse = (*entry, None)[:3]
     else:
         raise ValueError(
             f"{name} must be (query, key), (query, key, lse), a dict or weights; got {type(entry).__name__}"
+            + (f"; {EAGER}" if entry is None else "")
         )
     if any(isinstance(x, Mapping) for x in (query, key, lse)):
         raise ValueError(f"{name} has parameters, not arrays; pass what the model sows if called with sow_heads=True")
     if any(isinstance(x, Tracer) for x in (query, key, lse)):
         raise TypeError(f"{name} is traced: call report outside of jax.jit, on what the compiled function returns")
-    query, key, lse = jnp.asarray(query), jnp.asarray(key), None if lse is None else jnp.asarray(lse)
+    query, key = jnp.asarray(as_array(query)), jnp.asarray(as_array(key))
+    lse = None if lse is None else jnp.asarray(as_array(lse))
     if query.ndim not in (3, 4) or key.ndim != query.ndim:
         raise ValueError(
             f"{name} must have query [B,T,N,H] and key [B,S,K,H], or neither with B; got {list(query.shape)} and "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import numpy as np
 from jattn.reports._html_page import Numbers, Page, View
 from jattn.reports._matching import matched
 from jattn.reports._pack_weights import Frame
+
+# Of the labels that token_labels gives.
+IN_PARTS = "A token that is a part of a character has the numbers of its bytes: é₁ is the first byte of é."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,7 @@ class _Side:
         tokens = self.report.queries[i][:40]
         spaced = any(token.startswith(" ") for token in tokens)
         text = " ".join(("" if spaced else " ").join(tokens).replace(" ##", "").split())
+        text = re.sub(r"(.)₁[₂₃₄]*(?: ?\1[₂₃₄]+)+", r"\1", text)  # characters in parts
         return f"{i + 1}: {text[:48]}{'…' * (len(text) > 48)}"
 
     def in_order(self, array: np.ndarray, none: Any) -> np.ndarray:
@@ -79,11 +84,13 @@ def page_of(report: Any, others: Sequence[Any]) -> Page:
                 views.append(View(name, queries, keys, [side.frame(i)], cross=cross))
     columns = list(dict.fromkeys(name for side in sides for name in side.report.numbers))
     notes = ["Means over all queries for which a statistic is defined.", *(side.report.note for side in sides)]
+    in_parts = any("₁" in token for view in views for text in (view.queries, view.keys) for token in text)
     return Page(
         report.title,
         report.heads,
         [name.replace("_", " ") for name in columns],
         [side.numbers(columns) for side in sides],
         views,
+        note=IN_PARTS if in_parts else "",
         numbers_note=" ".join(dict.fromkeys(note for note in notes if note)),
     )

@@ -146,7 +146,8 @@ def survey(
         metric: a function of one sequence's logits ``[T,V]`` and tokens ``[T]`` to a floating scalar. Its mean over
             sequences counts. By default ``jattn.reports.next_token_loss``, in nats. Estimates take its gradient.
         kind: the output of a head that is off, as in ``heads.ablate``: ``"mean"``, ``"zero"`` or ``"resample"``.
-        exact: the number of heads whose effect is measured, each by a run from its layer on; None for all.
+        exact: the number of heads whose effect is measured, each by a run from its layer on; None for all, which a
+            metric without a gradient needs, such as the accuracy.
         twins: a function of a seed to the model with random parameters. A ``Transformer`` needs none.
         directions: of the attribution, ``[M]`` or what broadcasts to ``[B,T,M]``; by default the next token's row of
             the output embedding.
@@ -156,8 +157,9 @@ def survey(
     Raises:
         TypeError: the model is not an ``nnx.Module``, or lacks ``embed``, ``layers`` or ``unembed``.
         ValueError: tokens that are not integers ``[B,T]`` with T at least 2; an unknown kind; a metric that is not a
-            scalar, or not finite on the clean run; a layer that sows no heads; no metric for a model that is not
-            causal; paths into a head that does not exist or has none, or of a single sequence.
+            scalar, not finite on the clean run, or without a gradient where estimates need one; a layer that sows no
+            heads; no metric for a model that is not causal; paths into a head that does not exist or has none, or of a
+            single sequence.
 
     Example:
         >>> from flax import nnx
@@ -169,7 +171,7 @@ def survey(
         >>> found.effect.shape, int(found.exact.sum()), found.roles.label.shape  # one effect is measured
         ((2, 4), 1, (2, 4))
     """
-    tokens = _checked(tokens, kind, exact)
+    tokens = _checked(model, tokens, kind, exact)
     metric = _metric(model, metric)
     whole, layers = parts_of(model)
     tracked = functools.partial(track, show=progress)
@@ -179,15 +181,23 @@ def survey(
         _check_path(into, clean, tokens, kernels)
     value = float(measured(whole, clean.streams[-1], tokens, metric))
     if not math.isfinite(value):
-        raise ValueError(f"metric must be finite on the clean run, got {value}; are all tokens in the vocabulary?")
-    roles, of_roles = roles_of(model, clean, tokens, twins, tracked)
+        raise ValueError(
+            f"metric must be finite on the clean run, got {value}; are all tokens in the vocabulary, and are the "
+            "sequences no longer than the model has positions for?"
+        )
     z = [sown["z"] for sown in clean.seen]
-    shares, of_shares = attribution(model, z, clean.streams[-1], tokens, directions)
     shape = clean.statistics["entropy"].shape
     estimate, chosen = None, np.ones(shape, bool)
     if exact is not None and exact < chosen.size:
         estimate, size = estimated(whole, layers, clean.streams[0], z, tokens, metric, kind)
+        if not size.any():
+            raise ValueError(
+                "metric has a gradient of 0 at the output of every head, so it gives no estimates: pass a "
+                "differentiable metric, not one that counts, such as the accuracy, or exact=None to measure every head"
+            )
         chosen = _largest(size, exact)
+    roles, of_roles = roles_of(model, clean, tokens, twins, tracked)
+    shares, of_shares = attribution(model, z, clean.streams[-1], tokens, directions)
     at_once = heads_at_once(shape[1], tokens)
     each = tracked(batches(chosen, at_once), "heads off")
     effect = exactly(whole, layers, clean.streams, z, tokens, metric, kind, each) - value
@@ -204,12 +214,17 @@ def survey(
     )  # fmt: skip
 
 
-def _checked(tokens: ArrayLike, kind: str, exact: int | None) -> Array:
+def _checked(model: nnx.Module, tokens: ArrayLike, kind: str, exact: int | None) -> Array:
     """The tokens; raises ``ValueError`` for these arguments."""
     ids = jnp.asarray(tokens)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.shape[0] or ids.shape[1] < 2:
         raise ValueError(
             f"tokens must be integers [B, T] with T at least 2, got {ids.dtype} of shape {list(ids.shape)}"
+        )
+    if isinstance(model, Transformer) and model.config.position is None and ids.shape[1] > model.config.max_length:
+        raise ValueError(
+            f"tokens must be [B, T] with T at most {model.config.max_length}, the model's positions, got shape "
+            f"{list(ids.shape)}"
         )
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -264,8 +279,16 @@ def _note(kind: str, value: float, effect: np.ndarray, estimate: np.ndarray | No
     note += f"; ~ is an estimate, {there.sum()} of {there.size} heads are measured"
     if there.sum() < 3:
         return note
-    ranks, of_estimates = (np.argsort(np.argsort(x[there], kind="stable")) for x in (effect, estimate))
-    return f"{note}, their rank correlation with the estimates is {np.corrcoef(ranks, of_estimates)[0, 1]:.2f}"
+    of_effects, of_estimates = (_ranks(x[there]) for x in (effect, estimate))
+    if not (of_effects.std() and of_estimates.std()):
+        return f"{note}; all of their {'estimates' if of_effects.std() else 'effects'} are equal: no rank correlation"
+    return f"{note}, their rank correlation with the estimates is {np.corrcoef(of_effects, of_estimates)[0, 1]:.2f}"
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Twice the rank of each value, up to a constant; equal values share the mean of their ranks."""
+    every = np.sort(values)
+    return np.searchsorted(every, values, "left") + np.searchsorted(every, values, "right")
 
 
 def _cell(value: Any) -> str:

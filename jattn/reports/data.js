@@ -22,6 +22,11 @@ const nearest = (values, wanted) =>
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const figures = (value) => (value === null || value === undefined ? "–" : value !== 0 && Math.abs(value) < 0.001 ? value.toExponential(1)
   : Math.abs(value) < 10 ? value.toFixed(3) : value.toPrecision(4));
+/** At least the value, with two digits. */
+function atMost(value) {
+  const shown = value.toPrecision(2);
+  return Number(shown) >= value ? shown : (Number(shown) + 10 ** (Math.floor(Math.log10(value)) - 1)).toPrecision(2);
+}
 
 /** Scrolls a box, and not the page, so that an element in it is seen. */
 function reveal(element, box) {
@@ -64,7 +69,10 @@ class Frame {
   /** The weight, or null if it is not kept. */
   at(head, query, key) {
     const { T, S, k } = this;
-    if (!k) return this.weights[(head * T + query) * S + key] * this.unit;
+    if (!k) {
+      const weight = this.weights[(head * T + query) * S + key];
+      return weight || !this.dropped ? weight * this.unit : null;
+    }
     for (let rank = 0; rank < k; rank++) {
       const i = (rank * heads.length + head) * T + query;
       if (this.weights[i] && this.keys[i] === key) return this.weights[i] * this.unit;
@@ -75,17 +83,18 @@ class Frame {
   /** The kept pairs [key, weight] of a query, largest first, and what none of the others exceeds. */
   row(head, query) {
     const { T, S, k } = this, pairs = [];
+    const rounded = 0.51 * this.unit; // what rounding takes at most, in float32
+    const left = Math.max(this.dropped, rounded); // what is smaller than either need not be kept
     if (!k) {
       for (let key = 0, i = (head * T + query) * S; key < S; key++, i++) if (this.weights[i]) pairs.push([key, this.weights[i] * this.unit]);
       pairs.sort((a, b) => b[1] - a[1] || a[0] - b[0]);
-      return { pairs, bound: this.dropped };
+      return { pairs, bound: left };
     }
     for (let rank = 0; rank < k; rank++) {
       const i = (rank * heads.length + head) * T + query;
       if (this.weights[i]) pairs.push([this.keys[i], this.weights[i] * this.unit]);
     }
-    const bound = pairs.length < k ? Math.max(this.dropped, this.unit / 2) : pairs[k - 1][1]; // half a unit is rounded to 0
-    return { pairs, bound: S > k || this.dropped ? bound : 0 };
+    return { pairs, bound: pairs.length < k ? left : pairs[k - 1][1] + rounded };
   }
 
   /** The cells of a picture, at most MOST or those of the coarse one; `per`: how many [queries, keys] are in a cell. */

@@ -39,7 +39,7 @@ function weightText(of, head, query, key) {
   if (query >= of.T || key >= of.S) return "–";
   const weight = of.at(head, query, key), digits = of.bits > 12 ? 4 : of.bits > 8 ? 3 : 2;
   if (weight !== null) return weight.toFixed(digits);
-  return `not kept: at most ${of.row(head, query).bound.toPrecision(2)}`;
+  return `not kept: at most ${atMost(of.row(head, query).bound)}`;
 }
 
 /** All that depends on the head. */

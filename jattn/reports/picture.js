@@ -2,13 +2,14 @@
 
 function shorten(pen, text, room) {
   if (pen.measureText(text).width <= room) return text;
-  let fits = 1, most = text.length; // letters
+  const letters = [...text]; // half of a surrogate pair is no letter
+  let fits = 1, most = letters.length;
   while (fits < most) {
     const middle = Math.ceil((fits + most) / 2);
-    if (pen.measureText(text.slice(0, middle) + "…").width > room) most = middle - 1;
+    if (pen.measureText(letters.slice(0, middle).join("") + "…").width > room) most = middle - 1;
     else fits = middle;
   }
-  return text.slice(0, fits) + "…";
+  return letters.slice(0, fits).join("") + "…";
 }
 
 /** Where a large picture is in its canvas, in CSS pixels; `from` is [first query, first key, tokens along a side]. */

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jattn import plots
 
@@ -53,6 +54,23 @@ def test_half_precision_and_odd_tokens(tmp_path):
     assert shown(ax.yaxis) == ["↵", "␣", r"$\x$", "an unusually lo…", "5"]
     assert ax.images[0].get_array().dtype == np.float32
     ax.figure.savefig(tmp_path / "odd.png")  # would fail if the token were parsed as a formula
+
+
+@pytest.mark.parametrize("draw", [plots.attention_heatmap, lambda weights, *args, **options: plots.head_grid(weights[None], *args, **options).axes[0]])  # fmt: skip
+def test_a_tokenizer_gives_the_text(draw):
+    """Of its ids and of its strings, in which a space is Ġ and a character of two bytes two letters."""
+    names = ["l", "Ã", "ļ", "Ġ", "Ġl"]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [("Ġ", "l")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    encoding = tokenizer.encode("lÚ l")
+    assert encoding.tokens == ["l", "Ã", "ļ", "Ġl"]
+    for tokens in (encoding.ids, np.array(encoding.ids), encoding.tokens):
+        ax = draw(random_weights(4, 4), tokens, tokenizer=tokenizer)
+        assert shown(ax.xaxis) == shown(ax.yaxis) == ["l", "Ú₁", "Ú₂", " l"]
+    ax = draw(random_weights(4, 2), encoding.ids, key_tokens=[4, 3], tokenizer=tokenizer)
+    assert (shown(ax.yaxis)[1], shown(ax.xaxis)) == ("Ú₁", [" l", "␣"])
+    with pytest.raises(ValueError, match="key_tokens has the id -1, which no tokenizer knows"):
+        draw(random_weights(4, 2), encoding.ids, key_tokens=[4, -1], tokenizer=tokenizer)
 
 
 def test_head_grid_has_one_scale_and_one_colour_bar():

@@ -1,8 +1,10 @@
 """``jattn.report``: every form of heads gives the page of the same weights, and bad input a clear error."""
 
 import base64
+import contextlib
 import functools
 import re
+import resource
 import zlib
 
 import jax
@@ -10,11 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import jattn
 from jattn import heads, reports
+from jattn.interop._tokenizer import token_labels
 from jattn.reports import _kept_weights, _matching, _pack_weights
 from jattn.reports._head_report import _reports
+from tests.reference.tokenizer import byte_names
 from tests.web_page import embedded, weights_of
 
 L, B, T, N, K, H = 2, 2, 7, 4, 2, 5
@@ -81,6 +87,109 @@ def test_a_report_is_saved_and_shows_itself_in_a_frame(causal, tmp_path):
     assert frame.startswith('<iframe title="a &lt;title&gt;" sandbox="allow-scripts allow-downloads"')
     assert "<script" not in frame  # all of it is in the attribute
     assert repr(causal) == "Report('a <title>', 8 heads, 2 sequences)"
+
+
+def test_a_failed_write_leaves_the_old_page(causal, tmp_path):
+    """As on a full disk: the file system takes the first 4096 bytes."""
+    page = tmp_path / "heads.html"
+    page.write_text("old")
+    page.chmod(0o600)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            causal.save(page)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert page.read_text() == "old" and list(tmp_path.iterdir()) == [page]
+    (tmp_path / "link.html").symlink_to(page)
+    causal.save(tmp_path / "link.html")
+    assert page.read_text(encoding="utf-8") == causal.html and page.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "link.html").is_symlink() and len(list(tmp_path.iterdir())) == 2
+    assert causal.save("/dev/null").is_char_device()
+
+
+def test_the_place_of_the_file_is_looked_at_first(monkeypatch, tmp_path):
+    monkeypatch.setattr("jattn.reports._head_report.look", None)  # the work
+    with pytest.raises(FileNotFoundError, match=r"path is in a folder that does not exist: .*missing'"):
+        jattn.report(qk(), path=tmp_path / "missing" / "x.html")
+    with pytest.raises(IsADirectoryError, match="path must be a file, but is a folder"):
+        jattn.report(qk(), path=str(tmp_path))
+
+
+class Tensor:
+    """As of PyTorch: NumPy reads none with a gradient, on an accelerator or in bfloat16."""
+
+    def __init__(self, array, dtype="torch.float32", device="cpu", grad=False):
+        self.array, self.dtype, self.device, self.grad = array, dtype, device, grad
+        self.shape, self.ndim = array.shape, array.ndim
+
+    def change(self, **changes):
+        state = {"dtype": self.dtype, "device": self.device, "grad": self.grad}
+        return Tensor(self.array, **(state | changes))
+
+    def detach(self):
+        return self.change(grad=False)
+
+    def cpu(self):
+        return self.change(device="cpu")
+
+    def float(self):
+        return self.change(dtype="torch.float32")
+
+    def is_floating_point(self):
+        return "float" in self.dtype
+
+    def tolist(self):
+        return self.array.tolist()
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, i):
+        return Tensor(self.array[i], self.dtype, self.device, self.grad)
+
+    def __array__(self, dtype=None, copy=None):
+        if self.grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        if self.device != "cpu":
+            raise TypeError(f"can't convert {self.device} device type tensor to numpy.")
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.array if dtype is None else self.array.astype(dtype)
+
+
+class Exchanged:
+    """An array that is read by DLPack only."""
+
+    def __init__(self, array):
+        self.shape, self.ndim = array.shape, array.ndim
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+TENSORS = {
+    "PyTorch": Tensor,
+    "with a gradient": functools.partial(Tensor, grad=True),
+    "on an accelerator": functools.partial(Tensor, device="cuda:0", grad=True),
+    "bfloat16": functools.partial(Tensor, dtype="torch.bfloat16", grad=True),
+    "DLPack": Exchanged,
+}
+
+
+@pytest.mark.slow_except("bfloat16")
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_tensors_of_other_libraries_are_read(tensor):
+    """As transformers gives them: a tuple of weights [B,N,T,S], one for each layer; and in every other place."""
+    weights = np.random.default_rng(0).dirichlet(np.ones(T), (L, B, N, T)).astype(np.float32)
+    ids = np.arange(B * T).reshape(B, T)
+    like_ids = Tensor(ids, "torch.int64", "cuda:0")
+    for form in (tuple(map(tensor, weights)), tensor(weights), {"a": tensor(weights[0]), "b": tensor(weights[1])}):
+        report = jattn.report(form, like_ids)
+        np.testing.assert_allclose(report.looked.weights, np.moveaxis(weights, 0, 1).reshape(B, L * N, T, T), atol=1e-6)
+        assert report.queries == jattn.report(weights, ids).queries == [[str(i) for i in row] for row in ids]
+    layers = {name: tuple(map(tensor, map(np.asarray, layer))) for name, layer in qk().items()}
+    report = jattn.report(layers, list(like_ids), is_causal=True)
+    np.testing.assert_allclose(report.looked.weights, dense(qk(), is_causal=True), atol=1e-6)
 
 
 class Ours(nnx.Module):
@@ -194,6 +303,77 @@ def test_ids_become_text():
     assert jattn.report(qk(), is_causal=True).queries[0] == [str(i) for i in range(T)]
 
 
+def by_bytes(*merges):
+    """Of byte-level pairs, as GPT-2's; the ids of single bytes are their own."""
+    names = [*byte_names(), *map("".join, merges)]
+    tokenizer = Tokenizers(models.BPE({name: i for i, name in enumerate(names)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def with_fallback():
+    """As Llama's: what has no token of its own is bytes."""
+    names = ["<unk>", "▁", "c", "a", "▁c", "▁ca", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [("▁", "c"), ("▁c", "a")], unk_token="<unk>", byte_fallback=True)  # fmt: skip
+    tokenizer = Tokenizers(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])  # fmt: skip
+    return tokenizer
+
+
+class Transformers:
+    """The interface of transformers' tokenizers, which have an id for what they do not know."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decode, self.convert_ids_to_tokens = tokenizer, tokenizer.decode, tokenizer.id_to_token
+
+    def convert_tokens_to_ids(self, name):
+        i = self.tokenizer.token_to_id(name)
+        return 0 if i is None else i
+
+
+class Nameless:
+    """Decodes and can do nothing else."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(ids).decode(errors="replace")
+
+
+PARTS = {
+    "a token a byte": (by_bytes(), "a é猫😀", "a| |é₁|é₂|猫₁|猫₂|猫₃|😀₁|😀₂|😀₃|😀₄"),
+    "merged across": (
+        by_bytes(("Ġ", "ç"), ("«", "ð"), ("e", "Ì")),
+        " 猫😀e\u0301",
+        " 猫₁|猫₂|猫₃😀₁|😀₂|😀₃|😀₄|e\u0301₁|\u0301₂",
+    ),
+    "cut at both ends": (by_bytes(), b"\x8c\xab\xe7\x8c\xab\xe7\x8c", "<0x8C>|<0xAB>|猫₁|猫₂|猫₃|<0xE7>|<0x8C>"),
+    "a replacement character": (by_bytes(("ï", "¿"), ("ï¿", "½")), "\ufffd\n", "\ufffd|↵"),
+    "byte fallback": (with_fallback(), "ca 猫\ufffd", " ca| |猫₁|猫₂|猫₃|\ufffd₁|\ufffd₂|\ufffd₃"),
+    "no names": (Nameless(), "a猫".encode(), "a|<token 231>|<token 140>|<token 171>"),
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "text", "expected"), PARTS.values(), ids=PARTS)
+def test_parts_of_a_character_are_told_apart(tokenizer, text, expected):
+    ids = list(text) if isinstance(text, bytes) else tokenizer.encode(text).ids
+    assert token_labels("tokens", [ids, ids[::-1]], tokenizer)[0] == expected.split("|")
+    if not isinstance(tokenizer, Nameless):  # the strings that encode(text).tokens has
+        for one in (tokenizer, Transformers(tokenizer)):
+            names = [tokenizer.id_to_token(i) for i in ids]
+            assert token_labels("tokens", [[*names, "its", "words"]], one)[0] == [*expected.split("|"), "its", "words"]
+
+
+def test_a_report_has_the_text_of_byte_level_tokens():
+    """In two orders the same ids are other characters: E7 8C AB is 猫, E7 AB 8C is 竌."""
+    ids = np.array([*"猫竌a".encode()])
+    report = jattn.report({"a": (jnp.ones((1, 7, N, H)),) * 2}, [ids], tokenizer=by_bytes(), is_causal=True)
+    assert report.queries == [["猫₁", "猫₂", "猫₃", "竌₁", "竌₂", "竌₃", "a"]]
+    assert embedded(report.html)["views"][0]["name"] == "1: 猫 竌 a"
+    assert "A token that is a part of a character" in report.html
+    assert "a part of a character" not in jattn.report(qk(), is_causal=True).html
+
+
 @pytest.mark.parametrize("make", [np.array, lambda x: np.array(x, object), lambda x: [np.array(x[0])] * B])
 def test_words_may_be_arrays(make):
     assert jattn.report(qk(), make([WORDS] * B), is_causal=True).queries == [WORDS] * B
@@ -247,6 +427,11 @@ def test_other_texts_and_other_models_stand_beside():
     ({"heads": {"intermediates": {}}}, ValueError, "nothing, .* if it is called with sow_heads=True"),
     ({"heads": {"params": {"query": {}, "key": {}}}}, ValueError, "params has parameters, not arrays"),
     ({"heads": {"a": dict(zip(("query", "key"), qk()["layer 0"], strict=True), causal=True)}}, TypeError, "a takes no 'causal'"),
+    ({"heads": ()}, ValueError, "no layers: transformers gives attentions only of .*\"eager\" and .* output_attentions=True"),
+    ({"heads": None}, TypeError, "got NoneType; transformers gives attentions only of"),
+    ({"heads": (None, None)}, ValueError, "layer 0 must be .* got NoneType; transformers gives attentions only of"),
+    ({"heads": {"layer 0": qk()["layer 0"], 0: qk()["layer 0"]}}, ValueError, "two heads with the name 'layer 0 head 0'"),
+    ({"heads": {"layer 0": qk()["layer 0"], "L0": qk()["layer 0"]}}, ValueError, "two heads with the name 'L0H0'"),
     ({"heads": 3}, TypeError, "heads must be what a model has sown"),
     ({"heads": {"a": 3}}, ValueError, "a must be \\(query, key\\)"),
     ({"heads": {"a": {"query": np.zeros((T, N, H))}}}, ValueError, "expected 'query' and 'key'"),
@@ -301,6 +486,14 @@ def test_what_does_not_fit_is_left_out_and_said():
     blob = next(blobs[0] for entries, blobs, _ in tried if "unless they are among a query's 2" in entries[0]["note"])
     codes = np.frombuffer(zlib.decompress(base64.b64decode(blob)), "<u2")[5 * 240 : 10 * 240].reshape(5, 6, 40)
     assert (codes[:2] > 0).mean() > 0.9 > (codes[2:] > 0).mean()
+
+
+@pytest.mark.parametrize("most", [100_000, 10_000])
+def test_a_page_that_is_too_large_says_so(monkeypatch, most):
+    monkeypatch.setattr("jattn.reports._head_report.PAGE_LETTERS", most)
+    report = jattn.report(qk(), [["a" * 5000, *"bcdefg"]] * B, is_causal=True)
+    with contextlib.nullcontext() if most > 90_000 else pytest.warns(UserWarning, match=r"the page has 0\.\d MB, more .* shorter tokens"):  # fmt: skip
+        assert len(report.html) > 70_000
 
 
 def test_nan_is_said():

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from flax import nnx
 
 import jattn
 from jattn import heads, interop
-from jattn.reports import _effects, _language_model
+from jattn.reports import _effects, _language_model, _survey
 from jattn.reports import survey as survey_of
 from jattn.reports._clean_run import NAMES, track
 
@@ -257,6 +258,44 @@ def test_equal_layers_share_their_programs(model, caplog):
     assert not [line for line in compiled if "look" in line or "step" in line]
 
 
+TIES = {
+    "none": ([0.3, -0.1, 0.2, 0.5], [1.0, 2.0, 3.0, 4.0]),
+    "of the estimates": ([0.3, -0.1, 0.2, 0.5], [0.0, 0.0, 0.0, 1.0]),
+    "of both": ([0.25, 0.25, 0.0, -0.5, 0.0], [2.0, 1.0, 1.0, -1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("effect, estimate", TIES.values(), ids=TIES)
+def test_equal_effects_share_a_rank(effect, estimate):
+    expected = scipy.stats.spearmanr(effect, estimate).statistic
+    note = _survey._note("mean", 1.0, np.array([*effect, np.nan]), np.array([*estimate, 9.0]))
+    assert note.endswith(f"{len(effect)} of {len(effect) + 1} heads are measured, their rank correlation with the estimates is {expected:.2f}")  # fmt: skip
+
+
+@pytest.mark.parametrize("same, words", [("effects", ([1.0] * 3, [1.0, 2.0, 3.0])), ("estimates", ([1.0, 2.0, 3.0], [1.0] * 3))])  # fmt: skip
+def test_what_is_all_equal_has_no_rank_correlation(same, words):
+    note = _survey._note("mean", 1.0, *map(np.array, words))
+    assert note.endswith(f"measured; all of their {same} are equal: no rank correlation")
+
+
+def accuracy(logits, tokens):
+    return (logits[:-1].argmax(-1) == tokens[1:]).astype(jnp.float32).mean()
+
+
+@pytest.mark.slow_except("accuracy")
+@pytest.mark.parametrize("metric", [accuracy, lambda logits, tokens: jnp.float32(1)], ids=["accuracy", "constant"])
+def test_a_metric_without_a_gradient_has_no_estimates(model, metric):
+    with pytest.raises(ValueError, match="gradient of 0 .* differentiable metric, .* or exact=None to measure"):
+        survey_of(model, TOKENS, metric=metric, exact=2)
+
+
+@pytest.mark.slow
+def test_a_metric_that_counts_is_measured(model):
+    survey = survey_of(model, TOKENS, metric=accuracy, exact=None)
+    right = np.asarray(model(jnp.asarray(TOKENS)))[:, :-1].argmax(-1) == TOKENS[:, 1:]
+    assert survey.exact.all() and survey.metric == pytest.approx(right.mean()) and "~" not in survey.table()
+
+
 def test_batches_of_heads(model, monkeypatch):
     chosen = np.array([[True, True, True], [False, True, False]])
     assert _effects.batches(chosen, 2) == [(0, [0, 1]), (0, [2]), (1, [1])]
@@ -346,7 +385,12 @@ BAD = {
     "no such layer": ((TOKENS,), {"into": (L, 0)}, ValueError, "into must be a layer"),
     "no head before": ((TOKENS,), {"into": (0, 0)}, ValueError, "which has heads before it"),
     "no other sequence": ((TOKENS[:1],), {"into": (1, 0)}, ValueError, "at least 2 sequences"),
-    "NaN": ((TOKENS,), {"metric": NAN}, ValueError, "metric must be finite on the clean run, got nan"),
+    "NaN": (
+        (TOKENS,),
+        {"metric": NAN},
+        ValueError,
+        "metric must be finite on the clean run, got nan; .* vocabulary, .* positions",
+    ),
     "not a scalar": ((TOKENS,), {"metric": lambda x, t: x}, ValueError, r"floating scalar .*\[8, 11\]"),
     "an integer": ((TOKENS,), {"metric": lambda x, t: x.argmax()}, ValueError, "floating scalar .* int32"),
 }
@@ -356,6 +400,12 @@ BAD = {
 def test_wrong_arguments(model, args, options, error, message):
     with pytest.raises(error, match=message):
         survey_of(model, *args, **options)
+
+
+def test_more_tokens_than_positions(model):
+    learned = interop.Transformer(config(position=None, local_position=None), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=rf"tokens must be \[B, T\] with T at most {T}, the model's positions, got .*\[2, 12\]"):  # fmt: skip
+        survey_of(learned, np.ones((2, T + 4), int))
 
 
 @pytest.mark.slow
