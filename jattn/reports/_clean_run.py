@@ -27,7 +27,7 @@ class Clean(NamedTuple):
 
     streams: list[Array]  # [B,T,M]: the input of each layer, and the output of the last
     seen: list[dict[str, Array]]  # of each layer, what its attention sows
-    statistics: dict[str, np.ndarray]  # [L,N], the mean over sequences
+    statistics: dict[str, np.ndarray]  # [L,N], means over the queries of all sequences
 
 
 def track(items: Iterable[Item], what: str, show: bool) -> Iterator[Item]:

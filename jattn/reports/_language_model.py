@@ -151,7 +151,13 @@ def look(layer: Layer, x: Array, tokens: Array, names: tuple[str, ...], patch: A
         ) from None
     if len(of_heads) != 1:
         raise ValueError(f"each layer of the model must have one attention, got one with {len(of_heads)}")
-    return y, of_heads[0], {name: of_statistics[0][name].mean(0) for name in names}
+    return y, of_heads[0], {name: _mean_over_queries(of_statistics[0], name) for name in names}
+
+
+def _mean_over_queries(statistics: Mapping[str, Any], name: str) -> Array:
+    """``[N]``: the mean over the queries of all sequences that count; 0 of none."""
+    counts = statistics["support"][name].astype(statistics[name].dtype)
+    return (statistics[name] * counts).sum(0) / jnp.maximum(counts.sum(0), 1)
 
 
 @functools.partial(jax.jit, static_argnames="metric")

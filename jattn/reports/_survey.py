@@ -33,7 +33,7 @@ class Survey:
         effect: the metric with the head switched off, minus that.
         exact: bool, whether the effect comes from a run without the head; otherwise it is an estimate.
         estimate: of all effects; None if all are exact.
-        statistics: ``{name: [L,N]}``, of ``heads.statistics``, the mean over sequences.
+        statistics: ``{name: [L,N]}``, of ``heads.statistics``, the mean over the queries of all sequences.
         roles: of ``heads.roles``, or None.
         attribution: to the logit, or None.
         paths: into the chosen head, or None.
@@ -131,7 +131,7 @@ def survey(
 ) -> Survey:
     """Runs a language model on clean tokens, and says of every head where it looks and what it is needed for.
 
-    - Statistics: ``heads.statistics`` by these tokens, the mean over sequences.
+    - Statistics: ``heads.statistics`` by these tokens, the mean over the queries of all sequences.
     - Roles: ``heads.roles``, with the heads of models with random parameters as the null. The baseline is the model on
       shuffled tokens; for ``duplicate_token`` and ``induction``, it is the clean run judged by shuffled tokens, because
       a shuffled sequence still repeats tokens, and an induction head follows them.
