@@ -193,7 +193,6 @@ def _with_positions_and_cache(
         query = position(query, _or_arange(query_positions, query))
         key = position(key, _or_arange(kv_positions, key))
     if cache is None:
-        arguments |= {"query_positions": query_positions, "kv_positions": kv_positions}
         return query, key, value, None
     in_a_ring = isinstance(implementation, OverMesh) and "length" in implementation.kinds
     appended = append_chunk(cache, key, value, valid, sharded=in_a_ring)

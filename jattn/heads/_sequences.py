@@ -15,7 +15,6 @@ from jattn._core.shard import with_whole_axis
 from jattn._mods.arrays import AnyArray, Bools, namespace
 from jattn._mods.lookup import look_up_row
 from jattn._mods.mask import conjuncts
-from jattn._mods.pytree import known
 from jattn.masks import Dense, MaskFunction, Padding, Segments
 
 
@@ -40,8 +39,7 @@ def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> P
     are counted from the first that is no padding. Padding is, where T = S, what ``Padding``, ``Dense``, mask and bias
     arrays and the lengths of keys hide at either end of a sequence, joined by ``&`` alone.
     """
-    both = (args.query_positions, q_slots), (args.kv_positions, kv_slots)
-    at_query, at_key = (None if x is None or _is_order(x, slots) else x for x, slots in both)
+    at_query, at_key = args.query_positions, args.kv_positions
     parts = [part for mask in args.masks for part in conjuncts(mask)]
     shown = None
     if args.query.shape[1] == args.key.shape[1] and (at_query is None) == (at_key is None):
@@ -59,12 +57,6 @@ def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> P
         first = jnp.argmax(shown, 1, keepdims=True).astype(jnp.int32)
         query, key = query - first, key - first
     return Places(query, key, namespace(key, previous).where(key > 0, previous, -1), real)
-
-
-def _is_order(positions: AnyArray, slots: AnyArray) -> bool:
-    """Whether positions are known to be the numbers of the tokens."""
-    positions = known(positions)
-    return isinstance(positions, np.ndarray) and isinstance(slots, np.ndarray) and bool((positions == slots).all())
 
 
 def _shown(args: AttentionArgs, parts: Iterable[MaskFunction], slots: AnyArray) -> AnyArray | None:

@@ -155,20 +155,75 @@ def layer(inputs_q: Any, inputs_k: Any, parameters: dict[str, Any], of_out: Any,
 # ---- statistics
 
 
+def places(
+    sizes: tuple[int, int, int], slots: tuple[np.ndarray, np.ndarray], positions: list[np.ndarray | None],
+    told: list[tuple[str, list]], by_slot: list[np.ndarray],
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Of B, T, S: ``q``, ``kv``, ``before`` and ``counts`` as `statistics` takes them, token by token.
+
+    ``told``: what masks tell, ``("segments", [query ids, key ids])``, ``("padding", [lengths])`` or ``("dense", [pairs])``,
+    by position; ``by_slot``: bool ``[B|1,N|1,T|1,S|1]``, what mask arrays, lengths and biases show.
+    """
+    B, T, S = sizes
+    row = lambda x, b: x[b % len(x)] if x.ndim > 1 else x  # of arrays with one row or one for each sequence
+    results = {"q": np.zeros((B, 1, T, 1), int), "kv": np.zeros((B, 1, 1, S), int)}
+    results |= {"before": np.zeros((B, S), int), "counts": np.ones((B, T), bool)}
+    numbered = positions[1] is None  # keys have the numbers of their tokens
+    for b in range(B):
+        padding = np.zeros(S, bool)
+        if T == S and (positions[0] is None) == numbered:
+            shown = np.ones(S, bool)
+            turned = [x[b % len(x)] for x in by_slot if x.shape[3] != 1]
+            for pairs, order in [(x, np.argsort(slots[1])) for x in turned] + [
+                (np.atleast_2d(x)[(None,) * (4 - max(x.ndim, 2))][b % (len(x) if x.ndim == 4 else 1)], np.arange(S))
+                for kind, (x, *_) in told if kind == "dense" and numbered and x.shape[-1] != 1
+            ]:  # fmt: skip
+                for token in range(S):
+                    sees = pairs.shape[1] != 1 and pairs[:, order[token]].any()
+                    shown[token] &= pairs[:, :, order[token]].any() or sees
+            for kind, (x, *_) in told:
+                shown &= (np.arange(S) < int(x[b % len(x)])) if kind == "padding" and numbered else True
+            real = np.flatnonzero(shown)
+            padding = ~((np.arange(S) >= min(real, default=S)) & (np.arange(S) <= max(real, default=-1)))
+            results["counts"][b] = ~padding[slots[0]]
+        ids = [
+            [row(x.astype(np.int64), b) for x in (values[0], values[-1])] for kind, values in told if kind == "segments"
+        ]
+        for side, name in enumerate(("q", "kv")):
+            at = slots[side] if positions[side] is None else row(positions[side].astype(np.int64), b)
+            labels = list(zip(*(pair[side] for pair in ids), strict=False))
+            for slot, position in enumerate(at):
+                place, last = int(position), int(slots[side][slot]) - 1
+                if ids:
+                    entry = min(max(place, 0), len(labels) - 1)
+                    label = (labels[entry], numbered and T == S and padding[entry])
+                    same = [i for i in range(entry) if (labels[i], numbered and T == S and padding[i]) == label]
+                    place, last = len(same), (max(same, default=-1) if numbered else last)
+                elif numbered and T == S and not padding.all():
+                    place -= int(np.argmin(padding))
+                results[name].reshape(B, -1)[b, slot] = place
+                if name == "kv":
+                    results["before"][b, slot] = last if place > 0 else -1
+    return results
+
+
 def statistics(
     scores: Any, visible: np.ndarray, q: np.ndarray, kv: np.ndarray, *,
     slots: tuple[np.ndarray, np.ndarray], counts: Any = True, tokens: np.ndarray | None = None, before: Any = None,
+    lowest: float = -np.inf,
 ) -> dict[str, Any]:  # fmt: skip
     """``jattn.heads.statistics`` of modified scores ``[B,N,T,S]``: ``NAME [B,N,...]`` and ``support NAME``.
 
     ``q [B|1,1,T,1]`` and ``kv [B|1,1,1,S]`` are places of tokens in their own sequences, ``slots`` the tokens' numbers in
     each slot, ``counts [B|1,T]`` the queries that count. ``before [B|1,S]``: of each key, the number of the token before
-    it in its sequence, -1 for none; by default the one with the number before, of keys whose place is not 0.
+    it in its sequence, -1 for none; by default the one with the number before, of keys whose place is not 0. A score up to
+    ``lowest`` hides its pair.
     """
     T, S = visible.shape[2:]
     terms, high, total = exponentials(scores, visible)
     p = terms / np.where(total == 0.0, 1.0, total)
-    pairs = visible & (np.ones((1, T), bool) & counts)[:, None, :, None]
+    pairs = visible & (np.asarray(getattr(scores, "value", scores)) > lowest)
+    pairs = pairs & (np.ones((1, T), bool) & counts)[:, None, :, None]
     results: dict[str, Any] = {}
 
     def mean(name: str, values: Any, counted: np.ndarray) -> None:

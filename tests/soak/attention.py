@@ -137,7 +137,7 @@ def _arguments(structure: Structure, arrays: Arrays) -> tuple[dict[str, Any], di
 
 def _expected_attention(structure: Structure, arrays: Arrays) -> dict[str, Any]:
     floats, options = _arguments(structure, arrays)
-    visible, (_, _, q, kv) = structure.visible(arrays), structure.places(arrays)
+    visible = structure.visible(arrays)
     names = ("query", "key", "value", "out_cotangent", "lse_cotangent")
     *inputs, of_out, of_lse = (floats[name] if structure.batched else floats[name][None] for name in names)
     call = reference.attend(*inputs, visible, **options)
@@ -147,8 +147,11 @@ def _expected_attention(structure: Structure, arrays: Arrays) -> dict[str, Any]:
     if structure.weights:
         results["weights"] = call.weights
     if structure.statistics:
-        beside = {"counts": arrays.get("eligible", True), "tokens": arrays.get("tokens")}
-        of = reference.statistics(call.scores, visible, q, kv, slots=structure.slots(), **beside)
+        beside = structure.sequences(arrays) | {"tokens": arrays.get("tokens")}
+        beside["counts"] = arrays.get("eligible", beside["counts"])
+        if structure.mod is not None or "bias" in arrays:
+            beside["lowest"] = float(max(-1e8, np.finfo(np.float16).min / 2 if structure.dtype == np.float16 else -1e8))
+        of = reference.statistics(call.scores, visible, slots=structure.slots(), **beside)
         results |= {f"of {name}": x for name, x in of.items()}
     if structure.batched:
         return results

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests import reference
 from tests.reference import definitions
 from tests.reference.definitions import LARGEST
 from tests.soak import vocabulary
@@ -88,6 +89,20 @@ class Structure:
         where = self.places(arrays)
         mask = True if self.mask is None else self.mask.define(arrays, *where)
         return definitions.visible(where, self.slots(), arrays, mask, self.is_causal, self.window)
+
+    def sequences(self, arrays: Arrays) -> dict[str, np.ndarray]:
+        """Where each token is in its own sequence, and which queries are padding."""
+        B, T, S, *_ = self.sizes
+        at = [
+            None if name not in arrays else np.atleast_2d(arrays[name]) for name in ("query_positions", "kv_positions")
+        ]
+        by_slot = [arrays["mask"]] if "mask" in arrays else []
+        by_slot += [arrays["bias"] > -1e8] if "bias" in arrays else []
+        by_slot = [np.asarray(x)[(None,) * (4 - np.ndim(x))] for x in by_slot]
+        if "key_value_seq_lengths" in arrays:
+            by_slot.append(np.arange(S) < arrays["key_value_seq_lengths"].astype(int)[:, None, None, None])
+        told = [] if self.mask is None else self.mask.tells(arrays)
+        return reference.places((B, T, S), self.slots(), at, told, by_slot)
 
     def covers(self) -> list[str]:
         """The features that this structure covers, for the counts."""

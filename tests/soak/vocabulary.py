@@ -35,12 +35,14 @@ TABLE = {  # the masks whose definition holds at any size
 class Part(NamedTuple):
     """A mask or score function: its kinds, ``arrays -> it``, and its definition, which also takes the arrays.
 
-    ``(arrays, b, h, q, kv)`` gives the visible pairs, or the reference's `tests.reference.Modify`.
+    ``(arrays, b, h, q, kv)`` gives the visible pairs, or the reference's `tests.reference.Modify`. ``tells(arrays)`` is what
+    a mask tells of documents and padding: ``(kind, values)``, as `tests.reference.places` takes it.
     """
 
     kinds: list[str]
     build: Callable[[dict[str, Any]], Any]
     define: Callable[..., Any]
+    tells: Callable[[Arrays], list] = lambda a: []
 
 
 def of_table(name: str) -> Part:
@@ -90,7 +92,8 @@ def joined(join: str, *parts: Part) -> Part:
         return (operator if any(isinstance(mask, masks.Mask) for mask in built) else function)(*built)
 
     kinds = [join, *(kind for part in parts for kind in part.kinds)]
-    return Part(kinds, build, lambda a, *where: combine(*(part.define(a, *where) for part in parts)))
+    define = lambda a, *where: combine(*(part.define(a, *where) for part in parts))
+    return Part(kinds, build, define, lambda a: [one for part in parts for one in part.tells(a) if join == "and"])
 
 
 def simple_mask(rng: Random, add: Add, sizes: tuple[int, ...], kind: str) -> Part:
@@ -127,7 +130,8 @@ def simple_mask(rng: Random, add: Add, sizes: tuple[int, ...], kind: str) -> Par
             of, arrays = masks.Dense, [add("bools", broadcast_shape(rng, (B, N, T, S)), np.bool_)]
             define = lambda x, *where: definitions.dense(x[0], *where)
     values = lambda a: [a[name] for name in arrays] if arrays else numbers
-    return Part([kind], lambda a: of(*values(a)), lambda a, *where: define(values(a), *where))
+    tells = lambda a: [(kind, values(a))] if kind in ("padding", "segments", "dense") else []
+    return Part([kind], lambda a: of(*values(a)), lambda a, *where: define(values(a), *where), tells)
 
 
 def broadcast_shape(rng: Random, full: tuple[int, ...]) -> tuple[int, ...]:
