@@ -190,7 +190,8 @@ class Segments(Mask):
 
     ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 is shared by all sequences. Usually combined:
     ``Segments(ids) & Causal()``. Ids may be hashes: JAX arrays of any integer type, also 64 bits in x64, are compared
-    exactly; NumPy arrays must fit int32.
+    exactly; NumPy arrays must fit int32. Like every table, they are indexed by the positions that masks see. Positions
+    that start again in each document are not for masks: pass them as the modules' ``input_positions``.
 
     Raises:
         TypeError: ids are not an array of integers of rank 1 or 2.

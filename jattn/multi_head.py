@@ -111,7 +111,8 @@ def attend_heads(
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
             positions applied, z with gates applied. The output stays bit-identical.
-        implementation, options: those of ``dot_product_attention``. Positions are ``arange`` by default.
+        implementation, options: those of ``dot_product_attention``. Positions are ``arange`` by default; those given
+            are for ``mask``, too, unless there is a ``cache``. For documents that start again, see ``Segments``.
 
     Returns:
         ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z,
@@ -131,10 +132,10 @@ def attend_heads(
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax
         query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         for name in ("query_positions", "kv_positions"):
-            arguments[name] = _one_batch_axis(arguments.get(name), lead, 1)
+            arguments[name] = one_batch_axis(arguments.get(name), lead, 1)
         for name in ("mask", "bias"):
-            arguments[name] = _one_batch_axis(arguments[name], lead, 3)
-        valid = _one_batch_axis(valid, lead, 1)
+            arguments[name] = one_batch_axis(arguments[name], lead, 3)
+        valid = one_batch_axis(valid, lead, 1)
     query, key, value, cache = _with_positions_and_cache(query, key, value, position, cache, valid, arguments)
     if frozen is not None:
         query, key = replace_both(frozen, query, key, lead)
@@ -236,7 +237,7 @@ def _extras(
         wanted = return_statistics
         arguments = dict(wanted) if isinstance(wanted, Mapping) else {"names": wanted}
         for name in {"tokens", "eligible"} & arguments.keys():
-            arguments[name] = _one_batch_axis(arguments[name], lead, 1)
+            arguments[name] = one_batch_axis(arguments[name], lead, 1)
         by_name = statistics(query, key, lse=heads["lse"], **arguments, **of_weights)  # sinks are in the lse
         results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[drop:]), by_name))
     if return_heads:
@@ -366,7 +367,7 @@ def _or_arange(positions: ArrayLike | None, x: Array) -> Array:
     return jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
 
 
-def _one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
+def one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
     """An array ``[*lead, ...]`` with its batch axes joined; functions and arrays without batch axes are unchanged."""
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x
