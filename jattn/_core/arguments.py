@@ -302,7 +302,7 @@ def _window(window: Any) -> tuple[int, int]:
         left, right = map(operator.index, sides)  # accepts NumPy's integers
     except (TypeError, ValueError):
         left = right = -1
-    if min(left, right) < 0:
+    if min(left, right) < 0 or any(isinstance(side, bool) for side in sides):
         raise ValueError(f"local_window_size must be (left, right) or one integer, none negative, got {window!r}")
     return min(left, LARGEST), min(right, LARGEST)
 
