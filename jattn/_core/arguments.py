@@ -293,6 +293,8 @@ def _scale(scale: Any, shape: tuple[Length, ...]) -> AnyArray | int | float | No
         return to_number("scale", scale)
     if shape[-1] == 0:
         raise ValueError(f"head_dim is 0 (query {list(shape)}), so 1 / sqrt(head_dim) is not finite; pass scale=")
+    if not isinstance(shape[-1], int):
+        raise ValueError(f"head_dim is {shape[-1]}, so 1 / sqrt(head_dim) is not known while tracing; pass scale=")
     return shape[-1] ** -0.5
 
 
