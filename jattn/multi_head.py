@@ -102,9 +102,10 @@ def attend_heads(
             by ``head_gate`` and ``head_fill``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
-            given, ``query_positions`` affect ``position`` only. To a sharded cache each device attends in place, with
-            the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
-        valid: bool ``[B,T]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
+            given, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys by a call
+            without queries, then attend without keys (docs/flax.md). To a sharded cache each device attends in place,
+            with the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
+        valid: bool ``[B,S]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights. The output stays bit-identical. ``Unsupported`` where a
             ``jattn.sharding.Ring`` or ``Ulysses`` divides the sequence over devices.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
@@ -186,10 +187,19 @@ def _with_positions_and_cache(
             raise ValueError(f"cache is filled in the tokens' own order, which {implementation} does not keep")
         query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
         kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
-    chunk_positions: Any = None
+    chunk_positions = at_queries = None
+    T, S = query.shape[1], key.shape[1]
     if cache is not None:
-        chunk_positions = cache.next_positions(query.shape[1], valid)
-        query_positions = kv_positions = chunk_positions if query_positions is None else query_positions
+        if 0 not in (T, S) and T != S:
+            raise ValueError(
+                f"cache takes as many keys as there are queries, got {S} keys for {T} queries; for cross-attention, "
+                "append the encoder's keys once, by a call without queries (x[:, :0]), and then pass no keys (an "
+                "x_kv or inputs_k of encoded[:, :0])"
+            )
+        chunk_positions = cache.next_positions(S, valid)
+        at_queries = chunk_positions if T == S else cache.next_positions(T)
+        query_positions = at_queries if query_positions is None else query_positions
+        kv_positions = query_positions if T == S else chunk_positions
     if position is not None:
         query = position(query, _or_arange(query_positions, query))
         key = position(key, _or_arange(kv_positions, key))
@@ -200,7 +210,7 @@ def _with_positions_and_cache(
     appended = append_chunk(cache, key, value, valid, sharded=in_a_ring)
     mask, bias = arguments["mask"], arguments["bias"]
     key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, mask, bias)
-    arguments |= {"query_positions": chunk_positions, "kv_positions": None} | visibility
+    arguments |= {"query_positions": at_queries, "kv_positions": None} | visibility
     return *common_dtype(query, key, value, None), appended
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
 import jattn
 import jattn.nnx  # registers the cache with flax.serialization
@@ -415,6 +415,32 @@ def test_what_a_ring_has_overwritten_cannot_be_rewound(layer):
                 assert np.isnan(y[1]).all()
     with pytest.raises(ValueError, match=r"tokens must be integers \[\] or \[B\], got float32"):
         ring.rewind(1.0)
+
+
+@pytest.mark.slow
+def test_cross_attention_stores_the_encoded_keys_once(layer):
+    """By a call without queries; calls without keys then attend to them all, wherever the queries stand."""
+    params, x = layer
+    encoded, real = x[:, :9], np.arange(9) < np.array([[9], [6]])
+    options = {"position": Rotary(100.0), "score_mod": score_mods.SoftCap(2.0)}
+    call = jax.jit(lambda x, encoded, **kw: jattn.multi_head_attention(params, x, encoded, **options, **kw))
+    y, cache = call(x[:, :0], encoded, cache=empty(9), valid=real)
+    assert y.shape == (B, 0, M)
+    for t in (9, 10):
+        query, at = x[:, t : t + 1], np.array([t])
+        y, after = call(query, encoded[:, :0], cache=cache, query_positions=at)
+        expected = call(query, encoded, query_positions=at, mask=jnp.asarray(real)[:, None, None, :])
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+        np.testing.assert_array_equal(after.length, [9, 6])
+    own = jattn.nnx.MultiHeadAttention(2, M, decode=True, rngs=nnx.Rngs(0))
+    own.init_cache((B, 9, M))
+    for again in (lambda: call(x[:, :1], encoded, cache=empty(9)), lambda: own(x[:, :1], encoded)):
+        with pytest.raises(
+            ValueError, match="as many keys as .* got 9 keys for 1 queries; for cross-attention, append"
+        ):
+            again()
+    own(x[:, :0], encoded)
+    np.testing.assert_allclose(own(x[:, :2], encoded[:, :0]), own(x[:, :2], encoded, decode=False), atol=1e-5)
 
 
 ONE_TOKEN = (B, 1, N, H), (B, 1, K, H), (B, 1, K, D)
