@@ -119,7 +119,7 @@ def call_options(options: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
     for name in options.keys() - known:
-        meant = unknown_keyword(name, ["mask", "is_causal", *known])
+        meant = unknown_keyword(name, ["mask", "is_causal", "sow_weights", *known])
         raise TypeError(f"{meant}; besides Flax's own, a call takes {', '.join(sorted(known))}")
     return {**options, "score_mod": score_mod if options.get("score_mod") is None else options["score_mod"]}
 

@@ -67,8 +67,9 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees ``left`` keys before it, itself, and ``right`` after it: ``-left <= kv - q <= right``.
 
-    As ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Integers or integer scalar
-    arrays; 2^31 - 1 or more means unbounded.
+    As ``local_window_size=(left, right)`` in ``jax.nn``, tokamax and ejkernel, the query's own key is
+    not counted. In transformers, attnax and penzai it is: Mistral's ``sliding_window`` of 4096 is
+    ``SlidingWindow(4095)``. Integers or integer scalar arrays; 2^31 - 1 or more means unbounded.
 
     Raises:
         TypeError: a side is not an integer or an integer scalar array.

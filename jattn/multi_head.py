@@ -187,7 +187,8 @@ def _with_positions_and_cache(
             raise ValueError(f"cache is filled in the tokens' own order, which {implementation} does not keep")
         query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
         kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
-    chunk_positions = at_queries = None
+    chunk_positions: Any = None
+    at_queries: Any = None
     T, S = query.shape[1], key.shape[1]
     if cache is not None:
         if 0 not in (T, S) and T != S:
