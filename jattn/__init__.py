@@ -76,6 +76,15 @@ _LATER_FROM = {
     "report": "reports",
     "survey": "reports",
 }
+# Where users of other libraries look for these first. Names of masks and score functions are found without a table.
+_ELSEWHERE = {
+    "MultiHeadAttention": ["jattn.nnx.MultiHeadAttention", "jattn.linen.MultiHeadAttention"],
+    "MultiHeadDotProductAttention": ["jattn.linen.MultiHeadDotProductAttention"],
+    "SelfAttention": ["jattn.linen.SelfAttention"],
+    "Ring": ["jattn.sharding.Ring"],
+    "Rotary": ["jattn.positions.Rotary"],
+    "statistics": ["jattn.heads.statistics"],
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -83,7 +92,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LATER_FROM:
         return getattr(importlib.import_module(f"{__name__}.{_LATER_FROM[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    places = [f"{of.__name__}" for of in (masks, score_mods) if name in of.__all__]
+    meant = _ELSEWHERE.get(name, [f"{place}.{name}" for place in places])
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -13,9 +13,11 @@ from flax import serialization
 from jaxtyping import Array, ArrayLike
 
 from jattn._core.attention import softmax_dtype
+from jattn._mods.arrays import Length
 from jattn._mods.keywords import unknown_keyword
+from jattn._mods.validation import check_array
 from jattn.cache import KVCache, append, nan_if_overflowed, to_flax
-from jattn.multi_head import CallOptions, attend_heads, common_dtype, wants_statistics
+from jattn.multi_head import CallOptions, attend_heads, common_dtype, one_batch_axis, wants_statistics
 
 # An ``attention_fn`` of Flax's modules: ``(query, key, value, **Flax's keywords) -> [..., T, N, D]``.
 AttentionFunction = Callable[Concatenate[Array, Array, Array, ...], Array]
@@ -52,18 +54,36 @@ def attend_as_flax(
 ) -> Any:
     """``attend_heads`` with Flax's arguments: a mask array of any dtype, and dropout unless ``deterministic``.
 
-    ``input_positions`` are those of the queries, and of the keys if there are as many. ``options`` and the result are
-    those of ``attend_heads``.
+    ``input_positions`` are what ``position`` applies, as in Flax: masks, score functions and dropout see slots, so that
+    tables of documents and windows hold for positions that start again. With another number of keys than of queries,
+    they also say where these queries are among the keys. ``options`` and the result are those of ``attend_heads``.
     """
     query, key, value = common_dtype(query, key, value, dtype)
     if deterministic or dropout_rate == 0.0:
         dropout_rate, dropout_rng = 0.0, None
-    if input_positions is not None:
-        same = key.shape[-3] == query.shape[-3] and options.get("cache") is None
-        options |= {"query_positions": input_positions, "kv_positions": input_positions if same else None}
+    if input_positions is not None and key.shape[-3] == query.shape[-3]:
+        options["position"] = _at_positions(options.get("position"), input_positions, query.shape[:-2])
+    elif input_positions is not None:
+        options["query_positions"] = input_positions
     if mask is not None and not callable(mask):
         mask = jnp.asarray(mask, bool)
     return attend_heads(query, key, value, mask=mask, dropout_rate=dropout_rate, dropout_rng=dropout_rng, **options)
+
+
+def _at_positions(
+    position: Callable[[Array, Array], Array] | None, positions: ArrayLike, axes: tuple[Length, ...]
+) -> Callable[[Array, Any], Array]:
+    """``position`` at these positions, ``[T]`` or ``[..., T]`` of the ``axes``, in place of the slots."""
+    if position is None:
+        raise ValueError(
+            "input_positions are for position=, such as Rotary(), and this layer has none; masks and score functions "
+            "see slots (jattn.dot_product_attention takes query_positions= and kv_positions= for them)"
+        )
+    *lead, T = axes
+    positions = jnp.asarray(one_batch_axis(positions, tuple(lead), 1))
+    shapes = [(T,), *([(math.prod(lead), T), (1, T)] if lead else [])]
+    check_array("input_positions", positions, f"integers [{T}] or {list(axes)}", jnp.integer, *shapes)
+    return lambda x, slots: position(x, positions)
 
 
 def weights_as_flax(
@@ -82,7 +102,7 @@ def weights_as_flax(
     # With equal weights and the identity for values, the output shows which weights are kept.
     alike = {"dtype": options["dtype"], "broadcast_dropout": options["broadcast_dropout"], "mask": None}
     if "input_positions" in options:
-        alike["input_positions"] = options["input_positions"]
+        alike |= {"input_positions": options["input_positions"], "position": lambda x, positions: x}
     on: dict[str, Any] = {"deterministic": False, "dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
     length = key.shape[-3]
     identity = jnp.broadcast_to(jnp.eye(length, dtype=key.dtype)[:, None], (*key.shape[:-1], length))
@@ -99,7 +119,7 @@ def call_options(options: Mapping[str, Any], score_mod: Any) -> dict[str, Any]:
     """The options of a module's call, checked, with the module's own ``score_mod`` unless another is given."""
     known = CallOptions.__optional_keys__
     for name in options.keys() - known:
-        meant = unknown_keyword(name, ["mask", "is_causal", *known])
+        meant = unknown_keyword(name, ["mask", "is_causal", "sow_weights", *known])
         raise TypeError(f"{meant}; besides Flax's own, a call takes {', '.join(sorted(known))}")
     return {**options, "score_mod": score_mod if options.get("score_mod") is None else options["score_mod"]}
 

@@ -90,9 +90,11 @@ def dot_product_attention(
         mask: True where a query sees a key: a bool array like ``bias``, a ``jattn.masks.Mask``, or a function
             ``(b, h, q_idx, kv_idx) -> bool``.
         scale: factor on the scores; ``1 / sqrt(H)`` by default.
-        is_causal: a query sees keys at or before its own position (top-left aligned if T differs from S).
+        is_causal: a query sees keys at or before its own position. If T differs from S, that is top-left aligned, as in
+            ``jax.nn`` and PyTorch; flash-attn is bottom-right aligned: ``query_positions=np.arange(S - T, S)``.
         query_seq_lengths, key_value_seq_lengths: integers ``[B]``; later slots are not seen and see nothing.
-        local_window_size: ``(left, right)``, or one number for both: how far a query sees to either side.
+        local_window_size: ``(left, right)``, or one number for both: how many keys a query sees to either side besides
+            its own, as in ``jax.nn``. Mistral's ``sliding_window`` of 4096, which counts it, is ``(4095, 0)``.
         implementation: a name from ``explain``; None picks one. Or an object with ``unsupported_reason`` and ``run``,
             such as a ``jattn.sharding.Ring``.
         return_residual: also return the log-sum-exp.

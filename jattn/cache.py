@@ -23,9 +23,10 @@ class KVCache:
     """Keys ``[B,C,K,H]`` and values ``[B,C,K,D]`` of the tokens so far, in C slots; a pytree.
 
     ``length``: the number of tokens so far, which is the position of the next; integers ``[B]``, or ``[]`` if shared,
-    of 32 or 64 bits. It keeps its dtype. The token at position p is in slot p. In a ``rolling`` cache it is in slot
-    ``p mod C`` and replaces the token C positions before it. Other slots are never seen. ``flax.serialization`` saves
-    and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``: as in ``init_cache``.
+    of 32 or 64 bits. It keeps its dtype; ``rewind`` makes it smaller. The token at position p is in slot p. In a
+    ``rolling`` cache it is in slot ``p mod C`` and replaces the token C positions before it. Other slots are never
+    seen. ``flax.serialization`` saves and restores it once ``jattn.nnx`` or ``jattn.linen`` is imported. ``sharding``:
+    as in ``init_cache``.
 
     ``layer``: an index, traced or not, if keys and values are those of all layers, ``[L,B,C,K,H]``. A call with such a
     cache reads this layer's, and returns all of them. So a scan over layers carries one cache, of which a step writes
@@ -62,8 +63,11 @@ class KVCache:
 
     @property
     def overflowed(self) -> Array:
-        """Whether more tokens were appended than fit, bool like ``length``; the sequence's outputs are then NaN."""
-        return (self._length > self.capacity) & (not self.rolling)
+        """Whether more tokens were appended than fit, or rewound than there were, bool like ``length``.
+
+        The sequence's outputs are then NaN.
+        """
+        return self._length < 0 if self.rolling else self._length > self.capacity
 
     @property
     def _held(self) -> tuple[Any, Any]:
@@ -101,6 +105,45 @@ class KVCache:
         valid = _valid(valid, (self.key.shape[-4], tokens))
         positions = jnp.reshape(length, (-1, 1)) + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
         return jnp.where(valid, jnp.minimum(positions, last), -1)
+
+    def rewind(self, tokens: ArrayLike) -> "KVCache":
+        """A cache without the last ``tokens``, such as rejected ones in speculative decoding.
+
+        A rolling cache has overwritten what those replaced. Queries that would see it get NaN, so choose a capacity of
+        the window's keys before the query (``left`` of ``SlidingWindow``) and as many as are rewound at most. O(1); in
+        a rolling cache O(capacity), since its slots are marked.
+
+        Args:
+            tokens: integers ``[B]``, or one for all sequences.
+
+        Raises:
+            ValueError: ``tokens`` are not such integers, or the cache does not hold so many. Where ``jit`` hides the
+                numbers, the sequence ``overflowed`` instead: its outputs are NaN from then on.
+
+        Example:
+            >>> tokens = jnp.ones((1, 5, 2, 8))
+            >>> cache = jattn.append(jattn.init_cache(1, 8, num_kv_heads=2, head_dim=8), tokens, tokens)
+            >>> cache.rewind(2).length.tolist()
+            [3]
+        """
+        tokens, length = jnp.asarray(tokens), self._length
+        check_array("tokens", tokens, "integers [] or [B]", jnp.integer, (), self.key.shape[-4:-3])
+        kept = jnp.minimum(length, self.capacity) if self.rolling else length
+        held = (tokens >= 0) & (tokens <= kept)
+        if not isinstance(held, Tracer) and not held.all():
+            raise ValueError(
+                f"rewind: tokens must be from 0 to the {kept.tolist()} that the cache holds, got {tokens.tolist()}"
+            )
+        overflow = np.iinfo(np.int32).min // 2 if self.rolling else self.capacity + 1
+        length = jnp.where(held, length - tokens.astype(jnp.int32), overflow)
+        rewound = dataclasses.replace(self, length=length.astype(jnp.result_type(self.length)))
+        if (positions := self.slot_positions) is None:
+            return rewound
+        # By position, these slots now stand for tokens that they have no longer.
+        lost = positions >= jnp.reshape(length, (-1, 1))
+        lost = jnp.reshape(lost, (1,) * (self.key.ndim - 4) + (*lost.shape, 1, 1))
+        key, value = (jnp.where(lost, jnp.nan, x) for x in (self.key, self.value))
+        return dataclasses.replace(rewound, key=key, value=value)
 
 
 def init_cache(
@@ -326,7 +369,7 @@ def to_flax(cache: KVCache, lead: tuple[int, ...]) -> tuple[Array, Array, Array]
 
 def nan_if_overflowed(cache: KVCache, x: Array) -> Array:
     """``x [B, ...]``, with NaN for the sequences that no longer fit into the cache, whatever their masks show."""
-    return x if cache.rolling else jnp.where(jnp.reshape(cache.overflowed, (-1,) + (1,) * (x.ndim - 1)), jnp.nan, x)
+    return jnp.where(jnp.reshape(cache.overflowed, (-1,) + (1,) * (x.ndim - 1)), jnp.nan, x)
 
 
 def within_capacity(length: Any, capacity: int) -> Array:

@@ -67,8 +67,9 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees ``left`` keys before it, itself, and ``right`` after it: ``-left <= kv - q <= right``.
 
-    As ``local_window_size=(left, right)`` in ``jax.nn.dot_product_attention``. Integers or integer scalar
-    arrays; 2^31 - 1 or more means unbounded.
+    As ``local_window_size=(left, right)`` in ``jax.nn``, tokamax and ejkernel, the query's own key is
+    not counted. In transformers, attnax and penzai it is: Mistral's ``sliding_window`` of 4096 is
+    ``SlidingWindow(4095)``. Integers or integer scalar arrays; 2^31 - 1 or more means unbounded.
 
     Raises:
         TypeError: a side is not an integer or an integer scalar array.
@@ -190,7 +191,8 @@ class Segments(Mask):
 
     ``kv_ids`` ``[S]`` or ``[B,S]`` default to ``query_ids``; a B of 1 is shared by all sequences. Usually combined:
     ``Segments(ids) & Causal()``. Ids may be hashes: JAX arrays of any integer type, also 64 bits in x64, are compared
-    exactly; NumPy arrays must fit int32.
+    exactly; NumPy arrays must fit int32. Like every table, they are indexed by the positions that masks see. Positions
+    that start again in each document are not for masks: pass them as the modules' ``input_positions``.
 
     Raises:
         TypeError: ids are not an array of integers of rank 1 or 2.

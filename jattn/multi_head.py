@@ -102,16 +102,18 @@ def attend_heads(
             by ``head_gate`` and ``head_fill``.
         cache: the tokens so far. Keys and values, as many as queries, are appended at the next positions, and the
             queries attend to the whole cache (within ``mask``; pass ``is_causal`` for chunks of several tokens). If
-            given, ``query_positions`` affect ``position`` only. To a sharded cache each device attends in place, with
-            the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
-        valid: bool ``[B,T]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
+            given, ``query_positions`` affect ``position`` only. For cross-attention, append an encoder's keys by a call
+            without queries, then attend without keys (docs/flax.md). To a sharded cache each device attends in place,
+            with the ``implementation`` of that name, if any; for a long prompt, pass a ``jattn.sharding.Ring``.
+        valid: bool ``[B,S]``, with ``cache`` alone: which tokens of the chunk are real, as in ``append``.
         return_weights: also return the attention weights. The output stays bit-identical. ``Unsupported`` where a
             ``jattn.sharding.Ring`` or ``Ulysses`` divides the sequence over devices.
         return_statistics: also return these statistics of every head (``jattn.heads.statistics``): their names, or a
             dict of that function's arguments (``names``, ``tokens``, ``eligible``). The output stays bit-identical.
         return_heads: also return ``{"query", "key", "value", "lse", "z"}`` for ``jattn.heads``: query and key with
             positions applied, z with gates applied. The output stays bit-identical.
-        implementation, options: those of ``dot_product_attention``. Positions are ``arange`` by default.
+        implementation, options: those of ``dot_product_attention``. Positions are ``arange`` by default; those given
+            are for ``mask``, too, unless there is a ``cache``. For documents that start again, see ``Segments``.
 
     Returns:
         ``z [B,T,N,D]``. With ``return_weights``, ``return_statistics``, ``return_heads`` or ``cache``, a tuple of z,
@@ -131,10 +133,10 @@ def attend_heads(
     if len(lead) != 1 and (lead or cache is not None):  # any number of batch axes, as in Flax
         query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         for name in ("query_positions", "kv_positions"):
-            arguments[name] = _one_batch_axis(arguments.get(name), lead, 1)
+            arguments[name] = one_batch_axis(arguments.get(name), lead, 1)
         for name in ("mask", "bias"):
-            arguments[name] = _one_batch_axis(arguments[name], lead, 3)
-        valid = _one_batch_axis(valid, lead, 1)
+            arguments[name] = one_batch_axis(arguments[name], lead, 3)
+        valid = one_batch_axis(valid, lead, 1)
     query, key, value, cache = _with_positions_and_cache(query, key, value, position, cache, valid, arguments)
     if frozen is not None:
         query, key = replace_both(frozen, query, key, lead)
@@ -186,9 +188,19 @@ def _with_positions_and_cache(
         query_positions = slots_of(query.shape[1]) if query_positions is None else query_positions
         kv_positions = slots_of(key.shape[1]) if kv_positions is None else kv_positions
     chunk_positions: Any = None
+    at_queries: Any = None
+    T, S = query.shape[1], key.shape[1]
     if cache is not None:
-        chunk_positions = cache.next_positions(query.shape[1], valid)
-        query_positions = kv_positions = chunk_positions if query_positions is None else query_positions
+        if 0 not in (T, S) and T != S:
+            raise ValueError(
+                f"cache takes as many keys as there are queries, got {S} keys for {T} queries; for cross-attention, "
+                "append the encoder's keys once, by a call without queries (x[:, :0]), and then pass no keys (an "
+                "x_kv or inputs_k of encoded[:, :0])"
+            )
+        chunk_positions = cache.next_positions(S, valid)
+        at_queries = chunk_positions if T == S else cache.next_positions(T)
+        query_positions = at_queries if query_positions is None else query_positions
+        kv_positions = query_positions if T == S else chunk_positions
     if position is not None:
         query = position(query, _or_arange(query_positions, query))
         key = position(key, _or_arange(kv_positions, key))
@@ -198,7 +210,7 @@ def _with_positions_and_cache(
     appended = append_chunk(cache, key, value, valid, sharded=in_a_ring)
     mask, bias = arguments["mask"], arguments["bias"]
     key, value, visibility = visible_keys(cache, appended, key, value, chunk_positions, mask, bias)
-    arguments |= {"query_positions": chunk_positions, "kv_positions": None} | visibility
+    arguments |= {"query_positions": at_queries, "kv_positions": None} | visibility
     return *common_dtype(query, key, value, None), appended
 
 
@@ -236,8 +248,8 @@ def _extras(
         wanted = return_statistics
         arguments: dict[str, Any] = dict(wanted) if isinstance(wanted, Mapping) else {"names": wanted}
         for name in {"tokens", "eligible"} & arguments.keys():
-            arguments[name] = _one_batch_axis(arguments[name], lead, 1)
-        if valid is not None and arguments.get("eligible") is None:
+            arguments[name] = one_batch_axis(arguments[name], lead, 1)
+        if valid is not None and jnp.shape(valid)[-1] == query.shape[-3] and arguments.get("eligible") is None:
             arguments["eligible"] = valid
         by_name = statistics(query, key, lse=heads["lse"], **arguments, **of_weights)  # sinks are in the lse
         results.append(jax.tree.map(lambda x: x.reshape(*lead, *x.shape[drop:]), by_name))
@@ -370,7 +382,7 @@ def _or_arange(positions: ArrayLike | None, x: Array) -> Array:
     return jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
 
 
-def _one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
+def one_batch_axis(x: Any, lead: tuple[Length, ...], trailing: int) -> Any:
     """An array ``[*lead, ...]`` with its batch axes joined; functions and arrays without batch axes are unchanged."""
     if x is None or callable(x) or jnp.ndim(x) <= trailing:
         return x

@@ -282,8 +282,10 @@ class MultiHeadAttention(nnx.Module):
                 a mask array over the cache's slots, a token sees itself and earlier ones. A ``Mask`` or a function of
                 positions replaces that rule.
             is_causal: a token sees itself and earlier ones.
-            input_positions: ``[T]`` or ``[..., T]``, of the queries, and of the keys if there are as many.
-            bias, head_gate, head_fill, frozen, patch: the options that docs/flax.md lists.
+            input_positions: integers ``[T]`` or ``[..., T]``, for ``position``, instead of ``arange``, such as those of
+                packed documents, which start again. As in Flax, masks, score functions and dropout see slots. If there
+                are not as many keys as queries, they are the queries', also for masks.
+            bias, head_gate, head_fill, frozen, patch: the options that docs/flax.md lists, with their shapes.
             score_mod: replaces the constructor's.
             scale, local_window_size: as in ``jattn.dot_product_attention``.
             cache, valid: a ``KVCache`` instead of the module's own, and which tokens are real (``jattn.append``). The

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import jattn
 from jattn.kernels import native
@@ -73,6 +75,15 @@ def test_the_tests_declare_what_they_import():
     declared = modules(*PROJECT["dependencies"], *extra("test"))
     assert imported("tests") - optional <= declared, "imported and declared nowhere"
     assert "chex" in imported("tests"), "declared and imported nowhere"
+
+
+def test_the_least_jax_is_one_that_flax_takes():
+    requirements = [Requirement(one) for one in (*PROJECT["dependencies"], *importlib.metadata.requires("flax"))]
+    ours, of_flax = (
+        one.specifier for one in requirements if one.name == "jax" and (not one.marker or one.marker.evaluate())
+    )
+    (least,) = (bound.version for bound in ours if bound.operator == ">=")
+    assert of_flax.contains(least)
 
 
 @pytest.mark.parametrize("line", ["python_version < '3.12'", "python_version >= '3.12'"])

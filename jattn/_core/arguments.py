@@ -293,6 +293,8 @@ def _scale(scale: Any, shape: tuple[Length, ...]) -> AnyArray | int | float | No
         return to_number("scale", scale)
     if shape[-1] == 0:
         raise ValueError(f"head_dim is 0 (query {list(shape)}), so 1 / sqrt(head_dim) is not finite; pass scale=")
+    if not isinstance(shape[-1], int):
+        raise ValueError(f"head_dim is {shape[-1]}, so 1 / sqrt(head_dim) is not known while tracing; pass scale=")
     return shape[-1] ** -0.5
 
 
@@ -302,7 +304,7 @@ def _window(window: Any) -> tuple[int, int]:
         left, right = map(operator.index, sides)  # accepts NumPy's integers
     except (TypeError, ValueError):
         left = right = -1
-    if min(left, right) < 0:
+    if min(left, right) < 0 or any(isinstance(side, bool) for side in sides):
         raise ValueError(f"local_window_size must be (left, right) or one integer, none negative, got {window!r}")
     return min(left, LARGEST), min(right, LARGEST)
 

@@ -297,7 +297,7 @@ def _zero_unseen(x: Array, seen: Array) -> Array:
     return jnp.where(seen[:, None], x, jnp.zeros((), x.dtype))
 
 
-def finish_scores(scores: Array, visible: Array | None, head: Head, indices: tuple, dim: int) -> Array:
+def finish_scores(scores: Array, visible: Array | None, head: Head, indices: tuple, dim: Length) -> Array:
     """The scores ``[T,S]`` from ``q k^T``: scaled, biased, modified and masked with -inf; ``dim`` is H."""
     dtype = scores.dtype
     scores *= jnp.asarray(dim**-0.5 if head.scale is None else head.scale, dtype)

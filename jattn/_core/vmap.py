@@ -140,7 +140,7 @@ def canonical(args: AttentionArgs) -> AttentionArgs:
     """
     scale, head_dim = args.scale, args.query.shape[-1]
     if scale is not None:
-        is_default = isinstance(scale, float) and head_dim > 0 and scale == head_dim**-0.5
+        is_default = isinstance(scale, float) and isinstance(head_dim, int) and head_dim > 0 and scale == head_dim**-0.5
         scale = None if is_default else jnp.asarray(scale, softmax_dtype(args.query))
     lengths = args.query.shape[1], args.key.shape[1]
     args = dataclasses.replace(args, scale=scale, sharded=may_be_sharded(args))

@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 _CAUSAL = ("is_causal", "mask=jattn.masks.Causal()")
 _DROPOUT = ("dropout_rate", "dropout=(rate, key)")
-_WINDOW = ("local_window_size", "mask=jattn.masks.SlidingWindow(left, right)")
+_WINDOW = ("local_window_size", "mask=jattn.masks.SlidingWindow(left, right)", "left, the keys besides the query's own")
+_WEIGHTS = ("return_weights", "sow_weights", "jattn.attention_weights(query, key, ...)")
 _SOFT_CAP = ("score_mod=jattn.score_mods.SoftCap(cap)",)
 _KEY_MASK = ("key_value_seq_lengths, or mask=mask[:, None, None, :]", "mask")
 # What other functions call an argument, and what to write here. The first whose keyword the function has is shown.
@@ -30,8 +31,10 @@ MEANT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "window_size": _WINDOW, "sliding_window": _WINDOW, "window": _WINDOW, "local_window_size": _WINDOW,
         "softcap": _SOFT_CAP, "soft_cap": _SOFT_CAP, "logits_soft_cap": _SOFT_CAP,
         "alibi_slopes": ("score_mod=jattn.score_mods.Alibi(slopes)",),
-        "segment_ids": ("mask=jattn.masks.Segments(ids)",),
-        "return_lse": ("return_residual",),
+        "segment_ids": ("mask=jattn.masks.Segments(ids)", "query_ids"), "ids": ("query_ids",),
+        "return_lse": ("return_residual",), "lengths": ("length",), "length": ("lengths",),
+        "return_weights": _WEIGHTS, "need_weights": _WEIGHTS, "sow_weights": _WEIGHTS, "output_attentions": _WEIGHTS,
+        "return_attention_weights": _WEIGHTS, "return_attn_weights": _WEIGHTS, "return_attention_scores": _WEIGHTS,
     }
 )  # fmt: skip
 
@@ -53,5 +56,5 @@ def suggest_keywords(fn: Callable[Arguments, Result]) -> Callable[Arguments, Res
 def unknown_keyword(name: str, known: Collection[str]) -> str:
     """The error for the keyword argument ``name``, which is not among the ``known`` ones."""
     candidates = (*MEANT.get(name, ()), *difflib.get_close_matches(name, known, 1))
-    meant = (candidate for candidate in candidates if re.split(r"\W", candidate)[0] in known)
+    meant = (candidate for candidate in candidates if re.split(r"\W", candidate)[0] in {*known, "jattn"})
     return f"unexpected keyword argument {name!r}" + "".join(f"; did you mean {one}?" for one in list(meant)[:1])

@@ -12,6 +12,8 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
+from jattn._mods.keywords import suggest_keywords
+
 Class = TypeVar("Class", bound=type)
 
 
@@ -57,6 +59,7 @@ def pytree_dataclass(cls: Class) -> Class:
         >>> jattn.masks.check_bounds(Dilated(np.array([3])), 8, 8)  # raises if bounds are wrong
     """
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    cls.__init__ = suggest_keywords(cls.__init__)
     fields = dataclasses.fields(cls)
     data = tuple(field.name for field in fields if not field.metadata.get("static"))
     static = tuple(field.name for field in fields if field.metadata.get("static"))

@@ -67,6 +67,18 @@ def check_array(name: str, x: AnyArray, expected: str, kind: Any, *shapes: tuple
         raise ValueError(f"{name} must be {expected}, got {x.dtype} of shape {list(x.shape)}")
 
 
+def pair(name: str, x: Any, parts: str) -> tuple[Any, Any]:
+    """The two entries of ``x``, a tuple, list or array; a dict, a string or a set would also unpack, into other things.
+
+    Raises ValueError, with what the ``parts`` are.
+    """
+    if not isinstance(x, tuple | list | np.ndarray | jax.Array) or getattr(x, "ndim", 1) == 0 or len(x) != 2:
+        size = f" of {len(x)}" if isinstance(x, tuple | list) else ""
+        raise ValueError(f"{name} must be a pair {parts}, got {type(x).__name__}{size}")
+    first, second = x
+    return first, second
+
+
 def check_number(x: Any, owner: str, argument: str) -> None:
     """Raises unless ``x`` is an integer or an integer scalar array."""
     dtype = np.dtype(int) if isinstance(x, int) else getattr(x, "dtype", None)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jattn._mods.arrays import AnyArray, Index, Length
 from jattn._mods.pytree import pytree_dataclass, static_field
-from jattn._mods.validation import check_fits
+from jattn._mods.validation import check_fits, pair
 from jattn.masks import Mask, MaskFunction, and_masks, bounds
 
 KINDS = ("zero", "mean", "resample")
@@ -123,14 +123,15 @@ def group_gates(groups: Sequence[Heads], shape: tuple[int, int]) -> Float[Array,
         raise ValueError("groups must have at least one group of heads, got none")
     for gate, group in zip(gates, groups, strict=True):
         try:
-            pairs = [(operator.index(layer), operator.index(head)) for layer, head in group]
+            both = [pair("a head", head, "(layer, head)") for head in group]
+            pairs = [(operator.index(layer), operator.index(head)) for layer, head in both]
         except (TypeError, ValueError):
             raise ValueError(f"groups must be lists of pairs (layer, head), got the group {group!r}") from None
-        missing = [pair for pair in pairs if not all(0 <= i < size for i, size in zip(pair, shape, strict=True))]
+        missing = [place for place in pairs if not all(0 <= i < size for i, size in zip(place, shape, strict=True))]
         if missing:
             raise ValueError(f"groups must name heads of {shape[0]} layers with {shape[1]} heads, got {missing}")
-        for pair in pairs:
-            gate[pair] = 0.0
+        for place in pairs:
+            gate[place] = 0.0
     return jnp.asarray(gates)
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike
 
 from jattn._core.attention import softmax_dtype
 from jattn._mods.arrays import Length
+from jattn._mods.validation import pair
 
 PatternPatch = tuple[Array, tuple[Array, Array]]  # a gate [B|1, T|1, N, 1], and another query and key
 KeyPatch = tuple[Array, Array]  # a gate [B|1, S|1, K], and other keys [B,S,K,H]
@@ -61,11 +62,12 @@ def expand_fill(fill: ArrayLike, x: Array, lead: tuple[Length, ...], name: str) 
 
 
 def replace_both(
-    frozen: tuple[Array | None, Array | None], query: Array, key: Array, lead: tuple[Length, ...], name: str = "frozen"
+    frozen: Any, query: Array, key: Array, lead: tuple[Length, ...], name: str = "frozen"
 ) -> tuple[Array, Array]:
     """The frozen query and key, in the shapes and dtypes of those they replace; None replaces nothing."""
     replaced = []
-    for which, new, old in zip(("query", "key"), frozen, (query, key), strict=True):
+    both = pair(f"the {name} query and key", frozen, "(query, key)")
+    for which, new, old in zip(("query", "key"), both, (query, key), strict=True):
         if new is None:
             replaced.append(old)
             continue
@@ -92,16 +94,16 @@ def patched(
     for name, x in inputs.items():
         if name not in patch:
             continue
-        gate, fill = patch[name]
+        gate, fill = pair(f"patch[{name!r}]", patch[name], "(gate, fill)")
         label = f"the gate of patch[{name!r}]"
         results[name] = through_gate(x, expand_gate(gate, x, lead, label), fill, lead, f"the fill of patch[{name!r}]")
     pattern = each = None
     if "pattern" in patch:
-        gate, pair = patch["pattern"]
+        gate, other = pair("patch['pattern']", patch["pattern"], "(gate, (query, key))")
         gate = expand_gate(gate, inputs["query"], lead, "the gate of patch['pattern']")
-        pattern = gate, replace_both(pair, inputs["query"], inputs["key"], lead, "patched")
+        pattern = gate, replace_both(other, inputs["query"], inputs["key"], lead, "patched")
     if "each_key" in patch:
-        (gate, fill), key = patch["each_key"], inputs["key"]
+        (gate, fill), key = pair("patch['each_key']", patch["each_key"], "(gate, fill)"), inputs["key"]
         gate = expand_gate(gate, key, lead, "the gate of patch['each_key']")[..., 0]
         each = gate, expand_fill(fill, key, lead, "the fill of patch['each_key']")
     return [*results.values()], pattern, each

@@ -27,8 +27,8 @@ def look(model: Transformer, tokens: ArrayLike, **options: Any) -> list[dict[str
     Returns:
         A list with a dict for each layer. It has ``query [B,T,N,H]``, ``key [B,T,K,H]``, ``value [B,T,K,H]``,
         ``lse [B,T,N]`` and ``z [B,T,N,H]``, as by ``sow_heads``, and those of the options ``is_causal``, ``mask``,
-        ``local_window_size``, ``score_mod``, ``scale``, ``bias``, ``query_positions`` and ``kv_positions`` of
-        ``heads.statistics`` and ``fold_weights`` that the layer has. The padding of ``valid`` is in the mask.
+        ``local_window_size``, ``score_mod``, ``scale`` and ``bias`` of ``heads.statistics`` and ``fold_weights`` that
+        the layer has. The padding of ``valid`` is in the mask; ``input_positions`` are in query and key.
 
     Raises:
         ValueError: a ``patch`` of the ``"pattern"``, which mixes the weights of two queries and keys; as the model.
@@ -80,12 +80,10 @@ def _sown(
 
 def _score_options(model: Transformer, call: Mapping[str, Any]) -> dict[str, Any]:
     """Those options of ``fold_weights`` that a layer has, from those of its attention call."""
-    mask, positions = call.get("mask"), call.get("input_positions")
+    mask = call.get("mask")
     options = {
         "mask": mask if mask is None or callable(mask) else jnp.asarray(mask, bool),
         "score_mod": model.layers.attention.score_mod if call.get("score_mod") is None else call["score_mod"],
-        "query_positions": positions,
-        "kv_positions": positions,
         **{name: call.get(name) for name in ("is_causal", "local_window_size", "scale", "bias")},
     }
     return {name: x for name, x in options.items() if x is not None}

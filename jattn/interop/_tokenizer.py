@@ -106,12 +106,15 @@ def _token_at(end: str, fields: Mapping[str, Any]) -> int:
     return fields[name]
 
 
-def chatml(messages: Sequence[tuple[str, str]]) -> str:
+def chatml(messages: Sequence[Any]) -> str:
     """A conversation as text, up to where the assistant's answer begins: ChatML, as SmolLM2 and Qwen2 take it.
 
     Args:
-        messages: pairs of a role (``"system"``, ``"user"``, ``"assistant"``) and what it said. Models are trained with
-            a system message first.
+        messages: ``{"role": role, "content": text}``, as transformers takes them, or pairs ``(role, text)``; roles are
+            ``"system"``, ``"user"`` and ``"assistant"``. Models are trained with a system message first.
+
+    Raises:
+        ValueError: a message is neither.
 
     Example:
         >>> text = jattn.interop.chatml([("system", "You are a helpful assistant."), ("user", "Hello!")])
@@ -122,8 +125,21 @@ def chatml(messages: Sequence[tuple[str, str]]) -> str:
         Hello!<|im_end|>
         <|im_start|>assistant
     """
-    turns = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    if isinstance(messages, str | Mapping):
+        raise ValueError(f"messages must be a list of messages, got one {type(messages).__name__}: {messages!r}")
+    turns = "".join("<|im_start|>{}\n{}<|im_end|>\n".format(*_role_and_text(message)) for message in messages)
     return f"{turns}<|im_start|>assistant\n"
+
+
+def _role_and_text(message: Any) -> Sequence[str]:
+    parts = message
+    if isinstance(message, Mapping) and message.keys() == {"role", "content"}:
+        parts = message["role"], message["content"]
+    if not isinstance(parts, tuple | list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+        raise ValueError(
+            f"a message must be {{'role': role, 'content': text}} or (role, text), both strings, got {message!r}"
+        )
+    return parts
 
 
 _PRINTABLE = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])
@@ -164,9 +180,8 @@ def token_labels(argument: str, tokens: Sequence[Any], tokenizer: Any) -> list[l
             i = token
         else:
             i = id_of(token) if id_of and name_of else None
-            if (
-                i is None or name_of is None or name_of(i) != token
-            ):  # transformers has an id for strings that it does not know
+            # transformers has an id for strings that it does not know.
+            if i is None or name_of is None or name_of(i) != token:
                 return token.encode()
         if i < 0:
             raise ValueError(f"{argument} has the id {i}, which no tokenizer knows; pass the ids that the model saw")

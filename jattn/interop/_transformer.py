@@ -83,13 +83,13 @@ class Transformer(nnx.Module):
             cache: the tokens so far (``init_cache``). The result is then ``(hidden states, cache)``, and tokens that
                 are not ``valid`` take no place in it.
             attention: options of every layer's attention call, such as ``sow_weights``; ``score_mod``, ``scale`` and
-                ``local_window_size`` replace the model's own. ``sow_parts`` sows ``residual_parts`` of every layer, and
-                ``last_stream``, the input of the last norm.
+                ``local_window_size`` replace the model's own. ``input_positions``, learned or rotary, start again in
+                each document of a packed row (``mask=Segments(ids)``); masks see slots. ``sow_parts`` sows
+                ``residual_parts`` of every layer, and ``last_stream``, the input of the last norm.
 
         Raises:
             ValueError: ``tokens`` are not integers ``[B,T]`` or too long for the model; ``per_layer`` does not have an
-                entry for each layer, or layers differ in other than gates; the cache is not one of this model's; a mask
-                function, which takes positions, with both ``valid`` and ``input_positions``.
+                entry for each layer, or layers differ in other than gates; the cache is not one of this model's.
             TypeError: ``decode``, which would keep a cache in each layer.
         """
         tokens, config = jnp.asarray(tokens), self.config
@@ -109,6 +109,8 @@ class Transformer(nnx.Module):
             raise ValueError(f"valid must be bools [B, T] = {list(tokens.shape)}, got shape {list(valid.shape)}")
         self._check_cache(cache, tokens, valid)
         x = self._embedded(tokens, valid, token_types, cache, attention.get("input_positions"))
+        if config.position is None:
+            attention.pop("input_positions", None)
         x, cache = self._through_layers(x, {"is_causal": config.causal, **attention}, per_layer, cache, valid)
         if attention.get("sow_parts"):
             self.sow(nnx.Intermediate, "last_stream", x)
@@ -310,17 +312,13 @@ def layer_options(config: Config, call: Mapping[str, Any], local: bool, valid: A
     window = {"local_window_size": (config.window - 1, 0)} if local and config.window is not None else {}
     options = {**window, **call}
     if valid is not None:
-        options["mask"] = _mask_padding(valid, call.get("mask"), call.get("input_positions"))
+        options["mask"] = _mask_padding(valid, call.get("mask"))
     return options
 
 
-def _mask_padding(valid: Array, mask: Any, positions: Any) -> Any:
+def _mask_padding(valid: Array, mask: Any) -> Any:
     """``mask``, if any, joined with one that shows only the valid keys, ``valid [B,T]``."""
     if callable(mask):
-        if positions is not None:
-            raise ValueError(
-                "input_positions: a mask function takes positions, but valid= slots; pass an array as mask"
-            )
         return masks.and_masks(mask, masks.Dense(valid[:, None, None]))
     valid_keys = valid[:, None, None, :]
     if mask is None:

@@ -26,6 +26,7 @@ from jattn._core.attention import Head, finish_scores, row_maximum, softmax_dtyp
 from jattn._core.chunk import Chunk, slot_indices
 from jattn._core.dropout import drop
 from jattn._core.vmap import canonical, over_args
+from jattn._mods.arrays import Length
 from jattn.kernels.kernel import PlainKernel
 
 CHUNK = 2**20  # numbers in a chunk of keys: the fastest of 2**17 to 2**21 with all of 65536 slots full
@@ -48,9 +49,9 @@ class Decode(PlainKernel):
     chunk: int | None = None
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
-        lengths = args.query.shape[1], args.key.shape[1]
-        symbolic = not all(isinstance(length, int) for length in lengths)
-        return [(symbolic, f"it needs lengths that are known while tracing, got {lengths}")]
+        sizes = *args.query.shape[1:], *args.key.shape[1:3], *([] if args.value is None else args.value.shape[3:])
+        symbolic = not all(isinstance(size, int) for size in sizes)
+        return [(symbolic, "it needs lengths, heads and head dims that are known while tracing")]
 
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         (B, T, N, _), D = args.query.shape, args.value.shape[3]
@@ -61,8 +62,9 @@ class Decode(PlainKernel):
         return deferred.call(_run, canonical(args), self.chunk, out=(out, lse))
 
 
-def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
-    """The number of keys per chunk: a power of two, at least 128."""
+def chunk_length(batch: Length, num_kv_heads: int, head_dim: int) -> int:
+    """The number of keys per chunk: a power of two, at least 128; for a symbolic batch, that of one sequence."""
+    batch = batch if isinstance(batch, int) else 1
     return max(2 ** (CHUNK // max(batch * num_kv_heads * head_dim, 1)).bit_length() // 2, 128)
 
 

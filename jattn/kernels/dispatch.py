@@ -1,6 +1,7 @@
 """Which implementation ``jattn.dot_product_attention`` runs: one table, read while tracing and at lowering."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -127,18 +128,20 @@ def _taken(args: AttentionArgs, platform: str, sharded: bool) -> str:
 
 def _pays(name: str, args: AttentionArgs) -> bool:
     """Whether an implementation is expected to be faster at these sizes than those after it in ``ORDER``."""
-    (B, T, N, _), (S, K) = args.query.shape, args.key.shape[1:3]
+    (B, T, N, _), (S, K, H) = args.query.shape, args.key.shape[1:]
     if name == "xla":
         return True
     if not isinstance(T, int) or not isinstance(S, int):
         return False
+    batch_and_heads = [size if isinstance(size, int) else 1 for size in (B, N)]
     if name == "decode":
-        keys = args.key.size if isinstance(B, int) else args.key.size // B
-        return 0 < T < BLOCKWISE_MIN_LENGTH and K * T <= DECODE_MAX_ROWS and keys >= T * DECODE_MIN_KEYS
+        keys = batch_and_heads[0] * S * K * H
+        few = isinstance(K * H, int) and 0 < T < BLOCKWISE_MIN_LENGTH and K * T <= DECODE_MAX_ROWS
+        return few and keys >= T * DECODE_MIN_KEYS
     if name == "native":
         few = T < BLOCKWISE_MIN_LENGTH
         return S >= NATIVE_MIN_KEYS if few else T * S >= NATIVE_MIN_PAIRS and S >= BLOCKWISE_MIN_LENGTH
-    many = isinstance(B, int) and B * N * T * S >= BLOCKWISE_MIN_SCORES
+    many = math.prod(batch_and_heads) * T * S >= BLOCKWISE_MIN_SCORES
     return (T * S >= BLOCKWISE_MIN_PAIRS or many) and min(T, S) >= BLOCKWISE_MIN_LENGTH
 
 

@@ -28,7 +28,7 @@ PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 
 def _shapes(args: AttentionArgs) -> tuple[Length, ...]:
-    return *args.query.shape, *args.key.shape
+    return *args.query.shape, *args.key.shape, *([] if args.value is None else [args.value.shape[3]])
 
 
 # What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. A new option goes here.

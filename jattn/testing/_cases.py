@@ -163,7 +163,7 @@ CASES: Mapping[str, Case] = {
     "mask function of all four indices": Case({"mask": _of_all_indices}, _of_all_indices),
     "mask class of one's own, with an interval": Case({"mask": InChunk(3)}, lambda b, h, q, kv: q // 3 * 3 <= kv <= q),
     "mask function that ignores the query": Case({"mask": _thirds}, _thirds),
-    "every row sees nothing": Case({"mask": lambda b, h, q, kv: kv < 0}, lambda b, h, q, kv: False),
+    "every row sees nothing": Case({"mask": lambda b, h, q, kv: kv < 0}, lambda b, h, q, kv: kv < 0),
     "mask function and causal and lengths": Case(
         {"mask": lambda b, h, q, kv: kv != 2, "is_causal": True, "key_value_seq_lengths": np.array([6, 9])}, lambda b, h, q, kv: kv <= q and kv != 2
     ),

@@ -37,6 +37,8 @@ WRONG = {
     "dropout_rate of a string": ({"dropout_rate": "0.1"}, "dropout_rate must be a number .* got '0.1'"),
     "dropout_rate NaN": ({"dropout_rate": np.nan, "dropout_rng": KEY}, r"dropout_rate must lie in \[0, 1\], got nan"),
     "window": ({"local_window_size": "ab"}, r"local_window_size must be \(left, right\) or one integer, .* got 'ab'"),
+    "window of bools": ({"local_window_size": (3, False)}, r"local_window_size must be .* got \(3, False\)"),
+    "window by name": ({"local_window_size": {3: 0, 1: 2}}, "local_window_size must be"),
     "window of floats": ({"local_window_size": (2.0, 1)}, r"local_window_size must be .* got \(2\.0, 1\)"),
     "window of three": ({"local_window_size": (1, 2, 3)}, "local_window_size must be"),
     "positions beyond int32": ({"query_positions": np.arange(T) + 2**31 - 1}, "query_positions must lie within int32, .* to 2147483649"),

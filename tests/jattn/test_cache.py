@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
 import jattn
 import jattn.nnx  # registers the cache with flax.serialization
@@ -370,6 +370,77 @@ def test_a_step_has_no_effects_and_a_rolling_cache_never_overflows():
     assert not jax.make_jaxpr(jattn.append)(cache, x, jnp.zeros((B, 1, K, D))).effects
     after = jax.jit(jattn.append)(empty(1, rolling=True), jnp.zeros((B, 2, K, H)), jnp.zeros((B, 2, K, D)))
     assert not np.any(after.overflowed)
+
+
+@pytest.mark.slow_except("rolling")
+@pytest.mark.parametrize("rolling", [False, True], ids=["filling", "rolling"])
+def test_rewound_tokens_are_as_never_appended(layer, rolling):
+    """Speculative decoding: of three drafted tokens, each sequence keeps its own number."""
+    _, x = layer
+    options, rewind = CASES["window"], jax.jit(KVCache.rewind)
+    step, expected = stepper(layer, **options), full(layer, **options)
+    cache = empty(6, rolling=True) if rolling else empty(T)  # the window's 3 and the drafts' 3
+    start = np.zeros(B, int)
+    for accepted in ([3, 3], [1, 2], [0, 3], [3, 0], [2, 1]):
+        draft = np.full((B, 3, M), 1e3, np.float32)
+        for b, (first, count) in enumerate(zip(start, accepted, strict=True)):
+            draft[b, :count] = x[b, first : first + count]
+        y, cache = step(cache, draft)
+        cache = rewind(cache, 3 - np.array(accepted))
+        for b, (first, count) in enumerate(zip(start, accepted, strict=True)):
+            np.testing.assert_allclose(y[b, :count], expected[b, first : first + count], atol=1e-5)
+        start += accepted
+    np.testing.assert_array_equal(cache.length, start)
+
+
+@pytest.mark.slow
+def test_what_a_ring_has_overwritten_cannot_be_rewound(layer):
+    """A query that would see it gets NaN, as do all of a sequence rewound to before its beginning."""
+    options = CASES["window"]
+    step, expected = stepper(layer, **options), full(layer, **options)
+    rewind, (_, x) = jax.jit(KVCache.rewind), layer
+    _, ring = decode(layer, empty(4, rolling=True), [6, 1, 1], step)
+    y, _ = step(rewind(ring, np.array([1, 2])), np.stack([x[0, 7:8], x[1, 6:7]]))
+    np.testing.assert_allclose(y[0], expected[0, 7:8], atol=1e-5)
+    assert np.isnan(y[1]).all()
+    for cache, held in ((ring, 4), (decode(layer, empty(T), [6, 1, 1], step)[1], 8)):
+        for count in (held + 1, -1):
+            with pytest.raises(ValueError, match=rf"rewind: tokens must be from 0 to the \[{held}, {held}\] that"):
+                cache.rewind(count)
+            after = rewind(cache, np.array([0, count]))
+            assert after.overflowed.tolist() == [False, True]
+            for t in range(8, T):
+                y, after = step(after, x[:, t : t + 1])
+                np.testing.assert_allclose(y[0], expected[0, t : t + 1], atol=1e-5)
+                assert np.isnan(y[1]).all()
+    with pytest.raises(ValueError, match=r"tokens must be integers \[\] or \[B\], got float32"):
+        ring.rewind(1.0)
+
+
+@pytest.mark.slow
+def test_cross_attention_stores_the_encoded_keys_once(layer):
+    """By a call without queries; calls without keys then attend to them all, wherever the queries stand."""
+    params, x = layer
+    encoded, real = x[:, :9], np.arange(9) < np.array([[9], [6]])
+    options = {"position": Rotary(100.0), "score_mod": score_mods.SoftCap(2.0)}
+    call = jax.jit(lambda x, encoded, **kw: jattn.multi_head_attention(params, x, encoded, **options, **kw))
+    y, cache = call(x[:, :0], encoded, cache=empty(9), valid=real)
+    assert y.shape == (B, 0, M)
+    for t in (9, 10):
+        query, at = x[:, t : t + 1], np.array([t])
+        y, after = call(query, encoded[:, :0], cache=cache, query_positions=at)
+        expected = call(query, encoded, query_positions=at, mask=jnp.asarray(real)[:, None, None, :])
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+        np.testing.assert_array_equal(after.length, [9, 6])
+    own = jattn.nnx.MultiHeadAttention(2, M, decode=True, rngs=nnx.Rngs(0))
+    own.init_cache((B, 9, M))
+    for again in (lambda: call(x[:, :1], encoded, cache=empty(9)), lambda: own(x[:, :1], encoded)):
+        with pytest.raises(
+            ValueError, match="as many keys as .* got 9 keys for 1 queries; for cross-attention, append"
+        ):
+            again()
+    own(x[:, :0], encoded)
+    np.testing.assert_allclose(own(x[:, :2], encoded[:, :0]), own(x[:, :2], encoded, decode=False), atol=1e-5)
 
 
 ONE_TOKEN = (B, 1, N, H), (B, 1, K, H), (B, 1, K, D)

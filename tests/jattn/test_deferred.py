@@ -99,6 +99,31 @@ class TestExport:
         here = [ids[:length], *qkv(T=length)]
         chex.assert_trees_all_close(exported.call(*here), fn(*here), atol=1e-5)
 
+    @pytest.mark.slow_except("head dim")
+    @pytest.mark.parametrize("query, key, options", [
+        pytest.param("2, 8, n, 16", "2, 8, n, 16", {}, id="heads"),
+        pytest.param("2, 8, 2*n, 16", "2, 8, n, 16", {"implementation": "blockwise"}, id="grouped"),
+        pytest.param("2, 8, 6, d", "2, 8, 3, d", {"scale": 0.3}, id="head dim"),
+        pytest.param("b, t, n, d", "b, t, n, d", {"scale": 0.3}, id="all"),
+        pytest.param("b, 1, 3, 16", "b, 30000, 3, 16", {}, id="few queries of any batch"),
+    ])  # fmt: skip
+    def test_symbolic_heads_and_head_dims(self, query, key, options):
+        sizes = {"b": 2, "t": 7, "n": 3, "d": 5}
+        shapes = jax.export.symbolic_shape(f"{query}, {key}")
+        q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shapes[:4], shapes[4:]))
+        fn = lambda q, k: attend(q, k, k, **options)
+        exported = jax.export.export(jax.jit(fn), platforms=PLATFORMS)(q, k)
+        of = lambda text: [eval(size, sizes) for size in text.split(",")]
+        rng = np.random.default_rng(0)
+        q, k = (jnp.float32(rng.normal(size=of(text))) for text in (query, key))
+        expected = jax.nn.dot_product_attention(q, k, k, scale=options.get("scale"))
+        np.testing.assert_allclose(exported.call(q, k), expected, atol=1e-5)
+
+    def test_a_default_scale_needs_a_head_dim(self):
+        (d,) = jax.export.symbolic_shape("d")
+        with pytest.raises(ValueError, match=r"head_dim is d, so 1 / sqrt\(head_dim\) is not known .*; pass scale="):
+            jax.eval_shape(lambda x: attend(x, x, x), jax.ShapeDtypeStruct((1, 2, 3, d), jnp.float32))
+
     def test_symbolic_lengths_in_blocks_of_the_default_size(self):
         b, t = jax.export.symbolic_shape("b, t")
         x = jax.ShapeDtypeStruct((b, t, N, H), jnp.float32)

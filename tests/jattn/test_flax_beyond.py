@@ -37,7 +37,7 @@ def test_the_modules_and_the_function_agree(getkey, x):
     positions = jnp.arange(T)[None] + jnp.array([[0], [5]])
     sinks = jax.random.normal(getkey(), (N,))
     call = {
-        "mask": masks.Causal() | masks.Prefix(2), "bias": jax.random.normal(getkey(), (1, N, T, T)),
+        "mask": masks.Causal(), "bias": jax.random.normal(getkey(), (1, N, T, T)),
         "head_gate": jnp.arange(1.0, N + 1), "scale": 0.3, "local_window_size": (3, 2),
     }  # fmt: skip
     score_mod = jattn.score_mods.SoftCap(3.0)
@@ -55,6 +55,23 @@ def test_the_modules_and_the_function_agree(getkey, x):
         in_nnx = jattn.nnx.MultiHeadAttention(N, M, **options, rngs=nnx.Rngs(0))
         nnx.update(in_nnx, params | {"sinks": sinks})
         np.testing.assert_allclose(in_nnx(x, **called), expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_input_positions_are_for_position_alone(x):
+    """Masks, windows and dropout see slots, so packed documents are each as alone."""
+    module = jattn.nnx.MultiHeadAttention(N, M, position=Rotary(10.0), rngs=nnx.Rngs(0))
+    lengths = [3, T - 3]
+    ids, positions = np.repeat([4, 2], lengths), np.concatenate([np.arange(length) for length in lengths])
+    options = {"is_causal": True, "local_window_size": (2, 0)}
+    run = nnx.jit(lambda x, ids, positions: module(x, mask=masks.Segments(ids), input_positions=positions, **options))
+    expected = np.concatenate([module(part, **options) for part in (x[:, :3], x[:, 3:])], axis=1)
+    np.testing.assert_allclose(run(x, ids, positions), expected, atol=1e-6)
+    with pytest.raises(ValueError, match=r"input_positions must be integers \[7\] or \[2, 7\]"):
+        module(x, input_positions=positions[1:])
+    without = jattn.linen.MultiHeadAttention(N)
+    with pytest.raises(ValueError, match="input_positions are for position=.* this layer has none"):
+        jax.eval_shape(lambda x: without.init(jax.random.key(0), x, input_positions=positions), x)
 
 
 @pytest.mark.parametrize("norm", [pytest.param("layer", marks=pytest.mark.slow), "rms"])

@@ -229,6 +229,17 @@ def test_chunks_through_a_cache_are_the_full_pass(models, name):
     assert list(cache.length) == [13, 13] and cache.key.shape == (LAYERS, 2, 16, kv_heads, HEAD_DIM)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rolling", [False, True])
+def test_rejected_tokens_leave_no_trace_in_a_models_cache(models, rolling):
+    model, expected = models("mistral"), logits(models("mistral"), TOKENS)
+    cache = model.init_cache(2, 8 if rolling else 16, rolling=rolling)  # a window of 4 tokens before the query
+    _, cache = append(model, TOKENS[:, :9], cache)
+    _, cache = append(model, (TOKENS[:, 9:13] + 1) % VOCABULARY, cache)
+    result, _ = append(model, TOKENS[:, 9:], cache.rewind(4))
+    close(result, expected[:, 9:])
+
+
 def test_a_full_cache_stays_nan_behind_the_window(models):
     model = models("mistral")
     cache = model.init_cache(2, 16)
@@ -586,6 +597,14 @@ def test_files_that_are_not_gguf(tmp_path):
 def test_a_conversation_as_text():
     text = interop.chatml([("system", "Be brief."), ("user", "Hi")])
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    as_dicts = [{"role": "system", "content": "Be brief."}, {"content": "Hi", "role": "user"}]
+    assert interop.chatml(as_dicts) == text
+    parts = [{"type": "text", "text": "Hi"}]
+    for message in ({"role": "user"}, {"role": "user", "content": parts}, {"role", "content"}, "ab", ("user",)):
+        with pytest.raises(ValueError, match="a message must be .*'role': role, 'content': text.* or"):
+            interop.chatml([message])
+    with pytest.raises(ValueError, match="messages must be a list of messages, got one str: 'Hi'"):
+        interop.chatml("Hi")
 
 
 # a real model: SmolLM2-135M-Instruct, against transformers' results

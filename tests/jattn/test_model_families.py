@@ -12,6 +12,7 @@ from flax import nnx
 import jattn
 from jattn import heads, interop, masks
 from jattn.score_mods import SoftCap
+from tests.jattn import test_language_models as language_models
 from tests.jattn.test_language_models import (
     by_transformers,
     close,
@@ -142,8 +143,28 @@ def test_padding_on_the_left_changes_nothing(models):
     close(logits(model, padded, valid=valid)[:, 3:], expected)
     positions = np.maximum(valid.cumsum(1) - 1, 0)  # padding is where it stands, not where its position is
     close(logits(model, padded, valid=valid, input_positions=positions)[:, 3:], expected)
-    with pytest.raises(ValueError, match="input_positions: a mask function takes positions"):
-        model(padded, valid=valid, input_positions=positions, mask=masks.Causal())
+    functions = {"mask": masks.Causal(), "input_positions": positions}
+    close(logits(model, padded, valid=valid, **functions)[:, 3:], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "gemma3", "phi3"])
+def test_packed_documents_are_each_as_alone(models, name):
+    """Positions that start again reach the embeddings; masks see slots, under jit, and with a cache, too."""
+    if name == "gpt2":
+        model = interop.from_tensors(language_models.gpt2_tensors(), language_models.GPT2)
+    elif name == "mistral":
+        model = interop.from_tensors(language_models.tensors_of(name), language_models.CONFIGS[name])
+    else:
+        model = models(name)
+    lengths, tokens = [6, 1, 4], TOKENS[:, :11] % model.config.vocabulary
+    ids, positions = np.repeat([7, 3, 5], lengths), np.concatenate([np.arange(length) for length in lengths])
+    expected = np.concatenate([logits(model, part) for part in np.split(tokens, [6, 7], axis=1)], axis=1)
+    close(logits(model, tokens, mask=masks.Segments(ids), input_positions=positions), expected)  # all traced
+    by_ids = lambda b, h, q, kv: jnp.asarray(ids)[q] == jnp.asarray(ids)[kv]
+    close(model.logits(model(tokens, mask=by_ids, input_positions=positions)), expected)
+    options = {"mask": masks.Segments(ids), "input_positions": np.broadcast_to(positions, (2, 11))}
+    close(model.logits(model(tokens, cache=model.init_cache(2, 11), **options)[0]), expected)
 
 
 @pytest.mark.slow

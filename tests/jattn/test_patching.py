@@ -258,6 +258,10 @@ def test_patch_says_what_is_wrong(random_model):
         ({"patch": {"key": (ones, 0.0)}}, r"the gate of patch\['key'\] must be \[N\] = \[2\], .*got \[4\] for .*\[3, 5, 2, 3\]"),
         ({"patch": {"query": (ones, jnp.ones(7))}}, r"the fill of patch\['query'\] must broadcast to .*\[3, 5, 4, 3\], got \[7\]"),
         ({"patch": {"pattern": (ones, pair[::-1])}}, r"the patched query must have shape \[3, 5, 4, 3\], got \[3, 5, 2, 3\]"),
+        ({"patch": {"query": {"gate": ones, "fill": 0.0}}}, r"patch\['query'\] must be a pair \(gate, fill\), got dict"),
+        ({"patch": {"pattern": "ab"}}, r"patch\['pattern'\] must be a pair \(gate, \(query, key\)\), got str"),
+        ({"patch": {"each_key": {"gate", "fill"}}}, r"patch\['each_key'\] must be a pair \(gate, fill\), got set"),
+        ({"patch": {"pattern": (ones, {"query": pair[0], "key": pair[1]})}}, r"the patched query and key must be a pair .*, got dict"),
         ({"patch": {"pattern": (ones, pair)}, "return_statistics": ["entropy"]}, "cannot be of a pattern that patch mixes"),
     ]  # fmt: skip
     for options, match in of_layers:
@@ -294,6 +298,7 @@ def test_either_twin_is_enough_and_the_group_is_not():
         ([[(0, 0)], [(0, 1), (2, 0), (0, 4)]], r"heads of 2 layers with 4 heads, got \[\(2, 0\), \(0, 4\)\]"),
         ([[(0, -1)]], r"got \[\(0, -1\)\]"),
         ([(0, 1)], r"lists of pairs \(layer, head\), got the group \(0, 1\)"),
+        ([[{1, 0}]], r"lists of pairs \(layer, head\), got the group \[{0, 1}\]"),
         ([], "at least one group"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -80,14 +80,14 @@ def caches(mesh, capacity, one_length=False, spec=ALONG, **options):
 
 def decode(mesh, chunks, plain, sharded, ragged=False, in_a_ring=(), mask=None):
     """Decodes into both caches and compares outputs and caches after every chunk; ``in_a_ring``: those lengths."""
-    rng, start = np.random.default_rng(2), 0
+    rng, start, mask = np.random.default_rng(2), 0, masks.Causal() if mask is None else mask
     for length in chunks:
         x = layer()[1][:, start : start + length]
         valid = jnp.asarray(rng.random((B, length)) < 0.7) if ragged else None
-        wanted, plain = step(plain, x, valid, None, mask or masks.Causal())
+        wanted, plain = step(plain, x, valid, None, mask)
         how = Ring(mesh, "sequence") if length in in_a_ring else None
         placed = x if how is None else jax.device_put(x, NamedSharding(mesh, ALONG))
-        got, sharded = step(sharded, placed, valid, how, mask or masks.Causal())
+        got, sharded = step(sharded, placed, valid, how, mask)
         np.testing.assert_allclose(np.asarray(got), wanted, atol=1e-5)
         for name in ("key", "value", "length"):
             np.testing.assert_allclose(np.asarray(getattr(sharded, name)), getattr(plain, name), atol=1e-5)
@@ -116,6 +116,19 @@ def test_decoding_gives_what_one_device_gives(devices, kind, rolling):
     for one_length, ragged in LENGTHS.values() if devices == 8 else [LENGTHS["ragged" if rolling else "own"]]:
         both = caches(mesh, 8 if rolling else 16, one_length, rolling=rolling)
         assert lies_in_shares(decode(mesh, [5, 2, 1, 1, 1], *both, ragged), devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rolling", [False, True], ids=["filling", "rolling"])
+def test_rewinding_gives_what_one_device_gives(kind, rolling):
+    mesh = jax.make_mesh((4,), ("sequence",), (KINDS[kind],), devices=jax.devices()[:4])
+    both = caches(mesh, 8 if rolling else 16, rolling=rolling)
+    x, rewind = layer()[1], jax.jit(KVCache.rewind)
+    both = [step(cache, x[:, :11], None, None, masks.SlidingWindow(3))[1] for cache in both]
+    both = [rewind(cache, np.arange(1, B + 1)) for cache in both]
+    assert lies_in_shares(both[1], 4)
+    decode(mesh, [2, 1], *both, mask=masks.SlidingWindow(3))
 
 
 @pytest.mark.slow
