@@ -120,11 +120,15 @@ def keep_command(arguments: Sequence[str]) -> int:
     parser = config.Parser(prog="jattn keep", description=keep_command.__doc__)
     parser.add_argument("--run", type=str, required=True, help="folder of a finished run")
     parser.add_argument("--to", type=str, default=str(RESULTS), help="folder of results")
+    parser.add_argument("--replace", action="store_true", help="replace the kept results of another config")
     options = parser.parse_args(arguments)
-    from jattn_experiments.run_page.keep import keep
+    from jattn_experiments.run_page.keep import finished, keep
 
-    with refusing("--to", OSError), _of_a_finished_run(Path(options.run)):
-        print(f"kept: {keep(Path(options.run), Path(options.to))}")
+    run = Path(options.run)
+    with refusing("--run", OSError), _of_a_finished_run(run):
+        findings = finished(run)
+    with refusing("--to", OSError):
+        print(f"kept: {keep(findings, run, Path(options.to), options.replace)}")
     return 0
 
 

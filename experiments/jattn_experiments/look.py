@@ -60,8 +60,10 @@ def _look_at_run(options: Any) -> int:
     if not kept:
         print(f"no page: the run has no checkpoint up to step {step}; train.keep=0 keeps every one")
         return 0
-    with refusing("--run", ValueError), refusing("--out", OSError):
-        run, file = load_run.load(f"{folder}@{kept[-1]}"), Path(options.out or folder / "heads.html")
+    with refusing("--run", ValueError, OSError):
+        run = load_run.load(f"{folder}@{kept[-1]}")
+    with refusing("--out", OSError):
+        file = Path(options.out or folder / "heads.html")
         print(f"page: {page_of_runs([run], [f'{folder.name}, step {kept[-1]}'], file)}")
     return 0
 
