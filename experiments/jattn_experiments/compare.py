@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jattn_experiments import config
 from jattn_experiments.look import page_of_runs
+from jattn_experiments.runs.folder import save_figure
 from jattn_experiments.runs.terminal import Terminal, fail, refusing
 
 if TYPE_CHECKING:  # it imports JAX
@@ -148,4 +149,4 @@ def _draw(comparison: Comparison, file: Path, first: str, second: str) -> None:
             axes[row, column].set(xticks=[], yticks=[])
             axes[row, column].set_title(f"layer {layer} head {number}{apart}", fontsize=8)
         axes[row, 0].set_ylabel(name, fontsize=8)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file, dpi=120)

@@ -1,7 +1,6 @@
 """Replication of a run: the same recipe and the same claims on fresh seeds that nobody chose."""
 
 import dataclasses
-import json
 import secrets
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from jattn_experiments.config import Config, scaled_claims, variants
 from jattn_experiments.runs import devices
 from jattn_experiments.runs.findings import Findings
-from jattn_experiments.runs.folder import Damaged, read_json, write_atomically
+from jattn_experiments.runs.folder import Damaged, read_json
 
 FOLDER = "replication"  # inside the run's
 FIRST_SEED = "train.first_seed"
@@ -76,6 +75,5 @@ def with_replication(findings: Findings, out: Path) -> Findings:
     added = {row["name"]: {"replication": {name: row[name] for name in _KEPT}} for row in beside.claims}
     rows: list[dict[str, Any]] = [row | added.get(row["name"], {}) for row in findings.claims]
     findings = dataclasses.replace(findings, claims=rows)
-    write_atomically(out / "claims.json", json.dumps(rows, indent=1).encode())
     findings.save(out)
     return findings

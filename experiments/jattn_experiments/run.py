@@ -108,7 +108,6 @@ def run(config: Config, out: Path) -> Findings | None:
     findings = examination.run(config, out) if examination else _train(config, out)
     if findings is None:
         return None
-    write_atomically(out / "claims.json", json.dumps(findings.claims, indent=1).encode())
     findings.save(out)
     return findings
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn_experiments.runs.folder import Damaged, read_json, write_atomically
+from jattn_experiments.runs.folder import Damaged, read_json, write_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Findings:
     claims: list[dict[str, Any]]
 
     def save(self, folder: Path) -> None:
-        """Writes ``findings.npz`` (arrays) and ``findings.json`` (the rest) into ``folder``."""
+        """Writes ``claims.json``, ``findings.npz`` (arrays) and ``findings.json`` (the rest) into ``folder``."""
         plain, arrays = {}, {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -77,9 +77,17 @@ class Findings:
                 plain[field.name] = value
         content = io.BytesIO()
         np.savez_compressed(content, **arrays)
-        write_atomically(folder / "findings.npz", content.getvalue())
         plain = {"sha256": _digest(plain, content.getvalue())} | plain
-        write_atomically(folder / "findings.json", json.dumps(plain, indent=1).encode())  # last: without it, unfinished
+        texts = {
+            name: json.dumps(part, indent=1).encode() for name, part in (("claims", self.claims), ("findings", plain))
+        }
+        write_together(
+            {
+                folder / "claims.json": texts["claims"],
+                folder / "findings.npz": content.getvalue(),
+                folder / "findings.json": texts["findings"],  # last: without it, unfinished
+            }
+        )
 
     @classmethod
     def load(cls, folder: Path) -> "Findings":
