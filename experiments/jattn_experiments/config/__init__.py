@@ -4,6 +4,7 @@ from jattn_experiments.config.controls import points_of as points_of
 from jattn_experiments.config.controls import variants as variants
 from jattn_experiments.config.load import CONFIGS as CONFIGS
 from jattn_experiments.config.load import Request as Request
+from jattn_experiments.config.load import changed_options as changed_options
 from jattn_experiments.config.load import differences as differences
 from jattn_experiments.config.load import load as load
 from jattn_experiments.config.load import read as read

@@ -1,6 +1,7 @@
 """Reads the config of an experiment from YAML files and the command line."""
 
 import contextlib
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from jattn_experiments.config.controls import variants
-from jattn_experiments.config.parser import Parser, Processes, build
+from jattn_experiments.config.parser import Parser, Processes, build, scaled_claims
 from jattn_experiments.schema import Config, Train
 
 # In the package where jattn was installed from a wheel, at the top of a checkout.
@@ -177,6 +178,23 @@ def read(file: Path) -> Config:
     config, _ = build(Parser(exit_on_error=False), lambda parser: parser.parse_path(file))
     variants(config)
     return config
+
+
+def changed_options(config: Config) -> list[str]:
+    """One line for each option that differs from the config of that name that comes with jattn; none without one.
+
+    The mesh does not count, since it changes no numbers, and neither does what claims need of another number of seeds.
+    """
+    file = CONFIGS / f"{config.name}.yaml"
+    if not file.is_file():
+        return []
+    shipped = read(file)
+    train = dataclasses.replace(shipped.train, seeds=config.train.seeds)
+    claims = scaled_claims(dataclasses.replace(shipped, train=train), shipped.train.seeds)
+    before, now = (
+        dataclasses.asdict(one) | {"mesh": None} for one in (dataclasses.replace(shipped, claims=claims), config)
+    )
+    return differences(before, now)
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -35,6 +35,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and bool(np.isfinite(value))
 
 
+def lead_section(name: str, description: str, changed: Sequence[str], facts: Sequence[str]) -> str:
+    """What the run is of, how it differs from the config of its name that comes with jattn, and short facts."""
+    options = ""
+    if changed:
+        lines = "".join(f"<li>{escaped(line)}</li>" for line in changed)
+        options = (
+            f"<p><strong>Options differ</strong> from those of the config <code>{escaped(name)}</code> that comes with "
+            f"jattn, for which the text below was written:</p><ul>{lines}</ul>"
+        )
+    return f'{options}<p>{escaped(description)}</p><p class="soft">{escaped(" · ".join(facts))}</p>'
+
+
 def claims_section(claims: Sequence[Mapping[str, Any]]) -> str:
     """A card for each row of ``claims.json``; empty without claims."""
     if not claims:
@@ -151,7 +163,8 @@ def controls_table(controls: Sequence[Mapping[str, Any]]) -> str:
 
 def about_section(environment: Mapping[str, object], config: Mapping[str, Any]) -> str:
     """The versions, and the config."""
-    tables = f"<h2>Environment</h2>{_pairs(environment)}<h2>Config</h2>{_pairs(_flat(config))}"
+    versions = {name: "–" if value is None else value for name, value in environment.items()}
+    tables = f"<h2>Environment</h2>{_pairs(versions)}<h2>Config</h2>{_pairs(_flat(config))}"
     return f'<section id="about">{tables}</section>'
 
 
