@@ -253,6 +253,26 @@ def test_a_page_says_which_options_differ_and_what_made_it(monkeypatch, tmp_path
     assert summary.summary(findings)["changed"] == findings.changed
 
 
+def test_small_scores_do_not_look_like_findings(monkeypatch, tmp_path):
+    monkeypatch.setattr(document, "write_figures", lambda *_: [])
+    numbers = {"clear": (0.9, 0.1), "small": (0.073, 0.069), "weak x": (0.5, 0.1), "mixed": (0.05, 0.069)}
+    rows = [
+        {"seed": 7, "layer": 0, "head": 0, "role": role, "score": score, "null": null, "p_value": 0.025}
+        for role, (score, null) in numbers.items()
+    ]
+    findings = synthetic(heads=rows)
+    page = read(document.write_page(findings, tmp_path))
+    assert re.findall(r'<td( class="soft")?>(clear|small|weak x|mixed)</td>', page) == [
+        ("", "clear"), *((' class="soft"', role) for role in ("small", "weak x", "mixed"))
+    ]  # fmt: skip
+    assert plot_data.role_colours(findings) == {"clear": 2, "small": 3, "weak x": -1, "mixed": -1}
+    assert "than the scores followed in training" not in page  # nothing was
+    run = dataclasses.replace(document.run_page(findings, []), figures={"training": "<svg></svg>"})
+    assert (
+        "than the scores followed in training" in run.html() and "of the sequences followed in training" in run.html()
+    )
+
+
 def test_the_commit_is_that_of_jattn_s_own_checkout(monkeypatch, tmp_path):
     package = tmp_path / "site-packages" / "jattn"
     package.mkdir(parents=True)

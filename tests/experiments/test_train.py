@@ -241,7 +241,7 @@ def test_a_sweep_of_one_option_has_a_line_for_each_place():
 def test_groups_of_heads_are_switched_off_together(tiny):
     setup = setup_of(tiny)
     params = setup.init()["params"]
-    labels = np.array([[["a", "mixed"]], [["a", "a"]]])
+    labels = np.array([[["a", "weak b"]], [["a", "a"]]])
     accuracies = evaluate.ablate_groups(setup, params, labels)
     assert list(accuracies) == ["a"] and accuracies["a"].shape == (2, 4)
     apply = jax.jit(setup.model.apply)

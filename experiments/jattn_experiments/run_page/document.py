@@ -60,7 +60,8 @@ class RunPage:
         size = [f"{len(seeds)} seed{'s' * (len(seeds) > 1)}", f"{shown.last_step} steps"]
         size += [f"{key} {environment[key]}" for key in ("device", "seconds", "jattn") if key in environment]
         size += [f"commit {commit}"] if (commit := environment.get("commit")) else []
-        changed = self.summary.get("changed", [])
+        changed, trained = self.summary.get("changed", []), "training" in self.figures
+        followed = " They are of the sequences followed in training, the tables of heads of others, and of more."
         lead = lead_section(self.summary["name"], self.config["description"], changed, size)
         page = Page(
             plain(self.summary["name"]) + " (changed)" * bool(changed),
@@ -69,8 +70,8 @@ class RunPage:
             shown.numbers,
             shown.views,
             note=f"Seed {seeds[0]}. {shown.note()}",
-            numbers_note=f"Scores of seed {seeds[0]} at the step shown above.",
-            before=lead + claims_section(self.claims) + heads_section(self.summary["heads"]),
+            numbers_note=f"Scores of seed {seeds[0]} at the step shown above." + followed * trained,
+            before=lead + claims_section(self.claims) + heads_section(self.summary["heads"], trained),
             # one pass: values may have braces
             after=re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], sections),
             style=f":root {{ {shades()} }}\n" + _read("style.css"),
