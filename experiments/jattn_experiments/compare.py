@@ -120,7 +120,7 @@ def _show(comparison: Comparison, first_seed: int, first: str, second: str) -> N
     for at in rows[:MANY]:
         (name, before, after) = max(
             ((name, values[at[0], 0][at[1:]], values[at[0], 1][at[1:]]) for name, values in comparison.scores.items()),
-            key=lambda row: abs(row[1] - row[2]),
+            key=lambda row: np.nan_to_num(abs(row[1] - row[2]), nan=np.inf),
         )
         distance, floor = comparison.distance[at], comparison.floor[at]
         shown = f"[bold]{distance:.3f}[/]" if distance > floor else f"{distance:.3f}"
