@@ -82,6 +82,7 @@ def test_processes_are_no_part_of_the_config(tmp_path):
 @pytest.mark.parametrize("text, message", [
     ("--replicate 0", "replicate: expected > 0, got 0"),
     ("--replicate_seed 5", "replicate_seed: expected --replicate with it"),
+    ("--replicate 2 --sweep train.first_seed=7,8", "replicate: expected a sweep of other options, since fresh seeds replace train.first_seed"),
     ("--replicate 5 --replicate_seed 1", "replicate_seed: expected other seeds than the run's 0 to 4, got 1"),
     ("controls: {a: {train.first_seed: 40}}\nreplicate: 2\nreplicate_seed: 42\n", "replicate_seed: expected other seeds than those of a, 40 to 44, got 42"),
     ("--train.keep -1", "train.keep: expected >= 0, got -1"),
