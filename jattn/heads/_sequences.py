@@ -54,7 +54,7 @@ def find_places(args: AttentionArgs, q_slots: AnyArray, kv_slots: AnyArray) -> P
         query, key = _at(of_queries, query), _at(of_keys, key)
         previous = previous if at_key is not None else before[:, kv_slots]
     elif shown is not None and at_key is None:
-        first = jnp.argmax(shown, 1, keepdims=True).astype(jnp.int32)
+        first = (jnp.cumsum(shown, 1) == 0).sum(1, keepdims=True, dtype=jnp.int32)
         query, key = query - first, key - first
     return Places(query, key, namespace(key, previous).where(key > 0, previous, -1), real)
 

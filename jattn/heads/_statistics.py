@@ -206,8 +206,6 @@ def statistics(
         columns |= {"token": rows["token"], "previous": places.previous}
         in_order = rows["token"][:, namespace(slots[1]).argsort(slots[1])]
         columns["before"] = jnp.take_along_axis(in_order, jnp.maximum(places.previous, 0), 1)
-    if S == 0:
-        columns = {name: jnp.zeros((1, 0), jnp.int32) for name in columns}
     # Masks tell their numbers of pairs at little cost. What a bias or a score function hides, only scores tell.
     by_masks = lowest_score(args) == -math.inf
     numbers = ["visible"] if lse_passed or "entropy" in names or not by_masks else []

@@ -345,26 +345,37 @@ def test_a_model_that_is_looked_into(family, mask):
     model = interop.Transformer(config, rngs=nnx.Rngs(0))
 
     def of(tokens, **options):
-        layers = interop.look(model, tokens, mask=mask, **options)
+        layers = interop.look(model, tokens, **{"mask": mask} | options)
         arrays = ("query", "key", "value", "lse", "z")
         options = [{name: x for name, x in layer.items() if name not in arrays} for layer in layers]
         each = zip(layers, options, strict=True)
         return [heads.statistics(one["query"], one["key"], lse=one["lse"], tokens=tokens, **rest) for one, rest in each]
 
     alone = [of(sequence["tokens"][None]) for sequence in SEQUENCES]
+    means = [name for name in heads.STATISTICS if name not in ("offset_profile", "received", "max_logit")]
+
+    def assert_of_layer(i, result, row, each):
+        """Row ``row`` of layer i's statistics is over the queries of these sequences."""
+        for name in means:
+            values, counts = (
+                [np.asarray(x, np.float64) for x in pair]
+                for pair in zip(*((alone[n][i][name][0], alone[n][i]["support"][name][0]) for n in each), strict=True)
+            )
+            wanted = np.sum([x * count for x, count in zip(values, counts, strict=True)], 0) / np.maximum(
+                sum(counts), 1
+            )
+            np.testing.assert_allclose(result[name][row], wanted, atol=1e-6, err_msg=name)
+            np.testing.assert_array_equal(result["support"][name][row], sum(counts))
+
     for starts in (LEFT, RIGHT):
         tokens, real = batched("tokens", starts), padded(starts)[1]
         for i, result in enumerate(of(tokens, valid=real)):
-            for name in ("offset_profile", "received"):
-                del result[name], result["support"][name]
-            assert_same_rows(
-                result,
-                [
-                    {name: x for name, x in one[i].items() if name in result}
-                    | {"support": {name: one[i]["support"][name] for name in result["support"]}}
-                    for one in alone
-                ],
-            )
+            for row in range(3):
+                assert_of_layer(i, result, row, [row])
+    documents = masks.Segments(DOCUMENTS)
+    packed = of(PACKED[2], mask=documents if mask is None else documents & mask, input_positions=RESTARTED)
+    for i, result in enumerate(packed):
+        assert_of_layer(i, result, 0, range(3))
 
 
 # as it was reported
