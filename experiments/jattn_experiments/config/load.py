@@ -183,8 +183,8 @@ def read(file: Path) -> Config:
 def changed_options(config: Config) -> list[str]:
     """One line for each option that differs from the config of that name that comes with jattn; none without one.
 
-    The mesh and the description do not count, since they change no numbers, and neither does what claims need of another
-    number of seeds.
+    The mesh and the description do not count, since they change no numbers, and neither does what claims need of
+    another number of seeds.
     """
     file = CONFIGS / f"{config.name}.yaml"
     if not file.is_file():
