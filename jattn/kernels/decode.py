@@ -67,7 +67,7 @@ def chunk_length(batch: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, Array]:
-    products = Products(platform == "cpu" and not args.sharded, product_dtype(platform, args.query), args.precision)
+    products = Products(platform == "cpu" and not args.sharded, product_dtype(platform, args.key), args.precision)
     B, T, N, _ = args.query.shape
     _, S, K, H = args.key.shape
     D, dtype = args.value.shape[-1], softmax_dtype(args.query)

@@ -38,6 +38,9 @@ class Case:
         params: the score function's floats, which are differentiated.
         shape: ``(B, T, S, N, K, H, D)``.
         amplify: a factor of the queries.
+        offset: a factor of a normally distributed vector ``[K,H]`` that all keys have in common, as from the bias of a
+            projection. The gradients are then those of ``out`` alone: what keys share changes no weight, so their
+            product with it must vanish, but it is most of the gradient of the lse.
         dtype: of query, key and value, which are normally distributed.
         tolerance: of ``out`` and ``lse``, relative to the largest, and never less than the dtype's 2e-5, 4e-3 (float16)
             or 2e-2 (bfloat16); gradients may be off by 2 times as much, in 16 bits by 8 times as much.
@@ -56,6 +59,7 @@ class Case:
     params: ArrayLike | None = None
     shape: tuple[int, ...] = (B, T, S, N, K, H, D)
     amplify: float = 1.0
+    offset: float = 0.0
     tolerance: float = 0.0
     dtype: DTypeLike = jnp.float32
     vectorized: bool = False
@@ -202,6 +206,7 @@ CASES: Mapping[str, Case] = {
         {"is_causal": True, "local_window_size": (3, 0), "query_seq_lengths": np.array([5, 7]), "key_value_seq_lengths": np.array([7, 0])},
         lambda b, h, q, kv: q - 3 <= kv <= q, shape=(B, T, S, 6, 3, 8, 8),
     ).of(jnp.bfloat16),
+    "bfloat16, keys with much in common": Case(shape=(B, 19, S, N, K, 8, 8), offset=300.0).of(jnp.bfloat16),
     "NaN where nobody looks: key lengths": Case({"key_value_seq_lengths": _LENGTHS}, poisoned=True),
     "NaN where nobody looks: mask array": Case({"mask": np.arange(S)[None, :] % 3 != 1}, poisoned=True),
     "NaN where nobody looks: mask function": Case({"mask": lambda b, h, q, kv: kv >= 5}, lambda b, h, q, kv: kv >= 5, poisoned=True),

@@ -93,7 +93,7 @@ def test_sequences_heads_and_length_at_once(kinds):
     given = inputs(case)
     placed = {name: jax.device_put(x, lies) if x.ndim == 4 else jnp.asarray(x) for name, x in given.items()}
     how = Ring(mesh, "sequence", **axes)
-    compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x)).lower(placed).compile()
+    compiled = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, how, x), x)).lower(placed).compile()
     results, gradients = compiled(placed)
     assert_close((results, gradients), CAPTURING)
     assert results[0].sharding.is_equivalent_to(lies, 4) and gradients["key"].sharding.is_equivalent_to(lies, 4)
@@ -107,7 +107,7 @@ def test_key_heads_that_all_devices_have():
     mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
     case = CASES[CAPTURING]
     how = Ring(mesh, "sequence", head_axis="heads")
-    assert_close(jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x))(inputs(case)), CAPTURING)
+    assert_close(jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, how, x), x))(inputs(case)), CAPTURING)
 
 
 def lowered(devices, layout, length, N=4, hops=None, **options):
@@ -237,7 +237,7 @@ def test_what_nobody_sees_may_be_nan():
     for filled, value in ((clean, 0.0), (dirty, np.nan)):
         filled["key"][:, 20:], filled["value"][:, 20:] = value, value
     case = Case({"key_value_seq_lengths": np.array([20, 13])})
-    compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, Ring(mesh_of(2), "sequence"), x), x))
+    compiled = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, Ring(mesh_of(2), "sequence"), x), x))
     jax.tree.map(np.testing.assert_array_equal, compiled(clean), compiled(dirty))
 
 
