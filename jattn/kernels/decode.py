@@ -44,6 +44,7 @@ class Decode(PlainKernel):
     """``implementation=``: ``"decode"`` with your own chunk length, in keys. Its derivatives are JAX's."""
 
     name: ClassVar[str] = "decode"
+    wide_query: ClassVar[bool] = True
 
     chunk: int | None = None
 

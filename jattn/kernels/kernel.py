@@ -132,6 +132,12 @@ class Kernel:
         """The cotangents of query, key and value, as in ``jattn._blocks.backward.differentiable``."""
         return backward.gradients_of_qkv(platform, args, results, cotangents, self._block_sizes)
 
+    def backward_of_part(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """``backward`` for a part of the keys, with the results for all of them, as in a hop of a ring."""
+        return self.backward(platform, args, results, cotangents)
+
     @property
     def _block_sizes(self) -> BlockSizes:
         """The sizes of the blocks in all derivatives that are blockwise's."""
@@ -232,6 +238,12 @@ class PlainKernel(Kernel):
         d_out = jnp.zeros_like(out) if d_out is None else d_out.astype(out.dtype)
         # lse = row_max + log(row_sum), at a constant row_max
         return pull((d_out, jnp.zeros_like(lse) if d_row_sum is None else d_row_sum * results[2]))
+
+    def backward_of_part(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """By blockwise: JAX's derivative of ``run`` is that of attention over the part alone."""
+        return super().backward(platform, args, results, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,10 +125,15 @@ class Native(Kernel):
         T = args.query.shape[1]
         if T < FEWEST:
             return Dense().backward(platform, args, results, cotangents)
-        qkv, args = (args.query, args.key, args.value), narrowed(args)
         if T < self.few:
             # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
-            results = dataclasses.replace(self, few=0).forward_with_error(platform, args)
+            results = dataclasses.replace(self, few=0).forward_with_error(platform, narrowed(args))
+        return self.backward_of_part(platform, args, results, cotangents)
+
+    def backward_of_part(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        qkv, args = (args.query, args.key, args.value), narrowed(args)
         d_acc, d_row_sum = of_sums(results, cotangents)
         types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing

@@ -148,7 +148,9 @@ def _backward(
                 else:
                     if kernel.wide_query:  # what the keys of one hop have in common is large before all are summed
                         call = dataclasses.replace(call, query=call.query.astype(dtype))
-                    of_pair = kernel.backward(platform, call, tuple(results[: 3 + kernel.returns_error]), cotangents)
+                    of_pair = kernel.backward_of_part(
+                        platform, call, tuple(results[: 3 + kernel.returns_error]), cotangents
+                    )
                 numbers = i, j, j, *(0 for _ in captured)
                 return [add_chunk(x, y.astype(x.dtype), n) for x, y, n in zip(sums, of_pair, numbers, strict=True)]
 

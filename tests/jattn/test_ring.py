@@ -14,8 +14,8 @@ from jattn._core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
 from jattn.sharding import Ring, SplitKeys, Ulysses, from_zigzag, ring_blocks, to_zigzag
 from jattn.testing import Case
-from jattn.testing._check import run, values_and_gradients
-from jattn.testing._reference import inputs
+from jattn.testing._check import compare, run, values_and_gradients
+from jattn.testing._reference import inputs, reference
 from tests.jattn.test_backward import check_against_dense
 from tests.ring_cases import CASES, assert_close, check_statistics, expected, in_a_ring, largest_error, mesh_of, numbers
 
@@ -52,6 +52,20 @@ ANY_RING = [  # case, number of devices, layout, what each hop runs
 def test_gradients_are_those_of_one_device(name, devices, layout, hops):
     row = numbers(name, devices, layout, hops)
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+@pytest.mark.slow_except("8-xla")
+@pytest.mark.parametrize("name", ["xla", "decode", "native", "blockwise"])
+@pytest.mark.parametrize("queries", [8, 32, 64])
+def test_gradients_in_hops_of_every_kernel(name, queries):
+    """Those of a hop are of a part of a softmax, also where a device has so few queries that others compute them."""
+    if name == "native":
+        pytest.importorskip("jattn_native")
+    case = Case({"is_causal": True}, lambda b, h, q, kv: kv <= q, shape=(2, queries, 64, 4, 2, 6, 5))
+    how = Ring(mesh_of(4), "sequence", implementation=name)
+    results = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, how, x), x))(inputs(case))
+    outcome = compare(case, results, reference(case))
+    assert outcome.result == "right", outcome.reason
 
 
 @pytest.mark.slow
