@@ -38,13 +38,13 @@ class Case:
         params: the score function's floats, which are differentiated.
         shape: ``(B, T, S, N, K, H, D)``.
         amplify: a factor of the queries.
-        offset: a factor of a normally distributed vector ``[K,H]`` that all keys have in common, as from the bias of a
-            projection. The gradients are then those of ``out`` alone: what keys share changes no weight, so their
-            product with it must vanish, but it is most of the gradient of the lse.
         dtype: of query, key and value, which are normally distributed.
         tolerance: of ``out`` and ``lse``, relative to the largest, and never less than the dtype's 2e-5, 4e-3 (float16)
             or 2e-2 (bfloat16); gradients may be off by 2 times as much, in 16 bits by 8 times as much.
         poisoned: NaN or infinity in keys and values that nobody sees must change no bit.
+        offset: a factor of a normally distributed vector ``[K,H]`` that all keys have in common, as from the bias of a
+            projection. The gradients are then those of ``out`` alone: what keys share changes no weight, so their
+            product with it must vanish, but it is most of the gradient of the lse.
 
     Example:
         >>> odd = jattn.testing.Case({"mask": lambda b, h, q, kv: kv % 2 == 1}, lambda b, h, q, kv: kv in (1, 3, 5, 7, 9))
@@ -59,11 +59,11 @@ class Case:
     params: ArrayLike | None = None
     shape: tuple[int, ...] = (B, T, S, N, K, H, D)
     amplify: float = 1.0
-    offset: float = 0.0
     tolerance: float = 0.0
     dtype: DTypeLike = jnp.float32
     vectorized: bool = False
     poisoned: bool = False
+    offset: float = 0.0
 
     def __post_init__(self):
         name = jnp.dtype(self.dtype).name
