@@ -78,7 +78,7 @@ AGAINST = {"logits of +-1e4": "blockwise"}
 def expected(name: str, gradients: bool = True) -> tuple[Results, Inputs]:
     """Results and gradients of the call on one device."""
     case, against = CASES[name], AGAINST.get(name, "xla")
-    compiled = jax.jit(lambda arrays: values_and_gradients(lambda x: run(case, against, x), arrays, gradients))
+    compiled = jax.jit(lambda arrays: values_and_gradients(case, lambda x: run(case, against, x), arrays, gradients))
     return jax.device_get(compiled(inputs(case)))
 
 
@@ -100,7 +100,7 @@ def in_a_ring(name: str, how: Ring | Ulysses, gradients: bool = True) -> tuple[R
         arrays = {name: order(to_zigzag, name, x) for name, x in arrays.items()}
         return tuple(order(from_zigzag, "query", x) for x in run(case, how, arrays, options))
 
-    return jax.jit(lambda arrays: values_and_gradients(natural, arrays, gradients))(inputs(case))
+    return jax.jit(lambda arrays: values_and_gradients(case, natural, arrays, gradients))(inputs(case))
 
 
 def mesh_of(devices: int) -> Mesh:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from jattn._blocks.block import Block, BlockedHead, BlockPlan, pad_slot_masks, pad_to_blocks, split_head, take_block
@@ -27,9 +28,9 @@ GPUS = "cuda", "rocm"
 
 
 def forward(
-    platform: str, args: AttentionArgs, plan: BlockPlan
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``.
+    platform: str, args: AttentionArgs, plan: BlockPlan, with_error: bool = False
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Float[Array, "B T N D"], ...]]:
+    """``out``, ``row_max`` and ``row_sum`` as in ``jattn._blocks.online_softmax``, also ``with_error``.
 
     ``plan``: of a single table, ``[1, blocks of T, blocks of S]``, for all sequences.
     """
@@ -51,14 +52,22 @@ def forward(
         state = jnp.zeros((*lead, values.shape[-1]), dtype), jnp.full(lead, least, dtype), jnp.zeros(lead, dtype)
         acc, row_max, row_sum = fold_row(lists, i, visit, state, run)
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
-        out = (acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]).astype(args.value.dtype)
-        of_row = (jnp.moveaxis(x, 1, 2) for x in (out, row_max, row_sum))
+        out = acc * (1.0 / jnp.maximum(row_sum, 1.0))[..., None]
+        error = [rounding_error(out, args.value.dtype).astype(args.value.dtype)] if with_error else []
+        of_row = (jnp.moveaxis(x, 1, 2) for x in (out.astype(args.value.dtype), row_max, row_sum, *error))
         return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(results, of_row, strict=True))
 
     by_row = jnp.zeros((blocks, B, rows, N), dtype)
-    results = jnp.zeros((*by_row.shape, values.shape[-1]), args.value.dtype), by_row, by_row
-    out, row_max, row_sum = _over_rows(row_of_blocks, _runs(platform, lists), results)
-    return _join(out, args.query), _join(row_max, args.query), _join(row_sum, args.query)
+    out = jnp.zeros((*by_row.shape, values.shape[-1]), args.value.dtype)
+    results = _over_rows(row_of_blocks, _runs(platform, lists), (out, by_row, by_row, *[out] * with_error))
+    out, row_max, row_sum, *error = (_join(x, args.query) for x in results)
+    return out, row_max, row_sum, *error
+
+
+def rounding_error(x: Float[Array, "*axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:
+    """What a cast to ``dtype`` takes from ``x``."""
+    info = jnp.finfo(dtype)  # not by a cast and back, which XLA removes
+    return x - lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def _add_to_softmax(
@@ -80,8 +89,12 @@ def gradients(
     d_acc: Float[Array, "B T N D"],
     d_row_sum: Float[Array, "B T N"],
     plan: BlockPlan,
-) -> tuple[Array, Array, Array]:
-    """The cotangents of query, key and value from those of ``acc`` and ``row_sum``; ``plan`` as in ``forward``."""
+    of_row_max: bool = False,
+) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
+    """The cotangents of query, key and value from those of ``acc`` and ``row_sum``; ``plan`` as in ``forward``.
+
+    ``of_row_max``: also of ``row_max``: minus the sums of a row's gradients of scores.
+    """
     rows, columns = plan.size
     call = _blocked_call(platform, args, plan)
     dtype = softmax_dtype(args.query)
@@ -98,26 +111,34 @@ def gradients(
             return blocked.softmax_sums(scores, v, row_max, 0, 0)
 
         def visit(state: tuple, j: Index, masked: bool) -> tuple:
-            d_q, d_k, d_v = state
-            one_head, per_head = functools.partial(softmax_sums, masked=masked), [jnp.moveaxis(row_max, 2, 1)]
+            d_q, d_k, d_v, *d_max = state
+            one_head = functools.partial(softmax_sums, masked=masked)
             # In the softmax's dtype, so that the blocks' gradients are added up in it.
             qkv = [x.astype(dtype) for x in (q, keys[j], values[j])]
-            _, pull = jax.vjp(lambda q, k, v: call.of_heads(one_head, 1, q, k, v, per_head, i, j, masked), *qkv)
-            from_q, *others = pull(tuple(cotangents))
-            from_k, from_v = (jnp.moveaxis(x, 1, 2) for x in others)
-            return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v)
 
-        d_query, *sums = results
-        d_q, *sums = fold_row(lists, i, visit, (jnp.zeros(q.shape, dtype), *sums), run)
-        return lax.dynamic_update_index_in_dim(d_query, d_q.astype(d_query.dtype), i, 0), *sums
+            def sums(q: Array, k: Array, v: Array, row_max: Array = row_max) -> tuple[Array, ...]:
+                return call.of_heads(one_head, 1, q, k, v, [jnp.moveaxis(row_max, 2, 1)], i, j, masked)
+
+            _, pull = jax.vjp(sums, *qkv, *[row_max] * of_row_max)
+            from_q, from_k, from_v, *from_max = pull(tuple(cotangents))
+            from_k, from_v = (jnp.moveaxis(x, 1, 2) for x in (from_k, from_v))
+            d_max = [x + y for x, y in zip(d_max, from_max, strict=True)]
+            return d_q + from_q, _add_at(d_k, j, from_k), _add_at(d_v, j, from_v), *d_max
+
+        d_query, d_key, d_value, *d_row_max = results
+        state = jnp.zeros(q.shape, dtype), d_key, d_value, *[jnp.zeros(row_max.shape, dtype)] * of_row_max
+        d_q, d_key, d_value, *d_max = fold_row(lists, i, visit, state, run)
+        rows = zip((d_query, *d_row_max), (d_q, *d_max), strict=True)
+        d_query, *d_row_max = (lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0) for x, y in rows)
+        return d_query, d_key, d_value, *d_row_max
 
     # With the heads before the columns, as products return them.
     zeros = (jnp.moveaxis(jnp.zeros(x.shape, dtype), 2, 3) for x in (keys, values))
-    results = _over_rows(row_of_blocks, _runs(platform, lists), (jnp.zeros_like(by_row[0]), *zeros))
-    results = results[0], *(jnp.moveaxis(x, 2, 3) for x in results[1:])
-    qkv = args.query, args.key, args.value
-    d_query, d_key, d_value = (_join(x, like).astype(like.dtype) for x, like in zip(results, qkv, strict=True))
-    return d_query, d_key, d_value
+    of_rows = [jnp.zeros_like(x) for x in by_row[: 1 + of_row_max]]
+    results = _over_rows(row_of_blocks, _runs(platform, lists), (of_rows[0], *zeros, *of_rows[1:]))
+    results = results[0], *(jnp.moveaxis(x, 2, 3) for x in results[1:3]), *results[3:]
+    of = args.query, args.key, args.value, row_max
+    return tuple(_join(x, like).astype(like.dtype) for x, like in zip(results, of, strict=False))  # type: ignore
 
 
 def _runs(platform: str, lists: tuple[BlockList, BlockList]) -> list[Run]:

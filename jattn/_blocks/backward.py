@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jattn._blocks.all_heads import gradients
+from jattn._blocks import all_heads
 from jattn._blocks.block import BlockPlan, split_head
 from jattn._blocks.block_lists import Piece, split_axis
 from jattn._blocks.online_softmax import IfListed, join_rows, log_sum_exp, scan_blocks
@@ -30,9 +30,6 @@ from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import NAMES, Head, softmax_dtype
 from jattn._core.operation import ReverseRule
 from jattn._mods.pytree import split_arrays
-
-# ``out``, ``row_max`` and ``row_sum`` of one head or of many, as in ``online_softmax``.
-Results = tuple[Float[Array, "*axes D"], Float[Array, "*rows"], Float[Array, "*rows"]]
 
 
 def differentiable(
@@ -44,12 +41,13 @@ def differentiable(
     count: int | None = 3,
     alone: bool = False,
     lse: deferred.Function | None = None,
+    returns_error: bool = True,
 ) -> tuple[Array, Array]:
     """``(out, lse)`` of one head or of many, with the rule at the top of this file.
 
     Args:
-        forward: ``(platform, args, *static) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
-            ``[..., T, ..., D]``; the others ``[..., T, ...]``.
+        forward: ``(platform, args, *static, with_error) -> (out, row_max, row_sum)``: ``out`` in the value's dtype,
+            ``[..., T, ..., D]``; the others ``[..., T, ...]``. ``with_error``: then also ``rounding_error`` of ``out``.
         accumulate: ``(platform, args, row_max, *static) -> (acc, row_sum)``, in the softmax's dtype.
         args: a pytree whose first three leaves are query, key and value.
         static: hashable.
@@ -60,6 +58,9 @@ def differentiable(
             whose cotangents are needed.
         lse: ``(platform, args, *static) -> [..., T, ...]``: that of the scores of ``accumulate``, if ``forward`` has
             others, whose ``row_sum`` then is 1, or 0 for a row that sees nothing.
+        returns_error: whether ``forward`` knows the rounding error of ``out``. Scores that move together, as with what
+            keys have in common, change no weight. With a rounded ``out`` in the rule, a row's ``d_score`` do not sum to
+            0, and the gradient of the query has what is left times what the keys have in common.
     """
     leaves, (arrays, join) = jax.tree.leaves(args), split_arrays(args)
     query, _, value = leaves[:3]
@@ -68,24 +69,34 @@ def differentiable(
     rows = jax.ShapeDtypeStruct(query.shape[:-1], dtype)
     out = jax.ShapeDtypeStruct((*query.shape[:-1], value.shape[-1]), value.dtype)
     change = jax.ShapeDtypeStruct(out.shape, dtype)
+    keeps_error = returns_error and out.dtype != dtype
 
-    @jax.custom_jvp
-    def compute(*arrays: Array) -> tuple[Array, Array, Array]:
-        return deferred.call(forward, join(arrays), *static, out=(out, rows, rows))
+    def compute(arrays: Sequence[Array], with_error: bool) -> tuple[Array, ...]:
+        types = out, rows, rows, *[out] * with_error
 
-    def rule(primals: Sequence[ArrayLike], in_tangents: Sequence[ArrayLike | SymbolicZero]) -> tuple[Results, Results]:
+        @jax.custom_jvp
+        def results_of(*arrays: Array) -> tuple[Array, ...]:
+            return deferred.call(forward, join(arrays), *static, with_error, out=types)
+
+        results_of.defjvp(functools.partial(rule, len(types)), symbolic_zeros=True)
+        return results_of(*arrays)
+
+    def rule(
+        number: int, primals: Sequence[ArrayLike], in_tangents: Sequence[ArrayLike | SymbolicZero]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         arrays = [jnp.asarray(x) for x in primals]  # jax.jvp hands plain numbers on
-        z, row_max, row_sum = compute(*arrays)
         # With these names a remat policy can save everything that the rule needs besides the inputs.
-        z, row_max, row_sum = checkpoint_name(z, NAMES[0]), *(checkpoint_name(x, NAMES[1]) for x in (row_max, row_sum))
+        names = NAMES[0], NAMES[1], NAMES[1], NAMES[0]
+        named = zip(compute(arrays, keeps_error), names, strict=False)
+        z, row_max, _, *error = results = tuple(checkpoint_name(x, name) for x, name in named)
         is_zero = [isinstance(x, SymbolicZero) or jnp.result_type(x) == jax.dtypes.float0 for x in in_tangents]
         known = [None if zero else jnp.asarray(x) for x, zero in zip(in_tangents, is_zero, strict=True)]
         zeros = jnp.zeros_like(row_max)
+        of_error = [jnp.zeros_like(x) for x in error]
         if all(x is None for x in known):
-            return (z, row_max, row_sum), (jnp.zeros_like(z), zeros, zeros)
+            return results[:number], (jnp.zeros_like(z), zeros, zeros, *of_error)[:number]
         rest = iter(known)
         tangents = [next(rest) if array else None for array in is_array]
-        results = z, row_max, row_sum
         rounded = z.dtype != dtype and any(x is not None for x in tangents[3:])
         linear: deferred.Function = _Tangents(accumulate, rounded, lse)
         if backward is not None:
@@ -93,10 +104,9 @@ def differentiable(
             linear = deferred.CustomRules(linear, vjp=backward, count=covered, results=2, alone=alone)
         d_out, d_row_sum = deferred.jvp(linear, (join(arrays), results, *static), tangents, out=(change, rows))
         # The rule treats row_max as a constant: out and lse are the same for any value of it.
-        return (z, row_max, row_sum), (d_out.astype(z.dtype), zeros, d_row_sum)
+        return results[:number], (d_out.astype(z.dtype), zeros, d_row_sum, *of_error)[:number]
 
-    compute.defjvp(rule, symbolic_zeros=True)
-    z, row_max, row_sum = compute(*arrays)
+    z, row_max, row_sum = compute(arrays, False)
     return z, log_sum_exp(row_max, row_sum)
 
 
@@ -115,7 +125,7 @@ class _Tangents:
     lse: deferred.Function | None
 
     def __call__(self, platform: str, args: PyTree, results: Sequence[Array], *static: Hashable) -> tuple[Array, Array]:
-        out, row_max, inverse = results[0], lax.stop_gradient(results[1]), _inverse(results[2])
+        row_max, inverse = lax.stop_gradient(results[1]), _inverse(results[2])
         if self.rounded and self.lse is not None:
             arrays, join = split_arrays(args)
             row_max = self.lse(platform, join(lax.stop_gradient(arrays)), *static)
@@ -125,7 +135,7 @@ class _Tangents:
             # If row_max moves by the tangent of the lse, hardly a tangent of row_sum is left to multiply out by.
             moved = self._moved(platform, args, row_max, row_sum * inverse, (acc, row_sum), *static)
             acc, rest = jax.tree.map(jnp.add, (acc, row_sum), moved)
-        return acc * inverse[..., None] - out.astype(acc.dtype) * (rest * inverse)[..., None], row_sum
+        return acc * inverse[..., None] - exact_out(results) * (rest * inverse)[..., None], row_sum
 
     def _moved(
         self, platform: str, args: PyTree, row_max: Array, by: Array, like: tuple[Array, Array], *static: Hashable
@@ -152,14 +162,57 @@ def of_sums(results: Sequence[Array], cotangents: Sequence[Array | None]) -> tup
     With ``p = exp(score - row_max)`` they give ``d_value = sum_q p d_acc`` and
     ``d_score = p (d_acc · value + d_row_sum)``: FlashAttention-2's backward pass (https://arxiv.org/abs/2307.08691).
     """
-    out, _, row_sum = results
+    out, _, row_sum, *_ = results
     d_out, d_row_sum = cotangents
     d_row_sum = jnp.zeros_like(row_sum) if d_row_sum is None else d_row_sum
     if d_out is None:
         return jnp.zeros(out.shape, row_sum.dtype), d_row_sum
     d_acc = d_out * _inverse(row_sum)[..., None]
     # Not d_acc times out, of which XLA would hold a second copy.
-    return d_acc, d_row_sum - (d_out * out.astype(d_acc.dtype)).sum(-1) * _inverse(row_sum)
+    return d_acc, d_row_sum - (d_out * exact_out(results)).sum(-1) * _inverse(row_sum)
+
+
+def exact_out(results: Sequence[Array]) -> Array:
+    """``out`` in the softmax's dtype, with its rounding error where ``results`` have it."""
+    out, row_max, _, *error = results
+    if not error:
+        return out.astype(row_max.dtype)
+    # XLA otherwise leaves out the rounding of out where it sees it, and the error would be added to the exact output.
+    out, error = lax.optimization_barrier((out, error[0]))
+    return out.astype(row_max.dtype) + error.astype(row_max.dtype)
+
+
+def is_whole(args: AttentionArgs) -> bool:
+    """Whether ``balanced`` applies to a canonical call in 16 bits: with all keys of a row, and no score function.
+
+    A query in the softmax's dtype has a part of the keys.
+    """
+    return args.score_mod is None and args.query.dtype == args.key.dtype != softmax_dtype(args.query)
+
+
+def balanced(
+    args: AttentionArgs,
+    results: Sequence[Array],
+    cotangents: Sequence[Array | None],
+    of_qkv: Sequence[Array],
+    totals: Array,
+) -> list[Array]:
+    """The cotangents of query, key and value, ``of_qkv``, where products round their factors to 16 bits.
+
+    Then the weights whose sum ``out`` is were rounded, and maybe ``d_score``, so that its sum over a row, ``totals
+    [B,T,N]``, is not what it should be: the cotangent of the lse. What is missing, times what the keys have in common,
+    is added to the cotangent of the query. The mean of the finite keys that somebody sees, whose ``d_value`` is not 0,
+    stands for that.
+    """
+    d_query, d_key, d_value = of_qkv
+    d_row_sum, dtype = cotangents[1], totals.dtype
+    missing = (0.0 if d_row_sum is None else d_row_sum * results[2]) - totals
+    counts = (d_value != 0).any(-1, keepdims=True) & jnp.isfinite(args.key).all(-1, keepdims=True)
+    number = counts.sum(1, keepdims=True).astype(dtype)
+    mean = jnp.where(counts, args.key, 0).sum(1, keepdims=True, dtype=dtype) / jnp.maximum(number, 1.0)
+    common = jnp.repeat(mean, args.query.shape[2] // args.key.shape[2], axis=2)
+    added = (missing * args.score_scale)[..., None] * common
+    return [(d_query.astype(dtype) + added).astype(d_query.dtype), d_key, d_value]
 
 
 def _inverse(row_sum: Array) -> Array:
@@ -206,17 +259,21 @@ def accumulate_head(
 
 def gradients_of_qkv(
     platform: str, args: AttentionArgs, results: Sequence[Array], cotangents: Sequence[Array | None], sizes: BlockSizes
-) -> tuple[Array, Array, Array]:
+) -> Sequence[Array]:
     """The cotangents of query, key and value of a call.
 
     ``results``, ``cotangents``: of ``forward``, as in ``differentiable``.
     """
-    row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
-    plan = plan_args(platform, args, sizes)
+    row_max, of_results = results[1], of_sums(results, cotangents)
+    plan, whole = plan_args(platform, args, sizes), platform != "cpu" and is_whole(args)
     if plan.all_at_once and not args.sharded:
-        return gradients(platform, args, row_max, d_acc, d_row_sum, plan.blocks)
+        gradients = all_heads.gradients(platform, args, row_max, *of_results, plan.blocks, of_row_max=whole)
+    else:
 
-    def of_qkv(query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
+        def sums(query: Array, key: Array, value: Array, row_max: Array = row_max) -> tuple[Array, Array]:
+            return accumulate(platform, dataclasses.replace(args, query=query, key=key, value=value), row_max, sizes)
 
-    return jax.vjp(of_qkv, args.query, args.key, args.value)[1]((d_acc, d_row_sum))
+        arrays = args.query, args.key, args.value, *[row_max] * whole
+        gradients = jax.vjp(sums, *arrays)[1](of_results)
+    of_qkv, totals = gradients[:3], [-x for x in gradients[3:]]
+    return balanced(args, results, cotangents, of_qkv, *totals) if totals else of_qkv

@@ -158,7 +158,7 @@ def split_head(
         split_axis(jnp.arange(length) if positions is None else jnp.asarray(positions), 0, size, fill=None)
         for positions, length, size in ((head.query_positions, T, rows), (head.kv_positions, S, columns))
     )
-    kept = dtype if differentiated else product_dtype(platform, q)
+    kept = dtype if differentiated else product_dtype(platform, k)
     arrays = HeadArrays(
         q=split_axis(q.astype(kept), 0, rows),
         k=split_axis(k.astype(kept), 0, columns).swapaxes(1, 2),
@@ -171,7 +171,7 @@ def split_head(
     scale = jnp.asarray(q.shape[-1] ** -0.5 if head.scale is None else head.scale, dtype)
     options = dataclasses.replace(head, batch=jnp.asarray(head.batch), head=jnp.asarray(head.head))
     lists = block_lists(plan.any_visible, plan.all_visible)
-    return BlockedHead(arrays, options, scale, plan, dtype, product_dtype(platform, q), lists)
+    return BlockedHead(arrays, options, scale, plan, dtype, product_dtype(platform, k), lists)
 
 
 def _of_piece(array: Array, piece: Piece | None) -> Array:

@@ -45,9 +45,10 @@ def blockwise(
     return differentiable(_forward, _accumulate, (q, k, v, checked_head), block_sizes)
 
 
-def _forward(platform: str, qkv_and_head: tuple, block_sizes: BlockSizes) -> tuple[Array, Array, Array]:
+def _forward(platform: str, qkv_and_head: tuple, block_sizes: BlockSizes, with_error: bool) -> tuple[Array, ...]:
     q, k, v, head = qkv_and_head
-    return forward_head(platform, q, k, v, head, plan_head(platform, q, k, head, block_sizes, forward=True))
+    plan = plan_head(platform, q, k, head, block_sizes, forward=True)
+    return forward_head(platform, q, k, v, head, plan, with_error=with_error)
 
 
 def _accumulate(platform: str, qkv_and_head: tuple, row_max: Array, block_sizes: BlockSizes) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from jattn._blocks import all_heads
+from jattn._blocks.all_heads import rounding_error
 from jattn._blocks.block import BlockedHead, BlockPlan, product_dtype, split_head
 from jattn._blocks.block_lists import BlockList, Piece, fold_row
 from jattn._blocks.plan import BlockSizes, plan_args
@@ -29,33 +30,44 @@ IfListed = Callable[[Callable[[], PyTree], PyTree], PyTree]  # ``(compute, other
 VisitListed = Callable[[PyTree, Array, Array, bool, IfListed], PyTree]  # as ``scan_blocks`` calls it
 
 
-def forward(platform: str, args: AttentionArgs, sizes: BlockSizes) -> tuple[Array, Array, Array]:
-    """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call (``jattn._core.vmap.canonical``)."""
+def forward(
+    platform: str, args: AttentionArgs, sizes: BlockSizes, with_error: bool = False
+) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
+    """``out [B,T,N,D]``, ``row_max`` and ``row_sum [B,T,N]`` of a canonical call (``jattn._core.vmap.canonical``).
+
+    ``with_error``: also the ``rounding_error`` of ``out``.
+    """
     plan = plan_args(platform, args, sizes, forward=True)
     if platform in all_heads.GPUS and plan.all_at_once and not args.sharded:
-        return all_heads.forward(platform, args, plan.blocks)
-    return plan.over_heads(functools.partial(forward_head, platform), args, out_axes=1)
+        return all_heads.forward(platform, args, plan.blocks, with_error)
+    return plan.over_heads(functools.partial(forward_head, platform, with_error=with_error), args, out_axes=1)
 
 
 def forward_head(
-    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan
-) -> tuple[Array, Array, Array]:
-    """``out [T,D]``, ``row_max [T]`` and ``row_sum [T]``; ``lse = row_max + log(row_sum)``. Has no derivatives."""
+    platform: str, q: Array, k: Array, v: Array, head: Head, plan: BlockPlan, *, with_error: bool = False
+) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
+    """``out [T,D]``, ``row_max [T]`` and ``row_sum [T]``; ``lse = row_max + log(row_sum)``. Has no derivatives.
+
+    ``with_error``: as in ``forward``.
+    """
     summed = platform == "tpu" and head.dropout is None and product_dtype(platform, q) != softmax_dtype(q)
     blocked = split_head(platform, q, k, v, head, plan, differentiated=False)
-    out, row_max, row_sum = online_softmax(blocked, summed, v.dtype)
-    return join_rows(out, q), join_rows(row_max, q), join_rows(row_sum, q)
+    out, row_max, row_sum, *error = online_softmax(blocked, summed, v.dtype, with_error)
+    return join_rows(out, q), join_rows(row_max, q), join_rows(row_sum, q), *(join_rows(x, q) for x in error)
 
 
-def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: DTypeLike) -> tuple[Array, Array, Array]:
+def online_softmax(
+    blocked: BlockedHead, summed: bool, out_dtype: DTypeLike, with_error: bool = False
+) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     """``out [blocks, rows, D]``; ``row_max`` and ``row_sum [blocks, rows]``, in the softmax's dtype.
 
     ``summed``: the product with the values also computes ``row_sum``, with a column of ones appended to the values. XLA
     for TPU otherwise computes every exponential twice, once for ``row_sum`` and once inside the product.
+    ``with_error``: as in ``forward``.
     """
     rows, q, v, dtype = blocked.plan.size[0], blocked.arrays.q, blocked.arrays.v, blocked.dtype
 
-    def row_of_blocks(i: Array) -> tuple[Array, Array, Array]:
+    def row_of_blocks(i: Array) -> tuple[Array, ...]:
         def visit(state: tuple, j: Index, masked: bool) -> tuple:
             block = blocked.take(i, j, transposable=False)
 
@@ -79,7 +91,9 @@ def online_softmax(blocked: BlockedHead, summed: bool, out_dtype: DTypeLike) -> 
         if summed:
             acc, row_sum = acc[:, :-1], acc[:, -1]
         # The largest score adds 1 to row_sum, so only a row that sees nothing is below 1.
-        return (acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None]).astype(out_dtype), row_max, row_sum
+        out = acc * (1.0 / jnp.maximum(row_sum, 1.0))[:, None]
+        error = [rounding_error(out, out_dtype).astype(out_dtype)] if with_error else []
+        return out.astype(out_dtype), row_max, row_sum, *error
 
     return jax.lax.map(row_of_blocks, jnp.arange(q.shape[0], dtype=jnp.int32))
 

@@ -284,7 +284,9 @@ def _weights(q: Array, k: Array, visible: Array | None, head: Head, indices: tup
     if visible is not None:
         # Unseen keys, and queries that see nothing, may hold NaN; 0 * NaN in the products' derivatives is NaN.
         q, k = _zero_unseen(q, visible.any(axis=1)), _zero_unseen(k, visible.any(axis=0))
-    raw = jnp.einsum("th,sh->ts", q, k, precision=head.precision, preferred_element_type=softmax_dtype(q))
+    raw = jnp.einsum(
+        "th,sh->ts", q, k.astype(q.dtype), precision=head.precision, preferred_element_type=softmax_dtype(q)
+    )
     weights, log_row_sum = _softmax(finish_scores(raw, visible, head, indices, q.shape[-1]))
     # The lse needs the row maxima. Reading them from the scores above would give a second use to what XLA fuses into
     # one pass, and change the weights' last bits. So the scores are finished again, behind a barrier.

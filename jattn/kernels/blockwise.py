@@ -27,11 +27,16 @@ class Blockwise(ReducingKernel):
 
     name: ClassVar[str] = "blockwise"
     backward_is_for_qkv_alone: ClassVar[bool] = True
+    returns_error: ClassVar[bool] = True
+    wide_query: ClassVar[bool] = True
 
     block_sizes: tuple[int, int] | None = None
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         return online_softmax.forward(platform, args, self.block_sizes)
+
+    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
+        return online_softmax.forward(platform, args, self.block_sizes, with_error=True)
 
     def describe_work(self, platform: str, args: AttentionArgs) -> str:
         """By the tables of its blocks."""

@@ -46,6 +46,7 @@ class Cudnn(Kernel):
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16)
     takes: ClassVar[frozenset[str]] = frozenset()
     rounds_query: ClassVar[bool] = True
+    reads_rounded_output: ClassVar[bool] = True
 
     kernel: Callable[..., jax.Array] = fused
 

@@ -45,6 +45,7 @@ class Decode(PlainKernel):
     """``implementation=``: ``"decode"`` with your own chunk length, in keys. Its derivatives are JAX's."""
 
     name: ClassVar[str] = "decode"
+    wide_query: ClassVar[bool] = True
 
     chunk: int | None = None
 
@@ -69,9 +70,11 @@ def chunk_length(batch: Length, num_kv_heads: int, head_dim: int) -> int:
 
 
 def _run(platform: str, args: AttentionArgs, chunk: int | None) -> tuple[Array, Array]:
-    products = Products(platform == "cpu" and not args.sharded, product_dtype(platform, args.query), args.precision)
+    products = Products(platform == "cpu" and not args.sharded, product_dtype(platform, args.key), args.precision)
     B, T, N, _ = args.query.shape
     _, S, K, H = args.key.shape
+    # Its gradient is summed over chunks before it is rounded.
+    args = dataclasses.replace(args, query=args.query.astype(softmax_dtype(args.query)))
     D, dtype = args.value.shape[-1], softmax_dtype(args.query)
     size = min(chunk or chunk_length(B, K, H), max(S, 1))
     any_visible, all_visible = (x.reshape(x.shape[0], -1) for x in block_table(args, (max(T, 1), size)))

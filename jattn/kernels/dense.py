@@ -19,6 +19,7 @@ class Dense(PlainKernel):
     """``implementation="xla"``; holds the ``[B,N,T,S]`` weights in memory. Its derivatives are JAX's."""
 
     name: ClassVar[str] = "xla"
+    wide_query: ClassVar[bool] = True
 
     def describe_work(self, platform: str, args: AttentionArgs) -> str:
         """All of it."""

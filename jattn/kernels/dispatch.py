@@ -18,7 +18,7 @@ from jattn.kernels.cudnn import Cudnn
 from jattn.kernels.decode import Decode
 from jattn.kernels.dense import Dense
 from jattn.kernels.interface import Implementation, OverDevices, Unsupported
-from jattn.kernels.kernel import PLATFORMS, Kernel, ReducingKernel, Results
+from jattn.kernels.kernel import PLATFORMS, Kernel, ReducingKernel, Results, narrowed
 from jattn.kernels.native import Native
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_tpu import PallasTPU
@@ -61,6 +61,8 @@ class Dispatch(ReducingKernel):
 
     name: ClassVar[str] = "by platform"  # no name to pass: it stands in no table
     backward_is_for_qkv_alone: ClassVar[bool] = True
+    returns_error: ClassVar[bool] = True
+    wide_query: ClassVar[bool] = True
 
     def kernel(self, platform: str, args: AttentionArgs) -> Kernel:
         """What is taken for attention, for a canonical call in the program that is being lowered."""
@@ -74,10 +76,15 @@ class Dispatch(ReducingKernel):
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         return self.kernel(platform, args).forward(platform, args)
 
+    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
+        return self.kernel(platform, args).forward_with_error(platform, args)
+
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
-        return self.kernel(platform, args).backward(platform, args, results, cotangents)
+        kernel = self.kernel(platform, args)
+        args = args if kernel.wide_query else narrowed(args)
+        return kernel.backward(platform, args, results if kernel.returns_error else results[:3], cotangents)
 
     def reduce(self, platform: str, args: AttentionArgs, reduction: Reduction) -> dict[str, Array]:
         """That of the first kernel that reduces weights and supports this reduction."""

@@ -19,8 +19,9 @@ from jattn._core.vmap import canonical
 from jattn._mods.arrays import Length
 from jattn.kernels.interface import Unsupported
 
-# ``out [B,T,N,D]`` in the value's dtype; ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``.
-Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"]]
+# ``out [B,T,N,D]`` in the value's dtype; ``row_max`` and ``row_sum [B,T,N]`` as in ``jattn._blocks.online_softmax``; of
+# ``forward_with_error`` also what rounding took from ``out``, in its dtype.
+Results = tuple[Float[Array, "B T N D"], Float[Array, "B T N"], Float[Array, "B T N"], *tuple[Array, ...]]
 
 SEVERAL_DEVICES = "the arrays may lie on several devices: use jax.shard_map or a mesh of AxisType.Explicit"
 # The platforms that ``explain`` knows, and what JAX calls them where a program is lowered.
@@ -67,7 +68,8 @@ class Kernel:
        refused until a kernel that lists its own names it; and ``refusals`` for all else.
     3. ``forward``. Now it is right: its derivatives are blockwise's, which computes the forward pass again in blocks.
     4. ``backward``, the gradients of query, key and value, if it has kernels for them. Forward mode, higher orders and
-       the gradients of other arrays stay blockwise's.
+       the gradients of other arrays stay blockwise's. In 16 bits also ``forward_with_error``, with ``returns_error``:
+       without it, the gradient of the query shows the rounding of ``out`` where keys have much in common.
     5. ``rounds_query`` if its log-sum-exp is not exactly that of the scores, ``prepare`` if it reads static arrays
        while tracing, and ``describe_work`` for ``jattn.explain``.
 
@@ -90,6 +92,14 @@ class Kernel:
     backward_is_for_qkv_alone: ClassVar[bool] = False
     # It multiplies the query by the scale and rounds it, so its log-sum-exp is not that of blockwise's scores.
     rounds_query: ClassVar[bool] = False
+    # Its backward pass takes a row's sum of d_out * out from the output in 16 bits: the gradient of the query is off by
+    # what is lost times what the keys have in common.
+    reads_rounded_output: ClassVar[bool] = False
+    # ``forward_with_error`` knows what rounding took from ``out``.
+    returns_error: ClassVar[bool] = False
+    # ``backward`` also takes a query in the softmax's dtype, of numbers in the keys': its gradient, from a part of the
+    # keys, is then one of several that are summed up, and is not rounded where the kernel can do without.
+    wide_query: ClassVar[bool] = False
 
     def refusals(self, args: AttentionArgs) -> Iterable[tuple[bool, str]]:
         """Further pairs of a condition and the reason that it gives against the kernel, in the order that counts."""
@@ -111,11 +121,22 @@ class Kernel:
         """``out``, ``row_max`` and ``row_sum`` of a canonical call, traced for ``platform``."""
         raise NotImplementedError
 
+    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
+        """``forward``, and what rounding took from ``out``: for the derivatives of calls in 16 bits; 0 if not known."""
+        results = self.forward(platform, args)
+        return *results, jnp.zeros_like(results[0])
+
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
     ) -> Sequence[Array]:
         """The cotangents of query, key and value, as in ``jattn._blocks.backward.differentiable``."""
         return backward.gradients_of_qkv(platform, args, results, cotangents, self._block_sizes)
+
+    def backward_of_part(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """``backward`` for a part of the keys, with the results for all of them, as in a hop of a ring."""
+        return self.backward(platform, args, results, cotangents)
 
     @property
     def _block_sizes(self) -> BlockSizes:
@@ -124,7 +145,7 @@ class Kernel:
 
     def unsupported_reason(self, args: AttentionArgs) -> str | None:
         """The first reason against the kernel, or None."""
-        dtype, names = args.query.dtype, [jnp.dtype(x).name for x in self.dtypes]
+        dtype, names = args.key.dtype, [jnp.dtype(x).name for x in self.dtypes]
         if names and dtype.name not in names:
             return f"it takes {' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))}, not {dtype}"
         for option, (applies, reason) in OPTIONS.items():
@@ -143,6 +164,7 @@ class Kernel:
     def _run(self, args: AttentionArgs) -> tuple[jax.Array, jax.Array]:
         args, lse = canonical(args), _lse if self.rounds_query else None
         rule = {"backward": _backward, "alone": self.backward_is_for_qkv_alone, "lse": lse}
+        rule |= {"returns_error": self.returns_error}
         return backward.differentiable(_forward, _accumulate, args, self.prepare(args), **rule)
 
     @property
@@ -168,9 +190,15 @@ class Kernel:
             raise Unsupported(f"implementation={self!r} cannot do this: {reason}")
 
 
-def _forward(platform: str, args: AttentionArgs, kernel: Kernel) -> Results:
+def _forward(platform: str, args: AttentionArgs, kernel: Kernel, with_error: bool) -> Results:
     kernel.check_lowering(platform)
-    return kernel.forward(platform, args)
+    args = narrowed(args)
+    return kernel.forward_with_error(platform, args) if with_error else kernel.forward(platform, args)
+
+
+def narrowed(args: AttentionArgs) -> AttentionArgs:
+    """The call with its query in the dtype of its keys; it may be in the softmax's, so that its gradient is, too."""
+    return dataclasses.replace(args, query=args.query.astype(args.key.dtype))
 
 
 def _accumulate(platform: str, args: AttentionArgs, row_max: Array, kernel: Kernel) -> tuple[Array, Array]:
@@ -187,7 +215,9 @@ def _backward(
     platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
 ) -> Sequence[Array]:
     args, results, kernel = inputs
-    return kernel.backward(platform, args, results, cotangents)
+    dtype = args.query.dtype
+    d_query, *others = kernel.backward(platform, args if kernel.wide_query else narrowed(args), results, cotangents)
+    return d_query.astype(dtype), *others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +238,12 @@ class PlainKernel(Kernel):
         d_out = jnp.zeros_like(out) if d_out is None else d_out.astype(out.dtype)
         # lse = row_max + log(row_sum), at a constant row_max
         return pull((d_out, jnp.zeros_like(lse) if d_row_sum is None else d_row_sum * results[2]))
+
+    def backward_of_part(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        """By blockwise: JAX's derivative of ``run`` is that of attention over the part alone."""
+        return super().backward(platform, args, results, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jattn._blocks.all_heads import rounding_error
 from jattn._blocks.backward import of_sums
 from jattn._blocks.plan import describe_work, plan_args
 from jattn._core import deferred
@@ -31,7 +32,7 @@ from jattn._mods.lookup import ranks
 from jattn._mods.mask import conjuncts
 from jattn._mods.validation import LARGEST, LEAST
 from jattn.kernels.dense import Dense
-from jattn.kernels.kernel import OPTIONS, Kernel, Results
+from jattn.kernels.kernel import OPTIONS, Kernel, Results, narrowed
 from jattn.kernels.pallas_tiles import LARGEST_DIM
 from jattn.masks import MaskFunction, Segments, and_masks, interval
 from jattn.score_mods import Alibi, RelativeBias, SoftCap
@@ -56,6 +57,8 @@ class Native(Kernel):
 
     name: ClassVar[str] = "native"
     platform: ClassVar[str | None] = "cpu"
+    returns_error: ClassVar[bool] = True
+    wide_query: ClassVar[bool] = True
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16, jnp.float32)
     takes: ClassVar[frozenset[str]] = frozenset(OPTIONS) - {"symbolic shapes", "empty arrays", "several devices"}
 
@@ -98,6 +101,10 @@ class Native(Kernel):
 
     def forward(self, platform: str, args: AttentionArgs) -> Results:
         """By the kernels."""
+        return self.forward_with_error(platform, args)[:3]
+
+    def forward_with_error(self, platform: str, args: AttentionArgs) -> Results:
+        """By the kernels, whose output is float32."""
         (B, T, N, _), S, D = args.query.shape, args.key.shape[1], args.value.shape[3]
         types, (key, value) = [(B, T, N, _padded(D)), (B, T, N), (B, T, N)], (args.key, args.value)
         if T < self.few:
@@ -109,7 +116,8 @@ class Native(Kernel):
         else:
             results = _call("jattn_forward", args, (args.query, key, value), self.width, [], types)
         out, row_max, row_sum, *_ = results
-        return out[..., :D].astype(args.value.dtype), row_max, row_sum
+        out, dtype = out[..., :D], args.value.dtype
+        return out.astype(dtype), row_max, row_sum, rounding_error(out, dtype).astype(dtype)
 
     def backward(
         self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
@@ -119,13 +127,18 @@ class Native(Kernel):
             return Dense().backward(platform, args, results, cotangents)
         if T < self.few:
             # That kernel adds up products in another order. At large scores, exp(score - row_max) would differ.
-            results = dataclasses.replace(self, few=0).forward(platform, args)
+            results = dataclasses.replace(self, few=0).forward_with_error(platform, narrowed(args))
+        return self.backward_of_part(platform, args, results, cotangents)
+
+    def backward_of_part(
+        self, platform: str, args: AttentionArgs, results: Results, cotangents: Sequence[Array | None]
+    ) -> Sequence[Array]:
+        qkv, args = (args.query, args.key, args.value), narrowed(args)
         d_acc, d_row_sum = of_sums(results, cotangents)
-        qkv = args.query, args.key, args.value
         types = [(*x.shape[:3], _padded(x.shape[3])) for x in qkv]
         row_max = jnp.where(results[2] == 0, -jnp.inf, results[1])  # of queries that see nothing
         others = [x.astype(jnp.float32) for x in (row_max, _pad_features(d_acc), d_row_sum)]
-        sums = _call("jattn_backward", args, qkv, self.width, others, types)
+        sums = _call("jattn_backward", args, (args.query, args.key, args.value), self.width, others, types)
         return [total[..., : x.shape[3]].astype(x.dtype) for total, x in zip(sums, qkv, strict=True)]
 
 

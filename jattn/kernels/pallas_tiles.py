@@ -55,6 +55,13 @@ class PallasKernel(ReducingKernel):
         return self._kernel.reduce(args, reduction, self)
 
 
+def rounded(x: Array, dtype: DTypeLike, simulated: bool) -> Array:
+    """``x``, in its own dtype, rounded to ``dtype``."""
+    if simulated:  # XLA leaves out a cast and back, which the compilers of kernels do not
+        return jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    return x.astype(dtype).astype(x.dtype)
+
+
 @runtime_checkable
 class Operands(Protocol):
     """The arrays that a kernel reads, in its own order of axes. Each method returns what a ``Tile`` reads it by."""

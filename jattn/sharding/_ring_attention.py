@@ -16,13 +16,14 @@ from jax import Array
 from jaxtyping import PyTree
 
 from jattn._blocks import backward
+from jattn._blocks.all_heads import rounding_error
 from jattn._blocks.online_softmax import log_sum_exp
 from jattn._core.arguments import AttentionArgs
 from jattn._core.attention import softmax_dtype
 from jattn._core.merge import merge
 from jattn._core.vmap import canonical
 from jattn._mods.arrays import Index
-from jattn.kernels import Kernel, Results
+from jattn.kernels import Kernel
 from jattn.sharding._mask_tables import rotating, with_keys
 from jattn.sharding._pairs import CallOf, each_pair
 from jattn.sharding._rotation import Hop, RingPlan, add_chunk, each_kv_head, put_chunk, take_chunk
@@ -37,9 +38,11 @@ def ring_attend(ring: RingPlan, args: AttentionArgs) -> tuple[Array, Array]:
     return backward.differentiable(_forward, _accumulate, args, ring, backward=_backward, count=None)
 
 
-def _forward(platform: str, args: AttentionArgs, ring: RingPlan) -> Results:
+def _forward(
+    platform: str, args: AttentionArgs, ring: RingPlan, with_error: bool
+) -> tuple[Array, Array, Array, *tuple[Array, ...]]:
     dtype, (B, T, N, _), D = softmax_dtype(args.query), args.query.shape, args.value.shape[3]
-    t = T // ring.chunks
+    t, rounded = T // ring.chunks, args.value.dtype != dtype
 
     def attend_group(outputs: list[Array], args: AttentionArgs, h: Index) -> list[Array]:
         G = args.query.shape[2]
@@ -49,20 +52,23 @@ def _forward(platform: str, args: AttentionArgs, ring: RingPlan) -> Results:
 
             def attend(state: PyTree, kernel: Kernel, call_of: CallOf, i: Index, j: Index) -> PyTree:
                 old_out, old_lse = (take_chunk(x, i, t, 1) for x in state)
-                out, *sums = kernel.forward(platform, call_of(at_hand))
-                merged = merge(old_out, old_lse, out.astype(dtype), log_sum_exp(*sums))
+                forward = kernel.forward_with_error if rounded else kernel.forward
+                results = forward(platform, call_of(at_hand))
+                merged = merge(old_out, old_lse, backward.exact_out(results), log_sum_exp(*results[1:3]))
                 return tuple(put_chunk(x, new, i, 1) for x, new in zip(state, merged, strict=True))
 
             return each_pair(ring, platform, at_hand, hop, attend, state), None
 
         unit = jnp.zeros((B, T, G, D), dtype), jnp.full((B, T, G), -jnp.inf, dtype)
         state, _ = ring.rotate(visit, unit, rotating(args))
+        state = [*state, *[rounding_error(state[0], args.value.dtype)] * with_error]
         return [add_chunk(x, chunk.astype(x.dtype), h) for x, chunk in zip(outputs, state, strict=True)]
 
-    zeros = [jnp.zeros((B, T, N, D), args.value.dtype), jnp.zeros((B, T, N), dtype)]
-    out, lse = each_kv_head(platform, attend_group, zeros, args)
+    zeros = jnp.zeros((B, T, N, D), args.value.dtype)
+    start = [zeros, jnp.zeros((B, T, N), dtype), *[zeros] * with_error]
+    out, lse, *error = each_kv_head(platform, attend_group, start, args)
     seen = lse != -jnp.inf
-    return out, jnp.where(seen, lse, jnp.finfo(dtype).min), seen.astype(dtype)
+    return out, jnp.where(seen, lse, jnp.finfo(dtype).min), seen.astype(dtype), *error
 
 
 def _accumulate(platform: str, args: AttentionArgs, row_max: Array, ring: RingPlan) -> tuple[Array, Array]:
@@ -108,7 +114,7 @@ def _backward(
     platform: str, inputs: tuple, cotangents: Sequence[Array | None], wanted: Sequence[int]
 ) -> dict[int, Array]:
     """The cotangents of query, key and value, by each hop's kernel; if others are ``captured``, all by blockwise."""
-    args, (out, row_max, row_sum), ring = inputs
+    args, (out, row_max, row_sum, *error), ring = inputs
     leaves, dtype = jax.tree.leaves(args), softmax_dtype(args.query)
     arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     captured = [arrays[i] for i in wanted if i > 2]
@@ -121,26 +127,30 @@ def _backward(
 
     def of_group(gradients: list[Array], args: AttentionArgs, h: Index) -> list[Array]:
         t, G = args.query.shape[1] // ring.chunks, args.query.shape[2]
-        rows = [take_chunk(x, h, G, 2) for x in (out, row_max, row_sum, d_out, d_row_sum)]
+        rows = [take_chunk(x, h, G, 2) for x in (d_out, d_row_sum, out, row_max, row_sum, *error)]
 
         def visit(state: PyTree, keys: dict[str, Any], hop: Hop) -> tuple[PyTree, PyTree]:
             at_hand = with_keys(args, keys)
 
             def differentiate(sums: PyTree, kernel: Kernel, call_of: CallOf, i: Index, j: Index) -> list[Array]:
-                chunk_out, chunk_max, chunk_sum, d_out, d_row_sum = (take_chunk(x, i, t, 1) for x in rows)
+                d_out, d_row_sum, *results = (take_chunk(x, i, t, 1) for x in rows)
                 call, cotangents = call_of(at_hand), (d_out.astype(dtype), d_row_sum)
 
                 def accumulate(query: Array, key: Array, value: Array, *others: Array) -> PyTree:
                     call = dataclasses.replace(
                         call_of(_with_leaves(at_hand, captured, others)), query=query, key=key, value=value
                     )
-                    return backward.accumulate(platform, call, chunk_max, kernel._block_sizes)
+                    return backward.accumulate(platform, call, results[1], kernel._block_sizes)
 
                 if captured:
                     others = [jax.tree.leaves(at_hand)[n] for n in captured]
                     of_pair = jax.vjp(accumulate, call.query, call.key, call.value, *others)[1](cotangents)
                 else:
-                    of_pair = kernel.backward(platform, call, (chunk_out, chunk_max, chunk_sum), cotangents)
+                    if kernel.wide_query:  # what the keys of one hop have in common is large before all are summed
+                        call = dataclasses.replace(call, query=call.query.astype(dtype))
+                    of_pair = kernel.backward_of_part(
+                        platform, call, tuple(results[: 3 + kernel.returns_error]), cotangents
+                    )
                 numbers = i, j, j, *(0 for _ in captured)
                 return [add_chunk(x, y.astype(x.dtype), n) for x, y, n in zip(sums, of_pair, numbers, strict=True)]
 

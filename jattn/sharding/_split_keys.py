@@ -60,6 +60,8 @@ class SplitKeys(OnOwnPart):
     def run(self, args: AttentionArgs) -> tuple[Array, Array]:
         """``out [B,T,N,D]`` and ``lse [B,T,N]``, whole on every device along ``axis_name``; S is sharded."""
         axes = self.mesh_axes(args).keys
+        # Each device's gradient of the query is rounded only when all are summed.
+        args = dataclasses.replace(args, query=args.query.astype(softmax_dtype(args.query)))
 
         def attend(part: AttentionArgs) -> tuple[Array, Array]:
             return merge_devices(*choose(part, self.implementation).run(part), axes)

@@ -42,6 +42,9 @@ class Case:
         tolerance: of ``out`` and ``lse``, relative to the largest, and never less than the dtype's 2e-5, 4e-3 (float16)
             or 2e-2 (bfloat16); gradients may be off by 2 times as much, in 16 bits by 8 times as much.
         poisoned: NaN or infinity in keys and values that nobody sees must change no bit.
+        offset: a factor of a normally distributed vector ``[K,H]`` that all keys have in common, as from the bias of a
+            projection. The gradients are then those of ``out`` alone: what keys share changes no weight, so their
+            product with it must vanish, but it is most of the gradient of the lse.
 
     Example:
         >>> odd = jattn.testing.Case({"mask": lambda b, h, q, kv: kv % 2 == 1}, lambda b, h, q, kv: kv in (1, 3, 5, 7, 9))
@@ -60,6 +63,7 @@ class Case:
     dtype: DTypeLike = jnp.float32
     vectorized: bool = False
     poisoned: bool = False
+    offset: float = 0.0
 
     def __post_init__(self):
         name = jnp.dtype(self.dtype).name
@@ -202,6 +206,7 @@ CASES: Mapping[str, Case] = {
         {"is_causal": True, "local_window_size": (3, 0), "query_seq_lengths": np.array([5, 7]), "key_value_seq_lengths": np.array([7, 0])},
         lambda b, h, q, kv: q - 3 <= kv <= q, shape=(B, T, S, 6, 3, 8, 8),
     ).of(jnp.bfloat16),
+    "bfloat16, keys with much in common": Case(shape=(B, 19, S, N, K, 8, 8), offset=300.0).of(jnp.bfloat16),
     "NaN where nobody looks: key lengths": Case({"key_value_seq_lengths": _LENGTHS}, poisoned=True),
     "NaN where nobody looks: mask array": Case({"mask": np.arange(S)[None, :] % 3 != 1}, poisoned=True),
     "NaN where nobody looks: mask function": Case({"mask": lambda b, h, q, kv: kv >= 5}, lambda b, h, q, kv: kv >= 5, poisoned=True),

@@ -95,7 +95,9 @@ def examine(implementation: str | Implementation, case: Case, *, gradients: bool
         case = case.of(dtypes[-1])
     if dtypes and case.dtype not in dtypes:
         return Outcome("refused", f"it takes no {jnp.dtype(case.dtype)}")
-    call = jax.jit(lambda x: values_and_gradients(lambda x: run(case, _Asked(kernel), x), x, gradients))
+    if case.offset and getattr(kernel, "reads_rounded_output", False):
+        return Outcome("refused", "its backward pass takes a row's sum of d_out * out from the rounded output")
+    call = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, _Asked(kernel), x), x, gradients))
     with jax.default_matmul_precision("highest" if case.dtype == jnp.float32 else "default"):
         try:
             if not case.poisoned:
@@ -135,12 +137,14 @@ def run(
     return dot_product_attention(**qkv, **others, **options, implementation=implementation, return_residual=True)
 
 
-def values_and_gradients(attention: Attention, arrays: Inputs, gradients: bool = True) -> tuple[Results, Inputs]:
-    """What ``attention`` gives, and the gradients of ``factors`` times both; an lse of -inf is left out."""
+def values_and_gradients(
+    case: Case, attention: Attention, arrays: Inputs, gradients: bool = True
+) -> tuple[Results, Inputs]:
+    """What ``attention`` gives, and the gradients as of ``reference``; an lse of -inf is left out."""
 
     def loss(arrays: Inputs) -> tuple[jax.Array, Results]:
         out, lse = attention(arrays)
-        parts = out.astype(lse.dtype), jnp.where(lse == -jnp.inf, 0.0, lse)
+        parts = out.astype(lse.dtype), jnp.where((lse == -jnp.inf) | (case.offset != 0.0), 0.0, lse)
         of_out, of_lse = (jnp.sum(x * jnp.asarray(factors(x.shape), lse.dtype)) for x in parts)
         return of_out + of_lse, (out, lse)
 

@@ -20,6 +20,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     shapes = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, D)}
     arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     arrays["query"] = arrays["query"] * case.amplify
+    arrays["key"] = arrays["key"] + case.offset * rng.normal(size=(K, H))
     arrays = {name: x.astype(case.dtype).astype(np.float32) for name, x in arrays.items()}
     arrays |= {name: case.options[name] for name in ("bias", "sinks") if name in case.options}
     return arrays if case.params is None else arrays | {"params": np.asarray(case.params)}
@@ -54,7 +55,10 @@ def visible(case: Case) -> np.ndarray:
 
 
 def reference(case: Case) -> tuple[Results, Inputs]:
-    """The formula, computed explicitly: ``out`` and ``lse``, and the gradients of ``factors`` times both, by hand."""
+    """The formula, computed explicitly: ``out`` and ``lse``, and the gradients of ``factors`` times both, by hand.
+
+    With an ``offset``, of ``factors`` times ``out``.
+    """
     _, T, S, N, K, H, _ = case.shape
     arrays = {name: x.astype(np.float64) for name, x in inputs(case).items()}
     query, key, value = arrays["query"], *(np.repeat(arrays[name], N // K, axis=2) for name in ("key", "value"))
@@ -78,7 +82,7 @@ def reference(case: Case) -> tuple[Results, Inputs]:
     out = np.einsum("bnts,bsnd->btnd", weights, value)
 
     of_out, of_lse = (factors(x.shape) for x in (out, lse.swapaxes(1, 2)))
-    of_lse = np.where(lse == -np.inf, 0.0, of_lse.swapaxes(1, 2))
+    of_lse = np.where((lse == -np.inf) | (case.offset != 0.0), 0.0, of_lse.swapaxes(1, 2))
     of_weights = np.einsum("btnd,bsnd->bnts", of_out, value)
     mean = (weights * of_weights).sum(-1)
     of_scores = weights * (of_weights - mean[..., None] + of_lse[..., None])

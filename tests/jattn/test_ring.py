@@ -14,8 +14,8 @@ from jattn._core.arguments import make_args
 from jattn.kernels.blockwise import Blockwise
 from jattn.sharding import Ring, SplitKeys, Ulysses, from_zigzag, ring_blocks, to_zigzag
 from jattn.testing import Case
-from jattn.testing._check import run, values_and_gradients
-from jattn.testing._reference import inputs
+from jattn.testing._check import compare, run, values_and_gradients
+from jattn.testing._reference import inputs, reference
 from tests.jattn.test_backward import check_against_dense
 from tests.ring_cases import CASES, assert_close, check_statistics, expected, in_a_ring, largest_error, mesh_of, numbers
 
@@ -52,6 +52,20 @@ ANY_RING = [  # case, number of devices, layout, what each hop runs
 def test_gradients_are_those_of_one_device(name, devices, layout, hops):
     row = numbers(name, devices, layout, hops)
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
+
+
+@pytest.mark.slow_except("8-xla")
+@pytest.mark.parametrize("name", ["xla", "decode", "native", "blockwise"])
+@pytest.mark.parametrize("queries", [8, 32, 64])
+def test_gradients_in_hops_of_every_kernel(name, queries):
+    """Those of a hop are of a part of a softmax, also where a device has so few queries that others compute them."""
+    if name == "native":
+        pytest.importorskip("jattn_native")
+    case = Case({"is_causal": True}, lambda b, h, q, kv: kv <= q, shape=(2, queries, 64, 4, 2, 6, 5))
+    how = Ring(mesh_of(4), "sequence", implementation=name)
+    results = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, how, x), x))(inputs(case))
+    outcome = compare(case, results, reference(case))
+    assert outcome.result == "right", outcome.reason
 
 
 @pytest.mark.slow
@@ -93,7 +107,7 @@ def test_sequences_heads_and_length_at_once(kinds):
     given = inputs(case)
     placed = {name: jax.device_put(x, lies) if x.ndim == 4 else jnp.asarray(x) for name, x in given.items()}
     how = Ring(mesh, "sequence", **axes)
-    compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x)).lower(placed).compile()
+    compiled = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, how, x), x)).lower(placed).compile()
     results, gradients = compiled(placed)
     assert_close((results, gradients), CAPTURING)
     assert results[0].sharding.is_equivalent_to(lies, 4) and gradients["key"].sharding.is_equivalent_to(lies, 4)
@@ -107,7 +121,7 @@ def test_key_heads_that_all_devices_have():
     mesh = jax.make_mesh((4, 2), ("heads", "sequence"), (AxisType.Auto,) * 2)
     case = CASES[CAPTURING]
     how = Ring(mesh, "sequence", head_axis="heads")
-    assert_close(jax.jit(lambda x: values_and_gradients(lambda x: run(case, how, x), x))(inputs(case)), CAPTURING)
+    assert_close(jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, how, x), x))(inputs(case)), CAPTURING)
 
 
 def lowered(devices, layout, length, N=4, hops=None, **options):
@@ -237,7 +251,7 @@ def test_what_nobody_sees_may_be_nan():
     for filled, value in ((clean, 0.0), (dirty, np.nan)):
         filled["key"][:, 20:], filled["value"][:, 20:] = value, value
     case = Case({"key_value_seq_lengths": np.array([20, 13])})
-    compiled = jax.jit(lambda x: values_and_gradients(lambda x: run(case, Ring(mesh_of(2), "sequence"), x), x))
+    compiled = jax.jit(lambda x: values_and_gradients(case, lambda x: run(case, Ring(mesh_of(2), "sequence"), x), x))
     jax.tree.map(np.testing.assert_array_equal, compiled(clean), compiled(dirty))
 
 

@@ -29,7 +29,7 @@ ALONG = PartitionSpec(None, "sequence")
 def across(name, devices, gradients=False):
     """One case of the conformance table with its keys sharded."""
     how = SplitKeys(mesh_of(devices), "sequence", implementation=AGAINST.get(name, "xla"))
-    return jax.jit(lambda given: values_and_gradients(lambda x: run(CASES[name], how, x), given, gradients))(inputs(CASES[name]))  # fmt: skip
+    return jax.jit(lambda given: values_and_gradients(CASES[name], lambda x: run(CASES[name], how, x), given, gradients))(inputs(CASES[name]))  # fmt: skip
 
 
 @pytest.mark.slow_except("1-nobody sees anything", "1-lengths, one of them 0")

@@ -1,10 +1,13 @@
 """Calls of attention: one structure, its program in jattn and the reference's results, and its cases."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -15,7 +18,7 @@ from jattn import heads
 from jattn.kernels.blockwise import Blockwise
 from jattn.kernels.decode import Decode
 from jattn.kernels.native import Native
-from jattn.sharding import HeadParallel, Ring
+from jattn.sharding import HeadParallel, Ring, Ulysses
 from tests import reference
 from tests.reference.bounded import Bounded, Rounding, error_of, rounded
 from tests.soak.draw import Structure, draw_structure, draw_values
@@ -36,6 +39,7 @@ def implementation_of(name: str) -> Any:
         "Native": lambda few: Native(few=int(few)),
         "Decode": lambda size: Decode(int(size)),
         "HeadParallel": lambda devices: HeadParallel(mesh(devices, "heads"), "heads"),
+        "Ulysses": lambda devices: Ulysses(mesh(devices, "sequence"), "sequence"),
         "Ring": lambda devices, layout: Ring(mesh(devices, "sequence"), "sequence", layout=layout),
     }
     return classes[kind](*arguments.split(", ")) if arguments else None if name in ("default", "nnx", "linen") else name
@@ -69,8 +73,22 @@ def _options(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
 def _attention(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
     inputs = (arrays[name] for name in ("query", "key", "value"))
     options = {"implementation": implementation_of(structure.implementation), "return_residual": True}
-    out, lse = jattn.dot_product_attention(*inputs, **options, **_options(structure, arrays))
+    call = functools.partial(jattn.dot_product_attention, **options, **_options(structure, arrays))
+    out, lse = in_form(structure.form, call)(*inputs)
     return {"out": out, "lse": lse}
+
+
+def in_form(form: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` of query, key and value, in one of ``FORMS``."""
+    last = lambda results: jax.tree.map(lambda x: x[-1], results)
+    twice = lambda arrays: [jnp.stack([x, x]) for x in arrays]
+    turned = lambda x: jax.lax.optimization_barrier(x.T).T  # the compiler may leave it as it lies
+    return {
+        "vmap": lambda *qkv: last(jax.vmap(call)(*twice(qkv))),
+        "scan": lambda *qkv: last(jax.lax.scan(lambda _, x: (None, call(*x)), None, twice(qkv))[1]),
+        "remat": jax.checkpoint(lambda *qkv: call(*qkv)),
+        "transposed": lambda *qkv: call(*map(turned, qkv)),
+    }.get(form, call)
 
 
 def _looks(structure: Structure, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +203,19 @@ class CallTrial(Trial):
             self.jitted = jax.jit(self.program)
         with jax.enable_x64(self.structure.x64):
             arguments = {name: x for name, x in arrays.items() if name not in static}
-            return jax.device_get((self.program if eagerly else self.jitted)(arguments))
+            program = self.program if eagerly else self.jitted
+            if self.structure.form != "threads":
+                return jax.device_get(program(arguments))
+
+            def in_thread(_: int) -> dict[str, np.ndarray]:
+                with jax.enable_x64(self.structure.x64):  # a setting of its thread
+                    return jax.device_get(program(arguments))
+
+            with ThreadPoolExecutor(4) as threads:
+                first, *others = threads.map(in_thread, range(4))
+            for other in others:
+                jax.tree.map(np.testing.assert_array_equal, other, first)
+            return first
 
     def case(self, draw: int) -> tuple[list[Difference], float]:
         """Also without jit, in the first draws of an eager structure."""

@@ -20,8 +20,9 @@ MODES = {
               "Decode(4)", "Decode(7)", "nnx", "linen"),
     "native": ("native", "Native(0)"),  # the second never takes the kernel for few queries
     "sharded": ("HeadParallel(2)", "HeadParallel(4)", "Ring(2, contiguous)", "Ring(4, contiguous)", "Ring(2, zigzag)",
-                "Ring(4, zigzag)", "Ring(8, contiguous)"),
+                "Ring(4, zigzag)", "Ring(8, contiguous)", "Ulysses(2)"),
 }  # fmt: skip
+FORMS = "alone", "alone", "vmap", "scan", "remat", "transposed", "threads"  # of native calls
 THEMES = ("plain", "plain", "large", "zeros", "equal rows", "tiny", "unseen are NaN", "unseen are infinite", "nowhere")
 SHAPES = sorted({case.shape for case in vocabulary.table.CASES.values()})
 COTANGENTS = ("out_cotangent", "lse_cotangent")
@@ -52,6 +53,7 @@ class Structure:
     sizes: tuple[int, ...]  # B, T, S, N, K, H, D
     batched: bool = True
     eager: bool = False  # the first draws also run without jit
+    form: str = "alone"  # what is around the call, one of FORMS
     static: bool = False  # integers and bools are constants of the program instead of arguments
     mask: Part | None = None
     mod: Part | None = None
@@ -113,7 +115,12 @@ class Structure:
         present |= {"no sequence": B == 0, "no query": T == 0, "no key": S == 0}
         arguments = {name: x for name, x in self.recipes.items() if " " not in name and name not in COTANGENTS}
         parts = {"mask": self.mask, "mod": self.mod}
-        covered = ["kind attention", f"implementation {self.implementation}", f"dtype {self.dtype.name}"]
+        covered = [
+            "kind attention",
+            f"form {self.form}",
+            f"implementation {self.implementation}",
+            f"dtype {self.dtype.name}",
+        ]
         covered += [f"feature {name}" for name, value in present.items() if value]
         covered += [f"argument {name} {x.dtype.name}" for name, x in arguments.items()]
         return covered + sorted({f"{name} {kind}" for name, part in parts.items() if part for kind in part.kinds})
@@ -133,6 +140,8 @@ def draw_structure(seed: int, index: int, mode: str) -> Structure:
         static=flip(0.3), weights=not layer and mode == "local" and flip(0.3), statistics=not layer and flip(0.25),
         features=int(rng.integers(1, 7)) if layer else 0, eager=mode == "local" and flip(0.25),
     )  # fmt: skip
+    if native:
+        structure.form = FORMS[np.random.default_rng([seed, index, 3]).integers(len(FORMS))]
     B, T, S, N, K, H, D = structure.sizes
     structure.batched = mode == "sharded" or layer or B != 1 or flip(0.5)
     add, M, lead = structure.add, structure.features, (B,) if structure.batched else ()
@@ -200,9 +209,9 @@ def _sizes(rng: Random, implementation: str) -> tuple[int, ...]:
         T, S = (int(rng.integers(1, 200)) for _ in range(2))
     empty = [(0, S), (T, 0)][rng.integers(2)] if local else (T, S)
     T, S = ([(S, S)] * 8 + [(1, S)] * 2 + [(T, S)] * 9 + [empty])[rng.integers(20)]
-    if implementation.startswith("HeadParallel"):
+    if implementation.startswith(("HeadParallel", "Ulysses")):
         N, K = [(4, 4), (8, 4), (4, 2)][rng.integers(3)]
-    if implementation.startswith("Ring"):
+    if implementation.startswith(("Ring", "Ulysses")):
         T, S = ((max(length // 8, 1) + 1) // 2 * 16 for length in ((T, S) if rng.random() < 0.5 else (16, 16)))
     return B, T, S, N, K, H, H if rng.random() < 0.4 else D
 

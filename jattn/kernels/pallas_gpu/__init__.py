@@ -33,6 +33,7 @@ class PallasGPU(PallasKernel):
     name: ClassVar[str] = "pallas_gpu"
     platform: ClassVar[str | None] = "gpu"
     never_run: ClassVar[bool] = True
+    wide_query: ClassVar[bool] = True
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float16, jnp.bfloat16)
 
     interpret: Any = None

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jattn._blocks.backward import of_sums
+from jattn._blocks.backward import balanced, is_whole, of_sums
 from jattn._blocks.plan import visibility
 from jattn._blocks.reduction import Reduction, count_pairs
 from jattn._core.arguments import AttentionArgs
 from jattn._mods.arrays import cdiv, pad_end
 from jattn._mods.tile_function import QUERY
-from jattn.kernels.kernel import Results
+from jattn.kernels.kernel import Results, narrowed
 from jattn.kernels.pallas_gpu import PallasGPU
 from jattn.kernels.pallas_gpu.diagonals import sum_diagonals
 from jattn.kernels.pallas_gpu.pipeline import WIDTH, MosaicKernel, Step, Steps, full, zeros
@@ -27,7 +27,7 @@ from jattn.kernels.pallas_gpu.row_sums import BLOCK, reduce_rows
 from jattn.kernels.pallas_gpu.schedule import ROWS
 from jattn.kernels.pallas_gpu.split_kv import choose_num_splits, merge_splits, pack_gqa, unpack_gqa
 from jattn.kernels.pallas_gpu.tile import LOG2E, GPUPlan, Place, Tile, make_plan
-from jattn.kernels.pallas_tiles import LARGEST_DIM, Ref
+from jattn.kernels.pallas_tiles import LARGEST_DIM, Ref, rounded
 
 LEAST = jnp.finfo(jnp.float32).min
 
@@ -109,6 +109,7 @@ def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasGPU
 ) -> list[jax.Array]:
     """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
+    whole, args = is_whole(args), narrowed(args)
     row_max, (d_acc, d_row_sum) = results[1], of_sums(results, cotangents)
     H, D = args.query.shape[3], args.value.shape[3]
     q, k, v = (_padded(x) for x in (args.query, args.key, args.value))
@@ -117,27 +118,37 @@ def backward(
     d_acc = _padded(d_acc.astype(q.dtype))
     lines = [jnp.transpose(x, (0, 2, 1)) for x in (row_max * LOG2E, d_row_sum)]
     plan = functools.partial(make_plan, args, shape=_shape(H, D, True), interpret=settings.interpret)
-    d_query = _d_query(plan(by_key=False), q, k, v, d_acc, lines)
+    d_query, *totals = _d_query(plan(by_key=False), q, k, v, d_acc, lines, whole)
     d_key_and_value = functools.partial(_d_key_and_value, q=q, k=k, v=v, d_acc=d_acc, lines=lines)
     if H + D > LARGEST_DIM:  # registers hold the sums of one
         (d_key,), (d_value,) = (d_key_and_value(plan(by_key=True), of=of) for of in ("key", "value"))
     else:
         d_key, d_value = d_key_and_value(plan(by_key=True), of="key and value")
     (T, S), grown = (args.query.shape[1], args.key.shape[1]), (d_query, d_key, d_value)
-    return [x[:, :length, :, :size] for x, length, size in zip(grown, (T, S, S), (H, H, D), strict=True)]
+    of_qkv = [x[:, :length, :, :size] for x, length, size in zip(grown, (T, S, S), (H, H, D), strict=True)]
+    totals = [jnp.transpose(x, (0, 2, 1))[:, :T] for x in totals]
+    return balanced(args, results, cotangents, of_qkv, *totals) if totals else of_qkv
 
 
 def _d_query(
-    plan: GPUPlan, q: jax.Array, k: jax.Array, v: jax.Array, d_acc: jax.Array, lines: list[jax.Array]
-) -> jax.Array:
+    plan: GPUPlan,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_acc: jax.Array,
+    lines: list[jax.Array],
+    with_totals: bool,
+) -> list[jax.Array]:
+    """The query's gradient and, ``with_totals``, the sums ``[B,N,T]`` of the ``d_score`` that it is made of."""
     scores = plan.scores()
     numbers = [plan.operands.vector(QUERY, x) for x in lines]
 
     def start(place: Place) -> tuple:
-        return zeros(ROWS, q.shape[3]), *(place.tile().line(number, 0) for number in numbers)
+        lines = [place.tile().line(number, 0) for number in numbers]
+        return zeros(ROWS, q.shape[3]), *lines, *[zeros(ROWS)] * with_totals
 
     def add(step: Step, rows: Sequence[Ref], columns: Sequence[Ref], carry: tuple) -> tuple:
-        ((q, d_acc), (k, v)), (d_query, row_max, d_sum) = (rows, columns), carry
+        ((q, d_acc), (k, v)), (d_query, row_max, d_sum, *total) = (rows, columns), carry
 
         def slope_of(tile: Tile) -> jax.Array:
             return tile.weights_and_slope(jax.lax.broadcast_in_dim(row_max, tile.shape, [0]))[1]
@@ -145,15 +156,22 @@ def _d_query(
         slope = step.part_by_part(slope_of, *step.products((q, k)))
         (d_p,) = step.products((d_acc, v))
         step.release(1)
-        d_scores = _d_scores(step, slope, d_p + _across(d_sum, d_p)).astype(q.dtype)
-        (d_query,) = step.add((d_query, d_scores, k))
+        d_scores = _d_scores(step, slope, d_p + _across(d_sum, d_p))
+        if with_totals:
+            d_scores = rounded(d_scores, q.dtype, bool(plan.interpret))
+            total = [total[0] + jnp.sum(d_scores, axis=1)]
+        (d_query,) = step.add((d_query, d_scores.astype(q.dtype), k))
         step.release(0)
-        return d_query, row_max, d_sum
+        return d_query, row_max, d_sum, *total
 
     def finish(place: Place, carry: tuple) -> tuple:
-        return [carry[0] * place.scale], []
+        return [carry[0] * place.scale], carry[3:]
 
-    return MosaicKernel(plan, scores, Steps(start, add, finish), [q, d_acc], [k, v], [q.shape[3]]).call()[0][0]
+    kernel = MosaicKernel(
+        plan, scores, Steps(start, add, finish), [q, d_acc], [k, v], [q.shape[3]], vectors=int(with_totals)
+    )
+    (d_query,), totals = kernel.call()
+    return [d_query, *totals]
 
 
 def _d_key_and_value(

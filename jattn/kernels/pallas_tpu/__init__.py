@@ -39,6 +39,7 @@ class PallasTPU(PallasKernel):
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str | None] = "tpu"
     never_run: ClassVar[bool] = True
+    wide_query: ClassVar[bool] = True
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float32, jnp.bfloat16)
 
     block_sizes: tuple[int, int] | None = None

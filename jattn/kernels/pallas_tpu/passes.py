@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from jattn._blocks.backward import of_sums
+from jattn._blocks.backward import balanced, is_whole, of_sums
 from jattn._blocks.online_softmax import log_sum_exp
 from jattn._blocks.reduction import Reduction
 from jattn._core.arguments import AttentionArgs
-from jattn.kernels.kernel import Results
-from jattn.kernels.pallas_tiles import Ref
+from jattn.kernels.kernel import Results, narrowed
+from jattn.kernels.pallas_tiles import Ref, rounded
 from jattn.kernels.pallas_tpu import PallasTPU
 from jattn.kernels.pallas_tpu.block_sums import reduce_blocks
 from jattn.kernels.pallas_tpu.pipeline import Steps, TPUPlan, call, make_plan
@@ -78,12 +79,15 @@ def backward(
     args: AttentionArgs, results: Results, cotangents: Sequence[jax.Array | None], settings: PallasTPU
 ) -> list[jax.Array]:
     """The cotangents of query, key and value, by the formulas of ``jattn._blocks.backward.of_sums``."""
-    out, row_max, row_sum = results
+    dtype, whole, args = args.query.dtype, is_whole(args), narrowed(args)
+    out, row_max, row_sum, *_ = results
     # 1, or 0 for a row that sees nothing, whose cotangent of acc counts for nothing. Then that of acc is no new array.
     row_sum = row_sum if args.query.dtype == jnp.float32 else jnp.ones_like(row_sum)
     sums = of_sums((out, row_max, row_sum), cotangents)
     plan = functools.partial(make_plan, args, settings, settings.block_sizes, WIDE_TILE)
-    return [_d_query(plan(), row_max, sums), *_d_key_and_value(plan(), row_max, sums)]
+    d_query, *totals = _d_query(plan(), row_max, sums, dtype, whole)
+    of_qkv = [d_query, *_d_key_and_value(plan(), row_max, sums)]
+    return balanced(args, (out, row_max, row_sum), cotangents, of_qkv, *totals) if totals else of_qkv
 
 
 def _score_tangents(
@@ -105,32 +109,39 @@ def _score_tangents(
     return of_tile, d_out
 
 
-def _d_query(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> jax.Array:
-    H, scores = plan.args.query.shape[3], plan.scores()
+def _d_query(
+    plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array], dtype: DTypeLike, with_totals: bool
+) -> list[jax.Array]:
+    """The query's gradient in ``dtype`` and, ``with_totals``, the sums ``[B,T,N]`` of the ``d_score`` it is made of."""
+    H, scores, product_dtype = plan.args.query.shape[3], plan.scores(), plan.args.query.dtype
     of_tile, _ = _score_tangents(plan, scores, row_max, cotangents)
 
-    def start(_: tuple, acc: Ref, d_scores: Ref) -> None:
-        acc[...] = jnp.zeros(acc.shape, acc.dtype)
+    def start(_: tuple, acc: Ref, total: Ref, d_scores: Ref) -> None:
+        acc[...], total[...] = jnp.zeros(acc.shape, acc.dtype), jnp.zeros(total.shape, total.dtype)
 
-    def add(tiles: Iterable[Tile], ins: Sequence[Ref], acc: Ref, d_scores: Ref) -> None:
+    def add(tiles: Iterable[Tile], ins: Sequence[Ref], acc: Ref, total: Ref, d_scores: Ref) -> None:
         for tile in tiles:
             d_score = of_tile(tile, ins)[2]
+            if with_totals:
+                d_score = rounded(d_score, product_dtype, plan.settings.is_simulated)
+                total[:, tile.queries] += jnp.sum(d_score, axis=0, keepdims=True)
             if tile.guarded:
                 acc[:, tile.queries] += scores.product(tile.k, d_score, 0, 0)
             else:
                 d_scores[tile.keys, tile.queries] = d_score.astype(d_scores.dtype)
 
-    def after(_: tuple, guarded: bool, ins: Sequence[Ref], acc: Ref, d_scores: Ref) -> None:
+    def after(_: tuple, guarded: bool, ins: Sequence[Ref], acc: Ref, total: Ref, d_scores: Ref) -> None:
         if not guarded:  # one product of the block keeps the matrix unit a quarter busier than one of each tile
             acc[...] += scores.product(ins[scores.key][0, 0], d_scores[...], 0, 0)
 
-    def finish(ins: Sequence[Ref], acc: Ref, _: Ref) -> Sequence[jax.Array]:
-        return (acc[...] * scores.scale_of(ins),)
+    def finish(ins: Sequence[Ref], acc: Ref, total: Ref, _: Ref) -> Sequence[jax.Array]:
+        return [acc[...] * scores.scale_of(ins), total[...]][: 1 + with_totals]
 
-    result = plan.result("queries", H, plan.args.query.dtype)
-    kept, of_block = [((H, plan.size[0]), jnp.float32)], [(plan.size[::-1], plan.args.query.dtype)]
-    (d_query,) = call(plan, scores, "d_query", [result], kept, Steps(start, add, finish, after=after), of_block)
-    return plan.restored(result, d_query)
+    results = [plan.result("queries", H, dtype), plan.result("queries", 1, jnp.float32)][: 1 + with_totals]
+    kept, of_block = [((size, plan.size[0]), jnp.float32) for size in (H, 1)], [(plan.size[::-1], product_dtype)]
+    outputs = call(plan, scores, "d_query", results, kept, Steps(start, add, finish, after=after), of_block)
+    d_query, *totals = (plan.restored(*both) for both in zip(results, outputs, strict=True))
+    return [d_query, *(x[..., 0] for x in totals)]
 
 
 def _d_key_and_value(plan: TPUPlan, row_max: jax.Array, cotangents: Sequence[jax.Array]) -> list[jax.Array]:

@@ -61,6 +61,7 @@ class Splash(Kernel):
     dtypes: ClassVar[tuple[DTypeLike, ...]] = (jnp.float32, jnp.bfloat16)
     takes: ClassVar[frozenset[str]] = frozenset({"mask array", "score_mod"})
     rounds_query: ClassVar[bool] = True
+    reads_rounded_output: ClassVar[bool] = True
 
     block_sizes: tuple[int, int] | None = None
     interpret: bool = False
