@@ -54,7 +54,7 @@ def test_gradients_are_those_of_one_device(name, devices, layout, hops):
     assert row["values"] <= 1e-5 and row["gradients"] <= 1e-4
 
 
-@pytest.mark.slow_except("8-xla")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["xla", "decode", "native", "blockwise"])
 @pytest.mark.parametrize("queries", [8, 32, 64])
 def test_gradients_in_hops_of_every_kernel(name, queries):

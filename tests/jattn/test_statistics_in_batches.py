@@ -393,7 +393,7 @@ def continuing(tokens):
 
 @pytest.mark.parametrize("length, mask, seen", [
     (60, masks.Segments(np.repeat(np.arange(3), 20)), lambda q, kv: q // 20 == kv // 20),
-    (80, masks.SlidingWindow(15), lambda q, kv: q - kv <= 15),
+    pytest.param(80, masks.SlidingWindow(15), lambda q, kv: q - kv <= 15, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_perfect_induction_head_is_perfect_where_it_can_be(length, mask, seen):
     """Each token occurs twice; the few queries that see the first time count, and no others."""
@@ -401,7 +401,10 @@ def test_a_perfect_induction_head_is_perfect_where_it_can_be(length, mask, seen)
     query, key = continuing(tokens)
     first = {int(token): kv for kv, token in reversed(list(enumerate(tokens)))}
     able = sum(first[token] < q and seen(q, first[token] + 1) for q, token in enumerate(tokens.tolist()))
-    result = heads.statistics(query, key, tokens=tokens, names=["induction"], mask=mask & masks.Causal())
+    look = jax.jit(
+        lambda *both: heads.statistics(*both, tokens=tokens, names=["induction"], mask=mask & masks.Causal())
+    )
+    result = look(query, key)
     if length == 60:  # the first of the next document followed no token of this one
         able -= sum(
             first[token] < q and first[token] // 20 != (first[token] + 1) // 20 == q // 20
@@ -411,12 +414,17 @@ def test_a_perfect_induction_head_is_perfect_where_it_can_be(length, mask, seen)
     assert result["induction"][0] > 0.999
 
 
-@pytest.mark.parametrize("low", [-np.inf, LOWEST, -1e9])
+@pytest.mark.parametrize(
+    "low", [LOWEST, pytest.param(-np.inf, marks=pytest.mark.slow), pytest.param(-1e9, marks=pytest.mark.slow)]
+)
 def test_what_a_bias_hides_does_not_count_as_seen(low):
     even = jnp.zeros((12, 1, 4))
     bias = np.where(np.tri(12, dtype=bool), 0.0, low).astype(np.float32)
+    look = jax.jit(
+        lambda **options: heads.statistics(even, even, **options), static_argnames=("score_mod", "is_causal")
+    )
+    wanted = look(is_causal=True)
     for options in ({"bias": bias}, {"score_mod": lambda score, b, h, q, kv: jnp.where(kv <= q, score, low)}):
-        result = heads.statistics(even, even, **options)
-        wanted = heads.statistics(even, even, is_causal=True)
+        result = look(**options)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), result, wanted)
         np.testing.assert_allclose(result["entropy"], 1.0, rtol=1e-6)
