@@ -29,13 +29,15 @@ PLATFORMS = {"cpu": ("cpu",), "gpu": ("cuda", "rocm"), "tpu": ("tpu",)}
 
 
 def _shapes(args: AttentionArgs) -> tuple[Length, ...]:
-    return *args.query.shape, *args.key.shape, *([] if args.value is None else [args.value.shape[3]])
+    return *args.query.shape, *args.key.shape
 
 
 # What a kernel refuses unless its ``takes`` names it: whether a call has it, and the reason. A new option goes here.
 OPTIONS: Mapping[str, tuple[Callable[[AttentionArgs], bool], str]] = {
     "symbolic shapes": (
-        lambda args: not all(isinstance(size, int) for size in _shapes(args)),
+        lambda args: (
+            not all(isinstance(x, int) for x in (*_shapes(args), *([] if args.value is None else args.value.shape[3:])))
+        ),
         "it takes no symbolic shapes",
     ),
     "empty arrays": (lambda args: args.value is None or 0 in _shapes(args), "it takes no empty arrays"),
